@@ -1,0 +1,78 @@
+"""Speculative decoding for mlx-lm models: faster text, and the same text.
+
+```python
+from mlx_speculation import SpeculativeGenerator
+
+generator = SpeculativeGenerator.from_pretrained("path", draft="path of a small one")
+for chunk in generator.stream("Once upon a time", max_tokens=100):
+    print(chunk.text, end="")
+```
+
+Importing this package does not import mlx. Names are loaded at first use, because
+on a Linux CPU the BLAS has to be chosen before mlx is loaded; see `blas`.
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from mlx_speculation.errors import (
+    BlasError,
+    DemoModelsMissingError,
+    InvalidRequestError,
+    ModelFolderError,
+    NonFiniteLogitsError,
+    SpeculationClosedError,
+    SpeculationError,
+    TokenizerMismatchError,
+    UnsupportedCacheError,
+)
+
+if TYPE_CHECKING:
+    from mlx_speculation.caches import Speculation
+    from mlx_speculation.demo import demo_models
+    from mlx_speculation.engine import SpeculativeGenerator
+    from mlx_speculation.models import load
+    from mlx_speculation.samplers import Sampling
+
+__version__ = version("mlx-speculation")
+
+__all__ = [
+    "BlasError",
+    "DemoModelsMissingError",
+    "InvalidRequestError",
+    "ModelFolderError",
+    "NonFiniteLogitsError",
+    "Sampling",
+    "Speculation",
+    "SpeculationClosedError",
+    "SpeculationError",
+    "SpeculativeGenerator",
+    "TokenizerMismatchError",
+    "UnsupportedCacheError",
+    "__version__",
+    "demo_models",
+    "load",
+]
+
+# Where each lazy name lives. A new one goes here, into __all__ and, for type
+# checkers, under TYPE_CHECKING above.
+_HOMES = {
+    "Sampling": "mlx_speculation.samplers",
+    "Speculation": "mlx_speculation.caches",
+    "SpeculativeGenerator": "mlx_speculation.engine",
+    "demo_models": "mlx_speculation.demo",
+    "load": "mlx_speculation.models",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value  # The next access does not come here.
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,130 @@
+"""Chooses the BLAS that mlx multiplies float32 matrices with on a Linux CPU.
+
+The Linux wheel of mlx links the reference BLAS. Its cost grows linearly with the
+number of rows, so that verifying k + 1 tokens costs k + 1 steps and speculation
+cannot win. OpenBLAS exports the same symbols; loaded into the global scope first,
+it answers mlx's calls, and eight rows cost little more than one.
+
+The price: verified rows then differ from single-row decoding by rounding (about
+1e-5 in the logits). With the reference BLAS they are equal bit for bit.
+
+The dynamic linker binds symbols when mlx is loaded. So this module imports no mlx,
+and `use_blas` refuses once `mlx.core` is imported. Only float32 is concerned, and
+only the CPU. On macOS mlx uses Accelerate, and there is nothing to choose.
+"""
+
+import ctypes
+import sys
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from mlx_speculation.errors import BlasError, InvalidRequestError
+
+BlasName = Literal["auto", "openblas", "stock"]
+
+_LIBRARY = "libopenblas.so.0"
+_PARALLEL = {0: "single-threaded", 1: "pthread", 2: "OpenMP"}
+
+
+@dataclass(frozen=True, slots=True)
+class BlasChoice:
+    """Which BLAS is in use, and why; made to be printed.
+
+    Attributes:
+        name: The BLAS that mlx will use: "openblas", "stock" or "accelerate".
+        detail: One line for people, e.g. "OpenBLAS 0.3.21 (pthread, 2 threads)".
+    """
+
+    name: Literal["openblas", "stock", "accelerate"]
+    detail: str
+
+
+def use_blas(name: BlasName = "auto") -> BlasChoice:
+    """Put the named BLAS in front of mlx; call it before the first mlx import.
+
+    Asking again for what is in use already is allowed at any time.
+
+    Args:
+        name: "openblas" or "stock" (the BLAS of the wheel); "auto" takes OpenBLAS
+            where it is installed, else the stock one.
+
+    Returns:
+        The BLAS in use and one line that tells which it is and why.
+
+    Raises:
+        BlasError: It is not installed, or mlx is imported already.
+        InvalidRequestError: The name is not one of the three.
+    """
+    if name not in get_args(BlasName):
+        raise InvalidRequestError(
+            f"blas is {name!r}; it must be one of {', '.join(get_args(BlasName))}"
+        )
+    if sys.platform == "darwin":
+        return _use_accelerate(name)
+    if name == "stock":
+        return _use_stock()
+    return _use_openblas(required=name == "openblas")
+
+
+def blas_in_use() -> str:
+    """Return what mlx multiplies float32 with on this CPU, in a few words.
+
+    An OpenBLAS that was loaded globally behind the back of this module, after mlx
+    was imported, would be named too, although mlx may not use it.
+    """
+    if sys.platform == "darwin":
+        return "Accelerate"
+    return _describe_openblas() or "reference BLAS of the mlx wheel"
+
+
+def _use_accelerate(name: BlasName) -> BlasChoice:
+    if name == "openblas":
+        raise BlasError(
+            "blas is 'openblas', but on macOS mlx always uses Accelerate; "
+            "use 'auto' or 'stock'"
+        )
+    return BlasChoice("accelerate", "Accelerate")
+
+
+def _use_stock() -> BlasChoice:
+    if (loaded := _describe_openblas()) is not None:
+        raise BlasError(
+            f"blas is 'stock', but {loaded} is loaded in this process and cannot "
+            "be taken out; start a new process, without LD_PRELOAD"
+        )
+    return BlasChoice("stock", blas_in_use())
+
+
+def _use_openblas(*, required: bool) -> BlasChoice:
+    if (loaded := _describe_openblas()) is not None:
+        return BlasChoice("openblas", loaded)
+    if "mlx.core" in sys.modules:
+        raise BlasError(
+            "OpenBLAS must be loaded before mlx, but mlx.core is imported already "
+            f"with the {blas_in_use()}; call use_blas() first, or pass 'stock'"
+        )
+    try:
+        ctypes.CDLL(_LIBRARY, mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        if required:
+            raise BlasError(
+                f"blas is 'openblas', but {_LIBRARY} cannot be loaded ({error}); "
+                "on Debian and Ubuntu: apt-get install libopenblas0-pthread"
+            ) from error
+        return BlasChoice("stock", f"{blas_in_use()} (slow: no {_LIBRARY} found)")
+    return BlasChoice("openblas", blas_in_use())
+
+
+def _describe_openblas() -> str | None:
+    """Describe the OpenBLAS in the global symbol scope; None: there is none."""
+    everything = ctypes.CDLL(None)
+    try:
+        get_config = everything.openblas_get_config
+    except AttributeError:
+        return None
+    get_config.restype = ctypes.c_char_p
+    # For example b"OpenBLAS 0.3.21 NO_LAPACKE DYNAMIC_ARCH Haswell MAX_THREADS=64".
+    version = " ".join(get_config().decode().split()[:2])
+    kind = _PARALLEL.get(everything.openblas_get_parallel(), "unknown threads")
+    threads = everything.openblas_get_num_threads()
+    return f"{version} ({kind}, {threads} thread{'s' if threads != 1 else ''})"

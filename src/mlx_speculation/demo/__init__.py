@@ -1,0 +1,66 @@
+"""The demonstration models and prompts that are bundled with this package.
+
+Three small targets, one per kind of cache, and one draft model that shares their
+tokenizer. This module knows where they are; it loads none of them.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_speculation.errors import DemoModelsMissingError
+
+_FOLDER = Path(__file__).parent
+_MODELS = ("dense", "sliding", "hybrid", "draft")
+
+
+@dataclass(frozen=True, slots=True)
+class DemoPrompt:
+    """One bundled prompt.
+
+    Attributes:
+        group: The kind of text: "code", "prose" or "edit".
+        source: Where the text was taken from.
+        text: The prompt.
+    """
+
+    group: str
+    source: str
+    text: str
+
+
+def demo_models() -> dict[str, Path]:
+    """Return the folders of the bundled models: dense, sliding, hybrid and draft.
+
+    Raises:
+        DemoModelsMissingError: A folder is not in this installation.
+    """
+    folders = {name: _FOLDER / name for name in _MODELS}
+    missing = [
+        name for name, path in folders.items() if not (path / "config.json").is_file()
+    ]
+    if missing:
+        raise DemoModelsMissingError(
+            f"of the {len(folders)} demonstration models, {len(missing)} are not in "
+            f"{_FOLDER}: {', '.join(missing)}; reinstall mlx-speculation, or make "
+            "them with scripts/train_demo_models.py"
+        )
+    return folders
+
+
+def demo_prompts() -> list[DemoPrompt]:
+    """Return the bundled prompts, in the order of their file.
+
+    Raises:
+        DemoModelsMissingError: The file is not in this installation.
+    """
+    path = _FOLDER / "prompts.json"
+    if not path.is_file():
+        raise DemoModelsMissingError(
+            f"the demonstration prompts are missing: no file {path}; reinstall "
+            "mlx-speculation"
+        )
+    return [
+        DemoPrompt(group=row["group"], source=row["source"], text=row["text"])
+        for row in json.loads(path.read_text(encoding="utf-8"))
+    ]

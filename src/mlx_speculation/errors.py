@@ -1,0 +1,66 @@
+"""The exceptions of mlx-speculation: one tree.
+
+```
+SpeculationError(Exception)
+├── InvalidRequestError(ValueError)
+│   └── TokenizerMismatchError
+├── UnsupportedCacheError(TypeError)
+├── SpeculationClosedError(RuntimeError)
+├── ModelFolderError(ValueError)
+├── NonFiniteLogitsError(ArithmeticError)
+├── DemoModelsMissingError(FileNotFoundError)
+└── BlasError(RuntimeError)
+```
+
+Each class also derives from the built-in exception in brackets, so `except
+ValueError` works for callers that do not know this package. Who raises one
+composes its message: what is wrong, the two values, what to do.
+"""
+
+
+class SpeculationError(Exception):
+    """The base of all exceptions that this package raises on purpose."""
+
+
+class InvalidRequestError(SpeculationError, ValueError):
+    """Raised when an argument of the caller is out of range or contradicts another.
+
+    It is raised before any cache is touched.
+    """
+
+
+class TokenizerMismatchError(InvalidRequestError):
+    """Raised when target and draft model do not share their token ids.
+
+    A draft with other ids proposes other words, so the pair is refused.
+    """
+
+
+class UnsupportedCacheError(SpeculationError, TypeError):
+    """Raised when a cache is of a kind that cannot be committed and rolled back.
+
+    It is raised before any cache is touched.
+    """
+
+
+class SpeculationClosedError(SpeculationError, RuntimeError):
+    """Raised when a round is used after it was committed, rolled back or left."""
+
+
+class ModelFolderError(SpeculationError, ValueError):
+    """Raised when a model folder lacks a file or holds one that cannot be used."""
+
+
+class NonFiniteLogitsError(SpeculationError, ArithmeticError):
+    """Raised when a model returns logits from which no token can be chosen.
+
+    These are NaN anywhere, plus infinity, or minus infinity for every token.
+    """
+
+
+class DemoModelsMissingError(SpeculationError, FileNotFoundError):
+    """Raised when the bundled demonstration models are not in this installation."""
+
+
+class BlasError(SpeculationError, RuntimeError):
+    """Raised when the BLAS that was asked for cannot be put in front of mlx."""
