@@ -1,0 +1,1 @@
+"""Generation: rounds of drafting and verifying, draft lengths and statistics."""
