@@ -1,0 +1,1 @@
+"""The transaction over mlx-lm caches: one journal per kind of cache."""
