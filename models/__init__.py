@@ -1,0 +1,1 @@
+"""Models with their caches: loading, pairing and lanes."""
