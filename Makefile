@@ -1,0 +1,55 @@
+# make demo       sets up .venv and runs the bundled models with and without a draft
+# make test       sets up .venv, then ruff, mypy and pytest
+# make test-long  the slow tests too, and more examples for each property
+# make clean      removes .venv and what tools left behind
+#
+# On Linux with an NVIDIA GPU: make demo EXTRAS=cuda13
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?=
+
+# The backend of mlx: on macOS the plain wheel brings Metal.
+ifeq ($(shell uname -s),Darwin)
+EXTRAS ?=
+else
+EXTRAS ?= cpu
+endif
+comma := ,
+INSTALL_EXTRAS := $(if $(EXTRAS),$(EXTRAS)$(comma)test,test)
+STAMP := $(VENV)/.installed-$(subst $(comma),-,$(INSTALL_EXTRAS))
+
+.PHONY: demo test test-long clean system environment
+.DEFAULT_GOAL := test
+
+demo: environment
+	$(BIN)/mlx-speculation demo
+
+test: environment
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+test-long: environment
+	$(BIN)/pytest -m "slow or not slow" --hypothesis-profile=long
+
+environment: $(STAMP)
+
+# Two backends of mlx overwrite each other's files, so another EXTRAS starts afresh.
+$(STAMP): pyproject.toml | system
+	@if ls $(VENV)/.installed-* >/dev/null 2>&1 && [ ! -e $@ ]; then rm -rf $(VENV); fi
+	@if [ ! -x $(BIN)/python ]; then \
+		python=$$(sh scripts/find_python.sh $(PYTHON)) && \
+		echo "making $(VENV) with $$python" && "$$python" -m venv $(VENV); \
+	fi
+	@echo "installing mlx-speculation[$(INSTALL_EXTRAS)] into $(VENV)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[$(INSTALL_EXTRAS)]'
+	@touch $@
+
+system:
+	@sh scripts/setup_system.sh
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
