@@ -1,0 +1,102 @@
+"""Tiny real mlx-lm models with random float32 weights, one per cache behaviour.
+
+The configurations are in tiny_models.json beside this file. Hidden size 64, up to
+eight layers, 256 tokens, sliding windows of 16 (24 for recurrent_gemma). The
+weights are scaled so that text matters: greedy continuations use many tokens, and
+a token changed far back in the context changes the logits.
+"""
+
+import importlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+# Layers must outweigh the embedding in the residual stream, or a model with tied
+# embeddings repeats its last token for ever.
+_GAIN = 2.0
+_EMBEDDING = 0.25
+# Gemma multiplies its embeddings by sqrt(hidden size), which is 8 here.
+_GEMMA_EMBEDDING = 0.04
+# Norms, biases, decays and mixing weights keep their initial value, give or take.
+_NOISE = 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """One configuration.
+
+    Attributes:
+        name: Its key in the table, e.g. "llama(sliding)".
+        module: The module under mlx_lm.models.
+        bitwise: Whether a forward over many rows equals single-row forwards bit
+            for bit on the Linux CPU wheel in float32.
+        window: The size of its sliding windows; None: it has none.
+        args: What ModelArgs.from_dict gets.
+    """
+
+    name: str
+    module: str
+    bitwise: bool
+    window: int | None
+    args: dict[str, Any]
+
+
+def _read_table() -> dict[str, TinyModel]:
+    rows = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    return {name: TinyModel(name=name, **row) for name, row in rows.items()}
+
+
+TINY_MODELS = _read_table()
+
+
+def build(name: str, *, seed: int = 0, vocab: int | None = None) -> nn.Module:
+    """Build the named model: the same weights for the same arguments.
+
+    It seeds the global random generator, so tests draw with keys of their own.
+
+    Args:
+        name: A key of TINY_MODELS.
+        seed: Chooses the weights.
+        vocab: The number of token ids, if not 256.
+    """
+    tiny = TINY_MODELS[name]
+    module = importlib.import_module(f"mlx_lm.models.{tiny.module}")
+    args = module.ModelArgs.from_dict(_arguments(tiny, vocab))
+    mx.random.seed(seed)  # The constructors draw from the global generator.
+    model = cast(nn.Module, module.Model(args))
+    initial = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+    weights = [(path, _randomised(tiny, path, weight)) for path, weight in initial]
+    model.update(tree_unflatten(weights))
+    mx.eval(model.parameters())
+    return model
+
+
+def _arguments(tiny: TinyModel, vocab: int | None) -> dict[str, Any]:
+    args = {**tiny.args}
+    if "time_step_limit" in args:  # JSON has no infinity.
+        args["time_step_limit"] = [float(limit) for limit in args["time_step_limit"]]
+    if vocab is None:
+        return args
+    if "text_config" in args:
+        args["text_config"] = {**args["text_config"], "vocab_size": vocab}
+        return args
+    if "vocab_size_per_layer_input" in args:
+        args["vocab_size_per_layer_input"] = vocab
+    return {**args, "vocab_size": vocab}
+
+
+def _randomised(tiny: TinyModel, path: str, weight: mx.array) -> mx.array:
+    noise = mx.random.normal(weight.shape)
+    if weight.ndim < 2 or not path.endswith("weight"):
+        return weight + _NOISE * noise
+    if weight.ndim == 2 and "embed" in path:
+        return noise * (_GEMMA_EMBEDDING if "gemma" in tiny.module else _EMBEDDING)
+    # Depthwise convolutions are [channels, kernel, 1]; all others end in inputs.
+    inputs = weight.shape[-1] if weight.shape[-1] > 1 else weight.shape[-2]
+    return noise * (_GAIN / math.sqrt(inputs))
