@@ -1,0 +1,126 @@
+"""Each case runs in a process of its own: a BLAS is chosen once per process."""
+
+import ctypes.util
+import subprocess
+import sys
+
+import pytest
+
+from mlx_speculation.blas import use_blas
+from mlx_speculation.errors import InvalidRequestError
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="chooses a BLAS on Linux")
+with_openblas = pytest.mark.skipif(
+    ctypes.util.find_library("openblas") is None, reason="OpenBLAS is not installed"
+)
+
+# The reference BLAS adds up each dot product in order, so that eight rows at once
+# equal eight single rows bit for bit. OpenBLAS adds up in blocks, and they do not.
+EIGHT_ROWS_EQUAL_SINGLE_ROWS = """
+import mlx.core as mx
+mx.set_default_device(mx.cpu)
+rows = mx.random.normal((8, 512), key=mx.random.key(0))
+weights = mx.random.normal((512, 256), key=mx.random.key(1))
+single = mx.concatenate([rows[i : i + 1] @ weights for i in range(8)])
+print(mx.array_equal(rows @ weights, single).item())
+"""
+
+CAUGHT = """
+try:
+    {call}
+except BlasError as error:
+    print(error)
+"""
+
+
+def _run(code: str) -> list[str]:
+    """Run the code in a new process; return the lines that it printed."""
+    header = (
+        "from mlx_speculation.blas import *\nfrom mlx_speculation.errors import *\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", header + code],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_choosing_a_blas_imports_no_mlx() -> None:
+    assert _run(
+        "use_blas('auto'); import sys\n"
+        "print([name for name in sys.modules if name.split('.')[0] == 'mlx'])"
+    ) == ["[]"]
+
+
+def test_an_unknown_name_is_refused_and_the_names_are_listed() -> None:
+    with pytest.raises(InvalidRequestError, match=r"'mkl'.*auto, openblas, stock"):
+        use_blas("mkl")  # type: ignore[arg-type]
+
+
+@linux
+def test_the_stock_blas_multiplies_eight_rows_as_single_rows() -> None:
+    report, equal = _run(
+        "print(use_blas('stock').name, '|', blas_in_use())"
+        + EIGHT_ROWS_EQUAL_SINGLE_ROWS
+    )
+    assert report == "stock | reference BLAS of the mlx wheel"
+    assert equal == "True"
+
+
+@linux
+@with_openblas
+@pytest.mark.parametrize("name", ["openblas", "auto"])
+def test_openblas_answers_the_calls_of_mlx(name: str) -> None:
+    report, equal = _run(
+        f"choice = use_blas({name!r}); assert choice.detail == blas_in_use()\n"
+        "print(choice.name, '|', choice.detail)" + EIGHT_ROWS_EQUAL_SINGLE_ROWS
+    )
+    assert report.startswith("openblas | OpenBLAS ")
+    assert "thread" in report
+    assert equal == "False"
+
+
+@linux
+@with_openblas
+def test_openblas_is_refused_once_mlx_is_imported() -> None:
+    (message,) = _run("import mlx.core" + CAUGHT.format(call="use_blas('openblas')"))
+    assert "mlx.core is imported already with the reference BLAS" in message
+    assert "call use_blas() first" in message
+
+
+@linux
+@with_openblas
+def test_what_is_in_use_may_be_asked_for_again() -> None:
+    assert _run(
+        "first = use_blas('openblas'); import mlx.core\n"
+        "print(use_blas('openblas') == use_blas('auto') == first)"
+    ) == ["True"]
+
+
+@linux
+@with_openblas
+def test_openblas_cannot_be_taken_out_again() -> None:
+    (message,) = _run("use_blas('openblas')" + CAUGHT.format(call="use_blas('stock')"))
+    assert "is loaded in this process" in message
+    assert "start a new process" in message
+
+
+@linux
+def test_a_missing_openblas_is_named_with_its_debian_package() -> None:
+    (message,) = _run(
+        "from mlx_speculation import blas; blas._LIBRARY = 'libmissing.so.0'"
+        + CAUGHT.format(call="use_blas('openblas')")
+    )
+    assert "libmissing.so.0 cannot be loaded" in message
+    assert "apt-get install libopenblas0-pthread" in message
+
+
+@linux
+def test_auto_says_that_it_found_no_openblas() -> None:
+    assert _run(
+        "from mlx_speculation import blas; blas._LIBRARY = 'libmissing.so.0'\n"
+        "choice = use_blas(); print(choice.name, '|', choice.detail)"
+    ) == ["stock | reference BLAS of the mlx wheel (slow: no libmissing.so.0 found)"]

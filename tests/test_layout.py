@@ -1,0 +1,150 @@
+"""Keeps the folders, the links, the direction of imports and the front door."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mlx_speculation
+
+ROOT = Path(__file__).parent.parent
+LINKED = ("engine", "models", "caches", "samplers")
+
+# What each folder may import of this package, beside itself and errors.
+BELOW = {
+    "engine": {"models", "caches", "samplers"},
+    "models": {"caches", "samplers"},
+    "caches": set(),
+    "samplers": set(),
+}
+
+TEXT = {"", ".cfg", ".json", ".md", ".py", ".pyi", ".sh", ".toml", ".txt", ".yml"}
+
+
+def _files() -> Iterator[Path]:
+    """Yield the files that git knows or would add."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for line in listed.stdout.splitlines():
+        path = ROOT / line
+        if path.is_file() and not path.is_symlink():
+            yield path
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Yield the dotted names that a module imports, at any depth of its code."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            # "from mlx_speculation import caches" imports mlx_speculation.caches.
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _inside(path: Path) -> set[str]:
+    """Return the parts of this package that a module imports, e.g. {"caches"}."""
+    names = (name.split(".") for name in _imports(path))
+    return {name[1] for name in names if name[0] == "mlx_speculation" and name[1:]}
+
+
+@pytest.mark.parametrize("folder", LINKED)
+def test_each_link_resolves_to_its_folder(folder: str) -> None:
+    link = ROOT / "src" / "mlx_speculation" / folder
+    assert link.is_symlink()
+    assert link.readlink() == Path("../..", folder)
+    assert link.resolve() == (ROOT / folder).resolve()
+    assert (link / "__init__.py").is_file()
+
+
+def test_the_imported_package_is_this_checkout() -> None:
+    assert mlx_speculation.__file__ is not None
+    expected = ROOT / "src" / "mlx_speculation" / "__init__.py"
+    assert Path(mlx_speculation.__file__).resolve() == expected.resolve()
+
+
+@pytest.mark.parametrize("folder", LINKED)
+def test_imports_point_one_way(folder: str) -> None:
+    allowed = BELOW[folder] | {folder, "errors"}
+    modules = list((ROOT / folder).rglob("*.py"))
+    assert modules
+    wrong = {
+        str(path.relative_to(ROOT)): sorted(_inside(path) - allowed)
+        for path in modules
+        if _inside(path) - allowed
+    }
+    assert not wrong
+
+
+def test_only_the_front_door_and_scripts_import_the_engine() -> None:
+    doors = {"__init__.py", "cli.py"}
+    for path in (ROOT / "src" / "mlx_speculation").rglob("*.py"):
+        relative = path.relative_to(ROOT / "src" / "mlx_speculation")
+        if relative.parts[0] in LINKED or str(relative) in doors:
+            continue
+        assert "engine" not in _inside(path), relative
+
+
+def test_the_public_names_are_pinned() -> None:
+    assert mlx_speculation.__all__ == [
+        "BlasError",
+        "DemoModelsMissingError",
+        "InvalidRequestError",
+        "ModelFolderError",
+        "NonFiniteLogitsError",
+        "Sampling",
+        "Speculation",
+        "SpeculationClosedError",
+        "SpeculationError",
+        "SpeculativeGenerator",
+        "TokenizerMismatchError",
+        "UnsupportedCacheError",
+        "__version__",
+        "demo_models",
+        "load",
+    ]
+
+
+@pytest.mark.parametrize("name", mlx_speculation.__all__)
+def test_each_public_name_is_there_and_listed(name: str) -> None:
+    assert getattr(mlx_speculation, name) is not None
+    assert name in dir(mlx_speculation)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'speculate'"):
+        mlx_speculation.speculate  # noqa: B018
+
+
+@pytest.mark.parametrize("module", ["", ".cli", ".demo", ".errors", ".blas"])
+def test_importing_the_front_door_does_not_import_mlx(module: str) -> None:
+    code = (
+        f"import sys, mlx_speculation{module}\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('mlx', 'mlx_lm')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_no_file_names_a_path_of_one_machine() -> None:
+    # Written in pieces, so that this file does not contain what it looks for.
+    pattern = re.compile(r"(?<![\w.])/(" + "|".join(["tmp", "root", "home"]) + r")/\w")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in _files()
+        if path.suffix in TEXT and "demo" not in path.relative_to(ROOT).parts
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1)
+        if pattern.search(line)
+    ]
+    assert not found
