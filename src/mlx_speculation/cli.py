@@ -1,0 +1,220 @@
+"""The command line: `mlx-speculation generate` and `mlx-speculation demo`.
+
+Thin: options in, text and tables out. mlx is imported inside the commands only,
+after the BLAS is chosen.
+"""
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from mlx_speculation.blas import BlasName, use_blas
+from mlx_speculation.demo import DemoPrompt, demo_models, demo_prompts
+from mlx_speculation.errors import SpeculationError
+
+if TYPE_CHECKING:
+    from mlx_speculation import SpeculativeGenerator
+
+app = typer.Typer(
+    help="Faster text from mlx-lm models, and the same text.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+Blas = Annotated[
+    BlasName,
+    typer.Option(help="What multiplies float32 matrices on a Linux CPU."),
+]
+DraftLength = Annotated[
+    int | None,
+    typer.Option(
+        min=0, help="Tokens drafted per round; by default, chosen by measurement."
+    ),
+]
+
+
+def main() -> None:
+    """Run the command line; errors of this package become one line and status 1."""
+    try:
+        app()
+    except SpeculationError as error:
+        typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
+        raise SystemExit(1) from error
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="Folder or repository of the target.")],
+    draft: Annotated[
+        str | None,
+        typer.Option(help="Folder or repository of the draft model, mtp or lookup."),
+    ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(help="The text to continue; by default, standard input."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="0: off.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    draft_length: DraftLength = None,
+    blas: Blas = "auto",
+) -> None:
+    """Continue a prompt; text on standard output, statistics on standard error."""
+    text = _read_prompt(prompt)
+    report = Console(stderr=True)
+    report.print(f"BLAS: {use_blas(blas).detail}", style="dim", highlight=False)
+    from mlx_speculation import Sampling, SpeculativeGenerator
+
+    generator = SpeculativeGenerator.from_pretrained(
+        model, draft=draft, draft_length=draft_length
+    )
+    stream = generator.stream(
+        text,
+        max_tokens=max_tokens,
+        sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
+    )
+    for chunk in stream:
+        typer.echo(chunk.text, nl=False)
+    typer.echo()
+    stats = stream.result.stats
+    table = Table("statistic", "value", title="Statistics")
+    table.add_row("tokens", str(len(stream.result.tokens)))
+    table.add_row("finish reason", str(stream.result.finish_reason))
+    table.add_row("tokens per second", _number(stats.tokens_per_second))
+    for name in ("rounds", "drafts", "drafted", "accepted"):
+        table.add_row(name, str(getattr(stats, name)))
+    table.add_row("acceptance rate", _percent(stats.acceptance_rate))
+    table.add_row("mean accepted length", _number(stats.mean_accepted_length))
+    table.add_row(
+        "accepted per position", " ".join(map(_percent, stats.accepted_per_position))
+    )
+    report.print(table)
+
+
+@app.command()
+def demo(
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    draft_length: DraftLength = None,
+    blas: Blas = "auto",
+) -> None:
+    """Run the bundled models with and without a draft, and compare text and speed."""
+    console = Console()
+    console.print(f"BLAS: {use_blas(blas).detail}", style="dim", highlight=False)
+    from mlx_speculation import SpeculativeGenerator
+
+    targets = demo_models()
+    draft = targets.pop("draft")
+    prompts = _one_per_group(demo_prompts())
+    comparisons = []
+    for name, path in targets.items():
+        plain = SpeculativeGenerator.from_pretrained(path, draft=None)
+        speculative = SpeculativeGenerator.from_pretrained(
+            path, draft=draft, draft_length=draft_length
+        )
+        for generator in (plain, speculative):
+            generator.generate(prompts[0].text, max_tokens=8)  # Warms up.
+        for prompt in prompts:
+            console.rule(f"{name}: {prompt.group}, from {prompt.source}")
+            comparisons.append(
+                _compare(name, prompt, plain, speculative, max_tokens=max_tokens)
+            )
+    console.print(_comparison_table(comparisons))
+    if not all(comparison.difference is None for comparison in comparisons):
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """One prompt, continued by one target with and without its draft."""
+
+    target: str
+    group: str
+    plain_speed: float
+    speculative_speed: float
+    acceptance_rate: float | None
+    mean_accepted_length: float | None
+    difference: int | None  # The first position with another token.
+
+
+def _compare(
+    target: str,
+    prompt: DemoPrompt,
+    plain: "SpeculativeGenerator",
+    speculative: "SpeculativeGenerator",
+    *,
+    max_tokens: int,
+) -> _Comparison:
+    """Stream the speculative text, then generate the plain one and compare."""
+    stream = speculative.stream(prompt.text, max_tokens=max_tokens)
+    for chunk in stream:
+        typer.echo(chunk.text, nl=False)
+    typer.echo()
+    expected = plain.generate(prompt.text, max_tokens=max_tokens)
+    stats = stream.result.stats
+    return _Comparison(
+        target=target,
+        group=prompt.group,
+        plain_speed=expected.stats.tokens_per_second,
+        speculative_speed=stats.tokens_per_second,
+        acceptance_rate=stats.acceptance_rate,
+        mean_accepted_length=stats.mean_accepted_length,
+        difference=_first_difference(stream.result.tokens, expected.tokens),
+    )
+
+
+def _comparison_table(comparisons: list[_Comparison]) -> Table:
+    table = Table(title="Plain and speculative decoding, tokens per second")
+    for column in ("target", "text"):
+        table.add_column(column)
+    for column in ("plain", "speculative", "ratio", "acceptance", "accepted length"):
+        table.add_column(column, justify="right")
+    table.add_column("same tokens")
+    for row in comparisons:
+        table.add_row(
+            row.target,
+            row.group,
+            _number(row.plain_speed),
+            _number(row.speculative_speed),
+            _number(row.speculative_speed / row.plain_speed),
+            _percent(row.acceptance_rate),
+            _number(row.mean_accepted_length),
+            "yes" if row.difference is None else f"[red]not at {row.difference}[/red]",
+        )
+    return table
+
+
+def _first_difference(tokens: Iterable[int], expected: Iterable[int]) -> int | None:
+    """Return the first index at which two texts differ; a missing token differs."""
+    pairs = enumerate(zip_longest(tokens, expected))
+    return next((index for index, (one, two) in pairs if one != two), None)
+
+
+def _one_per_group(prompts: Iterable[DemoPrompt]) -> list[DemoPrompt]:
+    """Keep the first prompt of each group."""
+    first: dict[str, DemoPrompt] = {}
+    for prompt in prompts:
+        first.setdefault(prompt.group, prompt)
+    return list(first.values())
+
+
+def _read_prompt(prompt: str | None) -> str:
+    if prompt is not None:
+        return prompt
+    if sys.stdin.isatty():
+        raise typer.BadParameter("give --prompt, or a text on standard input")
+    return sys.stdin.read()
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
