@@ -1,1 +1,20 @@
-"""The transaction over mlx-lm caches: one journal per kind of cache."""
+"""Caches: one journal per cache kind, and the transaction over all of them.
+
+It knows mlx-lm's caches. It does not know models, tokens, samplers or text.
+"""
+
+from mlx_speculation.caches.arrays import RecordedCall, RecordingArraysCache
+from mlx_speculation.caches.journal import Journal
+from mlx_speculation.caches.kinds import check_supported, leaves, position, states
+from mlx_speculation.caches.speculation import Speculation
+
+__all__ = [
+    "Journal",
+    "RecordedCall",
+    "RecordingArraysCache",
+    "Speculation",
+    "check_supported",
+    "leaves",
+    "position",
+    "states",
+]

@@ -1,1 +1,28 @@
-"""Models with their caches: loading, pairing and lanes."""
+"""Models: an mlx-lm model with its caches as one lane, recording, loading, pairing.
+
+It knows mlx-lm's models and tokenizers. It does not know how tokens are chosen.
+"""
+
+from mlx_speculation.models.lane import Lane, LaneRound
+from mlx_speculation.models.loading import check_model_folder, load
+from mlx_speculation.models.pairing import (
+    TokenIds,
+    check_same_ids,
+    logit_width,
+    wrapped,
+)
+from mlx_speculation.models.recording import Recorders
+from mlx_speculation.models.running import wired
+
+__all__ = [
+    "Lane",
+    "LaneRound",
+    "Recorders",
+    "TokenIds",
+    "check_model_folder",
+    "check_same_ids",
+    "load",
+    "logit_width",
+    "wired",
+    "wrapped",
+]

@@ -1,1 +1,10 @@
-"""From logits to tokens: sampling, acceptance and keyed randomness."""
+"""Samplers: from logits to tokens, and which drafted tokens are accepted.
+
+It knows arrays. It does not know models, caches or text.
+"""
+
+from mlx_speculation.samplers.acceptance import count_accepted, count_unusable
+from mlx_speculation.samplers.choice import Chooser
+from mlx_speculation.samplers.sampling import Sampling
+
+__all__ = ["Chooser", "Sampling", "count_accepted", "count_unusable"]

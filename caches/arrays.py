@@ -1,0 +1,168 @@
+"""Journal of `ArraysCache`, the state of recurrent and convolution mixers.
+
+A recurrent state has no rows to cut off. The model writes to a copy of the slot
+list, so the live cache keeps the old states, by reference and for free. What the
+mixers were fed is recorded on that copy; the state after an accepted prefix is the
+old state with the mixers run again over the prefix of their recorded inputs. The
+result is lazy and joins the next evaluation. A full acceptance replays nothing, and
+neither does a prefix that ends between two forwards.
+
+This module does not know mixers: whoever hooks them (`mlx_speculation.models`) calls
+`RecordingArraysCache.record`. Slots written with no mixer on record make a partial
+acceptance impossible here, and `can_keep` says so.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
+
+from mlx_speculation.errors import SpeculationClosedError
+
+
+class RecordedCall(Protocol):
+    """One call of a mixer, with what it was fed."""
+
+    @property
+    def mixer(self) -> object:
+        """The mixer, compared by identity."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Positions that the call processed."""
+        ...
+
+    def replay(self, cache: ArraysCache, keep: int) -> None:
+        """Run the mixer over its first `keep` inputs, reading and writing `cache`."""
+        ...
+
+
+def copied(cache: ArraysCache) -> ArraysCache:
+    """Copy the slot list by reference, and `lengths` and `left_padding` by value.
+
+    `ArraysCache.advance` changes the latter two in place, the slots never.
+    """
+    twin = ArraysCache(len(cache.cache))
+    assign(twin, cache)
+    return twin
+
+
+def assign(target: ArraysCache, source: ArraysCache) -> None:
+    """Give `target` the state of `source`."""
+    target.cache = list(source.cache)
+    target.lengths = None if source.lengths is None else mx.array(source.lengths)
+    padding = source.left_padding
+    target.left_padding = None if padding is None else mx.array(padding)
+
+
+@dataclass(slots=True)
+class Forward:
+    """One forward of the model: the state before it, and its mixers' calls."""
+
+    before: ArraysCache
+    calls: list[RecordedCall] = field(default_factory=list)
+
+    @property
+    def width(self) -> int:
+        """Positions that the forward processed."""
+        return self.calls[0].width
+
+
+class RecordingArraysCache(ArraysCache):
+    """A copy of an `ArraysCache` that also holds what its mixers were fed."""
+
+    def __init__(self, cache: ArraysCache) -> None:
+        super().__init__(len(cache.cache))
+        assign(self, cache)
+        self.forwards: list[Forward] = []
+        self.written_unrecorded = False
+        self._recording = False
+
+    def __setitem__(self, idx: int, value: mx.array) -> None:
+        """Write a slot, and remember whether a mixer on record did it."""
+        if not self._recording:
+            self.written_unrecorded = True
+        super().__setitem__(idx, value)
+
+    @contextmanager
+    def record(self, call: RecordedCall) -> Iterator[None]:
+        """Note `call`; the slots that are written inside the block are covered by it.
+
+        A mixer that is called a second time begins the next forward.
+        """
+        seen = self.forwards and any(
+            earlier.mixer is call.mixer for earlier in self.forwards[-1].calls
+        )
+        if not self.forwards or seen:
+            self.forwards.append(Forward(before=copied(self)))
+        self.forwards[-1].calls.append(call)
+        self._recording = True
+        try:
+            yield
+        finally:
+            self._recording = False
+
+
+class ArraysJournal:
+    """Journal of one `ArraysCache`; the live cache changes at commit only.
+
+    Args:
+        cache: the live cache.
+        whole: nothing but all or nothing will be kept, so nothing is recorded.
+    """
+
+    def __init__(self, cache: ArraysCache, *, whole: bool = False) -> None:
+        self._cache = cache
+        self._before = copied(cache)
+        self._after: ArraysCache | None = None
+        self._presented = copied(cache) if whole else RecordingArraysCache(cache)
+
+    @property
+    def presented(self) -> ArraysCache:
+        """A copy of the cache that records."""
+        return self._presented
+
+    @property
+    def written(self) -> int | None:
+        """Positions on record; None when slots were written off the record."""
+        shown = self._presented
+        if not isinstance(shown, RecordingArraysCache) or shown.written_unrecorded:
+            return None
+        if any(call.width != f.width for f in shown.forwards for call in f.calls):
+            return None
+        return sum(f.width for f in shown.forwards)
+
+    def can_keep(self, keep: int) -> bool:
+        """Whether the prefix can be had by replay, or needs none."""
+        return self.written is not None
+
+    def prepare(self, keep: int) -> None:
+        """Build the state after `keep` positions, lazily, on a copy."""
+        if self.written is None or keep == self.written:
+            self._after = self._presented
+            return
+        shown = self._presented
+        assert isinstance(shown, RecordingArraysCache)
+        for forward in shown.forwards:
+            if keep < forward.width:
+                after = copied(forward.before)
+                if keep > 0:
+                    for call in forward.calls:
+                        call.replay(after, keep)
+                self._after = after
+                return
+            keep -= forward.width
+
+    def commit(self, keep: int) -> None:
+        """Give the live cache the prepared state."""
+        if self._after is None:
+            raise SpeculationClosedError("commit(keep) needs prepare(keep) before it.")
+        assign(self._cache, self._after)
+
+    def rollback(self) -> None:
+        """Give the live cache its old state."""
+        assign(self._cache, self._before)

@@ -1,0 +1,48 @@
+"""What one cache does during a speculation.
+
+A journal presents one leaf cache to the model and can keep a prefix of what the
+model wrote, or undo all of it. It knows one cache and nothing about the others, the
+model or the text; `Speculation` keeps the journals of all layers in step.
+"""
+
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Journal(Protocol):
+    """Undo log of one leaf cache.
+
+    The order of calls is: the model writes to `presented` (any number of forwards),
+    then `prepare(keep)` and `commit(keep)`, or `rollback()`. After a commit and
+    before any other write, `rollback()` takes the commit back as well.
+    """
+
+    @property
+    def presented(self) -> Any:
+        """What the model receives in this layer's place.
+
+        It is truthy, has no `__len__`, and returns exactly what the native cache
+        would return.
+        """
+        ...
+
+    @property
+    def written(self) -> int | None:
+        """Positions written since the journal was opened; None when unknown."""
+        ...
+
+    def can_keep(self, keep: int) -> bool:
+        """Whether `commit(keep)` is possible; changes nothing."""
+        ...
+
+    def prepare(self, keep: int) -> None:
+        """Do everything of `commit(keep)` that can fail; changes nothing live."""
+        ...
+
+    def commit(self, keep: int) -> None:
+        """Keep the first `keep` written positions. Legal after `prepare(keep)`."""
+        ...
+
+    def rollback(self) -> None:
+        """Put the cache back as it was when the journal was opened. Never raises."""
+        ...

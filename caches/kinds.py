@@ -1,0 +1,84 @@
+"""Which cache kinds are known, and the journal of each.
+
+The type has to match exactly: a subclass may write in a way that its parent's
+journal does not know, so it is refused like any other unknown kind.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+
+from mlx_speculation.caches.arrays import ArraysJournal
+from mlx_speculation.caches.journal import Journal
+from mlx_speculation.caches.kv import KVJournal
+from mlx_speculation.caches.lists import ListJournal
+from mlx_speculation.caches.rotating import RotatingJournal
+from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
+
+KNOWN = (KVCache, RotatingKVCache, ArraysCache, CacheList)
+
+
+def leaves(caches: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield every leaf cache with its place, such as `2` or `2.0` inside a list."""
+    for index, cache in enumerate(caches):
+        if type(cache) is CacheList:
+            for place, leaf in leaves(cache.caches):
+                yield f"{index}.{place}", leaf
+        else:
+            yield str(index), cache
+
+
+def check_supported(caches: Sequence[Any]) -> None:
+    """Refuse what cannot be rolled back; touches nothing.
+
+    Raises:
+        InvalidRequestError: there is no cache, or one object stands in two places.
+        UnsupportedCacheError: a leaf is of an unknown kind.
+    """
+    places: dict[int, str] = {}
+    for place, leaf in leaves(caches):
+        if type(leaf) not in KNOWN:
+            known = ", ".join(kind.__name__ for kind in KNOWN)
+            raise UnsupportedCacheError(
+                f"The cache of layer {place} is a {type(leaf).__name__}, and the kinds "
+                f"that can be rolled back are {known}. Use one of these, or decode "
+                "this model with mlx_lm."
+            )
+        if id(leaf) in places:
+            raise InvalidRequestError(
+                f"One cache object stands at layers {places[id(leaf)]} and {place}. "
+                "Make a cache of its own for each, as make_prompt_cache does."
+            )
+        places[id(leaf)] = place
+    if not places:
+        raise InvalidRequestError(
+            f"The list of caches holds {len(caches)} items and no leaf. Pass what "
+            "mlx_lm.models.cache.make_prompt_cache(model) returns."
+        )
+
+
+def open_journal(cache: Any, *, whole: bool) -> Journal:
+    """Return a journal for a cache that `check_supported` has passed."""
+    if type(cache) is KVCache:
+        return KVJournal(cache)
+    if type(cache) is RotatingKVCache:
+        return RotatingJournal(cache)
+    if type(cache) is ArraysCache:
+        return ArraysJournal(cache, whole=whole)
+    return ListJournal([open_journal(leaf, whole=whole) for leaf in cache.caches])
+
+
+def position(caches: Sequence[Any]) -> int | None:
+    """Return how many positions the caches hold; None when no leaf knows.
+
+    Recurrent states do not know. Where the leaves differ the largest counts: a leaf
+    that the model does not use stays at 0.
+    """
+    offsets = [leaf.offset for _, leaf in leaves(caches) if hasattr(leaf, "offset")]
+    return max(offsets) if offsets else None
+
+
+def states(caches: Sequence[Any]) -> list[Any]:
+    """Return every array that the caches hold, for an evaluation."""
+    return [cache.state for cache in caches]

@@ -1,0 +1,178 @@
+"""Journal of `RotatingKVCache`, before and after the window has wrapped.
+
+How the ring writes decides how a write is undone (W is `max_size`):
+
+    a write of                  what mlx-lm does                      undone by
+    2 rows or more              new arrays: W-1 oldest kept + rows    the old arrays
+    1 row, offset < W           an unused slot is filled              the indices
+    1 row, more than W held     new arrays: cut to W, then a slot     the old arrays
+    1 row, W held               the oldest row is overwritten         the saved row
+
+A prefix of a write of several rows is kept by slicing off its tail: what mlx-lm
+evicted before the write is then still not needed, because at least W-1 older rows
+and the first kept one remain. `RotatingKVCache.trim` is not used: after a wrap it
+leaves rejected rows visible.
+
+The overwritten row has to be copied before the write, and a slice that is not yet
+evaluated would make the write copy the whole window. So rows are saved in blocks of
+`SAVED_ROWS` before their turn: one window copy in that many writes.
+"""
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import RotatingKVCache
+
+SAVED_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRows:
+    """Rows of a full ring, copied before single-row writes overwrite them.
+
+    `keys` and `values` are the very array objects of the cache: writes of one row
+    keep the objects, every other change replaces them, and the copy is then stale.
+    """
+
+    keys: mx.array
+    values: mx.array
+    first_slot: int
+    first_offset: int
+    rows: mx.array  # [batch, heads, rows, key dim + value dim]
+
+    def holds(self, cache: RotatingKVCache, slot: int) -> bool:
+        """Whether the row now in `slot` is among the saved ones."""
+        index = slot - self.first_slot
+        return (
+            self.keys is cache.keys
+            and self.values is cache.values
+            and 0 <= index < self.rows.shape[2]
+            and cache.offset - self.first_offset == index
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One write and the state of the cache before it."""
+
+    width: int
+    offset: int
+    index: int
+    arrays: tuple[mx.array | None, mx.array | None] | None = None
+    overwritten: tuple[int, mx.array] | None = None  # slot, saved row
+
+
+_saved: "weakref.WeakKeyDictionary[RotatingKVCache, SavedRows]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _row_about_to_go(cache: Any) -> tuple[int, mx.array]:
+    """Return the slot the next single-row write takes, and a copy of its row."""
+    slot = cache.keep if cache._idx == cache.max_size else cache._idx
+    saved = _saved.get(cache)
+    if saved is None or not saved.holds(cache, slot):
+        stop = min(slot + SAVED_ROWS, cache.max_size)
+        rows = mx.concatenate(
+            [cache.keys[..., slot:stop, :], cache.values[..., slot:stop, :]], axis=-1
+        )
+        mx.async_eval(rows)
+        saved = SavedRows(cache.keys, cache.values, slot, cache.offset, rows)
+        _saved[cache] = saved
+    index = slot - saved.first_slot
+    return slot, saved.rows[..., index : index + 1, :]
+
+
+class PresentedRing(RotatingKVCache):
+    """The live ring with one difference: its journal hears of every write.
+
+    It shares the live cache's `__dict__`, so that every attribute that a model
+    reads or sets is the live one. The journal stands in a slot, outside that dict.
+    """
+
+    __slots__ = ("_journal",)
+    _journal: "RotatingJournal"
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        """Note the state before the write, then write as the native ring does.
+
+        Args:
+            keys: [batch, heads, rows, key dim].
+            values: [batch, heads, rows, value dim].
+        """
+        self._journal.note(keys.shape[2])
+        return super().update_and_fetch(keys, values)
+
+
+class RotatingJournal:
+    """Journal of one `RotatingKVCache` with any `keep`."""
+
+    def __init__(self, cache: RotatingKVCache) -> None:
+        self._cache = cache
+        self._writes: list[Write] = []
+        presented = object.__new__(PresentedRing)
+        presented.__dict__ = cache.__dict__
+        presented._journal = self
+        self._presented = presented
+
+    @property
+    def presented(self) -> RotatingKVCache:
+        """The live ring, seen through `PresentedRing`."""
+        return self._presented
+
+    @property
+    def written(self) -> int:
+        """Rows appended since the journal was opened."""
+        return sum(write.width for write in self._writes)
+
+    def note(self, width: int) -> None:
+        """Record the state before a write of `width` rows."""
+        cache = self._cache
+        arrays, overwritten = None, None
+        if width > 1 or cache.keys is None or cache.keys.shape[2] > cache.max_size:
+            arrays = (cache.keys, cache.values)
+        elif cache.offset >= cache.max_size:
+            overwritten = _row_about_to_go(cache)
+        self._writes.append(Write(width, cache.offset, cache._idx, arrays, overwritten))
+
+    def can_keep(self, keep: int) -> bool:
+        """Any prefix can be kept."""
+        return True
+
+    def prepare(self, keep: int) -> None:
+        """Nothing can fail."""
+
+    def commit(self, keep: int) -> None:
+        """Undo whole writes from the end, then slice the tail of the last one."""
+        excess = self.written - keep
+        while excess > 0 and excess >= self._writes[-1].width:
+            excess -= self._writes[-1].width
+            self._undo(self._writes.pop())
+        if excess > 0:
+            self._slice_tail(excess)
+
+    def rollback(self) -> None:
+        """Undo every write, the last one first."""
+        while self._writes:
+            self._undo(self._writes.pop())
+
+    def _undo(self, write: Write) -> None:
+        cache: Any = self._cache
+        if write.arrays is not None:
+            cache.keys, cache.values = write.arrays
+        elif write.overwritten is not None:
+            slot, row = write.overwritten
+            key_dim = cache.keys.shape[-1]
+            cache.keys[..., slot : slot + 1, :] = row[..., :key_dim]
+            cache.values[..., slot : slot + 1, :] = row[..., key_dim:]
+        cache.offset, cache._idx = write.offset, write.index
+
+    def _slice_tail(self, rows: int) -> None:
+        cache: Any = self._cache
+        stop = cache._idx - rows
+        cache.keys = cache.keys[..., :stop, :]
+        cache.values = cache.values[..., :stop, :]
+        cache._idx = stop
+        cache.offset -= rows

@@ -1,0 +1,190 @@
+"""The transaction over all caches of a model.
+
+    with Speculation(caches) as speculation:
+        logits = model(tokens, cache=speculation.caches)   # say, 5 rows
+        speculation.commit(3)                              # the first 3 stay
+
+Leaving the block without a commit rolls back, with or without an exception. The
+layers of a model share masks and positions, so they move in step: `commit` checks
+every layer before it changes the first one. It knows nothing about tokens or text.
+"""
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from mlx_speculation.caches.journal import Journal
+from mlx_speculation.caches.kinds import check_supported, open_journal
+from mlx_speculation.caches.lists import ListJournal
+from mlx_speculation.errors import (
+    InvalidRequestError,
+    SpeculationClosedError,
+    UnsupportedCacheError,
+)
+
+Rerun = Callable[[int], None]
+
+_HOW_TO_USE = """
+A speculation is used once, inside its block:
+
+    with Speculation(caches) as speculation:
+        logits = model(tokens, cache=speculation.caches)
+        speculation.commit(keep)
+"""
+
+
+class Speculation:
+    """One round of writes to a model's caches, of which a prefix is kept.
+
+    Args:
+        caches: mlx-lm caches, one per layer as `make_prompt_cache` returns them.
+        whole: promise that all or nothing will be kept. Recurrent layers then record
+            nothing, which a long prompt needs.
+        rerun: feeds the model the first n tokens of this round again. It is the
+            fallback where a recurrent layer was written by a mixer that is not on
+            record: everything is rolled back, then `rerun(keep)` is called. Its price
+            is one more forward.
+
+    Raises:
+        UnsupportedCacheError: a cache is of an unknown kind; nothing was touched.
+        InvalidRequestError: one cache object stands in two places, or there is none.
+    """
+
+    def __init__(
+        self,
+        caches: Sequence[Any],
+        *,
+        whole: bool = False,
+        rerun: Rerun | None = None,
+    ) -> None:
+        check_supported(caches)
+        self._whole = whole
+        self._rerun = rerun
+        self._journals = [open_journal(cache, whole=whole) for cache in caches]
+        self._presented = [journal.presented for journal in self._journals]
+        self._prepared: int | None = None
+        self._open = True
+        self._reran = False
+
+    @property
+    def caches(self) -> list[Any]:
+        """What to pass to the model as `cache`."""
+        self._check_open("caches")
+        return self._presented
+
+    @property
+    def written(self) -> int | None:
+        """Positions written so far; None when no layer knows (unknown mixers only)."""
+        known = [journal.written for journal in self._leaves()]
+        return max((w for w in known if w is not None), default=None)
+
+    @property
+    def reran(self) -> bool:
+        """Whether the commit had to run the model again."""
+        return self._reran
+
+    def prepare(self, keep: int) -> None:
+        """Do everything of `commit(keep)` that can fail, and change nothing yet.
+
+        Raises:
+            InvalidRequestError: `keep` is negative or more than was written.
+            UnsupportedCacheError: a layer cannot keep a part, and there is no `rerun`.
+            SpeculationClosedError: the speculation is closed.
+        """
+        self._check_open("prepare")
+        self._check_keep(keep)
+        if keep > 0 and self._can_keep(keep):
+            for journal in self._journals:
+                journal.prepare(keep)
+        elif keep > 0 and self._rerun is None:
+            raise UnsupportedCacheError(
+                f"A layer cannot keep {keep} of {self.written} positions: its mixer is "
+                "not on record. Install the recorders of mlx_speculation.models, or "
+                "pass rerun=, which feeds the kept tokens again."
+            )
+        self._prepared = keep
+
+    def commit(self, keep: int) -> None:
+        """Keep the first `keep` positions written, and close.
+
+        Everything is checked before anything changes. Raises as `prepare`; after a
+        `prepare(keep)` it does not fail, unless the model has to run again: then
+        everything is rolled back first, and stays so if that forward fails.
+        """
+        self._check_open("commit")
+        if self._prepared != keep:
+            self.prepare(keep)
+        if keep == 0:
+            self.rollback()
+        elif self._can_keep(keep):
+            for journal in self._journals:
+                journal.commit(keep)
+            self._open = False
+        else:
+            self.rollback()
+            assert self._rerun is not None
+            self._reran = True
+            self._rerun(keep)
+
+    def rollback(self) -> None:
+        """Put every cache back as it was at the start, and close. Never raises.
+
+        After a commit, and while nothing else has written, it takes the commit back.
+        """
+        for journal in self._journals:
+            journal.rollback()
+        self._open = False
+
+    def __enter__(self) -> "Speculation":
+        self._check_open("with")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._open:
+            self.rollback()
+
+    def _leaves(self) -> list[Journal]:
+        found: list[Journal] = []
+        pending: list[Journal] = list(self._journals)
+        while pending:
+            journal = pending.pop(0)
+            if isinstance(journal, ListJournal):
+                pending[:0] = journal.members
+            else:
+                found.append(journal)
+        return found
+
+    def _can_keep(self, keep: int) -> bool:
+        if self._whole or keep == self.written:
+            return True
+        return all(journal.can_keep(keep) for journal in self._journals)
+
+    def _check_keep(self, keep: int) -> None:
+        written = self.written
+        if keep < 0 or (written is not None and keep > written):
+            raise InvalidRequestError(
+                f"commit({keep}) was asked, and {written} positions were written. "
+                f"Pass a number from 0 to {written}."
+            )
+        if self._whole and written is not None and keep not in (0, written):
+            raise InvalidRequestError(
+                f"commit({keep}) was asked of a speculation opened with whole=True, "
+                f"which wrote {written}. Keep all or nothing, or open it without."
+            )
+        uneven = {w for w in (j.written for j in self._leaves()) if w} - {written}
+        if uneven:
+            raise InvalidRequestError(
+                f"One layer wrote {written} positions and another {min(uneven)}. "
+                "Pass speculation.caches to the model, whole and in order."
+            )
+
+    def _check_open(self, what: str) -> None:
+        if not self._open:
+            raise SpeculationClosedError(
+                f"{what} was used on a speculation that is closed.\n{_HOW_TO_USE}"
+            )

@@ -1,0 +1,255 @@
+"""The rounds of one generation, on token ids.
+
+A round with k drafts: the drafter proposes, the target runs once over what it has
+not seen and the drafts, the chooser turns its last k + 1 rows into the target's own
+choices, one evaluation brings them back, a prefix is committed. A round with k = 0 is
+an ordinary decoding step and is pipelined as in mlx-lm: the next step is submitted
+before the last token is read.
+
+    tokens t_0..t_n, the lane has seen t_0..t_{n-1}, k = 3
+    fed       t_n  d_1  d_2  d_3
+    choices   c_1  c_2  c_3  c_4        accepted = 2 when c_1 = d_1, c_2 = d_2
+    emitted   c_1  c_2  c_3             the lane keeps t_n d_1 d_2
+
+The engine knows nothing about text: a `Cut` says where the emitted tokens end.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.engine.drafting import Draft, Drafter
+from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.statistics import Statistics
+from mlx_speculation.errors import NonFiniteLogitsError
+from mlx_speculation.models import Lane, LaneRound
+from mlx_speculation.samplers import Chooser, count_accepted, count_unusable
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where a round's emitted tokens end.
+
+    Attributes:
+        keep: how many of them stay, from 1.
+        reason: "stop" or "length" when the generation ends there, else None.
+    """
+
+    keep: int
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A forward of the target on its way: `packed` is not read yet.
+
+    Attributes:
+        lane_round: the transaction; committed already where there are no drafts.
+        choices: the target's choices, int32 [k + 1].
+        packed: int32 [k + 3]: choices, accepted, unusable rows.
+    """
+
+    lane_round: LaneRound
+    choices: mx.array
+    packed: mx.array
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a round's evaluation brought back."""
+
+    choices: list[int]
+    accepted: int
+
+    @property
+    def emitted(self) -> list[int]:
+        """The accepted tokens, then the correction or the bonus."""
+        return self.choices[: self.accepted + 1]
+
+
+def read(submitted: Submitted) -> Verdict:
+    """Evaluate and read a round's result: the one place where the host waits.
+
+    Raises:
+        NonFiniteLogitsError: a row holds a NaN, or no finite largest value.
+    """
+    values: Any = submitted.packed.tolist()
+    *choices, accepted, unusable = values
+    if unusable:
+        raise NonFiniteLogitsError(
+            f"{unusable} of {len(choices)} rows of the target's logits hold a NaN or "
+            "no finite largest value. The round was rolled back. Check the weights, "
+            "or load the model in float32."
+        )
+    return Verdict(choices, accepted)
+
+
+class Decoder:
+    """Runs rounds on a target lane until a cut ends them.
+
+    Args:
+        target: the target's lane; `sequence.tokens[target.seen:]` is to be fed.
+        sequence: the known tokens; grows with every round.
+        chooser: chooses for target and drafter.
+        cut: gets a round's emitted tokens before anything is committed.
+        drafter: proposes; None for plain decoding.
+        draft_length: tokens to propose in a round.
+    """
+
+    def __init__(
+        self,
+        *,
+        target: Lane,
+        sequence: Sequence,
+        chooser: Chooser,
+        cut: Callable[[list[int]], Cut],
+        drafter: Drafter | None,
+        draft_length: int,
+    ) -> None:
+        self.statistics = Statistics()
+        self._target = target
+        self._sequence = sequence
+        self._chooser = chooser
+        self._cut = cut
+        self._drafter = drafter
+        self._draft_length = draft_length
+        self._in_flight: Submitted | None = None
+
+    @property
+    def seen(self) -> int:
+        """How many of the known tokens the target's caches hold."""
+        return self._target.seen
+
+    def prefill(self) -> None:
+        """Feed all known tokens but the last, which the first round feeds."""
+        started = time.perf_counter()
+        self._target.feed(self._sequence.tokens[self._target.seen : -1])
+        self.statistics.prefill_seconds += time.perf_counter() - started
+
+    def next_round(self, budget: int) -> str | None:
+        """Run one round and commit it.
+
+        Args:
+            budget: how many tokens may still be emitted, from 1.
+
+        Returns:
+            Why the generation ends with this round, or None.
+
+        Raises:
+            NonFiniteLogitsError: the target's logits are unusable.
+            Exception: whatever the model, the drafter or the cut raised. Caches and
+                statistics are then as before the round.
+        """
+        length = min(self._draft_length, budget - 1)
+        if self._drafter is None or length == 0 or self._in_flight is not None:
+            return self._plain_round()
+        try:
+            return self._drafted_round(self._drafter, length)
+        except BaseException:
+            self._drafter.discard()
+            raise
+
+    def hold_all(self) -> None:
+        """Let the target's caches hold every known token, the last one included."""
+        if self._target.seen < len(self._sequence.tokens):
+            unseen = self._sequence.tokens[self._target.seen :]
+            self._in_flight = self._submit_step(mx.array(unseen))
+
+    def next_token(self) -> int | None:
+        """Return the token that would come next, if the last one has been fed."""
+        if self._in_flight is None:
+            return None
+        try:
+            return read(self._in_flight).choices[0]
+        except NonFiniteLogitsError:
+            return None
+
+    def _plain_round(self) -> str | None:
+        started = time.perf_counter()
+        step = self._in_flight
+        fresh: Submitted | None = None
+        following: Submitted | None = None
+        try:
+            if step is None:
+                unseen = mx.array(self._sequence.tokens[self._target.seen :])
+                step = fresh = self._submit_step(unseen)
+            following = self._submit_step(step.choices, ahead=1)
+            verdict = read(step)
+            cut = self._cut(verdict.emitted)
+        except BaseException as error:
+            if following is not None:
+                following.lane_round.rollback()
+            if fresh is not None:
+                fresh.lane_round.rollback()
+            elif isinstance(error, NonFiniteLogitsError) and step is not None:
+                step.lane_round.rollback()
+                self._in_flight = None
+            raise
+        self._in_flight = following
+        self._sequence.tokens += verdict.emitted
+        self.statistics.count(drafted=0, accepted=0, emitted=1)
+        self.statistics.verify_seconds += time.perf_counter() - started
+        return cut.reason
+
+    def _drafted_round(self, drafter: Drafter, length: int) -> str | None:
+        started = time.perf_counter()
+        draft = drafter.propose(self._sequence, length, self._chooser.choose)
+        mx.async_eval(draft.tokens)
+        drafted = time.perf_counter()
+        unseen = self._sequence.tokens[self._target.seen :]
+        with self._target.begin() as lane_round:
+            submitted = self._submit_verify(lane_round, unseen, draft)
+            verdict = read(submitted)
+            verified = time.perf_counter()
+            cut = self._cut(verdict.emitted)
+            accepted = min(verdict.accepted, cut.keep)
+            lane_round.prepare(len(unseen) + accepted)
+            drafter.settle(accepted)
+            lane_round.commit(len(unseen) + accepted)
+        emitted = verdict.emitted[: cut.keep]
+        self._sequence.tokens += emitted
+        statistics = self.statistics
+        statistics.count(
+            drafted=draft.length, accepted=verdict.accepted, emitted=len(emitted)
+        )
+        statistics.reruns = self._target.reruns
+        statistics.draft_seconds += drafted - started
+        statistics.verify_seconds += verified - drafted
+        statistics.host_seconds += time.perf_counter() - verified
+        return cut.reason
+
+    def _submit_verify(
+        self, lane_round: LaneRound, unseen: list[int], draft: Draft
+    ) -> Submitted:
+        inputs = mx.concatenate([mx.array(unseen, dtype=mx.int32), draft.tokens])
+        logits = lane_round.forward(inputs)[-1 - draft.length :]
+        first = self._sequence.next_position
+        positions = mx.arange(first, first + draft.length + 1)
+        choices = self._chooser.choose(logits, positions)
+        accepted = count_accepted(draft.tokens, choices)
+        return self._pack(lane_round, logits, choices, accepted)
+
+    def _submit_step(self, unseen: mx.array, ahead: int = 0) -> Submitted:
+        """Submit a forward whose tokens all stay, `ahead` of the known tokens."""
+        with self._target.begin(whole=True) as lane_round:
+            logits = lane_round.forward(unseen)[-1:]
+            position = mx.array([self._sequence.next_position + ahead])
+            choices = self._chooser.choose(logits, position)
+            submitted = self._pack(lane_round, logits, choices, mx.array(0))
+            mx.async_eval(submitted.packed)
+            lane_round.commit(unseen.shape[0])
+        return submitted
+
+    def _pack(
+        self,
+        lane_round: LaneRound,
+        logits: mx.array,
+        choices: mx.array,
+        accepted: mx.array,
+    ) -> Submitted:
+        unusable = count_unusable(logits)
+        packed = mx.concatenate([choices, accepted[None], unusable[None]])
+        return Submitted(lane_round, choices, packed)

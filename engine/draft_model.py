@@ -1,0 +1,73 @@
+"""The drafter that is a smaller model with the target's token ids."""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from mlx_speculation.engine.drafting import Choose, Draft
+from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.models import Lane, LaneRound
+
+# After a round the lane lags one or two tokens behind. A longer lag is a prompt, or
+# rounds without a draft: it is committed text, fed before the round and kept.
+LONGEST_LAG = 8
+
+
+class DraftModel:
+    """Drafts a chain of tokens with a model of its own, one forward for each.
+
+    Args:
+        make_lane: makes a new lane of the draft model with empty caches.
+        lane: a lane to begin with, whose caches hold tokens already.
+    """
+
+    def __init__(self, make_lane: Callable[[], Lane], lane: Lane | None = None) -> None:
+        self._make_lane = make_lane
+        self._first_lane = lane
+        self._lane = lane or make_lane()
+        self._round: LaneRound | None = None
+        self._lag = 0
+        self._length = 0
+
+    @property
+    def lane(self) -> Lane:
+        """The draft model's lane."""
+        return self._lane
+
+    def begin(self, sequence: Sequence) -> None:
+        """Take a lane with empty caches, or the given one the first time."""
+        self._lane = self._first_lane or self._make_lane()
+        self._first_lane = None
+        self._round = None
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        """Feed what the lane has not seen, then its own choices, `limit` tokens."""
+        self._round = None
+        if len(sequence.tokens) - self._lane.seen > LONGEST_LAG:
+            self._lane.feed(sequence.tokens[self._lane.seen : -1])
+        lag = sequence.tokens[self._lane.seen :]
+        self._lag, self._length = len(lag), limit
+        self._round = self._lane.begin()
+        inputs = mx.array(lag)
+        proposed: list[mx.array] = []
+        first = sequence.next_position
+        for position in range(first, first + limit):
+            logits = self._round.forward(inputs)[-1:]
+            inputs = choose(logits, mx.array([position]))
+            proposed.append(inputs)
+        return Draft(mx.concatenate(proposed))
+
+    def settle(self, accepted: int) -> None:
+        """Keep the lag and the accepted tokens; the last proposed one was not fed."""
+        assert self._round is not None
+        self._round.commit(self._lag + min(accepted, self._length - 1))
+
+    def discard(self) -> None:
+        """Undo the round. Where that is impossible, start over with empty caches."""
+        if self._round is None:
+            return
+        if self._round.can_roll_back:
+            self._round.rollback()
+        else:
+            self._lane = self._make_lane()
+        self._round = None

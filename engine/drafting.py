@@ -1,0 +1,53 @@
+"""What proposes tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import mlx.core as mx
+
+from mlx_speculation.engine.sequence import Sequence
+
+# (logits [rows, vocab], positions [rows]) -> int32 [rows]
+Choose = Callable[[mx.array, mx.array], mx.array]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Proposed tokens, int32 [k], not read back to the host."""
+
+    tokens: mx.array
+
+    @property
+    def length(self) -> int:
+        """How many tokens were proposed."""
+        return self.tokens.shape[0]
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Proposes tokens for one open stream at a time.
+
+    The calls of a round are `propose`, then `settle` or `discard`. Rounds without a
+    draft make no call, so a drafter finds its place from the sequence.
+    """
+
+    def begin(self, sequence: Sequence) -> None:
+        """Start on a new sequence, and forget the last one."""
+        ...
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        """Propose from 1 to `limit` tokens that follow the sequence.
+
+        `choose` holds the request's filters and noise; a drafter draws nothing
+        itself. Committed state stays as it was until `settle`.
+        """
+        ...
+
+    def settle(self, accepted: int) -> None:
+        """Keep the first `accepted` proposed tokens. If it fails, it has kept none."""
+        ...
+
+    def discard(self) -> None:
+        """Undo what the last `propose` and `settle` did. Never raises."""
+        ...

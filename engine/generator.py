@@ -1,0 +1,321 @@
+"""The front door: a target, perhaps a draft, and streams of text from them."""
+
+import weakref
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_speculation.caches import leaves, position
+from mlx_speculation.engine.decoding import Decoder
+from mlx_speculation.engine.draft_model import DraftModel
+from mlx_speculation.engine.drafting import Drafter
+from mlx_speculation.engine.results import Result
+from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.stream import Stream
+from mlx_speculation.engine.text import TextStream
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models import (
+    Lane,
+    Recorders,
+    TokenIds,
+    check_model_folder,
+    check_same_ids,
+    load,
+    logit_width,
+    wired,
+    wrapped,
+)
+from mlx_speculation.samplers import Chooser, Sampling
+
+DEFAULT_DRAFT_LENGTH = 4
+NOT_YET = ("mtp", "lookup", "auto")
+
+
+class SpeculativeGenerator:
+    """Generates text with an mlx-lm model, faster where a draft helps.
+
+    The text is that of plain decoding: with temperature 0, and with a seed above it,
+    whatever the draft and its length.
+
+        generator = SpeculativeGenerator(model, tokenizer, draft=small_model)
+        print(generator.generate("def fib(n):", max_tokens=64).text)
+
+    Streams of one generator are independent of each other, unless `draft` is a
+    drafter object: that serves one open stream at a time.
+
+    Args:
+        model: an mlx-lm model.
+        tokenizer: its tokenizer, mlx-lm's wrapper or a Hugging Face one.
+        draft: an mlx-lm model with the same token ids, a `Drafter`, or None for plain
+            decoding.
+        draft_length: tokens drafted in a round; None takes 4, and 0 is plain decoding.
+        acceptance: "keyed", the rule under which the draft cannot change the text.
+
+    Raises:
+        InvalidRequestError: an argument is out of range or of the wrong kind.
+        UnsupportedCacheError: the model's caches are of an unknown kind.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        *,
+        draft: nn.Module | Drafter | None = None,
+        draft_length: int | None = None,
+        acceptance: str = "keyed",
+    ) -> None:
+        if acceptance != "keyed":
+            raise InvalidRequestError(
+                f"acceptance is {acceptance!r}, and this version knows 'keyed'."
+            )
+        if not isinstance(model, nn.Module):
+            raise InvalidRequestError(
+                f"model is a {type(model).__name__}, and an mlx-lm model is needed. "
+                "Load one with mlx_speculation.load(path)."
+            )
+        self._draft = _checked_draft(draft)
+        self._draft_length = _checked_length(draft_length)
+        self._model, self._tokenizer = model, wrapped(tokenizer)
+        self._ids = TokenIds.of(tokenizer)
+        self._target_width = logit_width(model)
+        self._busy: weakref.ref[Stream] | None = None
+        Lane(model)  # refuses unknown caches now, not at the first stream
+        hooked = [model, draft] if isinstance(draft, nn.Module) else [model]
+        for recorders in [Recorders(module) for module in hooked]:
+            weakref.finalize(self, recorders.remove)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_repo: str | Path,
+        *,
+        draft: str | Path | nn.Module | Drafter | None = None,
+        draft_length: int | None = None,
+        acceptance: str = "keyed",
+    ) -> "SpeculativeGenerator":
+        """Load a target, and a draft model where `draft` names one.
+
+        Args:
+            path_or_repo: a folder in mlx-lm's layout, or the name of a repository.
+            draft: likewise, or anything that the constructor takes.
+            draft_length: see the constructor.
+            acceptance: see the constructor.
+
+        Raises:
+            ModelFolderError: a folder is not a model.
+            TokenizerMismatchError: target and draft do not share their token ids.
+        """
+        if isinstance(draft, str) and draft in NOT_YET:
+            raise InvalidRequestError(
+                f"draft is {draft!r}, and this version drafts with a model only. Pass "
+                "the path of a small model with the target's tokenizer, or None."
+            )
+        for folder in (path_or_repo, draft):
+            if isinstance(folder, str | Path):
+                check_model_folder(folder)
+        model, tokenizer = load(path_or_repo)
+        if isinstance(draft, str | Path):
+            draft, draft_tokenizer = load(draft)
+            check_same_ids(tokenizer, draft_tokenizer)
+        return cls(
+            model,
+            tokenizer,
+            draft=draft,
+            draft_length=draft_length,
+            acceptance=acceptance,
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        """The target."""
+        return self._model
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer, in mlx-lm's wrapper."""
+        return self._tokenizer
+
+    def generate(self, prompt: str | SequenceOf[int], **options: Any) -> Result:
+        """Generate to the end; takes what `stream` takes."""
+        stream = self.stream(prompt, **options)
+        for _ in stream:
+            pass
+        return stream.result
+
+    def stream(
+        self,
+        prompt: str | SequenceOf[int],
+        *,
+        max_tokens: int = 256,
+        sampling: Sampling | None = None,
+        stop: str | SequenceOf[str] = (),
+        stop_tokens: Collection[int] | None = None,
+        draft_length: int | None = None,
+        prompt_cache: list[Any] | None = None,
+        cached_tokens: Iterable[int] | None = None,
+        draft_cache: list[Any] | None = None,
+    ) -> Stream:
+        """Start a generation; nothing runs before the first chunk is asked for.
+
+        Args:
+            prompt: text, encoded as mlx-lm does, or token ids.
+            max_tokens: how many tokens to generate at most, 0 or more.
+            sampling: how tokens are chosen; greedy when omitted.
+            stop: texts that end the generation; the text is cut before them.
+            stop_tokens: ids that end it; the tokenizer's own when omitted.
+            draft_length: overrides the generator's.
+            prompt_cache: the caller's mlx-lm caches of the target; `prompt` follows
+                what they hold. They are written to.
+            cached_tokens: the ids that `prompt_cache` holds. Without it the caches'
+                offset is the position, or 0 where no cache has one (models of
+                recurrent layers only); seeds and drafts then know less of the text.
+            draft_cache: caches of the draft model that hold the same `cached_tokens`.
+
+        Raises:
+            InvalidRequestError: names the two values that do not fit.
+        """
+        sampling = (sampling or Sampling()).with_seed()
+        length = self._draft_length if draft_length is None else draft_length
+        _checked_length(length)
+        if not isinstance(max_tokens, int) or max_tokens < 0:
+            raise InvalidRequestError(
+                f"max_tokens is {max_tokens!r}, and 0 or more is needed."
+            )
+        known = None if cached_tokens is None else [int(t) for t in cached_tokens]
+        sequence, seen = self._sequence(prompt, prompt_cache, known)
+        target = Lane(self._model, prompt_cache, seen)
+        drafter = self._drafter(target, draft_cache, seen)
+        chooser = Chooser(
+            sampling,
+            self._ids.width,
+            limit=self._target_width,
+            missing=self._ids.missing,
+        )
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if "" in stops:
+            raise InvalidRequestError("A stop string is empty. Leave it out.")
+        ends = self._tokenizer.eos_token_ids if stop_tokens is None else stop_tokens
+        if drafter is not None:
+            drafter.begin(sequence)
+        assert sampling.seed is not None
+        stream = Stream(
+            make_decoder=lambda cut: Decoder(
+                target=target,
+                sequence=sequence,
+                chooser=chooser,
+                cut=cut,
+                drafter=drafter,
+                draft_length=length,
+            ),
+            sequence=sequence,
+            text=TextStream(self._tokenizer.detokenizer, ends, stops),
+            max_tokens=max_tokens,
+            seed=sampling.seed,
+            hold_all=prompt_cache is not None,
+            running=wired(self._model),
+        )
+        if drafter is self._draft and drafter is not None:
+            self._busy = weakref.ref(stream)
+        return stream
+
+    def _sequence(
+        self,
+        prompt: str | SequenceOf[int],
+        prompt_cache: list[Any] | None,
+        known: list[int] | None,
+    ) -> tuple[Sequence, int]:
+        """Return the known tokens, and how many of them the caches hold."""
+        tokens = self._encode(prompt)
+        if prompt_cache is None:
+            if known:
+                raise InvalidRequestError(
+                    f"cached_tokens names {len(known)} tokens, and prompt_cache is "
+                    "None. Pass the caches that hold them."
+                )
+            return Sequence(tokens), 0
+        held = position(prompt_cache)
+        if known is None:
+            return Sequence(tokens, start=held or 0), 0
+        if held is not None and held != len(known):
+            raise InvalidRequestError(
+                f"prompt_cache holds {held} tokens and cached_tokens names "
+                f"{len(known)}. Pass the tokens that the caches were fed."
+            )
+        return Sequence(known + tokens), len(known)
+
+    def _encode(self, prompt: str | SequenceOf[int]) -> list[int]:
+        """Encode as mlx-lm does: no second beginning-of-text token."""
+        if isinstance(prompt, str):
+            bos = self._tokenizer.bos_token
+            special = bos is None or not prompt.startswith(bos)
+            prompt = self._tokenizer.encode(prompt, add_special_tokens=special)
+        tokens = [int(token) for token in prompt]
+        if not tokens:
+            raise InvalidRequestError(
+                "The prompt has 0 tokens, and at least 1 is needed. Pass some text."
+            )
+        width = min(self._ids.width, self._target_width)
+        wrong = next((token for token in tokens if not 0 <= token < width), None)
+        if wrong is not None:
+            raise InvalidRequestError(
+                f"The prompt has token id {wrong}, and the ids go from 0 to "
+                f"{width - 1}. Encode it with the target's tokenizer."
+            )
+        return tokens
+
+    def _drafter(
+        self, target: Lane, draft_cache: list[Any] | None, seen: int
+    ) -> Drafter | None:
+        draft = self._draft
+        if draft_cache is not None:
+            _check_apart(target.caches, draft_cache)
+            if not isinstance(draft, nn.Module):
+                raise InvalidRequestError(
+                    f"draft_cache was passed, and draft is {type(draft).__name__}, not "
+                    "a model. Leave draft_cache out."
+                )
+            return DraftModel(lambda: Lane(draft), Lane(draft, draft_cache, seen))
+        if isinstance(draft, nn.Module):
+            return DraftModel(lambda: Lane(draft))
+        running = self._busy() if self._busy is not None else None
+        if draft is not None and running is not None and not running.ended:
+            raise InvalidRequestError(
+                "The drafter serves 1 open stream, and a second one was asked for. "
+                "Close the first, or pass a draft model instead of a drafter."
+            )
+        return draft
+
+
+def _checked_draft(draft: Any) -> nn.Module | Drafter | None:
+    if draft is None or isinstance(draft, nn.Module | Drafter):
+        return draft
+    raise InvalidRequestError(
+        f"draft is a {type(draft).__name__}, and an mlx-lm model, a Drafter or None is "
+        "needed. To load one from a path use SpeculativeGenerator.from_pretrained."
+    )
+
+
+def _checked_length(length: int | None) -> int:
+    if length is None:
+        return DEFAULT_DRAFT_LENGTH
+    if not isinstance(length, int) or length < 0:
+        raise InvalidRequestError(
+            f"draft_length is {length!r}, and a whole number of at least 0 is needed."
+        )
+    return length
+
+
+def _check_apart(target: list[Any], draft: list[Any]) -> None:
+    """Refuse caches that both lanes would write to."""
+    places = {id(leaf): place for place, leaf in leaves(target)}
+    for place, leaf in leaves(draft):
+        if id(leaf) in places:
+            raise InvalidRequestError(
+                f"Layer {place} of the draft's caches is the {type(leaf).__name__} of "
+                f"the target's layer {places[id(leaf)]}. Make the draft's own with "
+                "make_prompt_cache(draft_model)."
+            )

@@ -1,0 +1,45 @@
+"""What a generation gives back."""
+
+from dataclasses import dataclass
+
+from mlx_speculation.engine.statistics import Statistics
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One emitted token and the text that it made certain.
+
+    Attributes:
+        text: may be empty, while a character or a stop string may still be going on.
+        token: the token id; the last chunk's may be a stop token.
+        finish_reason: "stop" or "length" in the last chunk, else None.
+    """
+
+    text: str
+    token: int
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A generation, finished or closed early.
+
+    Attributes:
+        text: the generated text, without stop token and stop string.
+        tokens: the generated token ids, a stop token included.
+        finish_reason: "stop", "length", or "closed" when the caller ended it.
+        stats: counts and times.
+        seed: decides the text at a temperature above 0.
+        cached_tokens: the known tokens that the target's caches hold, in order.
+        next_token: the token that would have come next; with it as the prompt and the
+            same caches, seed and `cached_tokens`, the text goes on as if it had not
+            been interrupted. None where it is not known.
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    stats: Statistics
+    seed: int
+    cached_tokens: list[int]
+    next_token: int | None

@@ -1,0 +1,22 @@
+"""The tokens of one request, and where they stand."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Sequence:
+    """The known tokens: those in the passed cache, the prompt, and the emitted ones.
+
+    Attributes:
+        tokens: the known token ids.
+        start: how many tokens precede them that nobody named (a prompt cache that was
+            passed without `cached_tokens`).
+    """
+
+    tokens: list[int]
+    start: int = 0
+
+    @property
+    def next_position(self) -> int:
+        """The position of the token that follows the known ones."""
+        return self.start + len(self.tokens)

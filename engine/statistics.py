@@ -1,0 +1,78 @@
+"""What happened in a generation, in the field's terms."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Counts and times of one generation.
+
+    Attributes:
+        rounds: forwards of the target after prefill that brought tokens.
+        drafts: rounds with at least one drafted token.
+        drafted: drafted tokens.
+        accepted: accepted tokens, before a cut at a stop or the budget.
+        emitted: generated tokens, after that cut.
+        reached: how often at least i + 1 drafted tokens were accepted, for each i.
+        reruns: partial acceptances that ran the target again, because a recurrent
+            mixer is not on record.
+        prefill_seconds: time from the start to the first round.
+        draft_seconds: host time spent proposing; the work may finish later.
+        verify_seconds: time from building the target's forward to reading its result,
+            which includes drafting that had not finished.
+        host_seconds: the rest of the rounds' time.
+    """
+
+    rounds: int = 0
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    reached: list[int] = field(default_factory=list)
+    reruns: int = 0
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    host_seconds: float = 0.0
+
+    def count(self, *, drafted: int, accepted: int, emitted: int) -> None:
+        """Count one round."""
+        self.rounds += 1
+        self.emitted += emitted
+        if drafted:
+            self.drafts += 1
+            self.drafted += drafted
+            self.accepted += accepted
+            self.reached += [0] * (drafted - len(self.reached))
+            for index in range(accepted):
+                self.reached[index] += 1
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens; 0 without drafts."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """1 + accepted / drafts: tokens per drafting round with its bonus."""
+        return 1 + self.accepted / self.drafts if self.drafts else 1.0
+
+    @property
+    def accepted_per_position(self) -> tuple[float, ...]:
+        """The share of all drafts in which position i was accepted."""
+        return tuple(count / self.drafts for count in self.reached)
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Emitted tokens over rounds."""
+        return self.emitted / self.rounds if self.rounds else 0.0
+
+    @property
+    def decode_seconds(self) -> float:
+        """Time of all rounds, without prefill."""
+        return self.draft_seconds + self.verify_seconds + self.host_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Emitted tokens over the time of all rounds, without prefill."""
+        return self.emitted / self.decode_seconds if self.decode_seconds else 0.0

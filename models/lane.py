@@ -1,0 +1,116 @@
+"""A model, its caches, and how many tokens they hold.
+
+The target and a draft model are both lanes. A lane is fed `tokens[seen:]`, so it
+does not matter how far one lags behind the other. It knows no text and no sampler.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_speculation.caches import Speculation, check_supported, states
+
+PREFILL_STEP = 2048
+
+
+class Lane:
+    """One model with its caches.
+
+    Args:
+        model: an mlx-lm model; `model(ids, cache=caches)` returns
+            logits [batch, positions, vocab].
+        caches: mlx-lm caches of this model; new ones are made when omitted.
+        seen: how many tokens of the sequence they hold.
+
+    Raises:
+        UnsupportedCacheError: a cache is of an unknown kind.
+    """
+
+    def __init__(
+        self, model: nn.Module, caches: list[Any] | None = None, seen: int = 0
+    ) -> None:
+        self.model = model
+        self.caches = make_prompt_cache(model) if caches is None else caches
+        self.seen = seen
+        self.reruns = 0
+        check_supported(self.caches)
+
+    def begin(self, *, whole: bool = False) -> "LaneRound":
+        """Open a round of forwards of which a prefix, or with `whole` all, is kept."""
+        return LaneRound(self, whole=whole)
+
+    def feed(self, tokens: Sequence[int], step: int = PREFILL_STEP) -> None:
+        """Feed committed tokens in chunks of at most `step`, each one kept whole.
+
+        An error leaves the caches at the end of the last finished chunk.
+        """
+        for start in range(0, len(tokens), step):
+            chunk = tokens[start : start + step]
+            with self.begin(whole=True) as lane_round:
+                lane_round.forward(mx.array(list(chunk)))
+                mx.eval(states(lane_round.presented))
+                lane_round.commit(len(chunk))
+            if len(chunk) > 1:
+                mx.clear_cache()
+
+
+class LaneRound:
+    """One speculation on a lane: forwards, then a prefix of them is kept.
+
+    Use it as a context manager: leaving without a commit rolls back.
+    """
+
+    def __init__(self, lane: Lane, *, whole: bool = False) -> None:
+        self._lane = lane
+        self._fed: list[mx.array] = []
+        self._speculation = Speculation(lane.caches, whole=whole, rerun=self._rerun)
+        self._committed = 0
+
+    @property
+    def presented(self) -> list[Any]:
+        """The caches that the model writes to."""
+        return self._speculation.caches
+
+    def forward(self, tokens: mx.array) -> mx.array:
+        """Feed `tokens` [n] and return their logits [n, vocab], not yet evaluated."""
+        self._fed.append(tokens)
+        logits: mx.array = self._lane.model(tokens[None], cache=self.presented)
+        return logits[0]
+
+    def prepare(self, keep: int) -> None:
+        """Do what of `commit(keep)` can fail; see `Speculation.prepare`."""
+        self._speculation.prepare(keep)
+
+    def commit(self, keep: int) -> None:
+        """Keep the first `keep` tokens fed; see `Speculation.commit`."""
+        self._speculation.commit(keep)
+        self._committed = keep
+        self._lane.seen += keep
+        self._lane.reruns += self._speculation.reran
+
+    @property
+    def can_roll_back(self) -> bool:
+        """Whether `rollback` still undoes everything: not once the model ran again."""
+        return not self._speculation.reran
+
+    def rollback(self) -> None:
+        """Undo every forward, also after a commit while nothing else has written."""
+        self._speculation.rollback()
+        self._lane.seen -= self._committed
+        self._committed = 0
+
+    def __enter__(self) -> "LaneRound":
+        self._speculation.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._speculation.__exit__(*error)
+
+    def _rerun(self, keep: int) -> None:
+        tokens = mx.concatenate(self._fed)[:keep]
+        with Speculation(self._lane.caches, whole=True) as again:
+            self._lane.model(tokens[None], cache=again.caches)
+            again.commit(keep)

@@ -1,0 +1,88 @@
+"""Loading a model and its tokenizer with mlx-lm, ready for this machine."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from mlx_lm.utils import dequantize_model
+
+from mlx_speculation.errors import ModelFolderError
+
+NEEDED = ("config.json", "tokenizer_config.json")
+
+
+def check_model_folder(path_or_repo: str | Path) -> None:
+    """Refuse what is neither a model folder nor the name of a repository.
+
+    Raises:
+        ModelFolderError: names what was found and what a model folder holds.
+    """
+    path = Path(path_or_repo).expanduser()
+    if not path.exists():
+        name = str(path_or_repo)
+        if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+            return  # organisation/model: mlx-lm asks the hub
+        raise ModelFolderError(
+            f"There is no folder {name!r}, and it is not the name of a repository "
+            "(organisation/model). Pass the path of a folder in mlx-lm's layout."
+        )
+    if not path.is_dir():
+        raise ModelFolderError(
+            f"{str(path)!r} is a file, and a model is a folder with config.json, "
+            "model*.safetensors and a tokenizer. Pass the folder."
+        )
+    missing = [name for name in NEEDED if not (path / name).is_file()]
+    if not any(path.glob("model*.safetensors")):
+        missing.append("model*.safetensors")
+    if missing:
+        raise ModelFolderError(
+            f"The folder {str(path)!r} lacks {', '.join(missing)}. Pass a folder in "
+            "mlx-lm's layout, for example one written by mlx_lm.convert."
+        )
+
+
+def runs_on_linux_cpu() -> bool:
+    """Whether arrays live on the CPU and no GPU backend could take them."""
+    on_cpu: bool = mx.default_device().type == mx.DeviceType.cpu
+    return on_cpu and not mx.metal.is_available()
+
+
+def to_float32(model: nn.Module) -> nn.Module:
+    """Dequantize and widen the weights to float32.
+
+    On a Linux CPU only float32 products go through BLAS; the cost of a quantized or
+    half-precision product grows with every row, so that verifying k drafts would cost
+    k steps. The price is memory: 4 bytes a weight.
+    """
+    model.set_dtype(mx.float32)  # scales first, so that products do not round
+    model = dequantize_model(model)
+    mx.eval(model.parameters())
+    return model
+
+
+def load(path_or_repo: str | Path) -> tuple[nn.Module, Any]:
+    """Load a model with mlx-lm, plus what this device needs.
+
+    Args:
+        path_or_repo: a folder in mlx-lm's layout, or the name of a repository.
+
+    Returns:
+        The model and mlx-lm's tokenizer wrapper. On a Linux CPU the weights are
+        float32, dequantized where they were quantized; elsewhere as on disk.
+
+    Raises:
+        ModelFolderError: the folder is not a model, or mlx-lm could not read it.
+    """
+    check_model_folder(path_or_repo)
+    folder = Path(path_or_repo).expanduser()
+    name = str(folder if folder.exists() else path_or_repo)
+    try:
+        model, tokenizer = mlx_lm.load(name)[:2]
+    except Exception as error:
+        raise ModelFolderError(
+            f"mlx-lm {mlx_lm.__version__} could not load {name!r}: "
+            f"{type(error).__name__}: {error}. Check the folder with mlx_lm.generate."
+        ) from error
+    return (to_float32(model) if runs_on_linux_cpu() else model), tokenizer

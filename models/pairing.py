@@ -1,0 +1,76 @@
+"""Whether a draft speaks the target's token ids, and which ids exist at all."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_speculation.errors import TokenizerMismatchError
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """The ids that a tokenizer has.
+
+    Logits are often wider than that: a padded id has a column and no meaning.
+
+    Attributes:
+        width: one more than the largest id.
+        missing: ids below `width` that the tokenizer lacks, int32 [n], or None.
+    """
+
+    width: int
+    missing: mx.array | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> "TokenIds":
+        """Read the ids from a Hugging Face tokenizer or mlx-lm's wrapper of one."""
+        ids = set(tokenizer.get_vocab().values())
+        width = max(ids) + 1
+        gaps = sorted(set(range(width)) - ids)
+        return cls(width, mx.array(gaps, dtype=mx.int32) if gaps else None)
+
+
+def wrapped(tokenizer: Any) -> Any:
+    """Return mlx-lm's wrapper of a tokenizer, which knows stop tokens and streaming."""
+    if isinstance(tokenizer, TokenizerWrapper):
+        return tokenizer
+    return TokenizerWrapper(tokenizer)
+
+
+def logit_width(model: nn.Module) -> int:
+    """Return the number of columns of the model's logits, without computing any."""
+    ids = mx.zeros((1, 1), dtype=mx.int32)
+    width: int = model(ids, cache=make_prompt_cache(model)).shape[-1]
+    return width
+
+
+def check_same_ids(target_tokenizer: Any, draft_tokenizer: Any) -> None:
+    """Check that every id that both tokenizers have means the same token in both.
+
+    Ids that only one of them has are harmless: a drafter never proposes an id that
+    the target lacks, and one that the draft lacks is merely never proposed.
+
+    Raises:
+        TokenizerMismatchError: an id stands for two different tokens, or the two
+            share less than half of their ids.
+    """
+    target = {i: token for token, i in target_tokenizer.get_vocab().items()}
+    draft = {i: token for token, i in draft_tokenizer.get_vocab().items()}
+    shared = target.keys() & draft.keys()
+    for token_id in sorted(shared):
+        if target[token_id] != draft[token_id]:
+            raise TokenizerMismatchError(
+                f"Token id {token_id} is {target[token_id]!r} for the target and "
+                f"{draft[token_id]!r} for the draft. Choose a draft that was trained "
+                "with the target's tokenizer."
+            )
+    if 2 * len(shared) < max(len(target), len(draft)):
+        raise TokenizerMismatchError(
+            f"The target has {len(target)} token ids and the draft {len(draft)}, and "
+            f"they share {len(shared)}. Choose a draft that was trained with the "
+            "target's tokenizer."
+        )

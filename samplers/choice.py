@@ -1,0 +1,76 @@
+"""From logits to tokens: the same rows, positions and seed give the same tokens.
+
+Greedy is the zero-temperature case of the same code. A chooser holds what belongs to
+one request; it has no state that a token could change, so rejected rows leave no
+trace.
+"""
+
+import mlx.core as mx
+
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.samplers.filters import apply_filters
+from mlx_speculation.samplers.noise import CHOICE, gumbel, stream_key
+from mlx_speculation.samplers.sampling import Sampling
+
+
+class Chooser:
+    """Chooses tokens for one request, for the target and for any drafter alike.
+
+    Args:
+        sampling: the request's options, with a seed.
+        width: the number of token ids, and of values in every draw of noise.
+        limit: ids from here on are never chosen, because the target has no row for
+            them; `width` when omitted. Logits may be wider or narrower.
+        missing: ids below `limit` that do not exist, int32 [n], or None.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        width: int,
+        *,
+        limit: int | None = None,
+        missing: mx.array | None = None,
+    ) -> None:
+        if sampling.seed is None:
+            raise InvalidRequestError("The seed is None. Call sampling.with_seed().")
+        self.sampling = sampling
+        self._width = width
+        self._limit = width if limit is None else min(limit, width)
+        self._missing = missing
+        self._key = stream_key(sampling.seed, CHOICE)
+
+    def choose(self, logits: mx.array, positions: mx.array) -> mx.array:
+        """Choose one token per row.
+
+        Args:
+            logits: [rows, vocab]; columns at and past `limit` are ignored.
+            positions: integer [rows], the positions that the tokens will have.
+
+        Returns:
+            int32 [rows].
+        """
+        return mx.argmax(self.scores(logits, positions), axis=-1).astype(mx.int32)
+
+    def scores(self, logits: mx.array, positions: mx.array) -> mx.array:
+        """Return what the choice maximizes, [rows, ids]; float32 unless greedy."""
+        if self.sampling.greedy:
+            return self._existing(logits)
+        log_probs = self.log_probs(logits)
+        noise = gumbel(self._key, positions, self._width)[:, : log_probs.shape[-1]]
+        return log_probs + noise
+
+    def log_probs(self, logits: mx.array) -> mx.array:
+        """Return the filtered, tempered log-probabilities, float32, unnormalized."""
+        logits = self._existing(logits).astype(mx.float32)
+        log_probs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        filtered = apply_filters(log_probs, self.sampling)
+        return filtered * (1 / self.sampling.temperature)
+
+    def _existing(self, logits: mx.array) -> mx.array:
+        logits = logits[:, : self._limit]
+        if self._missing is None:
+            return logits
+        missing = mx.broadcast_to(self._missing, (len(logits), self._missing.size))
+        nothing = mx.array(-mx.inf, logits.dtype)
+        return mx.put_along_axis(logits, missing, nothing, axis=-1)

@@ -1,0 +1,16 @@
+"""A real byte-level tokenizer with one token for each of the 256 bytes."""
+
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+
+def byte_tokenizer(extra: tuple[str, ...] = ()) -> TokenizerWrapper:
+    """Make a tokenizer with ids 0 to 255, and one more for each of `extra`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*alphabet, *extra])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return TokenizerWrapper(fast, BPEStreamingDetokenizer)
