@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from mlx_speculation.blas import BlasName, use_blas
@@ -121,7 +122,7 @@ def demo(
         for generator in (plain, speculative):
             generator.generate(prompts[0].text, max_tokens=8)  # Warms up.
         for prompt in prompts:
-            console.rule(f"{name}: {prompt.group}, from {prompt.source}")
+            console.rule(escape(f"{name}: {prompt.group}, from {prompt.source}"))
             comparisons.append(
                 _compare(name, prompt, plain, speculative, max_tokens=max_tokens)
             )
