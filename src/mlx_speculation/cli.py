@@ -174,7 +174,7 @@ def _comparison_table(comparisons: list[_Comparison]) -> Table:
     table = Table(title="Plain and speculative decoding, tokens per second")
     for column in ("target", "text"):
         table.add_column(column)
-    for column in ("plain", "with draft", "ratio", "acceptance", "accepted length"):
+    for column in ("plain", "with draft", "ratio", "accepted", "accepted length"):
         table.add_column(column, justify="right")
     table.add_column("same tokens")
     for row in comparisons:
