@@ -85,6 +85,16 @@ def _row_about_to_go(cache: Any) -> tuple[int, mx.array]:
     return slot, saved.rows[..., index : index + 1, :]
 
 
+def _forget_undone_rows(cache: Any) -> None:
+    """Drop a block of saved rows of which some may have been undone since.
+
+    It holds rows from before `first_offset`; below that, others take their slots.
+    """
+    saved = _saved.get(cache)
+    if saved is not None and cache.offset < saved.first_offset:
+        del _saved[cache]
+
+
 class PresentedRing(RotatingKVCache):
     """The live ring with one difference: its journal hears of every write.
 
@@ -168,6 +178,7 @@ class RotatingJournal:
             cache.keys[..., slot : slot + 1, :] = row[..., :key_dim]
             cache.values[..., slot : slot + 1, :] = row[..., key_dim:]
         cache.offset, cache._idx = write.offset, write.index
+        _forget_undone_rows(cache)
 
     def _slice_tail(self, rows: int) -> None:
         cache: Any = self._cache

@@ -1,0 +1,164 @@
+"""The journal of rotating caches, case by case; test_twins.py draws the rest."""
+
+import copy
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from mlx_speculation.caches import Speculation, rotating
+from support.cache_twins import Rows, assert_same, read, tagged
+
+
+def filled(window: int, rows: int, keep: int = 0) -> RotatingKVCache:
+    """Return a ring that was fed `rows` rows one by one, tagged by position."""
+    cache = RotatingKVCache(max_size=window, keep=keep)
+    for position in range(rows):
+        cache.update_and_fetch(*tagged(Rows(position, (position,))))
+    return cache
+
+
+def positions(cache: RotatingKVCache) -> list[int]:
+    """Return the positions of the rows held, slot by slot."""
+    keys, values = cache.keys_and_values()
+    np.testing.assert_array_equal(np.array(values[..., :2]), -np.array(keys))
+    held: list[int] = np.array(keys[0, 0, :, 0]).astype(int).tolist()
+    return held
+
+
+def write(cache: Any, position: int, serial: int = 999) -> None:
+    cache.update_and_fetch(*tagged(Rows(position, (serial,))))
+
+
+def test_a_row_that_was_undone_is_not_saved_for_later() -> None:
+    """A block of saved rows held rows of a round that was then rolled back.
+
+    It needed a round that fills the ring, goes on past its end and is undone, and
+    afterwards a round that overwrites and restores the same slots: every ring of at
+    most 64 rows that is written one row at a time met it near its first wrap.
+    """
+    cache = filled(window=3, rows=2)
+    with Speculation([cache]) as first:
+        for position in (2, 3):
+            write(first.caches[0], position, serial=500)
+    with Speculation([cache]) as second:
+        for position in (2, 3, 4, 5):
+            write(second.caches[0], position, serial=600)
+        second.commit(1)
+    assert cache.keys is not None
+    assert np.array(cache.keys[0, 0, :, 1]).tolist() == [0, 1, 600]
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_round_longer_than_the_ring_leaves_no_row_behind(native: bool) -> None:
+    cache = filled(window=3, rows=3)
+    with Speculation([cache]) as first:
+        for position in range(3, 9):
+            write(first.caches[0], position, serial=500)
+        first.commit(2)
+    if native:
+        write(cache, 5, serial=600)
+    else:
+        with Speculation([cache]) as single:
+            write(single.caches[0], 5, serial=600)
+            single.commit(1)
+    with Speculation([cache]) as last:
+        for position in (6, 7, 8):
+            write(last.caches[0], position, serial=700)
+    assert cache.keys is not None
+    assert np.array(cache.keys[0, 0, :, 1]).tolist() == [500, 500, 600]
+
+
+def test_the_presented_ring_shares_its_attributes_with_the_live_one() -> None:
+    cache = filled(window=4, rows=6)
+    with Speculation([cache]) as speculation:
+        ring = speculation.caches[0]
+        write(ring, 6)
+        assert ring.offset == cache.offset == 7
+        assert ring.keys is cache.keys
+        ring.max_size = 5
+        assert cache.max_size == 5
+        ring.max_size = 4
+    assert "_journal" not in vars(cache)
+    assert type(cache) is RotatingKVCache
+
+
+def test_a_shallow_copy_of_the_live_ring_is_native_again() -> None:
+    cache = filled(window=4, rows=6)
+    with Speculation([cache]) as speculation:
+        write(speculation.caches[0], 6)
+        speculation.commit(1)
+    assert type(copy.copy(cache)) is RotatingKVCache
+    assert sorted(positions(cache)) == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("rows", range(1, 12))
+@pytest.mark.parametrize("width", range(1, 6))
+@pytest.mark.parametrize("keep", [0, 2])
+def test_rolling_back_restores_every_slot(rows: int, width: int, keep: int) -> None:
+    cache = filled(window=5, rows=rows, keep=keep)
+    before = read(list(cache.state[:2])), cache.state[2:], positions(cache)
+    with Speculation([cache]) as speculation:
+        serials = tuple(range(900, 900 + width))
+        speculation.caches[0].update_and_fetch(*tagged(Rows(rows, serials)))
+    assert cache.state[2:] == before[1]
+    assert positions(cache) == before[2]
+    if rows >= 5:
+        assert_same(read(list(cache.state[:2])), before[0], "the arrays")
+
+
+@pytest.mark.parametrize("kept", range(1, 5))
+def test_a_kept_prefix_is_followed_by_the_right_row(kept: int) -> None:
+    cache = filled(window=6, rows=9)
+    with Speculation([cache]) as speculation:
+        speculation.caches[0].update_and_fetch(*tagged(Rows(9, (9, 10, 11, 12))))
+        speculation.commit(kept)
+    write(cache, 9 + kept, serial=9 + kept)
+    assert sorted(positions(cache)) == list(range(4 + kept, 10 + kept))
+    assert cache.offset == 10 + kept
+
+
+def peak_of_a_write(cache: RotatingKVCache, row: mx.array, keep: int) -> int:
+    """Return the bytes that one round of one row allocates at its peak."""
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    with Speculation([cache]) as speculation:
+        mx.eval(speculation.caches[0].update_and_fetch(row, row))
+        speculation.commit(keep)
+    mx.eval(cache.keys, cache.values)
+    return mx.get_peak_memory() - before
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+def test_single_rows_copy_the_window_once_in_many_writes(keep: int) -> None:
+    window = 2048
+    row = mx.ones((1, 4, 1, 64))
+    block = mx.ones((1, 4, window, 64))
+    cache = RotatingKVCache(max_size=window)
+    mx.eval(cache.update_and_fetch(block, block), row)
+    del block
+    mx.eval(cache.update_and_fetch(row, row))
+    assert cache.keys is not None
+    whole = cache.keys.nbytes
+    peaks = [peak_of_a_write(cache, row, keep) for _ in range(rotating.SAVED_ROWS * 2)]
+    copies = sum(peak > whole // 2 for peak in peaks)
+    assert copies <= 2, [peak for peak in peaks if peak > whole // 2]
+
+
+def test_single_rows_of_a_kv_cache_copy_nothing() -> None:
+    cache = KVCache()
+    row = mx.ones((1, 4, 1, 64))
+    block = mx.ones((1, 4, 1920, 64))
+    mx.eval(cache.update_and_fetch(block, block))
+    assert cache.keys is not None
+    whole = cache.keys.nbytes
+    for _ in range(64):
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        with Speculation([cache]) as speculation:
+            speculation.caches[0].update_and_fetch(row, row)
+            mx.eval(cache.state[:2])
+            speculation.commit(1)
+        assert mx.get_peak_memory() - before < whole // 2

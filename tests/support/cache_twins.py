@@ -1,0 +1,364 @@
+"""Caches beside their native twins, which saw only the kept tokens.
+
+Every row carries its position and a serial number as its values (`tagged`), so a row
+in the wrong place reads as a number, and a rejected row never equals the row that is
+kept at its position later. A `Kind` says how a model would write to one kind of
+cache, and what of that cache a model can ever see.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from hypothesis import strategies as st
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+
+_EMBEDDINGS = mx.random.normal((97, 64), key=mx.random.key(5))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of one write: where they begin, and the serial number of each."""
+
+    position: int
+    serials: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        return len(self.serials)
+
+    def head(self, count: int) -> "Rows":
+        """Return the first `count` rows."""
+        return Rows(self.position, self.serials[:count])
+
+    def singly(self) -> list["Rows"]:
+        """Return the same rows as writes of one row each."""
+        return [Rows(self.position + i, (s,)) for i, s in enumerate(self.serials)]
+
+
+def tagged(rows: Rows) -> tuple[mx.array, mx.array]:
+    """Return keys [1, 1, n, 2] of (position, serial) and values [1, 1, n, 3].
+
+    The values are the negated keys and a zero: values may be wider than keys.
+    """
+    pairs = [[float(p), float(s)] for p, s in enumerate(rows.serials, rows.position)]
+    return (
+        mx.array([[pairs]]),
+        mx.array([[[[-position, -serial, 0.0] for position, serial in pairs]]]),
+    )
+
+
+def detached(value: Any) -> Any:
+    """Copy a native cache, with arrays that no later write to the original reaches."""
+    if isinstance(value, mx.array):
+        return value[...]
+    if isinstance(value, (list, tuple)):
+        return type(value)(detached(item) for item in value)
+    if isinstance(value, (KVCache, RotatingKVCache, ArraysCache, CacheList)):
+        twin = object.__new__(type(value))
+        twin.__dict__ = {name: detached(item) for name, item in vars(value).items()}
+        return twin
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Visible:
+    """What each of the next rows would see of a ring, oldest row first.
+
+    Attributes:
+        keys: what the write returns, [rows, 2].
+        values: likewise, [rows, 3].
+        mask: what the ring's mask was before the write.
+        width: how many rows are next.
+    """
+
+    keys: mx.array
+    values: mx.array
+    mask: Any
+    width: int
+
+    def rows(self) -> list[Any]:
+        """Return the visible rows of each query, as numpy arrays."""
+        keys, mask = np.array(self.keys), _read(self.mask)
+        np.testing.assert_array_equal(np.array(self.values)[:, :2], -keys)
+        order = np.argsort(keys[:, 0], kind="stable")
+        return [
+            keys[order][_allowed(mask, query, self.width, len(keys))[order]]
+            for query in range(self.width)
+        ]
+
+
+def _allowed(mask: Any, query: int, width: int, rows: int) -> Any:
+    if mask is None:
+        return np.ones(rows, bool)
+    if isinstance(mask, str):
+        assert mask == "causal"
+        return np.arange(rows) <= rows - width + query
+    return mask[query] if mask.ndim == 2 else mask
+
+
+def read(value: Any) -> Any:
+    """Turn the arrays in `value` into numpy arrays, with one evaluation."""
+    mx.eval(list(_arrays(value)))
+    return _read(value)
+
+
+def _arrays(value: Any) -> Iterator[mx.array]:
+    if isinstance(value, mx.array):
+        yield value
+    elif isinstance(value, Visible):
+        yield from _arrays((value.keys, value.values, value.mask))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _arrays(item)
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, mx.array):
+        return np.array(value)
+    if isinstance(value, Visible):
+        return value.rows()
+    if isinstance(value, (list, tuple)):
+        return [_read(item) for item in value]
+    return value
+
+
+def assert_same(found: Any, expected: Any, what: str) -> None:
+    """Require equality of what `read` returned, bit for bit."""
+    if isinstance(expected, list):
+        assert isinstance(found, list), what
+        assert len(found) == len(expected), what
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_same(one, other, f"{what}, item {index}")
+    elif isinstance(expected, np.ndarray):
+        assert isinstance(found, np.ndarray), f"{what}: {found!r}"
+        same = found.shape == expected.shape and found.dtype == expected.dtype
+        if not same or found.tobytes() != expected.tobytes():  # the cheap way first
+            np.testing.assert_array_equal(found, expected, what, strict=True)
+    else:
+        assert found == expected, f"{what}: {found!r} instead of {expected!r}"
+
+
+class Kind(Protocol):
+    """One kind of cache, as a model writes to it and sees it."""
+
+    @property
+    def any_width(self) -> bool:
+        """Whether the content is the same however the rows were grouped in writes."""
+        ...
+
+    def make(self) -> Any:
+        """Return an empty native cache."""
+        ...
+
+    def forward(self, cache: Any, rows: Rows) -> list[Any]:
+        """Write as a model does; return what the model was shown, detached."""
+        ...
+
+    def content(self, cache: Any, probe: int) -> list[Any]:
+        """Return all that later forwards depend on; `probe` is a width to try."""
+        ...
+
+
+def _attend(cache: Any, rows: Rows, window: int | None = None) -> list[Any]:
+    before = cache.offset
+    mask = cache.make_mask(rows.width, return_array=False, window_size=window)
+    shown = cache.update_and_fetch(*tagged(rows))
+    return [before, detached(mask), detached(shown), cache.offset]
+
+
+def _next(cache: Any, width: int) -> Rows:
+    return Rows(cache.offset, tuple(range(10**6, 10**6 + width)))
+
+
+@dataclass(frozen=True, slots=True)
+class KVKind:
+    """A `KVCache`; a small `step` makes its buffer grow often."""
+
+    step: int
+    any_width: bool = True
+
+    def make(self) -> KVCache:
+        cache = KVCache()
+        cache.step = self.step
+        return cache
+
+    def forward(self, cache: Any, rows: Rows) -> list[Any]:
+        return _attend(cache, rows)
+
+    def content(self, cache: Any, probe: int) -> list[Any]:
+        held = [cache.empty(), cache.size()]
+        if not cache.empty():
+            held.append(detached(cache.keys_and_values()))
+        return [*held, _attend(detached(cache), _next(cache, probe))]
+
+
+@dataclass(frozen=True, slots=True)
+class RingKind:
+    """A `RotatingKVCache`; its content is what the next write would see."""
+
+    window: int
+    keep: int = 0
+    narrow: int | None = None  # a window of the model smaller than the ring
+    any_width: bool = True
+
+    def make(self) -> RotatingKVCache:
+        return RotatingKVCache(max_size=self.window, keep=self.keep)
+
+    def forward(self, cache: Any, rows: Rows) -> list[Any]:
+        return [cache._idx, *_attend(cache, rows, self.narrow), cache._idx]
+
+    def content(self, cache: Any, probe: int) -> list[Any]:
+        held = [cache.empty(), cache.offset, cache.max_size, cache.keep]
+        return held + [self._visible(cache, width) for width in {1, probe}]
+
+    def _visible(self, cache: Any, width: int) -> Visible:
+        copy = detached(cache)
+        mask = copy.make_mask(width, window_size=self.narrow)
+        keys, values = copy.update_and_fetch(*tagged(_next(copy, width)))
+        return Visible(keys[0, 0], values[0, 0], mask, width)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixers:
+    """Real mixers of one layer, which share one `ArraysCache`."""
+
+    name: str
+    modules: Sequence[nn.Module]
+    slots: int
+    hidden: int = 64
+
+    def __call__(self, x: mx.array, cache: Any) -> list[mx.array]:
+        """Run the mixers on x [1, n, hidden], as their layer does."""
+        if self.name == "rwkv7":
+            time, channel = self.modules
+            y, first = time(x, None, cache)
+            return [y, first, channel(x + y, cache)]
+        (mixer,) = self.modules
+        if self.name == "mamba":
+            return [mixer(x, cache)]
+        return [mixer(x, mask=cache.make_mask(x.shape[1]), cache=cache)]
+
+
+@dataclass(frozen=True, slots=True)
+class ArraysKind:
+    """An `ArraysCache` that real mixers write to."""
+
+    mixers: Mixers
+    lengths: int | None = None
+    padding: int | None = None
+    any_width: bool = False
+
+    def make(self) -> ArraysCache:
+        cache = ArraysCache(self.mixers.slots)
+        if self.lengths is not None:
+            cache.lengths = mx.array([self.lengths])
+        if self.padding is not None:
+            cache.left_padding = mx.array([self.padding])
+        return cache
+
+    def forward(self, cache: Any, rows: Rows) -> list[Any]:
+        ids = mx.array([serial % 97 for serial in rows.serials])
+        x = _EMBEDDINGS[ids, : self.mixers.hidden][None]
+        mask = cache.make_mask(rows.width)
+        return [mask, self.mixers(x, cache), self.content(cache, 1)]
+
+    def content(self, cache: Any, probe: int) -> list[Any]:
+        extent = [detached(cache.left_padding), detached(cache.lengths)]
+        return [cache.empty(), list(cache.cache), *extent]
+
+
+@dataclass(frozen=True, slots=True)
+class ListKind:
+    """A `CacheList` of other kinds, all of which see every row."""
+
+    members: tuple[Kind, ...]
+    any_width: bool = False
+
+    def make(self) -> CacheList:
+        return CacheList(*(member.make() for member in self.members))
+
+    def forward(self, cache: Any, rows: Rows) -> list[Any]:
+        pairs = zip(self.members, cache.caches, strict=True)
+        return [member.forward(leaf, rows) for member, leaf in pairs]
+
+    def content(self, cache: Any, probe: int) -> list[Any]:
+        pairs = zip(self.members, cache.caches, strict=True)
+        return [member.content(leaf, probe) for member, leaf in pairs]
+
+
+def ring_kinds(
+    windows: st.SearchStrategy[int], keeps: st.SearchStrategy[int]
+) -> st.SearchStrategy[RingKind]:
+    """Rings whose `keep` fits their window, with models of all smaller windows.
+
+    With `keep > 0` mlx-lm's mask for a model window smaller than the ring depends on
+    how the ring was filled, so there is no one right answer to compare with.
+    """
+
+    def build(window: int, keep: int, narrow: int | None) -> RingKind:
+        keep = min(keep, window - 1)
+        return RingKind(window, keep, None if keep or not narrow else narrow)
+
+    return windows.flatmap(
+        lambda window: st.builds(
+            build, st.just(window), keeps, st.none() | st.integers(1, window)
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One round: its forwards, how it ends, and when the test looks.
+
+    Attributes:
+        widths: the rows of each forward.
+        keep: how many rows stay, from 0 to their sum.
+        ending: a key of `ENDINGS`.
+        watch: compare each forward's view "before" or "after" the end; or "never".
+        check: compare the caches after the round, trying writes of `probe` rows.
+        singly: the twin is fed the kept rows one by one.
+    """
+
+    widths: tuple[int, ...]
+    keep: int
+    ending: str
+    watch: str
+    check: bool
+    probe: int
+    singly: bool
+
+
+# Ending: whether the kept rows stay.
+ENDINGS = {
+    "commit": True,
+    "prepare, commit": True,
+    "prepare all, commit": True,
+    "whole": True,
+    "commit, roll back": False,
+    "prepare, leave": False,
+    "leave": False,
+    "roll back": False,
+    "raise": False,
+    "native": True,
+}
+_DRAWN = ("commit", "commit", "commit", *ENDINGS)
+
+
+@st.composite
+def plans(draw: st.DrawFn, widths: st.SearchStrategy[list[int]]) -> Plan:
+    """Draw a round. A third of the rounds is watched, and a third checked."""
+    drawn = tuple(draw(widths))
+    bits = draw(st.integers(0, 17))
+    return Plan(
+        widths=drawn,
+        keep=draw(st.integers(0, sum(drawn))),
+        ending=draw(st.sampled_from(_DRAWN)),
+        watch=("before", "after", *["never"] * 4)[bits // 3],
+        check=bits % 3 == 0,
+        probe=draw(st.integers(1, 6)),
+        singly=bits % 2 == 0,
+    )
