@@ -1,0 +1,208 @@
+"""One case of the benchmark: a target, a group of prompts, a temperature, all arms.
+
+The first pass warms up and is not counted. In every pass each arm runs the same job,
+one after the other, and the next pass begins with the next arm, so that a slow moment
+of the machine meets all arms alike. Every text of every pass is checked.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from benchmark_arms import Arm, Job, Models, Run
+from identity_check import Parting, find_parting
+
+from mlx_speculation.engine import Statistics
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The median of some repeats, the smallest and the largest."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """Summarize the repeats."""
+        return cls(median(values), min(values), max(values))
+
+
+@dataclass(slots=True)
+class Series:
+    """The runs of one arm.
+
+    Attributes:
+        arm: the arm.
+        speeds: tokens per second of each counted pass; empty after a failure.
+        by_prompt: the counts of each prompt, once: they are the same in every pass.
+        partings: where its texts part from our plain decoding, by prompt.
+        failure: why there is no speed, or None.
+    """
+
+    arm: Arm
+    speeds: list[float] = field(default_factory=list)
+    by_prompt: dict[int, Statistics] = field(default_factory=dict)
+    partings: dict[int, Parting] = field(default_factory=dict)
+    failure: str | None = None
+
+    @property
+    def statistics(self) -> Statistics:
+        """The counts of all prompts together."""
+        total = Statistics()
+        for counts in self.by_prompt.values():
+            for name in ("rounds", "drafts", "drafted", "accepted", "emitted"):
+                setattr(total, name, getattr(total, name) + getattr(counts, name))
+            total.reached += [0] * (len(counts.reached) - len(total.reached))
+            for index, reached in enumerate(counts.reached):
+                total.reached[index] += reached
+        return total
+
+    @property
+    def near_ties(self) -> list[Parting]:
+        """The partings that rounding explains."""
+        return [parting for parting in self.partings.values() if parting.near_tie]
+
+    @property
+    def wrong_from(self) -> int | None:
+        """The first token that is wrong in any text, or None."""
+        wrong = [p.index for p in self.partings.values() if not p.near_tie]
+        return min(wrong, default=None)
+
+    def add(self, run: Run, prompt: int, *, counted: bool) -> None:
+        """Take the run of one pass."""
+        if run.failure is not None:
+            self.failure, self.speeds = run.failure, []
+            return
+        self.by_prompt.setdefault(prompt, run.statistics)
+        if counted:
+            self.speeds.append(run.speed)
+
+    def over(self, plain: "Series") -> Spread | None:
+        """Return the ratio of speeds to another series, pass by pass."""
+        if not self.speeds:
+            return None
+        pairs = zip(self.speeds, plain.speeds, strict=True)
+        return Spread.of([one / other for one, other in pairs])
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A target, a group of prompts and a temperature, with the runs of all arms.
+
+    Attributes:
+        target: its name.
+        group: that of the prompts.
+        temperature: of the sampling.
+        sources: where the prompts come from.
+        series: one for each arm; the first two are plain decoding.
+    """
+
+    target: str
+    group: str
+    temperature: float
+    sources: list[str]
+    series: list[Series]
+
+    def __str__(self) -> str:
+        return f"{self.target}, {self.group}, temperature {self.temperature:g}"
+
+    @property
+    def plain(self) -> Series:
+        """The faster of our and mlx-lm's plain decoding, by their medians."""
+        return max(self.series[:2], key=lambda series: median(series.speeds))
+
+    @property
+    def best(self) -> Series:
+        """Our arm with the fixed draft length that is the fastest over plain."""
+        ours = [s for s in self.series if s.arm.engine == "ours" and s.arm.draft_length]
+        return max(ours, key=self._gain)
+
+    def _gain(self, series: Series) -> float:
+        ratio = series.over(self.plain)
+        return ratio.median if ratio is not None else 0.0
+
+
+def run_case(
+    case: Case,
+    models: Models,
+    jobs: Sequence[Job],
+    repeats: int,
+    progress: Callable[[str], None],
+) -> None:
+    """Run the warm-up and all passes; fill the case's series.
+
+    Raises:
+        AssertionError: a text that must be equal to plain decoding is not.
+    """
+    checker = Checker(case, models, progress)
+    progress(f"{case}: warm-up")
+    runs = _run_pass(case.series, jobs[0], 0, counted=False)
+    checker.check(jobs[0], 0, runs)
+    for number in range(repeats):
+        progress(f"{case}: pass {number + 1} of {repeats}")
+        prompt, first = number % len(jobs), number % len(case.series)
+        order = [*case.series[first:], *case.series[:first]]
+        runs = _run_pass(order, jobs[prompt], prompt, counted=True)
+        checker.check(jobs[prompt], prompt, runs)
+
+
+def _run_pass(
+    order: Sequence[Series], job: Job, prompt: int, *, counted: bool
+) -> dict[str, Run]:
+    runs = {}
+    for series in order:
+        if series.failure is None:
+            run = runs[series.arm.name] = series.arm.run(job)
+            series.add(run, prompt, counted=counted)
+    return runs
+
+
+class Checker:
+    """Compares the texts of a case with our plain decoding, each of them once."""
+
+    def __init__(
+        self, case: Case, models: Models, progress: Callable[[str], None]
+    ) -> None:
+        self._case = case
+        self._models = models
+        self._progress = progress
+        self._seen: set[tuple[str, int, tuple[int, ...]]] = set()
+
+    def check(self, job: Job, prompt: int, runs: dict[str, Run]) -> None:
+        """Check the runs of one pass, by the names of their arms."""
+        expected = runs[self._case.series[0].arm.name].tokens
+        for series in self._case.series:
+            got = runs.get(series.arm.name)
+            if got is None or not series.arm.is_comparable(job.temperature):
+                continue
+            key = (series.arm.name, prompt, tuple(got.tokens))
+            if got.failure is None and got.tokens != expected and key not in self._seen:
+                self._seen.add(key)
+                self._note(job, prompt, series, expected, got.tokens)
+
+    def _note(
+        self,
+        job: Job,
+        prompt: int,
+        series: Series,
+        expected: list[int],
+        got: list[int],
+    ) -> None:
+        """Note where a text parts; raise where it must not."""
+        arm = series.arm
+        parting = find_parting(
+            self._models.target,
+            self._models.chooser(job),
+            job.prompt,
+            expected,
+            got,
+            width=arm.draft_length + 1,
+        )
+        assert parting is not None
+        line = f"{self._case}: {arm.name}, prompt {prompt}: {parting}"
+        if not parting.near_tie and arm.must_be_equal(job.temperature):
+            raise AssertionError(f"not the text of our plain decoding: {line}")
+        series.partings[prompt] = parting
+        self._progress(line)

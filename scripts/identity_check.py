@@ -1,0 +1,188 @@
+"""Whether two texts of one model are the same, up to the rounding of its rows.
+
+A forward over k + 1 tokens and k + 1 forwards over one token compute the same logits,
+but with most matrix products not bit for bit. So two texts may part where two tokens
+are almost equally good. Where they part, the text before is fed to the model again,
+once token by token and once in blocks, and the row that decides is compared:
+
+    difference   the largest change of a logit between the widths
+    margin       how much better the one token's score is than the other's
+    edge         how far a token is from the border of the top-p set
+
+A near-tie has a margin within twice the difference (divided by the temperature), or
+an edge within it. Anything else is a real difference of two texts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_speculation.samplers import Chooser
+
+PREFILL_STEP = 2048  # that of mlx-lm and of the engine
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """The first position where two texts differ, and what was measured there.
+
+    Attributes:
+        index: the position, counted from the first generated token.
+        expected: the token of the one text there; None: it has ended.
+        got: the token of the other.
+        margin: between their scores, which are tempered and hold the noise.
+        difference: of the untempered logits, between the widths.
+        allowed: the largest margin of a near-tie.
+        edge: the distance to the border of the top-p set; infinite without top-p.
+    """
+
+    index: int
+    expected: int | None
+    got: int | None
+    margin: float
+    difference: float
+    allowed: float
+    edge: float
+
+    @property
+    def near_tie(self) -> bool:
+        """Whether rounding explains the difference of the texts."""
+        return self.margin <= self.allowed or self.edge <= 2 * self.difference
+
+    def __str__(self) -> str:
+        return (
+            f"token {self.index} is {self.got} instead of {self.expected}: their "
+            f"margin is {self.margin:.3g}, and at most {self.allowed:.3g} is a "
+            f"near-tie (the widths differ by {self.difference:.3g})"
+        )
+
+
+def assert_same_text(
+    model: nn.Module,
+    chooser: Chooser,
+    prompt: Sequence[int],
+    expected: Sequence[int],
+    got: Sequence[int],
+    *,
+    width: int,
+) -> Parting | None:
+    """Assert that two texts are equal, or part at a near-tie; return that one.
+
+    Args:
+        model: the model that both texts are of.
+        chooser: what chose both, for its scores.
+        prompt: the tokens before both texts.
+        expected: the text of plain decoding.
+        got: the other text.
+        width: the most tokens in one forward of the other text, k + 1.
+    """
+    parting = find_parting(model, chooser, prompt, expected, got, width=width)
+    if parting is not None and not parting.near_tie:
+        raise AssertionError(f"the texts are not the same: {parting}")
+    return parting
+
+
+def find_parting(
+    model: nn.Module,
+    chooser: Chooser,
+    prompt: Sequence[int],
+    expected: Sequence[int],
+    got: Sequence[int],
+    *,
+    width: int,
+) -> Parting | None:
+    """Return where two texts part and how near a tie is there; None: they are equal."""
+    pairs = enumerate(zip_longest(expected, got))
+    different = next(((i, one, two) for i, (one, two) in pairs if one != two), None)
+    if different is None:
+        return None
+    index, one, two = different
+    shared = [*prompt, *expected[:index]]
+    single = deciding_row(model, shared, len(prompt), first=1, width=1)
+    # Nobody noted at which place of a block the row was: try each of them.
+    wide = [
+        deciding_row(model, shared, len(prompt), first=first, width=width)
+        for first in range(1, width + 1)
+    ]
+    difference = max(float(mx.abs(single - row).max()) for row in wide)
+    return weigh(chooser, single, len(shared), (index, one, two), difference)
+
+
+def deciding_row(
+    model: nn.Module, tokens: Sequence[int], prompt: int, *, first: int, width: int
+) -> mx.array:
+    """Return the logits after the last of `tokens`, float32 [1, vocab].
+
+    The prompt but its last token is fed as both engines do, the rest in blocks: one
+    of `first` tokens and then of `width`. The last block is filled up, because its
+    width decides how the row is computed and the tokens after the row do not.
+    """
+    caches = make_prompt_cache(model)
+    head, rest = list(tokens[: prompt - 1]), list(tokens[prompt - 1 :])
+    for start in range(0, len(head), PREFILL_STEP):
+        model(mx.array(head[start : start + PREFILL_STEP])[None], cache=caches)
+        mx.eval([cache.state for cache in caches])
+    start, size = 0, first
+    while True:
+        block = rest[start : start + size]
+        last = start + size >= len(rest)
+        if last:
+            block += [rest[-1]] * (max(width, 1) - len(block))
+        rows = model(mx.array(block)[None], cache=caches)[0]
+        if last:
+            place = len(rest) - 1 - start
+            row: mx.array = rows[place : place + 1].astype(mx.float32)
+            return row
+        mx.eval(rows, [cache.state for cache in caches])
+        start, size = start + size, width
+
+
+def weigh(
+    chooser: Chooser,
+    row: mx.array,
+    position: int,
+    parting: tuple[int, int | None, int | None],
+    difference: float,
+) -> Parting:
+    """Measure how near a tie two tokens of a row [1, vocab] are.
+
+    Args:
+        chooser: what chose them.
+        row: the logits that decide.
+        position: of the token in the sequence, for the noise.
+        parting: the index for the report, and the two tokens.
+        difference: between the widths; see above.
+    """
+    index, expected, got = parting
+    scores = np.array(chooser.scores(row, mx.array([position])))[0]
+    allowed = 2 * difference / (chooser.sampling.temperature or 1.0) + _ulp(row)
+    margin = edge = np.inf
+    if expected is not None and got is not None and max(expected, got) < len(scores):
+        with np.errstate(invalid="ignore"):
+            margin = abs(float(scores[expected] - scores[got]))
+        margin = margin if np.isfinite(margin) else np.inf
+        edge = _distance_to_top_p(chooser, row, (expected, got))
+    return Parting(index, expected, got, margin, difference, allowed, edge)
+
+
+def _ulp(row: mx.array) -> float:
+    """Return the rounding of mlx-lm's `logits - logsumexp`, which the engine omits."""
+    largest = mx.maximum(mx.abs(row).max(), mx.abs(mx.logsumexp(row)))
+    return float(largest) * float(mx.finfo(row.dtype).eps)
+
+
+def _distance_to_top_p(
+    chooser: Chooser, row: mx.array, tokens: tuple[int, int]
+) -> float:
+    """Return how far the nearer token is from the border of the top-p set."""
+    top_p = chooser.sampling.top_p
+    if chooser.sampling.greedy or not 0 < top_p < 1:
+        return float("inf")
+    probabilities = np.array(mx.softmax(row.astype(mx.float32), axis=-1))[0]
+    above = [probabilities[probabilities > probabilities[t]].sum() for t in tokens]
+    return min(abs(float(mass) - top_p) for mass in above)
