@@ -5,9 +5,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 
-def byte_tokenizer(extra: tuple[str, ...] = ()) -> TokenizerWrapper:
-    """Make a tokenizer with ids 0 to 255, and one more for each of `extra`."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+def byte_tokenizer(extra: tuple[str, ...] = (), first: str = "") -> TokenizerWrapper:
+    """Make a tokenizer with ids 0 to 255, and one more for each of `extra`.
+
+    `first` is the token that gets id 0, if not the smallest one.
+    """
+    alphabet = sorted(
+        pre_tokenizers.ByteLevel.alphabet(), key=lambda t: (t != first, t)
+    )
     vocabulary = {token: i for i, token in enumerate([*alphabet, *extra])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,0 +1,201 @@
+"""Bad input gets one clear error that names both values and the remedy."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+
+from mlx_speculation import (
+    InvalidRequestError,
+    ModelFolderError,
+    Sampling,
+    SpeculationError,
+    SpeculativeGenerator,
+    TokenizerMismatchError,
+    UnsupportedCacheError,
+)
+from mlx_speculation.models import check_same_ids
+from support.drafters import ScriptedDrafter
+from support.tiny_models import build
+from support.tiny_tokenizer import byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return build("llama")
+
+
+@pytest.fixture(scope="module")
+def generator(model: nn.Module) -> SpeculativeGenerator:
+    return SpeculativeGenerator(model, byte_tokenizer(), draft=model)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"prompt": ""}, ["0 tokens", "at least 1"]),
+        ({"prompt": []}, ["0 tokens", "at least 1"]),
+        ({"prompt": [1, 256]}, ["256", "255", "tokenizer"]),
+        ({"prompt": [-1]}, ["-1", "255"]),
+        ({"max_tokens": -1}, ["-1", "0 or more"]),
+        ({"max_tokens": 2.5}, ["2.5", "0 or more"]),
+        ({"draft_length": -2}, ["-2", "at least 0"]),
+        ({"stop": ""}, ["empty", "Leave it out"]),
+        ({"stop": ["a", ""]}, ["empty"]),
+        ({"cached_tokens": [1, 2]}, ["2 tokens", "prompt_cache is None"]),
+    ],
+)
+def test_a_bad_request_is_refused_with_both_values(
+    generator: SpeculativeGenerator, options: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        generator.stream(**{"prompt": [1, 2], **options})
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"temperature": -0.1}, ["temperature", "-0.1", "0"]),
+        ({"temperature": float("nan")}, ["temperature", "nan"]),
+        ({"temperature": float("inf")}, ["temperature", "inf"]),
+        ({"top_p": 1.5}, ["top_p", "1.5", "1"]),
+        ({"min_p": -1}, ["min_p", "-1"]),
+        ({"top_k": -3}, ["top_k", "-3"]),
+        ({"top_k": 2.0}, ["top_k", "2.0", "whole number"]),
+        ({"min_tokens_to_keep": 0}, ["min_tokens_to_keep", "0", "1"]),
+        ({"seed": -1}, ["seed", "-1"]),
+        ({"seed": 2**64}, ["seed", str(2**64), str(2**64 - 1)]),
+    ],
+)
+def test_bad_sampling_options_are_refused(
+    options: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        Sampling(**options)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_tokenizers_whose_ids_differ_are_refused() -> None:
+    with pytest.raises(TokenizerMismatchError) as caught:
+        check_same_ids(byte_tokenizer(), byte_tokenizer(first="~"))
+    for word in ("Token id 0", "target", "draft", "'!'", "'~'", "Choose a draft"):
+        assert word in str(caught.value)
+
+
+def test_tokenizers_that_share_few_ids_are_refused() -> None:
+    small = byte_tokenizer()
+    large = byte_tokenizer(tuple(f"<{i}>" for i in range(400)))
+    with pytest.raises(TokenizerMismatchError, match="656 token ids and the draft 256"):
+        check_same_ids(large, small)
+    check_same_ids(byte_tokenizer(("<pad>",)), small)  # one more id is no harm
+
+
+def test_ids_that_the_tokenizer_lacks_are_never_proposed_nor_chosen() -> None:
+    """Qwen2.5's small and large models pad their logits to different widths."""
+    target, draft = build("llama", vocab=300), build("qwen3", vocab=320)
+    generator = SpeculativeGenerator(
+        target, byte_tokenizer(), draft=draft, draft_length=3
+    )
+    plain = SpeculativeGenerator(target, byte_tokenizer())
+    for seed in range(6):
+        options = {
+            "max_tokens": 40,
+            "sampling": Sampling(temperature=2.0, seed=seed),
+        }
+        result = generator.generate([1, 2, 3], **options)
+        assert max(result.tokens) < 256
+        assert result.tokens == plain.generate([1, 2, 3], **options).tokens
+
+
+def test_ids_past_the_targets_logits_are_never_proposed() -> None:
+    tokenizer = byte_tokenizer(tuple(f"<{i}>" for i in range(40)))
+    target, draft = build("llama"), build("qwen3", vocab=296)
+    generator = SpeculativeGenerator(target, tokenizer, draft=draft)
+    options: dict[str, Any] = {
+        "max_tokens": 40,
+        "sampling": Sampling(temperature=2.0, seed=1),
+    }
+    result = generator.generate([1, 2, 3], **options)
+    plain = SpeculativeGenerator(target, tokenizer).generate([1, 2, 3], **options)
+    assert result.tokens == plain.tokens
+    assert max(result.tokens) < 256
+
+
+def test_a_draft_that_is_the_targets_own_cache_is_refused(
+    model: nn.Module, generator: SpeculativeGenerator
+) -> None:
+    caches = make_prompt_cache(model)
+    with pytest.raises(InvalidRequestError, match=r"Layer 0 of the draft.*layer 0"):
+        generator.stream([1], prompt_cache=caches, draft_cache=caches)
+    with pytest.raises(InvalidRequestError, match="draft is a list"):
+        SpeculativeGenerator(model, byte_tokenizer(), draft=caches)  # type: ignore[arg-type]
+    assert all(cache.empty() for cache in caches)
+
+
+def test_an_unknown_cache_kind_is_refused_before_anything_is_touched(
+    generator: SpeculativeGenerator,
+) -> None:
+    caches = [KVCache(), KVCache(), KVCache(), QuantizedKVCache()]
+    with pytest.raises(UnsupportedCacheError) as caught:
+        generator.stream([1, 2], prompt_cache=caches)
+    assert "layer 3" in str(caught.value)
+    assert "QuantizedKVCache" in str(caught.value)
+    assert all(cache.keys is None for cache in caches)
+
+
+def test_cached_tokens_have_to_match_what_the_caches_hold(
+    model: nn.Module, generator: SpeculativeGenerator
+) -> None:
+    caches = make_prompt_cache(model)
+    generator.generate([1, 2, 3], max_tokens=4, prompt_cache=caches)
+    with pytest.raises(InvalidRequestError, match=r"7 tokens .* names 2"):
+        generator.stream([1], prompt_cache=caches, cached_tokens=[1, 2])
+
+
+def test_a_folder_that_is_not_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelFolderError, match=r"config\.json.*model\*\.safetensors"):
+        SpeculativeGenerator.from_pretrained(tmp_path)
+    with pytest.raises(ModelFolderError, match="There is no folder"):
+        SpeculativeGenerator.from_pretrained(tmp_path / "missing")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ModelFolderError, match=r"mlx-lm .* could not load"):
+        SpeculativeGenerator.from_pretrained(tmp_path)
+    with pytest.raises(ModelFolderError, match="is a file"):
+        SpeculativeGenerator.from_pretrained(tmp_path / "config.json")
+
+
+def test_wrong_kinds_of_model_draft_and_rule_are_refused(model: nn.Module) -> None:
+    tokenizer = byte_tokenizer()
+    with pytest.raises(InvalidRequestError, match="model is a str"):
+        SpeculativeGenerator("path", tokenizer)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match=r"draft is a str.*from_pretrained"):
+        SpeculativeGenerator(model, tokenizer, draft="path")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match=r"'fast'.*'keyed'"):
+        SpeculativeGenerator(model, tokenizer, acceptance="fast")
+    with pytest.raises(InvalidRequestError, match="'mtp'"):
+        SpeculativeGenerator.from_pretrained("anything", draft="mtp")
+
+
+def test_a_drafter_object_serves_one_open_stream_at_a_time(model: nn.Module) -> None:
+    drafter = ScriptedDrafter([], right=0.0)
+    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=drafter)
+    first = generator.stream([1, 2], max_tokens=5)
+    next(first)
+    with pytest.raises(InvalidRequestError, match=r"1 open stream.*second"):
+        generator.stream([1, 2])
+    first.close()
+    assert len(generator.generate([1, 2], max_tokens=5).tokens) == 5
+
+
+def test_every_error_is_one_of_ours(generator: SpeculativeGenerator) -> None:
+    with pytest.raises(SpeculationError):
+        generator.stream("")
+    with pytest.raises(ValueError, match="0 tokens"):
+        generator.stream("")

@@ -1,0 +1,249 @@
+"""An error at any step of a round leaves caches, statistics and tokens as before.
+
+After the error the same decoder goes on, and the text is what it would have been.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import KVCache
+
+from mlx_speculation.caches import Speculation
+from mlx_speculation.engine import SpeculativeGenerator, decoding
+from mlx_speculation.engine.decoding import Cut, Decoder
+from mlx_speculation.engine.draft_model import DraftModel
+from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.errors import NonFiniteLogitsError
+from mlx_speculation.models import Lane, LaneRound
+from mlx_speculation.samplers import Chooser, Sampling
+from support.content import assert_same_content, content, counts
+from support.tiny_models import build
+from support.tiny_tokenizer import byte_tokenizer
+
+MODELS = ("llama", "gemma3_text", "qwen3_5", "mamba", "recurrent_gemma")
+PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
+TOKENS = 30
+
+
+class InjectedError(Exception):
+    """What the tests raise."""
+
+
+class Run:
+    """A decoder on its own lanes, with a cut that only counts the budget."""
+
+    def __init__(self, model: nn.Module, draft: nn.Module | None, length: int) -> None:
+        self.sequence = Sequence(list(PROMPT))
+        self.target = Lane(model)
+        self.drafter = None if draft is None else DraftModel(lambda: Lane(draft))
+        self.cut: Callable[[list[int]], Cut] = lambda tokens: Cut(len(tokens), None)
+        self.decoder = Decoder(
+            target=self.target,
+            sequence=self.sequence,
+            chooser=Chooser(Sampling(temperature=0.7, seed=5), 256),
+            cut=lambda tokens: self.cut(tokens),
+            drafter=self.drafter,
+            draft_length=length,
+        )
+        self.decoder.prefill()
+
+    @property
+    def emitted(self) -> list[int]:
+        return self.sequence.tokens[len(PROMPT) :]
+
+    def finish(self) -> list[int]:
+        while len(self.emitted) < TOKENS:
+            self.decoder.next_round(TOKENS - len(self.emitted))
+        return self.emitted
+
+    def state(self) -> tuple[list[Any], dict[str, Any], list[int], int]:
+        return (
+            content(self.target.caches),
+            counts(self.decoder.statistics),
+            list(self.sequence.tokens),
+            self.target.seen,
+        )
+
+
+@contextmanager
+def failing(owner: Any, name: str, call: int, error: BaseException) -> Iterator[None]:
+    """Let the given call of a function, counted from 1, raise before it acts."""
+    original = getattr(owner, name)
+    calls = 0
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise error
+        return original(*args, **kwargs)
+
+    setattr(owner, name, wrapper)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+    assert calls >= call, f"{name} was called {calls} times, not {call}"
+
+
+# Every step of a round that drafts 3 tokens, in order.
+DRAFTED_STEPS = [
+    (LaneRound, "forward", 1),  # the draft model's first forward
+    (LaneRound, "forward", 2),
+    (LaneRound, "forward", 3),
+    (LaneRound, "forward", 4),  # the target's
+    (Chooser, "choose", 1),
+    (Chooser, "choose", 3),
+    (Chooser, "choose", 4),
+    (decoding, "count_accepted", 1),
+    (decoding, "count_unusable", 1),
+    (decoding, "read", 1),
+    (Run, "cut", 1),
+    (Speculation, "prepare", 1),
+    (Speculation, "commit", 1),  # the draft model's
+    (Speculation, "commit", 2),  # the target's
+]
+PLAIN_STEPS = [
+    (LaneRound, "forward", 1),
+    (Chooser, "choose", 1),
+    (Speculation, "commit", 1),
+    (decoding, "read", 1),
+    (Run, "cut", 1),
+]
+
+
+def fail_one_round(run: Run, step: tuple[Any, str, int], error: BaseException) -> None:
+    owner, name, call = step
+    before = run.state()
+    with (
+        failing(run if owner is Run else owner, name, call, error),
+        pytest.raises(type(error)),
+    ):
+        run.decoder.next_round(TOKENS - len(run.emitted))
+    after = run.state()
+    assert_same_content(before[0], after[0])
+    assert before[1:] == after[1:]
+
+
+@pytest.mark.parametrize("step", DRAFTED_STEPS, ids=lambda s: f"{s[1]}-{s[2]}")
+@pytest.mark.parametrize("name", MODELS)
+def test_an_error_in_a_drafted_round_changes_nothing(
+    name: str, step: tuple[Any, str, int]
+) -> None:
+    model = build(name)
+    expected = Run(model, None, 0).finish()
+    generator = SpeculativeGenerator(model, byte_tokenizer())  # installs recorders
+    run = Run(model, build(name, seed=0), 3)
+    assert run.drafter is not None
+    for rounds, error in ((0, InjectedError()), (3, KeyboardInterrupt())):
+        while run.decoder.statistics.rounds < rounds:
+            run.decoder.next_round(TOKENS)
+        drafted = content(run.drafter.lane.caches)
+        fail_one_round(run, step, error)
+        if rounds:  # the first round also feeds the drafter its prompt, and keeps it
+            assert_same_content(drafted, content(run.drafter.lane.caches))
+    assert run.finish() == expected
+    assert run.decoder.statistics.acceptance_rate > 0.9  # a rotten draft cache is seen
+    del generator
+
+
+@pytest.mark.parametrize("step", PLAIN_STEPS, ids=lambda s: f"{s[1]}-{s[2]}")
+@pytest.mark.parametrize("name", MODELS)
+def test_an_error_in_a_plain_round_changes_nothing(
+    name: str, step: tuple[Any, str, int]
+) -> None:
+    model = build(name)
+    expected = Run(model, None, 0).finish()
+    run = Run(model, None, 0)
+    for rounds, error in ((0, InjectedError()), (3, KeyboardInterrupt())):
+        while run.decoder.statistics.rounds < rounds:
+            run.decoder.next_round(TOKENS)
+        fail_one_round(run, step, error)
+    assert run.finish() == expected
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("drafted", [False, True])
+def test_an_error_in_the_middle_of_a_forward_changes_nothing(
+    name: str, drafted: bool
+) -> None:
+    """Half of the layers have written when the error comes."""
+    model = build(name)
+    expected = Run(model, None, 0).finish()
+    recorders = SpeculativeGenerator(model, byte_tokenizer())
+    run = Run(model, build(name) if drafted else None, 3)
+    run.decoder.next_round(TOKENS)
+    layer = _layers(model)[2]
+    kind = type(layer)
+
+    def interrupted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    before = run.state()
+    layer.__class__ = type(kind.__name__, (kind,), {"__call__": interrupted})
+    with pytest.raises(KeyboardInterrupt):
+        run.decoder.next_round(TOKENS - len(run.emitted))
+    layer.__class__ = kind
+    after = run.state()
+    assert_same_content(before[0], after[0])
+    assert before[1:] == after[1:]
+    assert run.finish() == expected
+    del recorders
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("length", [0, 3])
+def test_nan_logits_roll_the_round_back(name: str, length: int) -> None:
+    model = build(name)
+    expected = Run(model, None, 0).finish()
+    recorders = SpeculativeGenerator(model, byte_tokenizer())
+    run = Run(model, build(name) if length else None, length)
+    for _ in range(3):
+        run.decoder.next_round(TOKENS)
+    original = LaneRound.forward
+
+    def poisoned(self: LaneRound, tokens: mx.array) -> mx.array:
+        logits = original(self, tokens)
+        return logits * mx.nan if self._lane is run.target else logits
+
+    seen = run.target.seen
+    LaneRound.forward = poisoned  # type: ignore[method-assign]
+    try:
+        if length == 0:  # a plain round reads what the round before submitted
+            run.decoder.next_round(TOKENS - len(run.emitted))
+        with pytest.raises(NonFiniteLogitsError, match="rolled back"):
+            run.decoder.next_round(TOKENS - len(run.emitted))
+    finally:
+        LaneRound.forward = original  # type: ignore[method-assign]
+    assert run.target.seen <= len(run.sequence.tokens)
+    assert run.target.seen >= seen - 1
+    twin = Lane(model)
+    twin.feed(run.sequence.tokens[: run.target.seen], step=1)
+    offsets = [c.offset for c in run.target.caches if isinstance(c, KVCache)]
+    assert offsets == [c.offset for c in twin.caches if isinstance(c, KVCache)]
+    assert run.finish() == expected
+    del recorders
+
+
+def test_a_drafter_that_cannot_roll_back_starts_over() -> None:
+    """Its model ran again for a partial acceptance, and then the target failed."""
+    target, draft = build("llama"), build("mamba")  # no recorders on the draft
+    expected = Run(target, None, 0).finish()
+    run = Run(target, draft, 4)
+    run.decoder.next_round(TOKENS)
+    fail_one_round(run, (Speculation, "commit", 3), InjectedError())
+    assert run.finish() == expected
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    for path in ("layers", "model.layers", "backbone.layers"):
+        found: Any = model
+        for part in path.split("."):
+            found = getattr(found, part, None)
+        if found is not None:
+            return list(found)
+    raise AssertionError("no layers")

@@ -1,0 +1,60 @@
+"""Drafters that know the text, and say the wrong thing as often as they are told."""
+
+import random
+
+import mlx.core as mx
+
+from mlx_speculation.engine.drafting import Choose, Draft
+from mlx_speculation.engine.sequence import Sequence
+
+
+class ScriptedDrafter:
+    """Proposes the tokens of a known text, some of them changed.
+
+    Args:
+        text: prompt and continuation, as token ids.
+        right: the share of proposed tokens that are left as they are.
+        vocab: the number of token ids.
+        seed: decides which ones are changed, and how many are proposed.
+        ragged: propose from 1 to `limit` tokens instead of always `limit`.
+    """
+
+    def __init__(
+        self,
+        text: list[int],
+        right: float,
+        vocab: int = 256,
+        seed: int = 0,
+        ragged: bool = False,
+    ) -> None:
+        self._text = text
+        self._right = right
+        self._vocab = vocab
+        self._random = random.Random(seed)
+        self._ragged = ragged
+        self.calls: list[str] = []
+
+    def begin(self, sequence: Sequence) -> None:
+        """Forget the calls."""
+        self.calls = ["begin"]
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        """Propose what follows the sequence in the known text."""
+        self.calls.append("propose")
+        length = self._random.randint(1, limit) if self._ragged else limit
+        start = len(sequence.tokens)
+        known = (self._text[start : start + length] + [0] * length)[:length]
+        return Draft(mx.array([self._said(token) for token in known], dtype=mx.int32))
+
+    def settle(self, accepted: int) -> None:
+        """Note the call."""
+        self.calls.append(f"settle {accepted}")
+
+    def discard(self) -> None:
+        """Note the call."""
+        self.calls.append("discard")
+
+    def _said(self, token: int) -> int:
+        if self._random.random() < self._right:
+            return token
+        return (token + self._random.randint(1, self._vocab - 1)) % self._vocab
