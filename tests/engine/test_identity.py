@@ -1,9 +1,11 @@
 """Speculative text equals plain text, on every tiny model, past every window."""
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 from mlx_speculation import Sampling, SpeculativeGenerator
+from mlx_speculation.engine import Drafter
 from mlx_speculation.samplers import Chooser
 from support.drafters import ScriptedDrafter
 from support.identity import assert_same_text, near_tie, plain_text
@@ -36,7 +38,7 @@ def test_any_draft_leaves_the_text_as_plain_decoding_has_it(
         if sampling.greedy:
             assert expected == plain_text(model, prompt, TOKENS)
         text = prompt + expected
-        drafters = {
+        drafters: dict[str, nn.Module | Drafter] = {
             "right": model,
             "wrong": ScriptedDrafter(text, right=0.0),
             "random": ScriptedDrafter(text, right=0.7, seed=length, ragged=True),

@@ -21,10 +21,10 @@ def test_every_piece_and_the_end_hold_whole_characters(text: str, cut: int) -> N
         piece, stopped = stream.add(token)
         shown += piece
         assert not stopped
-        assert text.lstrip(" ").startswith(shown) or text.startswith(shown)
+        # mlx-lm's detokenizer drops one space at the very beginning.
+        assert text.startswith(shown) or text.removeprefix(" ").startswith(shown)
     shown += stream.finish()
-    whole = bytes("".join(text), "utf-8")[: len(tokens)].decode("utf-8", "ignore")
-    # mlx-lm's detokenizer drops one space at the very beginning.
+    whole = text.encode()[: len(tokens)].decode("utf-8", "ignore")
     assert shown in (whole, whole.removeprefix(" "))
 
 

@@ -10,9 +10,8 @@ def byte_tokenizer(extra: tuple[str, ...] = (), first: str = "") -> TokenizerWra
 
     `first` is the token that gets id 0, if not the smallest one.
     """
-    alphabet = sorted(
-        pre_tokenizers.ByteLevel.alphabet(), key=lambda t: (t != first, t)
-    )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    alphabet.sort(key=lambda token: token != first)
     vocabulary = {token: i for i, token in enumerate([*alphabet, *extra])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
