@@ -1,18 +1,20 @@
 """One case of the benchmark: a target, a group of prompts, a temperature, all arms.
 
-The first pass warms up and is not counted. In every pass each arm runs the same job,
-one after the other, and the next pass begins with the next arm, so that a slow moment
-of the machine meets all arms alike. Every text of every pass is checked.
+A short first pass warms up and is not counted. In every pass each arm runs the same
+job, one after the other, and the next pass begins with the next arm, so that a slow
+moment of the machine meets all arms alike. Every text of every pass is checked.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from benchmark_arms import Arm, Job, Models, Run
 from identity_check import Parting, find_parting
 
 from mlx_speculation.engine import Statistics
+
+WARM_UP_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,8 @@ class Series:
         if run.failure is not None:
             self.failure, self.speeds = run.failure, []
             return
-        self.by_prompt.setdefault(prompt, run.statistics)
         if counted:
+            self.by_prompt.setdefault(prompt, run.statistics)
             self.speeds.append(run.speed)
 
     def over(self, plain: "Series") -> Spread | None:
@@ -138,8 +140,8 @@ def run_case(
     """
     checker = Checker(case, models, progress)
     progress(f"{case}: warm-up")
-    runs = _run_pass(case.series, jobs[0], 0, counted=False)
-    checker.check(jobs[0], 0, runs)
+    short = replace(jobs[0], tokens=min(jobs[0].tokens, WARM_UP_TOKENS))
+    checker.check(short, 0, _run_pass(case.series, short, 0, counted=False))
     for number in range(repeats):
         progress(f"{case}: pass {number + 1} of {repeats}")
         prompt, first = number % len(jobs), number % len(case.series)

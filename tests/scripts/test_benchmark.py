@@ -151,6 +151,36 @@ def test_the_deciding_row_is_the_one_that_chose(
                 assert int(mx.argmax(row)) == text[end]
 
 
+class RoundsByWidth:
+    """Prefers token 1 to token 2 by a little, and the other way round in blocks."""
+
+    def make_cache(self) -> list[Any]:
+        return []
+
+    def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
+        width = ids.shape[1]
+        row = mx.array([0.0, 1.0, 0.99995 if width == 1 else 1.00005])
+        return mx.broadcast_to(row, (1, width, 3))
+
+
+def test_texts_that_part_at_a_near_tie_are_the_same(identity: ModuleType) -> None:
+    model, chooser = RoundsByWidth(), Chooser(Sampling(seed=0), 3)
+
+    def compare(other: list[int], width: int) -> Any:
+        return identity.assert_same_text(
+            model, chooser, PROMPT, [1, 1, 1], other, width=width
+        )
+
+    tie = compare([1, 2, 0], 4)
+    assert (tie.index, tie.expected, tie.got) == (1, 1, 2)
+    assert tie.margin == pytest.approx(5e-5, rel=0.01)
+    assert tie.difference == pytest.approx(1e-4, rel=0.01)
+    with pytest.raises(AssertionError, match="margin"):
+        compare([1, 0, 0], 4)
+    with pytest.raises(AssertionError, match="margin"):
+        compare([1, 2, 0], 1)
+
+
 def test_a_real_difference_is_refused(identity: ModuleType) -> None:
     model, chooser = build("llama"), Chooser(Sampling(seed=0), 256)
     steps = generate_step(mx.array(PROMPT), model, max_tokens=8)
