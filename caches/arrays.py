@@ -142,7 +142,7 @@ class ArraysJournal:
 
     def prepare(self, keep: int) -> None:
         """Build the state after `keep` positions, lazily, on a copy."""
-        if self.written is None or keep == self.written:
+        if self.written in (None, 0, keep):  # 0: the model does not use this layer
             self._after = self._presented
             return
         shown = self._presented

@@ -9,6 +9,8 @@ nothing is copied. A second reference to the buffer would make the next write co
 all of it; the journal holds none.
 """
 
+from typing import Any
+
 from mlx_lm.models.cache import KVCache
 
 
@@ -38,15 +40,21 @@ class KVJournal:
         """Nothing can fail."""
 
     def commit(self, keep: int) -> None:
-        """Move the offset to the end of the kept rows."""
+        """Move the offset to the end of the kept rows; 0 if the model wrote none."""
         if keep == 0:
             self.rollback()
-        else:
+        elif self.written:
             self._cache.offset = self._start + keep
 
     def rollback(self) -> None:
         """Move the offset back; an empty cache becomes empty again."""
-        self._cache.offset = self._start
+        cache: Any = self._cache
+        cache.offset = self._start
         if self._was_empty:
-            self._cache.keys = None
-            self._cache.values = None
+            cache.keys = None
+            cache.values = None
+        elif cache.keys is not None and cache.keys.shape[2] != cache.values.shape[2]:
+            # Interrupted while the buffers grew, one after the other.
+            rows = min(cache.keys.shape[2], cache.values.shape[2])
+            cache.keys = cache.keys[..., :rows, :]
+            cache.values = cache.values[..., :rows, :]
