@@ -4,6 +4,7 @@ How the ring writes decides how a write is undone (W is `max_size`):
 
     a write of                  what mlx-lm does                      undone by
     2 rows or more              new arrays: W-1 oldest kept + rows    the old arrays
+    1 row, no slot is left      new arrays: more slots, up to W       the old arrays
     1 row, offset < W           an unused slot is filled              the indices
     1 row, more than W held     new arrays: cut to W, then a slot     the old arrays
     1 row, W held               the oldest row is overwritten         the saved row
@@ -141,7 +142,9 @@ class RotatingJournal:
         """Record the state before a write of `width` rows."""
         cache = self._cache
         arrays, overwritten = None, None
-        if width > 1 or cache.keys is None or cache.keys.shape[2] > cache.max_size:
+        held = 0 if cache.keys is None else cache.keys.shape[2]
+        grows = held <= cache.offset < cache.max_size
+        if width > 1 or grows or held > cache.max_size:
             arrays = (cache.keys, cache.values)
         elif cache.offset >= cache.max_size:
             overwritten = _row_about_to_go(cache)
@@ -159,17 +162,18 @@ class RotatingJournal:
         excess = self.written - keep
         while excess > 0 and excess >= self._writes[-1].width:
             excess -= self._writes[-1].width
-            self._undo(self._writes.pop())
+            self._undo_last()
         if excess > 0:
             self._slice_tail(excess)
 
     def rollback(self) -> None:
         """Undo every write, the last one first."""
         while self._writes:
-            self._undo(self._writes.pop())
+            self._undo_last()
 
-    def _undo(self, write: Write) -> None:
+    def _undo_last(self) -> None:
         cache: Any = self._cache
+        write = self._writes[-1]
         if write.arrays is not None:
             cache.keys, cache.values = write.arrays
         elif write.overwritten is not None:
@@ -179,6 +183,7 @@ class RotatingJournal:
             cache.values[..., slot : slot + 1, :] = row[..., key_dim:]
         cache.offset, cache._idx = write.offset, write.index
         _forget_undone_rows(cache)
+        self._writes.pop()  # last: an interrupted undo is done again
 
     def _slice_tail(self, rows: int) -> None:
         cache: Any = self._cache
