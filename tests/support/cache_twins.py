@@ -252,8 +252,8 @@ class ArraysKind:
     padding: int | None = None
     any_width: bool = False
 
-    def make(self) -> ArraysCache:
-        cache = ArraysCache(self.mixers.slots)
+    def make(self) -> Any:
+        cache: Any = ArraysCache(self.mixers.slots)
         if self.lengths is not None:
             cache.lengths = mx.array([self.lengths])
         if self.padding is not None:

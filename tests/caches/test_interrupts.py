@@ -1,0 +1,118 @@
+"""Ctrl-C between any two lines of a round leaves the caches as they were.
+
+A signal can arrive anywhere, so the interruption is raised by a trace function at
+each line in turn that mlx-lm's caches and the journals run, until one round gets
+through untouched.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import mlx_lm.models.cache
+import pytest
+
+from mlx_speculation.caches import Speculation, journal
+from support.cache_twins import (
+    Kind,
+    KVKind,
+    ListKind,
+    RingKind,
+    Rows,
+    assert_same,
+    read,
+)
+
+TRACED = (mlx_lm.models.cache.__file__, str(Path(journal.__file__).parent))
+
+KINDS: dict[str, tuple[Kind, list[int]]] = {
+    "an empty KV cache": (KVKind(4), []),
+    "a KV cache that grows": (KVKind(4), [7]),
+    "an empty ring": (RingKind(5), []),
+    "a ring that grows": (RingKind(5), [3]),
+    "a ring about to wrap": (RingKind(5), [1, 1, 1, 1]),
+    "a wrapped ring": (RingKind(5, keep=1), [1] * 7),
+    "a ring longer than its window": (RingKind(5), [4, 4]),
+    "a list": (ListKind((KVKind(4), RingKind(5))), [1] * 7),
+}
+
+
+def interrupted_at(line: int, action: Callable[[], None]) -> bool:
+    """Run `action` and raise at its `line`-th traced line; say whether it got there."""
+    left = line
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        code = frame.f_code
+        # Past __exit__ a commit is done, and stays.
+        if code.co_name == "__exit__" or not code.co_filename.startswith(TRACED):
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    outer = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(outer)
+    return False
+
+
+def at_every_line(make: Callable[[], Callable[[], None]]) -> Iterator[int]:
+    """Interrupt a new action at every line; yields after each interruption."""
+    line = 1
+    while interrupted_at(line, make()):
+        yield line
+        line += 1
+    assert line > 10
+
+
+def prepared(name: str) -> tuple[Kind, Any, int]:
+    """Return a kind, a cache of it that holds rows, and how many."""
+    kind, prefill = KINDS[name]
+    cache = kind.make()
+    position = 0
+    for width in prefill:
+        kind.forward(cache, rows(position, width, 0))
+        position += width
+    return kind, cache, position
+
+
+def rows(position: int, width: int, serial: int) -> Rows:
+    return Rows(position, tuple(range(serial, serial + width)))
+
+
+def contents(kind: Kind, cache: Any) -> Any:
+    """Return all that two different next writes would see."""
+    return read([kind.content(cache, probe) for probe in (2, 6)])
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("widths", "keep"),
+    [((1, 1, 1), 0), ((1, 1, 1), 2), ((3, 1), 2), ((1, 4), 3), ((1,) * 7, 1)],
+)
+def test_an_interrupted_round_leaves_the_cache_as_it_was(
+    name: str, widths: tuple[int, ...], keep: int
+) -> None:
+    kind, cache, position = prepared(name)
+    before = contents(kind, cache)
+
+    def action() -> None:
+        with Speculation([cache]) as speculation:
+            at = position
+            for width in widths:
+                kind.forward(speculation.caches[0], rows(at, width, 500))
+                at += width
+            speculation.commit(keep)
+
+    for line in at_every_line(lambda: action):
+        assert_same(contents(kind, cache), before, f"interrupted at line {line}")

@@ -1,0 +1,514 @@
+"""The transaction: what it refuses, how it ends, and that nothing is lost."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+
+from mlx_speculation.caches import (
+    Speculation,
+    leaves,
+    position,
+    rotating,
+    states,
+)
+from mlx_speculation.caches.arrays import ArraysJournal
+from mlx_speculation.caches.journal import Journal
+from mlx_speculation.caches.kinds import open_journal
+from mlx_speculation.caches.kv import KVJournal
+from mlx_speculation.errors import (
+    InvalidRequestError,
+    SpeculationClosedError,
+    UnsupportedCacheError,
+)
+from mlx_speculation.models import Recorders
+from support.cache_twins import Rows, assert_same, detached, read, tagged
+from support.tiny_models import build
+
+PROMPT = mx.array([[3, 141, 59, 26, 53, 58, 97, 93, 23, 84]])
+BLOCK = mx.array([[200, 100, 50, 25]])
+
+
+class DerivedCache(KVCache):
+    """A cache kind of somebody else."""
+
+
+def write(caches: list[Any], width: int) -> None:
+    """Append tagged rows to every KV or rotating cache."""
+    for cache in caches:
+        rows = Rows(cache.offset, tuple(range(width)))
+        cache.update_and_fetch(*tagged(rows))
+
+
+def written_pair() -> list[Any]:
+    """Return a KV cache and a wrapped ring of four, after six rows each."""
+    caches = [KVCache(), RotatingKVCache(max_size=4)]
+    write(caches, 6)
+    return caches
+
+
+def image(caches: list[Any]) -> Any:
+    """Return everything the caches hold: rows up to the offset, slots and counts."""
+    return read([_held(leaf) for _, leaf in leaves(caches)])
+
+
+def _held(cache: Any) -> list[Any]:
+    if isinstance(cache, ArraysCache):
+        return [cache.cache, detached(cache.lengths), detached(cache.left_padding)]
+    rows = None if cache.empty() else detached(cache.keys_and_values())
+    return [cache.offset, getattr(cache, "_idx", None), rows]
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        QuantizedKVCache(),
+        DerivedCache(),  # type: ignore[no-untyped-call]
+        ChunkedKVCache(8),
+        BatchKVCache([0]),
+        object(),
+        None,
+    ],
+    ids=lambda cache: type(cache).__name__,
+)
+@pytest.mark.parametrize("inside_a_list", [False, True])
+def test_an_unknown_kind_is_refused_before_anything_is_touched(
+    unknown: Any, inside_a_list: bool
+) -> None:
+    known = written_pair()
+    attributes = [dict(vars(cache)) for cache in known]
+    last = CacheList(KVCache(), unknown) if inside_a_list else unknown
+    place = "2.1" if inside_a_list else "2"
+    with pytest.raises(UnsupportedCacheError) as refusal:
+        Speculation([*known, last])
+    assert f"layer {place} is a {type(unknown).__name__}," in str(refusal.value)
+    assert "KVCache, RotatingKVCache, ArraysCache, CacheList" in str(refusal.value)
+    for cache, before in zip(known, attributes, strict=True):
+        assert all(vars(cache)[name] is value for name, value in before.items())
+
+
+def test_a_refusal_is_also_a_type_error() -> None:
+    with pytest.raises(TypeError):
+        Speculation([object()])
+
+
+def test_one_object_at_two_places_is_refused_with_both_places() -> None:
+    cache = KVCache()
+    with pytest.raises(InvalidRequestError, match=r"layers 0 and 1\.1"):
+        Speculation([cache, CacheList(KVCache(), cache)])
+
+
+@pytest.mark.parametrize("caches", [[], [CacheList()]])
+def test_caches_without_a_leaf_are_refused(caches: list[Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=f"holds {len(caches)} items"):
+        Speculation(caches)
+
+
+def test_leaves_are_named_by_their_place() -> None:
+    kv, ring, arrays = KVCache(), RotatingKVCache(4), ArraysCache(1)
+    found = list(leaves([kv, CacheList(arrays, CacheList(ring))]))
+    assert [place for place, _ in found] == ["0", "1.0", "1.1.0"]
+    assert [leaf for _, leaf in found] == [kv, arrays, ring]
+
+
+def test_the_position_is_the_largest_offset_and_unknown_to_recurrent_states() -> None:
+    unused, used = KVCache(), KVCache()
+    write([used], 5)
+    assert position([unused, used, ArraysCache(1)]) == 5
+    assert position([ArraysCache(1), CacheList(ArraysCache(2))]) is None
+
+
+def test_states_hold_every_array() -> None:
+    caches = [*written_pair(), ArraysCache(1)]
+    caches[2][0] = mx.ones(3)
+    mx.eval(states(caches))
+    kept = [state for state in states(caches) if state]
+    assert kept[0][0] is caches[0].keys
+    assert kept[1][1] is caches[1].values
+    assert kept[2][0][0] is caches[2][0]
+
+
+USES: dict[str, Callable[[Speculation], object]] = {
+    "caches": lambda speculation: speculation.caches,
+    "commit": lambda speculation: speculation.commit(1),
+    "prepare": lambda speculation: speculation.prepare(1),
+    "with": lambda speculation: speculation.__enter__(),
+}
+ENDS: dict[str, Callable[[Speculation], object]] = {
+    "commit": lambda speculation: speculation.commit(2),
+    "commit nothing": lambda speculation: speculation.commit(0),
+    "rollback": lambda speculation: speculation.rollback(),
+    "leave": lambda speculation: speculation.__exit__(None, None, None),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("end", ENDS)
+def test_a_closed_speculation_shows_how_to_use_one(use: str, end: str) -> None:
+    caches = written_pair()
+    speculation = Speculation(caches)
+    write(speculation.caches, 2)
+    ENDS[end](speculation)
+    before = image(caches)
+    with pytest.raises(SpeculationClosedError) as refusal:
+        USES[use](speculation)
+    assert str(refusal.value).startswith(f"{use} was used on a speculation")
+    assert "with Speculation(caches) as speculation:" in str(refusal.value)
+    assert_same(image(caches), before, "a use after the end")
+
+
+@pytest.mark.parametrize("keep", [-1, 4, 99])
+@pytest.mark.parametrize("ask", ["prepare", "commit"])
+def test_a_prefix_out_of_range_is_refused_with_both_values(keep: int, ask: str) -> None:
+    caches = written_pair()
+    with Speculation(caches) as speculation:
+        write(speculation.caches, 3)
+        after = image(caches)
+        with pytest.raises(InvalidRequestError) as refusal:
+            getattr(speculation, ask)(keep)
+        assert f"commit({keep})" in str(refusal.value)
+        assert "3 positions were written" in str(refusal.value)
+        assert_same(image(caches), after, "a refused commit")
+        speculation.commit(3)
+    assert_same(image(caches), after, "a commit after a refusal")
+
+
+def test_keeping_something_of_nothing_written_is_refused() -> None:
+    with Speculation(written_pair()) as speculation:
+        assert speculation.written == 0
+        with pytest.raises(InvalidRequestError, match="0 positions"):
+            speculation.commit(1)
+        speculation.commit(0)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_layers_out_of_step_are_refused_with_both_counts(first: int) -> None:
+    caches = written_pair()
+    before = image(caches)
+    with Speculation(caches) as speculation:
+        write(speculation.caches, 2)
+        write([speculation.caches[first]], 1)
+        with pytest.raises(InvalidRequestError, match="3 positions and another 2"):
+            speculation.commit(2)
+    assert_same(image(caches), before, "layers out of step")
+
+
+def test_members_of_a_list_out_of_step_are_refused() -> None:
+    caches = [CacheList(KVCache(), KVCache())]
+    with Speculation(caches) as speculation:
+        members = speculation.caches[0].caches
+        write(list(members), 2)
+        write([members[1]], 1)
+        with pytest.raises(InvalidRequestError, match="3 positions and another 2"):
+            speculation.commit(3)
+    assert all(leaf.empty() for _, leaf in leaves(caches))
+
+
+def test_a_layer_that_the_model_does_not_use_stays_as_it_was() -> None:
+    caches: list[Any] = [KVCache(), KVCache(), RotatingKVCache(4), ArraysCache(1)]
+    unused = image(caches[1:])
+    with Speculation(caches) as speculation:
+        write(speculation.caches[:1], 3)
+        speculation.commit(2)
+    assert caches[0].offset == 2
+    assert_same(image(caches[1:]), unused, "layers that were not used")
+
+
+def test_a_part_of_a_whole_round_is_refused() -> None:
+    caches = written_pair()
+    before = image(caches)
+    with Speculation(caches, whole=True) as speculation:
+        write(speculation.caches, 3)
+        with pytest.raises(InvalidRequestError, match="whole=True, which wrote 3"):
+            speculation.commit(2)
+    assert_same(image(caches), before, "a whole round")
+
+
+def test_a_prepared_prefix_is_not_yet_kept() -> None:
+    caches = written_pair()
+    before = image(caches)
+    with Speculation(caches) as speculation:
+        write(speculation.caches, 3)
+        speculation.prepare(2)
+    assert_same(image(caches), before, "a prepared prefix")
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_rolling_back_again_changes_nothing(times: int) -> None:
+    caches = written_pair()
+    before = image(caches)
+    speculation = Speculation(caches)
+    write(speculation.caches, 1)
+    write(speculation.caches, 3)
+    for _ in range(times):
+        speculation.rollback()
+    assert_same(image(caches), before, "several rollbacks")
+
+
+def test_a_commit_is_taken_back_by_a_rollback() -> None:
+    caches = written_pair()
+    before = image(caches)
+    speculation = Speculation(caches)
+    write(speculation.caches, 1)
+    write(speculation.caches, 3)
+    speculation.commit(2)
+    assert [cache.offset for cache in caches] == [8, 8]
+    speculation.rollback()
+    assert_same(image(caches), before, "a commit taken back")
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_failed_write_is_rolled_back(width: int) -> None:
+    caches = written_pair()
+    before = image(caches)
+    keys, values = tagged(Rows(6, tuple(range(width))))
+
+    def forward(shown: list[Any]) -> None:
+        shown[0].update_and_fetch(keys, values)
+        shown[1].update_and_fetch(keys, values[..., :2])
+
+    with pytest.raises(ValueError, match="shape"), Speculation(caches) as speculation:
+        forward(speculation.caches)
+    assert_same(image(caches), before, "a failed write")
+
+
+def test_values_that_are_not_numbers_are_rolled_back() -> None:
+    caches = written_pair()
+    before = image(caches)
+    with Speculation(caches) as speculation:
+        for cache in speculation.caches:
+            for _ in range(5):
+                nothing = mx.full((1, 1, 1, 3), mx.nan)
+                cache.update_and_fetch(nothing[..., :2], nothing)
+            mx.eval(cache.keys, cache.values)
+    assert_same(image(caches), before, "rows of NaN")
+
+
+ALL_KINDS: list[Callable[[], Any]] = [
+    KVCache,
+    lambda: RotatingKVCache(max_size=4, keep=1),
+    lambda: ArraysCache(2),
+    lambda: CacheList(KVCache(), ArraysCache(1), RotatingKVCache(max_size=4)),
+]
+
+
+@pytest.mark.parametrize("make", ALL_KINDS, ids=lambda make: type(make()).__name__)
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_a_model_receives_passes_for_the_native_cache(
+    make: Callable[[], Any], whole: bool
+) -> None:
+    cache = make()
+    journal = open_journal(cache, whole=whole)
+    assert isinstance(journal, Journal)
+    native = [leaf for _, leaf in leaves([cache])]
+    shown = journal.presented
+    members = list(shown.caches) if isinstance(shown, CacheList) else [shown]
+    assert isinstance(shown, type(cache))
+    for presented, leaf in zip(members, native, strict=True):
+        assert isinstance(presented, type(leaf))
+        for name in ("update_and_fetch", "make_mask", "offset", "keys_and_values"):
+            assert hasattr(presented, name) == hasattr(leaf, name)
+    for presented in (shown, *members):
+        assert presented
+        assert not hasattr(presented, "__len__")
+        assert not hasattr(presented, "bits")
+        assert presented.empty()
+
+
+def test_opening_a_speculation_changes_no_attribute() -> None:
+    caches = [*written_pair(), ArraysCache(2)]
+    before = [dict(vars(cache)) for cache in caches]
+    Speculation(caches)
+    assert [dict(vars(cache)) for cache in caches] == before
+
+
+def test_an_empty_cache_is_empty_again_after_a_rollback() -> None:
+    caches: list[Any] = [KVCache(), RotatingKVCache(max_size=4)]
+    for commit in (False, True):
+        with Speculation(caches) as speculation:
+            write(speculation.caches, 1)
+            write(speculation.caches, 2)
+            if commit:
+                speculation.commit(0)
+        for cache in caches:
+            assert cache.empty()
+            assert cache.values is None
+            assert cache.offset == 0
+
+
+def test_lengths_and_padding_change_with_a_commit_only() -> None:
+    cache: Any = ArraysCache(1, left_padding=[7])
+    cache.lengths = mx.array([9])
+    with Speculation([cache], whole=True) as speculation:
+        speculation.caches[0].advance(4)
+    assert (cache.lengths.item(), cache.left_padding.item()) == (9, 7)
+    with Speculation([cache], whole=True) as speculation:
+        speculation.caches[0].advance(4)
+        speculation.commit(4)
+        assert (cache.lengths.item(), cache.left_padding.item()) == (5, 3)
+    speculation.rollback()
+    assert (cache.lengths.item(), cache.left_padding.item()) == (9, 7)
+
+
+def test_a_commit_of_arrays_that_was_not_prepared_is_refused() -> None:
+    with pytest.raises(SpeculationClosedError, match=r"prepare\(keep\)"):
+        ArraysJournal(ArraysCache(1)).commit(1)
+
+
+# Whole models: a hybrid one and one with rings that have wrapped.
+
+
+def prefilled(name: str) -> tuple[nn.Module, list[Any]]:
+    """Build a tiny model whose caches hold the prompt, twice over."""
+    model = build(name)
+    caches = make_prompt_cache(model)
+    model(mx.concatenate([PROMPT, PROMPT], axis=1), cache=caches)
+    mx.eval(states(caches))
+    return model, caches
+
+
+def test_a_part_of_an_unrecorded_mixer_is_refused_and_changes_nothing() -> None:
+    model, caches = prefilled("qwen3_5")
+    before = image(caches)
+    with Speculation(caches) as speculation:
+        model(BLOCK, cache=speculation.caches)
+        assert speculation.written == 4
+        with pytest.raises(UnsupportedCacheError, match="cannot keep 2 of 4"):
+            speculation.commit(2)
+        with pytest.raises(UnsupportedCacheError, match="rerun="):
+            speculation.prepare(3)
+    assert_same(image(caches), before, "a refused part")
+
+
+def test_all_of_an_unrecorded_mixer_is_kept_without_running_again() -> None:
+    model, caches = prefilled("qwen3_5")
+    twin = detached(caches)
+    model(BLOCK, cache=twin)
+    with Speculation(caches, rerun=lambda keep: pytest.fail("ran")) as speculation:
+        model(BLOCK, cache=speculation.caches)
+        speculation.commit(4)
+    assert not speculation.reran
+    assert_same(image(caches), image(twin), "all of a round")
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba", "recurrent_gemma"])
+@pytest.mark.parametrize("keep", [1, 3])
+def test_running_again_equals_plain_decoding(name: str, keep: int) -> None:
+    model, caches = prefilled(name)
+    twin = detached(caches)
+    model(BLOCK[:, :keep], cache=twin)
+    asked: list[int] = []
+
+    def rerun(count: int) -> None:
+        asked.append(count)
+        model(BLOCK[:, :count], cache=caches)
+
+    with Speculation(caches, rerun=rerun) as speculation:
+        model(BLOCK, cache=speculation.caches)
+        # Where no layer counts positions, only the caller knows whether it is a part.
+        if speculation.written is not None:
+            speculation.prepare(keep)
+        speculation.commit(keep)
+    assert asked == [keep]
+    assert speculation.reran
+    assert_same(image(caches), image(twin), "a part, run again")
+
+
+def test_an_exception_while_running_again_leaves_all_rolled_back() -> None:
+    model, caches = prefilled("qwen3_5")
+    before = image(caches)
+
+    def rerun(keep: int) -> None:
+        raise KeyboardInterrupt
+
+    speculation = Speculation(caches, rerun=rerun)
+    with pytest.raises(KeyboardInterrupt), speculation:
+        commit_two(model, speculation)
+    assert_same(image(caches), before, "a failed second run")
+    assert speculation.reran
+
+
+def commit_two(model: nn.Module, speculation: Speculation) -> None:
+    """Feed a block of four tokens and keep two."""
+    model(BLOCK, cache=speculation.caches)
+    speculation.commit(2)
+
+
+MODELS = ["llama", "qwen3_5", "gpt_oss", "recurrent_gemma", "rwkv7"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("width", [1, 4])
+def test_ctrl_c_in_any_layer_of_a_forward_rolls_back(
+    name: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, caches = prefilled(name)
+    owner = Recorders(model)
+    before = image(caches)
+    blocks = [m for _, m in model.named_modules() if isinstance(m, nn.Linear)]
+    called: list[int] = []
+    stop_at = [-1]
+    native = nn.Linear.__call__
+
+    def interrupted(self: nn.Linear, x: mx.array) -> mx.array:
+        called.append(1)
+        if len(called) == stop_at[0]:
+            raise KeyboardInterrupt
+        return native(self, x)
+
+    monkeypatch.setattr(nn.Linear, "__call__", interrupted)
+    for stop in range(1, len(blocks), 3):
+        called.clear()
+        stop_at[0] = stop
+        with pytest.raises(KeyboardInterrupt), Speculation(caches) as speculation:
+            model(BLOCK[:, :width], cache=speculation.caches)
+        assert_same(image(caches), before, f"Ctrl-C at linear layer {stop}")
+    owner.remove()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("after", [False, True])
+def test_ctrl_c_in_the_middle_of_a_commit_rolls_back(
+    name: str, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, caches = prefilled(name)
+    owner = Recorders(model)
+    before = image(caches)
+    left = [0]
+    for kind in (KVJournal, rotating.RotatingJournal, ArraysJournal):
+        _interrupt(kind, left, after, monkeypatch)
+    for layer in range(len(caches)):
+        left[0] = layer
+        with pytest.raises(KeyboardInterrupt), Speculation(caches) as speculation:
+            commit_two(model, speculation)
+        assert_same(image(caches), before, f"Ctrl-C at the commit of layer {layer}")
+    owner.remove()
+
+
+def _interrupt(
+    kind: Any, left: list[int], after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Make the commit of the layer with `left[0]` layers before it end in Ctrl-C."""
+    native = kind.commit
+
+    def commit(self: Any, keep: int) -> None:
+        left[0] -= 1
+        if left[0] < 0 and not after:
+            raise KeyboardInterrupt
+        native(self, keep)
+        if left[0] < 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(kind, "commit", commit)

@@ -1,0 +1,291 @@
+"""A cache after any rounds equals a native twin that saw only the kept tokens.
+
+The rounds are drawn by Hypothesis: one to four forwards of one to six rows, then a
+commit of any prefix, a rollback, an exception, or any other way to end a round. The
+view that a model has during a round is compared with that of a native copy.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    rule,
+    run_state_machine_as_test,
+)
+from mlx_lm.models import lfm2
+from mlx_lm.models.lfm2 import ShortConv
+
+from mlx_speculation.caches import Speculation, rotating
+from mlx_speculation.models import Recorders
+from support.cache_twins import (
+    ENDINGS,
+    ArraysKind,
+    Kind,
+    KVKind,
+    ListKind,
+    Mixers,
+    Plan,
+    Rows,
+    assert_same,
+    detached,
+    plans,
+    read,
+    ring_kinds,
+)
+from support.tiny_models import TINY_MODELS, build
+
+ROUNDS = 10_000
+STEPS = 50
+SMALLER = {"hidden_size": 8}
+
+WIDTHS = st.lists(st.integers(1, 6), min_size=1, max_size=4)
+SINGLE_ROWS = st.lists(st.just(1), min_size=1, max_size=4)
+MANY_SINGLE_ROWS = st.integers(1, 40).map(lambda count: [1] * count)
+PREFILLS = st.lists(st.integers(1, 20), max_size=2)
+
+
+class StopError(Exception):
+    """What a round ends with when a forward fails."""
+
+
+class Twins(RuleBasedStateMachine):
+    """One cache under speculation, and its twin."""
+
+    rounds = 0
+    sound = False
+
+    def begin(self, kind: Kind, prefill: list[int]) -> None:
+        """Make both caches and give both the same beginning."""
+        self.kind = kind
+        self.cache, self.twin = kind.make(), kind.make()
+        self.position = self.serial = 0
+        for width in prefill:
+            rows = self.rows(width)
+            kind.forward(self.cache, rows)
+            self.keep([rows], width)
+        self.sound = True
+
+    def rows(self, width: int, after: int = 0) -> Rows:
+        """Return rows never seen before, `after` rows past the kept ones."""
+        self.serial += width
+        return Rows(
+            self.position + after, tuple(range(self.serial - width, self.serial))
+        )
+
+    def keep(self, written: list[Rows], keep: int, singly: bool = False) -> None:
+        """Feed the twin the first `keep` rows of what was written."""
+        for rows in written:
+            rows = rows.head(min(keep, rows.width))
+            keep -= rows.width
+            self.position += rows.width
+            one_by_one = singly and self.kind.any_width
+            for write in rows.singly() if one_by_one else [rows][: rows.width]:
+                self.kind.forward(self.twin, write)
+
+    def check(self, probe: int) -> None:
+        """Require that no later forward could tell the two caches apart."""
+        caches = (self.cache, self.twin)
+        found, expected = read([self.kind.content(cache, probe) for cache in caches])
+        assert_same(found, expected, "the cache and its twin")
+
+    def play(self, plan: Plan) -> None:
+        """Play one round, and compare what the plan says."""
+        type(self).rounds += 1
+        self.sound = False
+        total = sum(plan.widths)
+        keep = plan.keep
+        if plan.ending in ("whole", "native"):
+            keep = total if keep else 0
+        if plan.ending == "native":
+            keep, written = total, self.write([self.cache], plan, [])
+        else:
+            written = self.speculate(plan, keep)
+        if ENDINGS[plan.ending]:
+            self.keep(written, keep, plan.singly)
+        if plan.check:
+            self.check(plan.probe)
+        self.sound = True
+
+    def speculate(self, plan: Plan, keep: int) -> list[Rows]:
+        """Write and end as the plan says; return what was written."""
+        views: list[tuple[Any, Any]] = []
+        caches = [self.cache]
+        with ending(plan), Speculation(caches, whole=plan.ending == "whole") as round_:
+            written = self.write(round_.caches, plan, views)
+            assert round_.written in (sum(plan.widths), None)
+            if plan.watch == "before":
+                compare(views)
+            end(round_, plan, keep)
+        if plan.watch == "after":
+            compare(views)
+        assert caches == [self.cache]
+        return written
+
+    def write(self, caches: list[Any], plan: Plan, views: list[Any]) -> list[Rows]:
+        """Write all rows; with `watch`, note the view beside a native copy's."""
+        native = detached(self.cache) if plan.watch != "never" else None
+        written, after = [], 0
+        for width in plan.widths:
+            rows = self.rows(width, after)
+            shown = self.kind.forward(caches[0], rows)
+            if native is not None:
+                views.append((shown, self.kind.forward(native, rows)))
+            written.append(rows)
+            after += width
+        return written
+
+    def teardown(self) -> None:
+        """Compare once more at the end, however little was compared on the way."""
+        if self.sound:
+            self.check(1)
+            self.check(3)
+
+
+@contextmanager
+def ending(plan: Plan) -> Iterator[None]:
+    """Expect the exception that the plan raises inside the round."""
+    if plan.ending != "raise":
+        yield
+        return
+    with pytest.raises(StopError):
+        yield
+
+
+def end(speculation: Speculation, plan: Plan, keep: int) -> None:
+    """End a round as the plan says."""
+    if plan.ending == "raise":
+        raise StopError
+    if plan.ending.startswith("prepare"):
+        everything = "all" in plan.ending
+        speculation.prepare(sum(plan.widths) if everything else keep)
+    if "commit" in plan.ending or plan.ending == "whole":
+        speculation.commit(keep)
+    if "roll back" in plan.ending:
+        speculation.rollback()
+
+
+def compare(views: list[tuple[Any, Any]]) -> None:
+    """Require that each forward was shown what the native copy showed."""
+    for shown, expected in read(views):
+        assert_same(shown, expected, "the view of a forward")
+
+
+def run(
+    kinds: st.SearchStrategy[Kind],
+    *,
+    widths: st.SearchStrategy[list[int]] = WIDTHS,
+    prefills: st.SearchStrategy[list[int]] = PREFILLS,
+    share: float = 1.0,
+) -> int:
+    """Play `share` of `ROUNDS` rounds, or ten times as many in the long profile."""
+
+    class Machine(Twins):
+        @initialize(kind=kinds, prefill=prefills)
+        def open(self, kind: Kind, prefill: list[int]) -> None:
+            self.begin(kind, prefill)
+
+        @rule(plan=plans(widths))
+        def round(self, plan: Plan) -> None:
+            self.play(plan)
+
+    profile = settings.default
+    assert profile is not None
+    wanted = int(share * ROUNDS * profile.max_examples / 100)
+    while (missing := wanted - Machine.rounds) > 0:
+        # Some examples stop early, so a run may play less than it was asked for.
+        run_state_machine_as_test(
+            Machine,
+            settings=settings(
+                max_examples=missing // STEPS + 2, stateful_step_count=STEPS
+            ),
+        )
+    return Machine.rounds
+
+
+@pytest.fixture(name="note_rounds")
+def _note_rounds(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    return lambda rounds: record_property("rounds", rounds)
+
+
+@pytest.fixture(name="hooked", scope="module")
+def _hooked() -> Iterator[dict[str, Mixers]]:
+    models = {name: build(name) for name in ("qwen3_5", "mamba", "rwkv7")}
+    conv = ShortConv(lfm2.ModelArgs.from_dict(TINY_MODELS["lfm2"].args | SMALLER), 0)
+    owners = [Recorders(model) for model in (*models.values(), conv)]
+    rwkv7 = models["rwkv7"].model.layers[0]
+    yield {
+        "lfm2": Mixers("lfm2", [conv], 1, hidden=8),
+        "qwen3_5": Mixers("qwen3_5", [models["qwen3_5"].layers[0].linear_attn], 2),
+        "mamba": Mixers("mamba", [models["mamba"].backbone.layers[0].mixer], 2),
+        "rwkv7": Mixers("rwkv7", [rwkv7.attn, rwkv7.ffn], 3),
+    }
+    for owner in owners:
+        owner.remove()
+
+
+def test_a_kv_cache_equals_its_twin(note_rounds: Callable[[int], None]) -> None:
+    note_rounds(run(st.sampled_from([1, 4, 8, 256]).map(KVKind)))
+
+
+SMALL_RINGS = ring_kinds(st.integers(1, 12), st.integers(0, 4))
+
+
+@pytest.mark.parametrize("saved_rows", [1, 3, 64])
+def test_a_small_ring_equals_its_twin(
+    saved_rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+    note_rounds: Callable[[int], None],
+) -> None:
+    monkeypatch.setattr(rotating, "SAVED_ROWS", saved_rows)
+    note_rounds(run(SMALL_RINGS, share=0.2 if saved_rows < 64 else 0.4))
+
+
+def test_a_small_ring_written_row_by_row_equals_its_twin(
+    monkeypatch: pytest.MonkeyPatch, note_rounds: Callable[[int], None]
+) -> None:
+    monkeypatch.setattr(rotating, "SAVED_ROWS", 3)
+    note_rounds(run(SMALL_RINGS, widths=SINGLE_ROWS, share=0.2))
+
+
+def test_a_ring_wider_than_its_saved_rows_equals_its_twin(
+    note_rounds: Callable[[int], None],
+) -> None:
+    rings = ring_kinds(st.integers(65, 140), st.integers(0, 4))
+    prefills = st.lists(st.integers(1, 200), min_size=1, max_size=2)
+    widths = st.one_of(MANY_SINGLE_ROWS, WIDTHS)
+    note_rounds(run(rings, widths=widths, prefills=prefills, share=0.2))
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [("lfm2", 0.7), ("qwen3_5", 0.1), ("mamba", 0.1), ("rwkv7", 0.1)]
+)
+def test_a_recurrent_state_equals_its_twin(
+    name: str,
+    share: float,
+    hooked: dict[str, Mixers],
+    note_rounds: Callable[[int], None],
+) -> None:
+    takes_lengths = name in ("lfm2", "qwen3_5")
+    extents = st.none() | st.just(2000) if takes_lengths else st.none()
+    paddings = st.none() | st.integers(1, 5) if takes_lengths else st.none()
+    kinds = st.builds(ArraysKind, st.just(hooked[name]), extents, paddings)
+    note_rounds(
+        run(kinds, prefills=st.lists(st.integers(1, 4), max_size=1), share=share)
+    )
+
+
+def test_a_cache_list_equals_its_twin(
+    hooked: dict[str, Mixers], note_rounds: Callable[[int], None]
+) -> None:
+    kinds = st.builds(
+        lambda kv, ring: ListKind((kv, ArraysKind(hooked["lfm2"]), ring)),
+        st.sampled_from([4, 256]).map(KVKind),
+        SMALL_RINGS,
+    )
+    note_rounds(run(kinds))
