@@ -29,10 +29,10 @@ test: environment
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto
 
 test-long: environment
-	$(BIN)/pytest -m "slow or not slow" --hypothesis-profile=long
+	$(BIN)/pytest -n auto -m "slow or not slow" --hypothesis-profile=long
 
 environment: $(STAMP)
 

@@ -136,8 +136,10 @@ def test_an_error_in_a_drafted_round_changes_nothing(
 ) -> None:
     model = build(name)
     expected = Run(model, None, 0).finish()
-    generator = SpeculativeGenerator(model, byte_tokenizer())  # installs recorders
-    run = Run(model, build(name, seed=0), 3)
+    draft = build(name)
+    # Installs the recorders on both.
+    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=draft)
+    run = Run(model, draft, 3)
     assert run.drafter is not None
     for rounds, error in ((0, InjectedError()), (3, KeyboardInterrupt())):
         while run.decoder.statistics.rounds < rounds:
