@@ -1,0 +1,81 @@
+"""mlx-lm is still what the caches were written for, and only they look inside it."""
+
+import ast
+import hashlib
+import importlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx_lm
+import pytest
+
+from mlx_speculation.caches.mlx_lm_touches import MLX_LM_VERSION, TOUCHES, Touch
+from mlx_speculation.models.recording import REPLAYABLE
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("caches", "models")
+FILES = ("samplers/filters.py",)
+
+
+def source_text(touch: Touch) -> str:
+    """Return the source of the object; decorated functions hide it from inspect."""
+    text = inspect.getsource(importlib.import_module(touch.module))
+    node: Any = ast.parse(text)
+    for part in touch.name.split("."):
+        found = [n for n in node.body if getattr(n, "name", None) == part]
+        assert found, f"{touch.module} has no {touch.name}: read {touch.used_by} again"
+        node = found[0]
+    segment = ast.get_source_segment(text, node)
+    assert segment is not None
+    return segment
+
+
+@pytest.mark.parametrize("touch", TOUCHES, ids=lambda t: f"{t.module}.{t.name}")
+def test_mlx_lm_is_as_it_was_read(touch: Touch) -> None:
+    digest = hashlib.sha256(source_text(touch).encode()).hexdigest()
+    assert digest == touch.sha256, (
+        f"{touch.module}.{touch.name} of mlx-lm {mlx_lm.__version__} is not that of "
+        f"{MLX_LM_VERSION}. {touch.used_by} relies on this: {touch.reason}. Read the "
+        f"new source, run the tests of that folder, and then set sha256 to {digest}."
+    )
+
+
+def test_each_object_is_listed_once_with_a_file_that_exists() -> None:
+    names = [(touch.module, touch.name) for touch in TOUCHES]
+    assert len(set(names)) == len(names)
+    assert not [touch for touch in TOUCHES if not (ROOT / touch.used_by).is_file()]
+
+
+def test_each_replayable_mixer_is_listed() -> None:
+    names = {(touch.module, touch.name) for touch in TOUCHES}
+    assert names >= {(module, f"{name}.__call__") for module, name in REPLAYABLE}
+
+
+def _importers() -> Iterator[str]:
+    shipped = [ROOT / "src" / "mlx_speculation"]
+    shipped += [ROOT / name for name in ("engine", "models", "caches", "samplers")]
+    for folder in shipped:
+        for path in sorted(folder.rglob("*.py")):
+            if "mlx_lm" in _imported(path):
+                yield str(path.relative_to(ROOT))
+
+
+def _imported(path: Path) -> set[str]:
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+    return {name.split(".")[0] for name in names}
+
+
+def test_mlx_lm_is_imported_by_caches_models_and_the_filters_only() -> None:
+    importers = list(_importers())
+    assert "caches/kv.py" in importers
+    allowed = tuple(f"{folder}/" for folder in FOLDERS)
+    links = tuple(f"src/mlx_speculation/{path}" for path in (*allowed, *FILES))
+    others = [i for i in importers if not i.startswith((*allowed, *FILES, *links))]
+    assert not others
