@@ -9,9 +9,9 @@ process. Each pass runs all arms on one prompt, the next pass takes the next pro
 A speed-up is the median over the passes of the ratio to plain decoding in the same
 pass, with the smallest and the largest. Plain is the faster of the two plain arms.
 
-Why with text: a fast wrong answer is worth nothing. No figure is printed unless our
-text equals plain decoding in every pass (at temperature 0 also mlx-lm's), up to
-near-ties that rounding explains; see identity_check.py.
+Why with text: a fast wrong answer is worth nothing. No figure of a case is printed
+unless our text equals plain decoding in every pass (at temperature 0 also mlx-lm's),
+up to near-ties that rounding explains; see identity_check.py.
 
 The last line on standard output is one JSON object with everything.
 
@@ -23,7 +23,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -129,10 +129,13 @@ def benchmark(
 
 def _report(settings: Settings, chosen: BlasChoice) -> str:
     """Run all cases, print their tables and return the JSON object."""
-    cases = [case for name in settings.targets for case in _run_target(name, settings)]
-    from benchmark_report import as_json, machine, print_tables, versions
+    from benchmark_report import as_json, machine, print_case, print_summary, versions
 
-    print_tables(cases)
+    cases = []
+    for case in chain.from_iterable(_run(name, settings) for name in settings.targets):
+        print_case(case)
+        cases.append(case)
+    print_summary(cases)
     names = [Path(name).name for name in settings.targets]
     shown = replace(settings, targets=names, draft=Path(settings.draft).name)
     report = {
@@ -145,7 +148,7 @@ def _report(settings: Settings, chosen: BlasChoice) -> str:
     return json.dumps(report)
 
 
-def _run_target(name: str, settings: Settings) -> Iterator["Case"]:
+def _run(name: str, settings: Settings) -> Iterator["Case"]:
     """Load a target and run its cases."""
     from benchmark_arms import Job, Models, make_arms
     from benchmark_case import Case, Series, run_case

@@ -125,18 +125,27 @@ def summary_table(cases: Sequence[Case]) -> Table:
     return table
 
 
-def print_tables(cases: Sequence[Case]) -> None:
-    """Print one table for each case, then the summary."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=160)
-    for case in cases:
-        console.print(case_table(case))
+def print_case(case: Case) -> None:
+    """Print the table of a case."""
+    _console().print(case_table(case))
+
+
+def print_summary(cases: Sequence[Case]) -> None:
+    """Print the summary and the near-ties."""
+    console = _console()
     console.print(summary_table(cases))
     ties = [tie for case in cases for s in case.series for tie in s.near_ties]
     console.print(f"near-ties: {len(ties)}")
     for tie in ties:
         console.print(f"  {tie}", soft_wrap=True)
+
+
+def _console() -> Console:
+    """Make a console that leaves tables whole in a file."""
+    console = Console(highlight=False)
+    if console.is_terminal:
+        return console
+    return Console(highlight=False, width=160)
 
 
 def as_json(cases: Sequence[Case]) -> list[dict[str, Any]]:
