@@ -63,4 +63,5 @@ def dequantize(
     levels = (flags * (1 << np.arange(bits))).sum(-1).astype(np.float32)
     grouped = levels.reshape(*scales.shape, group)
     full = grouped * scales[..., None] + biases[..., None]
-    return full.reshape(len(words), -1).astype(np.float32)
+    weight: Floats = full.reshape(len(words), -1).astype(np.float32)
+    return weight
