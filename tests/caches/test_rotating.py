@@ -71,6 +71,20 @@ def test_a_round_longer_than_the_ring_leaves_no_row_behind(native: bool) -> None
     assert np.array(cache.keys[0, 0, :, 1]).tolist() == [500, 500, 600]
 
 
+def test_rows_saved_before_the_state_was_replaced_are_not_used() -> None:
+    """A user may load another text into the same object, at the same position."""
+    cache, other = filled(window=4, rows=6), RotatingKVCache(max_size=4)
+    for position in range(6):
+        write(other, position, serial=700 + position)
+    with Speculation([cache]) as first:
+        write(first.caches[0], 6)
+    cache.state = other.state
+    with Speculation([cache]) as second:
+        write(second.caches[0], 6)
+    assert cache.keys is not None
+    assert np.array(cache.keys[0, 0, :, 1]).tolist() == [704, 705, 702, 703]
+
+
 def test_the_presented_ring_shares_its_attributes_with_the_live_one() -> None:
     cache = filled(window=4, rows=6)
     with Speculation([cache]) as speculation:

@@ -3,6 +3,39 @@
 The rounds are drawn by Hypothesis: one to four forwards of one to six rows, then a
 commit of any prefix, a rollback, an exception, or any other way to end a round. The
 view that a model has during a round is compared with that of a native copy.
+
+The tests of this folder fail for each of these faults, made by hand (killed by hand):
+
+    kv: the offset is one too far after a commit
+    kv: an empty cache is not emptied
+    kv: a rollback leaves the offset
+    ring: _idx is not restored
+    ring: the offset is not restored
+    ring: the arrays are not restored
+    ring: an overwritten row returns to the next slot
+    ring: an overwritten value row is not restored
+    ring: writes are undone in the wrong order
+    ring: the tail is cut one row short
+    ring: the tail is cut and offset stays
+    ring: a slot of a small keep is wrapped to 0
+    ring: saved rows are trusted after other writes
+    ring: saved rows are trusted for other arrays
+    ring: saved rows that were undone are kept
+    ring: a saved row is read one off
+    ring: a write to a cut ring saves no arrays
+    arrays: replay with one position more
+    arrays: replay starts from the first forward's state
+    arrays: lengths are shared, not copied
+    arrays: padding is shared, not copied
+    arrays: the slot list is shared, not copied
+    arrays: only the first mixer of a forward is replayed
+    arrays: keep is not lowered by earlier forwards
+    arrays: a rollback keeps the committed state
+    arrays: a second forward is not told apart
+    list: the last member is not committed
+    list: the last member is not rolled back
+    speculation: leaving does not roll back
+    speculation: a prepared number wins over the committed one
 """
 
 from collections.abc import Callable, Iterator
@@ -41,7 +74,6 @@ from support.cache_twins import (
 from support.tiny_models import TINY_MODELS, build
 
 ROUNDS = 10_000
-STEPS = 50
 SMALLER = {"hidden_size": 8}
 
 WIDTHS = st.lists(st.integers(1, 6), min_size=1, max_size=4)
@@ -182,6 +214,7 @@ def run(
     widths: st.SearchStrategy[list[int]] = WIDTHS,
     prefills: st.SearchStrategy[list[int]] = PREFILLS,
     share: float = 1.0,
+    steps: int = 50,
 ) -> int:
     """Play `share` of `ROUNDS` rounds, or ten times as many in the long profile."""
 
@@ -202,7 +235,7 @@ def run(
         run_state_machine_as_test(
             Machine,
             settings=settings(
-                max_examples=missing // STEPS + 2, stateful_step_count=STEPS
+                max_examples=missing // steps + 2, stateful_step_count=steps
             ),
         )
     return Machine.rounds
@@ -243,14 +276,17 @@ def test_a_small_ring_equals_its_twin(
     note_rounds: Callable[[int], None],
 ) -> None:
     monkeypatch.setattr(rotating, "SAVED_ROWS", saved_rows)
-    note_rounds(run(SMALL_RINGS, share=0.2 if saved_rows < 64 else 0.4))
+    note_rounds(run(SMALL_RINGS, share=0.2))
 
 
-def test_a_small_ring_written_row_by_row_equals_its_twin(
+def test_a_small_ring_that_fills_row_by_row_equals_its_twin(
     monkeypatch: pytest.MonkeyPatch, note_rounds: Callable[[int], None]
 ) -> None:
+    """Few rounds for each ring, since what is hard happens where it wraps first."""
     monkeypatch.setattr(rotating, "SAVED_ROWS", 3)
-    note_rounds(run(SMALL_RINGS, widths=SINGLE_ROWS, share=0.2))
+    rings = ring_kinds(st.integers(2, 6), st.integers(0, 1))
+    prefills = st.integers(0, 6).map(lambda count: [1] * count)
+    note_rounds(run(rings, widths=SINGLE_ROWS, prefills=prefills, share=0.4, steps=8))
 
 
 def test_a_ring_wider_than_its_saved_rows_equals_its_twin(
