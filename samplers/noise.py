@@ -48,5 +48,6 @@ def gumbel(key: mx.array, positions: mx.array, width: int) -> mx.array:
     """
     first = key[0] + positions.astype(mx.uint32)
     keys = mx.stack([first, mx.broadcast_to(key[1], first.shape)], axis=-1)
-    noise: mx.array = _gumbel(width)(keys)
-    return noise
+    if len(keys) == 1:  # a plain step: vmap would cost as much as the noise
+        return mx.random.gumbel((width,), mx.float32, key=keys[0])[None]
+    return _gumbel(width)(keys)

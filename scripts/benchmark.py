@@ -11,7 +11,7 @@ pass, with the smallest and the largest. Plain is the faster of the two plain ar
 
 Why with text: a fast wrong answer is worth nothing. No figure of a case is printed
 unless our text equals plain decoding in every pass (at temperature 0 also mlx-lm's),
-up to near-ties that rounding explains; see identity_check.py.
+up to near-ties that rounding explains; see mlx_speculation.engine.identity.
 
 The last line on standard output is one JSON object with everything.
 

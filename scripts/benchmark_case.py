@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from benchmark_arms import Arm, Job, Models, Run
-from identity_check import Parting, find_parting
 
 from mlx_speculation.engine import Statistics
+from mlx_speculation.engine.identity import Parting, find_parting
 
 WARM_UP_TOKENS = 32
 

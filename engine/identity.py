@@ -20,11 +20,10 @@ from itertools import zip_longest
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_speculation.caches import states
+from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Chooser
-
-PREFILL_STEP = 2048  # that of mlx-lm and of the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,23 +121,21 @@ def deciding_row(
     of `first` tokens and then of `width`. The last block is filled up, because its
     width decides how the row is computed and the tokens after the row do not.
     """
-    caches = make_prompt_cache(model)
+    lane = Lane(model)
     head, rest = list(tokens[: prompt - 1]), list(tokens[prompt - 1 :])
-    for start in range(0, len(head), PREFILL_STEP):
-        model(mx.array(head[start : start + PREFILL_STEP])[None], cache=caches)
-        mx.eval([cache.state for cache in caches])
+    lane.feed(head)
     start, size = 0, first
     while True:
         block = rest[start : start + size]
         last = start + size >= len(rest)
         if last:
             block += [rest[-1]] * (max(width, 1) - len(block))
-        rows = model(mx.array(block)[None], cache=caches)[0]
+        rows = model(mx.array(block)[None], cache=lane.caches)[0]
         if last:
             place = len(rest) - 1 - start
             row: mx.array = rows[place : place + 1].astype(mx.float32)
             return row
-        mx.eval(rows, [cache.state for cache in caches])
+        mx.eval(rows, states(lane.caches))
         start, size = start + size, width
 
 
