@@ -79,8 +79,7 @@ SMALLER = {"hidden_size": 8}
 WIDTHS = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 FEWER = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 SINGLE_ROWS = st.lists(st.just(1), min_size=1, max_size=4)
-MANY_FEWER = st.lists(st.integers(1, 4), min_size=1, max_size=3)
-SINGLE_ROWS = st.integers(1, 40).map(lambda count: [1] * count)
+MANY_SINGLE_ROWS = st.integers(1, 40).map(lambda count: [1] * count)
 PREFILLS = st.lists(st.integers(1, 20), max_size=2)
 
 
