@@ -349,16 +349,19 @@ _DRAWN = ("commit", "commit", "commit", *ENDINGS)
 
 
 @st.composite
-def plans(draw: st.DrawFn, widths: st.SearchStrategy[list[int]]) -> Plan:
-    """Draw a round. A third of the rounds is watched, and a third checked."""
+def plans(
+    draw: st.DrawFn, widths: st.SearchStrategy[list[int]], rarely: bool = False
+) -> Plan:
+    """Draw a round. Of three, or `rarely` six, one is watched and one checked."""
     drawn = tuple(draw(widths))
-    bits = draw(st.integers(0, 17))
+    every = 6 if rarely else 3
+    bits = draw(st.integers(0, 6 * every - 1))
     return Plan(
         widths=drawn,
         keep=draw(st.integers(0, sum(drawn))),
         ending=draw(st.sampled_from(_DRAWN)),
-        watch=("before", "after", *["never"] * 4)[bits // 3],
-        check=bits % 3 == 0,
+        watch={0: "before", every: "after"}.get(bits % (2 * every), "never"),
+        check=bits // 2 % every == 0,
         probe=draw(st.integers(1, 6)),
-        singly=bits % 2 == 0,
+        singly=bits % 4 < 2,
     )
