@@ -12,7 +12,7 @@ from mlx_speculation.models.pairing import (
     wrapped,
 )
 from mlx_speculation.models.recording import Recorders
-from mlx_speculation.models.running import wired
+from mlx_speculation.models.running import mlx_lm_speed, wired
 
 __all__ = [
     "Lane",
@@ -23,6 +23,7 @@ __all__ = [
     "check_same_ids",
     "load",
     "logit_width",
+    "mlx_lm_speed",
     "wired",
     "wrapped",
 ]

@@ -1,136 +1,96 @@
-"""The commands against a generator that has no model: what they print and return."""
+"""The command line as a user runs it, on the bundled models."""
 
+import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-import mlx_speculation
-from mlx_speculation import cli
+from mlx_speculation import Sampling, SpeculativeGenerator, cli, demo_models
 from mlx_speculation.blas import BlasChoice
 from mlx_speculation.demo import DemoPrompt
-from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.engine import identity
+from mlx_speculation.engine.identity import Parting
 
-STATS = SimpleNamespace(
-    rounds=3,
-    drafts=2,
-    drafted=8,
-    accepted=6,
-    acceptance_rate=0.75,
-    mean_accepted_length=4.0,
-    accepted_per_position=[1.0, 0.5],
-    tokens_per_second=12.5,
-)
+PROMPT = "def add(first, second):\n"
 
 
-class FakeStream:
-    def __init__(self, tokens: list[int]) -> None:
-        self.result = SimpleNamespace(
-            tokens=tokens, finish_reason="length", stats=STATS
-        )
-
-    def __iter__(self) -> Iterator[Any]:
-        yield SimpleNamespace(text="one ")
-        yield SimpleNamespace(text="two")
-
-
-class FakeGenerator:
-    """Continues every prompt with two words; without a draft, with other tokens."""
-
-    plain_tokens = [1, 2]  # noqa: RUF012
-    asked: dict[str, Any] = {}  # noqa: RUF012
-
-    def __init__(self, draft: object) -> None:
-        self.tokens = self.plain_tokens if draft is None else [1, 2]
-
-    @classmethod
-    def from_pretrained(
-        cls, path: object, *, draft: object, draft_length: int | None = None
-    ) -> "FakeGenerator":
-        if path == "missing":
-            raise ModelFolderError("no config.json in missing")
-        cls.asked.update(path=path, draft=draft, draft_length=draft_length)
-        return cls(draft)
-
-    def stream(self, prompt: str, **options: object) -> FakeStream:
-        self.asked.update(prompt=prompt, **options)
-        return FakeStream(self.tokens)
-
-    def generate(self, prompt: str, **options: object) -> object:
-        return FakeStream(self.tokens).result
-
-
-@pytest.fixture(autouse=True)
-def generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        mlx_speculation, "SpeculativeGenerator", FakeGenerator, raising=False
+def run(*options: str, text: str | None = None) -> "subprocess.CompletedProcess[str]":
+    """Run the installed command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "mlx_speculation", *options],
+        capture_output=True,
+        text=True,
+        input=text,
+        check=False,
     )
-    monkeypatch.setattr(FakeGenerator, "asked", {})
-    # The BLAS of this process is settled: other tests have imported mlx.
-    monkeypatch.setattr(cli, "use_blas", lambda name: BlasChoice("stock", name))
 
 
 @pytest.fixture
-def bundle(monkeypatch: pytest.MonkeyPatch) -> None:
-    folders = {name: Path(name) for name in ("dense", "sliding", "draft")}
-    prompts = [
-        DemoPrompt(group, "a book", "text") for group in ("code", "code", "edit")
-    ]
-    monkeypatch.setattr(cli, "demo_models", lambda: folders)
-    monkeypatch.setattr(cli, "demo_prompts", lambda: prompts)
+def in_process(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+    """Run commands here; the BLAS is settled, because mlx is imported already."""
+    monkeypatch.setattr(cli, "use_blas", lambda name: BlasChoice("stock", name))
+    return CliRunner(env={"COLUMNS": "120"})
 
 
 def test_generate_prints_the_text_alone_on_standard_output() -> None:
-    options = ["--seed", "7", "--temperature", "0.5", "--draft-length", "4"]
-    done = CliRunner().invoke(
-        cli.app,
-        ["generate", "target", "--draft", "lookup", "--prompt", "x", *options],
+    folder = demo_models()["draft"]
+    options = ["--temperature", "0.8", "--top-p", "0.9", "--seed", "7"]
+    sizes = ["--max-tokens", "20", "--draft-length", "3", "--blas", "stock"]
+    done = run(
+        "generate", str(folder), "--draft", str(folder), *options, *sizes, text=PROMPT
     )
-    assert done.exit_code == 0, done.output
-    assert done.stdout == "one two\n"
-    assert "75%" in done.stderr
-    asked = FakeGenerator.asked
-    assert (asked["path"], asked["draft"], asked["draft_length"]) == (
-        "target",
-        "lookup",
-        4,
+    assert done.returncode == 0, done.stderr
+    generator = SpeculativeGenerator.from_pretrained(folder)
+    expected = generator.generate(
+        PROMPT,
+        max_tokens=20,
+        sampling=Sampling(temperature=0.8, top_p=0.9, seed=7),
     )
-    assert (asked["sampling"].temperature, asked["sampling"].seed) == (0.5, 7)
+    assert done.stdout == expected.text + "\n"
+    assert "BLAS: " in done.stderr
+    assert "acceptance rate" in done.stderr
 
 
-def test_generate_reads_its_prompt_from_standard_input() -> None:
-    CliRunner().invoke(cli.app, ["generate", "target"], input="hi")
-    assert FakeGenerator.asked["prompt"] == "hi"
-
-
-def test_an_error_of_the_package_is_one_line_and_status_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = "mlx-speculation generate missing --prompt x"
-    monkeypatch.setattr(sys, "argv", line.split())
-    with pytest.raises(SystemExit, match="1"):
-        cli.main()
-    assert "error: no config.json in missing\n" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("bundle")
-def test_demo_compares_each_target_on_one_prompt_per_group() -> None:
-    done = CliRunner().invoke(cli.app, ["demo"])
+def test_a_prompt_can_be_an_option(in_process: CliRunner) -> None:
+    folder = str(demo_models()["draft"])
+    options = ["--prompt", PROMPT, "--max-tokens", "5"]
+    done = in_process.invoke(cli.app, ["generate", folder, *options])
     assert done.exit_code == 0, done.output
-    assert done.stdout.count("one two") == 4
-    assert done.stdout.count("yes") == 4
+    expected = SpeculativeGenerator.from_pretrained(folder).generate(
+        PROMPT, max_tokens=5
+    )
+    assert done.stdout == expected.text + "\n"
 
 
-@pytest.mark.usefixtures("bundle")
-@pytest.mark.parametrize("plain_tokens", [[1, 3], [1], [1, 2, 3]])
-def test_demo_fails_where_the_texts_differ(
-    plain_tokens: list[int], monkeypatch: pytest.MonkeyPatch
+def test_an_error_of_the_package_is_one_line_and_status_one() -> None:
+    done = run("generate", "missing", "--prompt", "x")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "error: There is no folder 'missing'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_demo_finds_the_same_tokens_for_every_target_and_group() -> None:
+    done = run("demo", "--max-tokens", "10")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for target in ("dense", "sliding", "hybrid"):
+        assert done.stdout.count(f"{target}: ") == 3
+    assert done.stdout.count("yes") + done.stdout.count("near-tie at") == 9
+
+
+def test_demo_fails_where_a_text_really_differs(
+    in_process: CliRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FakeGenerator, "plain_tokens", plain_tokens)
-    done = CliRunner(env={"COLUMNS": "120"}).invoke(cli.app, ["demo"])
+    def parted(*_: Any, **__: Any) -> Parting:
+        return Parting(3, 1, 2, margin=0.5, difference=0.0, allowed=0.0, edge=1.0)
+
+    monkeypatch.setattr(identity, "find_parting", parted)
+    draft = demo_models()["draft"]  # the smallest: the stock BLAS is slow
+    monkeypatch.setattr(cli, "demo_models", lambda: {"dense": draft, "draft": draft})
+    prompt = DemoPrompt("code", "a test", PROMPT)
+    monkeypatch.setattr(cli, "demo_prompts", lambda: [prompt])
+    done = in_process.invoke(cli.app, ["demo", "--max-tokens", "2"])
     assert done.exit_code == 1
-    assert "not at" in done.stdout
+    assert "not at 3" in done.stdout

@@ -64,6 +64,9 @@ def test_the_deciding_row_is_the_one_that_chose(name: str) -> None:
 class RoundsByWidth(nn.Module):
     """Prefers token 1 to token 2 by a little, and the other way round in blocks."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def make_cache(self) -> list[Any]:
         return [KVCache()]
 
