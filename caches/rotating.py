@@ -43,6 +43,11 @@ class SavedRows:
     first_offset: int
     rows: mx.array  # [batch, heads, rows, key dim + value dim]
 
+    def row(self, slot: int) -> mx.array:
+        """Return the saved row of `slot`, [batch, heads, 1, key dim + value dim]."""
+        index = slot - self.first_slot
+        return self.rows[..., index : index + 1, :]
+
     def holds(self, cache: RotatingKVCache, slot: int) -> bool:
         """Whether the row now in `slot` is among the saved ones."""
         index = slot - self.first_slot
@@ -62,7 +67,7 @@ class Write:
     offset: int
     index: int
     arrays: tuple[mx.array | None, mx.array | None] | None = None
-    overwritten: tuple[int, mx.array] | None = None  # slot, saved row
+    overwritten: "tuple[int, SavedRows] | None" = None  # slot, where its row is saved
 
 
 _saved: "weakref.WeakKeyDictionary[RotatingKVCache, SavedRows]" = (
@@ -70,8 +75,8 @@ _saved: "weakref.WeakKeyDictionary[RotatingKVCache, SavedRows]" = (
 )
 
 
-def _row_about_to_go(cache: Any) -> tuple[int, mx.array]:
-    """Return the slot the next single-row write takes, and a copy of its row."""
+def _row_about_to_go(cache: Any) -> tuple[int, SavedRows]:
+    """Return the slot that the next single-row write takes, with its row saved."""
     slot = cache.keep if cache._idx == cache.max_size else cache._idx
     saved = _saved.get(cache)
     if saved is None or not saved.holds(cache, slot):
@@ -82,8 +87,7 @@ def _row_about_to_go(cache: Any) -> tuple[int, mx.array]:
         mx.async_eval(rows)
         saved = SavedRows(cache.keys, cache.values, slot, cache.offset, rows)
         _saved[cache] = saved
-    index = slot - saved.first_slot
-    return slot, saved.rows[..., index : index + 1, :]
+    return slot, saved
 
 
 def _forget_undone_rows(cache: Any) -> None:
@@ -146,6 +150,7 @@ class RotatingJournal:
         grows = held <= cache.offset < cache.max_size
         if width > 1 or grows or held > cache.max_size:
             arrays = (cache.keys, cache.values)
+            _saved.pop(cache, None)  # stale now, and it holds the old arrays
         elif cache.offset >= cache.max_size:
             overwritten = _row_about_to_go(cache)
         self._writes.append(Write(width, cache.offset, cache._idx, arrays, overwritten))
@@ -177,7 +182,8 @@ class RotatingJournal:
         if write.arrays is not None:
             cache.keys, cache.values = write.arrays
         elif write.overwritten is not None:
-            slot, row = write.overwritten
+            slot, saved = write.overwritten
+            row = saved.row(slot)
             key_dim = cache.keys.shape[-1]
             cache.keys[..., slot : slot + 1, :] = row[..., :key_dim]
             cache.values[..., slot : slot + 1, :] = row[..., key_dim:]

@@ -9,7 +9,7 @@ layers of a model share masks and positions, so they move in step: `commit` chec
 every layer before it changes the first one. It knows nothing about tokens or text.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -39,7 +39,8 @@ class Speculation:
     Args:
         caches: mlx-lm caches, one per layer as `make_prompt_cache` returns them.
         whole: promise that all or nothing will be kept. Recurrent layers then record
-            nothing, which a long prompt needs.
+            nothing, which a long prompt needs; where a model has no other layers, the
+            number that is committed cannot be checked, and any but 0 means all.
         rerun: feeds the model the first n tokens of this round again. It is the
             fallback where a recurrent layer was written by a mixer that is not on
             record: everything is rolled back, then `rerun(keep)` is called. Its price
@@ -61,8 +62,10 @@ class Speculation:
         self._whole = whole
         self._rerun = rerun
         self._journals = [open_journal(cache, whole=whole) for cache in caches]
+        self._leaves = list(_leaves(self._journals))
         self._presented = [journal.presented for journal in self._journals]
         self._prepared: int | None = None
+        self._needs_rerun = False
         self._open = True
         self._reran = False
 
@@ -75,8 +78,8 @@ class Speculation:
     @property
     def written(self) -> int | None:
         """Positions written so far; None when no layer knows (unknown mixers only)."""
-        known = [journal.written for journal in self._leaves()]
-        return max((w for w in known if w is not None), default=None)
+        known = [w for leaf in self._leaves if (w := leaf.written) is not None]
+        return max(known, default=None)
 
     @property
     def reran(self) -> bool:
@@ -92,16 +95,18 @@ class Speculation:
             SpeculationClosedError: the speculation is closed.
         """
         self._check_open("prepare")
-        self._check_keep(keep)
-        if keep > 0 and self._can_keep(keep):
-            for journal in self._journals:
-                journal.prepare(keep)
-        elif keep > 0 and self._rerun is None:
+        written = self._check_keep(keep)
+        whole = self._whole or keep in (0, written)
+        self._needs_rerun = not (whole or all(j.can_keep(keep) for j in self._leaves))
+        if self._needs_rerun and self._rerun is None:
             raise UnsupportedCacheError(
-                f"A layer cannot keep {keep} of {self.written} positions: its mixer is "
+                f"A layer cannot keep {keep} of {written} positions: its mixer is "
                 "not on record. Install the recorders of mlx_speculation.models, or "
                 "pass rerun=, which feeds the kept tokens again."
             )
+        if keep > 0 and not self._needs_rerun:
+            for journal in self._leaves:
+                journal.prepare(keep)
         self._prepared = keep
 
     def commit(self, keep: int) -> None:
@@ -116,22 +121,24 @@ class Speculation:
             self.prepare(keep)
         if keep == 0:
             self.rollback()
-        elif self._can_keep(keep):
-            for journal in self._journals:
+        elif not self._needs_rerun:
+            for journal in self._leaves:
                 journal.commit(keep)
             self._open = False
         else:
             self.rollback()
             assert self._rerun is not None
+            self._leaves = []  # what the model writes now is another speculation's
             self._reran = True
             self._rerun(keep)
 
     def rollback(self) -> None:
         """Put every cache back as it was at the start, and close. Never raises.
 
-        After a commit, and while nothing else has written, it takes the commit back.
+        After a commit, and while nothing else has written, it takes the commit back;
+        not after a commit that `reran`, which is final.
         """
-        for journal in self._journals:
+        for journal in self._leaves:
             journal.rollback()
         self._open = False
 
@@ -148,24 +155,10 @@ class Speculation:
         if self._open:
             self.rollback()
 
-    def _leaves(self) -> list[Journal]:
-        found: list[Journal] = []
-        pending: list[Journal] = list(self._journals)
-        while pending:
-            journal = pending.pop(0)
-            if isinstance(journal, ListJournal):
-                pending[:0] = journal.members
-            else:
-                found.append(journal)
-        return found
-
-    def _can_keep(self, keep: int) -> bool:
-        if self._whole or keep == self.written:
-            return True
-        return all(journal.can_keep(keep) for journal in self._journals)
-
-    def _check_keep(self, keep: int) -> None:
-        written = self.written
+    def _check_keep(self, keep: int) -> int | None:
+        """Check `keep` against what every layer wrote; return that."""
+        each = [leaf.written for leaf in self._leaves]
+        written = max((w for w in each if w is not None), default=None)
         if keep < 0 or (written is not None and keep > written):
             raise InvalidRequestError(
                 f"commit({keep}) was asked, and {written} positions were written. "
@@ -176,15 +169,25 @@ class Speculation:
                 f"commit({keep}) was asked of a speculation opened with whole=True, "
                 f"which wrote {written}. Keep all or nothing, or open it without."
             )
-        uneven = {w for w in (j.written for j in self._leaves()) if w} - {written}
+        uneven = {w for w in each if w} - {written}  # a layer may be left out
         if uneven:
             raise InvalidRequestError(
                 f"One layer wrote {written} positions and another {min(uneven)}. "
                 "Pass speculation.caches to the model, whole and in order."
             )
+        return written
 
     def _check_open(self, what: str) -> None:
         if not self._open:
             raise SpeculationClosedError(
                 f"{what} was used on a speculation that is closed.\n{_HOW_TO_USE}"
             )
+
+
+def _leaves(journals: Sequence[Journal]) -> Iterator[Journal]:
+    """Yield the journals of the leaves, in order."""
+    for journal in journals:
+        if isinstance(journal, ListJournal):
+            yield from _leaves(journal.members)
+        else:
+            yield journal

@@ -26,7 +26,7 @@ from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import Statistics
 from mlx_speculation.errors import NonFiniteLogitsError
 from mlx_speculation.models import Lane, LaneRound
-from mlx_speculation.samplers import Chooser, count_accepted, count_unusable
+from mlx_speculation.samplers import Chooser, count_accepted, usable_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,8 @@ class Submitted:
     Attributes:
         lane_round: the transaction; committed already where there are no drafts.
         choices: the target's choices, int32 [k + 1].
-        packed: int32 [k + 3]: choices, accepted, unusable rows.
+        packed: int32 [2 (k + 1) + 1]: choices, whether each row is usable, accepted.
+            Without drafts the last is left out.
     """
 
     lane_round: LaneRound
@@ -77,14 +78,20 @@ def read(submitted: Submitted) -> Verdict:
         NonFiniteLogitsError: a row holds a NaN, or no finite largest value.
     """
     values: Any = submitted.packed.tolist()
-    *choices, accepted, unusable = values
+    rows = submitted.choices.shape[0]
+    choices, usable, accepted = (
+        values[:rows],
+        values[rows : 2 * rows],
+        values[2 * rows :],
+    )
+    unusable = rows - sum(usable)
     if unusable:
         raise NonFiniteLogitsError(
-            f"{unusable} of {len(choices)} rows of the target's logits hold a NaN or "
+            f"{unusable} of {rows} rows of the target's logits hold a NaN or "
             "no finite largest value. The round was rolled back. Check the weights, "
             "or load the model in float32."
         )
-    return Verdict(choices, accepted)
+    return Verdict(choices, accepted[0] if accepted else 0)
 
 
 class Decoder:
@@ -230,7 +237,8 @@ class Decoder:
         positions = mx.arange(first, first + draft.length + 1)
         choices = self._chooser.choose(logits, positions)
         accepted = count_accepted(draft.tokens, choices)
-        return self._pack(lane_round, logits, choices, accepted)
+        parts = [choices, usable_rows(logits), accepted[None]]
+        return Submitted(lane_round, choices, mx.concatenate(parts))
 
     def _submit_step(self, unseen: mx.array, ahead: int = 0) -> Submitted:
         """Submit a forward whose tokens all stay, `ahead` of the known tokens."""
@@ -238,18 +246,8 @@ class Decoder:
             logits = lane_round.forward(unseen)[-1:]
             position = mx.array([self._sequence.next_position + ahead])
             choices = self._chooser.choose(logits, position)
-            submitted = self._pack(lane_round, logits, choices, mx.array(0))
+            packed = mx.concatenate([choices, usable_rows(logits)])
+            submitted = Submitted(lane_round, choices, packed)
             mx.async_eval(submitted.packed)
             lane_round.commit(unseen.shape[0])
         return submitted
-
-    def _pack(
-        self,
-        lane_round: LaneRound,
-        logits: mx.array,
-        choices: mx.array,
-        accepted: mx.array,
-    ) -> Submitted:
-        unusable = count_unusable(logits)
-        packed = mx.concatenate([choices, accepted[None], unusable[None]])
-        return Submitted(lane_round, choices, packed)

@@ -30,18 +30,17 @@ def count_accepted(drafted: mx.array, choices: mx.array) -> mx.array:
     return mx.cumprod(agree).sum().astype(mx.int32)
 
 
-def count_unusable(logits: mx.array) -> mx.array:
-    """Count the rows that no token can be chosen from.
+def usable_rows(logits: mx.array) -> mx.array:
+    """Tell which rows a token can be chosen from.
 
-    These hold a NaN or plus infinity, or nothing but minus infinity: their largest
-    value is not finite.
+    Unusable are those with a NaN or plus infinity, or with nothing but minus infinity.
 
     Args:
         logits: [rows, vocab].
 
     Returns:
-        int32 [].
+        int32 [rows], 1 where usable.
     """
     # One pass: a NaN or infinity makes the sum of exponentials one, on any backend.
     total = mx.logsumexp(logits.astype(mx.float32), axis=-1)
-    return (~mx.isfinite(total)).sum().astype(mx.int32)
+    return mx.isfinite(total).astype(mx.int32)

@@ -12,7 +12,7 @@ from mlx_speculation.samplers import (
     Chooser,
     Sampling,
     count_accepted,
-    count_unusable,
+    usable_rows,
 )
 from mlx_speculation.samplers.filters import apply_filters, top_k
 from mlx_speculation.samplers.noise import CHOICE, gumbel, stream_key
@@ -184,11 +184,13 @@ def test_the_accepted_prefix_is_what_equals_the_targets_choices(
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
-def test_rows_without_a_choice_are_counted(dtype: mx.Dtype) -> None:
+def test_rows_without_a_choice_are_found(dtype: mx.Dtype) -> None:
     nothing, nan, inf = -mx.inf, mx.nan, mx.inf
     usable = [[1.0, 2, 3], [nothing, 1, 2], [-5, nothing, nothing]]
     unusable = [[nan, 1, 2], [1, nan, 2], [1, 2, nan], [nothing] * 3, [inf, 1, 2]]
-    assert count_unusable(mx.array(usable, dtype=dtype)).item() == 0
+    for row in usable:
+        assert usable_rows(mx.array([row], dtype=dtype)).item() == 1
     for row in unusable:
-        assert count_unusable(mx.array([row], dtype=dtype)).item() == 1
-    assert count_unusable(mx.array(usable + unusable, dtype=dtype)).item() == 5
+        assert usable_rows(mx.array([row], dtype=dtype)).item() == 0
+    together = usable_rows(mx.array(usable + unusable, dtype=dtype))
+    assert together.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
