@@ -181,7 +181,7 @@ def test_a_stop_token_ends_the_tokens_and_not_the_text(drafted: bool) -> None:
     length=st.integers(1, 4),
     drafted=st.booleans(),
 )
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_a_stop_string_cuts_the_text_before_it(
     cut: int, length: int, drafted: bool
 ) -> None:
