@@ -9,7 +9,7 @@ neither does a prefix that ends between two forwards.
 
 This module does not know mixers: whoever hooks them (`mlx_speculation.models`) calls
 `RecordingArraysCache.record`. Slots written with no mixer on record make a partial
-acceptance impossible here, and `can_keep` says so.
+acceptance impossible here: `written` is then None.
 """
 
 from collections.abc import Iterator
@@ -135,10 +135,6 @@ class ArraysJournal:
         if any(call.width != f.width for f in shown.forwards for call in f.calls):
             return None
         return sum(f.width for f in shown.forwards)
-
-    def can_keep(self, keep: int) -> bool:
-        """Whether the prefix can be had by replay, or needs none."""
-        return self.written is not None
 
     def prepare(self, keep: int) -> None:
         """Build the state after `keep` positions, lazily, on a copy."""

@@ -28,11 +28,10 @@ class Journal(Protocol):
 
     @property
     def written(self) -> int | None:
-        """Positions written since the journal was opened; None when unknown."""
-        ...
+        """Positions written since the journal was opened.
 
-    def can_keep(self, keep: int) -> bool:
-        """Whether `commit(keep)` is possible; changes nothing."""
+        None when unknown: then all of them can be kept, or none.
+        """
         ...
 
     def prepare(self, keep: int) -> None:

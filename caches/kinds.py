@@ -12,7 +12,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from mlx_speculation.caches.arrays import ArraysJournal
 from mlx_speculation.caches.journal import Journal
 from mlx_speculation.caches.kv import KVJournal
-from mlx_speculation.caches.lists import ListJournal
+from mlx_speculation.caches.lists import MemberJournals
 from mlx_speculation.caches.rotating import RotatingJournal
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 
@@ -58,7 +58,7 @@ def check_supported(caches: Sequence[Any]) -> None:
         )
 
 
-def open_journal(cache: Any, *, whole: bool) -> Journal:
+def open_journal(cache: Any, *, whole: bool) -> Journal | MemberJournals:
     """Return a journal for a cache that `check_supported` has passed."""
     if type(cache) is KVCache:
         return KVJournal(cache)
@@ -66,7 +66,7 @@ def open_journal(cache: Any, *, whole: bool) -> Journal:
         return RotatingJournal(cache)
     if type(cache) is ArraysCache:
         return ArraysJournal(cache, whole=whole)
-    return ListJournal([open_journal(leaf, whole=whole) for leaf in cache.caches])
+    return MemberJournals([open_journal(leaf, whole=whole) for leaf in cache.caches])
 
 
 def position(caches: Sequence[Any]) -> int | None:

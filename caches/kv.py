@@ -32,10 +32,6 @@ class KVJournal:
         """Rows appended since the journal was opened."""
         return int(self._cache.offset - self._start)
 
-    def can_keep(self, keep: int) -> bool:
-        """Any prefix can be kept."""
-        return True
-
     def prepare(self, keep: int) -> None:
         """Nothing can fail."""
 

@@ -1,4 +1,4 @@
-"""Journal of `CacheList`: the journals of its members."""
+"""What a `CacheList` presents: a list of what its members present."""
 
 from collections.abc import Sequence
 
@@ -7,44 +7,16 @@ from mlx_lm.models.cache import CacheList
 from mlx_speculation.caches.journal import Journal
 
 
-class ListJournal:
-    """Journal of one `CacheList`; its members move in step."""
+class MemberJournals:
+    """The journals of a `CacheList`'s members, each of which moves by itself.
 
-    def __init__(self, journals: Sequence[Journal]) -> None:
-        self._journals = tuple(journals)
-        self._presented = CacheList(*(journal.presented for journal in self._journals))
+    Attributes:
+        members: one journal per member, or a list of such where lists are nested.
+        presented: a `CacheList` of what the members present.
+    """
 
-    @property
-    def presented(self) -> CacheList:
-        """A list of what the members present."""
-        return self._presented
-
-    @property
-    def members(self) -> tuple[Journal, ...]:
-        """The members' journals."""
-        return self._journals
-
-    @property
-    def written(self) -> int | None:
-        """Positions written by the members; None when no member knows."""
-        known = [j.written for j in self._journals if j.written is not None]
-        return max(known) if known else None
-
-    def can_keep(self, keep: int) -> bool:
-        """Whether every member can keep the prefix."""
-        return all(journal.can_keep(keep) for journal in self._journals)
-
-    def prepare(self, keep: int) -> None:
-        """Prepare every member."""
-        for journal in self._journals:
-            journal.prepare(keep)
-
-    def commit(self, keep: int) -> None:
-        """Commit every member."""
-        for journal in self._journals:
-            journal.commit(keep)
-
-    def rollback(self) -> None:
-        """Roll every member back."""
-        for journal in self._journals:
-            journal.rollback()
+    def __init__(self, members: "Sequence[Journal | MemberJournals]") -> None:
+        self.members = tuple(members)
+        self.presented: CacheList = CacheList(
+            *(member.presented for member in self.members)
+        )

@@ -108,7 +108,7 @@ class PresentedRing(RotatingKVCache):
     """
 
     __slots__ = ("_journal",)
-    _journal: "RotatingJournal"
+    _journal: "weakref.ref[RotatingJournal]"  # strong, it would be a cycle
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """Note the state before the write, then write as the native ring does.
@@ -117,7 +117,9 @@ class PresentedRing(RotatingKVCache):
             keys: [batch, heads, rows, key dim].
             values: [batch, heads, rows, value dim].
         """
-        self._journal.note(keys.shape[2])
+        journal = self._journal()
+        assert journal is not None
+        journal.note(keys.shape[2])
         return super().update_and_fetch(keys, values)
 
 
@@ -129,7 +131,7 @@ class RotatingJournal:
         self._writes: list[Write] = []
         presented = object.__new__(PresentedRing)
         presented.__dict__ = cache.__dict__
-        presented._journal = self
+        presented._journal = weakref.ref(self)
         self._presented = presented
 
     @property
@@ -154,10 +156,6 @@ class RotatingJournal:
         elif cache.offset >= cache.max_size:
             overwritten = _row_about_to_go(cache)
         self._writes.append(Write(width, cache.offset, cache._idx, arrays, overwritten))
-
-    def can_keep(self, keep: int) -> bool:
-        """Any prefix can be kept."""
-        return True
 
     def prepare(self, keep: int) -> None:
         """Nothing can fail."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from mlx_speculation.caches.journal import Journal
 from mlx_speculation.caches.kinds import check_supported, open_journal
-from mlx_speculation.caches.lists import ListJournal
+from mlx_speculation.caches.lists import MemberJournals
 from mlx_speculation.errors import (
     InvalidRequestError,
     SpeculationClosedError,
@@ -61,9 +61,9 @@ class Speculation:
         check_supported(caches)
         self._whole = whole
         self._rerun = rerun
-        self._journals = [open_journal(cache, whole=whole) for cache in caches]
-        self._leaves = list(_leaves(self._journals))
-        self._presented = [journal.presented for journal in self._journals]
+        journals = [open_journal(cache, whole=whole) for cache in caches]
+        self._leaves = list(_leaves(journals))
+        self._presented = [journal.presented for journal in journals]
         self._prepared: int | None = None
         self._needs_rerun = False
         self._open = True
@@ -97,7 +97,8 @@ class Speculation:
         self._check_open("prepare")
         written = self._check_keep(keep)
         whole = self._whole or keep in (0, written)
-        self._needs_rerun = not (whole or all(j.can_keep(keep) for j in self._leaves))
+        unknown = any(journal.written is None for journal in self._leaves)
+        self._needs_rerun = unknown and not whole
         if self._needs_rerun and self._rerun is None:
             raise UnsupportedCacheError(
                 f"A layer cannot keep {keep} of {written} positions: its mixer is "
@@ -184,10 +185,10 @@ class Speculation:
             )
 
 
-def _leaves(journals: Sequence[Journal]) -> Iterator[Journal]:
+def _leaves(journals: Sequence[Journal | MemberJournals]) -> Iterator[Journal]:
     """Yield the journals of the leaves, in order."""
     for journal in journals:
-        if isinstance(journal, ListJournal):
+        if isinstance(journal, MemberJournals):
             yield from _leaves(journal.members)
         else:
             yield journal

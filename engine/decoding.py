@@ -24,7 +24,7 @@ import mlx.core as mx
 from mlx_speculation.engine.drafting import Draft, Drafter
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import Statistics
-from mlx_speculation.errors import NonFiniteLogitsError
+from mlx_speculation.errors import InvalidRequestError, NonFiniteLogitsError
 from mlx_speculation.models import Lane, LaneRound
 from mlx_speculation.samplers import Chooser, count_accepted, usable_rows
 
@@ -94,6 +94,23 @@ def read(submitted: Submitted) -> Verdict:
     return Verdict(choices, accepted[0] if accepted else 0)
 
 
+MakeCut = Callable[[list[int]], Cut]
+
+
+def _checked(draft: Draft, limit: int, ids: int) -> Draft:
+    """Refuse a draft of the wrong length; an id past the target's becomes the last one.
+
+    Which ids a drafter proposes cannot change the text, but an id without a row in
+    the target's embedding would be read from outside of it.
+    """
+    if not 1 <= draft.length <= limit:
+        raise InvalidRequestError(
+            f"The drafter proposed {draft.length} tokens, and from 1 to {limit} were "
+            "asked for. Mend its propose()."
+        )
+    return Draft(mx.clip(draft.tokens, 0, ids - 1))
+
+
 class Decoder:
     """Runs rounds on a target lane until a cut ends them.
 
@@ -101,7 +118,6 @@ class Decoder:
         target: the target's lane; `sequence.tokens[target.seen:]` is to be fed.
         sequence: the known tokens; grows with every round.
         chooser: chooses for target and drafter.
-        cut: gets a round's emitted tokens before anything is committed.
         drafter: proposes; None for plain decoding.
         draft_length: tokens to propose in a round.
     """
@@ -112,7 +128,6 @@ class Decoder:
         target: Lane,
         sequence: Sequence,
         chooser: Chooser,
-        cut: Callable[[list[int]], Cut],
         drafter: Drafter | None,
         draft_length: int,
     ) -> None:
@@ -120,10 +135,10 @@ class Decoder:
         self._target = target
         self._sequence = sequence
         self._chooser = chooser
-        self._cut = cut
         self._drafter = drafter
         self._draft_length = draft_length
         self._in_flight: Submitted | None = None
+        self._next_token: int | None = None
 
     @property
     def seen(self) -> int:
@@ -136,11 +151,12 @@ class Decoder:
         self._target.feed(self._sequence.tokens[self._target.seen : -1])
         self.statistics.prefill_seconds += time.perf_counter() - started
 
-    def next_round(self, budget: int) -> str | None:
+    def next_round(self, budget: int, cut: MakeCut) -> str | None:
         """Run one round and commit it.
 
         Args:
             budget: how many tokens may still be emitted, from 1.
+            cut: gets the emitted tokens before anything is committed.
 
         Returns:
             Why the generation ends with this round, or None.
@@ -152,29 +168,35 @@ class Decoder:
         """
         length = min(self._draft_length, budget - 1)
         if self._drafter is None or length == 0 or self._in_flight is not None:
-            return self._plain_round()
+            return self._plain_round(cut)
+        known = len(self._sequence.tokens)
         try:
-            return self._drafted_round(self._drafter, length)
+            return self._drafted_round(self._drafter, length, cut)
         except BaseException:
             self._drafter.discard()
+            if self._target.seen < known:  # else the round had been committed
+                del self._sequence.tokens[known:]
             raise
 
     def hold_all(self) -> None:
-        """Let the target's caches hold every known token, the last one included."""
+        """Let the target's caches hold every known token, the last one included.
+
+        Legal after `prefill`.
+        """
         if self._target.seen < len(self._sequence.tokens):
             unseen = self._sequence.tokens[self._target.seen :]
             self._in_flight = self._submit_step(mx.array(unseen))
 
     def next_token(self) -> int | None:
-        """Return the token that would come next, if the last one has been fed."""
+        """Return the token that would come next, once every known token is held."""
         if self._in_flight is None:
-            return None
+            return self._next_token
         try:
             return read(self._in_flight).choices[0]
         except NonFiniteLogitsError:
             return None
 
-    def _plain_round(self) -> str | None:
+    def _plain_round(self, make_cut: MakeCut) -> str | None:
         started = time.perf_counter()
         step = self._in_flight
         fresh: Submitted | None = None
@@ -185,7 +207,7 @@ class Decoder:
                 step = fresh = self._submit_step(unseen)
             following = self._submit_step(step.choices, ahead=1)
             verdict = read(step)
-            cut = self._cut(verdict.emitted)
+            cut = make_cut(verdict.emitted)
         except BaseException as error:
             if following is not None:
                 following.lane_round.rollback()
@@ -195,15 +217,18 @@ class Decoder:
                 step.lane_round.rollback()
                 self._in_flight = None
             raise
-        self._in_flight = following
         self._sequence.tokens += verdict.emitted
+        self._in_flight = following
         self.statistics.count(drafted=0, accepted=0, emitted=1)
         self.statistics.verify_seconds += time.perf_counter() - started
         return cut.reason
 
-    def _drafted_round(self, drafter: Drafter, length: int) -> str | None:
+    def _drafted_round(
+        self, drafter: Drafter, length: int, make_cut: MakeCut
+    ) -> str | None:
         started = time.perf_counter()
         draft = drafter.propose(self._sequence, length, self._chooser.choose)
+        draft = _checked(draft, length, self._chooser.limit)
         mx.async_eval(draft.tokens)
         drafted = time.perf_counter()
         unseen = self._sequence.tokens[self._target.seen :]
@@ -211,13 +236,16 @@ class Decoder:
             submitted = self._submit_verify(lane_round, unseen, draft)
             verdict = read(submitted)
             verified = time.perf_counter()
-            cut = self._cut(verdict.emitted)
+            cut = make_cut(verdict.emitted)
+            emitted = verdict.emitted[: cut.keep]
             accepted = min(verdict.accepted, cut.keep)
             lane_round.prepare(len(unseen) + accepted)
             drafter.settle(accepted)
+            # Before the commit, so that what the caches hold always has its name.
+            self._sequence.tokens += emitted
             lane_round.commit(len(unseen) + accepted)
-        emitted = verdict.emitted[: cut.keep]
-        self._sequence.tokens += emitted
+        all_held = accepted == cut.keep
+        self._next_token = verdict.choices[accepted] if all_held else None
         statistics = self.statistics
         statistics.count(
             drafted=draft.length, accepted=verdict.accepted, emitted=len(emitted)

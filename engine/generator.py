@@ -1,14 +1,16 @@
 """The front door: a target, perhaps a draft, and streams of text from them."""
 
+import operator
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 
-from mlx_speculation.caches import leaves, position
+from mlx_speculation.caches import check_supported, leaves, position
 from mlx_speculation.engine.decoding import Decoder
 from mlx_speculation.engine.draft_model import DraftModel
 from mlx_speculation.engine.drafting import Drafter
@@ -82,11 +84,14 @@ class SpeculativeGenerator:
         self._model, self._tokenizer = model, wrapped(tokenizer)
         self._ids = TokenIds.of(tokenizer)
         self._target_width = logit_width(model)
+        self._highest_id = min(self._ids.width, self._target_width) - 1
         self._busy: weakref.ref[Stream] | None = None
-        Lane(model)  # refuses unknown caches now, not at the first stream
-        hooked = [model, draft] if isinstance(draft, nn.Module) else [model]
-        for recorders in [Recorders(module) for module in hooked]:
-            weakref.finalize(self, recorders.remove)
+        models = [model, draft] if isinstance(draft, nn.Module) else [model]
+        for module in models:
+            Lane(module)  # refuses unknown caches now, not at the first stream
+            _check_width(logit_width(module), self._highest_id)
+        for module in models:
+            weakref.finalize(self, Recorders(module).remove)
 
     @classmethod
     def from_pretrained(
@@ -173,7 +178,8 @@ class SpeculativeGenerator:
             cached_tokens: the ids that `prompt_cache` holds. Without it the caches'
                 offset is the position, or 0 where no cache has one (models of
                 recurrent layers only); seeds and drafts then know less of the text.
-            draft_cache: caches of the draft model that hold the same `cached_tokens`.
+            draft_cache: caches of the draft model that hold `cached_tokens`, or the
+                beginning of them.
 
         Raises:
             InvalidRequestError: names the two values that do not fit.
@@ -181,46 +187,52 @@ class SpeculativeGenerator:
         sampling = (sampling or Sampling()).with_seed()
         length = self._draft_length if draft_length is None else draft_length
         _checked_length(length)
-        if not isinstance(max_tokens, int) or max_tokens < 0:
+        if not _is_count(max_tokens):
             raise InvalidRequestError(
                 f"max_tokens is {max_tokens!r}, and 0 or more is needed."
             )
-        known = None if cached_tokens is None else [int(t) for t in cached_tokens]
+        known = None if cached_tokens is None else self._checked_ids(cached_tokens)
         sequence, seen = self._sequence(prompt, prompt_cache, known)
         target = Lane(self._model, prompt_cache, seen)
-        drafter = self._drafter(target, draft_cache, seen)
+        drafter = self._drafter(target, draft_cache, sequence)
         chooser = Chooser(
             sampling,
             self._ids.width,
             limit=self._target_width,
             missing=self._ids.missing,
         )
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
         if "" in stops:
             raise InvalidRequestError("A stop string is empty. Leave it out.")
         ends = self._tokenizer.eos_token_ids if stop_tokens is None else stop_tokens
+        end_ids = frozenset(int(token) for token in ends if token is not None)
         if drafter is not None:
             drafter.begin(sequence)
         assert sampling.seed is not None
         stream = Stream(
-            make_decoder=lambda cut: Decoder(
+            decoder=Decoder(
                 target=target,
                 sequence=sequence,
                 chooser=chooser,
-                cut=cut,
                 drafter=drafter,
                 draft_length=length,
             ),
             sequence=sequence,
-            text=TextStream(self._tokenizer.detokenizer, ends, stops),
+            text=TextStream(self._tokenizer.detokenizer, end_ids, stops),
             max_tokens=max_tokens,
             seed=sampling.seed,
             hold_all=prompt_cache is not None,
-            running=wired(self._model),
+            running=self._running(),
         )
         if drafter is self._draft and drafter is not None:
             self._busy = weakref.ref(stream)
         return stream
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Keep this generator, and with it the recorders, while a stream runs."""
+        with wired(self._model):
+            yield
 
     def _sequence(
         self,
@@ -237,6 +249,7 @@ class SpeculativeGenerator:
                     "None. Pass the caches that hold them."
                 )
             return Sequence(tokens), 0
+        check_supported(prompt_cache)
         held = position(prompt_cache)
         if known is None:
             return Sequence(tokens, start=held or 0), 0
@@ -249,35 +262,47 @@ class SpeculativeGenerator:
 
     def _encode(self, prompt: str | SequenceOf[int]) -> list[int]:
         """Encode as mlx-lm does: no second beginning-of-text token."""
+        ids: Any = prompt
         if isinstance(prompt, str):
             bos = self._tokenizer.bos_token
             special = bos is None or not prompt.startswith(bos)
-            prompt = self._tokenizer.encode(prompt, add_special_tokens=special)
-        tokens = [int(token) for token in prompt]
+            ids = self._tokenizer.encode(prompt, add_special_tokens=special)
+        tokens = self._checked_ids(ids)
         if not tokens:
             raise InvalidRequestError(
                 "The prompt has 0 tokens, and at least 1 is needed. Pass some text."
             )
-        width = min(self._ids.width, self._target_width)
-        wrong = next((token for token in tokens if not 0 <= token < width), None)
+        return tokens
+
+    def _checked_ids(self, ids: Iterable[int]) -> list[int]:
+        """Return plain integers, all of which the target has a row for."""
+        try:
+            tokens = [operator.index(token) for token in _plain(ids)]
+        except TypeError as error:
+            raise InvalidRequestError(
+                f"Token ids are whole numbers in one dimension, and these are {ids!r}."
+            ) from error
+        wrong = next((t for t in tokens if not 0 <= t <= self._highest_id), None)
         if wrong is not None:
             raise InvalidRequestError(
-                f"The prompt has token id {wrong}, and the ids go from 0 to "
-                f"{width - 1}. Encode it with the target's tokenizer."
+                f"There is a token id {wrong}, and the ids go from 0 to "
+                f"{self._highest_id}. Encode the text with the target's tokenizer."
             )
         return tokens
 
     def _drafter(
-        self, target: Lane, draft_cache: list[Any] | None, seen: int
+        self, target: Lane, draft_cache: list[Any] | None, sequence: Sequence
     ) -> Drafter | None:
         draft = self._draft
         if draft_cache is not None:
+            check_supported(draft_cache)
             _check_apart(target.caches, draft_cache)
             if not isinstance(draft, nn.Module):
                 raise InvalidRequestError(
                     f"draft_cache was passed, and draft is {type(draft).__name__}, not "
                     "a model. Leave draft_cache out."
                 )
+            seen = _checked_lag(position(draft_cache), target.seen, sequence.start)
             return DraftModel(lambda: Lane(draft), Lane(draft, draft_cache, seen))
         if isinstance(draft, nn.Module):
             return DraftModel(lambda: Lane(draft))
@@ -302,11 +327,41 @@ def _checked_draft(draft: Any) -> nn.Module | Drafter | None:
 def _checked_length(length: int | None) -> int:
     if length is None:
         return DEFAULT_DRAFT_LENGTH
-    if not isinstance(length, int) or length < 0:
+    if not _is_count(length):
         raise InvalidRequestError(
             f"draft_length is {length!r}, and a whole number of at least 0 is needed."
         )
     return length
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _plain(ids: Any) -> list[Any]:
+    """Return arrays of mlx and numpy as lists, and other iterables too."""
+    return list(ids.tolist()) if hasattr(ids, "tolist") else list(ids)
+
+
+def _check_width(width: int, highest_id: int) -> None:
+    """Refuse a draft that has no row for a token that it would be fed."""
+    if width <= highest_id:
+        raise InvalidRequestError(
+            f"The draft has {width} token ids, and the target's go up to {highest_id}. "
+            "Choose a draft that knows every token of the target."
+        )
+
+
+def _checked_lag(held: int | None, seen: int, start: int) -> int:
+    """Return how many known tokens the draft's caches hold, given their offset."""
+    if held is None or held == start + seen:
+        return seen
+    if start == 0 and held < seen:
+        return held
+    raise InvalidRequestError(
+        f"draft_cache holds {held} tokens and prompt_cache {start + seen}. Pass caches "
+        "that hold the same tokens or, with cached_tokens, a beginning of them."
+    )
 
 
 def _check_apart(target: list[Any], draft: list[Any]) -> None:

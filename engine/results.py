@@ -25,9 +25,9 @@ class Result:
     """A generation, finished or closed early.
 
     Attributes:
-        text: the generated text, without stop token and stop string.
+        text: the texts of the chunks together, without stop token and stop string.
         tokens: the generated token ids, a stop token included.
-        finish_reason: "stop", "length", or "closed" when the caller ended it.
+        finish_reason: "stop", "length", "closed" when the caller ended it, or "error".
         stats: counts and times.
         seed: decides the text at a temperature above 0.
         cached_tokens: the known tokens that the target's caches hold, in order.

@@ -1,8 +1,8 @@
 """One running generation: an iterator of chunks that can be closed at any time."""
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 
 from mlx_speculation.engine.decoding import Cut, Decoder
@@ -22,7 +22,7 @@ class Stream:
     before the failing round.
 
     Args:
-        make_decoder: builds the decoder from the function that cuts its rounds.
+        decoder: runs the rounds.
         sequence: the tokens in the caches and the prompt.
         text: turns tokens into text.
         max_tokens: how many tokens to emit at most.
@@ -34,7 +34,7 @@ class Stream:
     def __init__(
         self,
         *,
-        make_decoder: Callable[[Callable[[list[int]], Cut]], Decoder],
+        decoder: Decoder,
         sequence: Sequence,
         text: TextStream,
         max_tokens: int,
@@ -42,16 +42,19 @@ class Stream:
         hold_all: bool,
         running: AbstractContextManager[None],
     ) -> None:
-        self._decoder = make_decoder(self._cut)
+        self._decoder = decoder
         self._sequence = sequence
         self._text = text
         self._max_tokens = max_tokens
         self._seed = seed
         self._hold_all = hold_all
+        self._running = running
+        self._open = ExitStack()
+        self._started = False
+        self._reason: str | None = None
         self._ready: deque[Chunk] = deque()
         self._yielded: list[Chunk] = []
         self._result: Result | None = None
-        self._chunks = self._run(running)
 
     @property
     def stats(self) -> Statistics:
@@ -90,16 +93,27 @@ class Stream:
 
     def close(self) -> None:
         """End the generation now. The second call does nothing."""
-        if self._result is not None:
-            return
-        self._chunks.close()
-        self._end("closed")
+        if self._result is None:
+            # Without a round the prompt is all there is, and it was not asked for.
+            self._end("closed", hold_all=self.stats.rounds > 0)
 
     def __iter__(self) -> Iterator[Chunk]:
         return self
 
     def __next__(self) -> Chunk:
-        return next(self._chunks)
+        if self._result is None and not self._ready:
+            try:
+                self._advance()
+            except BaseException:
+                self._end("error", hold_all=False)
+                raise
+        if self._result is not None:
+            raise StopIteration
+        chunk = self._ready.popleft()
+        self._yielded.append(chunk)
+        if self._reason is not None and not self._ready:
+            self._end(self._reason)
+        return chunk
 
     def __enter__(self) -> "Stream":
         return self
@@ -112,42 +126,31 @@ class Stream:
     ) -> None:
         self.close()
 
-    def _run(
-        self, running: AbstractContextManager[None]
-    ) -> Generator[Chunk, None, None]:
-        with running:
-            reason = None
-            try:
-                self._decoder.prefill()
-                while reason is None and self.stats.emitted < self._max_tokens:
-                    self._ready.clear()
-                    reason = self._decoder.next_round(
-                        self._max_tokens - self.stats.emitted
-                    )
-                    if reason is not None and self._hold_all:
-                        self._decoder.hold_all()
-                    yield from self._give(reason)
-                if reason is None:  # a budget of nothing
-                    self._end("length")
-            except Exception:
-                self._set_result("error")
-                raise
+    def __del__(self) -> None:
+        """Leave what was entered, when the stream is dropped before its end."""
+        self._open.close()
 
-    def _give(self, reason: str | None) -> Iterator[Chunk]:
-        """Yield the round's chunks; the result is there with the last of all."""
-        while self._ready:
-            chunk = self._ready.popleft()
-            self._yielded.append(chunk)
-            if reason is not None and not self._ready:
-                self._end(reason)
-            yield chunk
-
-    def _end(self, reason: str) -> None:
-        if self._hold_all:
+    def _advance(self) -> None:
+        """Run the next round; with a budget of nothing, the prompt alone."""
+        if not self._started:
+            self._started = True
+            self._open.enter_context(self._running)
+            self._decoder.prefill()
+        budget = self._max_tokens - self.stats.emitted
+        if budget == 0:
+            self._end("length")
+            return
+        self._reason = self._decoder.next_round(budget, self._cut)
+        if self._reason is not None and self._hold_all:
             self._decoder.hold_all()
-        self._set_result(reason)
 
-    def _set_result(self, reason: str) -> None:
+    def _end(self, reason: str, *, hold_all: bool = True) -> None:
+        """Let the caches hold what they should, and set the result."""
+        if self._hold_all and hold_all:
+            self._decoder.hold_all()
+        known = self._hold_all and reason != "error"
+        self._ready.clear()
+        self._open.close()
         self._result = Result(
             text="".join(chunk.text for chunk in self._yielded),
             tokens=[chunk.token for chunk in self._yielded],
@@ -155,19 +158,20 @@ class Stream:
             stats=self.stats,
             seed=self._seed,
             cached_tokens=self.cached_tokens,
-            next_token=self._decoder.next_token() if self._hold_all else None,
+            next_token=self._decoder.next_token() if known else None,
         )
 
     def _cut(self, emitted: list[int]) -> Cut:
         """Turn a round's tokens into chunks, up to a stop or the budget."""
+        self._ready.clear()
         reason: str | None = None
         for token in emitted:
             text, stopped = self._text.add(token)
             if stopped:
                 reason = "stop"
             elif self.stats.emitted + len(self._ready) + 1 == self._max_tokens:
-                reason = "length"
-                text += self._text.finish()
+                rest, stopped = self._text.finish()
+                text, reason = text + rest, "stop" if stopped else "length"
             self._ready.append(Chunk(text, token, reason))
             if reason is not None:
                 break

@@ -65,13 +65,17 @@ class TextStream:
     def add(self, token: int) -> tuple[str, bool]:
         """Take one token; return the text it makes certain, and whether it ends it."""
         if token in self._stop_tokens:
-            return self.finish(), True
+            return self.finish()[0], True
         self._detokenizer.add_token(token)
         return self._strings.add(self._detokenizer.last_segment)
 
-    def finish(self) -> str:
-        """Return the rest of the text, without a character that is not complete."""
+    def finish(self) -> tuple[str, bool]:
+        """Return the rest of the text, and whether a stop string ended it.
+
+        A character that is not complete is left out, and with it a replacement
+        character at the very end, which looks the same.
+        """
         self._detokenizer.finalize()
         rest = self._detokenizer.last_segment.rstrip(INCOMPLETE)
         shown, stopped = self._strings.add(rest)
-        return shown if stopped else shown + self._strings.flush()
+        return (shown, True) if stopped else (shown + self._strings.flush(), False)

@@ -5,13 +5,15 @@ does not matter how far one lags behind the other. It knows no text and no sampl
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_speculation.caches import Speculation, check_supported, states
+from mlx_speculation.caches import Speculation, check_supported, position, states
+from mlx_speculation.errors import InvalidRequestError
 
 PREFILL_STEP = 2048
 
@@ -27,19 +29,37 @@ class Lane:
 
     Raises:
         UnsupportedCacheError: a cache is of an unknown kind.
+        InvalidRequestError: the number of caches is not the model's.
     """
 
     def __init__(
         self, model: nn.Module, caches: list[Any] | None = None, seen: int = 0
     ) -> None:
+        own = make_prompt_cache(model)
         self.model = model
-        self.caches = make_prompt_cache(model) if caches is None else caches
+        self.caches = own if caches is None else caches
         self.seen = seen
         self.reruns = 0
         check_supported(self.caches)
+        if len(self.caches) != len(own):
+            raise InvalidRequestError(
+                f"{len(self.caches)} caches were passed, and the model has {len(own)}. "
+                "Pass all that make_prompt_cache(model) returns, and no others."
+            )
+        self._unknown = (position(self.caches) or 0) - seen
 
     def begin(self, *, whole: bool = False) -> "LaneRound":
-        """Open a round of forwards of which a prefix, or with `whole` all, is kept."""
+        """Open a round of forwards of which a prefix, or with `whole` all, is kept.
+
+        Raises:
+            InvalidRequestError: the caches do not hold what this lane left in them.
+        """
+        held = position(self.caches)
+        if held is not None and held != self._unknown + self.seen:
+            raise InvalidRequestError(
+                f"The caches hold {held} tokens, and {self._unknown + self.seen} were "
+                "left in them: something else has written. Use caches in one stream."
+            )
         return LaneRound(self, whole=whole)
 
     def feed(self, tokens: Sequence[int], step: int = PREFILL_STEP) -> None:
@@ -66,7 +86,9 @@ class LaneRound:
     def __init__(self, lane: Lane, *, whole: bool = False) -> None:
         self._lane = lane
         self._fed: list[mx.array] = []
-        self._speculation = Speculation(lane.caches, whole=whole, rerun=self._rerun)
+        # Bound to no method of this object: a cycle would keep old states alive.
+        rerun = partial(_feed_again, lane, self._fed)
+        self._speculation = Speculation(lane.caches, whole=whole, rerun=rerun)
         self._committed = 0
 
     @property
@@ -109,8 +131,10 @@ class LaneRound:
     def __exit__(self, *error: Any) -> None:
         self._speculation.__exit__(*error)
 
-    def _rerun(self, keep: int) -> None:
-        tokens = mx.concatenate(self._fed)[:keep]
-        with Speculation(self._lane.caches, whole=True) as again:
-            self._lane.model(tokens[None], cache=again.caches)
-            again.commit(keep)
+
+def _feed_again(lane: Lane, fed: list[mx.array], keep: int) -> None:
+    """Feed the first `keep` of the fed tokens to caches that were rolled back."""
+    tokens = mx.concatenate(fed)[:keep]
+    with Speculation(lane.caches, whole=True) as again:
+        lane.model(tokens[None], cache=again.caches)
+        again.commit(keep)

@@ -41,7 +41,10 @@ REPLAYABLE = frozenset(
     }
 )
 
-_counts_lock = threading.Lock()
+# Re-entrant: a collected generator removes its hooks in whatever thread allocates.
+_counts_lock = threading.RLock()
+
+_CACHE = object()  # stands for the cache in recorded arguments, which would be a cycle
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class MixerCall:
         """Run the mixer over the first `keep` positions; its output is not used."""
 
         def cut(value: Any) -> Any:
-            if isinstance(value, RecordingArraysCache):
+            if value is _CACHE:
                 return cache
             if not isinstance(value, mx.array) or value.ndim < 2:
                 return value
@@ -79,15 +82,22 @@ def _recorded(kind: type[nn.Module]) -> type[nn.Module]:
         if cache is None:
             return kind.__call__(self, *args, **kwargs)
         inputs = next(v for v in values if isinstance(v, mx.array))
-        with cache.record(MixerCall(self, inputs.shape[1], args, kwargs)):
+        noted = tuple(_CACHE if v is cache else v for v in args)
+        named = {n: _CACHE if v is cache else v for n, v in kwargs.items()}
+        with cache.record(MixerCall(self, inputs.shape[1], noted, named)):
             return kind.__call__(self, *args, **kwargs)
 
     return type(kind.__name__, (kind,), {"__call__": call, "_recorded_from": kind})
 
 
+def _plain_class(module: nn.Module) -> type[nn.Module]:
+    kind: type[nn.Module] = getattr(type(module), "_recorded_from", type(module))
+    return kind
+
+
 def _mixers(model: nn.Module) -> Iterator[nn.Module]:
     for _, module in model.named_modules():
-        kind = getattr(type(module), "_recorded_from", type(module))
+        kind = _plain_class(module)
         if (kind.__module__, kind.__name__) in REPLAYABLE:
             yield module
 
@@ -100,6 +110,8 @@ class Recorders:
 
     def __init__(self, model: nn.Module) -> None:
         self._mixers = list(_mixers(model))
+        for mixer in self._mixers:
+            _recorded(_plain_class(mixer))  # made before the lock is taken
         with _counts_lock:
             for mixer in self._mixers:
                 count = getattr(mixer, "_recorders", 0)
@@ -114,7 +126,6 @@ class Recorders:
                 count = mixer._recorders - 1
                 object.__setattr__(mixer, "_recorders", count)
                 if count == 0:
-                    kind: Any = type(mixer)
-                    mixer.__class__ = kind._recorded_from
+                    mixer.__class__ = _plain_class(mixer)
                     object.__delattr__(mixer, "_recorders")
             self._mixers = []

@@ -37,8 +37,16 @@ class Chooser:
         self.sampling = sampling
         self._width = width
         self._limit = width if limit is None else min(limit, width)
-        self._missing = missing
+        self._exists: mx.array | None = None
+        if missing is not None:
+            ids = mx.arange(width)[:, None]
+            self._exists = (ids != missing[None]).all(axis=-1)  # [width]
         self._key = stream_key(sampling.seed, CHOICE)
+
+    @property
+    def limit(self) -> int:
+        """Ids from here on are never chosen."""
+        return self._limit
 
     def choose(self, logits: mx.array, positions: mx.array) -> mx.array:
         """Choose one token per row.
@@ -69,8 +77,7 @@ class Chooser:
 
     def _existing(self, logits: mx.array) -> mx.array:
         logits = logits[:, : self._limit]
-        if self._missing is None:
+        if self._exists is None:
             return logits
-        missing = mx.broadcast_to(self._missing, (len(logits), self._missing.size))
         nothing = mx.array(-mx.inf, logits.dtype)
-        return mx.put_along_axis(logits, missing, nothing, axis=-1)
+        return mx.where(self._exists[: logits.shape[-1]], logits, nothing)

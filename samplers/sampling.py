@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from mlx_speculation.errors import InvalidRequestError
 
 SEED_LIMIT = 2**64
+SMALLEST_TEMPERATURE = 1e-30  # below it, scores overflow float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         """Whether the most probable token is always chosen."""
-        return self.temperature == 0
+        return self.temperature < SMALLEST_TEMPERATURE
 
     def with_seed(self) -> "Sampling":
         """Return these options with a seed, drawn if there was none."""

@@ -165,7 +165,7 @@ def _compare(
     """Stream the speculative text, then generate the plain one and compare."""
     from mlx_speculation import Sampling
     from mlx_speculation.engine.identity import find_parting
-    from mlx_speculation.models import mlx_lm_speed
+    from mlx_speculation.models import TokenIds, mlx_lm_speed
     from mlx_speculation.samplers import Chooser
 
     stream = generator.stream(prompt.text, max_tokens=max_tokens, stop_tokens=())
@@ -185,7 +185,7 @@ def _compare(
         stats=result.stats,
         parting=find_parting(
             generator.model,
-            Chooser(Sampling(seed=0), len(generator.tokenizer.get_vocab())),
+            Chooser(Sampling(seed=0), TokenIds.of(generator.tokenizer).width),
             tokens,
             plain.tokens,
             result.tokens,

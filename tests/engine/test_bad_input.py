@@ -3,9 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    BatchKVCache,
+    KVCache,
+    QuantizedKVCache,
+    make_prompt_cache,
+)
 
 from mlx_speculation import (
     InvalidRequestError,
@@ -41,6 +48,11 @@ def generator(model: nn.Module) -> SpeculativeGenerator:
         ({"prompt": [-1]}, ["-1", "255"]),
         ({"max_tokens": -1}, ["-1", "0 or more"]),
         ({"max_tokens": 2.5}, ["2.5", "0 or more"]),
+        ({"max_tokens": True}, ["True", "0 or more"]),
+        ({"draft_length": True}, ["True", "at least 0"]),
+        ({"prompt": [1.7]}, ["1.7", "whole numbers"]),
+        ({"prompt": mx.array([[1, 2]])}, ["one dimension"]),
+        ({"prompt": None}, ["None", "whole numbers"]),
         ({"draft_length": -2}, ["-2", "at least 0"]),
         ({"stop": ""}, ["empty", "Leave it out"]),
         ({"stop": ["a", ""]}, ["empty"]),
@@ -199,3 +211,77 @@ def test_every_error_is_one_of_ours(generator: SpeculativeGenerator) -> None:
         generator.stream("")
     with pytest.raises(ValueError, match="0 tokens"):
         generator.stream("")
+
+
+def test_prompts_may_be_any_sequence_of_ids(generator: SpeculativeGenerator) -> None:
+    expected = generator.generate([1, 2, 3], max_tokens=5).tokens
+    prompts: list[Any] = [(1, 2, 3), np.array([1, 2, 3]), mx.array([1, 2, 3])]
+    for prompt in prompts:
+        assert generator.generate(prompt, max_tokens=5).tokens == expected
+
+
+def test_caches_of_the_wrong_number_are_refused(
+    model: nn.Module, generator: SpeculativeGenerator
+) -> None:
+    """mlx-lm zips layers with caches, so a short list runs fewer layers."""
+    caches = make_prompt_cache(model)
+    for wrong in (caches[:1], [*caches, KVCache()]):
+        with pytest.raises(InvalidRequestError, match=f"{len(wrong)} caches .* has 4"):
+            generator.stream([1, 2], prompt_cache=wrong)
+
+
+def test_batched_caches_are_refused_like_any_unknown_kind(
+    generator: SpeculativeGenerator,
+) -> None:
+    with pytest.raises(UnsupportedCacheError, match="BatchKVCache"):
+        generator.stream([1], prompt_cache=[BatchKVCache([0, 0]) for _ in range(4)])
+
+
+def test_caches_that_something_else_wrote_to_are_refused(
+    model: nn.Module, generator: SpeculativeGenerator
+) -> None:
+    caches = make_prompt_cache(model)
+    first = generator.stream([1, 2, 3], prompt_cache=caches, max_tokens=20)
+    next(first)
+    held = first.cached_tokens
+    second = generator.stream([4], prompt_cache=caches, cached_tokens=held)
+    next(second)
+    with pytest.raises(InvalidRequestError, match="something else has written"):
+        list(first)
+
+
+def test_a_draft_without_a_row_for_every_id_is_refused(model: nn.Module) -> None:
+    """It would be fed the prompt's ids, and mlx reads past the embedding's end."""
+    with pytest.raises(InvalidRequestError, match=r"100 token ids.* 255"):
+        SpeculativeGenerator(model, byte_tokenizer(), draft=build("llama", vocab=100))
+
+
+def test_draft_caches_that_hold_something_else_are_refused(
+    model: nn.Module, generator: SpeculativeGenerator
+) -> None:
+    ahead, caches = make_prompt_cache(model), make_prompt_cache(model)
+    generator.generate([1, 2, 3], max_tokens=4, prompt_cache=ahead)
+    with pytest.raises(InvalidRequestError, match="holds 7 tokens and prompt_cache 0"):
+        generator.stream([1], prompt_cache=caches, draft_cache=ahead)
+    with pytest.raises(InvalidRequestError, match="holds 7 tokens and prompt_cache 0"):
+        generator.stream([1], draft_cache=ahead)
+
+
+def test_drafts_of_a_wrong_length_are_refused(model: nn.Module) -> None:
+    class Eager(ScriptedDrafter):
+        def propose(self, sequence: Any, limit: int, choose: Any) -> Any:
+            return super().propose(sequence, limit + 1, choose)
+
+    drafter = Eager([], right=0.0)
+    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=drafter)
+    with pytest.raises(InvalidRequestError, match="proposed 5 tokens, and from 1 to 4"):
+        generator.generate([1, 2])
+    assert drafter.calls[-1] == "discard"
+
+
+def test_a_drafter_that_invents_ids_changes_nothing(model: nn.Module) -> None:
+    drafter = ScriptedDrafter([10**6] * 99, right=1.0)
+    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=drafter)
+    plain = SpeculativeGenerator(model, byte_tokenizer())
+    expected = plain.generate([1, 2], max_tokens=12).tokens
+    assert generator.generate([1, 2], max_tokens=12).tokens == expected

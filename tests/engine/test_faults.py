@@ -5,6 +5,7 @@ After the error the same decoder goes on, and the text is what it would have bee
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -45,7 +46,6 @@ class Run:
             target=self.target,
             sequence=self.sequence,
             chooser=Chooser(Sampling(temperature=0.7, seed=5), 256),
-            cut=lambda tokens: self.cut(tokens),
             drafter=self.drafter,
             draft_length=length,
         )
@@ -55,9 +55,13 @@ class Run:
     def emitted(self) -> list[int]:
         return self.sequence.tokens[len(PROMPT) :]
 
+    def next_round(self) -> None:
+        budget = TOKENS - len(self.emitted)
+        self.decoder.next_round(budget, lambda tokens: self.cut(tokens))
+
     def finish(self) -> list[int]:
         while len(self.emitted) < TOKENS:
-            self.decoder.next_round(TOKENS - len(self.emitted))
+            self.next_round()
         return self.emitted
 
     def state(self) -> tuple[list[Any], dict[str, Any], list[int], int]:
@@ -67,6 +71,12 @@ class Run:
             list(self.sequence.tokens),
             self.target.seen,
         )
+
+
+@cache
+def plain_text(name: str) -> list[int]:
+    """Return the text without a draft and without an error."""
+    return Run(build(name), None, 0).finish()
 
 
 @contextmanager
@@ -123,7 +133,7 @@ def fail_one_round(run: Run, step: tuple[Any, str, int], error: BaseException) -
         failing(run if owner is Run else owner, name, call, error),
         pytest.raises(type(error)),
     ):
-        run.decoder.next_round(TOKENS - len(run.emitted))
+        run.next_round()
     after = run.state()
     assert_same_content(before[0], after[0])
     assert before[1:] == after[1:]
@@ -135,7 +145,7 @@ def test_an_error_in_a_drafted_round_changes_nothing(
     name: str, step: tuple[Any, str, int]
 ) -> None:
     model = build(name)
-    expected = Run(model, None, 0).finish()
+    expected = plain_text(name)
     draft = build(name)
     # Installs the recorders on both.
     generator = SpeculativeGenerator(model, byte_tokenizer(), draft=draft)
@@ -143,7 +153,7 @@ def test_an_error_in_a_drafted_round_changes_nothing(
     assert run.drafter is not None
     for rounds, error in ((0, InjectedError()), (3, KeyboardInterrupt())):
         while run.decoder.statistics.rounds < rounds:
-            run.decoder.next_round(TOKENS)
+            run.next_round()
         drafted = content(run.drafter.lane.caches)
         fail_one_round(run, step, error)
         if rounds:  # the first round also feeds the drafter its prompt, and keeps it
@@ -159,11 +169,11 @@ def test_an_error_in_a_plain_round_changes_nothing(
     name: str, step: tuple[Any, str, int]
 ) -> None:
     model = build(name)
-    expected = Run(model, None, 0).finish()
+    expected = plain_text(name)
     run = Run(model, None, 0)
     for rounds, error in ((0, InjectedError()), (3, KeyboardInterrupt())):
         while run.decoder.statistics.rounds < rounds:
-            run.decoder.next_round(TOKENS)
+            run.next_round()
         fail_one_round(run, step, error)
     assert run.finish() == expected
 
@@ -175,10 +185,10 @@ def test_an_error_in_the_middle_of_a_forward_changes_nothing(
 ) -> None:
     """Half of the layers have written when the error comes."""
     model = build(name)
-    expected = Run(model, None, 0).finish()
+    expected = plain_text(name)
     recorders = SpeculativeGenerator(model, byte_tokenizer())
     run = Run(model, build(name) if drafted else None, 3)
-    run.decoder.next_round(TOKENS)
+    run.next_round()
     layer = _layers(model)[2]
     kind = type(layer)
 
@@ -188,7 +198,7 @@ def test_an_error_in_the_middle_of_a_forward_changes_nothing(
     before = run.state()
     layer.__class__ = type(kind.__name__, (kind,), {"__call__": interrupted})
     with pytest.raises(KeyboardInterrupt):
-        run.decoder.next_round(TOKENS - len(run.emitted))
+        run.next_round()
     layer.__class__ = kind
     after = run.state()
     assert_same_content(before[0], after[0])
@@ -201,11 +211,11 @@ def test_an_error_in_the_middle_of_a_forward_changes_nothing(
 @pytest.mark.parametrize("length", [0, 3])
 def test_nan_logits_roll_the_round_back(name: str, length: int) -> None:
     model = build(name)
-    expected = Run(model, None, 0).finish()
+    expected = plain_text(name)
     recorders = SpeculativeGenerator(model, byte_tokenizer())
     run = Run(model, build(name) if length else None, length)
     for _ in range(3):
-        run.decoder.next_round(TOKENS)
+        run.next_round()
     original = LaneRound.forward
 
     def poisoned(self: LaneRound, tokens: mx.array) -> mx.array:
@@ -216,9 +226,9 @@ def test_nan_logits_roll_the_round_back(name: str, length: int) -> None:
     LaneRound.forward = poisoned  # type: ignore[method-assign]
     try:
         if length == 0:  # a plain round reads what the round before submitted
-            run.decoder.next_round(TOKENS - len(run.emitted))
+            run.next_round()
         with pytest.raises(NonFiniteLogitsError, match="rolled back"):
-            run.decoder.next_round(TOKENS - len(run.emitted))
+            run.next_round()
     finally:
         LaneRound.forward = original  # type: ignore[method-assign]
     assert run.target.seen <= len(run.sequence.tokens)
@@ -236,7 +246,7 @@ def test_a_drafter_that_cannot_roll_back_starts_over() -> None:
     target, draft = build("llama"), build("mamba")  # no recorders on the draft
     expected = Run(target, None, 0).finish()
     run = Run(target, draft, 4)
-    run.decoder.next_round(TOKENS)
+    run.next_round()
     fail_one_round(run, (Speculation, "commit", 3), InjectedError())
     assert run.finish() == expected
 

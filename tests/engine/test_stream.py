@@ -1,5 +1,7 @@
 """Streams: stops, budgets, characters, closing, and the caches afterwards."""
 
+import gc
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -10,8 +12,16 @@ from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_speculation import Sampling, SpeculationError, SpeculativeGenerator
-from mlx_speculation.models import Lane
+from mlx_speculation import (
+    Sampling,
+    Speculation,
+    SpeculationError,
+    SpeculativeGenerator,
+)
+from mlx_speculation.caches import RecordingArraysCache
+from mlx_speculation.caches.rotating import PresentedRing
+from mlx_speculation.engine import Stream, decoding
+from mlx_speculation.models import Lane, LaneRound
 from support.drafters import ScriptedDrafter
 from support.tiny_models import build
 from support.tiny_tokenizer import byte_tokenizer
@@ -23,13 +33,22 @@ PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
 SAMPLED = Sampling(temperature=0.8, seed=4)
 
 
+@cache
+def known(name: str) -> tuple[nn.Module, Any, list[int]]:
+    """Return a model, its plain generator and the text of 60 tokens."""
+    model = build(name)
+    plain = SpeculativeGenerator(model, byte_tokenizer())
+    text = plain.generate(PROMPT, max_tokens=60, sampling=SAMPLED).tokens
+    return model, plain, text
+
+
 def pair(name: str, right: float = 0.6) -> tuple[nn.Module, Any, Any, list[int]]:
     """Return a model, its plain and its speculative generator, and the text."""
-    model, tokenizer = build(name), byte_tokenizer()
-    plain = SpeculativeGenerator(model, tokenizer)
-    text = plain.generate(PROMPT, max_tokens=60, sampling=SAMPLED).tokens
+    model, plain, text = known(name)
     drafter = ScriptedDrafter(PROMPT + text, right=right, seed=1)
-    drafted = SpeculativeGenerator(model, tokenizer, draft=drafter, draft_length=4)
+    drafted = SpeculativeGenerator(
+        model, byte_tokenizer(), draft=drafter, draft_length=4
+    )
     return model, plain, drafted, text
 
 
@@ -185,7 +204,7 @@ def test_a_stop_token_ends_the_tokens_and_not_the_text(drafted: bool) -> None:
 def test_a_stop_string_cuts_the_text_before_it(
     cut: int, length: int, drafted: bool
 ) -> None:
-    model, plain, speculative, _ = _PAIRS.setdefault("llama", pair("llama"))
+    model, plain, speculative, _ = pair("llama")
     generator = speculative if drafted else plain
     text = plain.generate(PROMPT, max_tokens=60, sampling=SAMPLED).text
     stop = text[cut : cut + length]
@@ -204,9 +223,6 @@ def test_a_stop_string_cuts_the_text_before_it(
     assert result.finish_reason == "stop"
     assert result.cached_tokens == PROMPT + result.tokens
     _assert_holds(model, caches, result.cached_tokens)
-
-
-_PAIRS: dict[str, Any] = {}
 
 
 @pytest.mark.parametrize("k", [1, 4, 7])
@@ -237,6 +253,84 @@ def test_statistics_count_what_the_terms_say() -> None:
     assert (stats.rounds, stats.drafts, stats.emitted) == (20, 0, 20)
     assert stats.mean_accepted_length == 1.0
     assert stats.tokens_per_second > 0
+
+
+def test_closing_before_the_first_chunk_feeds_nothing() -> None:
+    model, plain, _, _ = pair("llama")
+    caches = make_prompt_cache(model)
+    stream = plain.stream(PROMPT, prompt_cache=caches)
+    stream.close()
+    assert stream.cached_tokens == []
+    assert all(cache.empty() for cache in caches)
+    assert next(stream, None) is None
+
+
+def test_a_stop_inside_accepted_drafts_still_knows_the_next_token() -> None:
+    model, _, speculative, text = pair("llama", right=1.0)
+    for index in range(1, 9):
+        if text[index] in text[:index]:
+            continue
+        caches = make_prompt_cache(model)
+        result = speculative.generate(
+            PROMPT,
+            max_tokens=40,
+            sampling=SAMPLED,
+            stop_tokens=[text[index]],
+            prompt_cache=caches,
+        )
+        assert result.next_token == text[index + 1]
+
+
+def test_an_error_ends_the_stream_with_a_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, plain, _, text = pair("llama")
+    caches = make_prompt_cache(model)
+    stream = plain.stream(PROMPT, sampling=SAMPLED, prompt_cache=caches)
+    yielded = [next(stream).token for _ in range(3)]
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(decoding, "read", broken)
+    with pytest.raises(RuntimeError, match="device lost"):
+        next(stream)
+    stream.close()
+    assert stream.result.finish_reason == "error"
+    assert stream.result.tokens == yielded == text[:3]
+    assert stream.cached_tokens == PROMPT + yielded
+    assert caches[0].offset == len(stream.cached_tokens)
+
+
+def test_a_stream_keeps_its_generator_and_so_the_recorders() -> None:
+    model = build("qwen3_5")
+    stream = SpeculativeGenerator(
+        model, byte_tokenizer(), draft=build("qwen3_5", seed=3)
+    ).stream(PROMPT, max_tokens=12)
+    gc.collect()
+    list(stream)
+    assert stream.stats.accepted < stream.stats.drafted
+    assert stream.stats.reruns == 0
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5"])
+def test_nothing_old_waits_for_the_garbage_collector(name: str) -> None:
+    """Old windows, states and recorded inputs would pile up round after round."""
+    _, _, speculative, _ = pair(name)
+    kinds = (Stream, LaneRound, Speculation, RecordingArraysCache, PresentedRing)
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(isinstance(o, kinds) for o in gc.get_objects())
+        for _ in range(2):
+            speculative.generate(PROMPT, max_tokens=30, sampling=SAMPLED)
+            stream = speculative.stream(PROMPT, max_tokens=30, sampling=SAMPLED)
+            next(stream)
+            del stream
+        after = sum(isinstance(o, kinds) for o in gc.get_objects())
+    finally:
+        gc.enable()
+    assert after <= before
 
 
 def test_a_drawn_seed_is_reported_and_repeats_the_text() -> None:

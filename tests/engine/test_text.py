@@ -23,7 +23,7 @@ def test_every_piece_and_the_end_hold_whole_characters(text: str, cut: int) -> N
         assert not stopped
         # mlx-lm's detokenizer drops one space at the very beginning.
         assert text.startswith(shown) or text.removeprefix(" ").startswith(shown)
-    shown += stream.finish()
+    shown += stream.finish()[0]
     whole = text.encode()[: len(tokens)].decode("utf-8", "ignore")
     assert shown in (whole, whole.removeprefix(" "))
 

@@ -101,6 +101,20 @@ def test_ids_at_the_limit_and_missing_ones_are_never_chosen() -> None:
     assert greedy.choose(tall, mx.array([0])).item() == 0
 
 
+def test_a_missing_id_past_the_logits_touches_no_other_row() -> None:
+    chooser = Chooser(Sampling(seed=0), 256, missing=mx.array([3, 240]))
+    logits = mx.zeros((2, 200)).at[1, 40].add(5.0).at[:, 3].add(9.0)
+    assert chooser.choose(logits, mx.arange(2)).tolist() == [0, 40]
+
+
+def test_a_temperature_that_overflows_is_greedy() -> None:
+    logits = rows(1, 5, 40)
+    tiny = Chooser(Sampling(temperature=1e-39, seed=0), 40)
+    assert mx.array_equal(
+        tiny.choose(logits, mx.arange(5)), mx.argmax(logits, axis=-1)
+    ).item()
+
+
 def test_a_chooser_needs_a_seed() -> None:
     with pytest.raises(InvalidRequestError, match="seed is None"):
         Chooser(Sampling(), 10)
