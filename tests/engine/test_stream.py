@@ -333,6 +333,35 @@ def test_nothing_old_waits_for_the_garbage_collector(name: str) -> None:
     assert after <= before
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
+def test_a_drafted_round_waits_for_the_device_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(name)
+    generator = SpeculativeGenerator(
+        model, byte_tokenizer(), draft=build(name, seed=7), draft_length=3
+    )
+    stream = generator.stream(PROMPT, max_tokens=30)
+    next(stream)  # prefill waits too
+    waits: list[str] = []
+
+    def counted(owner: Any, wait: str) -> None:
+        original = getattr(owner, wait)
+
+        def wrapper(*args: Any) -> Any:
+            waits.append(wait)
+            return original(*args)
+
+        monkeypatch.setattr(owner, wait, wrapper)
+
+    counted(decoding, "read")
+    for wait in ("eval", "synchronize"):
+        counted(mx, wait)
+    rounds = stream.stats.rounds
+    list(stream)
+    assert waits == ["read"] * (stream.stats.rounds - rounds)
+
+
 def test_a_drawn_seed_is_reported_and_repeats_the_text() -> None:
     _, plain, _, _ = pair("llama")
     sampling = Sampling(temperature=1.0)
