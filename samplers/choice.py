@@ -71,9 +71,10 @@ class Chooser:
     def log_probs(self, logits: mx.array) -> mx.array:
         """Return the filtered, tempered log-probabilities, float32, unnormalized."""
         logits = self._existing(logits).astype(mx.float32)
-        log_probs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        filtered = apply_filters(log_probs, self.sampling)
-        return filtered * (1 / self.sampling.temperature)
+        if self.sampling.filters:  # they compare with probabilities
+            logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            logits = apply_filters(logits, self.sampling)
+        return logits * (1 / self.sampling.temperature)
 
     def _existing(self, logits: mx.array) -> mx.array:
         logits = logits[:, : self._limit]

@@ -46,8 +46,8 @@ def gumbel(key: mx.array, positions: mx.array, width: int) -> mx.array:
     Returns:
         float32 [rows, width].
     """
-    first = key[0] + positions.astype(mx.uint32)
-    keys = mx.stack([first, mx.broadcast_to(key[1], first.shape)], axis=-1)
+    first = positions.astype(mx.uint32)
+    keys = key + mx.stack([first, mx.zeros_like(first)], axis=-1)
     if len(keys) == 1:  # a plain step: vmap would cost as much as the noise
         return mx.random.gumbel((width,), mx.float32, key=keys[0])[None]
     return _gumbel(width)(keys)

@@ -56,6 +56,11 @@ class Sampling:
         """Whether the most probable token is always chosen."""
         return self.temperature < SMALLEST_TEMPERATURE
 
+    @property
+    def filters(self) -> bool:
+        """Whether any filter is on."""
+        return 0 < self.top_p < 1 or self.min_p > 0 or self.top_k > 0
+
     def with_seed(self) -> "Sampling":
         """Return these options with a seed, drawn if there was none."""
         if self.seed is not None:
