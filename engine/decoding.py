@@ -146,9 +146,14 @@ class Decoder:
         return self._target.seen
 
     def prefill(self) -> None:
-        """Feed all known tokens but the last, which the first round feeds."""
+        """Feed all known tokens but the last, which the first round feeds.
+
+        The drafter begins here too, with its own look at the prompt.
+        """
         started = time.perf_counter()
         self._target.feed(self._sequence.tokens[self._target.seen : -1])
+        if self._drafter is not None:
+            self._drafter.begin(self._sequence)
         self.statistics.prefill_seconds += time.perf_counter() - started
 
     def next_round(self, budget: int, cut: MakeCut) -> str | None:
@@ -229,7 +234,7 @@ class Decoder:
         started = time.perf_counter()
         draft = drafter.propose(self._sequence, length, self._chooser.choose)
         draft = _checked(draft, length, self._chooser.limit)
-        mx.async_eval(draft.tokens)
+        mx.async_eval(draft.tokens)  # runs while the target's graph is built
         drafted = time.perf_counter()
         unseen = self._sequence.tokens[self._target.seen :]
         with self._target.begin() as lane_round:

@@ -35,16 +35,16 @@ class DraftModel:
         return self._lane
 
     def begin(self, sequence: Sequence) -> None:
-        """Take a lane with empty caches, or the given one the first time."""
+        """Take a lane with empty caches, or the given one, and feed it the prompt."""
         self._lane = self._first_lane or self._make_lane()
         self._first_lane = None
         self._round = None
+        self._catch_up(sequence)
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
         """Feed what the lane has not seen, then its own choices, `limit` tokens."""
         self._round = None
-        if len(sequence.tokens) - self._lane.seen > LONGEST_LAG:
-            self._lane.feed(sequence.tokens[self._lane.seen : -1])
+        self._catch_up(sequence)
         lag = sequence.tokens[self._lane.seen :]
         self._lag, self._length = len(lag), limit
         self._round = self._lane.begin()
@@ -54,8 +54,14 @@ class DraftModel:
         for position in range(first, first + limit):
             logits = self._round.forward(inputs)[-1:]
             inputs = choose(logits, mx.array([position]))
+            mx.async_eval(inputs)  # runs while the next step's graph is built
             proposed.append(inputs)
         return Draft(mx.concatenate(proposed))
+
+    def _catch_up(self, sequence: Sequence) -> None:
+        """Feed committed text that is too long for a round, all but the last token."""
+        if len(sequence.tokens) - self._lane.seen > LONGEST_LAG:
+            self._lane.feed(sequence.tokens[self._lane.seen : -1])
 
     def settle(self, accepted: int) -> None:
         """Keep the lag and the accepted tokens; the last proposed one was not fed."""

@@ -28,12 +28,13 @@ class Draft:
 class Drafter(Protocol):
     """Proposes tokens for one open stream at a time.
 
-    The calls of a round are `propose`, then `settle` or `discard`. Rounds without a
-    draft make no call, so a drafter finds its place from the sequence.
+    `begin` comes first. The calls of a round are `propose`, then `settle` or
+    `discard`. Rounds without a draft make no call, so a drafter finds its place from
+    the sequence.
     """
 
     def begin(self, sequence: Sequence) -> None:
-        """Start on a new sequence, and forget the last one."""
+        """Start on a new sequence, and forget the last one. Called by prefill."""
         ...
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:

@@ -206,8 +206,6 @@ class SpeculativeGenerator:
             raise InvalidRequestError("A stop string is empty. Leave it out.")
         ends = self._tokenizer.eos_token_ids if stop_tokens is None else stop_tokens
         end_ids = frozenset(int(token) for token in ends if token is not None)
-        if drafter is not None:
-            drafter.begin(sequence)
         assert sampling.seed is not None
         stream = Stream(
             decoder=Decoder(
