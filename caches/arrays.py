@@ -115,6 +115,8 @@ class ArraysJournal:
         whole: nothing but all or nothing will be kept, so nothing is recorded.
     """
 
+    live = False
+
     def __init__(self, cache: ArraysCache, *, whole: bool = False) -> None:
         self._cache = cache
         self._before = copied(cache)

@@ -27,6 +27,11 @@ class Journal(Protocol):
         ...
 
     @property
+    def live(self) -> bool:
+        """Whether the model writes to the live cache, which then holds all it wrote."""
+        ...
+
+    @property
     def written(self) -> int | None:
         """Positions written since the journal was opened.
 

@@ -1,10 +1,11 @@
 """Which cache kinds are known, and the journal of each.
 
+A `CacheList` has no journal: its members move by themselves, like layers do.
 The type has to match exactly: a subclass may write in a way that its parent's
 journal does not know, so it is refused like any other unknown kind.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
@@ -12,11 +13,17 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from mlx_speculation.caches.arrays import ArraysJournal
 from mlx_speculation.caches.journal import Journal
 from mlx_speculation.caches.kv import KVJournal
-from mlx_speculation.caches.lists import MemberJournals
 from mlx_speculation.caches.rotating import RotatingJournal
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 
-KNOWN = (KVCache, RotatingKVCache, ArraysCache, CacheList)
+OpenJournal = Callable[[Any, bool], Journal]
+
+JOURNALS: dict[type, OpenJournal] = {
+    KVCache: lambda cache, whole: KVJournal(cache),
+    RotatingKVCache: lambda cache, whole: RotatingJournal(cache),
+    ArraysCache: lambda cache, whole: ArraysJournal(cache, whole=whole),
+}
+KNOWN = (*JOURNALS, CacheList)
 
 
 def leaves(caches: Sequence[Any]) -> Iterator[tuple[str, Any]]:
@@ -29,16 +36,33 @@ def leaves(caches: Sequence[Any]) -> Iterator[tuple[str, Any]]:
             yield str(index), cache
 
 
-def check_supported(caches: Sequence[Any]) -> None:
-    """Refuse what cannot be rolled back; touches nothing.
+def flat(caches: Sequence[Any]) -> list[Any]:
+    """Return every leaf cache. Every step asks, so no place is worked out here."""
+    found: list[Any] = []
+    for cache in caches:
+        found += flat(cache.caches) if type(cache) is CacheList else (cache,)
+    return found
+
+
+def check_supported(caches: Sequence[Any]) -> list[Any]:
+    """Return every leaf; refuse what cannot be rolled back. Touches nothing.
 
     Raises:
         InvalidRequestError: there is no cache, or one object stands in two places.
         UnsupportedCacheError: a leaf is of an unknown kind.
     """
+    found = flat(caches)
+    known = all(type(leaf) in JOURNALS for leaf in found)
+    if not (found and known and len(set(map(id, found))) == len(found)):
+        _refuse(caches)
+    return found
+
+
+def _refuse(caches: Sequence[Any]) -> None:
+    """Say what is wrong with the caches, and where."""
     places: dict[int, str] = {}
     for place, leaf in leaves(caches):
-        if type(leaf) not in KNOWN:
+        if type(leaf) not in JOURNALS:
             known = ", ".join(kind.__name__ for kind in KNOWN)
             raise UnsupportedCacheError(
                 f"The cache of layer {place} is a {type(leaf).__name__}, and the kinds "
@@ -51,22 +75,25 @@ def check_supported(caches: Sequence[Any]) -> None:
                 "Make a cache of its own for each, as make_prompt_cache does."
             )
         places[id(leaf)] = place
-    if not places:
-        raise InvalidRequestError(
-            f"The list of caches holds {len(caches)} items and no leaf. Pass what "
-            "mlx_lm.models.cache.make_prompt_cache(model) returns."
-        )
+    raise InvalidRequestError(
+        f"The list of caches holds {len(caches)} items and no leaf. Pass what "
+        "mlx_lm.models.cache.make_prompt_cache(model) returns."
+    )
 
 
-def open_journal(cache: Any, *, whole: bool) -> Journal | MemberJournals:
-    """Return a journal for a cache that `check_supported` has passed."""
-    if type(cache) is KVCache:
-        return KVJournal(cache)
-    if type(cache) is RotatingKVCache:
-        return RotatingJournal(cache)
-    if type(cache) is ArraysCache:
-        return ArraysJournal(cache, whole=whole)
-    return MemberJournals([open_journal(leaf, whole=whole) for leaf in cache.caches])
+def open_journal(leaf: Any, *, whole: bool) -> Journal:
+    """Return a journal for a leaf that `check_supported` has passed."""
+    return JOURNALS[type(leaf)](leaf, whole)
+
+
+def presented(caches: Sequence[Any], journals: Iterator[Journal]) -> list[Any]:
+    """Return what the model gets for `caches`, taking a journal for every leaf."""
+    return [
+        CacheList(*presented(cache.caches, journals))
+        if type(cache) is CacheList
+        else next(journals).presented
+        for cache in caches
+    ]
 
 
 def position(caches: Sequence[Any]) -> int | None:
@@ -75,7 +102,7 @@ def position(caches: Sequence[Any]) -> int | None:
     Recurrent states do not know. Where the leaves differ the largest counts: a leaf
     that the model does not use stays at 0.
     """
-    offsets = [leaf.offset for _, leaf in leaves(caches) if hasattr(leaf, "offset")]
+    offsets = [leaf.offset for leaf in flat(caches) if hasattr(leaf, "offset")]
     return max(offsets) if offsets else None
 
 

@@ -17,6 +17,8 @@ from mlx_lm.models.cache import KVCache
 class KVJournal:
     """Journal of one `KVCache`; the live cache itself is what the model sees."""
 
+    live = True
+
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
         self._start = cache.offset

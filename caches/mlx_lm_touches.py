@@ -152,14 +152,14 @@ TOUCHES = (
     Touch(
         "mlx_lm.models.cache",
         "CacheList.__init__",
-        "caches/lists.py",
+        "caches/kinds.py",
         "caches are the members",
         "d1dba66a5ad073a675e0838973710a839ab73c1e5aa660952708dab9e96492db",
     ),
     Touch(
         "mlx_lm.models.cache",
         "CacheList.__getitem__",
-        "caches/lists.py",
+        "caches/kinds.py",
         "models reach the members by index",
         "a39875ccef8897753146ae9e1dd998bc1a152afdaf56c9c011dcdc14ee6c0c11",
     ),

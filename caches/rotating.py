@@ -126,6 +126,8 @@ class PresentedRing(RotatingKVCache):
 class RotatingJournal:
     """Journal of one `RotatingKVCache` with any `keep`."""
 
+    live = True
+
     def __init__(self, cache: RotatingKVCache) -> None:
         self._cache = cache
         self._writes: list[Write] = []

@@ -9,13 +9,12 @@ layers of a model share masks and positions, so they move in step: `commit` chec
 every layer before it changes the first one. It knows nothing about tokens or text.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 from mlx_speculation.caches.journal import Journal
-from mlx_speculation.caches.kinds import check_supported, open_journal
-from mlx_speculation.caches.lists import MemberJournals
+from mlx_speculation.caches.kinds import check_supported, open_journal, presented
 from mlx_speculation.errors import (
     InvalidRequestError,
     SpeculationClosedError,
@@ -58,12 +57,12 @@ class Speculation:
         whole: bool = False,
         rerun: Rerun | None = None,
     ) -> None:
-        check_supported(caches)
         self._whole = whole
         self._rerun = rerun
-        journals = [open_journal(cache, whole=whole) for cache in caches]
-        self._leaves = list(_leaves(journals))
-        self._presented = [journal.presented for journal in journals]
+        found = check_supported(caches)
+        self._leaves = [open_journal(leaf, whole=whole) for leaf in found]
+        self._presented = presented(caches, iter(self._leaves))
+        self._to_change: list[Journal] = []
         self._prepared: int | None = None
         self._needs_rerun = False
         self._open = True
@@ -95,10 +94,10 @@ class Speculation:
             SpeculationClosedError: the speculation is closed.
         """
         self._check_open("prepare")
-        written = self._check_keep(keep)
+        each = [leaf.written for leaf in self._leaves]
+        written = self._check_keep(keep, each)
         whole = self._whole or keep in (0, written)
-        unknown = any(journal.written is None for journal in self._leaves)
-        self._needs_rerun = unknown and not whole
+        self._needs_rerun = not whole and None in each
         if self._needs_rerun and self._rerun is None:
             raise UnsupportedCacheError(
                 f"A layer cannot keep {keep} of {written} positions: its mixer is "
@@ -106,7 +105,9 @@ class Speculation:
                 "pass rerun=, which feeds the kept tokens again."
             )
         if keep > 0 and not self._needs_rerun:
-            for journal in self._leaves:
+            everything = keep == written
+            self._to_change = [j for j in self._leaves if not (everything and j.live)]
+            for journal in self._to_change:
                 journal.prepare(keep)
         self._prepared = keep
 
@@ -123,7 +124,7 @@ class Speculation:
         if keep == 0:
             self.rollback()
         elif not self._needs_rerun:
-            for journal in self._leaves:
+            for journal in self._to_change:
                 journal.commit(keep)
             self._open = False
         else:
@@ -156,10 +157,10 @@ class Speculation:
         if self._open:
             self.rollback()
 
-    def _check_keep(self, keep: int) -> int | None:
-        """Check `keep` against what every layer wrote; return that."""
-        each = [leaf.written for leaf in self._leaves]
-        written = max((w for w in each if w is not None), default=None)
+    def _check_keep(self, keep: int, each: list[int | None]) -> int | None:
+        """Check `keep` against what `each` layer wrote; return that."""
+        amounts = set(each)
+        written = max((w for w in amounts if w is not None), default=None)
         if keep < 0 or (written is not None and keep > written):
             raise InvalidRequestError(
                 f"commit({keep}) was asked, and {written} positions were written. "
@@ -170,7 +171,7 @@ class Speculation:
                 f"commit({keep}) was asked of a speculation opened with whole=True, "
                 f"which wrote {written}. Keep all or nothing, or open it without."
             )
-        uneven = {w for w in each if w} - {written}  # a layer may be left out
+        uneven = {w for w in amounts if w} - {written}  # a layer may be left out
         if uneven:
             raise InvalidRequestError(
                 f"One layer wrote {written} positions and another {min(uneven)}. "
@@ -183,12 +184,3 @@ class Speculation:
             raise SpeculationClosedError(
                 f"{what} was used on a speculation that is closed.\n{_HOW_TO_USE}"
             )
-
-
-def _leaves(journals: Sequence[Journal | MemberJournals]) -> Iterator[Journal]:
-    """Yield the journals of the leaves, in order."""
-    for journal in journals:
-        if isinstance(journal, MemberJournals):
-            yield from _leaves(journal.members)
-        else:
-            yield journal

@@ -14,6 +14,7 @@ before the last token is read.
 The engine knows nothing about text: a `Cut` says where the emitted tokens end.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import Statistics
 from mlx_speculation.errors import InvalidRequestError, NonFiniteLogitsError
 from mlx_speculation.models import Lane, LaneRound
-from mlx_speculation.samplers import Chooser, count_accepted, usable_rows
+from mlx_speculation.samplers import Chooser, count_accepted, normalizers
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +45,19 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A forward of the target on its way: `packed` is not read yet.
+    """A forward of the target on its way, not read yet.
 
     Attributes:
         lane_round: the transaction; committed already where there are no drafts.
-        choices: the target's choices, int32 [k + 1].
-        packed: int32 [2 (k + 1) + 1]: choices, whether each row is usable, accepted.
-            Without drafts the last is left out.
+        choices: the target's choices, uint32 [k + 1].
+        normalizers: [k + 1], not finite where no token can be chosen.
+        accepted: integer [], how many drafted tokens are accepted.
     """
 
     lane_round: LaneRound
     choices: mx.array
-    packed: mx.array
+    normalizers: mx.array
+    accepted: mx.array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +79,19 @@ def read(submitted: Submitted) -> Verdict:
     Raises:
         NonFiniteLogitsError: a row holds a NaN, or no finite largest value.
     """
-    values: Any = submitted.packed.tolist()
-    rows = submitted.choices.shape[0]
-    choices, usable, accepted = (
-        values[:rows],
-        values[rows : 2 * rows],
-        values[2 * rows :],
-    )
-    unusable = rows - sum(usable)
+    accepted = submitted.accepted
+    mx.eval(submitted.choices, submitted.normalizers, accepted)
+    choices: Any = submitted.choices.tolist()
+    normals: Any = submitted.normalizers.tolist()
+    unusable = sum(not math.isfinite(value) for value in normals)
     if unusable:
         raise NonFiniteLogitsError(
-            f"{unusable} of {rows} rows of the target's logits hold a NaN or "
+            f"{unusable} of {len(normals)} rows of the target's logits hold a NaN or "
             "no finite largest value. The round was rolled back. Check the weights, "
             "or load the model in float32."
         )
-    return Verdict(choices, accepted[0] if accepted else 0)
+    count: Any = 0 if accepted is None else accepted.item()
+    return Verdict(choices, count)
 
 
 MakeCut = Callable[[list[int]], Cut]
@@ -108,7 +108,7 @@ def _checked(draft: Draft, limit: int, ids: int) -> Draft:
             f"The drafter proposed {draft.length} tokens, and from 1 to {limit} were "
             "asked for. Mend its propose()."
         )
-    return Draft(mx.clip(draft.tokens, 0, ids - 1))
+    return Draft(mx.clip(draft.tokens, 0, ids - 1).astype(mx.uint32))
 
 
 class Decoder:
@@ -264,23 +264,21 @@ class Decoder:
     def _submit_verify(
         self, lane_round: LaneRound, unseen: list[int], draft: Draft
     ) -> Submitted:
-        inputs = mx.concatenate([mx.array(unseen, dtype=mx.int32), draft.tokens])
+        inputs = mx.concatenate([mx.array(unseen, dtype=mx.uint32), draft.tokens])
         logits = lane_round.forward(inputs)[-1 - draft.length :]
         first = self._sequence.next_position
-        positions = mx.arange(first, first + draft.length + 1)
+        positions = range(first, first + draft.length + 1)
         choices = self._chooser.choose(logits, positions)
         accepted = count_accepted(draft.tokens, choices)
-        parts = [choices, usable_rows(logits), accepted[None]]
-        return Submitted(lane_round, choices, mx.concatenate(parts))
+        return Submitted(lane_round, choices, normalizers(logits), accepted)
 
     def _submit_step(self, unseen: mx.array, ahead: int = 0) -> Submitted:
         """Submit a forward whose tokens all stay, `ahead` of the known tokens."""
         with self._target.begin(whole=True) as lane_round:
             logits = lane_round.forward(unseen)[-1:]
-            position = mx.array([self._sequence.next_position + ahead])
-            choices = self._chooser.choose(logits, position)
-            packed = mx.concatenate([choices, usable_rows(logits)])
-            submitted = Submitted(lane_round, choices, packed)
-            mx.async_eval(submitted.packed)
+            position = self._sequence.next_position + ahead
+            choices = self._chooser.choose(logits, [position])
+            submitted = Submitted(lane_round, choices, normalizers(logits))
+            mx.async_eval(choices, submitted.normalizers)
             lane_round.commit(unseen.shape[0])
         return submitted

@@ -53,7 +53,7 @@ class DraftModel:
         first = sequence.next_position
         for position in range(first, first + limit):
             logits = self._round.forward(inputs)[-1:]
-            inputs = choose(logits, mx.array([position]))
+            inputs = choose(logits, [position])
             mx.async_eval(inputs)  # runs while the next step's graph is built
             proposed.append(inputs)
         return Draft(mx.concatenate(proposed))

@@ -1,6 +1,7 @@
 """What proposes tokens."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -8,13 +9,13 @@ import mlx.core as mx
 
 from mlx_speculation.engine.sequence import Sequence
 
-# (logits [rows, vocab], positions [rows]) -> int32 [rows]
-Choose = Callable[[mx.array, mx.array], mx.array]
+# (logits [rows, vocab], one position per row) -> uint32 [rows]
+Choose = Callable[[mx.array, SequenceOf[int]], mx.array]
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Proposed tokens, int32 [k], not read back to the host."""
+    """Proposed tokens, uint32 [k], not read back to the host."""
 
     tokens: mx.array
 

@@ -19,6 +19,8 @@ class StopStrings:
 
     def add(self, text: str) -> tuple[str, bool]:
         """Take new text; return what may be shown, and whether a stop was found."""
+        if not self._stops:
+            return text, False
         self._held += text
         found = [i for stop in self._stops if (i := self._held.find(stop)) >= 0]
         if found:

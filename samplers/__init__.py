@@ -3,8 +3,8 @@
 It knows arrays. It does not know models, caches or text.
 """
 
-from mlx_speculation.samplers.acceptance import count_accepted, usable_rows
+from mlx_speculation.samplers.acceptance import count_accepted, normalizers
 from mlx_speculation.samplers.choice import Chooser
 from mlx_speculation.samplers.sampling import Sampling
 
-__all__ = ["Chooser", "Sampling", "count_accepted", "usable_rows"]
+__all__ = ["Chooser", "Sampling", "count_accepted", "normalizers"]

@@ -20,8 +20,8 @@ def count_accepted(drafted: mx.array, choices: mx.array) -> mx.array:
     emitted is always `choices[: accepted + 1]`, so the draft cannot change the text.
 
     Args:
-        drafted: int32 [k].
-        choices: int32 [k + 1], the target's choice after each row.
+        drafted: uint32 [k].
+        choices: uint32 [k + 1], the target's choice after each row.
 
     Returns:
         int32 [], from 0 to k.
@@ -30,17 +30,17 @@ def count_accepted(drafted: mx.array, choices: mx.array) -> mx.array:
     return mx.cumprod(agree).sum().astype(mx.int32)
 
 
-def usable_rows(logits: mx.array) -> mx.array:
-    """Tell which rows a token can be chosen from.
+def normalizers(logits: mx.array) -> mx.array:
+    """Return what turns logits into log-probabilities, when subtracted.
 
-    Unusable are those with a NaN or plus infinity, or with nothing but minus infinity.
+    It tells as well whether a token can be chosen: it is not finite where a row holds
+    a NaN or plus infinity, or nothing but minus infinity. The largest value alone
+    would not: it carries a NaN along on some devices only.
 
     Args:
         logits: [rows, vocab].
 
     Returns:
-        int32 [rows], 1 where usable.
+        [rows], of the logits' dtype.
     """
-    # The largest value alone would do where it carries a NaN along, as on a CPU.
-    nan = mx.isnan(logits).any(axis=-1)
-    return (mx.isfinite(mx.max(logits, axis=-1)) & ~nan).astype(mx.int32)
+    return mx.logsumexp(logits, axis=-1)

@@ -5,11 +5,13 @@ one request; it has no state that a token could change, so rejected rows leave n
 trace.
 """
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers.filters import apply_filters
-from mlx_speculation.samplers.noise import CHOICE, gumbel, stream_key
+from mlx_speculation.samplers.noise import CHOICE, GumbelNoise, stream_key
 from mlx_speculation.samplers.sampling import Sampling
 
 
@@ -41,32 +43,31 @@ class Chooser:
         if missing is not None:
             ids = mx.arange(width)[:, None]
             self._exists = (ids != missing[None]).all(axis=-1)  # [width]
-        self._key = stream_key(sampling.seed, CHOICE)
+        self._noise = GumbelNoise(stream_key(sampling.seed, CHOICE), width)
 
     @property
     def limit(self) -> int:
         """Ids from here on are never chosen."""
         return self._limit
 
-    def choose(self, logits: mx.array, positions: mx.array) -> mx.array:
+    def choose(self, logits: mx.array, positions: Sequence[int]) -> mx.array:
         """Choose one token per row.
 
         Args:
             logits: [rows, vocab]; columns at and past `limit` are ignored.
-            positions: integer [rows], the positions that the tokens will have.
+            positions: the positions that the tokens will have, one per row.
 
         Returns:
-            int32 [rows].
+            uint32 [rows].
         """
-        return mx.argmax(self.scores(logits, positions), axis=-1).astype(mx.int32)
+        return mx.argmax(self.scores(logits, positions), axis=-1)
 
-    def scores(self, logits: mx.array, positions: mx.array) -> mx.array:
+    def scores(self, logits: mx.array, positions: Sequence[int]) -> mx.array:
         """Return what the choice maximizes, [rows, ids]; float32 unless greedy."""
         if self.sampling.greedy:
             return self._existing(logits)
         log_probs = self.log_probs(logits)
-        noise = gumbel(self._key, positions, self._width)[:, : log_probs.shape[-1]]
-        return log_probs + noise
+        return log_probs + self._noise.rows(positions)[:, : log_probs.shape[-1]]
 
     def log_probs(self, logits: mx.array) -> mx.array:
         """Return the filtered, tempered log-probabilities, float32, unnormalized."""
@@ -74,6 +75,8 @@ class Chooser:
         if self.sampling.filters:  # they compare with probabilities
             logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
             logits = apply_filters(logits, self.sampling)
+        if self.sampling.temperature == 1:
+            return logits
         return logits * (1 / self.sampling.temperature)
 
     def _existing(self, logits: mx.array) -> mx.array:

@@ -26,9 +26,8 @@ from mlx_speculation.caches import (
 )
 from mlx_speculation.caches.arrays import ArraysJournal
 from mlx_speculation.caches.journal import Journal
-from mlx_speculation.caches.kinds import open_journal
+from mlx_speculation.caches.kinds import open_journal, presented
 from mlx_speculation.caches.kv import KVJournal
-from mlx_speculation.caches.lists import MemberJournals
 from mlx_speculation.errors import (
     InvalidRequestError,
     SpeculationClosedError,
@@ -311,21 +310,21 @@ def test_what_a_model_receives_passes_for_the_native_cache(
     make: Callable[[], Any], whole: bool
 ) -> None:
     cache = make()
-    journal = open_journal(cache, whole=whole)
-    assert isinstance(journal, Journal | MemberJournals)
     native = [leaf for _, leaf in leaves([cache])]
-    shown = journal.presented
+    journals = [open_journal(leaf, whole=whole) for leaf in native]
+    assert all(isinstance(journal, Journal) for journal in journals)
+    shown = presented([cache], iter(journals))[0]
     members = list(shown.caches) if isinstance(shown, CacheList) else [shown]
     assert isinstance(shown, type(cache))
-    for presented, leaf in zip(members, native, strict=True):
-        assert isinstance(presented, type(leaf))
+    for member, leaf in zip(members, native, strict=True):
+        assert isinstance(member, type(leaf))
         for name in ("update_and_fetch", "make_mask", "offset", "keys_and_values"):
-            assert hasattr(presented, name) == hasattr(leaf, name)
-    for presented in (shown, *members):
-        assert presented
-        assert not hasattr(presented, "__len__")
-        assert not hasattr(presented, "bits")
-        assert presented.empty()
+            assert hasattr(member, name) == hasattr(leaf, name)
+    for each in (shown, *members):
+        assert each
+        assert not hasattr(each, "__len__")
+        assert not hasattr(each, "bits")
+        assert each.empty()
 
 
 def test_opening_a_speculation_changes_no_attribute() -> None:

@@ -110,7 +110,7 @@ DRAFTED_STEPS = [
     (Chooser, "choose", 3),
     (Chooser, "choose", 4),
     (decoding, "count_accepted", 1),
-    (decoding, "usable_rows", 1),
+    (decoding, "normalizers", 1),
     (decoding, "read", 1),
     (Run, "cut", 1),
     (Speculation, "prepare", 1),

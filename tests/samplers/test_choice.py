@@ -12,10 +12,10 @@ from mlx_speculation.samplers import (
     Chooser,
     Sampling,
     count_accepted,
-    usable_rows,
+    normalizers,
 )
 from mlx_speculation.samplers.filters import apply_filters, top_k
-from mlx_speculation.samplers.noise import CHOICE, gumbel, stream_key
+from mlx_speculation.samplers.noise import CHOICE, GumbelNoise, gumbel, stream_key
 
 SEEDS = st.integers(0, 2**64 - 1)
 
@@ -34,12 +34,31 @@ def test_noise_depends_on_seed_position_and_id_alone(
     seed: int, positions: list[int], width: int
 ) -> None:
     key = stream_key(seed, CHOICE)
-    together = gumbel(key, mx.array(positions), width)
+    together = gumbel(key, mx.array(list(positions)), width)
     assert together.dtype == mx.float32
     for row, position in zip(together, positions, strict=True):
         alone = gumbel(key, mx.array([position]), width)[0]
         assert mx.array_equal(row, alone).item()
         assert mx.isfinite(alone).all().item()
+
+
+@given(
+    width=st.sampled_from([3, 40_000, 2_000_000]),
+    asked=st.lists(
+        st.tuples(st.integers(0, 200), st.integers(1, 5)), min_size=1, max_size=4
+    ),
+    scattered=st.lists(st.integers(0, 300), min_size=1, max_size=3),
+)
+@settings(max_examples=25, deadline=None)
+def test_noise_drawn_in_blocks_is_the_same_noise(
+    width: int, asked: list[tuple[int, int]], scattered: list[int]
+) -> None:
+    """Whatever was asked before, within a block, across two, and out of order."""
+    key = stream_key(5, CHOICE)
+    noise = GumbelNoise(key, width)
+    for positions in [*(range(a, a + n) for a, n in asked), scattered]:
+        expected = gumbel(key, mx.array(list(positions)), width)
+        assert mx.array_equal(noise.rows(positions), expected).item()
 
 
 def test_noise_differs_between_positions_seeds_and_purposes() -> None:
@@ -80,7 +99,7 @@ def test_a_choice_depends_on_neither_the_number_of_rows_nor_the_padding(
     )
     chooser = Chooser(sampling, 50)
     logits = rows(key, count, 50)
-    positions = mx.arange(7, 7 + count)
+    positions = range(7, 7 + count)
     together = chooser.choose(logits, positions)
     padded = mx.concatenate([logits, mx.full((count, 14), 100.0)], axis=-1)
     assert mx.array_equal(together, chooser.choose(padded, positions)).item()
@@ -94,24 +113,24 @@ def test_ids_at_the_limit_and_missing_ones_are_never_chosen() -> None:
     missing = mx.array([3, 17])
     chooser = Chooser(sampling, 50, limit=40, missing=missing)
     logits = mx.zeros((400, 60))
-    chosen = set(np.array(chooser.choose(logits, mx.arange(400))).tolist())
+    chosen = set(np.array(chooser.choose(logits, range(400))).tolist())
     assert chosen == set(range(40)) - {3, 17}
     greedy = Chooser(Sampling(seed=0), 50, limit=40, missing=missing)
     tall = mx.zeros((1, 60)).at[:, mx.array([3, 17, 45, 55])].add(9.0)
-    assert greedy.choose(tall, mx.array([0])).item() == 0
+    assert greedy.choose(tall, [0]).item() == 0
 
 
 def test_a_missing_id_past_the_logits_touches_no_other_row() -> None:
     chooser = Chooser(Sampling(seed=0), 256, missing=mx.array([3, 240]))
     logits = mx.zeros((2, 200)).at[1, 40].add(5.0).at[:, 3].add(9.0)
-    assert chooser.choose(logits, mx.arange(2)).tolist() == [0, 40]
+    assert chooser.choose(logits, range(2)).tolist() == [0, 40]
 
 
 def test_a_temperature_that_overflows_is_greedy() -> None:
     logits = rows(1, 5, 40)
     tiny = Chooser(Sampling(temperature=1e-39, seed=0), 40)
     assert mx.array_equal(
-        tiny.choose(logits, mx.arange(5)), mx.argmax(logits, axis=-1)
+        tiny.choose(logits, range(5)), mx.argmax(logits, axis=-1)
     ).item()
 
 
@@ -149,7 +168,7 @@ def test_choices_follow_the_filtered_tempered_law(top_p: float) -> None:
     count, vocab = 60_000, 16
     logits = mx.broadcast_to(rows(5, 1, vocab) / 3, (count, vocab))
     sampling = Sampling(temperature=0.8, top_p=top_p, seed=9)
-    chosen = Chooser(sampling, vocab).choose(logits, mx.arange(count))
+    chosen = Chooser(sampling, vocab).choose(logits, range(count))
     log_probs = logits[:1] - mx.logsumexp(logits[:1], axis=-1, keepdims=True)
     if top_p:
         log_probs = apply_top_p(log_probs, top_p)
@@ -169,9 +188,7 @@ def test_two_laws_that_share_the_noise_agree_as_the_closed_form_says() -> None:
     sampling = Sampling(temperature=1.0, seed=2)
     chooser = Chooser(sampling, vocab)
     drawn = [
-        chooser.choose(
-            mx.broadcast_to(mx.log(law)[None], (count, vocab)), mx.arange(count)
-        )
+        chooser.choose(mx.broadcast_to(mx.log(law)[None], (count, vocab)), range(count))
         for law in laws
     ]
     p, q = (np.array(law, dtype=np.float64) for law in laws)
@@ -198,13 +215,22 @@ def test_the_accepted_prefix_is_what_equals_the_targets_choices(
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
-def test_rows_without_a_choice_are_found(dtype: mx.Dtype) -> None:
+def test_the_normalizer_of_a_row_without_a_choice_is_not_finite(
+    dtype: mx.Dtype,
+) -> None:
     nothing, nan, inf = -mx.inf, mx.nan, mx.inf
-    usable = [[1.0, 2, 3], [nothing, 1, 2], [-5, nothing, nothing]]
+    largest = 65504.0 if dtype == mx.float16 else 3e38
+    usable = [[1.0, 2, 3], [nothing, 1, 2], [-5, nothing, nothing], [largest] * 3]
     unusable = [[nan, 1, 2], [1, nan, 2], [1, 2, nan], [nothing] * 3, [inf, 1, 2]]
     for row in usable:
-        assert usable_rows(mx.array([row], dtype=dtype)).item() == 1
+        assert mx.isfinite(normalizers(mx.array([row], dtype=dtype))).item()
     for row in unusable:
-        assert usable_rows(mx.array([row], dtype=dtype)).item() == 0
-    together = usable_rows(mx.array(usable + unusable, dtype=dtype))
-    assert together.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+        assert not mx.isfinite(normalizers(mx.array([row], dtype=dtype))).item()
+    together = normalizers(mx.array(usable + unusable, dtype=dtype))
+    assert mx.isfinite(together).tolist() == [True] * 4 + [False] * 5
+
+
+def test_normalizers_make_log_probabilities() -> None:
+    logits = rows(3, 4, 30)
+    log_probs = logits - normalizers(logits)[:, None]
+    assert mx.allclose(mx.exp(log_probs).sum(axis=-1), mx.ones(4)).item()
