@@ -8,6 +8,7 @@ our speculative decoding at several fixed draft lengths, and mlx-lm's own
 process. Each pass runs all arms on one prompt, the next pass takes the next prompt.
 A speed-up is the median over the passes of the ratio to plain decoding in the same
 pass, with the smallest and the largest. Plain is the faster of the two plain arms.
+These two are compared once more, in slices of tokens by turns: benchmark_plain.py.
 
 Why with text: a fast wrong answer is worth nothing. No figure of a case is printed
 unless our text equals plain decoding in every pass (at temperature 0 also mlx-lm's),
@@ -35,6 +36,7 @@ from mlx_speculation.errors import SpeculationError
 
 if TYPE_CHECKING:
     from benchmark_case import Case
+    from benchmark_plain import PlainRatio
 
 TARGETS = ["dense", "sliding", "hybrid"]
 GROUPS = ["code", "prose", "edit"]
@@ -54,6 +56,7 @@ class Settings:
     prompts: int
     tokens: int
     repeats: int
+    plain_runs: int
     seed: int
 
     @property
@@ -90,6 +93,9 @@ def benchmark(
     repeats: Annotated[
         int, typer.Option(min=1, help="Passes; each takes the group's next prompt.")
     ] = 5,
+    plain_runs: Annotated[
+        int, typer.Option(min=0, help="Runs of plain decoding against mlx-lm's.")
+    ] = 6,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     blas: Annotated[
         BlasName, typer.Option(help="What multiplies float32 on a Linux CPU.")
@@ -112,6 +118,7 @@ def benchmark(
         prompts=min(prompts, repeats),
         tokens=tokens,
         repeats=repeats,
+        plain_runs=plain_runs,
         seed=seed,
     )
     if tokens < settings.least_tokens:
@@ -131,11 +138,14 @@ def _report(settings: Settings, chosen: BlasChoice) -> str:
     """Run all cases, print their tables and return the JSON object."""
     from benchmark_report import as_json, machine, print_case, print_summary, versions
 
-    cases = []
-    for case in chain.from_iterable(_run(name, settings) for name in settings.targets):
+    cases: list[Case] = []
+    plain: list[PlainRatio] = []
+    for case in chain.from_iterable(
+        _run(name, settings, plain) for name in settings.targets
+    ):
         print_case(case)
         cases.append(case)
-    print_summary(cases)
+    print_summary(cases, plain)
     names = [Path(name).name for name in settings.targets]
     shown = replace(settings, targets=names, draft=Path(settings.draft).name)
     report = {
@@ -143,17 +153,24 @@ def _report(settings: Settings, chosen: BlasChoice) -> str:
         "versions": versions(),
         "blas": asdict(chosen),
         "arguments": asdict(shown),
+        "plain_over_mlx_lm": [asdict(ratio) for ratio in plain],
         "results": as_json(cases),
     }
     return json.dumps(report)
 
 
-def _run(name: str, settings: Settings) -> Iterator["Case"]:
-    """Load a target and run its cases."""
+def _run(name: str, settings: Settings, plain: list["PlainRatio"]) -> Iterator["Case"]:
+    """Load a target, add to `plain` and run its cases."""
     from benchmark_arms import Job, Models, make_arms
     from benchmark_case import Case, Series, run_case
+    from benchmark_plain import measure_plain
 
     models = Models.load(_folder(name), _folder(settings.draft))
+    prompt = models.encode(demo_prompts()[0].text)
+    for temperature in settings.temperatures if settings.plain_runs else ():
+        _progress(f"{Path(name).name}, temperature {temperature:g}: plain decoding")
+        job = Job(prompt, settings.tokens, temperature, settings.seed)
+        plain.append(measure_plain(Path(name).name, models, job, settings.plain_runs))
     for group, temperature in product(settings.groups, settings.temperatures):
         texts = [text for text in demo_prompts() if text.group == group]
         texts = texts[: settings.prompts]

@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 from benchmark_case import Case, Series, Spread
+from benchmark_plain import PlainRatio
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -130,10 +131,16 @@ def print_case(case: Case) -> None:
     _console().print(case_table(case))
 
 
-def print_summary(cases: Sequence[Case]) -> None:
-    """Print the summary and the near-ties."""
+def print_summary(cases: Sequence[Case], plain: Sequence[PlainRatio]) -> None:
+    """Print the summary, plain against plain, and the near-ties."""
     console = _console()
     console.print(summary_table(cases))
+    for ratio in plain:
+        console.print(
+            f"{escape(ratio.target)}, temperature {ratio.temperature:g}: our plain "
+            f"decoding at {ratio.median:.3f} of mlx-lm's speed (quartiles "
+            f"{ratio.lower:.3f} and {ratio.upper:.3f}, {ratio.slices} slices)"
+        )
     ties = [tie for case in cases for s in case.series for tie in s.near_ties]
     console.print(f"near-ties: {len(ties)}")
     for tie in ties:

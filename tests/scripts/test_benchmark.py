@@ -50,11 +50,17 @@ def run_benchmark(*options: str) -> dict[str, Any]:
 def test_the_last_line_is_json_with_every_arm(tmp_path: Path) -> None:
     target, draft = save("qwen3_5", tmp_path / "one"), save("llama", tmp_path / "two")
     options = "--group edit --prompts 1 --tokens 8 --repeats 1 --draft-length 2"
+    options += " --plain-runs 1"
     models = ["--target", str(target), "--draft", str(draft)]
     written = tmp_path / "report.json"
     report = run_benchmark(*models, *options.split(), "--json", str(written))
     assert json.loads(written.read_text()) == report
-    assert report.keys() == {"machine", "versions", "blas", "arguments", "results"}
+    parts = {"machine", "versions", "blas", "arguments", "plain_over_mlx_lm", "results"}
+    assert report.keys() == parts
+    assert [ratio["temperature"] for ratio in report["plain_over_mlx_lm"]] == [0, 1]
+    for ratio in report["plain_over_mlx_lm"]:
+        assert 0 < ratio["lower"] <= ratio["median"] <= ratio["upper"]
+        assert ratio["slices"] == 11
     assert report["machine"].keys() >= {"cpu", "cores", "platform"}
     assert report["versions"].keys() >= {"python", "mlx", "mlx-lm", "transformers"}
     assert report["blas"].keys() == {"name", "detail"}
