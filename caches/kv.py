@@ -17,6 +17,7 @@ from mlx_lm.models.cache import KVCache
 class KVJournal:
     """Journal of one `KVCache`; the live cache itself is what the model sees."""
 
+    __slots__ = ("_cache", "_start", "_was_empty")
     live = True
 
     def __init__(self, cache: KVCache) -> None:

@@ -159,8 +159,9 @@ class Speculation:
 
     def _check_keep(self, keep: int, each: list[int | None]) -> int | None:
         """Check `keep` against what `each` layer wrote; return that."""
-        amounts = set(each)
-        written = max((w for w in amounts if w is not None), default=None)
+        if each.count(keep) == len(each) and keep > 0:
+            return keep
+        written = max((w for w in each if w is not None), default=None)
         if keep < 0 or (written is not None and keep > written):
             raise InvalidRequestError(
                 f"commit({keep}) was asked, and {written} positions were written. "
@@ -171,7 +172,7 @@ class Speculation:
                 f"commit({keep}) was asked of a speculation opened with whole=True, "
                 f"which wrote {written}. Keep all or nothing, or open it without."
             )
-        uneven = {w for w in amounts if w} - {written}  # a layer may be left out
+        uneven = {w for w in each if w} - {written}  # a layer may be left out
         if uneven:
             raise InvalidRequestError(
                 f"One layer wrote {written} positions and another {min(uneven)}. "

@@ -74,14 +74,13 @@ class Verdict:
 
 
 def read(submitted: Submitted) -> Verdict:
-    """Evaluate and read a round's result: the one place where the host waits.
+    """Read a round's result: the one place where the host waits.
 
     Raises:
         NonFiniteLogitsError: a row holds a NaN, or no finite largest value.
     """
     accepted = submitted.accepted
-    mx.eval(submitted.choices, submitted.normalizers, accepted)
-    choices: Any = submitted.choices.tolist()
+    choices: Any = submitted.choices.tolist()  # waits; the others came with it
     normals: Any = submitted.normalizers.tolist()
     unusable = sum(not math.isfinite(value) for value in normals)
     if unusable:
@@ -270,12 +269,16 @@ class Decoder:
         positions = range(first, first + draft.length + 1)
         choices = self._chooser.choose(logits, positions)
         accepted = count_accepted(draft.tokens, choices)
-        return Submitted(lane_round, choices, normalizers(logits), accepted)
+        submitted = Submitted(lane_round, choices, normalizers(logits), accepted)
+        mx.async_eval(choices, submitted.normalizers, accepted)
+        return submitted
 
     def _submit_step(self, unseen: mx.array, ahead: int = 0) -> Submitted:
         """Submit a forward whose tokens all stay, `ahead` of the known tokens."""
         with self._target.begin(whole=True) as lane_round:
-            logits = lane_round.forward(unseen)[-1:]
+            logits = lane_round.forward(unseen)
+            if len(logits) > 1:
+                logits = logits[-1:]
             position = self._sequence.next_position + ahead
             choices = self._chooser.choose(logits, [position])
             submitted = Submitted(lane_round, choices, normalizers(logits))

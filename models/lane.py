@@ -87,7 +87,7 @@ class LaneRound:
         self._lane = lane
         self._fed: list[mx.array] = []
         # Bound to no method of this object: a cycle would keep old states alive.
-        rerun = partial(_feed_again, lane, self._fed)
+        rerun = None if whole else partial(_feed_again, lane, self._fed)
         self._speculation = Speculation(lane.caches, whole=whole, rerun=rerun)
         self._committed = 0
 

@@ -67,7 +67,10 @@ class Chooser:
         if self.sampling.greedy:
             return self._existing(logits)
         log_probs = self.log_probs(logits)
-        return log_probs + self._noise.rows(positions)[:, : log_probs.shape[-1]]
+        noise = self._noise.rows(positions)
+        if noise.shape[-1] > log_probs.shape[-1]:
+            noise = noise[:, : log_probs.shape[-1]]
+        return log_probs + noise
 
     def log_probs(self, logits: mx.array) -> mx.array:
         """Return the filtered, tempered log-probabilities, float32, unnormalized."""
@@ -80,7 +83,8 @@ class Chooser:
         return logits * (1 / self.sampling.temperature)
 
     def _existing(self, logits: mx.array) -> mx.array:
-        logits = logits[:, : self._limit]
+        if logits.shape[-1] > self._limit:
+            logits = logits[:, : self._limit]
         if self._exists is None:
             return logits
         nothing = mx.array(-mx.inf, logits.dtype)
