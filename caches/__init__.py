@@ -4,6 +4,7 @@ It knows mlx-lm's caches. It does not know models, tokens, samplers or text.
 """
 
 from mlx_speculation.caches.arrays import RecordedCall, RecordingArraysCache
+from mlx_speculation.caches.compressed import RecordingLayerCache
 from mlx_speculation.caches.journal import Journal
 from mlx_speculation.caches.kinds import check_supported, leaves, position, states
 from mlx_speculation.caches.speculation import Speculation
@@ -12,6 +13,7 @@ __all__ = [
     "Journal",
     "RecordedCall",
     "RecordingArraysCache",
+    "RecordingLayerCache",
     "Speculation",
     "check_supported",
     "leaves",

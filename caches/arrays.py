@@ -15,7 +15,7 @@ acceptance impossible here: `written` is then None.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
@@ -36,7 +36,7 @@ class RecordedCall(Protocol):
         """Positions that the call processed."""
         ...
 
-    def replay(self, cache: ArraysCache, keep: int) -> None:
+    def replay(self, cache: Any, keep: int) -> None:
         """Run the mixer over its first `keep` inputs, reading and writing `cache`."""
         ...
 

@@ -8,9 +8,21 @@ journal does not know, so it is refused like any other unknown kind.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+from mlx_lm.models.deepseek_v41 import LayerCache
 
 from mlx_speculation.caches.arrays import ArraysJournal
+from mlx_speculation.caches.chunked import ChunkedJournal
+from mlx_speculation.caches.compressed import LayerJournal
+from mlx_speculation.caches.concatenated import ConcatenateJournal
 from mlx_speculation.caches.journal import Journal
 from mlx_speculation.caches.kv import KVJournal
 from mlx_speculation.caches.rotating import RotatingJournal
@@ -20,8 +32,12 @@ OpenJournal = Callable[[Any, bool], Journal]
 
 JOURNALS: dict[type, OpenJournal] = {
     KVCache: lambda cache, whole: KVJournal(cache),
+    QuantizedKVCache: lambda cache, whole: KVJournal(cache),
+    ConcatenateKVCache: lambda cache, whole: ConcatenateJournal(cache),
+    ChunkedKVCache: lambda cache, whole: ChunkedJournal(cache),
     RotatingKVCache: lambda cache, whole: RotatingJournal(cache),
     ArraysCache: lambda cache, whole: ArraysJournal(cache, whole=whole),
+    LayerCache: lambda cache, whole: LayerJournal(cache, whole=whole),
 }
 KNOWN = (*JOURNALS, CacheList)
 

@@ -1,4 +1,4 @@
-"""Journal of `KVCache`: a prefix is kept by moving the offset.
+"""Journal of `KVCache` and `QuantizedKVCache`: a prefix is kept by moving the offset.
 
     opened at offset 5, the model writes 3 rows     rows [0, 8), offset 8
     commit(1)                                       rows [0, 6), offset 6
@@ -6,27 +6,30 @@
 
 Rows at and past the offset are never read and are overwritten by the next write, so
 nothing is copied. A second reference to the buffer would make the next write copy
-all of it; the journal holds none.
+all of it; the journal holds none. A quantized cache has three buffers each for keys
+and values (packed numbers, scales, biases), all with rows on the same axis, and each
+row is quantized by itself.
 """
 
 from typing import Any
 
-from mlx_lm.models.cache import KVCache
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 
 class KVJournal:
-    """Journal of one `KVCache`; the live cache itself is what the model sees."""
+    """Journal of one cache by length; the live cache itself is what the model sees."""
 
     __slots__ = ("_cache", "_start", "_was_empty")
     live = True
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KVCache | QuantizedKVCache) -> None:
         self._cache = cache
         self._start = cache.offset
         self._was_empty = cache.keys is None
 
     @property
-    def presented(self) -> KVCache:
+    def presented(self) -> KVCache | QuantizedKVCache:
         """The live cache."""
         return self._cache
 
@@ -52,8 +55,18 @@ class KVJournal:
         if self._was_empty:
             cache.keys = None
             cache.values = None
-        elif cache.keys is not None and cache.keys.shape[2] != cache.values.shape[2]:
-            # Interrupted while the buffers grew, one after the other.
-            rows = min(cache.keys.shape[2], cache.values.shape[2])
-            cache.keys = cache.keys[..., :rows, :]
-            cache.values = cache.values[..., :rows, :]
+        elif cache.keys is not None:
+            even_out(cache)
+
+
+def even_out(cache: Any) -> None:
+    """Cut all buffers to the shortest, rows being on the last axis but one.
+
+    They differ only after an interruption, because they grow one after the other.
+    """
+    buffers: Any = tree_flatten((cache.keys, cache.values))
+    lengths = {buffer.shape[-2] for _, buffer in buffers}
+    if len(lengths) > 1:
+        rows = min(lengths)
+        cache.keys = tree_map(lambda buffer: buffer[..., :rows, :], cache.keys)
+        cache.values = tree_map(lambda buffer: buffer[..., :rows, :], cache.values)

@@ -19,9 +19,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache
 
-from mlx_speculation.caches import RecordingArraysCache
+from mlx_speculation.caches import RecordingArraysCache, RecordingLayerCache
 
 # module and class of the mixers that may be replayed. Their array arguments have
 # positions on axis 1, and all they keep between calls is in the cache.
@@ -41,6 +40,11 @@ REPLAYABLE = frozenset(
     }
 )
 
+# The same for modules that fill a cache of their own kind.
+COMPRESSORS = frozenset({("mlx_lm.models.deepseek_v41", "Compressor")})
+
+_TAKES_NOTES = (RecordingArraysCache, RecordingLayerCache)
+
 # Re-entrant: a collected generator removes its hooks in whatever thread allocates.
 _counts_lock = threading.RLock()
 
@@ -56,7 +60,7 @@ class MixerCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def replay(self, cache: ArraysCache, keep: int) -> None:
+    def replay(self, cache: Any, keep: int) -> None:
         """Run the mixer over the first `keep` positions; its output is not used."""
 
         def cut(value: Any) -> Any:
@@ -78,7 +82,7 @@ def _recorded(kind: type[nn.Module]) -> type[nn.Module]:
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
-        cache = next((v for v in values if isinstance(v, RecordingArraysCache)), None)
+        cache = next((v for v in values if isinstance(v, _TAKES_NOTES)), None)
         if cache is None:
             return kind.__call__(self, *args, **kwargs)
         inputs = next(v for v in values if isinstance(v, mx.array))
@@ -98,7 +102,7 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
 def _mixers(model: nn.Module) -> Iterator[nn.Module]:
     for _, module in model.named_modules():
         kind = _plain_class(module)
-        if (kind.__module__, kind.__name__) in REPLAYABLE:
+        if (kind.__module__, kind.__name__) in REPLAYABLE | COMPRESSORS:
             yield module
 
 

@@ -12,9 +12,11 @@ from types import FrameType
 from typing import Any
 
 import mlx_lm.models.cache
+import mlx_lm.models.deepseek_v41
 import pytest
 
 from mlx_speculation.caches import Speculation, journal
+from mlx_speculation.models import Recorders
 from support.cache_twins import (
     Kind,
     KVKind,
@@ -24,8 +26,21 @@ from support.cache_twins import (
     assert_same,
     read,
 )
+from support.more_twins import (
+    ChunkedKind,
+    ConcatenateKind,
+    LayerKind,
+    QuantizedKind,
+    attentions,
+)
 
-TRACED = (mlx_lm.models.cache.__file__, str(Path(journal.__file__).parent))
+TRACED = (
+    mlx_lm.models.cache.__file__,
+    mlx_lm.models.deepseek_v41.__file__,
+    str(Path(journal.__file__).parent),
+)
+
+(COMPRESSING, *_) = attentions()
 
 KINDS: dict[str, tuple[Kind, list[int]]] = {
     "an empty KV cache": (KVKind(4), []),
@@ -36,6 +51,16 @@ KINDS: dict[str, tuple[Kind, list[int]]] = {
     "a wrapped ring": (RingKind(5, keep=1), [1] * 7),
     "a ring longer than its window": (RingKind(5), [4, 4]),
     "a list": (ListKind((KVKind(4), RingKind(5))), [1] * 7),
+    "an empty quantized cache": (QuantizedKind(4, 8), []),
+    "a quantized cache that grows": (QuantizedKind(4, 8), [7]),
+    "an empty concatenated cache": (ConcatenateKind(), []),
+    "a concatenated cache": (ConcatenateKind(), [3]),
+    "an empty chunk": (ChunkedKind(5, 4), []),
+    "a chunk that grows": (ChunkedKind(12, 4), [7]),
+    "a chunk that is outgrown in the round": (ChunkedKind(5, 4), [4]),
+    "a full chunk": (ChunkedKind(5, 4), [4, 4]),
+    "an empty compressing layer": (LayerKind(COMPRESSING, 3), []),
+    "a compressing layer": (LayerKind(COMPRESSING, 3), [1] * 7),
 }
 
 
@@ -93,6 +118,13 @@ def rows(position: int, width: int, serial: int) -> Rows:
 def contents(kind: Kind, cache: Any) -> Any:
     """Return all that two different next writes would see."""
     return read([kind.content(cache, probe) for probe in (2, 6)])
+
+
+@pytest.fixture(autouse=True)
+def _hooked() -> Iterator[None]:
+    owner = Recorders(COMPRESSING)
+    yield
+    owner.remove()
 
 
 @pytest.mark.parametrize("name", KINDS)

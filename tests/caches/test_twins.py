@@ -38,6 +38,7 @@ The tests of this folder fail for each of these faults, made by hand (killed by 
     speculation: a prepared number wins over the committed one
 """
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -71,6 +72,14 @@ from support.cache_twins import (
     read,
     ring_kinds,
 )
+from support.more_twins import (
+    ConcatenateKind,
+    LayerKind,
+    attentions,
+    chunked_kinds,
+    compositions,
+    quantized_kinds,
+)
 from support.tiny_models import TINY_MODELS, build
 
 ROUNDS = 10_000
@@ -92,6 +101,10 @@ class Twins(RuleBasedStateMachine):
 
     rounds = 0
     sound = False
+
+    def layers(self) -> list[Any]:
+        """Return the caches as a model would get them."""
+        return self.cache if isinstance(self.cache, list) else [self.cache]
 
     def begin(self, kind: Kind, prefill: list[int]) -> None:
         """Make both caches and give both the same beginning."""
@@ -136,7 +149,7 @@ class Twins(RuleBasedStateMachine):
         if plan.ending in ("whole", "native"):
             keep = total if keep else 0
         if plan.ending == "native":
-            keep, written = total, self.write([self.cache], plan, [])
+            keep, written = total, self.write(self.layers(), plan, [])
         else:
             written = self.speculate(plan, keep)
         if ENDINGS[plan.ending]:
@@ -148,7 +161,7 @@ class Twins(RuleBasedStateMachine):
     def speculate(self, plan: Plan, keep: int) -> list[Rows]:
         """Write and end as the plan says; return what was written."""
         views: list[tuple[Any, Any]] = []
-        caches = [self.cache]
+        caches = list(self.layers())
         with ending(plan), Speculation(caches, whole=plan.ending == "whole") as round_:
             written = self.write(round_.caches, plan, views)
             assert round_.written in (sum(plan.widths), None)
@@ -157,16 +170,17 @@ class Twins(RuleBasedStateMachine):
             end(round_, plan, keep)
         if plan.watch == "after":
             compare(views)
-        assert caches == [self.cache]
+        assert all(map(operator.is_, caches, self.layers()))
         return written
 
     def write(self, caches: list[Any], plan: Plan, views: list[Any]) -> list[Rows]:
         """Write all rows; with `watch`, note the view beside a native copy's."""
         native = detached(self.cache) if plan.watch != "never" else None
+        cache = caches if isinstance(self.cache, list) else caches[0]
         written, after = [], 0
         for width in plan.widths:
             rows = self.rows(width, after)
-            shown = self.kind.forward(caches[0], rows)
+            shown = self.kind.forward(cache, rows)
             if native is not None:
                 views.append((shown, self.kind.forward(native, rows)))
             written.append(rows)
@@ -246,6 +260,15 @@ def run(
 @pytest.fixture(name="note_rounds")
 def _note_rounds(record_property: Callable[[str, object], None]) -> Callable[..., None]:
     return lambda rounds: record_property("rounds", rounds)
+
+
+@pytest.fixture(name="compressing", scope="module")
+def _compressing() -> Iterator[st.SearchStrategy[Kind]]:
+    modules = attentions()
+    owners = [Recorders(module) for module in modules]
+    yield st.builds(LayerKind, st.sampled_from(modules), st.integers(1, 12))
+    for owner in owners:
+        owner.remove()
 
 
 @pytest.fixture(name="hooked", scope="module")
@@ -332,3 +355,42 @@ def test_a_cache_list_equals_its_twin(
         SMALL_RINGS,
     )
     note_rounds(run(kinds, widths=FEWER, rarely=True))
+
+
+def test_a_quantized_cache_equals_its_twin(note_rounds: Callable[[int], None]) -> None:
+    note_rounds(run(quantized_kinds, share=0.2, rarely=True))
+
+
+def test_a_concatenated_cache_equals_its_twin(
+    note_rounds: Callable[[int], None],
+) -> None:
+    note_rounds(run(st.builds(ConcatenateKind), share=0.2, rarely=True))
+
+
+def test_a_chunked_cache_equals_its_twin(note_rounds: Callable[[int], None]) -> None:
+    note_rounds(run(chunked_kinds, share=0.2))
+
+
+def test_a_compressing_layer_equals_its_twin(
+    compressing: st.SearchStrategy[Kind], note_rounds: Callable[[int], None]
+) -> None:
+    note_rounds(run(compressing, share=0.2, rarely=True))
+
+
+def test_any_caches_that_move_together_equal_their_twins(
+    compressing: st.SearchStrategy[Kind],
+    hooked: dict[str, Mixers],
+    note_rounds: Callable[[int], None],
+) -> None:
+    kinds = compositions(
+        [
+            st.sampled_from([4, 256]).map(KVKind),
+            SMALL_RINGS,
+            st.just(ArraysKind(hooked["lfm2"])),
+            quantized_kinds,
+            st.builds(ConcatenateKind),
+            chunked_kinds,
+            compressing,
+        ]
+    )
+    note_rounds(run(kinds, widths=FEWER, share=0.2, steps=25, rarely=True))

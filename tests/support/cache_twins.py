@@ -15,6 +15,8 @@ import mlx.nn as nn
 import numpy as np
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import _BaseCache as BaseCache
+from mlx_lm.models.deepseek_v41 import LayerCache
 
 _EMBEDDINGS = mx.random.normal((97, 64), key=mx.random.key(5))
 
@@ -57,7 +59,7 @@ def detached(value: Any) -> Any:
         return value[...]
     if isinstance(value, (list, tuple)):
         return type(value)(detached(item) for item in value)
-    if isinstance(value, (KVCache, RotatingKVCache, ArraysCache, CacheList)):
+    if isinstance(value, (BaseCache, LayerCache)):
         twin = object.__new__(type(value))
         twin.__dict__ = {name: detached(item) for name, item in vars(value).items()}
         return twin
@@ -273,21 +275,28 @@ class ArraysKind:
 
 @dataclass(frozen=True, slots=True)
 class ListKind:
-    """A `CacheList` of other kinds, all of which see every row."""
+    """A `CacheList` of other kinds, all of which see every row.
+
+    With `layers` it is a plain list, as the caches of a whole model are.
+    """
 
     members: tuple[Kind, ...]
     any_width: bool = False
+    layers: bool = False
 
-    def make(self) -> CacheList:
-        return CacheList(*(member.make() for member in self.members))
+    def make(self) -> Any:
+        caches = [member.make() for member in self.members]
+        return caches if self.layers else CacheList(*caches)
 
     def forward(self, cache: Any, rows: Rows) -> list[Any]:
-        pairs = zip(self.members, cache.caches, strict=True)
-        return [member.forward(leaf, rows) for member, leaf in pairs]
+        return [member.forward(leaf, rows) for member, leaf in self._pairs(cache)]
 
     def content(self, cache: Any, probe: int) -> list[Any]:
-        pairs = zip(self.members, cache.caches, strict=True)
-        return [member.content(leaf, probe) for member, leaf in pairs]
+        return [member.content(leaf, probe) for member, leaf in self._pairs(cache)]
+
+    def _pairs(self, cache: Any) -> list[tuple[Kind, Any]]:
+        members = cache if self.layers else cache.caches
+        return list(zip(self.members, members, strict=True))
 
 
 def ring_kinds(

@@ -1,0 +1,69 @@
+"""Journal of `ConcatenateKVCache`, which makes new arrays with every write.
+
+The old arrays are kept by reference and put back; a prefix is sliced from the new
+ones. The price is what mlx-lm pays for each write anyway, a second copy of the rows,
+held to the end of the round. `ConcatenateKVCache.trim` is not used: it lowers the
+offset and leaves the rows, and the next write then follows the rows that were
+trimmed. A cache that was trimmed that way is refused.
+"""
+
+from typing import Any
+
+from mlx_lm.models.cache import ConcatenateKVCache
+
+from mlx_speculation.errors import UnsupportedCacheError
+
+
+def _rows(cache: ConcatenateKVCache) -> int:
+    return 0 if cache.keys is None else int(cache.keys.shape[-2])
+
+
+class ConcatenateJournal:
+    """Journal of one `ConcatenateKVCache`; the model sees the live cache itself.
+
+    Raises:
+        UnsupportedCacheError: the cache was trimmed, so its rows are not its content.
+    """
+
+    live = True
+
+    def __init__(self, cache: ConcatenateKVCache) -> None:
+        rows = _rows(cache)
+        if cache.offset != rows:
+            raise UnsupportedCacheError(
+                f"A ConcatenateKVCache holds {rows} rows and its offset is "
+                f"{cache.offset}: its trim() leaves the rows, which then count again. "
+                "Feed the kept tokens to a new KVCache."
+            )
+        self._cache = cache
+        self._start = rows
+        self._before = (cache.keys, cache.values)
+
+    @property
+    def presented(self) -> ConcatenateKVCache:
+        """The live cache."""
+        return self._cache
+
+    @property
+    def written(self) -> int:
+        """Rows appended since the journal was opened."""
+        return int(self._cache.offset - self._start)
+
+    def prepare(self, keep: int) -> None:
+        """Nothing can fail."""
+
+    def commit(self, keep: int) -> None:
+        """Slice the kept rows; nothing changes if the model wrote none."""
+        if keep == 0:
+            self.rollback()
+        elif self.written > keep:
+            cache: Any = self._cache
+            cache.offset = self._start + keep
+            cache.keys = cache.keys[..., : cache.offset, :]
+            cache.values = cache.values[..., : cache.offset, :]
+
+    def rollback(self) -> None:
+        """Put the old arrays back."""
+        cache: Any = self._cache
+        cache.keys, cache.values = self._before
+        cache.offset = self._start
