@@ -47,12 +47,13 @@ class TinyModel:
     args: dict[str, Any]
 
 
-def _read_table() -> dict[str, TinyModel]:
-    rows = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+def read_table(path: Path) -> dict[str, TinyModel]:
+    """Read configurations by name."""
+    rows = json.loads(path.read_text(encoding="utf-8"))
     return {name: TinyModel(name=name, **row) for name, row in rows.items()}
 
 
-TINY_MODELS = _read_table()
+TINY_MODELS = read_table(Path(__file__).with_suffix(".json"))
 
 
 def build(name: str, *, seed: int = 0, vocab: int | None = None) -> nn.Module:
@@ -65,7 +66,13 @@ def build(name: str, *, seed: int = 0, vocab: int | None = None) -> nn.Module:
         seed: Chooses the weights.
         vocab: The number of token ids, if not 256.
     """
-    tiny = TINY_MODELS[name]
+    return build_tiny(TINY_MODELS[name], seed=seed, vocab=vocab)
+
+
+def build_tiny(
+    tiny: TinyModel, *, seed: int = 0, vocab: int | None = None
+) -> nn.Module:
+    """Build a model from its configuration; see `build`."""
     module = importlib.import_module(f"mlx_lm.models.{tiny.module}")
     args = module.ModelArgs.from_dict(_arguments(tiny, vocab))
     mx.random.seed(seed)  # The constructors draw from the global generator.

@@ -1,0 +1,275 @@
+"""The journals of the rarer caches, case by case; test_twins.py draws the rest."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import deepseek_v41
+from mlx_lm.models.cache import (
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+)
+from mlx_lm.models.deepseek_v41 import LayerCache
+
+from mlx_speculation.caches import Speculation, leaves, position
+from mlx_speculation.errors import UnsupportedCacheError
+from mlx_speculation.models import Recorders
+from support.cache_twins import (
+    KVKind,
+    ListKind,
+    Rows,
+    assert_same,
+    detached,
+    read,
+    tagged,
+)
+from support.more_twins import (
+    ChunkedKind,
+    ConcatenateKind,
+    LayerKind,
+    QuantizedKind,
+    attentions,
+)
+
+(COMPRESSING, *_) = attentions()  # groups of 4 rows
+LAYER = LayerKind(COMPRESSING, window=3)
+
+
+@pytest.fixture(name="hooked")
+def _hooked() -> Iterator[None]:
+    owner = Recorders(COMPRESSING)
+    yield
+    owner.remove()
+
+
+def write(cache: Any, position: int, width: int, serial: int = 900) -> None:
+    if hasattr(cache, "maybe_trim_front"):
+        cache.maybe_trim_front()
+    serials = tuple(range(serial, serial + width))
+    cache.update_and_fetch(*tagged(Rows(position, serials)))
+
+
+def positions(cache: ChunkedKVCache) -> list[int]:
+    """Return the positions of the rows held."""
+    keys, values = cache.keys_and_values()
+    np.testing.assert_array_equal(np.array(values[..., :2]), -np.array(keys))
+    held: list[int] = np.array(keys[0, 0, :, 0]).astype(int).tolist()
+    return held
+
+
+def chunk_with_rows_3_to_7() -> ChunkedKVCache:
+    cache = ChunkedKVCache(4)
+    write(cache, 0, 6)
+    cache.maybe_trim_front()  # drops 2
+    write(cache, 6, 1)
+    cache.maybe_trim_front()  # drops 1
+    assert positions(cache) == [3, 4, 5, 6]
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("keep", "held"),
+    [
+        (0, [3, 4, 5, 6]),
+        (1, [3, 4, 5, 6, 7]),
+        (3, [3, 4, 5, 6, 7, 8, 9]),
+        (4, [6, 7, 8, 9, 10]),
+        (5, [6, 7, 8, 9, 10, 11]),
+    ],
+)
+def test_rows_dropped_after_the_kept_ones_come_back(keep: int, held: list[int]) -> None:
+    cache = chunk_with_rows_3_to_7()
+    with Speculation([cache]) as speculation:
+        write(speculation.caches[0], 7, 3)
+        write(speculation.caches[0], 10, 2)
+        speculation.commit(keep)
+    assert positions(cache) == held
+    assert (cache.start_position, cache.offset) == (held[0], held[-1] + 1)
+
+
+def test_the_presented_chunk_shares_its_attributes_with_the_live_one() -> None:
+    cache = chunk_with_rows_3_to_7()
+    with Speculation([cache]) as speculation:
+        chunk = speculation.caches[0]
+        write(chunk, 7, 3)
+        assert chunk.offset == cache.offset == 10
+        assert chunk.keys is cache.keys
+    assert type(cache) is ChunkedKVCache
+    assert set(vars(cache)) == set(vars(ChunkedKVCache(4)))
+
+
+def test_a_front_trim_of_a_layer_that_is_then_not_written_is_undone() -> None:
+    cache = ChunkedKVCache(4)
+    write(cache, 0, 6)
+    with Speculation([cache]) as speculation:
+        speculation.caches[0].maybe_trim_front()
+    assert positions(cache) == [0, 1, 2, 3, 4, 5]
+    assert cache.start_position == 0
+
+
+def test_a_concatenated_cache_that_was_trimmed_is_refused() -> None:
+    """Its trim leaves the rows; the next write then follows the trimmed ones."""
+    kv, cache = KVCache(), ConcatenateKVCache()
+    write(cache, 0, 5)
+    cache.trim(2)
+    keys = cache.keys
+    with pytest.raises(UnsupportedCacheError, match="holds 5 rows and its offset is 3"):
+        Speculation([kv, cache])
+    assert cache.keys is keys
+    assert kv.empty()
+
+
+def forward(cache: Any, start: int, width: int) -> None:
+    LAYER.forward(cache, Rows(start, tuple(range(start, start + width))))
+
+
+def layer_with(rows: int) -> Any:
+    cache = LAYER.make()
+    forward(cache, 0, rows)
+    return cache
+
+
+def image(cache: LayerCache) -> Any:
+    return read(LAYER.content(cache, 1))
+
+
+@pytest.mark.parametrize("keep", range(1, 6))
+def test_an_open_group_of_a_kept_prefix_has_its_rows_again(
+    keep: int, hooked: None
+) -> None:
+    """2 of 4 rows are pending; the write of 5 closes one group at its second row."""
+    cache, twin = layer_with(6), layer_with(6)
+    with Speculation([cache]) as speculation:
+        forward(speculation.caches[0], 6, 5)
+        assert speculation.written == 5
+        speculation.commit(keep)
+    forward(twin, 6, keep)
+    assert cache.pending_kv.shape[1] == (6 + keep) % 4
+    assert cache.compress_kv.shape[1] == (6 + keep) // 4
+    assert_same(image(cache), image(twin), "a layer with an open group")
+    assert position([cache]) == 6 + keep
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count what compressors are fed, hooked ones too."""
+    native, widths = deepseek_v41.Compressor.__call__, list[int]()
+
+    def counted(self: Any, x: mx.array, start: int, cache: Any) -> Any:
+        widths.append(x.shape[1])
+        return native(self, x, start, cache)
+
+    monkeypatch.setattr(deepseek_v41.Compressor, "__call__", counted)
+    return widths
+
+
+@pytest.mark.parametrize(("keep", "again"), [(5, []), (0, []), (2, [2])])
+def test_only_a_part_runs_the_compressor_again(
+    keep: int, again: list[int], hooked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = layer_with(6)
+    widths = count_calls(monkeypatch)
+    with Speculation([cache]) as speculation:
+        forward(speculation.caches[0], 6, 5)
+        speculation.commit(keep)
+    assert widths == [5, *again]
+
+
+def test_a_whole_round_of_a_layer_records_nothing(hooked: None) -> None:
+    cache = layer_with(6)
+    with Speculation([cache], whole=True) as speculation:
+        assert speculation.caches[0] is cache
+        forward(cache, 6, 5)
+        speculation.commit(5)
+    assert cache.offset == 11
+
+
+def test_a_part_of_an_unrecorded_compressor_needs_a_rerun() -> None:
+    caches = [KVCache(), layer_with(6)]  # the KV cache counts the rows
+    before = image(caches[1])
+    with Speculation(caches) as speculation:
+        write_both(speculation.caches)
+        with pytest.raises(UnsupportedCacheError, match="cannot keep 2 of 5"):
+            speculation.commit(2)
+    assert_same(image(caches[1]), before, "a refused part")
+    asked: list[int] = []
+    with Speculation(caches, rerun=asked.append) as speculation:
+        write_both(speculation.caches)
+        speculation.commit(2)
+    assert asked == [2]
+    assert_same(image(caches[1]), before, "before the second run")
+    with Speculation(caches, rerun=asked.append) as speculation:
+        write_both(speculation.caches)
+        speculation.commit(5)
+    assert asked == [2]
+    assert caches[1].offset == 11
+
+
+def write_both(caches: list[Any]) -> None:
+    write(caches[0], caches[0].offset, 5)
+    forward(caches[1], 6, 5)
+
+
+def test_compressed_rows_from_elsewhere_are_not_taken_for_this_round_s(
+    hooked: None,
+) -> None:
+    """A stage of a pipeline appends what the stage before sends, before its window."""
+    cache = layer_with(6)
+    with Speculation([cache]) as speculation:
+        shown = speculation.caches[0]
+        shown.compress_kv = mx.concatenate([shown.compress_kv, shown.compress_kv], 1)
+        forward(shown, 6, 5)
+        assert speculation.written is None
+    assert cache.compress_kv.shape[1] == 1
+
+
+@pytest.mark.parametrize("keep", range(6))
+def test_lists_in_lists_move_with_their_members(keep: int, hooked: None) -> None:
+    kind = ListKind(
+        (
+            KVKind(4),
+            ListKind((ChunkedKind(4, 4), ListKind((QuantizedKind(4, 8), LAYER)))),
+            ConcatenateKind(),
+        )
+    )
+    cache, twin = kind.make(), kind.make()
+    for each in (cache, twin):
+        kind.forward(each, Rows(0, tuple(range(7))))
+    with Speculation([cache]) as speculation:
+        shown = speculation.caches[0]
+        assert isinstance(shown, CacheList)
+        kind.forward(shown, Rows(7, (7, 8, 9)))
+        kind.forward(shown, Rows(10, (10, 11)))
+        speculation.commit(keep)
+    kind.forward(twin, Rows(7, (7, 8, 9)[:keep])) if keep else None
+    kind.forward(twin, Rows(10, (10, 11)[: keep - 3])) if keep > 3 else None
+    assert {leaf.offset for _, leaf in leaves([cache])} == {7 + keep}
+    found, expected = read([kind.content(each, 2) for each in (cache, twin)])
+    assert_same(found, expected, "lists in lists")
+
+
+@pytest.mark.parametrize("kind", ["quantized", "chunked"])
+def test_single_rows_copy_no_buffer(kind: str) -> None:
+    cache: Any = (
+        QuantizedKVCache(64, 8) if kind == "quantized" else ChunkedKVCache(4096)
+    )
+    row, block = mx.ones((1, 4, 1, 64)), mx.ones((1, 4, 1920, 64))
+    mx.eval(cache.update_and_fetch(block, block), row)
+    held = detached(cache.keys)
+    whole = sum(a.nbytes for a in held) if isinstance(held, tuple) else held.nbytes
+    del held
+    for _ in range(40):
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        with Speculation([cache]) as speculation:
+            shown = speculation.caches[0]
+            if kind == "chunked":
+                shown.maybe_trim_front()
+            shown.update_and_fetch(row, row)
+            mx.eval(cache.keys, cache.values)
+            speculation.commit(1)
+        assert mx.get_peak_memory() - before < whole // 2
