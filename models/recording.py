@@ -1,47 +1,46 @@
 """Recording what recurrent mixers are fed, so that a prefix can be replayed.
 
 A mixer is hooked by giving the instance a class of its own, which does the same and
-also notes its arguments on the cache it is called with. Only a cache that a
-`Speculation` presents takes notes; with any other cache the hook passes through.
-Nothing is kept on the model: two generators, or two threads, do not meet. Parameter
-paths, `isinstance` and logits stay the same.
+also notes its arguments on the cache it is called with; its convolutions and its
+scan note theirs beside them. Only a cache that a `Speculation` presents takes notes;
+with any other cache the hook passes through. Nothing is kept on the model: two
+generators, or two threads, do not meet. Parameter paths, `isinstance` and logits stay
+the same.
 
-The table lists the mixers for which replay was shown to equal plain decoding
-(tests/models/test_recording.py). A mixer that is not in it is not hooked, and a
-partial acceptance runs the model again instead: right, at the price of one forward.
+`mixers.MIXERS` lists the mixers for which replay was shown to equal plain decoding
+(tests/models). What is used, best first:
+
+    notes complete       the state follows from the notes; no weights are read
+    otherwise            the mixer runs again over its recorded inputs
+    mixer not listed,    it is not hooked, and a partial acceptance runs the model
+    or its source is     again: right, at the price of one forward
+    not the known one
 """
 
 import functools
+import importlib
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import CacheList
 
 from mlx_speculation.caches import RecordingArraysCache, RecordingLayerCache
-
-# module and class of the mixers that may be replayed. Their array arguments have
-# positions on axis 1, and all they keep between calls is in the cache.
-REPLAYABLE = frozenset(
-    {
-        ("mlx_lm.models.bailing_moe_linear", "LinearAttention"),
-        ("mlx_lm.models.bailing_moe_v3", "BailingKDA"),
-        ("mlx_lm.models.lfm2", "ShortConv"),
-        ("mlx_lm.models.mamba", "MambaBlock"),
-        ("mlx_lm.models.mamba2", "Mamba2Block"),
-        ("mlx_lm.models.nemotron_h", "NemotronHMamba2Mixer"),
-        ("mlx_lm.models.qwen3_5", "GatedDeltaNet"),
-        ("mlx_lm.models.qwen3_next", "Qwen3NextGatedDeltaNet"),
-        ("mlx_lm.models.recurrent_gemma", "RecurrentBlock"),
-        ("mlx_lm.models.rwkv7", "Rwkv7ChannelMixing"),
-        ("mlx_lm.models.rwkv7", "Rwkv7TimeMixing"),
-    }
+from mlx_speculation.models.hooks import (
+    Taken,
+    derived,
+    noting,
+    noting_input,
+    noting_output,
+    plain_class,
+    watched,
 )
-
-# The same for modules that fill a cache of their own kind.
-COMPRESSORS = frozenset({("mlx_lm.models.deepseek_v41", "Compressor")})
+from mlx_speculation.models.known import is_known
+from mlx_speculation.models.mixers import COMPRESSORS, MIXERS, Mixer
+from mlx_speculation.models.replay import Recipe, Watch, part_of
 
 _TAKES_NOTES = (RecordingArraysCache, RecordingLayerCache)
 
@@ -53,15 +52,30 @@ _CACHE = object()  # stands for the cache in recorded arguments, which would be 
 
 @dataclass(frozen=True, slots=True)
 class MixerCall:
-    """One call of a mixer: what it was fed, without the cache."""
+    """One call of a mixer: what it was fed, without the cache, and its notes."""
 
     mixer: nn.Module
     width: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    recipe: Recipe | None = None
+    notes: Taken = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> mx.array:
+        """The first array that the mixer was given."""
+        found: mx.array = _first(mx.array, (*self.args, *self.kwargs.values()))
+        return found
 
     def replay(self, cache: Any, keep: int) -> None:
-        """Run the mixer over the first `keep` positions; its output is not used."""
+        """Take `cache` from the state before the call to that after `keep` rows.
+
+        By its notes if they are complete. Otherwise the mixer runs again over the
+        first `keep` positions; its output is not used.
+        """
+        if self.recipe is not None and self.recipe.complete(self):
+            self.recipe.replay(self, cache, keep)
+            return
 
         def cut(value: Any) -> Any:
             if value is _CACHE:
@@ -76,34 +90,75 @@ class MixerCall:
         )
 
 
+def _first(kind: type, values: tuple[Any, ...]) -> Any:
+    return next((value for value in values if isinstance(value, kind)), None)
+
+
+def _recording_cache(values: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Return the cache that takes notes, and the argument that it stands in."""
+    for value in values:
+        if isinstance(value, _TAKES_NOTES):
+            return value, value
+        if isinstance(value, CacheList):
+            return _first(RecordingArraysCache, value.caches), value
+    return None, None
+
+
 @functools.cache
-def _recorded(kind: type[nn.Module]) -> type[nn.Module]:
+def _recorded(kind: type[nn.Module], mixer: Mixer) -> type[nn.Module]:
     """Return a subclass of `kind` whose calls are noted on a recording cache."""
+    recipe = mixer.recipe
+    methods = {} if recipe is None else watched(kind, recipe.watch)
+    mixed = methods.pop("__call__", None)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
-        cache = next((v for v in values if isinstance(v, _TAKES_NOTES)), None)
+        cache, holder = _recording_cache(values)
         if cache is None:
             return kind.__call__(self, *args, **kwargs)
-        inputs = next(v for v in values if isinstance(v, mx.array))
-        noted = tuple(_CACHE if v is cache else v for v in args)
-        named = {n: _CACHE if v is cache else v for n, v in kwargs.items()}
-        with cache.record(MixerCall(self, inputs.shape[1], noted, named)):
-            return kind.__call__(self, *args, **kwargs)
+        noted = tuple(_CACHE if v is holder else v for v in args)
+        named = {n: _CACHE if v is holder else v for n, v in kwargs.items()}
+        width = _first(mx.array, values).shape[1]
+        made = MixerCall(self, width, noted, named, recipe)
+        with cache.record(made), noting(made.notes):
+            result = (mixed or kind.__call__)(self, *args, **kwargs)
+        if recipe is not None and not (recipe.runs_again or recipe.complete(made)):
+            cache.written_unrecorded = True
+        return result
 
-    return type(kind.__name__, (kind,), {"__call__": call, "_recorded_from": kind})
+    return derived(kind, {**methods, "__call__": call})
 
 
-def _plain_class(module: nn.Module) -> type[nn.Module]:
-    kind: type[nn.Module] = getattr(type(module), "_recorded_from", type(module))
-    return kind
+def _mixer_of(module: nn.Module) -> Mixer | None:
+    """Return how a module is replayed; None: it is no mixer, or not the known one."""
+    kind = plain_class(module)
+    place = (kind.__module__, kind.__name__)
+    mixer = MIXERS.get(place) or COMPRESSORS.get(place)
+    if mixer is None or not is_known(kind):
+        return None
+    for home, name in mixer.relies_on:
+        if not is_known(getattr(importlib.import_module(home), name, None)):
+            return None
+    return mixer
 
 
-def _mixers(model: nn.Module) -> Iterator[nn.Module]:
+def _parts(module: nn.Module, watch: Watch) -> Iterator[tuple[nn.Module, Any]]:
+    for paths, hook in ((watch.inputs, noting_input), (watch.outputs, noting_output)):
+        for path in paths:
+            part = part_of(module, path)
+            if isinstance(part, nn.Module):
+                yield part, hook(plain_class(part))
+
+
+def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, type[nn.Module]]]:
+    """Yield each module to hook, with its new class."""
     for _, module in model.named_modules():
-        kind = _plain_class(module)
-        if (kind.__module__, kind.__name__) in REPLAYABLE | COMPRESSORS:
-            yield module
+        mixer = _mixer_of(module)
+        if mixer is None:
+            continue
+        yield module, _recorded(plain_class(module), mixer)
+        if mixer.recipe is not None:
+            yield from _parts(module, mixer.recipe.watch)
 
 
 class Recorders:
@@ -113,23 +168,22 @@ class Recorders:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._mixers = list(_mixers(model))
-        for mixer in self._mixers:
-            _recorded(_plain_class(mixer))  # made before the lock is taken
+        hooks = list(_hooks(model))  # classes are made before the lock is taken
+        self._hooked = [module for module, _ in hooks]
         with _counts_lock:
-            for mixer in self._mixers:
-                count = getattr(mixer, "_recorders", 0)
-                object.__setattr__(mixer, "_recorders", count + 1)
+            for module, hooked in hooks:
+                count = getattr(module, "_recorders", 0)
+                object.__setattr__(module, "_recorders", count + 1)
                 if count == 0:
-                    mixer.__class__ = _recorded(type(mixer))
+                    module.__class__ = hooked
 
     def remove(self) -> None:
-        """Give every mixer its own class back, unless another owner needs the hook."""
+        """Give every module its own class back, unless another owner needs the hook."""
         with _counts_lock:
-            for mixer in self._mixers:
-                count = mixer._recorders - 1
-                object.__setattr__(mixer, "_recorders", count)
+            for module in self._hooked:
+                count = module._recorders - 1
+                object.__setattr__(module, "_recorders", count)
                 if count == 0:
-                    mixer.__class__ = _plain_class(mixer)
-                    object.__delattr__(mixer, "_recorders")
-            self._mixers = []
+                    module.__class__ = plain_class(module)
+                    object.__delattr__(module, "_recorders")
+            self._hooked = []

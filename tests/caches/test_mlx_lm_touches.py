@@ -12,7 +12,7 @@ import mlx_lm
 import pytest
 
 from mlx_speculation.caches.mlx_lm_touches import MLX_LM_VERSION, TOUCHES, Touch
-from mlx_speculation.models.recording import REPLAYABLE
+from mlx_speculation.models.mixers import COMPRESSORS, MIXERS
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("caches", "models")
@@ -50,7 +50,8 @@ def test_each_object_is_listed_once_with_a_file_that_exists() -> None:
 
 def test_each_replayable_mixer_is_listed() -> None:
     names = {(touch.module, touch.name) for touch in TOUCHES}
-    assert names >= {(module, f"{name}.__call__") for module, name in REPLAYABLE}
+    relied_on = {place for mixer in MIXERS.values() for place in mixer.relies_on}
+    assert names >= set(MIXERS) | set(COMPRESSORS) | relied_on
 
 
 def _importers() -> Iterator[str]:

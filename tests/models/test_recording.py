@@ -14,9 +14,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from mlx_speculation.caches import Speculation, states
+from mlx_speculation.caches.kinds import flat
 from mlx_speculation.models import Recorders, recording
+from mlx_speculation.models.mixers import MIXERS
 from support.cache_twins import assert_same, detached, read
-from support.tiny_models import TINY_MODELS, build
+from support.recurrent_models import RECURRENT_MODELS, build_recurrent
 
 PREFIX = mx.array([[3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62]])
 BLOCK = mx.array([[201, 7, 96, 255, 31, 148]])
@@ -28,13 +30,6 @@ def _kinds(model: nn.Module) -> set[tuple[str, str]]:
         (type(module).__module__, type(module).__name__)
         for _, module in model.named_modules()
     }
-
-
-RECURRENT = [
-    name
-    for name in TINY_MODELS
-    if any(isinstance(cache, ArraysCache) for cache in make_prompt_cache(build(name)))
-]
 
 
 @contextmanager
@@ -55,7 +50,7 @@ def prefilled(model: nn.Module) -> list[Any]:
 
 def slots(caches: list[Any]) -> list[mx.array]:
     """Return every recurrent slot."""
-    arrays = [cache for cache in caches if isinstance(cache, ArraysCache)]
+    arrays = [cache for cache in flat(caches) if isinstance(cache, ArraysCache)]
     held: list[Any] = [slot for cache in arrays for slot in cache.cache]
     return held
 
@@ -85,12 +80,11 @@ def largest_difference(found: Any, expected: Any) -> float:
 
 
 def test_every_replayable_mixer_stands_in_a_tiny_model() -> None:
-    found = set[tuple[str, str]]().union(*(_kinds(build(name)) for name in RECURRENT))
-    assert found >= recording.REPLAYABLE
-    assert len(RECURRENT) >= 10
+    kinds = [_kinds(build_recurrent(name)) for name in RECURRENT_MODELS]
+    assert set[tuple[str, str]]().union(*kinds) >= set(MIXERS)
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", RECURRENT_MODELS)
 def test_a_replayed_prefix_equals_the_prefix_fed_alone(name: str) -> None:
     """The same rows in a forward of their own; on this kept prefix they must agree.
 
@@ -100,10 +94,10 @@ def test_a_replayed_prefix_equals_the_prefix_fed_alone(name: str) -> None:
     promise bits, the bound is the difference between feeding the kept rows at once
     and one by one, which plain decoding has as well.
     """
-    model = build(name)
+    model = build_recurrent(name)
     start = prefilled(model)
     with hooked(model):
-        for width in range(2, 7):
+        for width in (2, 6):
             for keep in range(1, width + 1):
                 caches, together, singly = (detached(start) for _ in range(3))
                 speculated(model, caches, width, keep)
@@ -113,16 +107,16 @@ def test_a_replayed_prefix_equals_the_prefix_fed_alone(name: str) -> None:
                 found, at_once, one_by_one = (
                     outcome(model, held) for held in (caches, together, singly)
                 )
-                if TINY_MODELS[name].bitwise:
+                if RECURRENT_MODELS[name].bitwise:
                     assert_same(found, one_by_one, f"{keep} of {width}")
                     continue
                 allowed = largest_difference(at_once, one_by_one) + 1e-4
                 assert largest_difference(found, at_once) <= allowed, (width, keep)
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", RECURRENT_MODELS)
 def test_several_forwards_and_several_rounds_are_replayed(name: str) -> None:
-    model = build(name)
+    model = build_recurrent(name)
     caches = prefilled(model)
     twin = detached(caches)
     with hooked(model):
@@ -135,14 +129,14 @@ def test_several_forwards_and_several_rounds_are_replayed(name: str) -> None:
             for index in range(keep):
                 model(fed[:, index : index + 1], cache=twin)
         found, expected = outcome(model, caches), outcome(model, twin)
-    if TINY_MODELS[name].bitwise:
+    if RECURRENT_MODELS[name].bitwise:
         assert_same(found, expected, "after four rounds")
     assert largest_difference(found, expected) < 2e-3
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", RECURRENT_MODELS)
 def test_hooks_change_neither_logits_nor_paths_nor_types(name: str) -> None:
-    model = build(name)
+    model = build_recurrent(name)
     plain = read(model(PREFIX))
     paths = parameter_paths(model)
     classes = {path: type(module) for path, module in model.named_modules()}
@@ -164,7 +158,7 @@ def test_hooks_change_neither_logits_nor_paths_nor_types(name: str) -> None:
 
 
 def test_the_last_of_two_owners_removes_the_hook() -> None:
-    model = build("mamba")
+    model = build_recurrent("mamba")
     mixer = model.backbone.layers[0].mixer
     original = type(mixer)
     first, second = Recorders(model), Recorders(model)
@@ -179,7 +173,7 @@ def test_the_last_of_two_owners_removes_the_hook() -> None:
 
 
 def test_a_hooked_model_can_be_hooked_again_after_removal() -> None:
-    model = build("lfm2")
+    model = build_recurrent("lfm2")
     for _ in range(3):
         caches = prefilled(model)
         with hooked(model):
@@ -190,7 +184,7 @@ def test_a_hooked_model_can_be_hooked_again_after_removal() -> None:
 
 
 def test_two_threads_on_one_hooked_model_do_not_meet() -> None:
-    model = build("qwen3_5")
+    model = build_recurrent("qwen3_5")
     with hooked(model):
         alone = [_rounds(model, seed) for seed in range(2)]
         together: list[Any] = [None, None]
@@ -225,8 +219,9 @@ def test_a_mixer_that_is_not_in_the_table_is_run_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     entry = ("mlx_lm.models.qwen3_5", "GatedDeltaNet")
-    monkeypatch.setattr(recording, "REPLAYABLE", recording.REPLAYABLE - {entry})
-    model = build("qwen3_5")
+    without = {place: mixer for place, mixer in MIXERS.items() if place != entry}
+    monkeypatch.setattr(recording, "MIXERS", without)
+    model = build_recurrent("qwen3_5")
     caches = prefilled(model)
     twin = detached(caches)
     model(BLOCK[:, :2], cache=twin)
@@ -241,6 +236,6 @@ def test_a_mixer_that_is_not_in_the_table_is_run_again(
     assert_same(outcome(model, caches), outcome(model, twin), "run again")
 
 
-@pytest.mark.parametrize(("module", "name"), sorted(recording.REPLAYABLE))
+@pytest.mark.parametrize(("module", "name"), sorted(MIXERS))
 def test_each_entry_of_the_table_exists(module: str, name: str) -> None:
     assert issubclass(getattr(importlib.import_module(module), name), nn.Module)

@@ -1,0 +1,141 @@
+"""Classes that do what a mixer and its parts do, and note it.
+
+A hooked instance gets a class of its own, made from its plain class. Nothing of
+mlx-lm is patched: where a mixer calls a scan by its global name, the method is made
+again from the same code with globals of its own, in which that name notes the call.
+Whoever uses the same module elsewhere, or in another thread, sees nothing of it.
+
+Notes belong to one call of one mixer, and the parts find them in a context variable,
+which every thread has for itself. Outside a recorded call there are none, and a
+hooked part does nothing but its work. When a method or a scan has been replaced by
+somebody else after the hook was made, the replacement is called and nothing is noted.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FunctionType
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation.models.known import is_known
+from mlx_speculation.models.replay import Scan, ScanCall, Watch
+
+Call = Callable[..., Any]
+Taken = dict[Any, list[Any]]
+
+_notes: ContextVar[Taken | None] = ContextVar("notes", default=None)
+
+
+@contextmanager
+def noting(notes: Taken) -> Iterator[None]:
+    """Take notes in this thread, inside the block."""
+    token = _notes.set(notes)
+    try:
+        yield
+    finally:
+        _notes.reset(token)
+
+
+def _note(key: Any, value: Any) -> None:
+    notes = _notes.get()
+    if notes is not None:
+        notes.setdefault(key, []).append(value)
+
+
+def _first_array(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    values = (*args, *kwargs.values())
+    return next((value for value in values if isinstance(value, mx.array)), None)
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module without our hook.
+
+    A class that somebody else derived from a hooked one is left alone.
+    """
+    kind: type[nn.Module] = vars(type(module)).get("_hooked_from", type(module))
+    return kind
+
+
+def derived(kind: type[nn.Module], methods: dict[str, Any]) -> type[nn.Module]:
+    """Return a subclass of `kind` that goes by the same name."""
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    own = {**names, "__doc__": kind.__doc__, "_hooked_from": kind, **methods}
+    return type(kind.__name__, (kind,), own)
+
+
+@functools.cache
+def noting_input(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a class for parts whose first array is noted under their id."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        _note(id(self), _first_array(args, kwargs))
+        return kind.__call__(self, *args, **kwargs)
+
+    return derived(kind, {"__call__": call})
+
+
+@functools.cache
+def noting_output(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a class for parts whose result is noted under their id."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = kind.__call__(self, *args, **kwargs)
+        _note(id(self), result)
+        return result
+
+    return derived(kind, {"__call__": call})
+
+
+def watched(kind: type[nn.Module], watch: Watch) -> dict[str, Call]:
+    """Return the methods of `kind` that have to be made again to note `watch`."""
+    methods = {name: _noting_method(kind, name) for name in watch.methods}
+    if watch.scan is not None and (found := _scan_of(kind, watch.scan)) is not None:
+        methods[watch.scan.called_in] = _noting_scan(kind, watch.scan, found)
+    return methods
+
+
+def _noting_method(kind: type[nn.Module], name: str) -> Call:
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        _note(name, _first_array(args, kwargs))
+        return getattr(kind, name)(self, *args, **kwargs)
+
+    return method
+
+
+def _scan_of(kind: type[nn.Module], scan: Scan) -> Call | None:
+    """Return the scan that `kind` calls, if it is the one that was read."""
+    found = vars(sys.modules[kind.__module__]).get(scan.name)
+    if getattr(found, "__module__", None) != scan.module or not is_known(found):
+        return None
+    return cast(Call, found)
+
+
+def _noting_scan(kind: type[nn.Module], scan: Scan, known: Call) -> Call:
+    original: FunctionType = getattr(kind, scan.called_in)
+    theirs = original.__globals__
+
+    def scanned(*args: Any, **kwargs: Any) -> Any:
+        current = theirs[scan.name]
+        if current is known:
+            _note(scan.name, ScanCall(known, args, kwargs))
+        return current(*args, **kwargs)
+
+    again = FunctionType(
+        original.__code__,
+        {**theirs, scan.name: scanned},
+        original.__name__,
+        original.__defaults__,
+        original.__closure__,
+    )
+    again.__kwdefaults__ = original.__kwdefaults__
+
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        current = getattr(kind, scan.called_in)
+        return (again if current is original else current)(self, *args, **kwargs)
+
+    return method
