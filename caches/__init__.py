@@ -7,16 +7,22 @@ from mlx_speculation.caches.arrays import RecordedCall, RecordingArraysCache
 from mlx_speculation.caches.compressed import RecordingLayerCache
 from mlx_speculation.caches.journal import Journal
 from mlx_speculation.caches.kinds import check_supported, leaves, position, states
+from mlx_speculation.caches.loading import LoadedCaches, load_caches, load_into
+from mlx_speculation.caches.saving import save_caches
 from mlx_speculation.caches.speculation import Speculation
 
 __all__ = [
     "Journal",
+    "LoadedCaches",
     "RecordedCall",
     "RecordingArraysCache",
     "RecordingLayerCache",
     "Speculation",
     "check_supported",
     "leaves",
+    "load_caches",
+    "load_into",
     "position",
+    "save_caches",
     "states",
 ]

@@ -48,6 +48,7 @@ def test_the_drawing_in_the_docstring_is_the_tree() -> None:
         (errors.UnsupportedCacheError, TypeError),
         (errors.SpeculationClosedError, RuntimeError),
         (errors.ModelFolderError, ValueError),
+        (errors.CacheFileError, ValueError),
         (errors.NonFiniteLogitsError, ArithmeticError),
         (errors.DemoModelsMissingError, FileNotFoundError),
         (errors.BlasError, RuntimeError),

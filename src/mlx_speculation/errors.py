@@ -7,6 +7,7 @@ SpeculationError(Exception)
 ├── UnsupportedCacheError(TypeError)
 ├── SpeculationClosedError(RuntimeError)
 ├── ModelFolderError(ValueError)
+├── CacheFileError(ValueError)
 ├── NonFiniteLogitsError(ArithmeticError)
 ├── DemoModelsMissingError(FileNotFoundError)
 └── BlasError(RuntimeError)
@@ -49,6 +50,14 @@ class SpeculationClosedError(SpeculationError, RuntimeError):
 
 class ModelFolderError(SpeculationError, ValueError):
     """Raised when a model folder lacks a file or holds one that cannot be used."""
+
+
+class CacheFileError(SpeculationError, ValueError):
+    """Raised when a file of caches cannot be written, or not be loaded.
+
+    The file is missing, cut, corrupted, foreign, of another version, or does not fit
+    the caches that it was to replace; these, and an old file, stay as they were.
+    """
 
 
 class NonFiniteLogitsError(SpeculationError, ArithmeticError):

@@ -1,0 +1,285 @@
+"""mlx-lm's own prompt-cache files, of the 0.32 layout and of the one before.
+
+    0.32   tensors: every item of `state`, numbers and None as arrays too
+           metadata: 0.KEY the user's, 1.I class names, 2.K.0 and 2.K.1 which tensors
+           are no arrays and what they are instead; 2.0 is empty
+    0.31   tensors: the arrays of `state`; metadata: 0.I... `meta_state` as texts,
+           1.KEY the user's, 2.I class names
+
+Files hold no tokens. What the layouts leave out is worked out where one answer is
+possible, and refused otherwise: before 0.32 a `ChunkedKVCache` past its first chunk
+does not tell its offset; before 0.31 a `CacheList` does not tell its members; a
+`LayerCache` whose window is not full does not tell its size, which `like` then gives.
+`ArraysCache` of 0.31 has lost its lengths and left_padding, as in mlx-lm.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.caches.fields import INTEGERS, Leaf, need
+from mlx_speculation.caches.saved_kinds import KINDS, MAX_DEPTH, MEMBERS
+from mlx_speculation.caches.saved_tree import Node, need_known
+from mlx_speculation.caches.tensor_file import shown
+
+Path = tuple[int, ...]
+Values = dict[Path, Any]
+
+# Class names of mlx-lm 0.20 to 0.28, and what they are called since.
+RENAMED = {"MambaCache": "ArraysCache"}
+MAMBA_SLOTS = 2
+
+# `meta_state` before 0.32, by its length; up to 0.26 it had the step as well.
+_RING = ("keep", "max_size", "offset", "_idx")
+_PACKED = ("offset", "group_size", "bits")
+OLDER_NUMBERS: dict[str, dict[int, tuple[str, ...]]] = {
+    "RotatingKVCache": {4: _RING, 5: (*_RING[:2], "step", *_RING[2:])},
+    "QuantizedKVCache": {3: _PACKED, 4: ("step", *_PACKED)},
+    "ChunkedKVCache": {2: ("chunk_size", "start_position")},
+    "BatchRotatingKVCache": {4: ("max_size", "_offset", "_idx", "rotated")},
+}
+
+_PATH = re.compile(r"(0|[1-9][0-9]{0,5})(\.(0|[1-9][0-9]{0,5}))*")
+_NUMBER = re.compile(r"[0-9]{1,10}")
+
+
+def layout_of(metadata: dict[str, str]) -> str | None:
+    """Return "0.32" or "0.31", the version whose layout this is; None for neither."""
+    if metadata.get("2.0") == "" and "1.0" in metadata:
+        return "0.32"
+    if metadata.get("2.0") and any(
+        key.split(".")[:2] == ["0", "0"] for key in metadata
+    ):
+        return "0.31"
+    return None
+
+
+def read_native(
+    layout: str,
+    metadata: dict[str, str],
+    arrays: dict[str, mx.array],
+    like: Sequence[Any] | None,
+) -> tuple[list[Node], dict[str, str]]:
+    """Return unchecked nodes and the user's metadata of a file of this layout."""
+    mine, user, classes = ("1", "0", "1") if layout == "0.32" else ("0", "1", "2")
+    texts = {k: v for k, v in metadata.items() if not k.startswith(f"{user}.")}
+    said = _grouped({_path(key): text for key, text in texts.items()})
+    names = _list(said.get(int(classes), {}), "class names")
+    values: Values = {_path(name): array for name, array in arrays.items()}
+    if layout == "0.32":
+        values = _with_scalars(values, said.get(2, {}))
+    each = _grouped(values)
+    infos = _grouped(said.get(int(mine), {}))
+    for index in each:
+        need(index < len(names), f"it has arrays of cache {index} of {len(names)}")
+    nodes = []
+    for i, name in enumerate(names):
+        live = like[i] if like is not None and i < len(like) else None
+        node = (
+            _leaf32(name, each.get(i, {}), f"{i}", live, 0)
+            if layout == "0.32"
+            else _leaf31(name, each.get(i, {}), infos.get(i, {}), f"{i}", 0)
+        )
+        nodes.append(node)
+    start = len(user) + 1
+    return nodes, {k[start:]: v for k, v in metadata.items() if k not in texts}
+
+
+def _path(text: str) -> Path:
+    need(
+        _PATH.fullmatch(text) is not None and len(text) < 100,
+        f"{shown(text)} is no place of a tensor or a text in mlx-lm's layout",
+    )
+    return tuple(int(part) for part in text.split("."))
+
+
+def _grouped(values: Values) -> dict[int, Values]:
+    """Return the values by the first step of their path, and the rest of it."""
+    found: dict[int, Values] = {}
+    for path, value in values.items():
+        need(bool(path), "a value stands where a list is due")
+        found.setdefault(path[0], {})[path[1:]] = value
+    return found
+
+
+def _list(values: Values, what: str) -> list[Any]:
+    """Return the items of a list that has no gaps and no lists inside."""
+    need(
+        all((i,) in values for i in range(len(values))) and bool(values),
+        f"its list of {what} has gaps",
+    )
+    return [values[(i,)] for i in range(len(values))]
+
+
+def _with_scalars(values: Values, kinds: Values) -> Values:
+    """Turn the arrays that stand for numbers, texts and None into these."""
+    values = dict(values)
+    for index, entry in _grouped(kinds).items():
+        if index == 0:
+            continue
+        pair = _list(entry, "numbers")
+        need(len(pair) == 2, f"its entry {index} of numbers has {len(pair)} texts")
+        path, kind = _path(pair[0]), pair[1]
+        array = values.get(path)
+        need(isinstance(array, mx.array), f"it has no tensor {shown(pair[0])}")
+        values[path] = _scalar(array, kind, pair[0])
+    return values
+
+
+def _scalar(array: Any, kind: str, name: str) -> Any:
+    if kind == "scalar":
+        fits = array.ndim == 0 and array.dtype in (*INTEGERS, mx.bool_)
+        need(fits, f"{name} is {array.shape} {array.dtype} and no whole number")
+        return array.item()
+    if kind == "string":
+        fits = array.ndim == 1 and array.dtype in INTEGERS and 0 < array.size < 100
+        need(fits, f"{name} is {array.shape} {array.dtype} and no text")
+        codes = array.tolist()
+        need(all(32 <= code < 127 for code in codes), f"{name} is no plain text")
+        return "".join(map(chr, codes))
+    need(kind == "none", f"{name} is of the kind {shown(kind)}")
+    need(array.size == 0, f"{name} stands for None and has {array.size} values")
+    return None
+
+
+def _leaf32(name: Any, values: Values, place: str, live: Any, depth: int) -> Node:
+    if name == MEMBERS:
+        need(depth < MAX_DEPTH, f"cache {place} is nested more than {MAX_DEPTH} deep")
+        groups = _grouped(values)
+        members = []
+        for i in range(len(groups)):
+            need(i in groups, f"the members of cache {place} have gaps")
+            pair = _grouped(groups[i])
+            need(
+                pair.keys() == {0, 1} and () in pair[1], f"cache {place}.{i} is no pair"
+            )
+            members.append(
+                _leaf32(pair[1][()], pair[0], f"{place}.{i}", None, depth + 1)
+            )
+        return tuple(members)
+    need_known(name, place)
+    leaf = Leaf(name, {}, {})
+    layout = KINDS[name].layout
+    groups = _grouped(values)
+    need(
+        groups.keys() == set(range(len(layout))),
+        f"cache {place}, a {name}, has {len(groups)} fields and needs {len(layout)}",
+    )
+    for index, parts in groups.items():
+        for path, value in parts.items():
+            _put(leaf, ".".join([layout[index], *map(str, path)]), value)
+    if name == "ArraysCache":
+        leaf.numbers["slots"] = len(_list(groups[0], "slots"))
+    elif name == "ConcatenateKVCache":
+        leaf.numbers["offset"] = _rows(leaf)
+    elif name == "LayerCache":
+        _complete_layer(leaf, place, live)
+    return leaf
+
+
+def _put(leaf: Leaf, field: str, value: Any) -> None:
+    if isinstance(value, mx.array):
+        leaf.arrays[field] = value
+    elif value is not None:
+        leaf.numbers[field] = value
+
+
+def _rows(leaf: Leaf) -> int:
+    keys = leaf.arrays.get("keys")
+    need(keys is None or keys.ndim == 4, "keys has not 4 axes")
+    return 0 if keys is None else int(keys.shape[2])
+
+
+def _complete_layer(leaf: Leaf, place: str, live: Any) -> None:
+    """The offset is an array there, and the window's size is left out."""
+    offset, window = leaf.arrays.pop("offset", None), leaf.arrays.get("window")
+    need(
+        offset is not None and offset.ndim == 0 and offset.dtype in INTEGERS,
+        f"cache {place}, a LayerCache, has no offset",
+    )
+    assert offset is not None
+    value: Any = offset.item()
+    leaf.numbers["offset"] = int(value)
+    held = window.shape[1] if window is not None and window.ndim == 3 else 0
+    if held < leaf.numbers["offset"]:
+        leaf.numbers["window_size"] = held
+    else:
+        size = getattr(live, "window_size", 0)
+        need(
+            size > 0,
+            f"cache {place}, a LayerCache, does not tell its window_size: pass like=, "
+            "the model's own empty caches",
+        )
+        leaf.numbers["window_size"] = int(size)
+
+
+def _leaf31(name: Any, values: Values, info: Values, place: str, depth: int) -> Node:
+    if name == MEMBERS:
+        need(depth < MAX_DEPTH, f"cache {place} is nested more than {MAX_DEPTH} deep")
+        need(
+            () not in info,
+            f"cache {place}, a CacheList of mlx-lm 0.30 or older, does not name its "
+            "members",
+        )
+        groups, said = _grouped(values), _grouped(info)
+        names, infos = _list(said.get(0, {}), "members"), _grouped(said.get(1, {}))
+        need(groups.keys() <= set(range(len(names))), f"cache {place} has odd arrays")
+        return tuple(
+            _leaf31(
+                member, groups.get(i, {}), infos.get(i, {}), f"{place}.{i}", depth + 1
+            )
+            for i, member in enumerate(names)
+        )
+    mamba = name == "MambaCache"
+    name = RENAMED.get(name, name) if isinstance(name, str) else name
+    need_known(name, place)
+    need(name != "LayerCache", f"cache {place}: mlx-lm 0.31 had no LayerCache")
+    leaf = Leaf(name, _older_numbers(name, info, place), {})
+    older = KINDS[name].older
+    for path, array in values.items():
+        if name == "ArraysCache":
+            path = (0, *path)
+        need(path[:1] < (len(older),), f"cache {place} has an array at {path}")
+        leaf.arrays[".".join([older[path[0]], *map(str, path[1:])])] = array
+    _complete_older(leaf, len(values), place)
+    need(not mamba or len(values) == MAMBA_SLOTS, f"MambaCache {place}: not 2 arrays")
+    return leaf
+
+
+def _older_numbers(name: str, info: Values, place: str) -> dict[str, int]:
+    if name not in OLDER_NUMBERS:
+        need(info == {(): ""}, f"cache {place}, a {name}, has numbers it should not")
+        return {}
+    texts = _list(info, f"numbers of cache {place}")
+    fields = OLDER_NUMBERS[name].get(len(texts))
+    need(fields is not None, f"cache {place}, a {name}, has {len(texts)} numbers")
+    assert fields is not None
+    numbers: dict[str, int] = {}
+    for field, text in zip(fields, texts, strict=True):
+        if field == "rotated":
+            need(text in ("True", "False"), f"rotated is {shown(text)}")
+            numbers[field] = text == "True"
+        else:
+            need(_NUMBER.fullmatch(text) is not None, f"{field} is {shown(text)}")
+            numbers[field] = int(text)
+    numbers.pop("step", None)
+    return numbers
+
+
+def _complete_older(leaf: Leaf, count: int, place: str) -> None:
+    """Work out the numbers that were set from the arrays."""
+    if leaf.name in ("KVCache", "ConcatenateKVCache"):
+        leaf.numbers["offset"] = _rows(leaf)
+    elif leaf.name == "BatchKVCache":
+        leaf.numbers["_idx"] = _rows(leaf)
+    elif leaf.name == "ArraysCache":
+        leaf.numbers["slots"] = count
+    elif leaf.name == "ChunkedKVCache":
+        need(
+            leaf.numbers["start_position"] == 0,
+            f"cache {place}, a ChunkedKVCache of mlx-lm 0.31 or older, has dropped "
+            f"{leaf.numbers['start_position']} positions and does not tell its offset",
+        )
+        leaf.numbers["offset"] = _rows(leaf)

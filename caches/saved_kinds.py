@@ -1,0 +1,251 @@
+"""Which kinds of cache a file can hold, and how each becomes fields and back.
+
+The table is all that a class name of a file is looked up in. A kind that is not in it
+is refused, and so is a subclass: it may hold more than its parent.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import cache as native
+from mlx_lm.models.deepseek_v41 import LayerCache
+
+from mlx_speculation.caches import field_checks
+from mlx_speculation.caches.fields import INTEGERS, Leaf, check_numbers, need
+
+MAX_DEPTH = 8
+MEMBERS = "CacheList"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of cache.
+
+    Attributes:
+        cls: the class.
+        numbers: its fields that are whole numbers or truth values.
+        arrays: its fields that are arrays, sequences of arrays or None.
+        check: refuses fields that do not fit each other; cuts unused rows off.
+        layout: its fields in the order of mlx-lm 0.32's `state`.
+        older: its fields in the order of mlx-lm 0.31's `state`.
+        settings: numbers that one cache has for life.
+        pending: fields that are None unless it is between `prepare` and `finalize`.
+    """
+
+    cls: type
+    numbers: tuple[str, ...]
+    arrays: tuple[str, ...]
+    check: Callable[[Leaf], Leaf]
+    layout: tuple[str, ...]
+    older: tuple[str, ...] = ("keys", "values")
+    settings: tuple[str, ...] = ()
+    pending: tuple[str, ...] = ()
+
+
+_KV = ("keys", "values")
+_BATCH = (*_KV, "offset", "left_padding")
+_LAYER = ("window", "compress_kv", "index_k", "pending_kv", "pending_gate")
+
+KINDS = {
+    kind.cls.__name__: kind
+    for kind in (
+        Kind(
+            native.KVCache,
+            ("offset",),
+            _KV,
+            field_checks.check_kv,
+            layout=(*_KV, "offset"),
+        ),
+        Kind(
+            native.ConcatenateKVCache,
+            ("offset",),
+            _KV,
+            field_checks.check_concatenate,
+            layout=_KV,
+        ),
+        Kind(
+            native.QuantizedKVCache,
+            ("offset", "group_size", "bits"),
+            _KV,
+            field_checks.check_quantized,
+            layout=(*_KV, "offset", "group_size", "bits"),
+            settings=("group_size", "bits"),
+        ),
+        Kind(
+            native.ChunkedKVCache,
+            ("offset", "chunk_size", "start_position"),
+            _KV,
+            field_checks.check_chunked,
+            layout=(*_KV, "offset", "chunk_size", "start_position"),
+            settings=("chunk_size",),
+        ),
+        Kind(
+            native.RotatingKVCache,
+            ("offset", "keep", "max_size", "_idx"),
+            _KV,
+            field_checks.check_ring,
+            layout=(*_KV, "offset", "keep", "max_size", "_idx"),
+            settings=("keep", "max_size"),
+        ),
+        Kind(
+            native.ArraysCache,
+            ("slots",),
+            ("cache", "left_padding", "lengths"),
+            field_checks.check_arrays,
+            layout=("cache", "left_padding", "lengths"),
+            older=("cache",),
+            settings=("slots",),
+        ),
+        Kind(
+            native.BatchKVCache,
+            ("_idx",),
+            _BATCH,
+            field_checks.check_batch_kv,
+            layout=(*_BATCH, "_idx"),
+            older=_BATCH,
+            pending=("_right_padding",),
+        ),
+        Kind(
+            native.BatchRotatingKVCache,
+            ("max_size", "_offset", "_idx", "rotated"),
+            _BATCH,
+            field_checks.check_batch_ring,
+            layout=(*_BATCH, "max_size", "_offset", "_idx", "rotated"),
+            older=_BATCH,
+            settings=("max_size",),
+            pending=("_lengths",),
+        ),
+        Kind(
+            LayerCache,
+            ("window_size", "offset"),
+            _LAYER,
+            field_checks.check_layer,
+            layout=(*_LAYER, "offset"),
+            older=(),
+            settings=("window_size",),
+        ),
+    )
+}
+_SEQUENCES = {"QuantizedKVCache": _KV, "ArraysCache": ("cache",)}
+
+
+def known_kinds() -> str:
+    """Return the names of all kinds, for messages."""
+    return ", ".join((*KINDS, MEMBERS))
+
+
+def is_known(cache: Any) -> bool:
+    """Return whether a live leaf is of exactly one of the kinds."""
+    kind = KINDS.get(type(cache).__name__)
+    return kind is not None and type(cache) is kind.cls
+
+
+def read_leaf(cache: Any) -> Leaf:
+    """Return the fields of a live cache of a known kind, unchecked."""
+    name = type(cache).__name__
+    kind, fields = KINDS[name], vars(cache)
+    numbers = {key: fields[key] for key in kind.numbers if key != "slots"}
+    if "slots" in kind.numbers:
+        numbers["slots"] = len(fields["cache"])
+    arrays = {}
+    for key in kind.arrays:
+        for part, value in _parts(key, fields[key]):
+            need(isinstance(value, mx.array), f"{part} is a {type(value).__name__}")
+            arrays[part] = value
+    return Leaf(name, numbers, arrays)
+
+
+def check_at_rest(cache: Any) -> None:
+    """Refuse a live cache that no file can hold, as it is in the middle of a write."""
+    for pending in KINDS[type(cache).__name__].pending:
+        need(
+            vars(cache).get(pending) is None,
+            f"it is between prepare and finalize: {pending} is set",
+        )
+
+
+def _parts(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (list, tuple)):
+        named = [(f"{key}.{i}", item) for i, item in enumerate(value)]
+    else:
+        named = [(key, value)]
+    yield from ((part, item) for part, item in named if item is not None)
+
+
+def checked(leaf: Leaf) -> Leaf:
+    """Check a leaf whose name is in the table; return it cut to what counts."""
+    kind = KINDS[leaf.name]
+    check_numbers(leaf, kind.numbers)
+    allowed = set(_array_names(leaf))
+    for name in leaf.arrays:
+        need(name in allowed, f"{leaf.name} has no array {name}")
+    return kind.check(leaf)
+
+
+def _array_names(leaf: Leaf) -> Iterator[str]:
+    kind = KINDS[leaf.name]
+    for key in kind.arrays:
+        if key in _SEQUENCES.get(leaf.name, ()):
+            count = 3 if key != "cache" else field_checks.MAX_SLOTS
+            yield from (f"{key}.{i}" for i in range(count))
+        else:
+            yield key
+
+
+def attributes(leaf: Leaf) -> dict[str, Any]:
+    """Return everything that a cache with these checked fields holds."""
+    kind = KINDS[leaf.name]
+    held: dict[str, Any] = {k: leaf.arrays.get(k) for k in kind.arrays}
+    held |= {k: v for k, v in leaf.numbers.items() if k != "slots"}
+    held |= dict.fromkeys(kind.pending)
+    if leaf.name == "ArraysCache":
+        slots = leaf.numbers["slots"]
+        held["cache"] = [leaf.arrays.get(f"cache.{i}") for i in range(slots)]
+    elif leaf.name == "QuantizedKVCache" and leaf.arrays:
+        for key in _KV:
+            held[key] = tuple(leaf.arrays[f"{key}.{i}"] for i in range(3))
+    return held
+
+
+def build(leaf: Leaf) -> Any:
+    """Return a new cache with these checked fields."""
+    cache: Any = object.__new__(KINDS[leaf.name].cls)
+    vars(cache).update(attributes(leaf))
+    return cache
+
+
+def check_fits(leaf: Leaf, live: Any) -> None:
+    """Refuse a leaf that a live cache of a known kind cannot take the content of.
+
+    A live cache without rows says what it is set to, and not which shapes it gets.
+    """
+    name = type(live).__name__
+    need(leaf.name == name, f"the file has a {leaf.name} and the live cache is {name}")
+    held = read_leaf(live)
+    for key in KINDS[name].settings:
+        ours, theirs = held.numbers[key], leaf.numbers[key]
+        need(ours == theirs, f"{key} is {theirs} in the file and {ours} here")
+    for key in held.arrays.keys() & leaf.arrays.keys():
+        here, there = held.arrays[key], leaf.arrays[key]
+        need(
+            here.dtype == there.dtype and _alike(name, here, there),
+            f"{key} is {there.shape} {there.dtype} in the file and {here.shape} "
+            f"{here.dtype} here",
+        )
+
+
+def _alike(name: str, here: mx.array, there: mx.array) -> bool:
+    """Whether two shapes differ in the number of rows at most."""
+    if here.ndim != there.ndim:
+        return False
+    free: Sequence[int] = ()
+    if name == "LayerCache":
+        free = (1,)
+    elif here.ndim == 4 and name != "ArraysCache":
+        free = (2,)
+    elif name == "ArraysCache" and here.dtype in INTEGERS and here.ndim == 2:
+        free = (1,)  # the last token ids: fewer at the beginning
+    axes = [axis for axis in range(here.ndim) if axis not in free]
+    return all(here.shape[axis] == there.shape[axis] for axis in axes)

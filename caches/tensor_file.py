@@ -1,0 +1,215 @@
+"""Reading safetensors files that may be cut, corrupted or hostile.
+
+A file is an 8-byte length, a JSON header and the data:
+
+    {"__metadata__": {"a": "text"}, "keys": {"dtype": "F16", "shape": [1, 2],
+     "data_offsets": [0, 4]}}                                       4 bytes of data
+
+The header is checked as a whole before any array is made: tensors tile the data from
+its first byte to the end of the file, so no array is larger than the file. Arrays
+travel as unsigned integers of their width, so every bit pattern returns as it was.
+It knows nothing about caches. What is wrong is raised as `FlawError`.
+"""
+
+import hashlib
+import json
+import math
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import mlx.core as mx
+import numpy as np
+
+MAX_HEADER = 2**24
+MAX_DIM = 2**31 - 1
+MAX_DIMS = 8
+MAX_EMPTY = 2**31 - 1  # product of the other dimensions of an empty tensor
+
+DTYPES = {
+    "BOOL": mx.bool_,
+    "U8": mx.uint8,
+    "I8": mx.int8,
+    "U16": mx.uint16,
+    "I16": mx.int16,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "U32": mx.uint32,
+    "I32": mx.int32,
+    "F32": mx.float32,
+    "U64": mx.uint64,
+    "I64": mx.int64,
+}
+
+
+class FlawError(Exception):
+    """What is wrong with a file or with a cache; the caller says with which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One entry of a header; its data are the bytes [start, stop) after it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A checked header; `tensors` are in the order of their data."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+    def digest(self) -> Any:
+        """Return a SHA-256 that has seen the header, less metadata["digest"]."""
+        metadata = {k: v for k, v in self.metadata.items() if k != "digest"}
+        tensors = {
+            name: [t.dtype, t.shape, t.start, t.stop]
+            for name, t in self.tensors.items()
+        }
+        text = json.dumps([tensors, metadata], sort_keys=True)
+        return hashlib.sha256(text.encode())
+
+
+def shown(value: object) -> str:
+    """Return a short text for a value out of a file."""
+    if not isinstance(value, (str, int, float, type(None))):
+        return f"a {type(value).__name__}"  # repr of a deep list can fail
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def parse_json(text: str | bytes, what: str) -> Any:
+    """Parse JSON without duplicate keys, NaN or infinity, and not too deep."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_constant)
+    except RecursionError as error:
+        raise FlawError(f"{what} is nested too deep to be read") from error
+    except ValueError as error:
+        raise FlawError(f"{what} is not JSON: {shown(str(error))}") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise FlawError(f"the key {shown(twice)} stands twice in one JSON object")
+    return found
+
+
+def _constant(text: str) -> None:
+    raise FlawError(f"the JSON holds {text}, which is no number of JSON")
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[tuple[BinaryIO, int]]:
+    """Open a regular file, with its size; a pipe or a device does not block."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags)
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        raise FlawError(f"it cannot be opened ({error})") from error
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise FlawError("it is a folder or a device and not a regular file")
+        yield file, status.st_size
+
+
+def read_header(file: BinaryIO, size: int) -> Header:
+    """Read and check the header; leaves the file at the first byte of data."""
+    if size < 8:
+        raise FlawError(f"it has {size} bytes, and a safetensors file has 8 or more")
+    length = int.from_bytes(_read(file, 8), "little")
+    if length > size - 8:
+        raise FlawError(f"its header is said to have {length} bytes of {size - 8}")
+    if length > MAX_HEADER:
+        raise FlawError(f"its header has {length} bytes, and {MAX_HEADER} is the limit")
+    entries = parse_json(_read(file, length), "the header")
+    if not isinstance(entries, dict):
+        raise FlawError(f"its header is {shown(entries)} and not a JSON object")
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
+        raise FlawError("its __metadata__ is not a JSON object of texts")
+    tensors = {name: _tensor(name, entry) for name, entry in entries.items()}
+    ordered = sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop))
+    _check_tiles(ordered, size - 8 - length)
+    return Header(dict(ordered), metadata)
+
+
+def _tensor(name: str, entry: Any) -> Tensor:
+    keys = {"dtype", "shape", "data_offsets"}
+    if not isinstance(entry, dict) or entry.keys() != keys:
+        raise FlawError(f"the entry of {shown(name)} is not {', '.join(sorted(keys))}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        known = ", ".join(DTYPES)
+        raise FlawError(f"{shown(name)} has dtype {shown(dtype)}; known are {known}")
+    if not _counts(shape) or len(shape) > MAX_DIMS or max(shape, default=0) > MAX_DIM:
+        raise FlawError(
+            f"the shape of {shown(name)} is not a list of at most {MAX_DIMS} whole "
+            f"numbers from 0 to {MAX_DIM}"
+        )
+    if not _counts(offsets) or len(offsets) != 2:
+        raise FlawError(f"the offsets of {shown(name)} are not two whole numbers")
+    start, stop = offsets
+    wanted = math.prod(shape) * DTYPES[dtype].size
+    if stop - start != wanted:
+        raise FlawError(
+            f"{shown(name)} needs {wanted} bytes and has [{start}, {stop}) of the data"
+        )
+    if wanted == 0 and math.prod(d for d in shape if d) > MAX_EMPTY:
+        raise FlawError(f"{shown(name)} is empty, with a shape above {MAX_EMPTY}")
+    return Tensor(dtype, tuple(shape), start, stop)
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
+
+
+def _check_tiles(ordered: list[tuple[str, Tensor]], size: int) -> None:
+    position = 0
+    for name, tensor in ordered:
+        if tensor.start != position:
+            raise FlawError(
+                f"{shown(name)} begins at byte {tensor.start} of the data, and the "
+                f"tensor before it ends at {position}"
+            )
+        position = tensor.stop
+    if position != size:
+        raise FlawError(f"its tensors have {position} bytes of data and it has {size}")
+
+
+def read_arrays(file: BinaryIO, header: Header, digest: Any = None) -> dict[str, Any]:
+    """Read every tensor after `read_header`, evaluated; `digest` sees the data."""
+    arrays = {}
+    for name, tensor in header.tensors.items():
+        data = _read(file, tensor.stop - tensor.start)
+        if digest is not None:
+            digest.update(data)
+        dtype = DTYPES[tensor.dtype]
+        if not data:
+            arrays[name] = mx.zeros(tensor.shape, dtype)
+            continue
+        raw = np.frombuffer(data, dtype=f"<u{dtype.size}")
+        if tensor.dtype == "BOOL" and raw.max() > 1:
+            raise FlawError(f"{shown(name)} is BOOL and holds the byte {raw.max()}")
+        arrays[name] = mx.array(raw).view(dtype).reshape(tensor.shape)
+    mx.eval(list(arrays.values()))
+    return arrays
+
+
+def _read(file: BinaryIO, count: int) -> bytes:
+    data = file.read(count)
+    if len(data) != count:
+        raise FlawError(f"it ended after {len(data)} of {count} bytes: it was cut")
+    return data
