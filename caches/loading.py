@@ -203,7 +203,7 @@ def _native(
     like: Sequence[Any] | None,
     draft_like: Sequence[Any] | None,
 ) -> Content:
-    live = None if like is None else [*like, *(draft_like or ())]
+    live = [*(like or ()), *(draft_like or ())]
     nodes, metadata = native_files.read_native(layout, header.metadata, arrays, live)
     first = len(like) if like is not None and draft_like is not None else len(nodes)
     target = saved_tree.check(nodes[:first])

@@ -60,7 +60,7 @@ def read_native(
     layout: str,
     metadata: dict[str, str],
     arrays: dict[str, mx.array],
-    like: Sequence[Any] | None,
+    like: Sequence[Any],
 ) -> tuple[list[Node], dict[str, str]]:
     """Return unchecked nodes and the user's metadata of a file of this layout."""
     mine, user, classes = ("1", "0", "1") if layout == "0.32" else ("0", "1", "2")
@@ -76,7 +76,7 @@ def read_native(
         need(index < len(names), f"it has arrays of cache {index} of {len(names)}")
     nodes = []
     for i, name in enumerate(names):
-        live = like[i] if like is not None and i < len(like) else None
+        live = _member(like, i)
         node = (
             _leaf32(name, each.get(i, {}), f"{i}", live, 0)
             if layout == "0.32"
@@ -85,6 +85,10 @@ def read_native(
         nodes.append(node)
     start = len(user) + 1
     return nodes, {k[start:]: v for k, v in metadata.items() if k not in texts}
+
+
+def _member(caches: Sequence[Any], index: int) -> Any:
+    return caches[index] if index < len(caches) else None
 
 
 def _path(text: str) -> Path:
@@ -156,7 +160,13 @@ def _leaf32(name: Any, values: Values, place: str, live: Any, depth: int) -> Nod
                 pair.keys() == {0, 1} and () in pair[1], f"cache {place}.{i} is no pair"
             )
             members.append(
-                _leaf32(pair[1][()], pair[0], f"{place}.{i}", None, depth + 1)
+                _leaf32(
+                    pair[1][()],
+                    pair[0],
+                    f"{place}.{i}",
+                    _member(getattr(live, "caches", ()), i),
+                    depth + 1,
+                )
             )
         return tuple(members)
     need_known(name, place)

@@ -227,8 +227,8 @@ def check_fits(leaf: Leaf, live: Any) -> None:
     for key in KINDS[name].settings:
         ours, theirs = held.numbers[key], leaf.numbers[key]
         need(ours == theirs, f"{key} is {theirs} in the file and {ours} here")
-    for key in held.arrays.keys() & leaf.arrays.keys():
-        here, there = held.arrays[key], leaf.arrays[key]
+    for key, there in leaf.arrays.items():
+        here = held.arrays.get(key, there)
         need(
             here.dtype == there.dtype and _alike(name, here, there),
             f"{key} is {there.shape} {there.dtype} in the file and {here.shape} "

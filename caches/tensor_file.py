@@ -116,11 +116,14 @@ def opened(path: str | os.PathLike[str]) -> Iterator[tuple[BinaryIO, int]]:
         descriptor = os.open(path, flags)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         raise FlawError(f"it cannot be opened ({error})") from error
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise FlawError("it is a folder or a device and not a regular file")
-        yield file, status.st_size
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            yield file, status.st_size
+    finally:
+        os.close(descriptor)
 
 
 def read_header(file: BinaryIO, size: int) -> Header:

@@ -1,13 +1,9 @@
-"""What is saved and loaded is what was there, in every kind and state.
+"""What is saved and loaded is what was there, in every kind and state."""
 
-The tests of `test_saving*`, `test_loading` and `test_loading_fuzz` fail for each of
-these faults, made by hand (killed by hand):
-
-"""
-
-import sys
+import linecache
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import mlx.core as mx
@@ -32,6 +28,7 @@ from mlx_speculation.errors import (
     InvalidRequestError,
     UnsupportedCacheError,
 )
+from support.interrupts import raised_at
 from support.saved_caches import (
     Case,
     batch_cases,
@@ -65,7 +62,7 @@ def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("saving")
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), widths=WIDTHS, draft=st.booleans())
 def test_caches_of_any_kinds_continue_as_the_saved_ones(
     folder: Path, seed: int, widths: list[int], draft: bool
@@ -93,7 +90,7 @@ def test_caches_of_any_kinds_continue_as_the_saved_ones(
         assert continued(case, loaded, seed) == continued(case, cache, seed)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**32 - 1),
     widths=WIDTHS.filter(bool),
@@ -121,7 +118,7 @@ def test_batches_continue_as_the_saved_ones(
         assert continued(case, loaded, seed) == continued(case, cache, seed)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1), widths=WIDTHS, data=st.data())
 def test_a_trimmed_cache_continues_as_the_saved_one(
     folder: Path, seed: int, widths: list[int], data: st.DataObject
@@ -138,7 +135,7 @@ def test_a_trimmed_cache_continues_as_the_saved_one(
     assert continued(case, loaded, seed) == continued(case, cache, seed)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**32 - 1), widths=WIDTHS, other=WIDTHS)
 def test_existing_caches_continue_as_the_saved_ones(
     folder: Path, seed: int, widths: list[int], other: list[int]
@@ -167,7 +164,7 @@ def test_only_rows_up_to_the_offset_are_saved(tmp_path: Path) -> None:
     save_caches(tmp_path / "short", [kv(5)], range(5))
     (loaded,) = load_caches(tmp_path / "short").caches
     assert loaded.keys.shape == (1, 2, 5, 4)
-    assert kv(5).keys.shape == (1, 2, 256, 4)
+    assert content([kv(5)]) != content([loaded])  # mlx-lm allocates 256 rows
 
 
 def test_the_file_is_a_safetensors_file_for_others(tmp_path: Path) -> None:
@@ -188,10 +185,8 @@ def test_a_drafter_may_hold_fewer_tokens(tmp_path: Path) -> None:
 
 
 def _of_a_subclass() -> Any:
-    class MyCache(KVCache):  # type: ignore[misc, unused-ignore]
-        pass
-
-    return MyCache()
+    cls: Any = type("MyCache", (KVCache,), {})
+    return cls()
 
 
 def _trimmed_concatenation() -> Any:
@@ -267,35 +262,10 @@ def test_a_drafter_ahead_of_the_tokens_is_refused(seen: Any, tmp_path: Path) -> 
         )
 
 
-def interrupted(line: int, error: BaseException, action: Callable[[], None]) -> bool:
-    """Raise `error` at the `line`-th line that the writer runs; False: it ran less."""
-    left = line
-
-    def trace(frame: Any, event: str, _: object) -> Any:
-        nonlocal left
-        if frame.f_code.co_filename != tensor_writer.__file__:
-            return None
-        # The removal in `finally` is what the test is about.
-        if event == "line" and frame.f_lineno not in _finally_lines():
-            left -= 1
-            if left == 0:
-                raise error
-        return trace
-
-    outer = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        action()
-    except (type(error), CacheFileError):
-        return True
-    finally:
-        sys.settrace(outer)
-    return False
-
-
-def _finally_lines() -> list[int]:
-    lines = Path(tensor_writer.__file__).read_text().splitlines()
-    return [i for i, line in enumerate(lines, 1) if "unlink(missing_ok" in line]
+def removes_the_temporary_file(frame: FrameType) -> bool:
+    """Whether a line is the one in `finally` that this test relies on."""
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return "unlink(missing_ok" in line
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "no space")])
@@ -306,7 +276,14 @@ def test_a_failure_at_any_step_of_writing_leaves_the_old_file_or_the_new_one(
     save_caches(path, [kv(2)], range(2))
     old = path.read_bytes()
     line = 1
-    while interrupted(line, error, lambda: save_caches(path, [kv(5)], range(5))):
+    while caught := raised_at(
+        line,
+        error,
+        (tensor_writer.__file__,),
+        lambda: save_caches(path, [kv(5)], range(5)),
+        removes_the_temporary_file,
+    ):
+        assert isinstance(caught, (type(error), CacheFileError))
         assert [*tmp_path.iterdir()] == [path]
         replaced = path.read_bytes() != old
         seen.add(replaced)

@@ -142,7 +142,7 @@ def _batch_ring(dtype: mx.Dtype, size: int, padding: list[int]) -> Case:
 
 def _layer(dtype: mx.Dtype, window: int, ratio: int) -> Case:
     """A layer of DeepSeek V4.1 with a real compressor; ratio 0: it has none."""
-    args = SimpleNamespace(
+    args: Any = SimpleNamespace(
         compress_ratios=[ratio], hidden_size=4, head_dim=4, rms_norm_eps=1e-6
     )
     compress = Compressor(args, 0) if ratio else None
