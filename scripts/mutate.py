@@ -1,0 +1,235 @@
+"""Breaks the code on purpose, one place at a time, and counts what the tests notice.
+
+A mutant is the package with one operator, number, condition or loop changed by
+cosmic-ray. Those that change nothing at run time (annotations, docstrings) are left
+out, then a sample is drawn with a seed. A mutant is killed when its folder's tests
+fail or run into the time limit, and survives when they pass.
+
+    pip install '.[mutation]'
+    python scripts/mutate.py make mutants --folder caches --sample 400
+    python scripts/mutate.py run mutants --jobs 2
+
+`make` writes the mutated files; `run` needs no more than the tests do, so that it can
+be run on another machine. Each worker has a copy of the project of its own. The last
+line on standard output is one JSON object: counts, and the diff of each survivor.
+"""
+
+import ast
+import difflib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Annotated, Any
+
+import typer
+
+ROOT = Path(__file__).parents[1]
+SEED = 20261121
+# Tables of facts: a changed entry is found by the one test that reads the table.
+LEFT_OUT = frozenset({"__init__.py", "mlx_lm_touches.py"})
+WITHOUT = shutil.ignore_patterns(".*", "demo", "__pycache__", "mutants", "*.egg-info")
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One changed file.
+
+    Attributes:
+        path: of the file, from the project's root.
+        operator: cosmic-ray's name of the change.
+        occurrence: which place in the file, counted for this operator.
+        source: the whole file, changed.
+    """
+
+    path: str
+    operator: str
+    occurrence: int
+    source: str
+
+    @property
+    def diff(self) -> str:
+        """The change, as a unified diff without context."""
+        before = (ROOT / self.path).read_text(encoding="utf-8").splitlines()
+        lines = difflib.unified_diff(
+            before, self.source.splitlines(), self.path, self.path, lineterm="", n=0
+        )
+        return "\n".join(lines)
+
+
+@app.command()
+def make(
+    folder: Annotated[Path, typer.Argument(help="Where the mutants are written.")],
+    of: Annotated[str, typer.Option("--folder", help="What is mutated.")] = "caches",
+    sample: Annotated[int, typer.Option(min=1)] = 400,
+    seed: Annotated[int, typer.Option()] = SEED,
+) -> None:
+    """Write a sample of mutants as JSON files."""
+    paths = [p for p in sorted((ROOT / of).glob("*.py")) if p.name not in LEFT_OUT]
+    mutants = [mutant for path in paths for mutant in _mutants(path)]
+    chosen = random.Random(seed).sample(mutants, min(sample, len(mutants)))
+    folder.mkdir(parents=True)
+    for index, mutant in enumerate(chosen):
+        text = json.dumps(asdict(mutant))
+        (folder / f"{index:04}.json").write_text(text, encoding="utf-8")
+    facts = {"of": of, "seed": seed, "possible": len(mutants), "sampled": len(chosen)}
+    (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
+    print(json.dumps(facts))
+
+
+def _mutants(path: Path) -> Iterator[Mutant]:
+    """Yield every mutant of a file that runs other code than the file."""
+    from cosmic_ray.commands.init import _all_work_items
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    source = path.read_text(encoding="utf-8")
+    known = {_behaviour(source)}
+    for item in _all_work_items([path], {}):
+        (spec,) = item.mutations
+        operator = get_operator(spec.operator_name)(**spec.operator_args)
+        mutated = mutate_code(source, operator, spec.occurrence)
+        behaviour = mutated and _behaviour(mutated)
+        if not mutated or not behaviour or behaviour in known:
+            continue
+        known.add(behaviour)
+        where = str(path.relative_to(ROOT))
+        yield Mutant(where, spec.operator_name, spec.occurrence, mutated)
+
+
+class _Bare(ast.NodeTransformer):
+    """Takes out what does nothing at run time."""
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        node.annotation = None
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.returns = None
+        return self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        node.annotation = ast.Constant(None)
+        return self.generic_visit(node)
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        return ast.Pass() if isinstance(node.value, ast.Constant) else node
+
+
+def _behaviour(source: str) -> str | None:
+    """Return what runs, in a form to compare; None where nothing can."""
+    try:
+        return ast.dump(_Bare().visit(ast.parse(source)))
+    except SyntaxError:  # cosmic-ray takes the star of a signature for an operator
+        return None
+
+
+@app.command()
+def run(
+    folder: Annotated[Path, typer.Argument(help="What `make` wrote.")],
+    jobs: Annotated[int, typer.Option(min=1)] = 2,
+    limit: Annotated[int, typer.Option(help="Seconds for one mutant.")] = 600,
+    deadline: Annotated[
+        int, typer.Option(help="Seconds after which no further mutant is begun.")
+    ] = 10**6,
+    tests: Annotated[
+        list[str] | None, typer.Option(help="By default those of the mutated folder.")
+    ] = None,
+) -> None:
+    """Run the tests on every mutant."""
+    facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
+    chosen = [
+        Mutant(**json.loads(path.read_text()))
+        for path in sorted(folder.glob("[0-9]*.json"))
+    ]
+    tests = tests or [f"tests/{facts['of']}"]
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for number in range(jobs):
+            copy = Path(temporary, str(number))
+            shutil.copytree(ROOT, copy, symlinks=True, ignore=WITHOUT)
+            copies.put(copy)
+        first = copies.get()
+        if not _passes(first, tests, limit):
+            raise SystemExit("The tests fail on the code as it is.")
+        copies.put(first)
+        baseline = time.monotonic() - started
+        _say(f"the code as it is: tests pass in {baseline:.0f} s")
+
+        def survives(mutant: Mutant) -> bool | None:
+            if time.monotonic() - started > deadline:
+                return None
+            copy = copies.get()
+            try:
+                return _survives(copy, mutant, tests, limit)
+            finally:
+                copies.put(copy)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            verdicts = list(pool.map(survives, chosen))
+    tried = [v for v in verdicts if v is not None]
+    survivors = [m for m, v in zip(chosen, verdicts, strict=True) if v]
+    for mutant in survivors:
+        print(mutant.diff, end="\n\n")
+    share = 1 - len(survivors) / max(1, len(tried))
+    print(f"{len(tried) - len(survivors)} of {len(tried)} killed: {share:.1%}")
+    report = {
+        **facts,
+        "tried": len(tried),
+        "killed": len(tried) - len(survivors),
+        "seconds": round(time.monotonic() - started),
+        "survivors": [{"operator": m.operator, "diff": m.diff} for m in survivors],
+    }
+    print(json.dumps(report))
+
+
+def _survives(copy: Path, mutant: Mutant, tests: list[str], limit: int) -> bool:
+    target = copy / mutant.path
+    original = target.read_text(encoding="utf-8")
+    target.write_text(mutant.source, encoding="utf-8")
+    try:
+        survived = _passes(copy, tests, limit)
+    finally:
+        target.write_text(original, encoding="utf-8")
+    name = f"{mutant.path} {mutant.operator.removeprefix('core/')}"
+    _say(f"{'SURVIVED' if survived else 'killed'} {name} {mutant.occurrence}")
+    return survived
+
+
+def _passes(copy: Path, tests: list[str], limit: int) -> bool:
+    """Run the tests of a copy; one that fails or does not end is no pass."""
+    path = os.pathsep.join([str(copy / "src"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", *tests]
+    command += ["-p", "no:cacheprovider", "-p", "no:xdist"]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            timeout=limit,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    app()
