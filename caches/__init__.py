@@ -1,4 +1,4 @@
-"""Caches: one journal per cache kind, and the transaction over all of them.
+"""Caches: a journal per kind, the transaction over all, snapshots, files.
 
 It knows mlx-lm's caches. It does not know models, tokens, samplers or text.
 """
@@ -9,6 +9,14 @@ from mlx_speculation.caches.journal import Journal
 from mlx_speculation.caches.kinds import check_supported, leaves, position, states
 from mlx_speculation.caches.loading import LoadedCaches, load_caches, load_into
 from mlx_speculation.caches.saving import save_caches
+from mlx_speculation.caches.snapshots import (
+    Snapshot,
+    held_bytes,
+    merge,
+    restore,
+    snapshot,
+    split,
+)
 from mlx_speculation.caches.speculation import Speculation
 
 __all__ = [
@@ -17,12 +25,18 @@ __all__ = [
     "RecordedCall",
     "RecordingArraysCache",
     "RecordingLayerCache",
+    "Snapshot",
     "Speculation",
     "check_supported",
+    "held_bytes",
     "leaves",
     "load_caches",
     "load_into",
+    "merge",
     "position",
+    "restore",
     "save_caches",
+    "snapshot",
+    "split",
     "states",
 ]

@@ -23,6 +23,7 @@ from mlx_speculation.caches.arrays import ArraysJournal
 from mlx_speculation.caches.chunked import ChunkedJournal
 from mlx_speculation.caches.compressed import LayerJournal
 from mlx_speculation.caches.concatenated import ConcatenateJournal
+from mlx_speculation.caches.held_rows import WATCHED_TYPES
 from mlx_speculation.caches.journal import Journal
 from mlx_speculation.caches.kv import KVJournal
 from mlx_speculation.caches.rotating import RotatingJournal
@@ -40,6 +41,12 @@ JOURNALS: dict[type, OpenJournal] = {
     LayerCache: lambda cache, whole: LayerJournal(cache, whole=whole),
 }
 KNOWN = (*JOURNALS, CacheList)
+# A cache of which a snapshot shares rows is of a class of its own meanwhile.
+JOURNALS |= {
+    watched: JOURNALS[native]
+    for native, watched in WATCHED_TYPES.items()
+    if native in JOURNALS
+}
 
 
 def leaves(caches: Sequence[Any]) -> Iterator[tuple[str, Any]]:

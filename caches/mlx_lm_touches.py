@@ -53,6 +53,20 @@ TOUCHES = (
     ),
     Touch(
         "mlx_lm.models.cache",
+        "KVCache.state",
+        "caches/held_rows.py",
+        "hands out the arrays themselves",
+        "769d1ab24ccacd2e4a97f4827bdd98407c7dfc00bf188b8e3de1f55ebf0a4066",
+    ),
+    Touch(
+        "mlx_lm.models.cache",
+        "QuantizedKVCache.state",
+        "caches/held_rows.py",
+        "hands out the arrays themselves",
+        "fb78104b5209a5e4d300fa96aa02cf893ec035657c002e5ec6669d9bebc4887e",
+    ),
+    Touch(
+        "mlx_lm.models.cache",
         "KVCache.make_mask",
         "caches/kv.py",
         "the mask follows from offset",
