@@ -53,13 +53,6 @@ TOUCHES = (
     ),
     Touch(
         "mlx_lm.models.cache",
-        "KVCache.state",
-        "caches/held_rows.py",
-        "hands out the arrays themselves",
-        "769d1ab24ccacd2e4a97f4827bdd98407c7dfc00bf188b8e3de1f55ebf0a4066",
-    ),
-    Touch(
-        "mlx_lm.models.cache",
         "QuantizedKVCache.state",
         "caches/held_rows.py",
         "hands out the arrays themselves",

@@ -14,6 +14,7 @@ from mlx_lm.models.deepseek_v41 import LayerCache
 
 from mlx_speculation.caches import field_checks
 from mlx_speculation.caches.fields import INTEGERS, Leaf, check_numbers, need
+from mlx_speculation.caches.held_rows import native_type
 
 MAX_DEPTH = 8
 MEMBERS = "CacheList"
@@ -139,7 +140,7 @@ def known_kinds() -> str:
 def is_known(cache: Any) -> bool:
     """Return whether a live leaf is of exactly one of the kinds."""
     kind = KINDS.get(type(cache).__name__)
-    return kind is not None and type(cache) is kind.cls
+    return kind is not None and native_type(cache) is kind.cls
 
 
 def read_leaf(cache: Any) -> Leaf:
