@@ -1,11 +1,105 @@
 """Plain decoding by mlx-lm's own loop, and the check of texts against it."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
 
-from mlx_speculation.engine import identity
+from mlx_speculation import Sampling, SpeculativeGenerator
+from mlx_speculation.engine import Drafter, identity
+from mlx_speculation.engine.results import Result
 from mlx_speculation.samplers import Chooser
+from support.drafters import ScriptedDrafter
+from support.tiny_tokenizer import byte_tokenizer
+
+SAMPLED = Sampling(temperature=0.8, top_p=0.9, seed=11)
+GREEDY = Sampling(seed=0)
+DRAFTERS = ("right", "wrong", "random")
+
+
+@dataclass(slots=True)
+class Compared:
+    """What a check of equal texts has seen."""
+
+    texts: int = 0
+    near_ties: int = 0
+    reruns: int = 0
+    rejected: int = 0
+
+
+def prompt_of(length: int) -> list[int]:
+    """Return a prompt that does not repeat itself."""
+    return [(37 * i * i + 11 * i + length) % 256 for i in range(length)]
+
+
+def check_identity(
+    model: nn.Module,
+    prompt: list[int],
+    *,
+    draft_length: int,
+    tokens: int,
+    bitwise: bool,
+    kinds: Sequence[str] = DRAFTERS,
+) -> Compared:
+    """Assert that drafts of several kinds leave greedy and sampled text as it is.
+
+    Args:
+        model: the target, and the draft that is right.
+        prompt: token ids.
+        draft_length: tokens drafted in a round.
+        tokens: how many are generated.
+        bitwise: whether no near-tie is allowed.
+        kinds: which of `DRAFTERS`.
+    """
+    seen = Compared()
+    plain = SpeculativeGenerator(model, byte_tokenizer())
+    for sampling in (GREEDY, SAMPLED):
+        expected = plain.generate(prompt, max_tokens=tokens, sampling=sampling).tokens
+        if sampling.greedy:
+            assert expected == plain_text(model, prompt, tokens)
+        for kind in kinds:
+            draft, length = _draft(kind, model, prompt + expected, draft_length)
+            generator = SpeculativeGenerator(
+                model, byte_tokenizer(), draft=draft, draft_length=length
+            )
+            result = generator.generate(prompt, max_tokens=tokens, sampling=sampling)
+            tie = assert_same_text(
+                model,
+                Chooser(sampling, 256),
+                prompt,
+                expected,
+                result.tokens,
+                width=length + 1,
+                bitwise=bitwise,
+            )
+            _check_acceptance(kind, result, exact=tie is None and bitwise)
+            seen.texts += 1
+            seen.near_ties += tie is not None
+            seen.reruns += result.stats.reruns
+            seen.rejected += result.stats.drafted - result.stats.accepted
+    return seen
+
+
+def _draft(
+    kind: str, model: nn.Module, text: list[int], length: int
+) -> tuple[nn.Module | Drafter, int]:
+    """Return a draft of a kind, and how much it drafts."""
+    if kind == "right":
+        return model, length
+    if kind == "wrong":  # takes a round for every token, so it is kept short
+        return ScriptedDrafter(text, right=0.0), 2
+    seed = len(text)
+    return ScriptedDrafter(text, 0.7, seed=seed, ragged=True), length
+
+
+def _check_acceptance(kind: str, result: Result, *, exact: bool) -> None:
+    """Check that the draft was as right as its kind says."""
+    if kind == "wrong":
+        assert result.stats.accepted <= result.stats.drafted // 20
+    elif kind == "right" and exact:
+        assert result.stats.acceptance_rate == 1.0
 
 
 def plain_text(model: nn.Module, prompt: list[int], tokens: int) -> list[int]:

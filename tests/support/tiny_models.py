@@ -77,11 +77,29 @@ def build_tiny(
     args = module.ModelArgs.from_dict(_arguments(tiny, vocab))
     mx.random.seed(seed)  # The constructors draw from the global generator.
     model = cast(nn.Module, module.Model(args))
+    randomise(model, embedding=embedding_scale(tiny.module))
+    return model
+
+
+def embedding_scale(module: str) -> float:
+    """Return how large the embeddings of a module's model shall be."""
+    return _GEMMA_EMBEDDING if "gemma" in module else _EMBEDDING
+
+
+def randomise(model: nn.Module, *, embedding: float) -> None:
+    """Give every weight a random value from the global generator."""
     initial = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
-    weights = [(path, _randomised(tiny, path, weight)) for path, weight in initial]
+    tables = {
+        f"{path}.weight"
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+    }
+    weights = [
+        (path, _randomised(path, weight, embedding if path in tables else None))
+        for path, weight in initial
+    ]
     model.update(tree_unflatten(weights))
     mx.eval(model.parameters())
-    return model
 
 
 def _arguments(tiny: TinyModel, vocab: int | None) -> dict[str, Any]:
@@ -98,12 +116,21 @@ def _arguments(tiny: TinyModel, vocab: int | None) -> dict[str, Any]:
     return {**args, "vocab_size": vocab}
 
 
-def _randomised(tiny: TinyModel, path: str, weight: mx.array) -> mx.array:
+def _randomised(path: str, weight: mx.array, embedding: float | None) -> mx.array:
+    """Return random values of the scale that a weight needs.
+
+    Args:
+        path: where the weight is in the model.
+        weight: its initial value.
+        embedding: the scale, if it is an embedding.
+    """
+    if not mx.issubdtype(weight.dtype, mx.floating):
+        return weight  # packed bits
     noise = mx.random.normal(weight.shape)
     if weight.ndim < 2 or not path.endswith("weight"):
         return weight + _NOISE * noise
-    if weight.ndim == 2 and "embed" in path:
-        return noise * (_GEMMA_EMBEDDING if "gemma" in tiny.module else _EMBEDDING)
+    if embedding is not None:
+        return noise * embedding
     # Depthwise convolutions are [channels, kernel, 1]; all others end in inputs.
     inputs = weight.shape[-1] if weight.shape[-1] > 1 else weight.shape[-2]
     return noise * (_GAIN / math.sqrt(inputs))

@@ -1,0 +1,94 @@
+"""Every architecture of mlx-lm gets plain decoding's text, whatever the draft.
+
+By default one prompt longer than the window, a draft that is right at random, and both
+temperatures; the whole grid is marked slow. The twenty of tiny_models.json run the
+whole grid in test_identity.py anyway.
+"""
+
+import contextlib
+import io
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from support import census
+from support.census import BUILT, NOT_BUILT
+from support.identity import check_identity, plain_text, prompt_of
+
+TOKENS = 30
+PROMPT = 40  # longer than every window
+LONG_PROMPTS = {6: 4, 17: 3, 40: 5}  # tokens: draft length
+
+OWN = [name for name, row in BUILT.items() if not (row.tiny or row.unequal)]
+
+
+def test_every_module_of_mlx_lm_is_in_one_table() -> None:
+    found, broken = census.architectures()
+    assert not BUILT.keys() & NOT_BUILT.keys()
+    assert found | broken == BUILT.keys() | NOT_BUILT.keys()
+    assert broken == {name for name, row in NOT_BUILT.items() if row.args is None}
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_an_architecture_is_as_the_table_says(name: str) -> None:
+    row, model, prompt = BUILT[name], census.build(name), prompt_of(PROMPT)
+    assert census.cache_kinds(model) == row.caches
+    assert census.layers(model) == row.layers
+    assert census.window(model) == row.window
+    text = plain_text(model, prompt, 24)
+    assert len(set(text)) >= 5
+    logits = model(mx.array([prompt + text]))
+    assert logits.dtype == mx.float32
+    assert bool(mx.isfinite(logits[..., :256]).all())
+    difference = census.widths_differ(model, prompt, text)
+    assert (difference == 0) == row.bitwise
+    assert (difference < 1e-2) == (row.unequal is None)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_draft_leaves_the_text_of_every_architecture(name: str) -> None:
+    seen = check_identity(
+        census.build(name),
+        prompt_of(PROMPT),
+        draft_length=3,
+        tokens=TOKENS,
+        bitwise=BUILT[name].bitwise,
+        kinds=["random"],
+    )
+    assert seen.rejected >= 4
+    assert seen.reruns == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", LONG_PROMPTS)
+@pytest.mark.parametrize("name", OWN)
+def test_any_draft_leaves_the_long_text_of_every_architecture(
+    name: str, length: int
+) -> None:
+    seen = check_identity(
+        census.build(name),
+        prompt_of(length),
+        draft_length=LONG_PROMPTS[length],
+        tokens=120,
+        bitwise=BUILT[name].bitwise,
+    )
+    assert seen.texts == 6
+    assert seen.reruns == 0
+
+
+@pytest.mark.parametrize("name", NOT_BUILT)
+def test_what_cannot_be_built_says_why(name: str) -> None:
+    row, printed = NOT_BUILT[name], io.StringIO()
+
+    def run() -> None:
+        model = census.build_from(name, row.args or {})
+        mx.eval(model(mx.array([[1, 2]]), cache=make_prompt_cache(model)))
+
+    # One of them prints what is missing, and exits.
+    with (
+        contextlib.redirect_stdout(printed),
+        pytest.raises((Exception, SystemExit)) as error,
+    ):
+        run()
+    assert row.error in f"{error.value} {printed.getvalue()}"
