@@ -6,7 +6,14 @@ It knows mlx-lm's caches. It does not know models, tokens, samplers or text.
 from mlx_speculation.caches.arrays import RecordedCall, RecordingArraysCache
 from mlx_speculation.caches.compressed import RecordingLayerCache
 from mlx_speculation.caches.journal import Journal
-from mlx_speculation.caches.kinds import check_supported, leaves, position, states
+from mlx_speculation.caches.kinds import (
+    check_single,
+    check_supported,
+    leaves,
+    position,
+    positions,
+    states,
+)
 from mlx_speculation.caches.loading import LoadedCaches, load_caches, load_into
 from mlx_speculation.caches.saving import save_caches
 from mlx_speculation.caches.snapshots import (
@@ -27,6 +34,7 @@ __all__ = [
     "RecordingLayerCache",
     "Snapshot",
     "Speculation",
+    "check_single",
     "check_supported",
     "held_bytes",
     "leaves",
@@ -34,6 +42,7 @@ __all__ = [
     "load_into",
     "merge",
     "position",
+    "positions",
     "restore",
     "save_caches",
     "snapshot",

@@ -5,14 +5,17 @@ list, so the live cache keeps the old states, by reference and for free. What th
 mixers were fed is recorded on that copy; the state after an accepted prefix is the
 old state with the mixers run again over the prefix of their recorded inputs. The
 result is lazy and joins the next evaluation. A full acceptance replays nothing, and
-neither does a prefix that ends between two forwards.
+neither does a prefix that ends between two forwards. Where the rows of a batch keep
+different numbers, the mixers run over the whole batch once for each number that is
+neither 0 nor all, and each row takes its own result: exact, whatever the mixer does
+with masks and lengths.
 
 This module does not know mixers: whoever hooks them (`mlx_speculation.models`) calls
 `RecordingArraysCache.record`. Slots written with no mixer on record make a partial
 acceptance impossible here: `written` is then None.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,6 +23,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
+from mlx_speculation.caches.journal import Keep
 from mlx_speculation.errors import SpeculationClosedError
 
 
@@ -107,6 +111,37 @@ class RecordingArraysCache(ArraysCache):
             self._recording = False
 
 
+def chosen(states: dict[int, ArraysCache], keep: Sequence[int]) -> Any:
+    """Return for each row its part of `states[keep[row]]`.
+
+    A slot that some states have not filled counts as zeros there, as in mlx-lm when
+    it puts rows together.
+    """
+    first, *others = states
+    result: Any = copied(states[first])
+    for number in others:
+        here = mx.array([kept == number for kept in keep])
+        other: Any = states[number]
+        for slot, value in enumerate(result.cache):
+            result[slot] = _where(here, other[slot], value)
+        lengths = _where(here, other.lengths, result.lengths)
+        padding = _where(here, other.left_padding, result.left_padding)
+        result.lengths, result.left_padding = lengths, padding
+    return result
+
+
+def _where(
+    here: mx.array, one: mx.array | None, two: mx.array | None
+) -> mx.array | None:
+    """Return `one` [batch, ...] in the rows where `here` [batch] holds, else `two`."""
+    filled = two if one is None else one
+    if filled is None:
+        return None
+    here = here.reshape(-1, *[1] * (filled.ndim - 1))
+    one = mx.zeros_like(filled) if one is None else one
+    return mx.where(here, one, mx.zeros_like(filled) if two is None else two)
+
+
 class ArraysJournal:
     """Journal of one `ArraysCache`; the live cache changes at commit only.
 
@@ -129,6 +164,13 @@ class ArraysJournal:
         return self._presented
 
     @property
+    def rows(self) -> int | None:
+        """Sequences in the batch; None while no slot is filled."""
+        shown = self._presented
+        filled = any(slot is not None for slot in shown.cache)
+        return int(shown.batch_size) if filled else None
+
+    @property
     def written(self) -> int | None:
         """Positions on record; None when slots were written off the record."""
         shown = self._presented
@@ -138,24 +180,33 @@ class ArraysJournal:
             return None
         return sum(f.width for f in shown.forwards)
 
-    def prepare(self, keep: int) -> None:
+    def prepare(self, keep: Keep) -> None:
         """Build the state after `keep` positions, lazily, on a copy."""
-        if self.written in (None, 0, keep):  # 0: the model does not use this layer
-            self._after = self._presented
-            return
+        if isinstance(keep, int) or self.written in (None, 0):
+            self._after = self._state_after(keep)
+        else:
+            states = {number: self._state_after(number) for number in set(keep)}
+            self._after = chosen(states, keep)
+
+    def _state_after(self, keep: Keep) -> ArraysCache:
+        """Return the state after `keep` positions of every row."""
         shown = self._presented
+        if self.written in (None, 0, keep):  # 0: the model does not use this layer
+            return shown
         assert isinstance(shown, RecordingArraysCache)
+        assert isinstance(keep, int)
+        after = self._before
         for forward in shown.forwards:
             if keep < forward.width:
                 after = copied(forward.before)
                 if keep > 0:
                     for call in forward.calls:
                         call.replay(after, keep)
-                self._after = after
-                return
+                break
             keep -= forward.width
+        return after
 
-    def commit(self, keep: int) -> None:
+    def commit(self, keep: Keep) -> None:
         """Give the live cache the prepared state."""
         if self._after is None:
             raise SpeculationClosedError("commit(keep) needs prepare(keep) before it.")

@@ -5,7 +5,10 @@ model wrote, or undo all of it. It knows one cache and nothing about the others,
 model or the text; `Speculation` keeps the journals of all layers in step.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
+
+Keep = int | Sequence[int]  # one number for all rows of the batch, or one for each
 
 
 @runtime_checkable
@@ -49,4 +52,22 @@ class Journal(Protocol):
 
     def rollback(self) -> None:
         """Put the cache back as it was when the journal was opened. Never raises."""
+        ...
+
+
+@runtime_checkable
+class RowsJournal(Journal, Protocol):
+    """Undo log of a batch cache, whose rows may keep different numbers."""
+
+    @property
+    def rows(self) -> int | None:
+        """Sequences in the batch; None when the cache holds nothing yet."""
+        ...
+
+    def prepare(self, keep: Keep) -> None:
+        """Do everything of `commit(keep)` that can fail; changes nothing live."""
+        ...
+
+    def commit(self, keep: Keep) -> None:
+        """Keep the first `keep` positions, or the first `keep[row]` of each row."""
         ...

@@ -8,8 +8,11 @@ journal does not know, so it is refused like any other unknown kind.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import (
     ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
     CacheList,
     ChunkedKVCache,
     ConcatenateKVCache,
@@ -20,6 +23,8 @@ from mlx_lm.models.cache import (
 from mlx_lm.models.deepseek_v41 import LayerCache
 
 from mlx_speculation.caches.arrays import ArraysJournal
+from mlx_speculation.caches.batch_kv import BatchKVJournal
+from mlx_speculation.caches.batch_rotating import BatchRotatingJournal
 from mlx_speculation.caches.chunked import ChunkedJournal
 from mlx_speculation.caches.compressed import LayerJournal
 from mlx_speculation.caches.concatenated import ConcatenateJournal
@@ -39,7 +44,10 @@ JOURNALS: dict[type, OpenJournal] = {
     RotatingKVCache: lambda cache, whole: RotatingJournal(cache),
     ArraysCache: lambda cache, whole: ArraysJournal(cache, whole=whole),
     LayerCache: lambda cache, whole: LayerJournal(cache, whole=whole),
+    BatchKVCache: lambda cache, whole: BatchKVJournal(cache),
+    BatchRotatingKVCache: lambda cache, whole: BatchRotatingJournal(cache, whole=whole),
 }
+BATCHES = frozenset({BatchKVCache, BatchRotatingKVCache})
 KNOWN = (*JOURNALS, CacheList)
 # A cache of which a snapshot shares rows is of a class of its own meanwhile.
 JOURNALS |= {
@@ -119,14 +127,59 @@ def presented(caches: Sequence[Any], journals: Iterator[Journal]) -> list[Any]:
     ]
 
 
+def check_single(caches: Sequence[Any]) -> None:
+    """Refuse caches that hold a batch, or may come to hold one. Touches nothing.
+
+    Raises:
+        UnsupportedCacheError: a leaf is a batch cache or holds several states.
+    """
+    for leaf in flat(caches):
+        several = type(leaf) is ArraysCache and leaf.batch_size > 1
+        if several or type(leaf) in BATCHES:
+            place = next(p for p, other in leaves(caches) if other is leaf)
+            held = f"{type(leaf).__name__} with {_rows(leaf)} rows"
+            raise UnsupportedCacheError(
+                f"The cache of layer {place} is a {held}, and 1 sequence is decoded "
+                "here. Pass cache.extract(row) of every layer, or run the batch in a "
+                "Speculation of its own, with a number for each row."
+            )
+
+
+def _rows(leaf: Any) -> int:
+    return int(leaf.offset.shape[0] if type(leaf) in BATCHES else leaf.batch_size)
+
+
 def position(caches: Sequence[Any]) -> int | None:
     """Return how many positions the caches hold; None when no leaf knows.
 
     Recurrent states do not know. Where the leaves differ the largest counts: a leaf
     that the model does not use stays at 0.
+
+    Raises:
+        InvalidRequestError: batch caches; their rows have positions of their own.
     """
     offsets = [leaf.offset for leaf in flat(caches) if hasattr(leaf, "offset")]
+    for offset in offsets:
+        if isinstance(offset, mx.array):
+            raise InvalidRequestError(
+                f"One position was asked of batch caches with {offset.shape[0]} rows. "
+                "Use positions(caches), an array with the position of each row."
+            )
     return max(offsets) if offsets else None
+
+
+def positions(caches: Sequence[Any]) -> mx.array | None:
+    """Return how many positions each row of batch caches holds, int [rows].
+
+    The array stays on the device, and no later write changes it. None: no leaf knows.
+    """
+    offsets = [leaf.offset for leaf in flat(caches) if type(leaf) in BATCHES]
+    if not offsets:
+        return None
+    found: mx.array = offsets[0][...]
+    for offset in offsets[1:]:
+        found = mx.maximum(found, offset)
+    return found
 
 
 def states(caches: Sequence[Any]) -> list[Any]:

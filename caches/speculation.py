@@ -6,14 +6,16 @@
 
 Leaving the block without a commit rolls back, with or without an exception. The
 layers of a model share masks and positions, so they move in step: `commit` checks
-every layer before it changes the first one. It knows nothing about tokens or text.
+every layer before it changes the first one. Over batch caches, `commit([3, 0, 5])`
+keeps 3, 0 and 5 positions of rows 0, 1 and 2. It knows nothing about tokens or text.
 """
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from mlx_speculation.caches.journal import Journal
+from mlx_speculation.caches.journal import Keep
+from mlx_speculation.caches.keeps import check_range, numbers, per_row, shown
 from mlx_speculation.caches.kinds import check_supported, open_journal, presented
 from mlx_speculation.errors import (
     InvalidRequestError,
@@ -62,8 +64,9 @@ class Speculation:
         found = check_supported(caches)
         self._leaves = [open_journal(leaf, whole=whole) for leaf in found]
         self._presented = presented(caches, iter(self._leaves))
-        self._to_change: list[Journal] = []
-        self._prepared: int | None = None
+        self._to_change: list[Any] = []  # each takes a tuple where one was passed
+        self._prepared: int | tuple[int, ...] | None = None
+        self._keep: int | tuple[int, ...] = 0
         self._needs_rerun = False
         self._open = True
         self._reran = False
@@ -85,42 +88,50 @@ class Speculation:
         """Whether the commit had to run the model again."""
         return self._reran
 
-    def prepare(self, keep: int) -> None:
+    def prepare(self, keep: Keep) -> None:
         """Do everything of `commit(keep)` that can fail, and change nothing yet.
 
         Raises:
-            InvalidRequestError: `keep` is negative or more than was written.
-            UnsupportedCacheError: a layer cannot keep a part, and there is no `rerun`.
+            InvalidRequestError: `keep` is negative or more than was written, in any
+                row, or names another number of rows than the caches have.
+            UnsupportedCacheError: a layer cannot keep a part, and there is no `rerun`,
+                which cannot keep different numbers of rows.
             SpeculationClosedError: the speculation is closed.
         """
         self._check_open("prepare")
+        asked = numbers(keep)
+        keep = per_row(asked, self._leaves)
         each = [leaf.written for leaf in self._leaves]
         written = self._check_keep(keep, each)
         whole = self._whole or keep in (0, written)
         self._needs_rerun = not whole and None in each
-        if self._needs_rerun and self._rerun is None:
+        if self._needs_rerun and (self._rerun is None or not isinstance(keep, int)):
             raise UnsupportedCacheError(
-                f"A layer cannot keep {keep} of {written} positions: its mixer is "
-                "not on record. Install the recorders of mlx_speculation.models, or "
-                "pass rerun=, which feeds the kept tokens again."
+                f"A layer cannot keep {shown(keep)} of {written} positions: its mixer "
+                "is not on record. Install the recorders of mlx_speculation.models, or "
+                "pass rerun=, which feeds the kept tokens again, the same number of "
+                "every row."
             )
-        if keep > 0 and not self._needs_rerun:
+        if keep != 0 and not self._needs_rerun:
             everything = keep == written
             self._to_change = [j for j in self._leaves if not (everything and j.live)]
             for journal in self._to_change:
                 journal.prepare(keep)
-        self._prepared = keep
+        self._prepared = asked
+        self._keep = keep
 
-    def commit(self, keep: int) -> None:
+    def commit(self, keep: Keep) -> None:
         """Keep the first `keep` positions written, and close.
 
-        Everything is checked before anything changes. Raises as `prepare`; after a
-        `prepare(keep)` it does not fail, unless the model has to run again: then
-        everything is rolled back first, and stays so if that forward fails.
+        A list names a number for each row of the batch caches. Everything is checked
+        before anything changes. Raises as `prepare`; after a `prepare(keep)` it does
+        not fail, unless the model has to run again: then everything is rolled back
+        first, and stays so if that forward fails.
         """
         self._check_open("commit")
-        if self._prepared != keep:
+        if self._prepared != numbers(keep):
             self.prepare(keep)
+        keep = self._keep
         if keep == 0:
             self.rollback()
         elif not self._needs_rerun:
@@ -130,6 +141,7 @@ class Speculation:
         else:
             self.rollback()
             assert self._rerun is not None
+            assert isinstance(keep, int)
             self._leaves = []  # what the model writes now is another speculation's
             self._reran = True
             self._rerun(keep)
@@ -157,20 +169,21 @@ class Speculation:
         if self._open:
             self.rollback()
 
-    def _check_keep(self, keep: int, each: list[int | None]) -> int | None:
+    def _check_keep(
+        self, keep: int | tuple[int, ...], each: list[int | None]
+    ) -> int | None:
         """Check `keep` against what `each` layer wrote; return that."""
-        if each.count(keep) == len(each) and keep > 0:
+        if isinstance(keep, int) and each.count(keep) == len(each) and keep > 0:
             return keep
         written = max((w for w in each if w is not None), default=None)
-        if keep < 0 or (written is not None and keep > written):
+        check_range(keep, written)
+        ragged = not isinstance(keep, int)
+        part = ragged or (written is not None and keep not in (0, written))
+        if self._whole and part:
             raise InvalidRequestError(
-                f"commit({keep}) was asked, and {written} positions were written. "
-                f"Pass a number from 0 to {written}."
-            )
-        if self._whole and written is not None and keep not in (0, written):
-            raise InvalidRequestError(
-                f"commit({keep}) was asked of a speculation opened with whole=True, "
-                f"which wrote {written}. Keep all or nothing, or open it without."
+                f"commit({shown(keep)}) was asked of a speculation opened with "
+                f"whole=True, which wrote {written}. Keep all or nothing, or open it "
+                "without."
             )
         uneven = {w for w in each if w} - {written}  # a layer may be left out
         if uneven:

@@ -10,7 +10,12 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_speculation.caches import check_supported, leaves, position
+from mlx_speculation.caches import (
+    check_single,
+    check_supported,
+    leaves,
+    position,
+)
 from mlx_speculation.engine.decoding import Decoder
 from mlx_speculation.engine.draft_model import DraftModel
 from mlx_speculation.engine.drafting import Drafter
@@ -248,6 +253,7 @@ class SpeculativeGenerator:
                 )
             return Sequence(tokens), 0
         check_supported(prompt_cache)
+        check_single(prompt_cache)
         held = position(prompt_cache)
         if known is None:
             return Sequence(tokens, start=held or 0), 0
@@ -294,6 +300,7 @@ class SpeculativeGenerator:
         draft = self._draft
         if draft_cache is not None:
             check_supported(draft_cache)
+            check_single(draft_cache)
             _check_apart(target.caches, draft_cache)
             if not isinstance(draft, nn.Module):
                 raise InvalidRequestError(

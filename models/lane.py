@@ -12,7 +12,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_speculation.caches import Speculation, check_supported, position, states
+from mlx_speculation.caches import (
+    Speculation,
+    check_single,
+    check_supported,
+    position,
+    states,
+)
 from mlx_speculation.errors import InvalidRequestError
 
 PREFILL_STEP = 2048
@@ -28,7 +34,7 @@ class Lane:
         seen: how many tokens of the sequence they hold.
 
     Raises:
-        UnsupportedCacheError: a cache is of an unknown kind.
+        UnsupportedCacheError: a cache is of an unknown kind, or holds a batch.
         InvalidRequestError: the number of caches is not the model's.
     """
 
@@ -41,6 +47,7 @@ class Lane:
         self.seen = seen
         self.reruns = 0
         check_supported(self.caches)
+        check_single(self.caches)
         if len(self.caches) != len(own):
             raise InvalidRequestError(
                 f"{len(self.caches)} caches were passed, and the model has {len(own)}. "

@@ -8,7 +8,6 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import (
     ArraysCache,
-    BatchKVCache,
     CacheList,
     ChunkedKVCache,
     ConcatenateKVCache,
@@ -77,7 +76,6 @@ def _held(cache: Any) -> list[Any]:
     "unknown",
     [
         DerivedCache(),  # type: ignore[no-untyped-call]
-        BatchKVCache([0]),
         object(),
         None,
     ],

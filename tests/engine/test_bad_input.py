@@ -230,10 +230,11 @@ def test_caches_of_the_wrong_number_are_refused(
             generator.stream([1, 2], prompt_cache=wrong)
 
 
-def test_batched_caches_are_refused_like_any_unknown_kind(
+def test_batched_caches_are_refused_with_what_to_pass(
     generator: SpeculativeGenerator,
 ) -> None:
-    with pytest.raises(UnsupportedCacheError, match="BatchKVCache"):
+    said = r"BatchKVCache with 2 rows, and 1 sequence.*extract\(row\)"
+    with pytest.raises(UnsupportedCacheError, match=said):
         generator.stream([1], prompt_cache=[BatchKVCache([0, 0]) for _ in range(4)])
 
 

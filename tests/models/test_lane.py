@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation.errors import UnsupportedCacheError
 from mlx_speculation.models import Lane, Recorders
@@ -115,5 +115,23 @@ def test_an_error_while_feeding_leaves_the_finished_chunks(
 
 
 def test_an_unknown_cache_is_refused_when_the_lane_is_made() -> None:
-    with pytest.raises(UnsupportedCacheError, match="QuantizedKVCache"):
-        Lane(build("llama"), [QuantizedKVCache()])
+    with pytest.raises(UnsupportedCacheError, match="layer 0 is a object"):
+        Lane(build("llama"), [object()])
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "llama(sliding)", "recurrent_gemma", "mamba"]
+)
+def test_a_lane_refuses_batches_and_says_which_layer_and_how_many_rows(
+    name: str,
+) -> None:
+    lane = Lane(build(name))
+    lane.feed(TOKENS[:9])
+    for rows in (1, 2):
+        batch = [type(cache).merge([cache] * rows) for cache in lane.caches]
+        if rows == 1 and name == "mamba":
+            Lane(lane.model, batch)  # the same as the single one
+            continue
+        kinds = f"layer [0-9].* with {rows} rows, and 1 sequence"
+        with pytest.raises(UnsupportedCacheError, match=kinds):
+            Lane(lane.model, batch)

@@ -1,0 +1,161 @@
+"""Journal of `BatchKVCache`: rows end at one place, so shorter ones move right.
+
+    opened at _idx 5, the model writes 3 rows       [0, 8) of every sequence
+    commit(1) or commit([1, 1])                     _idx 6, nothing is copied
+    commit([3, 1])                                  _idx 8: sequence 1 moves right by 2
+                                                    and gets 2 more of left padding
+    rollback()                                      _idx 5, nothing is copied
+
+A ragged commit copies the buffers once, as mlx-lm's `finalize` does; full acceptance
+costs nothing. Left padding that all rows have in common is dropped in a ragged commit
+once up to `LOOSE` positions of it may be there, so the width stays within `LOOSE` and
+one round of the longest row. That reads `left_padding` back, which is a few numbers
+that the round's forward has already computed.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import BatchKVCache
+
+from mlx_speculation.caches.journal import Keep
+from mlx_speculation.errors import InvalidRequestError
+
+LOOSE = 64
+
+# Common padding that ragged commits may have added to a cache since it was dropped.
+_loose: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+
+
+def loose(cache: Any) -> int:
+    """Return how much common padding ragged commits may have left in `cache`."""
+    return _loose.get(cache, 0)
+
+
+def set_loose(cache: Any, added: int) -> None:
+    """Put the number back after a commit that is taken back."""
+    _loose[cache] = added
+
+
+def removable(cache: Any, padding: mx.array, keep: Sequence[int]) -> int:
+    """Return how many positions of left padding all rows of `cache` can lose.
+
+    Args:
+        cache: the batch cache, by which is remembered what was added to it.
+        padding: its left padding [rows] before the round.
+        keep: what each row keeps; a row gets `max(keep) - keep[row]` more padding.
+    """
+    longest = max(keep)
+    added = _loose.get(cache, 0) + longest - min(keep)
+    _loose[cache] = added
+    if added <= LOOSE:
+        return 0
+    _loose[cache] = 0
+    held: Any = padding.tolist()
+    common = min(p + longest - k for p, k in zip(held, keep, strict=True))
+    return max(0, int(common))
+
+
+def moved(x: mx.array, right: mx.array, width: int) -> mx.array:
+    """Return `width` positions of `x`, with each row moved right.
+
+    What is left of a row's first position repeats that one, so nothing that was
+    rejected comes in; what is pushed out at either end is lost.
+
+    Args:
+        x: keys or values [batch, heads, positions, dim].
+        right: how far each row moves, int [batch]; below 0 is to the left.
+        width: how many positions are returned, from the first one on.
+    """
+    source = mx.arange(width, dtype=right.dtype)[None] - right[:, None]
+    source = mx.clip(source, 0, x.shape[2] - 1)  # [batch, width]
+    return mx.take_along_axis(x, source[:, None, :, None], axis=2)
+
+
+def check_no_right_padding(cache: Any, pending: mx.array | None) -> None:
+    """Refuse to keep a part of a prompt whose right padding is still in place."""
+    if pending is not None:
+        raise InvalidRequestError(
+            f"A part of the positions written to a {type(cache).__name__} was to be "
+            f"kept, and it waits for finalize() with {pending.shape[0]} rows padded "
+            "on the right. Keep all or nothing, and call finalize() before drafting."
+        )
+
+
+class BatchKVJournal:
+    """Journal of one `BatchKVCache`; the live cache itself is what the model sees."""
+
+    live = True
+
+    def __init__(self, cache: BatchKVCache) -> None:
+        self._cache: Any = cache
+        self._start = self._cache._idx
+        self._offset = self._cache.offset
+        self._padding = self._cache.left_padding
+        self._was_empty = self._cache.keys is None
+        self._replaced: tuple[mx.array, mx.array, int] | None = None
+
+    @property
+    def presented(self) -> BatchKVCache:
+        """The live cache."""
+        shown: BatchKVCache = self._cache
+        return shown
+
+    @property
+    def rows(self) -> int:
+        """Sequences in the batch."""
+        return int(self._offset.shape[0])
+
+    @property
+    def written(self) -> int:
+        """Positions appended to every row since the journal was opened."""
+        return int(self._cache._idx - self._start)
+
+    def prepare(self, keep: Keep) -> None:
+        """Refuse a part of a prompt that is padded on the right."""
+        if keep != self.written and self.written:
+            check_no_right_padding(self._cache, self._cache._right_padding)
+
+    def commit(self, keep: Keep) -> None:
+        """Move the end to the longest kept row, and every other row to that end."""
+        if keep == 0:
+            self.rollback()
+        elif self.written and isinstance(keep, int):
+            self._cache._idx = self._start + keep
+            self._cache.offset = self._offset + keep
+        elif self.written:
+            assert not isinstance(keep, int)
+            self._commit_rows(keep)
+
+    def _commit_rows(self, keep: Sequence[int]) -> None:
+        cache, longest, added = self._cache, max(keep), loose(self._cache)
+        spare = min(removable(cache, self._padding, keep), self._start + longest)
+        kept = mx.array(list(keep), dtype=self._offset.dtype)
+        right = longest - spare - kept
+        self._replaced = (cache.keys, cache.values, added)
+        capacity = cache.keys.shape[2]
+        cache.keys = moved(cache.keys, right, capacity)
+        cache.values = moved(cache.values, right, capacity)
+        cache._idx = self._start + longest - spare
+        cache.offset = self._offset + kept
+        cache.left_padding = self._padding + right
+        # Layers that make no mask do not evaluate them otherwise.
+        cache.keys = mx.depends(cache.keys, (cache.left_padding, cache.offset))
+
+    def rollback(self) -> None:
+        """Move the end back; an empty cache becomes empty again."""
+        cache = self._cache
+        if self._replaced is not None:
+            cache.keys, cache.values, added = self._replaced
+            set_loose(cache, added)
+        cache._idx, cache.offset = self._start, self._offset
+        cache.left_padding = self._padding
+        if self._was_empty:
+            cache.keys = cache.values = None
+        elif cache.keys.shape[2] != cache.values.shape[2]:
+            # Interrupted while the buffers grew, one after the other.
+            rows = min(cache.keys.shape[2], cache.values.shape[2])
+            cache.keys = cache.keys[..., :rows, :]
+            cache.values = cache.values[..., :rows, :]

@@ -1,0 +1,73 @@
+"""How many positions each row of a batch keeps, checked against what is there.
+
+commit(3)            every row keeps 3
+commit([3, 0, 5])    rows 0, 1 and 2 of batch caches keep 3, 0 and 5
+commit([3, 3, 3])    the same as commit(3), and as cheap, once 3 rows are there
+"""
+
+from collections.abc import Sequence
+
+from mlx_speculation.caches.journal import Journal, Keep, RowsJournal
+from mlx_speculation.errors import InvalidRequestError
+
+
+def numbers(keep: Keep) -> int | tuple[int, ...]:
+    """Return `keep` as one number or as a tuple, which can be compared.
+
+    Raises:
+        InvalidRequestError: it is neither a number nor a list of numbers.
+    """
+    if isinstance(keep, int):
+        return keep
+    if not isinstance(keep, Sequence):
+        raise InvalidRequestError(
+            f"commit was asked with a {type(keep).__name__}, and what is kept is one "
+            "number or a list with one for each row. Pass keep.tolist() of an array."
+        )
+    return tuple(keep)
+
+
+def shown(keep: int | tuple[int, ...]) -> int | list[int]:
+    """Return `keep` as the caller wrote it."""
+    return keep if isinstance(keep, int) else list(keep)
+
+
+def per_row(
+    keep: int | tuple[int, ...], journals: Sequence[Journal]
+) -> int | tuple[int, ...]:
+    """Return one number where all rows keep the same, else the numbers.
+
+    Raises:
+        InvalidRequestError: a cache has another number of rows.
+    """
+    if isinstance(keep, int):
+        return keep
+    for place, journal in enumerate(journals):
+        rows = journal.rows if isinstance(journal, RowsJournal) else 1
+        if rows is not None and rows != len(keep):
+            raise InvalidRequestError(
+                f"commit({shown(keep)}) names {len(keep)} rows, and cache {place} has "
+                f"{rows} that can keep numbers of their own. Pass one number for each "
+                "row, or a single number for all; batch caches come from merge()."
+            )
+    if not keep:
+        raise InvalidRequestError(
+            "commit([]) names 0 rows. Pass one number for each row of the batch."
+        )
+    return keep[0] if len(set(keep)) == 1 else keep
+
+
+def check_range(keep: int | tuple[int, ...], written: int | None) -> None:
+    """Refuse a number below 0 or above what was written; None: nobody knows that.
+
+    Raises:
+        InvalidRequestError: says which row, and both numbers.
+    """
+    each = (keep,) if isinstance(keep, int) else keep
+    for row, number in enumerate(each):
+        if number < 0 or (written is not None and number > written):
+            where = "" if isinstance(keep, int) else f", {number} of row {row}"
+            raise InvalidRequestError(
+                f"commit({shown(keep)}) was asked{where}, and {written} positions were "
+                f"written. Pass a number from 0 to {written}."
+            )

@@ -1,0 +1,134 @@
+"""Rows of a batch with ragged acceptance equal each row decoded alone.
+
+Every row is prefilled alone and all are merged. Then come rounds of one verifying
+forward over all rows, whose drafts are right by chance, row by row, and a commit with
+a number for each row. A row that is done leaves the batch by `filter`. Families with
+padding-sensitive sums may part at a near-tie, as in tests/engine/test_identity.py.
+"""
+
+import random
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from mlx_speculation import Sampling
+from mlx_speculation.caches import Speculation
+from mlx_speculation.models import Lane, Recorders
+from mlx_speculation.samplers import Chooser
+from support.identity import assert_same_text, plain_text
+from support.tiny_models import TINY_MODELS, build
+
+TOKENS = 64
+LONGEST_DRAFT = 4
+LENGTHS = (17, 6, 40, 23)  # around the window of 16
+ALWAYS = ["llama", "qwen3", "gemma3_text", "qwen3_5", "lfm2", "mamba2"]
+
+
+def prompt_of(length: int) -> list[int]:
+    """Return a prompt that does not repeat itself."""
+    return [(37 * i * i + 11 * i + length) % 256 for i in range(length)]
+
+
+class Batch:
+    """Rows that are decoded together.
+
+    Args:
+        model: what decodes them.
+        prompts: one for each row.
+        right: the text of each row, by which drafts are right or wrong.
+        rng: decides which drafts are right.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        prompts: list[list[int]],
+        right: list[list[int]],
+        rng: random.Random,
+    ) -> None:
+        self.model, self.right, self.rng = model, right, rng
+        self.texts: list[list[int]] = [[] for _ in prompts]
+        self.pending = [prompt[-1] for prompt in prompts]
+        self.rows = list(range(len(prompts)))
+        self.rounds = self.ragged = 0
+        alone = [Lane(model) for _ in prompts]
+        for lane, prompt in zip(alone, prompts, strict=True):
+            lane.feed(prompt[:-1])
+        layers = zip(*(lane.caches for lane in alone), strict=True)
+        self.caches: list[Any] = [type(rows[0]).merge(list(rows)) for rows in layers]
+
+    def decode(self) -> list[list[int]]:
+        """Decode all rows and return their texts."""
+        while self.rows:
+            self.round(self.rng.randint(0, LONGEST_DRAFT))
+            stay = [i for i, r in enumerate(self.rows) if len(self.texts[r]) < TOKENS]
+            if stay and len(stay) < len(self.rows):
+                for cache in self.caches:
+                    cache.filter(mx.array(stay))
+            self.rows = [self.rows[index] for index in stay]
+        return [text[:TOKENS] for text in self.texts]
+
+    def round(self, k: int) -> None:
+        """Draft k tokens for every row, verify them together, keep what is right."""
+        drafts = [self.draft(row, k) for row in self.rows]
+        tokens = [[self.pending[r], *d] for r, d in zip(self.rows, drafts, strict=True)]
+        with Speculation(self.caches) as speculation:
+            logits = self.model(mx.array(tokens), cache=speculation.caches)
+            found: Any = mx.argmax(logits, axis=-1).tolist()
+            keep = [
+                1 + agreed(draft, choices)
+                for draft, choices in zip(drafts, found, strict=True)
+            ]
+            speculation.commit(keep)
+            assert not speculation.reran
+        for row, choices, kept in zip(self.rows, found, keep, strict=True):
+            self.texts[row] += choices[:kept]
+            self.pending[row] = choices[kept - 1]
+        self.rounds += 1
+        self.ragged += len(set(keep)) > 1
+
+    def draft(self, row: int, k: int) -> list[int]:
+        """Return k tokens, each right in two of three cases."""
+        at = len(self.texts[row])
+        right = [*self.right[row], *[0] * (at + k)][at : at + k]
+        wrong = [(token + 1) % 256 for token in right]
+        pairs = zip(right, wrong, strict=True)
+        return [one if self.rng.random() < 0.67 else other for one, other in pairs]
+
+
+def agreed(draft: list[int], choices: list[int]) -> int:
+    """Return how many drafted tokens are what the model chose."""
+    for index, token in enumerate(draft):
+        if token != choices[index]:
+            return index
+    return len(draft)
+
+
+def marked(name: str) -> Any:
+    """Mark a model that runs in the slow profile only."""
+    return name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in TINY_MODELS])
+def test_ragged_rows_equal_each_row_decoded_alone(name: str) -> None:
+    model, chooser = build(name), Chooser(Sampling(seed=0), 256)
+    recorders = Recorders(model)
+    prompts = [prompt_of(length) for length in LENGTHS]
+    right = [plain_text(model, prompt, TOKENS) for prompt in prompts]
+    for size in (1, 2, 3, 4):
+        batch = Batch(model, prompts[:size], right[:size], random.Random(size))
+        texts = batch.decode()
+        assert batch.ragged > batch.rounds // 3 or size == 1
+        for row, text in enumerate(texts):
+            assert_same_text(
+                model,
+                chooser,
+                prompts[row],
+                right[row],
+                text,
+                width=LONGEST_DRAFT + 1,
+                bitwise=TINY_MODELS[name].bitwise,
+            )
+    recorders.remove()
