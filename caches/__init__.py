@@ -16,6 +16,8 @@ from mlx_speculation.caches.kinds import (
 )
 from mlx_speculation.caches.loading import LoadedCaches, load_caches, load_into
 from mlx_speculation.caches.saving import save_caches
+from mlx_speculation.caches.sliding import SlidingKVCache
+from mlx_speculation.caches.sliding_lists import as_native, with_slack
 from mlx_speculation.caches.snapshots import (
     Snapshot,
     held_bytes,
@@ -32,8 +34,10 @@ __all__ = [
     "RecordedCall",
     "RecordingArraysCache",
     "RecordingLayerCache",
+    "SlidingKVCache",
     "Snapshot",
     "Speculation",
+    "as_native",
     "check_single",
     "check_supported",
     "held_bytes",
@@ -48,4 +52,5 @@ __all__ = [
     "snapshot",
     "split",
     "states",
+    "with_slack",
 ]

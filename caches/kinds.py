@@ -32,6 +32,8 @@ from mlx_speculation.caches.held_rows import WATCHED_TYPES
 from mlx_speculation.caches.journal import Journal
 from mlx_speculation.caches.kv import KVJournal
 from mlx_speculation.caches.rotating import RotatingJournal
+from mlx_speculation.caches.sliding import SlidingKVCache
+from mlx_speculation.caches.sliding_journal import SlidingJournal
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 
 OpenJournal = Callable[[Any, bool], Journal]
@@ -46,6 +48,7 @@ JOURNALS: dict[type, OpenJournal] = {
     LayerCache: lambda cache, whole: LayerJournal(cache, whole=whole),
     BatchKVCache: lambda cache, whole: BatchKVJournal(cache),
     BatchRotatingKVCache: lambda cache, whole: BatchRotatingJournal(cache, whole=whole),
+    SlidingKVCache: lambda cache, whole: SlidingJournal(cache),
 }
 BATCHES = frozenset({BatchKVCache, BatchRotatingKVCache})
 KNOWN = (*JOURNALS, CacheList)

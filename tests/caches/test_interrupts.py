@@ -23,6 +23,7 @@ from support.cache_twins import (
     ListKind,
     RingKind,
     Rows,
+    SlidingKind,
     assert_same,
     read,
 )
@@ -50,6 +51,9 @@ KINDS: dict[str, tuple[Kind, list[int]]] = {
     "a ring about to wrap": (RingKind(5), [1, 1, 1, 1]),
     "a wrapped ring": (RingKind(5, keep=1), [1] * 7),
     "a ring longer than its window": (RingKind(5), [4, 4]),
+    "an empty sliding cache": (SlidingKind(5, 2), []),
+    "a sliding cache with room": (SlidingKind(5, 20), [7]),
+    "a sliding cache without room": (SlidingKind(5, 1), [6]),
     "a list": (ListKind((KVKind(4), RingKind(5))), [1] * 7),
     "an empty quantized cache": (QuantizedKind(4, 8), []),
     "a quantized cache that grows": (QuantizedKind(4, 8), [7]),

@@ -18,6 +18,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from mlx_lm.models.cache import _BaseCache as BaseCache
 from mlx_lm.models.deepseek_v41 import LayerCache
 
+from mlx_speculation.caches import SlidingKVCache
+
 _EMBEDDINGS = mx.random.normal((97, 64), key=mx.random.key(5))
 
 
@@ -59,7 +61,7 @@ def detached(value: Any) -> Any:
         return value[...]
     if isinstance(value, (list, tuple)):
         return type(value)(detached(item) for item in value)
-    if isinstance(value, (BaseCache, LayerCache)):
+    if isinstance(value, (BaseCache, LayerCache, SlidingKVCache)):
         twin = object.__new__(type(value))
         twin.__dict__ = {name: detached(item) for name, item in vars(value).items()}
         return twin
@@ -222,6 +224,25 @@ class RingKind:
         mask = copy.make_mask(width, window_size=self.narrow)
         keys, values = copy.update_and_fetch(*tagged(_next(copy, width)))
         return Visible(keys[0, 0], values[0, 0], mask, width)
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingKind:
+    """A `SlidingKVCache`; its content is what the next write would see."""
+
+    window: int
+    slack: int
+    any_width: bool = True
+
+    def make(self) -> SlidingKVCache:
+        return SlidingKVCache(self.window, self.slack)
+
+    def forward(self, cache: Any, rows: Rows) -> list[Any]:
+        return _attend(cache, rows)
+
+    def content(self, cache: Any, probe: int) -> list[Any]:
+        seen = [_attend(detached(cache), _next(cache, n)) for n in (1, probe)]
+        return [cache.empty(), cache.max_size, *seen]
 
 
 @dataclass(frozen=True, slots=True)

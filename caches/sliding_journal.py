@@ -1,0 +1,75 @@
+"""Journal of `SlidingKVCache`: a prefix is kept by moving two indices.
+
+    opened at offset 7, the model writes 3 rows     offset 10
+    commit(1)                                       offset 8
+    rollback()                                      offset 7
+
+A write that finds no room moves the window into new buffers. It then takes along
+every row of the open round and the whole window before the round, so that any prefix
+can still be kept. A rollback puts the old buffers back. The journal names them all
+the time, by the cache's own array objects: a second name of the same object does not
+make a write copy. After a move the old buffers live until the journal goes.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.caches.sliding import SlidingKVCache
+
+
+class PresentedSliding(SlidingKVCache):
+    """The live cache, which keeps what the open round may take back.
+
+    It shares the live cache's `__dict__`; the round's start stands in a slot.
+    """
+
+    __slots__ = ("_start",)
+    _start: int
+
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Append rows; those of the round so far can still be taken back."""
+        return self._append(keys, values, undo=self.offset - self._start)
+
+
+class SlidingJournal:
+    """Journal of one `SlidingKVCache`."""
+
+    live = True
+
+    def __init__(self, cache: SlidingKVCache) -> None:
+        self._cache = cache
+        self._arrays = cache.keys, cache.values
+        self._indices = cache.offset, cache._first, cache._end
+        presented = object.__new__(PresentedSliding)
+        presented.__dict__ = cache.__dict__
+        presented._start = cache.offset
+        self._presented = presented
+
+    @property
+    def presented(self) -> SlidingKVCache:
+        """The live cache, seen through `PresentedSliding`."""
+        return self._presented
+
+    @property
+    def written(self) -> int:
+        """Rows appended since the journal was opened."""
+        return self._cache.offset - self._indices[0]
+
+    def prepare(self, keep: int) -> None:
+        """Nothing can fail."""
+
+    def commit(self, keep: int) -> None:
+        """Take back the rows after the kept ones; 0 if the model wrote none."""
+        if keep == 0:
+            self.rollback()
+        elif self.written:
+            self._cache._drop(self.written - keep)
+
+    def rollback(self) -> None:
+        """Put back the buffers and the indices; nothing is copied."""
+        cache: Any = self._cache
+        cache.keys, cache.values = self._arrays
+        cache.offset, cache._first, cache._end = self._indices
