@@ -5,8 +5,9 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import mlx.nn as nn
 
@@ -27,6 +28,7 @@ from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import (
     Lane,
     Recorders,
+    Sliding,
     TokenIds,
     check_model_folder,
     check_same_ids,
@@ -60,6 +62,10 @@ class SpeculativeGenerator:
             decoding.
         draft_length: tokens drafted in a round; None takes 4, and 0 is plain decoding.
         acceptance: "keyed", the rule under which the draft cannot change the text.
+        sliding: what stands for sliding windows in the caches made here: "slack", the
+            faster `SlidingKVCache`, or "native", mlx-lm's `RotatingKVCache`, which
+            adds up one-row steps in another order. A passed `prompt_cache` stays as
+            it is; `mlx_speculation.caches.with_slack` and `as_native` convert one.
 
     Raises:
         InvalidRequestError: an argument is out of range or of the wrong kind.
@@ -74,16 +80,22 @@ class SpeculativeGenerator:
         draft: nn.Module | Drafter | None = None,
         draft_length: int | None = None,
         acceptance: str = "keyed",
+        sliding: Sliding = "slack",
     ) -> None:
         if acceptance != "keyed":
             raise InvalidRequestError(
                 f"acceptance is {acceptance!r}, and this version knows 'keyed'."
+            )
+        if sliding not in get_args(Sliding):
+            raise InvalidRequestError(
+                f"sliding is {sliding!r}, and 'slack' or 'native' is needed."
             )
         if not isinstance(model, nn.Module):
             raise InvalidRequestError(
                 f"model is a {type(model).__name__}, and an mlx-lm model is needed. "
                 "Load one with mlx_speculation.load(path)."
             )
+        self._sliding = sliding
         self._draft = _checked_draft(draft)
         self._draft_length = _checked_length(draft_length)
         self._model, self._tokenizer = model, wrapped(tokenizer)
@@ -93,7 +105,7 @@ class SpeculativeGenerator:
         self._busy: weakref.ref[Stream] | None = None
         models = [model, draft] if isinstance(draft, nn.Module) else [model]
         for module in models:
-            Lane(module)  # refuses unknown caches now, not at the first stream
+            self._lane(module)  # refuses unknown caches now, not at the first stream
             _check_width(logit_width(module), self._highest_id)
         for module in models:
             weakref.finalize(self, Recorders(module).remove)
@@ -106,6 +118,7 @@ class SpeculativeGenerator:
         draft: str | Path | nn.Module | Drafter | None = None,
         draft_length: int | None = None,
         acceptance: str = "keyed",
+        sliding: Sliding = "slack",
     ) -> "SpeculativeGenerator":
         """Load a target, and a draft model where `draft` names one.
 
@@ -114,6 +127,7 @@ class SpeculativeGenerator:
             draft: likewise, or anything that the constructor takes.
             draft_length: see the constructor.
             acceptance: see the constructor.
+            sliding: see the constructor.
 
         Raises:
             ModelFolderError: a folder is not a model.
@@ -137,6 +151,7 @@ class SpeculativeGenerator:
             draft=draft,
             draft_length=draft_length,
             acceptance=acceptance,
+            sliding=sliding,
         )
 
     @property
@@ -198,7 +213,7 @@ class SpeculativeGenerator:
             )
         known = None if cached_tokens is None else self._checked_ids(cached_tokens)
         sequence, seen = self._sequence(prompt, prompt_cache, known)
-        target = Lane(self._model, prompt_cache, seen)
+        target = self._lane(self._model, prompt_cache, seen)
         drafter = self._drafter(target, draft_cache, sequence)
         chooser = Chooser(
             sampling,
@@ -236,6 +251,11 @@ class SpeculativeGenerator:
         """Keep this generator, and with it the recorders, while a stream runs."""
         with wired(self._model):
             yield
+
+    def _lane(
+        self, model: nn.Module, caches: list[Any] | None = None, seen: int = 0
+    ) -> Lane:
+        return Lane(model, caches, seen, sliding=self._sliding)
 
     def _sequence(
         self,
@@ -308,9 +328,10 @@ class SpeculativeGenerator:
                     "a model. Leave draft_cache out."
                 )
             seen = _checked_lag(position(draft_cache), target.seen, sequence.start)
-            return DraftModel(lambda: Lane(draft), Lane(draft, draft_cache, seen))
+            first = self._lane(draft, draft_cache, seen)
+            return DraftModel(partial(Lane, draft, sliding=self._sliding), first)
         if isinstance(draft, nn.Module):
-            return DraftModel(lambda: Lane(draft))
+            return DraftModel(partial(Lane, draft, sliding=self._sliding))
         running = self._busy() if self._busy is not None else None
         if draft is not None and running is not None and not running.ended:
             raise InvalidRequestError(

@@ -3,7 +3,7 @@
 It knows mlx-lm's models and tokenizers. It does not know how tokens are chosen.
 """
 
-from mlx_speculation.models.lane import Lane, LaneRound
+from mlx_speculation.models.lane import Lane, LaneRound, Sliding
 from mlx_speculation.models.loading import check_model_folder, load
 from mlx_speculation.models.pairing import (
     TokenIds,
@@ -18,6 +18,7 @@ __all__ = [
     "Lane",
     "LaneRound",
     "Recorders",
+    "Sliding",
     "TokenIds",
     "check_model_folder",
     "check_same_ids",

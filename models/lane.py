@@ -6,7 +6,7 @@ does not matter how far one lags behind the other. It knows no text and no sampl
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,10 +18,16 @@ from mlx_speculation.caches import (
     check_supported,
     position,
     states,
+    check_supported,
+    position,
+    states,
+    with_slack,
 )
 from mlx_speculation.errors import InvalidRequestError
 
 PREFILL_STEP = 2048
+
+Sliding = Literal["slack", "native"]
 
 
 class Lane:
@@ -32,6 +38,8 @@ class Lane:
             logits [batch, positions, vocab].
         caches: mlx-lm caches of this model; new ones are made when omitted.
         seen: how many tokens of the sequence they hold.
+        sliding: "slack" puts sliding caches in place of the new rings; "native"
+            leaves them. Passed caches stay as they are.
 
     Raises:
         UnsupportedCacheError: a cache is of an unknown kind, or holds a batch.
@@ -39,11 +47,18 @@ class Lane:
     """
 
     def __init__(
-        self, model: nn.Module, caches: list[Any] | None = None, seen: int = 0
+        self,
+        model: nn.Module,
+        caches: list[Any] | None = None,
+        seen: int = 0,
+        *,
+        sliding: Sliding = "native",
     ) -> None:
         own = make_prompt_cache(model)
+        if caches is None:
+            caches = with_slack(own) if sliding == "slack" else own
         self.model = model
-        self.caches = own if caches is None else caches
+        self.caches = caches
         self.seen = seen
         self.reruns = 0
         check_supported(self.caches)
