@@ -12,7 +12,7 @@ once. The arms take turns in slices of a few rounds in one process, in changing 
 
 A figure is the median of a slice over that of `plain` in the same slice, as a median
 over the slices with its quartiles. `amortized` charges each round of `sliding` with
-its share of one `moving` round, as if every row were kept: width / slack of it.
+its share of one `moving` round: one in slack / kept rows finds the buffer full.
 
 Why like this: the masks and the attended rows are the same for all arms (the mask is
 made once for all layers of a model), so what differs is how the cache holds its rows.
@@ -214,7 +214,7 @@ def time_slice(arm: "Arm", rows: "Rows", keep: int, use: "Use", rounds: int) -> 
 
 def case_of(shape: "Shape", measured: str, seconds: dict[str, list[float]]) -> Case:
     """Turn the times of the slices into ratios."""
-    share = shape.width / shape.slack
+    share = shape.keep / shape.slack
     pairs = zip(seconds["sliding"], seconds["moving"], strict=True)
     amortized = [one * (1 - share) + other * share for one, other in pairs]
     over_plain = {

@@ -1,0 +1,115 @@
+"""Which caches stand for sliding windows, and that a caller's own stay native."""
+
+from typing import Any
+
+import pytest
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+
+from mlx_speculation import SpeculativeGenerator
+from mlx_speculation.caches import (
+    SlidingKVCache,
+    as_native,
+    check_supported,
+    with_slack,
+)
+from mlx_speculation.engine import generator as generator_module
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models import Lane
+from support.drafters import ScriptedDrafter
+from support.identity import plain_text
+from support.tiny_models import TINY_MODELS, build
+from support.tiny_tokenizer import byte_tokenizer
+
+WINDOWED = [name for name, tiny in TINY_MODELS.items() if tiny.window]
+PROMPT = [(37 * i * i + 11 * i) % 256 for i in range(20)]
+
+
+def kinds(caches: list[Any]) -> set[type]:
+    return {type(leaf) for leaf in check_supported(caches)}
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_lane_replaces_the_rings_that_it_makes(name: str) -> None:
+    model = build(name)
+    native, slack = Lane(model).caches, Lane(model, sliding="slack").caches
+    assert RotatingKVCache in kinds(native)
+    assert SlidingKVCache in kinds(slack)
+    assert RotatingKVCache not in kinds(slack)
+    passed = make_prompt_cache(model)
+    assert Lane(model, passed, sliding="slack").caches is passed
+    assert SlidingKVCache not in kinds(passed)
+
+
+@pytest.fixture(name="made")
+def _made(monkeypatch: pytest.MonkeyPatch) -> list[Lane]:
+    """Note the lanes that a generator makes."""
+    lanes: list[Lane] = []
+
+    class NotedLane(Lane):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            lanes.append(self)
+
+    monkeypatch.setattr(generator_module, "Lane", NotedLane)
+    return lanes
+
+
+@pytest.mark.parametrize("sliding", ["slack", "native", None])
+def test_target_and_draft_get_the_kind_that_was_asked_for(
+    sliding: Any, made: list[Lane]
+) -> None:
+    model, tokenizer = build("gemma3_text"), byte_tokenizer()
+    options = {} if sliding is None else {"sliding": sliding}
+    generator = SpeculativeGenerator(model, tokenizer, draft=model, **options)
+    made.clear()
+    result = generator.generate(PROMPT, max_tokens=40)
+    assert result.tokens == plain_text(model, PROMPT, 40)
+    assert result.stats.accepted > 0
+    expected = RotatingKVCache if sliding == "native" else SlidingKVCache
+    assert len(made) >= 2
+    for lane in made:
+        assert expected in kinds(lane.caches)
+        assert len(kinds(lane.caches) & {RotatingKVCache, SlidingKVCache}) == 1
+    assert sum(lane.seen > 50 for lane in made) == 2  # both were written to
+
+
+def test_passed_caches_stay_native() -> None:
+    model, tokenizer = build("gemma3_text"), byte_tokenizer()
+    caches = make_prompt_cache(model)
+    before = list(caches)
+    generator = SpeculativeGenerator(model, tokenizer, draft=model, sliding="slack")
+    result = generator.generate(PROMPT, max_tokens=30, prompt_cache=caches)
+    assert all(one is other for one, other in zip(before, caches, strict=True))
+    assert SlidingKVCache not in kinds(caches)
+    assert len(result.cached_tokens) == caches[0].offset == 50
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_converted_caches_can_be_passed_and_turned_back(name: str) -> None:
+    model, tokenizer = build(name), byte_tokenizer()
+    expected = plain_text(model, PROMPT, 90)
+    text = PROMPT + expected
+    drafter = ScriptedDrafter(text, 0.7, seed=3, ragged=True)
+    generator = SpeculativeGenerator(model, tokenizer, draft=drafter)
+    caches = make_prompt_cache(model)
+    found: list[int] = []
+    held: list[int] = []
+    for convert in (list, with_slack, as_native):
+        caches = convert(caches)
+        result = generator.generate(
+            [text[len(held)]] if held else PROMPT,
+            max_tokens=30 if not held else 29,
+            prompt_cache=caches,
+            cached_tokens=held,
+        )
+        found += result.tokens if not held else [text[len(held)], *result.tokens]
+        held = result.cached_tokens
+    assert kinds(caches) == kinds(make_prompt_cache(model))
+    assert found == expected[: len(found)]
+    assert len(found) == 90
+
+
+def test_another_word_is_refused() -> None:
+    wrong: Any = "fast"
+    with pytest.raises(InvalidRequestError, match="'fast'"):
+        SpeculativeGenerator(build("llama"), byte_tokenizer(), sliding=wrong)
