@@ -16,6 +16,7 @@ from mlx_speculation.caches import (
     with_slack,
 )
 from mlx_speculation.caches.sliding import default_slack
+from mlx_speculation.caches.sliding_journal import SlidingJournal
 from mlx_speculation.errors import InvalidRequestError
 from support.cache_twins import Rows, tagged
 
@@ -245,6 +246,15 @@ def test_a_round_can_be_taken_back_after_a_later_one_moved_the_window() -> None:
     first.rollback()
     assert (cache.offset, positions(cache.keys_and_values())) == (5, list(range(5)))
     assert positions(write(cache, 1)) == [2, 3, 4, 5]
+
+
+def test_keeping_nothing_empties_an_empty_cache_again() -> None:
+    cache = SlidingKVCache(4, 2)
+    journal = SlidingJournal(cache)
+    write(journal.presented, 3)
+    journal.prepare(0)
+    journal.commit(0)
+    assert (cache.empty(), cache.offset) == (True, 0)
 
 
 @pytest.mark.parametrize("keep", range(31))
