@@ -18,9 +18,6 @@ from mlx_speculation.caches import (
     check_supported,
     position,
     states,
-    check_supported,
-    position,
-    states,
     with_slack,
 )
 from mlx_speculation.errors import InvalidRequestError
