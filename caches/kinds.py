@@ -29,6 +29,7 @@ from mlx_speculation.caches.chunked import ChunkedJournal
 from mlx_speculation.caches.compressed import LayerJournal
 from mlx_speculation.caches.concatenated import ConcatenateJournal
 from mlx_speculation.caches.held_rows import WATCHED_TYPES
+from mlx_speculation.caches.isolated import IsolatedJournal
 from mlx_speculation.caches.journal import Journal
 from mlx_speculation.caches.kv import KVJournal
 from mlx_speculation.caches.rotating import RotatingJournal
@@ -115,9 +116,12 @@ def _refuse(caches: Sequence[Any]) -> None:
     )
 
 
-def open_journal(leaf: Any, *, whole: bool) -> Journal:
+def open_journal(leaf: Any, *, whole: bool, isolated: bool = False) -> Journal:
     """Return a journal for a leaf that `check_supported` has passed."""
-    return JOURNALS[type(leaf)](leaf, whole)
+    opened = JOURNALS[type(leaf)]
+    if isolated:
+        return IsolatedJournal(leaf, lambda twin: opened(twin, whole))
+    return opened(leaf, whole)
 
 
 def presented(caches: Sequence[Any], journals: Iterator[Journal]) -> list[Any]:

@@ -46,9 +46,14 @@ class Speculation:
             fallback where a recurrent layer was written by a mixer that is not on
             record: everything is rolled back, then `rerun(keep)` is called. Its price
             is one more forward.
+        isolated: write nothing live until the commit: the model writes to a twin of
+            each cache, and `commit` gives the caches what is kept. Writes of a wrong
+            rank, batch, head count or dtype are refused. Its price is a copy of every
+            buffer at the first write; see `caches/isolated.py`.
 
     Raises:
-        UnsupportedCacheError: a cache is of an unknown kind; nothing was touched.
+        UnsupportedCacheError: a cache is of an unknown kind, or with `isolated` holds
+            what cannot be copied; nothing was touched.
         InvalidRequestError: one cache object stands in two places, or there is none.
     """
 
@@ -58,11 +63,14 @@ class Speculation:
         *,
         whole: bool = False,
         rerun: Rerun | None = None,
+        isolated: bool = False,
     ) -> None:
         self._whole = whole
         self._rerun = rerun
         found = check_supported(caches)
-        self._leaves = [open_journal(leaf, whole=whole) for leaf in found]
+        self._leaves = [
+            open_journal(leaf, whole=whole, isolated=isolated) for leaf in found
+        ]
         self._presented = presented(caches, iter(self._leaves))
         self._to_change: list[Any] = []  # each takes a tuple where one was passed
         self._prepared: int | tuple[int, ...] | None = None

@@ -133,17 +133,25 @@ def _hooked() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(
-    ("widths", "keep"),
-    [((1, 1, 1), 0), ((1, 1, 1), 2), ((3, 1), 2), ((1, 4), 3), ((1,) * 7, 1)],
+    ("widths", "keep", "isolated"),
+    [
+        ((1, 1, 1), 0, False),
+        ((1, 1, 1), 2, False),
+        ((3, 1), 2, False),
+        ((1, 4), 3, False),
+        ((1,) * 7, 1, False),
+        ((1, 1), 1, True),
+        ((1, 4), 3, True),
+    ],
 )
 def test_an_interrupted_round_leaves_the_cache_as_it_was(
-    name: str, widths: tuple[int, ...], keep: int
+    name: str, widths: tuple[int, ...], keep: int, isolated: bool
 ) -> None:
     kind, cache, position = prepared(name)
     before = contents(kind, cache)
 
     def action() -> None:
-        with Speculation([cache]) as speculation:
+        with Speculation([cache], isolated=isolated) as speculation:
             at = position
             for width in widths:
                 kind.forward(speculation.caches[0], rows(at, width, 500))

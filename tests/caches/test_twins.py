@@ -2,7 +2,8 @@
 
 The rounds are drawn by Hypothesis: one to four forwards of one to six rows, then a
 commit of any prefix, a rollback, an exception, or any other way to end a round. The
-view that a model has during a round is compared with that of a native copy.
+view that a model has during a round is compared with that of a native copy. In every
+third round nothing live may be written before the commit (`isolated=True`).
 
 The tests of this folder fail for each of these faults, made by hand (killed by hand):
 
@@ -60,6 +61,7 @@ from mlx_speculation.models import Recorders
 from support.cache_twins import (
     ENDINGS,
     ArraysKind,
+    Held,
     Kind,
     KVKind,
     ListKind,
@@ -162,12 +164,20 @@ class Twins(RuleBasedStateMachine):
         """Write and end as the plan says; return what was written."""
         views: list[tuple[Any, Any]] = []
         caches = list(self.layers())
-        with ending(plan), Speculation(caches, whole=plan.ending == "whole") as round_:
+        whole = plan.ending == "whole"
+        held = Held(caches, values=plan.watch != "never") if plan.isolated else None
+        speculation = Speculation(caches, whole=whole, isolated=plan.isolated)
+        with ending(plan), speculation as round_:
             written = self.write(round_.caches, plan, views)
             assert round_.written in (sum(plan.widths), None)
             if plan.watch == "before":
                 compare(views)
+            prepare(round_, plan, keep)
+            if held is not None:
+                held.assert_unchanged("the live cache before the commit")
             end(round_, plan, keep)
+        if held is not None and not ENDINGS[plan.ending]:
+            held.assert_unchanged("the live cache after the round")
         if plan.watch == "after":
             compare(views)
         assert all(map(operator.is_, caches, self.layers()))
@@ -204,13 +214,17 @@ def ending(plan: Plan) -> Iterator[None]:
         yield
 
 
+def prepare(speculation: Speculation, plan: Plan, keep: int) -> None:
+    """Prepare the end of a round, where the plan says so."""
+    if plan.ending.startswith("prepare"):
+        everything = "all" in plan.ending
+        speculation.prepare(sum(plan.widths) if everything else keep)
+
+
 def end(speculation: Speculation, plan: Plan, keep: int) -> None:
     """End a round as the plan says."""
     if plan.ending == "raise":
         raise StopError
-    if plan.ending.startswith("prepare"):
-        everything = "all" in plan.ending
-        speculation.prepare(sum(plan.widths) if everything else keep)
     if "commit" in plan.ending or plan.ending == "whole":
         speculation.commit(keep)
     if "roll back" in plan.ending:

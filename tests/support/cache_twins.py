@@ -18,7 +18,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from mlx_lm.models.cache import _BaseCache as BaseCache
 from mlx_lm.models.deepseek_v41 import LayerCache
 
-from mlx_speculation.caches import SlidingKVCache
+from mlx_speculation.caches import SlidingKVCache, leaves
 
 _EMBEDDINGS = mx.random.normal((97, 64), key=mx.random.key(5))
 
@@ -122,12 +122,53 @@ def _arrays(value: Any) -> Iterator[mx.array]:
 
 def _read(value: Any) -> Any:
     if isinstance(value, mx.array):
-        return np.array(value)
+        bits = value.dtype == mx.bfloat16  # numpy has no such type
+        return np.array(value.view(mx.uint16) if bits else value)
     if isinstance(value, Visible):
         return value.rows()
     if isinstance(value, (list, tuple)):
         return [_read(item) for item in value]
     return value
+
+
+class Held:
+    """All that caches hold, taken down to see whether anything is written to them.
+
+    Args:
+        caches: native caches.
+        values: note the values of arrays too, which evaluates them.
+    """
+
+    def __init__(self, caches: Sequence[Any], *, values: bool) -> None:
+        self._leaves = [leaf for _, leaf in leaves(caches)]
+        self._attributes = [_shallow(vars(leaf)) for leaf in self._leaves]
+        self._values = self._read() if values else None
+
+    def assert_unchanged(self, what: str) -> None:
+        """Require the same objects in every attribute, and the same values in them."""
+        for leaf, before in zip(self._leaves, self._attributes, strict=True):
+            after = _shallow(vars(leaf))
+            assert after.keys() == before.keys(), what
+            for name, value in before.items():
+                assert _identical(after[name], value), f"{what}: {name}"
+        if self._values is not None:
+            assert_same(self._read(), self._values, what)
+
+    def _read(self) -> Any:
+        return read([list(vars(leaf).values()) for leaf in self._leaves])
+
+
+def _shallow(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: list(value) if isinstance(value, list) else value
+        for name, value in attributes.items()
+    }
+
+
+def _identical(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_identical, one, other))
+    return one is other or (isinstance(one, int) and one == other)
 
 
 def assert_same(found: Any, expected: Any, what: str) -> None:
@@ -351,6 +392,7 @@ class Plan:
         watch: compare each forward's view "before" or "after" the end; or "never".
         check: compare the caches after the round, trying writes of `probe` rows.
         singly: the twin is fed the kept rows one by one.
+        isolated: nothing live is written before the commit.
     """
 
     widths: tuple[int, ...]
@@ -360,6 +402,7 @@ class Plan:
     check: bool
     probe: int
     singly: bool
+    isolated: bool
 
 
 # Ending: whether the kept rows stay.
@@ -385,7 +428,7 @@ def plans(
     """Draw a round. Of three, or `rarely` six, one is watched and one checked."""
     drawn = tuple(draw(widths))
     every = 6 if rarely else 3
-    bits = draw(st.integers(0, 6 * every - 1))
+    bits = draw(st.integers(0, 24 * every - 1))
     return Plan(
         widths=drawn,
         keep=draw(st.integers(0, sum(drawn))),
@@ -394,4 +437,5 @@ def plans(
         check=bits // 2 % every == 0,
         probe=draw(st.integers(1, 6)),
         singly=bits % 4 < 2,
+        isolated=bits >= 16 * every,
     )

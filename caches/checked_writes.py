@@ -1,0 +1,157 @@
+"""Refusing a write that does not fit what a cache holds, before it is made.
+
+mlx-lm's caches write with slices and concatenations, which broadcast a batch or a
+head and convert a dtype without a word. A checked cache compares first:
+
+    what is written                     is compared with
+    update_and_fetch(keys, values)      the keys and values held, and one another
+    update_window(kv)                   the window held
+    cache[slot] = state                 the state in that slot
+    cache.name = array                  the array of that name
+
+Of two arrays the rank, the batch (axis 0), the heads (axis 1 of rank 4) and the dtype
+have to agree; of keys and values also the width of a row. The dtypes of keys and of
+values may differ from one another: a float32 norm over bfloat16 keys makes them. Where
+nothing of that name is held, the batch is compared with that of the cache's other
+arrays, such as its left padding.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.errors import InvalidRequestError
+
+
+def check_writes(cache: Any, name: str) -> None:
+    """Give `cache` a class of its own, which checks each write and then makes it.
+
+    It derives from the class before, so that `isinstance` stays true.
+
+    Args:
+        cache: what a model will write to.
+        name: of the class; messages use it.
+    """
+    kind: Any = type(cache)
+    cache.__class__ = _checked(kind, name)
+
+
+@functools.cache
+def _checked(kind: Any, name: str) -> type:
+    """Return a subclass of `kind` that has the same attributes and methods."""
+    body: dict[str, Any] = {"__slots__": ()}
+    for method, check in _CHECKS.items():
+        if hasattr(kind, method):
+            body[method] = _checking(getattr(kind, method), check)
+    return type(name, (kind,), body)
+
+
+def _checking(write: Callable[..., Any], check: Callable[..., None]) -> Any:
+    @functools.wraps(write)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        check(self, *args, **kwargs)
+        return write(self, *args, **kwargs)
+
+    return checked
+
+
+def _check_rows(cache: Any, keys: mx.array, values: mx.array) -> None:
+    """Check keys and values [batch, heads, rows, dim]."""
+    for name, array in (("keys", keys), ("values", values)):
+        _check(cache, name, array, getattr(cache, name, None), width=True)
+        _check_rank(cache, name, array, "[batch, heads, rows, dim]")
+    if keys.shape[:3] != values.shape[:3]:
+        raise InvalidRequestError(
+            f"Keys of shape {keys.shape} and values of shape {values.shape} were "
+            f"written to a {_name(cache)}. Batch, heads and rows must be the same."
+        )
+
+
+def _check_window(cache: Any, kv: mx.array) -> None:
+    """Check kv [batch, rows, dim]."""
+    _check(cache, "window", kv, getattr(cache, "window", None), width=True)
+    _check_rank(cache, "window", kv, "[batch, rows, dim]")
+
+
+def _check_slot(cache: Any, idx: int, value: Any) -> None:
+    if isinstance(value, mx.array):
+        _check(cache, f"slot {idx}", value, cache[idx])
+
+
+def _check_attribute(cache: Any, name: str, value: Any) -> None:
+    held = vars(cache).get(name)
+    if isinstance(value, mx.array) and isinstance(held, mx.array):
+        _check(cache, name, value, held)
+
+
+_CHECKS: dict[str, Callable[..., None]] = {
+    "update_and_fetch": _check_rows,
+    "update_window": _check_window,
+    "__setitem__": _check_slot,
+    "__setattr__": _check_attribute,
+}
+
+
+def _check_rank(cache: Any, what: str, array: mx.array, axes: str) -> None:
+    rank = axes.count(",") + 1
+    if array.ndim != rank:
+        raise InvalidRequestError(
+            f"An array of shape {array.shape} was written to the {what} of a "
+            f"{_name(cache)}, which take rank {rank}. Pass {axes}."
+        )
+
+
+def _check(
+    cache: Any, what: str, new: mx.array, held: Any, *, width: bool = False
+) -> None:
+    """Refuse `new` where it does not fit `held`: an array, quantized parts, or None."""
+    if isinstance(held, (list, tuple)) and held:
+        held, width = held[-1], False  # packed; the last part has the dtype written
+    if isinstance(held, mx.array):
+        if _form(new, width) != _form(held, width) or _converts(new, held):
+            raise InvalidRequestError(
+                f"An array of shape {new.shape}, {_dtype(new)}, was written to the "
+                f"{what} of a {_name(cache)}, {held.shape}, {_dtype(held)}. Rank, "
+                "batch, head count, width and dtype have to stay. Use each model and "
+                "each batch with caches of its own."
+            )
+        return
+    for other in _arrays(list(vars(cache).values())):
+        if other.shape[:1] != new.shape[:1]:
+            raise InvalidRequestError(
+                f"An array of shape {new.shape} was written to the {what} of a "
+                f"{_name(cache)} that holds another of shape {other.shape}. Axis 0 is "
+                "the batch and has to be the same in all. Use each batch with caches "
+                "of its own."
+            )
+
+
+def _form(array: mx.array, width: bool) -> tuple[int, ...]:
+    """Return what of a shape no write may change; the rows are left out."""
+    heads = array.shape[1:2] if array.ndim == 4 else ()
+    return (array.ndim, *array.shape[:1], *heads, *(array.shape[-1:] if width else ()))
+
+
+def _converts(new: mx.array, held: mx.array) -> bool:
+    """Whether the write changes a dtype; token ids may be any integers."""
+    if new.dtype == held.dtype:
+        return False
+    return not all(mx.issubdtype(a.dtype, mx.integer) for a in (new, held))
+
+
+def _arrays(value: Any) -> Iterator[mx.array]:
+    if isinstance(value, mx.array) and value.ndim:
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _arrays(item)
+
+
+def _dtype(array: mx.array) -> str:
+    return str(array.dtype).removeprefix("mlx.core.")
+
+
+def _name(cache: Any) -> str:
+    return type(cache).__name__
