@@ -14,9 +14,9 @@ The price: the twin's first write copies the whole buffer, since A has two owner
 and A and B are both in memory until the speculation object is gone. An ordinary
 speculation copies nothing of a KV cache.
 
-It knows no kind of cache: what it cannot copy it refuses. What journals remember of
-a cache beside its attributes (the saved rows of a ring) they remember of an object, so
-a twin begins without, and pays for its own.
+What it cannot copy it refuses. The rows that journals save of a ring belong to one
+object, so a twin begins without and pays for its own; the count of loose padding of a
+batch is handed over.
 """
 
 from collections.abc import Callable
@@ -25,20 +25,24 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_speculation.caches.batch_kv import loose, set_loose
 from mlx_speculation.caches.checked_writes import check_writes
-from mlx_speculation.caches.journal import Journal
+from mlx_speculation.caches.held_rows import native_type
+from mlx_speculation.caches.journal import Journal, Keep, RowsJournal
 from mlx_speculation.errors import UnsupportedCacheError
 
 _UNCHANGING = (type(None), Number, str, bytes, mx.Dtype)
 
 
 def twin_of(cache: Any) -> Any:
-    """Return an object of the same class; writes to it do not reach `cache`.
+    """Return an object of mlx-lm's class; writes to it do not reach `cache`.
+
+    No snapshot shares rows with a twin, so that it is not watched.
 
     Raises:
         UnsupportedCacheError: an attribute is of a type that cannot be copied safely.
     """
-    twin = object.__new__(type(cache))
+    twin: Any = object.__new__(native_type(cache))
     twin.__dict__ = {
         name: _detached(value, f"{type(cache).__name__}.{name}")
         for name, value in vars(cache).items()
@@ -70,17 +74,18 @@ class IsolatedJournal:
 
     Args:
         cache: the live cache.
-        open_journal: opens the ordinary journal of this kind, for the twin.
+        twin: its twin.
+        inner: the ordinary journal of the twin.
     """
 
     live = False
 
-    def __init__(self, cache: Any, open_journal: Callable[[Any], Journal]) -> None:
-        self._cache = cache
+    def __init__(self, cache: Any, twin: Any, inner: Any) -> None:
+        self._cache, self._twin, self._inner = cache, twin, inner
         self._before = vars(cache)  # the dict itself: nothing changes it until then
-        self._twin = twin_of(cache)
-        self._inner = open_journal(self._twin)
-        self._presented = self._inner.presented
+        self._loose = loose(cache)
+        set_loose(twin, self._loose)
+        self._presented = inner.presented
         check_writes(self._presented, type(cache).__name__)
 
     @property
@@ -89,19 +94,48 @@ class IsolatedJournal:
         return self._presented
 
     @property
-    def written(self) -> Any:
-        """What an ordinary journal of the twin says."""
-        return self._inner.written
+    def written(self) -> int | None:
+        """Positions written to the twin since the journal was opened."""
+        written: int | None = self._inner.written
+        return written
 
-    def prepare(self, keep: int) -> None:
+    def prepare(self, keep: Keep) -> None:
         """Prepare the twin."""
         self._inner.prepare(keep)
 
-    def commit(self, keep: int) -> None:
+    def commit(self, keep: Keep) -> None:
         """Commit on the twin, then give the live cache its attributes in one step."""
         self._inner.commit(keep)
         self._cache.__dict__ = dict(vars(self._twin))
+        set_loose(self._cache, loose(self._twin))
 
     def rollback(self) -> None:
         """Give the live cache its own attributes back; before a commit it has them."""
         self._cache.__dict__ = self._before
+        set_loose(self._cache, self._loose)
+
+
+class IsolatedRowsJournal(IsolatedJournal):
+    """Journal of a kind whose rows may keep different numbers."""
+
+    @property
+    def rows(self) -> int | None:
+        """Sequences in the batch; None when the cache holds nothing yet."""
+        rows: int | None = self._inner.rows
+        return rows
+
+
+def isolate(cache: Any, open_journal: Callable[[Any], Journal]) -> Journal:
+    """Return a journal of `cache` that writes to a twin.
+
+    Args:
+        cache: the live cache.
+        open_journal: opens the ordinary journal of this kind, for the twin.
+
+    Raises:
+        UnsupportedCacheError: the cache cannot be copied.
+    """
+    twin = twin_of(cache)
+    inner = open_journal(twin)
+    kind = IsolatedRowsJournal if isinstance(inner, RowsJournal) else IsolatedJournal
+    return kind(cache, twin, inner)

@@ -29,7 +29,7 @@ from mlx_speculation.caches.chunked import ChunkedJournal
 from mlx_speculation.caches.compressed import LayerJournal
 from mlx_speculation.caches.concatenated import ConcatenateJournal
 from mlx_speculation.caches.held_rows import WATCHED_TYPES
-from mlx_speculation.caches.isolated import IsolatedJournal
+from mlx_speculation.caches.isolated import isolate
 from mlx_speculation.caches.journal import Journal
 from mlx_speculation.caches.kv import KVJournal
 from mlx_speculation.caches.rotating import RotatingJournal
@@ -120,7 +120,7 @@ def open_journal(leaf: Any, *, whole: bool, isolated: bool = False) -> Journal:
     """Return a journal for a leaf that `check_supported` has passed."""
     opened = JOURNALS[type(leaf)]
     if isolated:
-        return IsolatedJournal(leaf, lambda twin: opened(twin, whole))
+        return isolate(leaf, lambda twin: opened(twin, whole))
     return opened(leaf, whole)
 
 

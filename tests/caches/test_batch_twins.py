@@ -34,7 +34,7 @@ from support.batch_twins import (
     batch_copy,
     sees,
 )
-from support.cache_twins import Mixers, Rows, assert_same, detached, read
+from support.cache_twins import Held, Mixers, Rows, assert_same, detached, read
 from support.tiny_models import TINY_MODELS, build
 
 ROUNDS = 1_500
@@ -83,6 +83,7 @@ class Plan:
     watch: bool
     check: bool
     probe: int
+    isolated: bool
 
 
 @st.composite
@@ -98,6 +99,7 @@ def plans(draw: st.DrawFn, widths: st.SearchStrategy[list[int]]) -> Plan:
         watch=draw(st.integers(0, 3)) == 0,
         check=draw(st.integers(0, 1)) == 0,
         probe=draw(st.integers(1, 6)),
+        isolated=draw(st.integers(0, 3)) == 0,
     )
 
 
@@ -198,7 +200,9 @@ class Batch(RuleBasedStateMachine):
 
     def speculate(self, plan: Plan, keep: list[int]) -> list[list[Rows]]:
         """Write and end as the plan says; return what was written to each row."""
-        speculation = Speculation([self.cache], whole=plan.ending == "whole")
+        caches, whole = [self.cache], plan.ending == "whole"
+        speculation = Speculation(caches, whole=whole, isolated=plan.isolated)
+        held = Held(caches, values=plan.watch) if plan.isolated else None
         try:
             with speculation:
                 written = self.write(speculation.caches[0], plan)
@@ -207,6 +211,8 @@ class Batch(RuleBasedStateMachine):
                     raise StopError
                 if plan.ending.startswith("prepare"):
                     speculation.prepare(keep)
+                if held is not None:
+                    held.assert_unchanged("the live cache before the commit")
                 if "commit" in plan.ending or plan.ending == "whole":
                     even = len(set(keep)) == 1 and plan.check
                     speculation.commit(keep[0] if even else keep)

@@ -44,6 +44,7 @@ from mlx_lm.models.cache import (
 from mlx_lm.models.deepseek_v41 import LayerCache
 
 from mlx_speculation.caches import Speculation, leaves, states
+from mlx_speculation.caches.batch_kv import LOOSE
 from mlx_speculation.caches.checked_writes import check_writes
 from mlx_speculation.caches.isolated import twin_of
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
@@ -175,6 +176,18 @@ def test_rounds_one_after_the_other_may_be_isolated_or_not() -> None:
             model(token, cache=native)
     shown, expected = (model(BLOCK, cache=each) for each in (caches, native))
     np.testing.assert_allclose(read(shown), read(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_a_batch_stays_narrow_over_many_ragged_rounds() -> None:
+    """The count of loose padding belongs to an object, and is handed over."""
+    cache: Any = BatchKVCache([0, 0])
+    cache.update_and_fetch(mx.ones((2, 1, 1, 2)), mx.ones((2, 1, 1, 2)))
+    for index in range(90):
+        with Speculation([cache], isolated=True) as speculation:
+            speculation.caches[0].update_and_fetch(*[mx.ones((2, 1, 4, 2))] * 2)
+            speculation.commit([4, 1] if index % 2 else [1, 4])
+    assert cache.offset.tolist() == [226, 226]
+    assert cache._idx <= 226 + LOOSE + 4
 
 
 class Tag:
