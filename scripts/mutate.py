@@ -143,6 +143,7 @@ def run(
     deadline: Annotated[
         int, typer.Option(help="Seconds after which no further mutant is begun.")
     ] = 10**6,
+    skip: Annotated[int, typer.Option(min=0, help="Leave out the first ones.")] = 0,
     tests: Annotated[
         list[str] | None, typer.Option(help="By default those of the mutated folder.")
     ] = None,
@@ -154,6 +155,7 @@ def run(
         for path in sorted(folder.glob("[0-9]*.json"))
     ]
     tests = tests or [f"tests/{facts['of']}"]
+    chosen = chosen[skip:]
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         copies: SimpleQueue[Path] = SimpleQueue()
@@ -200,12 +202,19 @@ def _survives(copy: Path, mutant: Mutant, tests: list[str], limit: int) -> bool:
     original = target.read_text(encoding="utf-8")
     target.write_text(mutant.source, encoding="utf-8")
     try:
-        survived = _passes(copy, tests, limit)
+        survived = _passes(copy, [*_nearest(copy, mutant), *tests], limit)
     finally:
         target.write_text(original, encoding="utf-8")
     name = f"{mutant.path} {mutant.operator.removeprefix('core/')}"
     _say(f"{'SURVIVED' if survived else 'killed'} {name} {mutant.occurrence}")
     return survived
+
+
+def _nearest(copy: Path, mutant: Mutant) -> list[str]:
+    """Return the test file of the mutated one, which is likely to find it soon."""
+    path = Path(mutant.path)
+    nearest = Path("tests", path.parent, f"test_{path.name}")
+    return [str(nearest)] if (copy / nearest).is_file() else []
 
 
 def _passes(copy: Path, tests: list[str], limit: int) -> bool:

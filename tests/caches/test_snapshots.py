@@ -124,10 +124,11 @@ class Machine(RuleBasedStateMachine):
             speculation.commit(keep)
         self.writes += [rows.head(keep)][:keep]
 
-    @precondition(lambda self: self.cuts and self.position > 0)
+    @precondition(lambda self: self.cuts and self.position > 1)
     @rule(data=st.data(), width=st.integers(0, 4))
     def trim_and_write(self, data: st.DataObject, width: int) -> None:
-        rows = data.draw(st.integers(1, min(6, self.position)))
+        # A cache that is trimmed to nothing keeps its buffers, a new one has none.
+        rows = data.draw(st.integers(1, min(6, self.position - 1)))
         for leaf in flat([self.cache]):
             if isinstance(leaf, ConcatenateKVCache):  # its trim leaves rows visible
                 stop = leaf.offset - rows
