@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Annotated, Any
@@ -76,36 +77,38 @@ def make(
     seed: Annotated[int, typer.Option()] = SEED,
 ) -> None:
     """Write a sample of mutants as JSON files."""
+    from cosmic_ray.commands.init import _all_work_items
+
     paths = [p for p in sorted((ROOT / of).glob("*.py")) if p.name not in LEFT_OUT]
-    mutants = [mutant for path in paths for mutant in _mutants(path)]
-    chosen = random.Random(seed).sample(mutants, min(sample, len(mutants)))
+    specs = [item.mutations[0] for item in _all_work_items(paths, {})]
+    random.Random(seed).shuffle(specs)
+    chosen = list(islice(_mutants(paths, specs), sample))
     folder.mkdir(parents=True)
     for index, mutant in enumerate(chosen):
         text = json.dumps(asdict(mutant))
         (folder / f"{index:04}.json").write_text(text, encoding="utf-8")
-    facts = {"of": of, "seed": seed, "possible": len(mutants), "sampled": len(chosen)}
+    facts = {"of": of, "seed": seed, "places": len(specs), "sampled": len(chosen)}
     (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
     print(json.dumps(facts))
 
 
-def _mutants(path: Path) -> Iterator[Mutant]:
-    """Yield every mutant of a file that runs other code than the file."""
-    from cosmic_ray.commands.init import _all_work_items
+def _mutants(paths: list[Path], specs: list[Any]) -> Iterator[Mutant]:
+    """Yield every mutant that runs, and runs other code than its file."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
-    source = path.read_text(encoding="utf-8")
-    known = {_behaviour(source)}
-    for item in _all_work_items([path], {}):
-        (spec,) = item.mutations
+    sources = {str(path): path.read_text(encoding="utf-8") for path in paths}
+    known = {_behaviour(source) for source in sources.values()}
+    for spec in specs:
+        where = str(spec.module_path)
         operator = get_operator(spec.operator_name)(**spec.operator_args)
-        mutated = mutate_code(source, operator, spec.occurrence)
+        mutated = mutate_code(sources[where], operator, spec.occurrence)
         behaviour = mutated and _behaviour(mutated)
         if not mutated or not behaviour or behaviour in known:
             continue
         known.add(behaviour)
-        where = str(path.relative_to(ROOT))
-        yield Mutant(where, spec.operator_name, spec.occurrence, mutated)
+        path = str(Path(where).relative_to(ROOT))
+        yield Mutant(path, spec.operator_name, spec.occurrence, mutated)
 
 
 class _Bare(ast.NodeTransformer):
