@@ -222,23 +222,34 @@ class SlidingKVCache:
         self, keys: mx.array, values: mx.array, undo: int
     ) -> tuple[mx.array, mx.array]:
         """Append rows; the last `undo` rows before them can still be dropped."""
+        width = keys.shape[2]
+        if self.keys is None or self._end + width > self.keys.shape[2]:
+            self._make_room(keys, values, undo)
+        assert self.keys is not None
+        assert self.values is not None
+        end = self._end
+        stop = end + width
+        self.keys[..., end:stop, :] = keys
+        self.values[..., end:stop, :] = values
+        first = end - self.max_size + 1
+        self._first = first = first if first > 0 else 0
+        self._end = stop
+        self.offset += width
+        return self.keys[..., first:stop, :], self.values[..., first:stop, :]
+
+    def _make_room(self, keys: mx.array, values: mx.array, undo: int) -> None:
+        """Take new buffers with room for the rows, and move what has to stay there."""
         width, end = keys.shape[2], self._end
         if self.keys is None or self.values is None:
             size = self._size_for(width)
-            self.keys, self.values = (_buffer(a, size) for a in (keys, values))
-        elif end + width > self.keys.shape[2]:
-            fits = end + width <= self.max_size + self.slack
-            kept = end if fits else min(end, self.max_size + undo)
-            size, rows = self._size_for(kept + width), slice(end - kept, end)
-            held = self.keys[..., rows, :], self.values[..., rows, :]
-            self.keys, self.values = (_buffer(a, size, filled=True) for a in held)
-            end = kept
-        self.keys[..., end : end + width, :] = keys
-        self.values[..., end : end + width, :] = values
-        self._first = max(0, end - self.max_size + 1)
-        self._end = end + width
-        self.offset += width
-        return self.keys_and_values()
+            self.keys, self.values = (_buffer(rows, size) for rows in (keys, values))
+            return
+        fits = end + width <= self.max_size + self.slack
+        kept = end if fits else min(end, self.max_size + undo)
+        size, rows = self._size_for(kept + width), slice(end - kept, end)
+        held = self.keys[..., rows, :], self.values[..., rows, :]
+        self.keys, self.values = (_buffer(part, size, filled=True) for part in held)
+        self._end = kept
 
     def _size_for(self, rows: int) -> int:
         """Return how many rows a new buffer gets that has to take `rows`."""
