@@ -44,7 +44,7 @@ JOURNALS: dict[type, OpenJournal] = {
     QuantizedKVCache: lambda cache, whole: KVJournal(cache),
     ConcatenateKVCache: lambda cache, whole: ConcatenateJournal(cache),
     ChunkedKVCache: lambda cache, whole: ChunkedJournal(cache),
-    RotatingKVCache: lambda cache, whole: RotatingJournal(cache),
+    RotatingKVCache: lambda cache, whole: RotatingJournal(cache, whole=whole),
     ArraysCache: lambda cache, whole: ArraysJournal(cache, whole=whole),
     LayerCache: lambda cache, whole: LayerJournal(cache, whole=whole),
     BatchKVCache: lambda cache, whole: BatchKVJournal(cache),

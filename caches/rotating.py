@@ -9,6 +9,11 @@ How the ring writes decides how a write is undone (W is `max_size`):
     1 row, more than W held     new arrays: cut to W, then a slot     the old arrays
     1 row, W held               the oldest row is overwritten         the saved row
 
+A row that is written alone sees the last W rows, whatever window the model asks for.
+Several rows would see more where it asks for a larger one (plamo3 asks for W + 1). In
+a round each of them stands for a row written alone, so the mask is cut to W there. A
+prompt, of which all is kept, gets the native mask.
+
 A prefix of a write of several rows is kept by slicing off its tail: what mlx-lm
 evicted before the write is then still not needed, because at least W-1 older rows
 and the first kept one remain. `RotatingKVCache.trim` is not used: after a wrap it
@@ -101,14 +106,15 @@ def _forget_undone_rows(cache: Any) -> None:
 
 
 class PresentedRing(RotatingKVCache):
-    """The live ring with one difference: its journal hears of every write.
+    """The live ring; its journal hears of every write, and no row sees too much.
 
     It shares the live cache's `__dict__`, so that every attribute that a model
     reads or sets is the live one. The journal stands in a slot, outside that dict.
     """
 
-    __slots__ = ("_journal",)
+    __slots__ = ("_journal", "_whole")
     _journal: "weakref.ref[RotatingJournal]"  # strong, it would be a cycle
+    _whole: bool
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """Note the state before the write, then write as the native ring does.
@@ -122,18 +128,35 @@ class PresentedRing(RotatingKVCache):
         journal.note(keys.shape[2])
         return super().update_and_fetch(keys, values)
 
+    def make_mask(
+        self,
+        N: int,  # noqa: N803  models may name it
+        window_size: int | None = None,
+        return_array: bool = False,
+    ) -> Any:
+        """Return the native mask; in a round, of a window of at most `max_size`."""
+        if window_size is not None and not self._whole:
+            window_size = min(window_size, self.max_size)
+        return super().make_mask(N, window_size, return_array)
+
 
 class RotatingJournal:
-    """Journal of one `RotatingKVCache` with any `keep`."""
+    """Journal of one `RotatingKVCache` with any `keep`.
+
+    Args:
+        cache: the live ring.
+        whole: all that is written will be kept, or nothing.
+    """
 
     live = True
 
-    def __init__(self, cache: RotatingKVCache) -> None:
+    def __init__(self, cache: RotatingKVCache, *, whole: bool = False) -> None:
         self._cache = cache
         self._writes: list[Write] = []
         presented = object.__new__(PresentedRing)
         presented.__dict__ = cache.__dict__
         presented._journal = weakref.ref(self)
+        presented._whole = whole
         self._presented = presented
 
     @property

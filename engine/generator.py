@@ -30,6 +30,7 @@ from mlx_speculation.models import (
     Recorders,
     Sliding,
     TokenIds,
+    check_causal,
     check_model_folder,
     check_same_ids,
     load,
@@ -97,6 +98,8 @@ class SpeculativeGenerator:
             )
         self._sliding = sliding
         self._draft = _checked_draft(draft)
+        if draft is not None:
+            check_causal(model)
         self._draft_length = _checked_length(draft_length)
         self._model, self._tokenizer = model, wrapped(tokenizer)
         self._ids = TokenIds.of(tokenizer)

@@ -130,7 +130,9 @@ def deciding_row(
         last = start + size >= len(rest)
         if last:
             block += [rest[-1]] * (max(width, 1) - len(block))
-        rows = model(mx.array(block)[None], cache=lane.caches)[0]
+        with lane.begin() as lane_round:
+            rows = lane_round.forward(mx.array(block))
+            lane_round.commit(len(block))
         if last:
             place = len(rest) - 1 - start
             row: mx.array = rows[place : place + 1].astype(mx.float32)

@@ -12,6 +12,7 @@ from mlx_speculation.models.pairing import (
     wrapped,
 )
 from mlx_speculation.models.recording import Recorders
+from mlx_speculation.models.rows import check_causal
 from mlx_speculation.models.running import mlx_lm_speed, wired
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Recorders",
     "Sliding",
     "TokenIds",
+    "check_causal",
     "check_model_folder",
     "check_same_ids",
     "load",

@@ -176,3 +176,40 @@ def test_single_rows_of_a_kv_cache_copy_nothing() -> None:
             mx.eval(cache.state[:2])
             speculation.commit(1)
         assert mx.get_peak_memory() - before < whole // 2
+
+
+@pytest.mark.parametrize("rows", [0, 2, 3, 4, 9])
+@pytest.mark.parametrize("asked", [None, 2, 4, 5, 9])
+def test_each_row_of_a_round_sees_what_it_would_see_alone(
+    rows: int, asked: int | None
+) -> None:
+    """Where a model asks for more than the ring's window, rows of a round saw more.
+
+    With plamo3 every row but the first saw one more, and the text was another one from
+    the first round past the window on.
+    """
+    alone = filled(window=4, rows=rows)
+    cache = copy.deepcopy(alone)
+    seen = []
+    for position in range(rows, rows + 3):
+        mask = alone.make_mask(1, window_size=asked)
+        write(alone, position)
+        held = positions(alone)
+        shown = held if mask is None else np.array(held)[np.array(mask).reshape(-1)]
+        seen.append(sorted(int(place) for place in shown))
+    with Speculation([cache]) as speculation:
+        ring = speculation.caches[0]
+        mask = ring.make_mask(3, window_size=asked, return_array=True)
+        keys, _ = ring.update_and_fetch(*tagged(Rows(rows, (1, 2, 3))))
+        places = np.array(keys[0, 0, :, 0]).astype(int)
+        together = [sorted(places[row].tolist()) for row in np.array(mask)]
+        speculation.commit(3)
+    assert together == seen
+
+
+def test_a_prompt_sees_the_window_that_the_model_asks_for() -> None:
+    cache = filled(window=4, rows=0)
+    native = cache.make_mask(9, window_size=5, return_array=True)
+    with Speculation([cache], whole=True) as speculation:
+        mask = speculation.caches[0].make_mask(9, window_size=5, return_array=True)
+    assert mx.array_equal(mask, native)

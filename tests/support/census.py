@@ -9,7 +9,7 @@ The table is census.json beside this file:
         window      the size of its rotating caches; null: it has none
         bitwise     whether four rows in one forward equal four forwards of one row,
                     bit for bit, past the window, on the Linux CPU wheel in float32
-        unequal     why its text is not that of plain decoding, if it is not
+        unequal     why it cannot check drafts, if it cannot
         args        ModelArgs, on top of the common ones; a text_config gets them too
     not_built   module -> the reason, and a part of the error that proves it
 
@@ -34,6 +34,7 @@ import mlx_lm.models
 from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 
 from mlx_speculation.caches import leaves
+from mlx_speculation.models import Lane
 from support import tiny_models
 
 # Bits of 0 to 3 as numbers: -1.5 to 1.5 of a group's scale, 1.1 in square mean.
@@ -160,20 +161,22 @@ def layers(model: nn.Module) -> int | None:
 
 
 def widths_differ(model: nn.Module, prompt: list[int], rows: list[int]) -> float:
-    """Return the largest difference of a logit between four rows and one at a time.
+    """Return the largest difference of a logit between rounds of four rows and steps.
 
     Args:
         model: the model.
         prompt: what is fed first, in one forward.
         rows: what is compared, a multiple of four tokens.
     """
-    wide, narrow = make_prompt_cache(model), make_prompt_cache(model)
-    for caches in (wide, narrow):
-        mx.eval(model(mx.array(prompt)[None], cache=caches))
+    wide, narrow = Lane(model), make_prompt_cache(model)
+    wide.feed(prompt)
+    model(mx.array([prompt]), cache=narrow)
     largest = 0.0
     for start in range(0, len(rows), 4):
         block = rows[start : start + 4]
-        together = model(mx.array(block)[None], cache=wide)[0]
+        with wide.begin() as lane_round:
+            together = lane_round.forward(mx.array(block))
+            lane_round.commit(4)
         single = [model(mx.array([[token]]), cache=narrow)[0] for token in block]
         apart = mx.concatenate(single)
         difference = mx.where(together == apart, 0, mx.abs(together - apart))

@@ -1,0 +1,31 @@
+"""Models that cannot check drafts: their rows depend on the rows after them.
+
+A draft is checked in one forward over several rows, each of which stands for a row
+that is fed alone. That needs a causal model, and mlx-lm has one that is not: it is
+right for single rows only, so it is decoded without drafts. Which ones they are was
+found by feeding every architecture both ways (tests/engine/test_census.py).
+"""
+
+import mlx.nn as nn
+
+from mlx_speculation.errors import InvalidRequestError
+
+NOT_CAUSAL = {
+    "mlx_lm.models.phi3small": "adds a boolean mask to the scores of its block-sparse "
+    "layers, which hides nothing",
+}
+
+
+def check_causal(model: nn.Module) -> None:
+    """Refuse a target whose forward over several rows mixes them.
+
+    Raises:
+        InvalidRequestError: the model is one of `NOT_CAUSAL`.
+    """
+    module = type(model).__module__
+    if module in NOT_CAUSAL:
+        raise InvalidRequestError(
+            f"A draft was passed, and {module} cannot check one: it "
+            f"{NOT_CAUSAL[module]}, so a drafted token changes the row before it. "
+            "Leave draft out."
+        )
