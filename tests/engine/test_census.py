@@ -16,7 +16,7 @@ from mlx_speculation import SpeculativeGenerator
 from mlx_speculation.errors import InvalidRequestError
 from support import census
 from support.census import BUILT, NOT_BUILT
-from support.identity import check_identity, plain_text, prompt_of
+from support.identity import ROUNDING, check_identity, plain_text, prompt_of
 from support.tiny_tokenizer import byte_tokenizer
 
 TOKENS = 30
@@ -47,7 +47,7 @@ def test_an_architecture_is_as_the_table_says(name: str) -> None:
     assert bool(mx.isfinite(logits[..., :256]).all())
     difference = census.widths_differ(model, prompt, text)
     assert (difference == 0) == row.bitwise
-    assert (difference < 1e-3) == (row.unequal is None)
+    assert (difference < ROUNDING) == (row.unequal is None)
 
 
 @pytest.mark.parametrize("name", OWN)

@@ -1,0 +1,110 @@
+"""Print every architecture of mlx-lm as a table, with what was measured just now.
+
+Each one is built tiny with random weights (tests/support/census.json) and decoded
+plainly and with drafts, greedily and sampled; the texts have to be the same.
+
+    PYTHONPATH=tests python scripts/census.py
+    PYTHONPATH=tests python scripts/census.py llama gear --tokens 120
+
+Columns: the caches that make_prompt_cache returns; how a part of a round is kept
+("rows" where every layer holds rows and drops the last ones, "replay" of recurrent
+layers, "rerun" of the model); whether four rows in one forward are bit for bit four forwards of one row
+on this machine; and the verdict: how many texts were compared and how many of them
+parted at a near-tie. A second table has what cannot run, and why. The last line is one
+JSON object.
+"""
+
+import argparse
+import json
+from collections import Counter
+from importlib.metadata import version
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+
+from mlx_speculation.caches import leaves
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models import check_causal
+from support import census
+from support.identity import Compared, check_identity, plain_text, prompt_of
+
+PROMPT = 40  # tokens, longer than every window
+COLUMNS = ("architecture", "caches", "a part is kept by", "bitwise here", "identity")
+
+
+def main() -> None:
+    """Measure the architectures that were asked for, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "names", nargs="*", help="modules of mlx_lm.models; all if none"
+    )
+    parser.add_argument("--tokens", type=int, default=60, help="length of each text")
+    options = parser.parse_args()
+    names = options.names or [*census.BUILT]
+    rows = []
+    print(_line(COLUMNS), _line(["---"] * len(COLUMNS)), sep="\n")
+    for name in names:
+        rows.append(measure(name, options.tokens))
+        print(_line(rows[-1]), flush=True)
+    print("\n| cannot run here | reason |\n| --- | --- |")
+    for name, missing in census.NOT_BUILT.items():
+        print(_line([name, missing.reason]))
+    print(json.dumps(_summary(rows)))
+
+
+def measure(name: str, tokens: int) -> list[str]:
+    """Return one row of the table."""
+    model, prompt = census.build(name), prompt_of(PROMPT)
+    bitwise = not census.widths_differ(model, prompt, plain_text(model, prompt, 24))
+    caches = census.BUILT[name].caches
+    try:
+        check_causal(model)
+    except InvalidRequestError:
+        return [name, caches, "", _yes(bitwise), "no drafts: its rows are mixed"]
+    try:
+        seen = check_identity(
+            model, prompt, draft_length=4, tokens=tokens, bitwise=bitwise
+        )
+    except AssertionError as error:
+        return [name, caches, "", _yes(bitwise), f"DIFFERENT: {error}"]
+    return [name, caches, _kept_by(model, seen), _yes(bitwise), _verdict(seen)]
+
+
+def _kept_by(model: nn.Module, seen: Compared) -> str:
+    if seen.reruns:
+        return "rerun"
+    found = [leaf for _, leaf in leaves(make_prompt_cache(model))]
+    recurrent = any(isinstance(leaf, ArraysCache) for leaf in found)
+    return "replay" if recurrent else "rows"
+
+
+def _verdict(seen: Compared) -> str:
+    ties = f", {seen.near_ties} near-ties" if seen.near_ties else ""
+    return f"{seen.texts} texts equal{ties}"
+
+
+def _yes(answer: bool) -> str:
+    return "yes" if answer else "no"
+
+
+def _line(cells: Any) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _summary(rows: list[list[str]]) -> dict[str, Any]:
+    return {
+        "mlx": version("mlx"),
+        "mlx_lm": version("mlx-lm"),
+        "device": str(mx.default_device()),
+        "architectures": len(rows),
+        "different": [row[0] for row in rows if row[4].startswith("DIFFERENT")],
+        "kept_by": Counter(row[2] for row in rows),
+        "bitwise": sum(row[3] == "yes" for row in rows),
+        "cannot_run": sorted(census.NOT_BUILT),
+    }
+
+
+if __name__ == "__main__":
+    main()
