@@ -49,7 +49,7 @@ JOURNALS: dict[type, OpenJournal] = {
     LayerCache: lambda cache, whole: LayerJournal(cache, whole=whole),
     BatchKVCache: lambda cache, whole: BatchKVJournal(cache),
     BatchRotatingKVCache: lambda cache, whole: BatchRotatingJournal(cache, whole=whole),
-    SlidingKVCache: lambda cache, whole: SlidingJournal(cache),
+    SlidingKVCache: lambda cache, whole: SlidingJournal(cache, whole=whole),
 }
 BATCHES = frozenset({BatchKVCache, BatchRotatingKVCache})
 KNOWN = (*JOURNALS, CacheList)

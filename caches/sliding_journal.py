@@ -21,11 +21,13 @@ from mlx_speculation.caches.sliding import SlidingKVCache
 class PresentedSliding(SlidingKVCache):
     """The live cache, which keeps what the open round may take back.
 
-    It shares the live cache's `__dict__`; the round's start stands in a slot.
+    It shares the live cache's `__dict__`; the round's start stands in a slot. In a
+    round no row sees more than `max_size` rows, as in rotating.py.
     """
 
-    __slots__ = ("_start",)
+    __slots__ = ("_start", "_whole")
     _start: int
+    _whole: bool
 
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
@@ -33,19 +35,28 @@ class PresentedSliding(SlidingKVCache):
         """Append rows; those of the round so far can still be taken back."""
         return self._append(keys, values, undo=self.offset - self._start)
 
+    def make_mask(
+        self, n: int, window_size: int | None = None, return_array: bool = False
+    ) -> Any:
+        """Return the mask; in a round, of a window of at most `max_size`."""
+        if window_size is not None and not self._whole:
+            window_size = min(window_size, self.max_size)
+        return super().make_mask(n, window_size, return_array)
+
 
 class SlidingJournal:
-    """Journal of one `SlidingKVCache`."""
+    """Journal of one `SlidingKVCache`; with `whole`, all it writes will be kept."""
 
     live = True
 
-    def __init__(self, cache: SlidingKVCache) -> None:
+    def __init__(self, cache: SlidingKVCache, *, whole: bool = False) -> None:
         self._cache = cache
         self._arrays = cache.keys, cache.values
         self._indices = cache.offset, cache._first, cache._end
         presented = object.__new__(PresentedSliding)
         presented.__dict__ = cache.__dict__
         presented._start = cache.offset
+        presented._whole = whole
         self._presented = presented
 
     @property

@@ -8,10 +8,10 @@ plainly and with drafts, greedily and sampled; the texts have to be the same.
 
 Columns: the caches that make_prompt_cache returns; how a part of a round is kept
 ("rows" where every layer holds rows and drops the last ones, "replay" of recurrent
-layers, "rerun" of the model); whether four rows in one forward are bit for bit four forwards of one row
-on this machine; and the verdict: how many texts were compared and how many of them
-parted at a near-tie. A second table has what cannot run, and why. The last line is one
-JSON object.
+layers, "rerun" of the model); whether four rows in one forward are bit for bit four
+forwards of one row on this machine; and the verdict: how many texts were compared and
+how many of them parted at a near-tie. A second table has what cannot run, and why. The
+last line is one JSON object.
 """
 
 import argparse

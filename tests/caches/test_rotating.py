@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from mlx_speculation.caches import Speculation, rotating
+from mlx_speculation.caches import SlidingKVCache, Speculation, rotating
 from support.cache_twins import Rows, assert_same, read, tagged
 
 
@@ -178,10 +178,11 @@ def test_single_rows_of_a_kv_cache_copy_nothing() -> None:
         assert mx.get_peak_memory() - before < whole // 2
 
 
+@pytest.mark.parametrize("slack", [False, True])
 @pytest.mark.parametrize("rows", [0, 2, 3, 4, 9])
 @pytest.mark.parametrize("asked", [None, 2, 4, 5, 9])
 def test_each_row_of_a_round_sees_what_it_would_see_alone(
-    rows: int, asked: int | None
+    rows: int, asked: int | None, slack: bool
 ) -> None:
     """Where a model asks for more than the ring's window, rows of a round saw more.
 
@@ -189,7 +190,8 @@ def test_each_row_of_a_round_sees_what_it_would_see_alone(
     the first round past the window on.
     """
     alone = filled(window=4, rows=rows)
-    cache = copy.deepcopy(alone)
+    cache: Any = copy.deepcopy(alone)
+    cache = SlidingKVCache.from_native(cache) if slack else cache
     seen = []
     for position in range(rows, rows + 3):
         mask = alone.make_mask(1, window_size=asked)
@@ -207,8 +209,9 @@ def test_each_row_of_a_round_sees_what_it_would_see_alone(
     assert together == seen
 
 
-def test_a_prompt_sees_the_window_that_the_model_asks_for() -> None:
-    cache = filled(window=4, rows=0)
+@pytest.mark.parametrize("kind", [RotatingKVCache, SlidingKVCache])
+def test_a_prompt_sees_the_window_that_the_model_asks_for(kind: type) -> None:
+    cache: Any = kind(max_size=4)
     native = cache.make_mask(9, window_size=5, return_array=True)
     with Speculation([cache], whole=True) as speculation:
         mask = speculation.caches[0].make_mask(9, window_size=5, return_array=True)
