@@ -31,7 +31,7 @@ from mlx_speculation.caches.fields import (
     rows_of,
 )
 
-MAX_SLOTS = 1024
+MAX_SLOTS = 64  # the models of mlx-lm have up to 4
 
 
 def check_kv(leaf: Leaf) -> Leaf:

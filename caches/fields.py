@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlx_speculation.caches.tensor_file import FlawError
 
-MAX_COUNT = 2**31 - 1  # positions are int32 inside mlx-lm's kernels
+MAX_COUNT = 2**30  # positions are int32 inside mlx-lm, with room to go on
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 INTEGERS = (mx.int32, mx.int64)
 

@@ -10,29 +10,24 @@ a digest; in mlx-lm's a changed number inside a key or a value cannot be seen.
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList
 
 from mlx_speculation.caches import native_files, own_files, saved_tree, tensor_file
-from mlx_speculation.caches.fields import Leaf, need
-from mlx_speculation.caches.kinds import leaves
+from mlx_speculation.caches.fields import need
 from mlx_speculation.caches.own_files import VERSION, Content
+from mlx_speculation.caches.saved_fit import check_like, check_live, pairs_of
 from mlx_speculation.caches.saved_kinds import (
-    attributes,
-    check_fits,
-    is_known,
-    known_kinds,
+    attributes_for,
 )
-from mlx_speculation.caches.saved_tree import Node, Rows
+from mlx_speculation.caches.saved_tree import Rows
 from mlx_speculation.caches.tensor_file import FlawError, Header, shown
 from mlx_speculation.errors import (
     CacheFileError,
     InvalidRequestError,
-    UnsupportedCacheError,
 )
 
 
@@ -106,12 +101,13 @@ def load_into(
     left out. Raises as `load_caches`; the caches are then as they were.
     """
     content = _content(path, caches, draft_caches)
-    pairs = list(_pairs(content.target, caches))
+    pairs = list(pairs_of(content.target, caches))
     if draft_caches is not None:
         assert content.drafter is not None
-        pairs += _pairs(content.drafter, draft_caches)
+        pairs += pairs_of(content.drafter, draft_caches)
     held = [vars(live) for _, live in pairs]
-    new = [attributes(leaf) for leaf, _ in pairs]
+    new = [attributes_for(live, leaf) for leaf, live in pairs]
+    mx.eval(new)
     result = _loaded(
         content, list(caches), None if draft_caches is None else list(draft_caches)
     )
@@ -140,7 +136,7 @@ def _content(
 ) -> Content:
     if like is None and draft_like is not None:
         raise InvalidRequestError("draft_like is given and like is not. Pass both.")
-    _check_live([*(like or ()), *(draft_like or ())])
+    check_live([*(like or ()), *(draft_like or ())])
     try:
         with tensor_file.opened(path) as (file, size):
             header = tensor_file.read_header(file, size)
@@ -152,29 +148,15 @@ def _content(
             content = own_files.read_own(header.metadata, arrays)
         else:
             content = _native(layout, header, arrays, like, draft_like)
-        _check_like(content, like, draft_like)
+        check_like(content, like, draft_like)
+        nodes = (*content.target, *(content.drafter or ()))
+        mx.eval([leaf.arrays for leaf in saved_tree.leaves(nodes)])
     except (FlawError, OSError) as error:
         raise CacheFileError(
             f"{os.fspath(path)!r} cannot be loaded: {error}. Save it again from caches "
             "of the same model; nothing was taken from it."
         ) from error
     return content
-
-
-def _check_live(caches: Sequence[Any]) -> None:
-    seen: set[int] = set()
-    for place, leaf in leaves(caches):
-        if not is_known(leaf):
-            raise UnsupportedCacheError(
-                f"The cache of layer {place} is a {type(leaf).__name__}, and the kinds "
-                f"that can be loaded are {known_kinds()}. Use one of these."
-            )
-        if id(leaf) in seen:
-            raise InvalidRequestError(
-                f"The cache object of layer {place} stands in two places. Make a cache "
-                "of its own for each, as make_prompt_cache does."
-            )
-        seen.add(id(leaf))
 
 
 def _layout(metadata: dict[str, str]) -> str:
@@ -209,41 +191,3 @@ def _native(
     target = saved_tree.check(nodes[:first])
     drafter = None if draft_like is None else saved_tree.check(nodes[first:])
     return Content(target, drafter, None, None, metadata, f"mlx-lm {layout}")
-
-
-def _check_like(
-    content: Content, like: Sequence[Any] | None, draft_like: Sequence[Any] | None
-) -> None:
-    for whose, nodes, caches in (
-        ("target", content.target, like),
-        ("drafter", content.drafter, draft_like),
-    ):
-        if caches is None:
-            continue
-        need(nodes is not None, f"it holds no caches of the {whose}")
-        assert nodes is not None
-        for i, (leaf, live) in enumerate(_pairs(nodes, caches)):
-            try:
-                check_fits(leaf, live)
-            except FlawError as error:
-                raise FlawError(
-                    f"leaf {i} of the {whose} does not fit: {error}"
-                ) from error
-
-
-def _pairs(nodes: Sequence[Node], caches: Sequence[Any]) -> Iterator[tuple[Leaf, Any]]:
-    """Yield every leaf of the file with the live cache in its place."""
-    need(
-        len(nodes) == len(caches),
-        f"it holds {len(nodes)} caches in a list where {len(caches)} are due",
-    )
-    for node, live in zip(nodes, caches, strict=True):
-        listed = type(live) is CacheList
-        need(
-            isinstance(node, tuple) == listed,
-            "a list of caches stands where a cache is due, or the other way round",
-        )
-        if isinstance(node, tuple):
-            yield from _pairs(node, live.caches)
-        else:
-            yield node, live

@@ -6,43 +6,27 @@
     0.31   tensors: the arrays of `state`; metadata: 0.I... `meta_state` as texts,
            1.KEY the user's, 2.I class names
 
-Files hold no tokens. What the layouts leave out is worked out where one answer is
-possible, and refused otherwise: before 0.32 a `ChunkedKVCache` past its first chunk
-does not tell its offset; before 0.31 a `CacheList` does not tell its members; a
-`LayerCache` whose window is not full does not tell its size, which `like` then gives.
-`ArraysCache` of 0.31 has lost its lengths and left_padding, as in mlx-lm.
+Files hold no tokens. A `LayerCache` whose window is not full does not tell its size,
+which `like` then gives.
 """
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_speculation.caches.fields import INTEGERS, Leaf, need
+from mlx_speculation.caches.native_paths import (
+    Values,
+    grouped,
+    items,
+    path_of,
+    rows_of_keys,
+)
+from mlx_speculation.caches.older_files import older_leaf
 from mlx_speculation.caches.saved_kinds import KINDS, MAX_DEPTH, MEMBERS
 from mlx_speculation.caches.saved_tree import Node, need_known
 from mlx_speculation.caches.tensor_file import shown
-
-Path = tuple[int, ...]
-Values = dict[Path, Any]
-
-# Class names of mlx-lm 0.20 to 0.28, and what they are called since.
-RENAMED = {"MambaCache": "ArraysCache"}
-MAMBA_SLOTS = 2
-
-# `meta_state` before 0.32, by its length; up to 0.26 it had the step as well.
-_RING = ("keep", "max_size", "offset", "_idx")
-_PACKED = ("offset", "group_size", "bits")
-OLDER_NUMBERS: dict[str, dict[int, tuple[str, ...]]] = {
-    "RotatingKVCache": {4: _RING, 5: (*_RING[:2], "step", *_RING[2:])},
-    "QuantizedKVCache": {3: _PACKED, 4: ("step", *_PACKED)},
-    "ChunkedKVCache": {2: ("chunk_size", "start_position")},
-    "BatchRotatingKVCache": {4: ("max_size", "_offset", "_idx", "rotated")},
-}
-
-_PATH = re.compile(r"(0|[1-9][0-9]{0,5})(\.(0|[1-9][0-9]{0,5}))*")
-_NUMBER = re.compile(r"[0-9]{1,10}")
 
 
 def layout_of(metadata: dict[str, str]) -> str | None:
@@ -65,13 +49,13 @@ def read_native(
     """Return unchecked nodes and the user's metadata of a file of this layout."""
     mine, user, classes = ("1", "0", "1") if layout == "0.32" else ("0", "1", "2")
     texts = {k: v for k, v in metadata.items() if not k.startswith(f"{user}.")}
-    said = _grouped({_path(key): text for key, text in texts.items()})
-    names = _list(said.get(int(classes), {}), "class names")
-    values: Values = {_path(name): array for name, array in arrays.items()}
+    said = grouped({path_of(key): text for key, text in texts.items()})
+    names = items(said.get(int(classes), {}), "class names")
+    values: Values = {path_of(name): array for name, array in arrays.items()}
     if layout == "0.32":
         values = _with_scalars(values, said.get(2, {}))
-    each = _grouped(values)
-    infos = _grouped(said.get(int(mine), {}))
+    each = grouped(values)
+    infos = grouped(said.get(int(mine), {}))
     for index in each:
         need(index < len(names), f"it has arrays of cache {index} of {len(names)}")
     nodes = []
@@ -80,7 +64,7 @@ def read_native(
         node = (
             _leaf32(name, each.get(i, {}), f"{i}", live, 0)
             if layout == "0.32"
-            else _leaf31(name, each.get(i, {}), infos.get(i, {}), f"{i}", 0)
+            else older_leaf(name, each.get(i, {}), infos.get(i, {}), f"{i}", 0)
         )
         nodes.append(node)
     start = len(user) + 1
@@ -91,41 +75,15 @@ def _member(caches: Sequence[Any], index: int) -> Any:
     return caches[index] if index < len(caches) else None
 
 
-def _path(text: str) -> Path:
-    need(
-        _PATH.fullmatch(text) is not None and len(text) < 100,
-        f"{shown(text)} is no place of a tensor or a text in mlx-lm's layout",
-    )
-    return tuple(int(part) for part in text.split("."))
-
-
-def _grouped(values: Values) -> dict[int, Values]:
-    """Return the values by the first step of their path, and the rest of it."""
-    found: dict[int, Values] = {}
-    for path, value in values.items():
-        need(bool(path), "a value stands where a list is due")
-        found.setdefault(path[0], {})[path[1:]] = value
-    return found
-
-
-def _list(values: Values, what: str) -> list[Any]:
-    """Return the items of a list that has no gaps and no lists inside."""
-    need(
-        all((i,) in values for i in range(len(values))) and bool(values),
-        f"its list of {what} has gaps",
-    )
-    return [values[(i,)] for i in range(len(values))]
-
-
 def _with_scalars(values: Values, kinds: Values) -> Values:
     """Turn the arrays that stand for numbers, texts and None into these."""
     values = dict(values)
-    for index, entry in _grouped(kinds).items():
+    for index, entry in grouped(kinds).items():
         if index == 0:
             continue
-        pair = _list(entry, "numbers")
+        pair = items(entry, "numbers")
         need(len(pair) == 2, f"its entry {index} of numbers has {len(pair)} texts")
-        path, kind = _path(pair[0]), pair[1]
+        path, kind = path_of(pair[0]), pair[1]
         array = values.get(path)
         need(isinstance(array, mx.array), f"it has no tensor {shown(pair[0])}")
         values[path] = _scalar(array, kind, pair[0])
@@ -151,11 +109,11 @@ def _scalar(array: Any, kind: str, name: str) -> Any:
 def _leaf32(name: Any, values: Values, place: str, live: Any, depth: int) -> Node:
     if name == MEMBERS:
         need(depth < MAX_DEPTH, f"cache {place} is nested more than {MAX_DEPTH} deep")
-        groups = _grouped(values)
+        groups = grouped(values)
         members = []
         for i in range(len(groups)):
             need(i in groups, f"the members of cache {place} have gaps")
-            pair = _grouped(groups[i])
+            pair = grouped(groups[i])
             need(
                 pair.keys() == {0, 1} and () in pair[1], f"cache {place}.{i} is no pair"
             )
@@ -172,7 +130,7 @@ def _leaf32(name: Any, values: Values, place: str, live: Any, depth: int) -> Nod
     need_known(name, place)
     leaf = Leaf(name, {}, {})
     layout = KINDS[name].layout
-    groups = _grouped(values)
+    groups = grouped(values)
     need(
         groups.keys() == set(range(len(layout))),
         f"cache {place}, a {name}, has {len(groups)} fields and needs {len(layout)}",
@@ -181,9 +139,9 @@ def _leaf32(name: Any, values: Values, place: str, live: Any, depth: int) -> Nod
         for path, value in parts.items():
             _put(leaf, ".".join([layout[index], *map(str, path)]), value)
     if name == "ArraysCache":
-        leaf.numbers["slots"] = len(_list(groups[0], "slots"))
+        leaf.numbers["slots"] = len(items(groups[0], "slots"))
     elif name == "ConcatenateKVCache":
-        leaf.numbers["offset"] = _rows(leaf)
+        leaf.numbers["offset"] = rows_of_keys(leaf)
     elif name == "LayerCache":
         _complete_layer(leaf, place, live)
     return leaf
@@ -194,12 +152,6 @@ def _put(leaf: Leaf, field: str, value: Any) -> None:
         leaf.arrays[field] = value
     elif value is not None:
         leaf.numbers[field] = value
-
-
-def _rows(leaf: Leaf) -> int:
-    keys = leaf.arrays.get("keys")
-    need(keys is None or keys.ndim == 4, "keys has not 4 axes")
-    return 0 if keys is None else int(keys.shape[2])
 
 
 def _complete_layer(leaf: Leaf, place: str, live: Any) -> None:
@@ -223,73 +175,3 @@ def _complete_layer(leaf: Leaf, place: str, live: Any) -> None:
             "the model's own empty caches",
         )
         leaf.numbers["window_size"] = int(size)
-
-
-def _leaf31(name: Any, values: Values, info: Values, place: str, depth: int) -> Node:
-    if name == MEMBERS:
-        need(depth < MAX_DEPTH, f"cache {place} is nested more than {MAX_DEPTH} deep")
-        need(
-            () not in info,
-            f"cache {place}, a CacheList of mlx-lm 0.30 or older, does not name its "
-            "members",
-        )
-        groups, said = _grouped(values), _grouped(info)
-        names, infos = _list(said.get(0, {}), "members"), _grouped(said.get(1, {}))
-        need(groups.keys() <= set(range(len(names))), f"cache {place} has odd arrays")
-        return tuple(
-            _leaf31(
-                member, groups.get(i, {}), infos.get(i, {}), f"{place}.{i}", depth + 1
-            )
-            for i, member in enumerate(names)
-        )
-    mamba = name == "MambaCache"
-    name = RENAMED.get(name, name) if isinstance(name, str) else name
-    need_known(name, place)
-    need(name != "LayerCache", f"cache {place}: mlx-lm 0.31 had no LayerCache")
-    leaf = Leaf(name, _older_numbers(name, info, place), {})
-    older = KINDS[name].older
-    for path, array in values.items():
-        if name == "ArraysCache":
-            path = (0, *path)
-        need(path[:1] < (len(older),), f"cache {place} has an array at {path}")
-        leaf.arrays[".".join([older[path[0]], *map(str, path[1:])])] = array
-    _complete_older(leaf, len(values), place)
-    need(not mamba or len(values) == MAMBA_SLOTS, f"MambaCache {place}: not 2 arrays")
-    return leaf
-
-
-def _older_numbers(name: str, info: Values, place: str) -> dict[str, int]:
-    if name not in OLDER_NUMBERS:
-        need(info == {(): ""}, f"cache {place}, a {name}, has numbers it should not")
-        return {}
-    texts = _list(info, f"numbers of cache {place}")
-    fields = OLDER_NUMBERS[name].get(len(texts))
-    need(fields is not None, f"cache {place}, a {name}, has {len(texts)} numbers")
-    assert fields is not None
-    numbers: dict[str, int] = {}
-    for field, text in zip(fields, texts, strict=True):
-        if field == "rotated":
-            need(text in ("True", "False"), f"rotated is {shown(text)}")
-            numbers[field] = text == "True"
-        else:
-            need(_NUMBER.fullmatch(text) is not None, f"{field} is {shown(text)}")
-            numbers[field] = int(text)
-    numbers.pop("step", None)
-    return numbers
-
-
-def _complete_older(leaf: Leaf, count: int, place: str) -> None:
-    """Work out the numbers that were set from the arrays."""
-    if leaf.name in ("KVCache", "ConcatenateKVCache"):
-        leaf.numbers["offset"] = _rows(leaf)
-    elif leaf.name == "BatchKVCache":
-        leaf.numbers["_idx"] = _rows(leaf)
-    elif leaf.name == "ArraysCache":
-        leaf.numbers["slots"] = count
-    elif leaf.name == "ChunkedKVCache":
-        need(
-            leaf.numbers["start_position"] == 0,
-            f"cache {place}, a ChunkedKVCache of mlx-lm 0.31 or older, has dropped "
-            f"{leaf.numbers['start_position']} positions and does not tell its offset",
-        )
-        leaf.numbers["offset"] = _rows(leaf)

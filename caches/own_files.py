@@ -54,7 +54,9 @@ def read_own(metadata: dict[str, str], arrays: dict[str, mx.array]) -> Content:
         metadata.keys() == {"mlx_speculation", "version", "description", "digest"},
         f"its metadata are {shown(', '.join(sorted(metadata)))}",
     )
-    said = parse_json(metadata["description"], "its description")
+    said = parse_json(
+        metadata["description"].encode("utf-8", "replace"), "its description"
+    )
     need(
         isinstance(said, dict) and said.keys() == _DESCRIPTION,
         f"its description is not {', '.join(sorted(_DESCRIPTION))}",

@@ -1,11 +1,12 @@
 """Which kinds of cache a file can hold, and how each becomes fields and back.
 
 The table is all that a class name of a file is looked up in. A kind that is not in it
-is refused, and so is a subclass: it may hold more than its parent.
+is refused, and so is a subclass: it may hold more than its parent. A `SlidingKVCache`
+is saved as the ring that it stands for, and a ring of a file can be loaded into one.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -13,8 +14,10 @@ from mlx_lm.models import cache as native
 from mlx_lm.models.deepseek_v41 import LayerCache
 
 from mlx_speculation.caches import field_checks
-from mlx_speculation.caches.fields import INTEGERS, Leaf, check_numbers, need
+from mlx_speculation.caches.fields import Leaf, check_numbers, need
 from mlx_speculation.caches.held_rows import native_type
+from mlx_speculation.caches.sliding import SlidingKVCache
+from mlx_speculation.caches.tensor_file import shown
 
 MAX_DEPTH = 8
 MEMBERS = "CacheList"
@@ -33,6 +36,7 @@ class Kind:
         older: its fields in the order of mlx-lm 0.31's `state`.
         settings: numbers that one cache has for life.
         pending: fields that are None unless it is between `prepare` and `finalize`.
+        sequences: which of its arrays are sequences, and how many items they have.
     """
 
     cls: type
@@ -43,6 +47,7 @@ class Kind:
     older: tuple[str, ...] = ("keys", "values")
     settings: tuple[str, ...] = ()
     pending: tuple[str, ...] = ()
+    sequences: dict[str, int] = field(default_factory=dict)
 
 
 _KV = ("keys", "values")
@@ -73,6 +78,7 @@ KINDS = {
             field_checks.check_quantized,
             layout=(*_KV, "offset", "group_size", "bits"),
             settings=("group_size", "bits"),
+            sequences={"keys": 3, "values": 3},
         ),
         Kind(
             native.ChunkedKVCache,
@@ -98,6 +104,7 @@ KINDS = {
             layout=("cache", "left_padding", "lengths"),
             older=("cache",),
             settings=("slots",),
+            sequences={"cache": field_checks.MAX_SLOTS},
         ),
         Kind(
             native.BatchKVCache,
@@ -129,7 +136,6 @@ KINDS = {
         ),
     )
 }
-_SEQUENCES = {"QuantizedKVCache": _KV, "ArraysCache": ("cache",)}
 
 
 def known_kinds() -> str:
@@ -140,11 +146,18 @@ def known_kinds() -> str:
 def is_known(cache: Any) -> bool:
     """Return whether a live leaf is of exactly one of the kinds."""
     kind = KINDS.get(type(cache).__name__)
-    return kind is not None and native_type(cache) is kind.cls
+    return type(cache) is SlidingKVCache or (
+        kind is not None and native_type(cache) is kind.cls
+    )
 
 
 def read_leaf(cache: Any) -> Leaf:
-    """Return the fields of a live cache of a known kind, unchecked."""
+    """Return the fields of a live cache of a known kind, unchecked.
+
+    A `SlidingKVCache` has those of the ring that it stands for.
+    """
+    if type(cache) is SlidingKVCache:
+        cache = cache.to_native()
     name = type(cache).__name__
     kind, fields = KINDS[name], vars(cache)
     numbers = {key: fields[key] for key in kind.numbers if key != "slots"}
@@ -160,7 +173,8 @@ def read_leaf(cache: Any) -> Leaf:
 
 def check_at_rest(cache: Any) -> None:
     """Refuse a live cache that no file can hold, as it is in the middle of a write."""
-    for pending in KINDS[type(cache).__name__].pending:
+    kind = KINDS.get(type(cache).__name__)
+    for pending in () if kind is None else kind.pending:
         need(
             vars(cache).get(pending) is None,
             f"it is between prepare and finalize: {pending} is set",
@@ -179,20 +193,17 @@ def checked(leaf: Leaf) -> Leaf:
     """Check a leaf whose name is in the table; return it cut to what counts."""
     kind = KINDS[leaf.name]
     check_numbers(leaf, kind.numbers)
-    allowed = set(_array_names(leaf))
     for name in leaf.arrays:
-        need(name in allowed, f"{leaf.name} has no array {name}")
+        need(_has_array(kind, name), f"a {leaf.name} has no array {shown(name)}")
     return kind.check(leaf)
 
 
-def _array_names(leaf: Leaf) -> Iterator[str]:
-    kind = KINDS[leaf.name]
-    for key in kind.arrays:
-        if key in _SEQUENCES.get(leaf.name, ()):
-            count = 3 if key != "cache" else field_checks.MAX_SLOTS
-            yield from (f"{key}.{i}" for i in range(count))
-        else:
-            yield key
+def _has_array(kind: Kind, name: str) -> bool:
+    key, dot, index = name.partition(".")
+    limit = kind.sequences.get(key)
+    if limit is None or not dot:
+        return name in kind.arrays and limit is None
+    return index.isdecimal() and index == str(int(index)) and int(index) < limit
 
 
 def attributes(leaf: Leaf) -> dict[str, Any]:
@@ -217,36 +228,8 @@ def build(leaf: Leaf) -> Any:
     return cache
 
 
-def check_fits(leaf: Leaf, live: Any) -> None:
-    """Refuse a leaf that a live cache of a known kind cannot take the content of.
-
-    A live cache without rows says what it is set to, and not which shapes it gets.
-    """
-    name = type(live).__name__
-    need(leaf.name == name, f"the file has a {leaf.name} and the live cache is {name}")
-    held = read_leaf(live)
-    for key in KINDS[name].settings:
-        ours, theirs = held.numbers[key], leaf.numbers[key]
-        need(ours == theirs, f"{key} is {theirs} in the file and {ours} here")
-    for key, there in leaf.arrays.items():
-        here = held.arrays.get(key, there)
-        need(
-            here.dtype == there.dtype and _alike(name, here, there),
-            f"{key} is {there.shape} {there.dtype} in the file and {here.shape} "
-            f"{here.dtype} here",
-        )
-
-
-def _alike(name: str, here: mx.array, there: mx.array) -> bool:
-    """Whether two shapes differ in the number of rows at most."""
-    if here.ndim != there.ndim:
-        return False
-    free: Sequence[int] = ()
-    if name == "LayerCache":
-        free = (1,)
-    elif here.ndim == 4 and name != "ArraysCache":
-        free = (2,)
-    elif name == "ArraysCache" and here.dtype in INTEGERS and here.ndim == 2:
-        free = (1,)  # the last token ids: fewer at the beginning
-    axes = [axis for axis in range(here.ndim) if axis not in free]
-    return all(here.shape[axis] == there.shape[axis] for axis in axes)
+def attributes_for(live: Any, leaf: Leaf) -> dict[str, Any]:
+    """Return everything that a live cache of a fitting kind gets."""
+    if type(live) is SlidingKVCache:
+        return {**vars(SlidingKVCache.from_native(build(leaf), live.slack))}
+    return attributes(leaf)

@@ -9,7 +9,6 @@ header of a file says of it, and its arrays are tensors named by group and place
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -145,7 +144,7 @@ def positions(leaf: Leaf) -> list[int] | None:
     return [leaf.numbers["offset"]] * (batch(leaf) or 1)
 
 
-def check_tokens(nodes: Sequence[Node], counts: Sequence[int], whose: str) -> None:
+def check_tokens(nodes: Sequence[Node], counts: list[int], whose: str) -> None:
     """Require that every leaf holds as many tokens as there are, in every row."""
     for leaf in leaves(nodes):
         held, size = positions(leaf), batch(leaf)
@@ -154,13 +153,11 @@ def check_tokens(nodes: Sequence[Node], counts: Sequence[int], whose: str) -> No
             f"the {whose} caches are for a batch of {size} and the tokens for one of "
             f"{len(counts)}",
         )
-        need(
-            held is None or list(held) == list(counts),
-            f"a {leaf.name} of the {whose} holds {held} tokens and {list(counts)} are "
-            "given",
+        if held is None or held == counts:
+            continue
+        need(len(held) == len(counts), f"the {whose} has {len(held)} rows in a batch")
+        row = next(i for i, count in enumerate(counts) if held[i] != count)
+        raise FlawError(
+            f"a {leaf.name} of the {whose} holds {held[row]} tokens in row {row} and "
+            f"{counts[row]} are given"
         )
-
-
-def with_number(leaf: Leaf, name: str, value: int) -> Leaf:
-    """Return the leaf with one number more."""
-    return replace(leaf, numbers={**leaf.numbers, name: value})

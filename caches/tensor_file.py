@@ -86,9 +86,10 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def parse_json(text: str | bytes, what: str) -> Any:
-    """Parse JSON without duplicate keys, NaN or infinity, and not too deep."""
+def parse_json(raw: bytes, what: str) -> Any:
+    """Parse UTF-8 JSON without duplicate keys, NaN or infinity, and not too deep."""
     try:
+        text = raw.decode()
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_constant)
     except RecursionError as error:
         raise FlawError(f"{what} is nested too deep to be read") from error

@@ -97,6 +97,7 @@ def test_only_the_front_door_and_scripts_import_the_engine() -> None:
 def test_the_public_names_are_pinned() -> None:
     assert mlx_speculation.__all__ == [
         "BlasError",
+        "CacheFileError",
         "DemoModelsMissingError",
         "InvalidRequestError",
         "ModelFolderError",

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from mlx_speculation.errors import (
     BlasError,
+    CacheFileError,
     DemoModelsMissingError,
     InvalidRequestError,
     ModelFolderError,
@@ -39,6 +40,7 @@ __version__ = version("mlx-speculation")
 
 __all__ = [
     "BlasError",
+    "CacheFileError",
     "DemoModelsMissingError",
     "InvalidRequestError",
     "ModelFolderError",

@@ -17,6 +17,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, save_prom
 from mlx_lm.models.deepseek_v41 import LayerCache
 
 from mlx_speculation.caches import load_caches, load_into, loading, save_caches
+from mlx_speculation.caches.tensor_file import Header, Tensor
 from mlx_speculation.errors import (
     CacheFileError,
     InvalidRequestError,
@@ -344,6 +345,43 @@ def test_a_damaged_file_is_one_clear_error_and_changes_nothing(
     assert content(caches) == before
 
 
+def _hostile(description: dict[str, Any], empty: list[str]) -> bytes:
+    """Return a file of ours with these tensors without data, rightly signed."""
+    parts: dict[str, Any] = {"rows": len(empty), "draft_seen": None, "metadata": {}}
+    text = json.dumps({**parts, "draft_caches": None, **description})
+    metadata = {"mlx_speculation": "caches", "version": "1", "description": text}
+    tensors = {name: Tensor("I32", (0,), 0, 0) for name in empty}
+    metadata["digest"] = Header(tensors, metadata).digest().hexdigest()
+    entry = {"dtype": "I32", "shape": [0], "data_offsets": [0, 0]}
+    header = {"__metadata__": metadata, **dict.fromkeys(empty, entry)}
+    return json.dumps(header).encode()
+
+
+def test_very_many_small_parts_cost_no_more_than_their_bytes(path: Path) -> None:
+    leaf = {"class": "ArraysCache", "slots": 64}
+    tokens = [f"tokens.{i}" for i in range(4_000)]
+    assemble(path, _hostile({"caches": [leaf] * 4_000}, tokens))
+    assert len(load_caches(path).caches) == 4_000
+    nested: dict[str, Any] = leaf
+    for _ in range(8):
+        nested = {"class": "CacheList", "members": [nested]}
+    assemble(path, _hostile({"caches": [nested]}, tokens[:1]))
+    assert len(load_caches(path).caches) == 1
+    nested = {"class": "CacheList", "members": [nested]}
+    assemble(path, _hostile({"caches": [nested]}, tokens[:1]))
+    with pytest.raises(CacheFileError, match="nested more than 8 deep"):
+        load_caches(path)
+
+
+def test_a_native_file_may_not_nest_without_end(path: Path) -> None:
+    cache: Any = kv()
+    for _ in range(9):
+        cache = native.CacheList(cache)
+    save_prompt_cache(str(path), [cache])
+    with pytest.raises(CacheFileError, match="nested more than 8 deep"):
+        load_caches(path)
+
+
 def test_an_interrupt_anywhere_leaves_all_caches_or_none(path: Path) -> None:
     def live() -> list[Any]:
         return [kv(2), native.CacheList(ring(rows=2), state()), kv(2)]
@@ -359,5 +397,5 @@ def test_an_interrupt_anywhere_leaves_all_caches_or_none(path: Path) -> None:
         assert found in (before, after)
         seen.add(found == after)
         caches[:] = live()
-    assert line > 100
-    assert False in seen
+    assert line > 50
+    assert seen >= {False}
