@@ -22,6 +22,7 @@ from mlx_speculation.caches.saved_tree import Node, Rows
 from mlx_speculation.caches.tensor_file import parse_json, shown
 
 VERSION = "1"
+MAX_TOKEN = 2**31 - 1  # ids are stored as int32
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_speculation.caches import saved_tree, tensor_writer
-from mlx_speculation.caches.fields import MAX_COUNT
 from mlx_speculation.caches.kinds import leaves
-from mlx_speculation.caches.own_files import VERSION, check_seen
+from mlx_speculation.caches.own_files import MAX_TOKEN, VERSION, check_seen
 from mlx_speculation.caches.saved_kinds import is_known, known_kinds
 from mlx_speculation.caches.saved_tree import Node, Rows
 from mlx_speculation.caches.tensor_file import FlawError
@@ -109,9 +108,9 @@ def _rows(tokens: Tokens) -> Rows:
         for token in row:
             if isinstance(token, bool) or not hasattr(token, "__index__"):
                 raise InvalidRequestError(f"{token!r:.60} is no token id. Pass ints.")
-            if not 0 <= token <= MAX_COUNT:
+            if not 0 <= token <= MAX_TOKEN:
                 raise InvalidRequestError(
-                    f"{token} is no token id. Pass ids from 0 to {MAX_COUNT}."
+                    f"{token} is no token id. Pass ids from 0 to {MAX_TOKEN}."
                 )
     return tuple(tuple(int(token) for token in row) for row in rows)
 

@@ -16,7 +16,15 @@ from mlx_lm.models import cache as native
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, save_prompt_cache
 from mlx_lm.models.deepseek_v41 import LayerCache
 
-from mlx_speculation.caches import load_caches, load_into, loading, save_caches
+from mlx_speculation.caches import (
+    SlidingKVCache,
+    load_caches,
+    load_into,
+    loading,
+    restore,
+    save_caches,
+    snapshot,
+)
 from mlx_speculation.caches.tensor_file import Header, Tensor
 from mlx_speculation.errors import (
     CacheFileError,
@@ -27,6 +35,7 @@ from support.interrupts import raised_at
 from support.older_files import files
 from support.saved_caches import (
     Case,
+    attend,
     batch_cases,
     content,
     drawn_case,
@@ -158,6 +167,40 @@ def test_a_window_that_is_not_full_is_sized_by_like(path: Path) -> None:
     assert (loaded.offset, loaded.window_size) == (3, 8)
 
 
+@settings(max_examples=25)
+@given(widths=WIDTHS, other=WIDTHS, size=st.integers(1, 6), slack=st.integers(1, 5))
+def test_a_sliding_cache_is_saved_as_a_ring_and_loaded_into_a_sliding_one(
+    folder: Path, widths: list[int], other: list[int], size: int, slack: int
+) -> None:
+    rng, path = np.random.default_rng(0), folder / "sliding.safetensors"
+
+    def write(cache: Any, width: int, rng: Any) -> Any:
+        return attend(cache, width, rng, mx.bfloat16)
+
+    case = Case("SlidingKVCache", lambda: SlidingKVCache(size, slack), write)
+    cache, live = filled(case, widths, rng), filled(case, other, rng)
+    save_caches(path, [cache], range(sum(widths)))
+    load_into(path, [live])
+    (ring,) = load_caches(path, like=[cache]).caches
+    assert type(ring) is RotatingKVCache
+    assert (live.slack, live.offset, ring.offset) == (slack, *[sum(widths)] * 2)
+    from_ring = SlidingKVCache.from_native(ring, slack)
+    expected = continued(case, cache, 1)
+    assert continued(case, live, 1) == expected
+    assert continued(case, from_ring, 1) == expected
+
+
+def test_a_snapshot_keeps_what_a_file_replaces(path: Path) -> None:
+    save_caches(path, [kv(6)], range(6))
+    caches: list[Any] = [kv(4)]
+    before = plain(caches[0].keys_and_values())
+    held = snapshot(caches)
+    load_into(path, caches)
+    assert caches[0].offset == 6
+    restore(held, caches)
+    assert plain(caches[0].keys_and_values()) == before
+
+
 @pytest.mark.parametrize(
     ("saved", "live", "says"),
     [
@@ -172,6 +215,8 @@ def test_a_window_that_is_not_full_is_sized_by_like(path: Path) -> None:
         (ring, lambda: RotatingKVCache(4, keep=1), "keep is 0 in the file and 1 here"),
         (state, lambda: state(slots=3), "slots is 2 in the file and 3 here"),
         (state, lambda: state(shape=(1, 3, 3)), r"cache.0 is \(1, 3, 2\)"),
+        (ring, lambda: SlidingKVCache(5), "max_size is 4 in the file and 5 here"),
+        (lambda: ring(keep=1), lambda: SlidingKVCache(4), "keep is 1 in the file"),
         (kv, lambda: native.CacheList(kv()), "a list of caches stands where"),
         (lambda: native.CacheList(kv()), kv, "a list of caches stands where"),
         (

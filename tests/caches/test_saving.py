@@ -160,6 +160,11 @@ def kv(rows: int, dtype: mx.Dtype = mx.float32) -> KVCache:
     return cache
 
 
+def test_the_largest_token_id_is_saved(tmp_path: Path) -> None:
+    save_caches(tmp_path / "large", [kv(1)], [2**31 - 1])
+    assert load_caches(tmp_path / "large").tokens == (2**31 - 1,)
+
+
 def test_only_rows_up_to_the_offset_are_saved(tmp_path: Path) -> None:
     save_caches(tmp_path / "short", [kv(5)], range(5))
     (loaded,) = load_caches(tmp_path / "short").caches
