@@ -20,15 +20,10 @@ from mlx_speculation.caches import native_files, own_files, saved_tree, tensor_f
 from mlx_speculation.caches.fields import need
 from mlx_speculation.caches.own_files import VERSION, Content
 from mlx_speculation.caches.saved_fit import check_like, check_live, pairs_of
-from mlx_speculation.caches.saved_kinds import (
-    attributes_for,
-)
+from mlx_speculation.caches.saved_kinds import attributes_for
 from mlx_speculation.caches.saved_tree import Rows
 from mlx_speculation.caches.tensor_file import FlawError, Header, shown
-from mlx_speculation.errors import (
-    CacheFileError,
-    InvalidRequestError,
-)
+from mlx_speculation.errors import CacheFileError, InvalidRequestError
 
 
 @dataclass(frozen=True, slots=True)
