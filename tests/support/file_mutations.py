@@ -185,7 +185,9 @@ def restate(draft: Draft, rng: Random) -> None:
     try:
         described = json.loads(draft.metadata["description"])
     except (ValueError, RecursionError):
-        return  # an earlier change broke it
+        described = None  # an earlier change broke it
+    if not isinstance(described, (dict, list)):
+        return
     _restate_json(described, rng)
     text = json.dumps(described)
     if rng.random() < 0.05:
