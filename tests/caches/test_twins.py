@@ -35,6 +35,34 @@ The tests of this folder fail for each of these faults, made by hand (killed by 
     arrays: a second forward is not told apart
     list: the last member is not committed
     list: the last member is not rolled back
+    list: the last layer is not rolled back
+    list: members of a list are presented in reverse
+    quantized: the offset is one too far after a commit
+    quantized: a rollback leaves the offset
+    concatenated: the rows stay and the offset moves
+    concatenated: values are cut one row short
+    concatenated: a rollback leaves the arrays
+    chunked: a front trim is not noted
+    chunked: start_position is not restored
+    chunked: the arrays are not restored
+    chunked: the values are not restored
+    chunked: a commit undoes no front trim
+    chunked: a commit undoes every front trim
+    chunked: only the last front trim is undone
+    chunked: a front trim at the end of the kept rows stays
+    chunked: an empty one is not emptied
+    layer: the window is that of the whole write
+    layer: replay with one position more
+    layer: nothing is replayed
+    layer: one group too many
+    layer: pending rows are not counted
+    layer: index keys stay
+    layer: groups are cut from the beginning of the text
+    layer: keep is not lowered by earlier writes
+    layer: a rollback keeps the written state
+    layer: the state after a write is that of the last one
+    layer: an unrecorded compressor counts as recorded
+    layer: compressed rows from elsewhere are not noticed
     speculation: leaving does not roll back
     speculation: a prepared number wins over the committed one
 """
