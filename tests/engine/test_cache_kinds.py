@@ -15,6 +15,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import (
+    ChunkedKVCache,
     ConcatenateKVCache,
     QuantizedKVCache,
     make_prompt_cache,
@@ -98,6 +99,28 @@ def test_any_draft_leaves_the_text_as_plain_decoding_has_it(
         assert result.stats.accepted > 0
         assert position(caches) == length + TOKENS
         assert result.stats.reruns == 0
+
+
+def test_a_drafts_own_chunks_hold_what_was_kept_of_several_forwards() -> None:
+    """The draft makes a forward for each token, and each drops a row of a full chunk.
+
+    The text cannot show it, because what is emitted is the target's choice.
+    """
+    target, draft = (build_tiny(MODELS["llama4"], seed=seed) for seed in (0, 1))
+    generator = SpeculativeGenerator(target, byte_tokenizer(), draft=draft)
+    caches, prompt = make_prompt_cache(draft), prompt_of(40)
+    result = generator.generate(
+        prompt, max_tokens=TOKENS, sampling=GREEDY, draft_cache=caches
+    )
+    assert result.stats.accepted < result.stats.drafted
+    known, native = prompt + result.tokens, make_prompt_cache(draft)
+    held = position(caches)
+    for token in known[:held]:
+        draft(mx.array([[token]]), cache=native)
+    for cache in (*caches, *native):
+        if isinstance(cache, ChunkedKVCache):
+            cache.maybe_trim_front()
+    assert_same(rows(caches), rows(native), "the draft's caches")
 
 
 def wide_llama() -> nn.Module:
