@@ -264,7 +264,9 @@ class SlidingKVCache:
         """Take back the last `n` rows, for which `can_trim` holds."""
         self.offset -= n
         self._end -= n
-        self._first = max(0, min(self._first, self._end - self.max_size))
+        last = self._end - self.max_size
+        if self._first > last:
+            self._first = last if last > 0 else 0
 
 
 def _buffer(rows: mx.array, size: int, *, filled: bool = False) -> mx.array:

@@ -76,8 +76,10 @@ class SlidingJournal:
         """Take back the rows after the kept ones; 0 if the model wrote none."""
         if keep == 0:
             self.rollback()
-        elif self.written:
-            self._cache._drop(self.written - keep)
+            return
+        excess = self._cache.offset - self._indices[0] - keep
+        if excess > 0:
+            self._cache._drop(excess)
 
     def rollback(self) -> None:
         """Put back the buffers and the indices; nothing is copied."""

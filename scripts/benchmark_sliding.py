@@ -4,7 +4,9 @@ A round writes some rows, attends over the window and the rows, and keeps half o
 them. Its time is taken for the write alone and with the attention, each evaluated at
 once. The arms take turns in slices of a few rounds in one process, in changing order:
 
-    plain           a `KVCache` that always has the same length: what appending costs
+    plain           a `KVCache` with room for as many rows: what appending costs. For
+                    the write alone it grows and starts again; with the attention it
+                    always has the same length
     sliding         our `SlidingKVCache`
     moving          the same in a round that finds its buffer full
     native          mlx-lm's `RotatingKVCache`, undone by slicing or by saved rows
@@ -189,7 +191,7 @@ def measure(shape: "Shape", slices: int, rounds: int) -> list[Case]:
     uses = {"write": mx.eval, "round": attending(shape, queries, {}, "")}
     cases = []
     for measured, use in uses.items():
-        arms = make_arms(shape)
+        arms = make_arms(shape, grows=measured == "write")
         seconds: dict[str, list[float]] = {name: [] for name in arms}
         names = list(arms)
         for number in range(slices + 1):

@@ -77,18 +77,24 @@ class Arm(Protocol):
         ...
 
     def reset(self) -> None:
-        """Between two rounds, untimed: be as full as before the round."""
+        """Get ready for the next round, untimed."""
         ...
 
 
 class PlainArm:
-    """A `KVCache` of constant length: window - 1 rows, with room for the slack."""
+    """A `KVCache` with window - 1 rows and room for the slack.
 
-    def __init__(self, shape: Shape, start: Rows) -> None:
+    With `grows` it appends until there is no more room, and then begins again: like
+    any text, its rows go where none was written lately. Without, it always has the
+    same length, so that the same number of rows is attended over.
+    """
+
+    def __init__(self, shape: Shape, start: Rows, *, grows: bool) -> None:
         self.cache = KVCache()
-        self.cache.step = shape.window + shape.slack
+        self.cache.step = room = shape.window + shape.slack
         self.cache.update_and_fetch(*start)
         self._length = self.cache.offset = shape.window - 1
+        self._longest = room - shape.width if grows else self._length
         mx.eval(self.cache.state)
 
     def round(self, rows: Rows, keep: int, use: Use) -> None:
@@ -98,8 +104,9 @@ class PlainArm:
             speculation.commit(keep)
 
     def reset(self) -> None:
-        """Be of the same length again."""
-        self.cache.offset = self._length
+        """Be as short as at first, where it is to be or the room is used up."""
+        if self.cache.offset > self._longest:
+            self.cache.offset = self._length
 
 
 @dataclass(slots=True)
@@ -180,11 +187,11 @@ class ConcatenatingArm:
         """It stays full by itself."""
 
 
-def make_arms(shape: Shape) -> dict[str, Arm]:
-    """Return all arms, each holding the same window."""
+def make_arms(shape: Shape, *, grows: bool = False) -> dict[str, Arm]:
+    """Return all arms, each holding the same window; `grows` is the plain one's."""
     start = shape.rows(shape.window, seed=2)
     return {
-        "plain": PlainArm(shape, start),
+        "plain": PlainArm(shape, start, grows=grows),
         "sliding": CacheArm(SlidingKVCache(shape.window, shape.slack), start),
         "moving": MovingArm(shape, start),
         "native": CacheArm(RotatingKVCache(max_size=shape.window), start),
