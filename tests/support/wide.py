@@ -1,0 +1,35 @@
+"""A model whose forwards over many rows are wrong in one row."""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+
+class WrongInWideForwards(nn.Module):
+    """A model that takes its best token for the worst in one row of a wide forward.
+
+    Args:
+        model: the right model.
+        row: the row that is wrong.
+        width: the rows of such a forward.
+    """
+
+    def __init__(self, model: nn.Module, row: int, width: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.model = model
+        self._row, self._width = row, width
+
+    def make_cache(self) -> list[Any]:
+        """Return the caches of the right model."""
+        return make_prompt_cache(self.model)
+
+    def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
+        """Return logits [1, rows, vocab]."""
+        logits: mx.array = self.model(ids, cache=cache)
+        if ids.shape[1] != self._width:
+            return logits
+        best = mx.argmax(logits, axis=-1, keepdims=True) == mx.arange(logits.shape[-1])
+        here = mx.arange(self._width)[None, :, None] == self._row
+        return mx.where(best & here, logits.min(), logits)
