@@ -151,10 +151,11 @@ def test_a_draft_that_is_the_targets_own_cache_is_refused(
 def test_an_unknown_cache_kind_is_refused_before_anything_is_touched(
     generator: SpeculativeGenerator,
 ) -> None:
-    class Other(KVCache):  # type: ignore[misc]
+    class Other(KVCache):
         """It may write in a way of its own."""
 
-    caches: list[Any] = [KVCache(), KVCache(), KVCache(), Other()]
+    other: Any = Other
+    caches: list[Any] = [KVCache(), KVCache(), KVCache(), other()]
     with pytest.raises(UnsupportedCacheError) as caught:
         generator.stream([1, 2], prompt_cache=caches)
     assert "layer 3" in str(caught.value)
