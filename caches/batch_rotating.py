@@ -184,8 +184,13 @@ class PresentedBatchRing(BatchRotatingKVCache):
         """Return the native mask of the ring in order, where several are written.
 
         The native one forgets that such a write first turns a ring and drops the
-        oldest position: it hides one position too many of a row with padding.
+        oldest position: it hides one position too many of a row with padding. In a
+        round no position sees more than `max_size`, as in rotating.py.
         """
+        journal = self._journal()
+        assert journal is not None
+        if window_size is not None and N > 1 and not journal.whole:
+            window_size = min(window_size, self.max_size)
         ring = self
         if N > 1 and self.rotated:
             ring = object.__new__(PresentedBatchRing)
@@ -206,7 +211,7 @@ class BatchRotatingJournal:
 
     def __init__(self, cache: BatchRotatingKVCache, *, whole: bool = False) -> None:
         self._cache: Any = cache
-        self._whole = whole
+        self.whole = whole
         self._writes: list[Write] = []
         self._replaced: Replaced | None = None
         presented = object.__new__(PresentedBatchRing)
@@ -240,7 +245,7 @@ class BatchRotatingJournal:
             _saved.pop(cache, None)  # stale now, and it holds old slots
         elif cache.rotated or cache._idx == cache.max_size:
             overwritten = _slot_about_to_go(cache)
-        rows = None if self._whole else (keys, values)
+        rows = None if self.whole else (keys, values)
         write = Write(width, rows, State.of(cache), arrays, overwritten)
         self._writes.append(write)
 

@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import BatchRotatingKVCache, KVCache, RotatingKVCache
 
 from mlx_speculation.caches import SlidingKVCache, Speculation, rotating
 from support.cache_twins import Rows, assert_same, read, tagged
@@ -178,11 +178,12 @@ def test_single_rows_of_a_kv_cache_copy_nothing() -> None:
         assert mx.get_peak_memory() - before < whole // 2
 
 
+@pytest.mark.parametrize("isolated", [False, True])
 @pytest.mark.parametrize("slack", [False, True])
 @pytest.mark.parametrize("rows", [0, 2, 3, 4, 9])
 @pytest.mark.parametrize("asked", [None, 2, 4, 5, 9])
 def test_each_row_of_a_round_sees_what_it_would_see_alone(
-    rows: int, asked: int | None, slack: bool
+    rows: int, asked: int | None, slack: bool, isolated: bool
 ) -> None:
     """Where a model asks for more than the ring's window, rows of a round saw more.
 
@@ -199,7 +200,7 @@ def test_each_row_of_a_round_sees_what_it_would_see_alone(
         held = positions(alone)
         shown = held if mask is None else np.array(held)[np.array(mask).reshape(-1)]
         seen.append(sorted(int(place) for place in shown))
-    with Speculation([cache]) as speculation:
+    with Speculation([cache], isolated=isolated) as speculation:
         ring = speculation.caches[0]
         mask = ring.make_mask(3, window_size=asked, return_array=True)
         keys, _ = ring.update_and_fetch(*tagged(Rows(rows, (1, 2, 3))))
@@ -216,3 +217,19 @@ def test_a_prompt_sees_the_window_that_the_model_asks_for(kind: type) -> None:
     with Speculation([cache], whole=True) as speculation:
         mask = speculation.caches[0].make_mask(9, window_size=5, return_array=True)
     assert mx.array_equal(mask, native)
+
+
+@pytest.mark.parametrize("before", [2, 9])
+def test_each_row_of_a_batch_sees_what_it_would_see_alone(before: int) -> None:
+    cache: Any = BatchRotatingKVCache(max_size=4, left_padding=[0, 1])
+    for _ in range(before):
+        cache.update_and_fetch(mx.zeros((2, 1, 1, 2)), mx.zeros((2, 1, 1, 2)))
+    masks = {}
+    for whole in (False, True):
+        for asked in (4, 5):
+            with Speculation([cache], whole=whole) as speculation:
+                ring = speculation.caches[0]
+                mask = ring.make_mask(3, window_size=asked, return_array=True)
+                masks[whole, asked] = np.array(mask)
+    np.testing.assert_array_equal(masks[False, 5], masks[False, 4])
+    assert (masks[True, 5] != masks[True, 4]).any()
