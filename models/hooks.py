@@ -91,12 +91,28 @@ def noting_output(kind: type[nn.Module]) -> type[nn.Module]:
     return derived(kind, {"__call__": call})
 
 
-def watched(kind: type[nn.Module], watch: Watch) -> dict[str, Call]:
-    """Return the methods of `kind` that have to be made again to note `watch`."""
+def watched(kind: type[nn.Module], watch: Watch, scan: Call | None) -> dict[str, Call]:
+    """Return the methods of `kind` that have to be made again to note `watch`.
+
+    Args:
+        kind: the class of a mixer.
+        watch: what is noted.
+        scan: what `scan_of` returned.
+    """
     methods = {name: _noting_method(kind, name) for name in watch.methods}
-    if watch.scan is not None and (found := _scan_of(kind, watch.scan)) is not None:
-        methods[watch.scan.called_in] = _noting_scan(kind, watch.scan, found)
+    if watch.scan is not None and scan is not None:
+        methods[watch.scan.called_in] = _noting_scan(kind, watch.scan, scan)
     return methods
+
+
+def scan_of(kind: type[nn.Module], watch: Watch) -> Call | None:
+    """Return the scan that `kind` calls now, if it is the one that was read."""
+    if watch.scan is None:
+        return None
+    found = vars(sys.modules[kind.__module__]).get(watch.scan.name)
+    if getattr(found, "__module__", None) != watch.scan.module or not is_known(found):
+        return None
+    return cast(Call, found)
 
 
 def _noting_method(kind: type[nn.Module], name: str) -> Call:
@@ -105,14 +121,6 @@ def _noting_method(kind: type[nn.Module], name: str) -> Call:
         return getattr(kind, name)(self, *args, **kwargs)
 
     return method
-
-
-def _scan_of(kind: type[nn.Module], scan: Scan) -> Call | None:
-    """Return the scan that `kind` calls, if it is the one that was read."""
-    found = vars(sys.modules[kind.__module__]).get(scan.name)
-    if getattr(found, "__module__", None) != scan.module or not is_known(found):
-        return None
-    return cast(Call, found)
 
 
 def _noting_scan(kind: type[nn.Module], scan: Scan, known: Call) -> Call:

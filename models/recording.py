@@ -30,12 +30,14 @@ from mlx_lm.models.cache import CacheList
 
 from mlx_speculation.caches import RecordingArraysCache, RecordingLayerCache
 from mlx_speculation.models.hooks import (
+    Call,
     Taken,
     derived,
     noting,
     noting_input,
     noting_output,
     plain_class,
+    scan_of,
     watched,
 )
 from mlx_speculation.models.known import is_known
@@ -75,8 +77,10 @@ class MixerCall:
         """
         if self.recipe is not None and self.recipe.complete(self):
             self.recipe.replay(self, cache, keep)
-            return
+        else:
+            self._run_again(cache, keep)
 
+    def _run_again(self, cache: Any, keep: int) -> None:
         def cut(value: Any) -> Any:
             if value is _CACHE:
                 return cache
@@ -105,10 +109,12 @@ def _recording_cache(values: tuple[Any, ...]) -> tuple[Any, Any]:
 
 
 @functools.cache
-def _recorded(kind: type[nn.Module], mixer: Mixer) -> type[nn.Module]:
+def _recorded(
+    kind: type[nn.Module], mixer: Mixer, scan: Call | None
+) -> type[nn.Module]:
     """Return a subclass of `kind` whose calls are noted on a recording cache."""
     recipe = mixer.recipe
-    methods = {} if recipe is None else watched(kind, recipe.watch)
+    methods = {} if recipe is None else watched(kind, recipe.watch, scan)
     mixed = methods.pop("__call__", None)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -156,9 +162,10 @@ def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, type[nn.Module]]]:
         mixer = _mixer_of(module)
         if mixer is None:
             continue
-        yield module, _recorded(plain_class(module), mixer)
-        if mixer.recipe is not None:
-            yield from _parts(module, mixer.recipe.watch)
+        kind = plain_class(module)
+        watch = Watch() if mixer.recipe is None else mixer.recipe.watch
+        yield module, _recorded(kind, mixer, scan_of(kind, watch))
+        yield from _parts(module, watch)
 
 
 class Recorders:

@@ -236,10 +236,7 @@ def _head(rows: mx.array, keep: int, axis: int) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class RgLru:
-    """RG-LRU behind a convolution: its output is the state after each position.
-
-    It is that only where the output has the precision of the state.
-    """
+    """RG-LRU behind a convolution: its output is the state after each position."""
 
     runs_again: bool = True
 
@@ -254,10 +251,8 @@ class RgLru:
         result = _only(call, id(call.mixer.rg_lru))
         if rows is None or result is None:
             return False
-        states, last = result
-        whole = rows.shape[1] == states.shape[1] == call.width
-        kernel = call.mixer.conv_1d.weight.shape[1]
-        return whole and bool(states.dtype == last.dtype) and kernel > 1
+        whole: bool = rows.shape[1] == result[0].shape[1] == call.width
+        return whole and call.mixer.conv_1d.weight.shape[1] > 1
 
     def replay(self, call: NotedCall, cache: ArraysCache, keep: int) -> None:
         """Cut the convolution's rows, and take one row of the recurrence's output."""
