@@ -248,6 +248,14 @@ def test_counts_of_caches_have_to_agree(path: Path) -> None:
     assert load_into(path, [kv()]).draft_caches is None
 
 
+def test_caches_of_two_batch_sizes_are_refused(path: Path) -> None:
+    other = KVCache()
+    other.update_and_fetch(mx.ones((2, 1, 2, 4)), mx.ones((2, 1, 2, 4)))
+    save_prompt_cache(str(path), [kv(), other])
+    with pytest.raises(CacheFileError, match=r"for batches of \[1, 2\]"):
+        load_caches(path)
+
+
 def test_live_caches_that_are_unknown_or_stand_twice_are_refused(path: Path) -> None:
     save_caches(path, [kv(), kv()], range(3))
     twice = kv()
@@ -400,6 +408,14 @@ def _hostile(description: dict[str, Any], empty: list[str]) -> bytes:
     entry = {"dtype": "I32", "shape": [0], "data_offsets": [0, 0]}
     header = {"__metadata__": metadata, **dict.fromkeys(empty, entry)}
     return json.dumps(header).encode()
+
+
+def test_tensors_may_not_overlap(path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    header = {"__metadata__": {"1.0": "KVCache", "2.0": ""}, "0.0": entry, "0.1": entry}
+    assemble(path, json.dumps(header).encode(), bytes(8))
+    with pytest.raises(CacheFileError, match="begins at byte 0 of the data"):
+        load_caches(path)
 
 
 def test_very_many_small_parts_cost_no_more_than_their_bytes(path: Path) -> None:
