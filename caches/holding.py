@@ -2,8 +2,8 @@
 
     kind                                         held as
     KVCache, QuantizedKVCache, ConcatenateKVCache    rows, which can be cut anywhere
-    RotatingKVCache, ChunkedKVCache, ArraysCache,    a state, which exists only at the
-    deepseek_v41.LayerCache                          offset where it was taken
+    RotatingKVCache, SlidingKVCache, ChunkedKVCache,  a state, which exists only at
+    ArraysCache, deepseek_v41.LayerCache             the offset where it was taken
 
 A ring has overwritten or dropped what it does not need at its offset, and a recurrent
 state never had rows. A state is copied when it is taken: a ring is written in place,
@@ -30,6 +30,7 @@ from mlx_lm.models.cache import (
 from mlx_lm.models.deepseek_v41 import LayerCache
 
 from mlx_speculation.caches.held_rows import Arrays, own
+from mlx_speculation.caches.sliding import SlidingKVCache
 
 Fields = dict[str, Any]
 
@@ -70,6 +71,17 @@ def _ring_state(cache: Any) -> Fields:
     return {"keys": keys, "values": values, "offset": cache.offset, "_idx": index}
 
 
+def _sliding_state(cache: Any) -> Fields:
+    """Return the window; what stands before it is there for an undo only."""
+    keys, values = cache.keys, cache.values
+    count = min(cache.offset, cache.max_size)
+    if keys is not None:
+        rows = slice(cache._end - count, cache._end)
+        keys, values = keys[..., rows, :], values[..., rows, :]
+    fields = {"keys": keys, "values": values, "offset": cache.offset}
+    return {**fields, "_first": 0, "_end": count}
+
+
 def _chunk_state(cache: Any) -> Fields:
     keys, values = (None, None) if cache.keys is None else cache.keys_and_values()
     return {
@@ -96,7 +108,10 @@ HOLDINGS: dict[type, Holding] = {
     KVCache: Holding(lambda cache: ()),
     QuantizedKVCache: Holding(lambda cache: (cache.group_size, cache.bits)),
     ConcatenateKVCache: Holding(lambda cache: ()),
-    RotatingKVCache: Holding(lambda cache: (cache.max_size, cache.keep), _ring_state),
+    RotatingKVCache: Holding(lambda ring: (ring.max_size, ring.keep), _ring_state),
+    SlidingKVCache: Holding(
+        lambda cache: (cache.max_size, cache.slack), _sliding_state
+    ),
     ChunkedKVCache: Holding(lambda cache: (cache.chunk_size,), _chunk_state),
     ArraysCache: Holding(lambda cache: (len(cache.cache),), _arrays_state),
     LayerCache: Holding(lambda cache: (cache.window_size,), _layer_state),

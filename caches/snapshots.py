@@ -92,6 +92,15 @@ class Snapshot:
         return held_bytes([self])
 
     @property
+    def size(self) -> int:
+        """Bytes of what it holds, shared or not: those of a copy."""
+        slices = (
+            x for leaf in self.leaves for rows in leaf.rows for x in rows.slices()
+        )
+        states = (x for leaf in self.leaves for x in arrays_of(leaf.state))
+        return sum(x.nbytes for x in (*slices, *states))
+
+    @property
     def stateless(self) -> HeldLeaf | None:
         """The first layer whose state at `stop` is missing; None: there is none."""
         missing = (leaf for leaf in self.leaves if leaf.whole and leaf.state is None)

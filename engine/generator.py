@@ -12,6 +12,7 @@ from typing import Any, get_args
 import mlx.nn as nn
 
 from mlx_speculation.caches import (
+    PrefixCache,
     check_single,
     check_supported,
     leaves,
@@ -20,6 +21,7 @@ from mlx_speculation.caches import (
 from mlx_speculation.engine.decoding import Decoder
 from mlx_speculation.engine.draft_model import DraftModel
 from mlx_speculation.engine.drafting import Drafter
+from mlx_speculation.engine.prefixes import Prefixes
 from mlx_speculation.engine.results import Result
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.stream import Stream
@@ -67,6 +69,9 @@ class SpeculativeGenerator:
             faster `SlidingKVCache`, or "native", mlx-lm's `RotatingKVCache`, which
             adds up one-row steps in another order. A passed `prompt_cache` stays as
             it is; `mlx_speculation.caches.with_slack` and `as_native` convert one.
+        prefix_cache: keeps what requests leave in the caches, for later ones that
+            begin alike; a `PrefixCache` of this target and draft only. Requests with
+            a `prompt_cache` of their own pass it by.
 
     Raises:
         InvalidRequestError: an argument is out of range or of the wrong kind.
@@ -82,6 +87,7 @@ class SpeculativeGenerator:
         draft_length: int | None = None,
         acceptance: str = "keyed",
         sliding: Sliding = "slack",
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         if acceptance != "keyed":
             raise InvalidRequestError(
@@ -110,6 +116,9 @@ class SpeculativeGenerator:
         for module in models:
             self._lane(module)  # refuses unknown caches now, not at the first stream
             _check_width(logit_width(module), self._highest_id)
+        if prefix_cache is not None:
+            prefix_cache.bind(models, [self._lane(module).caches for module in models])
+        self._prefix_cache = prefix_cache
         for module in models:
             weakref.finalize(self, Recorders(module).remove)
 
@@ -122,6 +131,7 @@ class SpeculativeGenerator:
         draft_length: int | None = None,
         acceptance: str = "keyed",
         sliding: Sliding = "slack",
+        prefix_cache: PrefixCache | None = None,
     ) -> "SpeculativeGenerator":
         """Load a target, and a draft model where `draft` names one.
 
@@ -131,6 +141,7 @@ class SpeculativeGenerator:
             draft_length: see the constructor.
             acceptance: see the constructor.
             sliding: see the constructor.
+            prefix_cache: see the constructor.
 
         Raises:
             ModelFolderError: a folder is not a model.
@@ -155,6 +166,7 @@ class SpeculativeGenerator:
             draft_length=draft_length,
             acceptance=acceptance,
             sliding=sliding,
+            prefix_cache=prefix_cache,
         )
 
     @property
@@ -230,6 +242,7 @@ class SpeculativeGenerator:
         ends = self._tokenizer.eos_token_ids if stop_tokens is None else stop_tokens
         end_ids = frozenset(int(token) for token in ends if token is not None)
         assert sampling.seed is not None
+        own_caches = prompt_cache is not None or draft_cache is not None
         stream = Stream(
             decoder=Decoder(
                 target=target,
@@ -244,10 +257,24 @@ class SpeculativeGenerator:
             seed=sampling.seed,
             hold_all=prompt_cache is not None,
             running=self._running(),
+            prefixes=None if own_caches else self._prefixes(target, drafter, length),
         )
         if drafter is self._draft and drafter is not None:
             self._busy = weakref.ref(stream)
         return stream
+
+    def _prefixes(
+        self, target: Lane, drafter: Drafter | None, length: int
+    ) -> Prefixes | None:
+        """Return a stream's view of the prefix cache, if there is one."""
+        if self._prefix_cache is None:
+            return None
+
+        def lanes() -> list[Lane]:
+            drafts = [drafter.lane] if isinstance(drafter, DraftModel) else []
+            return [target, *drafts]
+
+        return Prefixes(self._prefix_cache, lanes, reach=length + 2)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -334,7 +361,8 @@ class SpeculativeGenerator:
             first = self._lane(draft, draft_cache, seen)
             return DraftModel(partial(Lane, draft, sliding=self._sliding), first)
         if isinstance(draft, nn.Module):
-            return DraftModel(partial(Lane, draft, sliding=self._sliding))
+            make = partial(Lane, draft, sliding=self._sliding)
+            return DraftModel(make, make())
         running = self._busy() if self._busy is not None else None
         if draft is not None and running is not None and not running.ended:
             raise InvalidRequestError(

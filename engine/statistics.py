@@ -16,6 +16,8 @@ class Statistics:
         reached: how often at least i + 1 drafted tokens were accepted, for each i.
         reruns: partial acceptances that ran the target again, because a recurrent
             mixer is not on record.
+        reused: prompt tokens that the prefix cache held, which the target did not
+            read again.
         prefill_seconds: time from the start to the first round.
         draft_seconds: host time spent proposing; the work may finish later.
         verify_seconds: time from building the target's forward to reading its result,
@@ -30,6 +32,7 @@ class Statistics:
     emitted: int = 0
     reached: list[int] = field(default_factory=list)
     reruns: int = 0
+    reused: int = 0
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0

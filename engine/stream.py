@@ -1,11 +1,13 @@
 """One running generation: an iterator of chunks that can be closed at any time."""
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 
 from mlx_speculation.engine.decoding import Cut, Decoder
+from mlx_speculation.engine.prefixes import Prefixes
 from mlx_speculation.engine.results import Chunk, Result
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import Statistics
@@ -28,6 +30,7 @@ class Stream:
         max_tokens: how many tokens to emit at most.
         seed: what the chooser was given, for the result.
         hold_all: let the caches hold the last token too when the stream ends.
+        prefixes: what earlier requests left, and what this one leaves; None: nothing.
         running: entered at the first chunk, left at the end.
     """
 
@@ -41,6 +44,7 @@ class Stream:
         seed: int,
         hold_all: bool,
         running: AbstractContextManager[None],
+        prefixes: Prefixes | None = None,
     ) -> None:
         self._decoder = decoder
         self._sequence = sequence
@@ -49,6 +53,7 @@ class Stream:
         self._seed = seed
         self._hold_all = hold_all
         self._running = running
+        self._prefixes = prefixes
         self._open = ExitStack()
         self._started = False
         self._reason: str | None = None
@@ -135,12 +140,15 @@ class Stream:
         if not self._started:
             self._started = True
             self._open.enter_context(self._running)
+            self._reuse()
             self._decoder.prefill()
         budget = self._max_tokens - self.stats.emitted
         if budget == 0:
             self._end("length")
             return
         self._reason = self._decoder.next_round(budget, self._cut)
+        if self._prefixes is not None:
+            self._prefixes.between_rounds()
         if self._reason is not None and self._hold_all:
             self._decoder.hold_all()
 
@@ -160,6 +168,16 @@ class Stream:
             cached_tokens=self.cached_tokens,
             next_token=self._decoder.next_token() if known else None,
         )
+
+        if self._prefixes is not None and self._started and reason != "error":
+            self._prefixes.store(self._sequence.tokens)
+
+    def _reuse(self) -> None:
+        """Let the lanes hold what earlier requests had in common with this one."""
+        if self._prefixes is not None:
+            started = time.perf_counter()
+            self.stats.reused = self._prefixes.begin(self._sequence.tokens)
+            self.stats.prefill_seconds += time.perf_counter() - started
 
     def _cut(self, emitted: list[int]) -> Cut:
         """Turn a round's tokens into chunks, up to a stop or the budget."""

@@ -13,12 +13,14 @@ from mlx_speculation.models.pairing import (
 )
 from mlx_speculation.models.recording import Recorders
 from mlx_speculation.models.rows import check_causal
+from mlx_speculation.models.restore_points import RestorePoints
 from mlx_speculation.models.running import mlx_lm_speed, wired
 
 __all__ = [
     "Lane",
     "LaneRound",
     "Recorders",
+    "RestorePoints",
     "Sliding",
     "TokenIds",
     "check_causal",

@@ -13,14 +13,17 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation.caches import (
+    Snapshot,
     Speculation,
     check_single,
     check_supported,
     position,
+    restore,
     states,
     with_slack,
 )
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models.restore_points import RestorePoints
 
 PREFILL_STEP = 2048
 
@@ -58,6 +61,7 @@ class Lane:
         self.caches = caches
         self.seen = seen
         self.reruns = 0
+        self.points: RestorePoints | None = None
         check_supported(self.caches)
         check_single(self.caches)
         if len(self.caches) != len(own):
@@ -81,17 +85,28 @@ class Lane:
             )
         return LaneRound(self, whole=whole)
 
+    def resume(self, held: Snapshot) -> None:
+        """Let the caches hold the tokens of a snapshot that begins at the first."""
+        restore(held, self.caches)
+        self.seen = held.stop
+
     def feed(self, tokens: Sequence[int], step: int = PREFILL_STEP) -> None:
         """Feed committed tokens in chunks of at most `step`, each one kept whole.
 
+        With `points`, chunks also end where a restore point is due, and at the end.
         An error leaves the caches at the end of the last finished chunk.
         """
-        for start in range(0, len(tokens), step):
-            chunk = tokens[start : start + step]
+        start = 0
+        while start < len(tokens):
+            width = step if self.points is None else self.points.next_chunk(self, step)
+            chunk = tokens[start : start + width]
             with self.begin(whole=True) as lane_round:
                 lane_round.forward(mx.array(list(chunk)))
                 mx.eval(states(lane_round.presented))
                 lane_round.commit(len(chunk))
+            start += len(chunk)
+            if self.points is not None:
+                self.points.take(self)
             if len(chunk) > 1:
                 mx.clear_cache()
 

@@ -102,6 +102,7 @@ def test_the_public_names_are_pinned() -> None:
         "InvalidRequestError",
         "ModelFolderError",
         "NonFiniteLogitsError",
+        "PrefixCache",
         "Sampling",
         "Speculation",
         "SpeculationClosedError",

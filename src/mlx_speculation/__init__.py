@@ -30,7 +30,7 @@ from mlx_speculation.errors import (
 )
 
 if TYPE_CHECKING:
-    from mlx_speculation.caches import Speculation
+    from mlx_speculation.caches import PrefixCache, Speculation
     from mlx_speculation.demo import demo_models
     from mlx_speculation.engine import SpeculativeGenerator
     from mlx_speculation.models import load
@@ -45,6 +45,7 @@ __all__ = [
     "InvalidRequestError",
     "ModelFolderError",
     "NonFiniteLogitsError",
+    "PrefixCache",
     "Sampling",
     "Speculation",
     "SpeculationClosedError",
@@ -60,6 +61,7 @@ __all__ = [
 # Where each lazy name lives. A new one goes here, into __all__ and, for type
 # checkers, under TYPE_CHECKING above.
 _HOMES = {
+    "PrefixCache": "mlx_speculation.caches",
     "Sampling": "mlx_speculation.samplers",
     "Speculation": "mlx_speculation.caches",
     "SpeculativeGenerator": "mlx_speculation.engine",

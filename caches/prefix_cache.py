@@ -1,0 +1,192 @@
+"""What earlier requests left in the caches, kept for requests that begin alike.
+
+    prefixes = PrefixCache(max_bytes=4 << 30)
+    generator = SpeculativeGenerator(model, tokenizer, prefix_cache=prefixes)
+
+It keeps one `PrefixTree` for the target and one for the draft model, inside one
+budget of bytes. Leaves that were used longest ago go first; the budget is kept at
+every time but inside a cut of an edge, which copies that edge. Streams of several
+threads may use it together: nothing in it is lazy or changes, and a lock guards the
+rest. It belongs to one pair of models. Whoever changes their weights calls `clear`.
+
+It knows token ids and caches, and no text.
+"""
+
+import itertools
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_speculation.caches.prefix_tree import Node, PrefixTree, Tokens
+from mlx_speculation.caches.snapshots import Snapshot, merge, snapshot, split
+from mlx_speculation.errors import InvalidRequestError
+
+Point = tuple[int, Snapshot]  # how many tokens, and the states after them
+
+
+class PrefixCache:
+    """Rows and states of earlier requests, at most `max_bytes` of them.
+
+    Args:
+        max_bytes: bytes of the arrays that are kept, target's and draft's together.
+        every: models with rings or recurrent layers are resumed at restore points
+            only; these are at most so many tokens apart. A resumed request reads at
+            most that many known tokens again. Each costs the bytes of all states,
+            and no chunk of a prompt is longer.
+
+    Raises:
+        InvalidRequestError: a number is out of range.
+    """
+
+    def __init__(self, max_bytes: int, *, every: int = 512) -> None:
+        if max_bytes < 0 or every < 1:
+            raise InvalidRequestError(
+                f"max_bytes is {max_bytes} and every is {every}. Pass at least 0 bytes "
+                "and at least 1 token."
+            )
+        self._max_bytes, self._every = max_bytes, every
+        self._lock = threading.RLock()
+        self._clock = itertools.count(1)
+        self._owners: tuple[weakref.ref[Any], ...] | None = None
+        self._empty: list[Snapshot] = []
+        self._trees: list[PrefixTree] = []
+        self._nbytes = 0
+
+    @property
+    def max_bytes(self) -> int:
+        """The budget."""
+        return self._max_bytes
+
+    @property
+    def every(self) -> int:
+        """The largest distance of restore points, in tokens."""
+        return self._every
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays that are held now."""
+        return self._nbytes
+
+    def clear(self) -> None:
+        """Forget everything, as after a change of the models' weights."""
+        with self._lock:
+            self._trees = [PrefixTree(each) for each in self._empty]
+            self._nbytes = 0
+
+    def bind(self, owners: Sequence[Any], caches: Sequence[Sequence[Any]]) -> None:
+        """Belong to these models from now on, and to no others.
+
+        Args:
+            owners: the models, told apart by identity.
+            caches: new empty caches of each.
+
+        Raises:
+            InvalidRequestError: it belongs to others.
+            UnsupportedCacheError: a cache is of a kind that no snapshot can hold.
+        """
+        empty = [snapshot(each, 0, 0) for each in caches]
+        with self._lock:
+            if self._owners is None:
+                self._owners = tuple(weakref.ref(owner) for owner in owners)
+                self._empty = empty
+                self.clear()
+            mine = [ref() for ref in self._owners]
+            same = len(mine) == len(owners) and all(
+                one is other for one, other in zip(mine, owners, strict=True)
+            )
+        if not same:
+            raise InvalidRequestError(
+                f"The prefix cache belongs to {_named(mine)}, and {_named(owners)} was "
+                "asked for. Make a PrefixCache for each pair of target and draft."
+            )
+        for own, other in zip(self._empty, empty, strict=True):
+            merge(own, other)  # refuses caches of other kinds and settings
+
+    def stateful(self, which: int) -> bool:
+        """Whether the model `which` needs restore points."""
+        return self._trees[which].stateful
+
+    def lookup(self, which: int, tokens: Tokens) -> Snapshot | None:
+        """Return what is held for the longest reusable beginning of `tokens`."""
+        with self._lock:
+            held, nodes = self._trees[which].longest(tokens)
+            self._touch(nodes)
+        return held
+
+    def store(
+        self, which: int, tokens: Tokens, caches: Sequence[Any], points: Sequence[Point]
+    ) -> None:
+        """Keep what the caches of model `which` hold, as far as there is room.
+
+        Args:
+            which: the index of the model in `bind`.
+            tokens: what the caches hold, from the first token on.
+            caches: its live caches.
+            points: restore points taken on the way, in order.
+        """
+        if not tokens:
+            return
+        with self._lock:
+            tree = self._trees[which]
+            nodes, matched = tree.path(tokens)
+            self._touch(nodes)
+            ends: list[tuple[int, Snapshot | None]] = []
+            if tree.stateful:
+                ends += [point for point in points if 0 < point[0] < len(tokens)]
+            complete = matched == len(tokens) and nodes[-1].stop == matched
+            if complete and (nodes[-1].states or not tree.stateful):
+                live = None
+            else:
+                live = snapshot(caches, matched, len(tokens))
+                ends.append((len(tokens), live.states if tree.stateful else None))
+            for end, states in ends:
+                if live is not None and end > matched:
+                    self._grow(tree, tokens[:end], live.ranges)
+                if tree.path(tokens[:end])[1] < end:
+                    break  # there was no room
+                node = tree.at(tokens[:end])
+                if states is not None and node.states is None:
+                    self._hang(tree, node, states)
+
+    def _grow(self, tree: PrefixTree, tokens: Tokens, live: Snapshot) -> None:
+        """Add the rows that the tree lacks of `tokens`, if there is room for them."""
+        _, matched = tree.path(tokens)
+        if matched < live.start:  # some had to go since, to make room
+            return
+        parent = tree.at(tokens[:matched])
+        rows = split(split(live, len(tokens))[0], matched)[1]
+        if self._room(rows.size, keep=parent):
+            node = tree.add(parent, tokens[matched:], rows.copied())
+            self._nbytes += node.nbytes
+            self._touch([node])
+
+    def _hang(self, tree: PrefixTree, node: Node, states: Snapshot) -> None:
+        """Make a node a restore point, if there is room for the states."""
+        if self._room(states.size, keep=node):
+            node.states = states
+            self._nbytes += states.nbytes
+
+    def _room(self, size: int, keep: Node) -> bool:
+        """Remove leaves other than `keep` until `size` bytes fit in the budget."""
+        while self._nbytes + size > self._max_bytes:
+            leaves = [
+                (node.used, number, tree, node)
+                for number, tree in enumerate(self._trees)
+                for node in tree.nodes()
+                if not node.children and node is not keep
+            ]
+            if not leaves:
+                return False
+            _, _, tree, oldest = min(leaves, key=lambda leaf: leaf[:2])
+            self._nbytes -= tree.remove(oldest, keep)
+        return True
+
+    def _touch(self, nodes: Sequence[Node]) -> None:
+        now = next(self._clock)
+        for node in nodes:
+            node.used = now
+
+
+def _named(owners: Sequence[Any]) -> str:
+    return " and ".join("none" if x is None else type(x).__name__ for x in owners)

@@ -1,0 +1,50 @@
+"""One stream's use of a prefix cache: look up, take restore points, fill."""
+
+from collections.abc import Callable, Sequence
+
+from mlx_speculation.caches import PrefixCache
+from mlx_speculation.models import Lane, RestorePoints
+
+
+class Prefixes:
+    """The prefix cache, as one stream sees it.
+
+    Args:
+        cache: the prefix cache of the generator.
+        lanes: returns the target's lane and the draft model's, if there is one, in
+            the order in which `cache` was bound to the models.
+        reach: how many tokens a round adds to a lane at most.
+    """
+
+    def __init__(
+        self, cache: PrefixCache, lanes: Callable[[], Sequence[Lane]], reach: int
+    ) -> None:
+        self._cache, self._lanes, self._reach = cache, lanes, reach
+
+    def begin(self, tokens: Sequence[int]) -> int:
+        """Let the lanes hold what is known of `tokens`, but not the last token.
+
+        Returns:
+            How many tokens the target's lane holds.
+        """
+        lanes = self._lanes()
+        for which, lane in enumerate(lanes):
+            held = self._cache.lookup(which, tokens[:-1])
+            if held is not None:
+                lane.resume(held)
+            if self._cache.stateful(which):
+                lane.points = RestorePoints(self._cache.every, self._cache.max_bytes)
+                lane.points.resumed(lane.seen)
+        return lanes[0].seen
+
+    def between_rounds(self) -> None:
+        """Take the restore points that are due."""
+        for lane in self._lanes():
+            if lane.points is not None:
+                lane.points.between_rounds(lane, self._reach)
+
+    def store(self, tokens: Sequence[int]) -> None:
+        """Keep what the lanes hold of the known `tokens`."""
+        for which, lane in enumerate(self._lanes()):
+            points = [] if lane.points is None else lane.points.taken
+            self._cache.store(which, tokens[: lane.seen], lane.caches, points)

@@ -1,0 +1,204 @@
+"""A prefix cache changes what is read again, and never the text."""
+
+import threading
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_speculation import PrefixCache, Sampling, SpeculativeGenerator
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.samplers import Chooser
+from support.identity import assert_same_text
+from support.tiny_models import TINY_MODELS, build
+from support.tiny_tokenizer import byte_tokenizer
+
+# Rows alone, a window of 16 that wraps, recurrent layers beside rows.
+MODELS = ("llama", "gemma3_text", "qwen3_5")
+GREEDY = Sampling(seed=3)
+SAMPLED = Sampling(temperature=0.8, top_p=0.95, seed=3)
+EVERY = 8
+
+
+@cache
+def models(name: str) -> tuple[nn.Module, nn.Module]:
+    """Return a target and a smaller model's weights as its draft."""
+    return build(name), build(name, seed=1)
+
+
+def generator(name: str, draft: bool, prefixes: PrefixCache | None = None) -> Any:
+    target, small = models(name)
+    return SpeculativeGenerator(
+        target,
+        byte_tokenizer(),
+        draft=small if draft else None,
+        draft_length=3,
+        prefix_cache=prefixes,
+    )
+
+
+BLOCKS = [[(7 * i * i + 31 * b) % 256 for i in range(11 + b)] for b in range(4)]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt of blocks, of an earlier text or not, and how it goes on."""
+
+    blocks: tuple[int, ...]
+    head: int
+    goes_on: bool
+    tokens: int
+    sampled: bool
+    closed: int | None
+
+    def prompt(self, last: list[int]) -> list[int]:
+        tokens = [token for block in self.blocks for token in BLOCKS[block]]
+        if self.goes_on and last:
+            tokens = last + tokens
+        return tokens[: max(1, len(tokens) - self.head)][:90]
+
+
+requests = st.builds(
+    Request,
+    blocks=st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple),
+    head=st.integers(0, 12),
+    goes_on=st.booleans(),
+    tokens=st.integers(0, 14),
+    sampled=st.booleans(),
+    closed=st.none() | st.integers(1, 4),
+)
+
+
+@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+@settings(max_examples=6)
+@given(
+    played=st.lists(requests, min_size=2, max_size=5),
+    max_bytes=st.sampled_from([0, 200_000, 1 << 30]),
+)
+def test_the_text_is_that_of_a_generator_without_one(
+    name: str, draft: bool, played: list[Request], max_bytes: int
+) -> None:
+    prefixes = PrefixCache(max_bytes, every=EVERY)
+    ours, fresh = generator(name, draft, prefixes), generator(name, draft)
+    last: list[int] = []
+    for request in played:
+        prompt = request.prompt(last)
+        sampling = SAMPLED if request.sampled else GREEDY
+        options = {"max_tokens": request.tokens, "sampling": sampling}
+        expected = fresh.generate(prompt, **options).tokens
+        stream = ours.stream(prompt, **options)
+        for count, _ in enumerate(stream, 1):
+            if count == request.closed:
+                break
+        stream.close()
+        result = stream.result
+        assert 0 <= result.stats.reused < len(prompt)
+        assert_same_text(
+            models(name)[0],
+            Chooser(sampling, 256),
+            prompt,
+            expected[: len(result.tokens)],
+            result.tokens,
+            width=4,
+            bitwise=TINY_MODELS[name].bitwise,
+        )
+        assert len(result.tokens) == min(len(expected), request.closed or 99)
+        assert prefixes.nbytes <= max_bytes
+        last = prompt + result.tokens
+
+
+@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_resumed_chat_reads_few_tokens_again(name: str, draft: bool) -> None:
+    ours = generator(name, draft, PrefixCache(1 << 30, every=EVERY))
+    text = [(37 * i * i + 11 * i) % 256 for i in range(61)]
+    first = ours.generate(text, max_tokens=30, sampling=GREEDY)
+    assert first.stats.reused == 0
+    text += first.tokens
+    for cut in (len(text), 85, 75, 62, 40, 9, 8, 7):
+        prompt = [*text[:cut], 255 - text[cut - 1]]
+        known = cut if len(text) > cut else cut - 1  # the last one is never read
+        stream = ours.stream(prompt, max_tokens=1, sampling=GREEDY)
+        next(stream)
+        reused = stream.stats.reused
+        if name == "llama":
+            assert reused in (known, cut, cut - 1)
+        else:
+            assert cut - EVERY <= reused <= cut or cut < EVERY
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_prompt_again_is_not_read_again(name: str) -> None:
+    ours = generator(name, True, PrefixCache(1 << 30))
+    prompt = BLOCKS[0] + BLOCKS[1]
+    one = ours.generate(prompt, max_tokens=9, sampling=SAMPLED)
+    two = ours.generate(prompt, max_tokens=9, sampling=SAMPLED)
+    assert (one.stats.reused, two.stats.reused) == (0, len(prompt) - 1)
+    assert one.tokens == two.tokens
+
+
+def test_a_request_with_caches_of_its_own_passes_it_by() -> None:
+    prefixes = PrefixCache(1 << 30)
+    ours = generator("llama", False, prefixes)
+    caches = make_prompt_cache(models("llama")[0])
+    result = ours.generate(BLOCKS[0], max_tokens=3, prompt_cache=caches)
+    assert result.stats.reused == 0
+    assert prefixes.nbytes == 0
+
+
+def test_a_failed_request_leaves_nothing() -> None:
+    prefixes = PrefixCache(1 << 30)
+    model = build("llama")
+    ours = SpeculativeGenerator(model, byte_tokenizer(), prefix_cache=prefixes)
+    model.update({"model": {"norm": {"weight": mx.array([float("nan")] * 64)}}})
+    with pytest.raises(ArithmeticError):
+        ours.generate(BLOCKS[0], max_tokens=3)
+    assert prefixes.nbytes == 0
+
+
+def test_it_belongs_to_one_pair_of_models() -> None:
+    prefixes = PrefixCache(1 << 30)
+    generator("llama", False, prefixes)
+    generator("llama", False, prefixes)
+    for name, draft in (("llama", True), ("qwen3_5", False)):
+        with pytest.raises(InvalidRequestError, match="belongs to Model"):
+            generator(name, draft, prefixes)
+
+
+def test_streams_of_several_threads_share_it() -> None:
+    prefixes = PrefixCache(1 << 30, every=EVERY)
+    name = "qwen3_5"
+    ours, fresh = generator(name, False, prefixes), generator(name, False)
+    prompts = [BLOCKS[0] + BLOCKS[i] for i in (1, 2, 3)]
+    expected = [
+        fresh.generate(p, max_tokens=8, sampling=GREEDY).tokens for p in prompts
+    ]
+    found: dict[int, list[list[int]]] = {}
+    errors: list[BaseException] = []
+
+    def play(which: int) -> None:
+        try:
+            stream = mx.new_thread_local_stream(mx.default_device())
+            with mx.stream(stream):
+                found[which] = [
+                    ours.generate(prompts[(which + i) % 3], max_tokens=8).tokens
+                    for i in range(3)
+                ]
+        except BaseException as error:  # the assertion below shows it
+            errors.append(error)
+
+    threads = [threading.Thread(target=play, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    for which, texts in found.items():
+        assert texts == [expected[(which + i) % 3] for i in range(3)]
