@@ -117,6 +117,8 @@ class SpeculativeGenerator:
             self._lane(module)  # refuses unknown caches now, not at the first stream
             _check_width(logit_width(module), self._highest_id)
         if prefix_cache is not None:
+            for module in models:
+                check_causal(module, "prefix_cache")
             prefix_cache.bind(models, [self._lane(module).caches for module in models])
         self._prefix_cache = prefix_cache
         for module in models:

@@ -16,8 +16,13 @@ NOT_CAUSAL = {
 }
 
 
-def check_causal(model: nn.Module) -> None:
-    """Refuse a target whose forward over several rows mixes them.
+def check_causal(model: nn.Module, passed: str = "draft") -> None:
+    """Refuse a model whose forward over several rows mixes them.
+
+    Args:
+        model: the model.
+        passed: the argument that needs a causal one. A "prefix_cache" does: a row
+            must not depend on what was fed with it.
 
     Raises:
         InvalidRequestError: the model is one of `NOT_CAUSAL`.
@@ -25,7 +30,7 @@ def check_causal(model: nn.Module) -> None:
     module = type(model).__module__
     if module in NOT_CAUSAL:
         raise InvalidRequestError(
-            f"A draft was passed, and {module} cannot check one: it "
-            f"{NOT_CAUSAL[module]}, so a drafted token changes the row before it. "
-            "Leave draft out."
+            f"A {passed} was passed, and {module} cannot check one: it "
+            f"{NOT_CAUSAL[module]}, so a token changes the rows before it. "
+            f"Leave {passed} out."
         )
