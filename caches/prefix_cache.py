@@ -160,12 +160,22 @@ class PrefixCache:
             node = tree.add(parent, tokens[matched:], rows.copied())
             self._nbytes += node.nbytes
             self._touch([node])
+        else:
+            self._prune(tree, parent)
 
     def _hang(self, tree: PrefixTree, node: Node, states: Snapshot) -> None:
         """Make a node a restore point, if there is room for the states."""
         if self._room(states.size, keep=node):
             node.states = states
             self._nbytes += states.nbytes
+        else:
+            self._prune(tree, node)
+
+    def _prune(self, tree: PrefixTree, node: Node) -> None:
+        """Remove rows that lead to no restore point, for lack of room."""
+        useless = tree.stateful and node.states is None and not node.children
+        if useless and node.parent is not None:
+            self._nbytes -= tree.remove(node)
 
     def _room(self, size: int, keep: Node) -> bool:
         """Remove leaves other than `keep` until `size` bytes fit in the budget."""

@@ -12,8 +12,8 @@ from mlx_speculation.models.pairing import (
     wrapped,
 )
 from mlx_speculation.models.recording import Recorders
-from mlx_speculation.models.rows import check_causal
 from mlx_speculation.models.restore_points import RestorePoints
+from mlx_speculation.models.rows import check_causal
 from mlx_speculation.models.running import mlx_lm_speed, wired
 
 __all__ = [

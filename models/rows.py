@@ -30,7 +30,7 @@ def check_causal(model: nn.Module, passed: str = "draft") -> None:
     module = type(model).__module__
     if module in NOT_CAUSAL:
         raise InvalidRequestError(
-            f"A {passed} was passed, and {module} cannot check one: it "
+            f"A {passed} was passed, and {module} cannot use one: it "
             f"{NOT_CAUSAL[module]}, so a token changes the rows before it. "
             f"Leave {passed} out."
         )

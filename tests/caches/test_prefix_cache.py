@@ -7,7 +7,16 @@ on rows beside a ring; what is found is compared with the requests themselves.
 
 The tests of this file fail for each of these faults, made by hand (killed by hand):
 
-FAULTS
+    tree: a run that is matched in part is gone through
+    tree: a state past the common beginning is used
+    tree: the last edge is not cut to the common beginning
+    tree: the parts of a cut edge are swapped
+    tree: a cut edge shares its arrays
+    cache: rows are not copied
+    cache: nothing is removed
+    cache: the leaf used last goes first
+    cache: a look-up is no use
+    cache: states are not counted
 """
 
 import gc
@@ -129,8 +138,6 @@ def test_the_longest_reusable_beginning_is_found(
         known.append((tokens, points))
         held = snapshots(prefixes)
         assert prefixes.nbytes == held_bytes(held) == sum(x.nbytes for x in held)
-        if stateful:
-            assert len(tokens) - 1 - start < len(tokens)
 
 
 @pytest.mark.parametrize("stateful", [False, True])
@@ -147,6 +154,9 @@ def test_the_budget_is_kept_and_what_is_found_is_right(
         request(prefixes, tokens, stateful, which)
         held = snapshots(prefixes)
         assert prefixes.nbytes == held_bytes(held) <= max_bytes
+        for tree in prefixes._trees if stateful else []:
+            ends = [node for node in tree.nodes() if not node.children]
+            assert all(node.states is not None for node in ends)
     prefixes.clear()
     assert prefixes.nbytes == 0 == len(snapshots(prefixes))
 

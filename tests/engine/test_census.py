@@ -20,7 +20,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_speculation import SpeculativeGenerator
+from mlx_speculation import PrefixCache, SpeculativeGenerator
 from mlx_speculation.errors import InvalidRequestError
 from support import census
 from support.census import BUILT, NOT_BUILT
@@ -92,8 +92,12 @@ def test_any_draft_leaves_the_long_text_of_every_architecture(
 @pytest.mark.parametrize("name", UNEQUAL)
 def test_a_model_that_cannot_check_drafts_is_decoded_without(name: str) -> None:
     model, prompt = census.build(name), prompt_of(PROMPT)
-    with pytest.raises(InvalidRequestError, match=f"{name} cannot check one"):
+    with pytest.raises(InvalidRequestError, match=f"{name} cannot use one"):
         SpeculativeGenerator(model, byte_tokenizer(), draft=census.build("llama"))
+    with pytest.raises(InvalidRequestError, match=f"{name} cannot use one"):
+        SpeculativeGenerator(
+            model, byte_tokenizer(), prefix_cache=PrefixCache(max_bytes=1)
+        )
     plain = SpeculativeGenerator(model, byte_tokenizer())
     text = plain.generate(prompt, max_tokens=12).tokens
     assert text == plain_text(model, prompt, 12)
