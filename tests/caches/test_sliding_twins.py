@@ -53,6 +53,7 @@ from mlx_lm.models.cache import RotatingKVCache
 from mlx_speculation.caches import SlidingKVCache, Speculation
 from support.cache_twins import (
     ENDINGS,
+    Held,
     Plan,
     Rows,
     Visible,
@@ -159,16 +160,18 @@ class Beside(RuleBasedStateMachine):
         if plan.ending == "whole":
             keep = total if keep else 0
         written: list[Rows] = []
-        with (
-            suppress(StopError),
-            Speculation([self.cache], whole=plan.ending == "whole") as round_,
-        ):
+        caches, whole = [self.cache], plan.ending == "whole"
+        held = Held(caches, values=plan.watch != "never") if plan.isolated else None
+        speculation = Speculation(caches, whole=whole, isolated=plan.isolated)
+        with suppress(StopError), speculation as round_:
             written = self.write(round_.caches[0], plan)
             assert round_.written == total
             if plan.ending == "raise":
                 raise StopError
             if plan.ending.startswith("prepare"):
                 round_.prepare(total if "all" in plan.ending else keep)
+            if held is not None:
+                held.assert_unchanged("the live cache before the commit")
             if "commit" in plan.ending or plan.ending == "whole":
                 round_.commit(keep)
             if "roll back" in plan.ending:
