@@ -45,7 +45,8 @@ class SavedSlots:
     """Slots of a full ring, copied before single writes overwrite them.
 
     `keys` and `values` are the arrays of the cache: single writes that a journal
-    notes bring the new ones here. With any others the copy is stale.
+    notes bring the new ones here. With any others the copy is stale. The references
+    are weak, since a second one would make the next write copy the window.
     """
 
     keys: "weakref.ref[mx.array]"
@@ -91,7 +92,7 @@ class State:
 
     def restore(self, cache: Any) -> None:
         """Give the fields back."""
-        cache.offset, cache.left_padding = self.offset, self.left_padding[...]
+        cache.offset, cache.left_padding = self.offset, self.left_padding
         cache._idx, cache._offset = self.index, self.count
         cache.rotated = self.rotated
 
@@ -135,13 +136,6 @@ def _slot_about_to_go(cache: Any) -> tuple[int, SavedSlots]:
         )
         _saved[cache] = saved
     return slot, saved
-
-
-def _forget_undone_slots(cache: Any) -> None:
-    """Drop a block of saved slots of which some may have been undone since."""
-    saved = _saved.get(cache)
-    if saved is not None and cache._offset < saved.first_offset:
-        del _saved[cache]
 
 
 def _ordered(cache: Any) -> tuple[mx.array, mx.array]:
@@ -322,5 +316,4 @@ class BatchRotatingJournal:
             cache.keys[..., slot : slot + 1, :] = row[..., :key_dim]
             cache.values[..., slot : slot + 1, :] = row[..., key_dim:]
         write.before.restore(cache)
-        _forget_undone_slots(cache)
         self._writes.pop()  # last: an interrupted undo is done again

@@ -222,6 +222,28 @@ def test_the_width_stays_bounded_over_a_thousand_rounds(
     assert widest <= (window or longest + batch_kv.LOOSE + 3) + 2 * 32
 
 
+def test_a_turned_ring_that_loses_its_common_padding_is_in_order_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The long row leaves, and what is left of the ring is less than a window."""
+    monkeypatch.setattr(batch_kv, "LOOSE", 0)
+    cache = merged(RING, [6, 2, 1])
+    for step in range(2):
+        write(cache, [6 + step, 2 + step, 1 + step], 1)
+    assert cache.rotated
+    cache.filter(mx.array([1, 2]))
+    with Speculation([cache]) as speculation:
+        write(speculation.caches[0], [4, 3], 1)
+        write(speculation.caches[0], [5, 4], 1)
+        speculation.commit([1, 0])
+    assert cache._idx == 5
+    assert cache.left_padding.tolist() == [0, 2]
+    write(cache, [5, 3], 1)
+    assert cache.left_padding.tolist() == [0, 2]
+    assert cache.extract(1).keys[0, 0, :, 0].tolist() == [0, 1, 2, 3]
+    assert cache.extract(0).keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5]
+
+
 def test_positions_are_an_array_with_a_number_for_each_row() -> None:
     unused, used = merged(KV, [0, 0]), merged(RING, [9, 2])
     found = positions([unused, CacheList(used, ArraysCache(1))])
