@@ -35,7 +35,7 @@ by hand):
     ring: padding below 0 stays
     ring: only the last write is appended
     ring: writes are undone in the wrong order
-    ring: a write to a cut ring saves no arrays
+    ring: a write to a cut or a growing ring saves no arrays
     ring: a rollback after a commit keeps the state
     arrays: every row takes the first state, or that of another row
     arrays: a row that keeps nothing takes zeros
