@@ -166,51 +166,51 @@ def run(
             copy = Path(temporary, str(number))
             shutil.copytree(ROOT, copy, symlinks=True, ignore=WITHOUT)
             copies.put(copy)
-        first = copies.get()
-        if not _passes(first, tests, limit):
-            raise SystemExit("The tests fail on the code as it is.")
-        copies.put(first)
-        baseline = time.monotonic() - started
-        _say(f"the code as it is: tests pass in {baseline:.0f} s")
 
-        def survives(mutant: Mutant) -> bool | None:
+        def trial(mutant: Mutant | None) -> str | None:
             if time.monotonic() - started > deadline:
                 return None
             copy = copies.get()
             try:
-                return _survives(copy, mutant, tests, limit)
+                verdict = _trial(copy, mutant, tests, limit)
             finally:
                 copies.put(copy)
+            place = chosen.index(mutant) + skip if mutant else "the code as it is"
+            _say(f"{verdict} {place} at {time.monotonic() - started:.0f} s")
+            return verdict
 
         with ThreadPoolExecutor(jobs) as pool:
-            verdicts = list(pool.map(survives, chosen))
-    tried = [v for v in verdicts if v is not None]
-    survivors = [m for m, v in zip(chosen, verdicts, strict=True) if v]
+            baseline, *verdicts = pool.map(trial, [None, *chosen])
+    if baseline != "survived":
+        raise SystemExit(f"The tests do not pass on the code as it is: {baseline}.")
+    counts = {name: verdicts.count(name) for name in ("killed", "timeout", "survived")}
+    survivors = [m for m, v in zip(chosen, verdicts, strict=True) if v == "survived"]
     for mutant in survivors:
         print(mutant.diff, end="\n\n")
-    share = 1 - len(survivors) / max(1, len(tried))
-    print(f"{len(tried) - len(survivors)} of {len(tried)} killed: {share:.1%}")
+    tried = sum(counts.values())
+    share = 1 - counts["survived"] / max(1, tried)
+    print(f"{tried - counts['survived']} of {tried} killed: {share:.1%}")
     report = {
         **facts,
-        "tried": len(tried),
-        "killed": len(tried) - len(survivors),
+        "tried": tried,
+        **counts,
         "seconds": round(time.monotonic() - started),
         "survivors": [{"operator": m.operator, "diff": m.diff} for m in survivors],
     }
     print(json.dumps(report))
 
 
-def _survives(copy: Path, mutant: Mutant, tests: list[str], limit: int) -> bool:
+def _trial(copy: Path, mutant: Mutant | None, tests: list[str], limit: int) -> str:
+    """Return "killed", "timeout" or "survived"."""
+    if mutant is None:
+        return _outcome(copy, tests, limit)
     target = copy / mutant.path
     original = target.read_text(encoding="utf-8")
     target.write_text(mutant.source, encoding="utf-8")
     try:
-        survived = _passes(copy, [*_nearest(copy, mutant), *tests], limit)
+        return _outcome(copy, [*_nearest(copy, mutant), *tests], limit)
     finally:
         target.write_text(original, encoding="utf-8")
-    name = f"{mutant.path} {mutant.operator.removeprefix('core/')}"
-    _say(f"{'SURVIVED' if survived else 'killed'} {name} {mutant.occurrence}")
-    return survived
 
 
 def _nearest(copy: Path, mutant: Mutant) -> list[str]:
@@ -220,8 +220,8 @@ def _nearest(copy: Path, mutant: Mutant) -> list[str]:
     return [str(nearest)] if (copy / nearest).is_file() else []
 
 
-def _passes(copy: Path, tests: list[str], limit: int) -> bool:
-    """Run the tests of a copy; one that fails or does not end is no pass."""
+def _outcome(copy: Path, tests: list[str], limit: int) -> str:
+    """Run the tests of a copy."""
     path = os.pathsep.join([str(copy / "src"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", *tests]
     command += ["-p", "no:cacheprovider", "-p", "no:xdist"]
@@ -235,8 +235,8 @@ def _passes(copy: Path, tests: list[str], limit: int) -> bool:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return False
-    return done.returncode == 0
+        return "timeout"
+    return "killed" if done.returncode else "survived"
 
 
 def _say(line: str) -> None:
