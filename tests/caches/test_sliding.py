@@ -265,6 +265,9 @@ def test_any_prefix_of_a_round_longer_than_the_buffer_is_kept(keep: int) -> None
             write(speculation.caches[0], 2)
         speculation.commit(keep)
     assert cache.offset == 9 + keep
+    held = positions(cache.keys_and_values())
+    assert held == list(range(9 + keep - len(held), 9 + keep))
+    assert len(held) >= 4
     assert positions(write(cache, 1)) == list(range(6 + keep, 10 + keep))
 
 

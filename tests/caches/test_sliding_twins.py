@@ -21,6 +21,7 @@ faults, made by hand (killed by hand):
     trim is allowed one row too far
     trim leaves the offset
     trimmed rows are still shown
+    what is shown after a trim starts where it did before
     a ring is converted in the order of its slots
     the offset is not converted
     the native ring gets a row more
