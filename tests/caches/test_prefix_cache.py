@@ -17,6 +17,10 @@ The tests of this file fail for each of these faults, made by hand (killed by ha
     cache: the leaf used last goes first
     cache: a look-up is no use
     cache: states are not counted
+    cache: the end is no restore point
+    cache: points on the way are lost
+    cache: any models are taken
+    tree: rows that cannot be resumed stay
 """
 
 import gc

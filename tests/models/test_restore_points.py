@@ -1,0 +1,61 @@
+"""Restore points lie as densely as they are said to.
+
+It fails when the next round is not reckoned with (killed by hand).
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import RotatingKVCache
+
+from mlx_speculation.models import RestorePoints
+
+REACH = 3
+
+
+class Caches:
+    """What is needed of a lane: caches, and how many tokens they hold."""
+
+    def __init__(self) -> None:
+        self.caches: list[Any] = [RotatingKVCache(max_size=4)]
+        self.seen = 0
+
+    def feed(self, rows: int) -> None:
+        block = mx.ones((1, 1, rows, 2))
+        self.caches[0].update_and_fetch(block, block)
+        self.seen += rows
+
+
+@settings(max_examples=30)
+@given(
+    every=st.integers(REACH, 9),
+    prompt=st.integers(0, 30),
+    rounds=st.lists(st.integers(1, REACH), max_size=20),
+)
+def test_no_two_points_are_further_apart_than_said(
+    every: int, prompt: int, rounds: list[int]
+) -> None:
+    lane, points = Caches(), RestorePoints(every, max_bytes=1 << 30)
+    while lane.seen < prompt:
+        lane.feed(min(points.next_chunk(lane, 12), prompt - lane.seen))
+        points.take(lane)
+    for width in rounds:
+        lane.feed(width)
+        points.between_rounds(lane, REACH)
+    places = [0, *(place for place, _ in points.taken), lane.seen]
+    assert places == sorted(places)
+    pairs = pairwise(places)
+    assert all(stop - start <= every for start, stop in pairs)
+    assert set(range(every, prompt + 1, every)) <= set(places)
+
+
+def test_the_first_points_go_where_there_are_too_many_bytes() -> None:
+    lane, points = Caches(), RestorePoints(1, max_bytes=200)
+    for _ in range(9):
+        lane.feed(1)
+        points.take(lane)
+    assert sum(states.nbytes for _, states in points.taken) <= 200
+    assert [place for place, _ in points.taken] == [7, 8, 9]
