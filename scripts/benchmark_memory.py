@@ -124,13 +124,14 @@ def slack(model: Any, prompt: list[int]) -> int:
 
     from mlx_speculation.caches import SlidingKVCache, leaves, with_slack
 
-    def held(caches: list[Any], kind: type) -> int:
+    def held(caches: list[Any], kind: type[Any]) -> int:
         for start in range(0, 600, 100):
             model(mx.array([prompt[start : start + 100]]), cache=caches)
             model(mx.array([prompt[:1]]), cache=caches)
             mx.eval([cache.state for cache in caches])
         found = [leaf for _, leaf in leaves(caches) if isinstance(leaf, kind)]
-        return sum(leaf.nbytes for leaf in found)
+        sizes: list[int] = [leaf.nbytes for leaf in found]
+        return sum(sizes)
 
     native = held(make_prompt_cache(model), RotatingKVCache)
     return held(with_slack(make_prompt_cache(model)), SlidingKVCache) - native
