@@ -15,10 +15,18 @@ The tests of this folder fail for each of these faults, made by hand (killed by 
     isolated: the inner journal does not commit
     isolated: a rollback after a commit does nothing
     isolated: unknown attributes are shared
+    isolated: a prepare commits already
+    isolated: the count of loose padding is not handed over
+    isolated: the rows of a batch are not told
     writes: the batch is not compared
     writes: the heads are not compared
     writes: the dtype is not compared
     writes: the rank is not compared
+    writes: the width of a row is not compared
+    writes: the rank of a first write is not checked
+    writes: the batch of a first write is not compared
+    writes: token ids have to keep their dtype
+    writes: nothing is checked
     writes: keys and values are not compared
     writes: values are compared with the keys held
     writes: packed keys are compared by their first part

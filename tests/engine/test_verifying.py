@@ -11,6 +11,8 @@ The tests of this folder fail for each of these faults, made by hand (killed by 
     the wrong token is where the seed does not say
     the first token fed is not the last of the text
     minus infinity in both ways counts as a difference
+    a row of NaN passes
+    the two choices change places
 """
 
 from typing import Any
