@@ -13,7 +13,13 @@ TOKENS = 120
 PROMPTS = {6: 4, 17: 3, 40: 5}  # tokens: draft length
 
 
-@pytest.mark.parametrize("length", PROMPTS)
+LENGTHS = [
+    pytest.param(length, marks=pytest.mark.slow if length < 40 else ())
+    for length in PROMPTS
+]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_any_draft_leaves_the_text_as_plain_decoding_has_it(
     name: str, length: int
