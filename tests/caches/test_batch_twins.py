@@ -161,6 +161,8 @@ class Batch(RuleBasedStateMachine):
             for row, length in zip(rows, prompts, strict=True):
                 self.feed(row, [self.fresh(row, length)], length)
             return self.kind.merge([batch_copy(row.twin) for row in rows]), rows
+        if longest == 1:  # mlx-lm's rings refuse one column with padding on its right
+            how = "left"
         gaps = [longest - length for length in prompts]
         written = []
         cache = self.kind.batch(gaps if how == "left" else [0] * len(gaps))
