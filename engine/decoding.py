@@ -209,7 +209,7 @@ class Decoder:
             if step is None:
                 unseen = mx.array(self._sequence.tokens[self._target.seen :])
                 step = fresh = self._submit_step(unseen)
-            following = self._submit_step(step.choices, ahead=1)
+            following = self._submit_step(step.choices, ahead=step.choices)
             verdict = read(step)
             cut = make_cut(verdict.emitted)
         except BaseException as error:
@@ -265,22 +265,22 @@ class Decoder:
     ) -> Submitted:
         inputs = mx.concatenate([mx.array(unseen, dtype=mx.uint32), draft.tokens])
         logits = lane_round.forward(inputs)[-1 - draft.length :]
-        first = self._sequence.next_position
-        positions = range(first, first + draft.length + 1)
-        choices = self._chooser.choose(logits, positions)
+        rows = self._sequence.rows(draft.tokens, draft.length + 1)
+        choices = self._chooser.choose(logits, rows)
         accepted = count_accepted(draft.tokens, choices)
         submitted = Submitted(lane_round, choices, normalizers(logits), accepted)
         mx.async_eval(choices, submitted.normalizers, accepted)
         return submitted
 
-    def _submit_step(self, unseen: mx.array, ahead: int = 0) -> Submitted:
-        """Submit a forward whose tokens all stay, `ahead` of the known tokens."""
+    def _submit_step(
+        self, unseen: mx.array, ahead: mx.array | None = None
+    ) -> Submitted:
+        """Submit a forward whose tokens all stay; `ahead` of them are not read yet."""
         with self._target.begin(whole=True) as lane_round:
             logits = lane_round.forward(unseen)
             if len(logits) > 1:
                 logits = logits[-1:]
-            position = self._sequence.next_position + ahead
-            choices = self._chooser.choose(logits, [position])
+            choices = self._chooser.choose(logits, self._sequence.rows(ahead))
             submitted = Submitted(lane_round, choices, normalizers(logits))
             mx.async_eval(choices, submitted.normalizers)
             lane_round.commit(unseen.shape[0])

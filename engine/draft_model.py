@@ -50,10 +50,10 @@ class DraftModel:
         self._round = self._lane.begin()
         inputs = mx.array(lag)
         proposed: list[mx.array] = []
-        first = sequence.next_position
-        for position in range(first, first + limit):
+        for _ in range(limit):
             logits = self._round.forward(inputs)[-1:]
-            inputs = choose(logits, [position])
+            ahead = mx.concatenate(proposed) if proposed else None
+            inputs = choose(logits, sequence.rows(ahead))
             mx.async_eval(inputs)  # runs while the next step's graph is built
             proposed.append(inputs)
         return Draft(mx.concatenate(proposed))

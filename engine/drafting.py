@@ -1,16 +1,16 @@
 """What proposes tokens."""
 
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 
 from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.samplers import Rows
 
-# (logits [rows, vocab], one position per row) -> uint32 [rows]
-Choose = Callable[[mx.array, SequenceOf[int]], mx.array]
+# (logits [rows, vocab], what precedes each row) -> uint32 [rows]
+Choose = Callable[[mx.array, Rows], mx.array]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ import numpy as np
 
 from mlx_speculation.caches import states
 from mlx_speculation.models import Lane
-from mlx_speculation.samplers import Chooser
+from mlx_speculation.samplers import Chooser, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def find_parting(
         for first in range(1, width + 1)
     ]
     difference = max(float(mx.abs(single - row).max()) for row in wide)
-    return weigh(chooser, single, len(shared), (index, one, two), difference)
+    return weigh(chooser, single, Rows(shared), (index, one, two), difference)
 
 
 def deciding_row(
@@ -144,7 +144,7 @@ def deciding_row(
 def weigh(
     chooser: Chooser,
     row: mx.array,
-    position: int,
+    rows: Rows,
     parting: tuple[int, int | None, int | None],
     difference: float,
 ) -> Parting:
@@ -153,12 +153,12 @@ def weigh(
     Args:
         chooser: what chose them.
         row: the logits that decide.
-        position: of the token in the sequence, for the noise.
+        rows: what precedes it.
         parting: the index for the report, and the two tokens.
         difference: between the widths; see above.
     """
     index, expected, got = parting
-    scores = np.array(chooser.scores(row, [position]))[0]
+    scores = np.array(chooser.scores(row, rows))[0]
     allowed = 2 * difference / (chooser.sampling.temperature or 1.0) + _ulp(row)
     margin = edge = np.inf
     if expected is not None and got is not None and max(expected, got) < len(scores):

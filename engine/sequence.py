@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+import mlx.core as mx
+
+from mlx_speculation.samplers import Rows
+
 
 @dataclass(slots=True)
 class Sequence:
@@ -20,3 +24,7 @@ class Sequence:
     def next_position(self) -> int:
         """The position of the token that follows the known ones."""
         return self.start + len(self.tokens)
+
+    def rows(self, ahead: mx.array | None = None, count: int = 1) -> Rows:
+        """Return what precedes `count` rows, the last of which follows `ahead`."""
+        return Rows(self.tokens, ahead, count, self.start)

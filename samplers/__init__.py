@@ -5,6 +5,7 @@ It knows arrays. It does not know models, caches or text.
 
 from mlx_speculation.samplers.acceptance import count_accepted, normalizers
 from mlx_speculation.samplers.choice import Chooser
+from mlx_speculation.samplers.rows import Rows
 from mlx_speculation.samplers.sampling import Sampling
 
-__all__ = ["Chooser", "Sampling", "count_accepted", "normalizers"]
+__all__ = ["Chooser", "Rows", "Sampling", "count_accepted", "normalizers"]

@@ -5,13 +5,12 @@ one request; it has no state that a token could change, so rejected rows leave n
 trace.
 """
 
-from collections.abc import Sequence
-
 import mlx.core as mx
 
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers.filters import apply_filters
 from mlx_speculation.samplers.noise import CHOICE, GumbelNoise, stream_key
+from mlx_speculation.samplers.rows import Rows
 from mlx_speculation.samplers.sampling import Sampling
 
 
@@ -50,24 +49,24 @@ class Chooser:
         """Ids from here on are never chosen."""
         return self._limit
 
-    def choose(self, logits: mx.array, positions: Sequence[int]) -> mx.array:
+    def choose(self, logits: mx.array, rows: Rows) -> mx.array:
         """Choose one token per row.
 
         Args:
             logits: [rows, vocab]; columns at and past `limit` are ignored.
-            positions: the positions that the tokens will have, one per row.
+            rows: what precedes each row.
 
         Returns:
             uint32 [rows].
         """
-        return mx.argmax(self.scores(logits, positions), axis=-1)
+        return mx.argmax(self.scores(logits, rows), axis=-1)
 
-    def scores(self, logits: mx.array, positions: Sequence[int]) -> mx.array:
+    def scores(self, logits: mx.array, rows: Rows) -> mx.array:
         """Return what the choice maximizes, [rows, ids]; float32 unless greedy."""
         if self.sampling.greedy:
             return self._existing(logits)
         log_probs = self.log_probs(logits)
-        noise = self._noise.rows(positions)
+        noise = self._noise.rows(rows.positions)
         if noise.shape[-1] > log_probs.shape[-1]:
             noise = noise[:, : log_probs.shape[-1]]
         return log_probs + noise

@@ -10,20 +10,21 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_speculation import Sampling
 from mlx_speculation.engine import identity
-from mlx_speculation.samplers import Chooser
+from mlx_speculation.samplers import Chooser, Rows
 from mlx_speculation.samplers.noise import CHOICE, gumbel, stream_key
 from support.tiny_models import build
 
 PROMPT = [7, 200, 31, 64, 5]
+PRECEDING = Rows(range(9))
 
 
 def test_a_margin_within_the_difference_of_the_widths_is_a_near_tie() -> None:
     chooser = Chooser(Sampling(seed=0), 4)
     row = mx.array([[1.0, 3.0, 2.9999, 0.0]])
-    assert identity.weigh(chooser, row, 9, (0, 1, 2), 1e-4).near_tie
-    assert not identity.weigh(chooser, row, 9, (0, 1, 2), 1e-5).near_tie
-    assert not identity.weigh(chooser, row, 9, (0, 1, 0), 1e-4).near_tie
-    assert not identity.weigh(chooser, row, 9, (0, 1, None), 1e-4).near_tie
+    assert identity.weigh(chooser, row, PRECEDING, (0, 1, 2), 1e-4).near_tie
+    assert not identity.weigh(chooser, row, PRECEDING, (0, 1, 2), 1e-5).near_tie
+    assert not identity.weigh(chooser, row, PRECEDING, (0, 1, 0), 1e-4).near_tie
+    assert not identity.weigh(chooser, row, PRECEDING, (0, 1, None), 1e-4).near_tie
 
 
 def test_noise_and_temperature_count_when_sampling() -> None:
@@ -32,19 +33,19 @@ def test_noise_and_temperature_count_when_sampling() -> None:
     # Scores of zero but for the noise: it alone would make the difference.
     row = -noise * sampling.temperature + mx.array([[0.0, 1e-4, 0.0, -9.0]])
     chooser = Chooser(sampling, 4)
-    tie = identity.weigh(chooser, row, 9, (0, 0, 1), 1e-4)
+    tie = identity.weigh(chooser, row, PRECEDING, (0, 0, 1), 1e-4)
     assert tie.near_tie
     assert tie.margin == pytest.approx(2e-4, rel=0.02)
-    assert not identity.weigh(chooser, row, 8, (0, 0, 1), 1e-4).near_tie
-    assert not identity.weigh(chooser, row, 9, (0, 0, 3), 1e-4).near_tie
+    assert not identity.weigh(chooser, row, Rows(range(8)), (0, 0, 1), 1e-4).near_tie
+    assert not identity.weigh(chooser, row, PRECEDING, (0, 0, 3), 1e-4).near_tie
 
 
 def test_a_token_at_the_border_of_top_p_is_a_near_tie() -> None:
     chooser = Chooser(Sampling(temperature=1.0, top_p=0.7, seed=0), 3)
     row = mx.log(mx.array([[0.70001, 0.2, 0.09999]]))
-    assert identity.weigh(chooser, row, 9, (0, 0, 1), 1e-4).near_tie
-    assert not identity.weigh(chooser, row, 9, (0, 0, 2), 1e-4).near_tie
-    assert not identity.weigh(chooser, row, 9, (0, 0, 1), 1e-6).near_tie
+    assert identity.weigh(chooser, row, PRECEDING, (0, 0, 1), 1e-4).near_tie
+    assert not identity.weigh(chooser, row, PRECEDING, (0, 0, 2), 1e-4).near_tie
+    assert not identity.weigh(chooser, row, PRECEDING, (0, 0, 1), 1e-6).near_tie
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])

@@ -10,6 +10,7 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers import (
     Chooser,
+    Rows,
     Sampling,
     count_accepted,
     normalizers,
@@ -18,6 +19,11 @@ from mlx_speculation.samplers.filters import apply_filters, top_k
 from mlx_speculation.samplers.noise import CHOICE, GumbelNoise, gumbel, stream_key
 
 SEEDS = st.integers(0, 2**64 - 1)
+
+
+def at(positions: range) -> Rows:
+    """Rows of a sequence of zeros, whose tokens get these positions."""
+    return Rows([0] * positions[-1], count=len(positions))
 
 
 def rows(key: int, count: int, vocab: int) -> mx.array:
@@ -100,11 +106,12 @@ def test_a_choice_depends_on_neither_the_number_of_rows_nor_the_padding(
     chooser = Chooser(sampling, 50)
     logits = rows(key, count, 50)
     positions = range(7, 7 + count)
-    together = chooser.choose(logits, positions)
+    together = chooser.choose(logits, at(positions))
     padded = mx.concatenate([logits, mx.full((count, 14), 100.0)], axis=-1)
-    assert mx.array_equal(together, chooser.choose(padded, positions)).item()
+    assert mx.array_equal(together, chooser.choose(padded, at(positions))).item()
     for index in range(count):
-        alone = chooser.choose(logits[index : index + 1], positions[index : index + 1])
+        one = at(positions[index : index + 1])
+        alone = chooser.choose(logits[index : index + 1], one)
         assert alone.item() == together[index].item()
 
 
@@ -113,24 +120,24 @@ def test_ids_at_the_limit_and_missing_ones_are_never_chosen() -> None:
     missing = mx.array([3, 17])
     chooser = Chooser(sampling, 50, limit=40, missing=missing)
     logits = mx.zeros((400, 60))
-    chosen = set(np.array(chooser.choose(logits, range(400))).tolist())
+    chosen = set(np.array(chooser.choose(logits, at(range(400)))).tolist())
     assert chosen == set(range(40)) - {3, 17}
     greedy = Chooser(Sampling(seed=0), 50, limit=40, missing=missing)
     tall = mx.zeros((1, 60)).at[:, mx.array([3, 17, 45, 55])].add(9.0)
-    assert greedy.choose(tall, [0]).item() == 0
+    assert greedy.choose(tall, at(range(1))).item() == 0
 
 
 def test_a_missing_id_past_the_logits_touches_no_other_row() -> None:
     chooser = Chooser(Sampling(seed=0), 256, missing=mx.array([3, 240]))
     logits = mx.zeros((2, 200)).at[1, 40].add(5.0).at[:, 3].add(9.0)
-    assert chooser.choose(logits, range(2)).tolist() == [0, 40]
+    assert chooser.choose(logits, at(range(2))).tolist() == [0, 40]
 
 
 def test_a_temperature_that_overflows_is_greedy() -> None:
     logits = rows(1, 5, 40)
     tiny = Chooser(Sampling(temperature=1e-39, seed=0), 40)
     assert mx.array_equal(
-        tiny.choose(logits, range(5)), mx.argmax(logits, axis=-1)
+        tiny.choose(logits, at(range(5))), mx.argmax(logits, axis=-1)
     ).item()
 
 
@@ -168,7 +175,7 @@ def test_choices_follow_the_filtered_tempered_law(top_p: float) -> None:
     count, vocab = 60_000, 16
     logits = mx.broadcast_to(rows(5, 1, vocab) / 3, (count, vocab))
     sampling = Sampling(temperature=0.8, top_p=top_p, seed=9)
-    chosen = Chooser(sampling, vocab).choose(logits, range(count))
+    chosen = Chooser(sampling, vocab).choose(logits, at(range(count)))
     log_probs = logits[:1] - mx.logsumexp(logits[:1], axis=-1, keepdims=True)
     if top_p:
         log_probs = apply_top_p(log_probs, top_p)
@@ -188,7 +195,9 @@ def test_two_laws_that_share_the_noise_agree_as_the_closed_form_says() -> None:
     sampling = Sampling(temperature=1.0, seed=2)
     chooser = Chooser(sampling, vocab)
     drawn = [
-        chooser.choose(mx.broadcast_to(mx.log(law)[None], (count, vocab)), range(count))
+        chooser.choose(
+            mx.broadcast_to(mx.log(law)[None], (count, vocab)), at(range(count))
+        )
         for law in laws
     ]
     p, q = (np.array(law, dtype=np.float64) for law in laws)
