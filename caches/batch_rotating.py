@@ -36,8 +36,9 @@ from mlx_speculation.caches.batch_kv import (
     removable,
     set_loose,
 )
+from mlx_speculation.caches.hearing import Hearing, heard_by
 from mlx_speculation.caches.journal import Keep
-from mlx_speculation.caches.rotating import SAVED_ROWS
+from mlx_speculation.caches.rotating import SAVED_ROWS, copied_slots, put_back
 
 
 @dataclass(slots=True)
@@ -123,17 +124,9 @@ def _slot_about_to_go(cache: Any) -> tuple[int, SavedSlots]:
     saved = _saved.get(cache)
     if saved is None or not saved.holds(cache, slot):
         stop = min(slot + SAVED_ROWS, cache.max_size)
-        slots = mx.concatenate(
-            [cache.keys[..., slot:stop, :], cache.values[..., slot:stop, :]], axis=-1
-        )
-        mx.async_eval(slots)
-        saved = SavedSlots(
-            weakref.ref(cache.keys),
-            weakref.ref(cache.values),
-            slot,
-            cache._offset,
-            slots,
-        )
+        slots = copied_slots(cache, slot, stop)
+        arrays = weakref.ref(cache.keys), weakref.ref(cache.values)
+        saved = SavedSlots(*arrays, slot, cache._offset, slots)
         _saved[cache] = saved
     return slot, saved
 
@@ -146,14 +139,10 @@ def _ordered(cache: Any) -> tuple[mx.array, mx.array]:
     return cache.keys[..., : cache._idx, :], cache.values[..., : cache._idx, :]
 
 
-class PresentedBatchRing(BatchRotatingKVCache):
-    """The live batch ring; its journal hears of every write.
+class PresentedBatchRing(Hearing["BatchRotatingJournal"], BatchRotatingKVCache):
+    """The live batch ring; its journal hears of every write."""
 
-    It shares the live cache's `__dict__`. The journal stands in a slot outside it.
-    """
-
-    __slots__ = ("_journal",)
-    _journal: "weakref.ref[BatchRotatingJournal]"  # strong, it would be a cycle
+    __slots__ = ()
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """Note the state before the write, then write as the native ring does.
@@ -162,11 +151,9 @@ class PresentedBatchRing(BatchRotatingKVCache):
             keys: [batch, heads, positions, key dim].
             values: [batch, heads, positions, value dim].
         """
-        journal = self._journal()
-        assert journal is not None
-        journal.note(keys, values)
+        self.journal.note(keys, values)
         shown = super().update_and_fetch(keys, values)
-        journal.noted()
+        self.journal.noted()
         return shown
 
     def make_mask(
@@ -181,9 +168,7 @@ class PresentedBatchRing(BatchRotatingKVCache):
         oldest position: it hides one position too many of a row with padding. In a
         round no position sees more than `max_size`, as in rotating.py.
         """
-        journal = self._journal()
-        assert journal is not None
-        if window_size is not None and N > 1 and not journal.whole:
+        if window_size is not None and N > 1 and not self.journal.whole:
             window_size = min(window_size, self.max_size)
         ring = self
         if N > 1 and self.rotated:
@@ -208,15 +193,13 @@ class BatchRotatingJournal:
         self.whole = whole
         self._writes: list[Write] = []
         self._replaced: Replaced | None = None
-        presented = object.__new__(PresentedBatchRing)
-        presented.__dict__ = cache.__dict__
-        presented._journal = weakref.ref(self)
-        self._presented = presented
+        self._presented = heard_by(self, PresentedBatchRing, cache)
 
     @property
     def presented(self) -> BatchRotatingKVCache:
         """The live ring, seen through `PresentedBatchRing`."""
-        return self._presented
+        shown: BatchRotatingKVCache = self._presented
+        return shown
 
     @property
     def rows(self) -> int:
@@ -311,9 +294,6 @@ class BatchRotatingJournal:
             cache.keys, cache.values = write.arrays
         elif write.overwritten is not None:
             slot, saved = write.overwritten
-            row = saved.slot(slot)
-            key_dim = cache.keys.shape[-1]
-            cache.keys[..., slot : slot + 1, :] = row[..., :key_dim]
-            cache.values[..., slot : slot + 1, :] = row[..., key_dim:]
+            put_back(cache, slot, saved.slot(slot))
         write.before.restore(cache)
         self._writes.pop()  # last: an interrupted undo is done again

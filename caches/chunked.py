@@ -16,13 +16,13 @@ held twice to the end of the round. `ChunkedKVCache.trim` is not used: it knows
 nothing of the rows dropped between two forwards.
 """
 
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache
 
+from mlx_speculation.caches.hearing import Hearing, heard_by
 from mlx_speculation.caches.kv import even_out
 
 
@@ -36,21 +36,14 @@ class FrontTrim:
     values: mx.array
 
 
-class PresentedChunk(ChunkedKVCache):
-    """The live cache with one difference: its journal hears of dropped rows.
+class PresentedChunk(Hearing["ChunkedJournal"], ChunkedKVCache):
+    """The live cache with one difference: its journal hears of dropped rows."""
 
-    It shares the live cache's `__dict__`, so that every attribute that a model
-    reads or sets is the live one. The journal stands in a slot, outside that dict.
-    """
-
-    __slots__ = ("_journal",)
-    _journal: "weakref.ref[ChunkedJournal]"  # strong, it would be a cycle
+    __slots__ = ()
 
     def maybe_trim_front(self) -> None:
         """Note the state if rows are about to go, then drop them as natively."""
-        journal = self._journal()
-        assert journal is not None
-        journal.note()
+        self.journal.note()
         super().maybe_trim_front()
 
 
@@ -64,15 +57,13 @@ class ChunkedJournal:
         self._start = cache.offset
         self._was_empty = cache.keys is None
         self._trims: list[FrontTrim] = []
-        presented = object.__new__(PresentedChunk)
-        presented.__dict__ = cache.__dict__
-        presented._journal = weakref.ref(self)
-        self._presented = presented
+        self._presented = heard_by(self, PresentedChunk, cache)
 
     @property
     def presented(self) -> ChunkedKVCache:
         """The live cache, seen through `PresentedChunk`."""
-        return self._presented
+        shown: ChunkedKVCache = self._presented
+        return shown
 
     @property
     def written(self) -> int:

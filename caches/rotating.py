@@ -31,6 +31,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import RotatingKVCache
 
+from mlx_speculation.caches.hearing import Hearing, heard_by
+
 SAVED_ROWS = 64
 
 
@@ -80,16 +82,35 @@ _saved: "weakref.WeakKeyDictionary[RotatingKVCache, SavedRows]" = (
 )
 
 
+def copied_slots(cache: Any, start: int, stop: int) -> mx.array:
+    """Copy slots, [batch, heads, stop - start, key dim + value dim], and wait for none.
+
+    Args:
+        cache: a ring of one sequence or of a batch.
+        start: the first slot.
+        stop: the slot after the last.
+    """
+    slots = mx.concatenate(
+        [cache.keys[..., start:stop, :], cache.values[..., start:stop, :]], axis=-1
+    )
+    mx.async_eval(slots)
+    return slots
+
+
+def put_back(cache: Any, slot: int, row: mx.array) -> None:
+    """Write one row of `copied_slots` to the slot that it is of."""
+    key_dim = cache.keys.shape[-1]
+    cache.keys[..., slot : slot + 1, :] = row[..., :key_dim]
+    cache.values[..., slot : slot + 1, :] = row[..., key_dim:]
+
+
 def _row_about_to_go(cache: Any) -> tuple[int, SavedRows]:
     """Return the slot that the next single-row write takes, with its row saved."""
     slot = cache.keep if cache._idx == cache.max_size else cache._idx
     saved = _saved.get(cache)
     if saved is None or not saved.holds(cache, slot):
         stop = min(slot + SAVED_ROWS, cache.max_size)
-        rows = mx.concatenate(
-            [cache.keys[..., slot:stop, :], cache.values[..., slot:stop, :]], axis=-1
-        )
-        mx.async_eval(rows)
+        rows = copied_slots(cache, slot, stop)
         saved = SavedRows(cache.keys, cache.values, slot, cache.offset, rows)
         _saved[cache] = saved
     return slot, saved
@@ -105,16 +126,10 @@ def _forget_undone_rows(cache: Any) -> None:
         del _saved[cache]
 
 
-class PresentedRing(RotatingKVCache):
-    """The live ring; its journal hears of every write, and no row sees too much.
+class PresentedRing(Hearing["RotatingJournal"], RotatingKVCache):
+    """The live ring; its journal hears of every write, and no row sees too much."""
 
-    It shares the live cache's `__dict__`, so that every attribute that a model
-    reads or sets is the live one. The journal stands in a slot, outside that dict.
-    """
-
-    __slots__ = ("_journal", "_whole")
-    _journal: "weakref.ref[RotatingJournal]"  # strong, it would be a cycle
-    _whole: bool
+    __slots__ = ()
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """Note the state before the write, then write as the native ring does.
@@ -123,9 +138,7 @@ class PresentedRing(RotatingKVCache):
             keys: [batch, heads, rows, key dim].
             values: [batch, heads, rows, value dim].
         """
-        journal = self._journal()
-        assert journal is not None
-        journal.note(keys.shape[2])
+        self.journal.note(keys.shape[2])
         return super().update_and_fetch(keys, values)
 
     def make_mask(
@@ -135,7 +148,7 @@ class PresentedRing(RotatingKVCache):
         return_array: bool = False,
     ) -> Any:
         """Return the native mask; in a round, of a window of at most `max_size`."""
-        if window_size is not None and not self._whole:
+        if window_size is not None and not self.journal.whole:
             window_size = min(window_size, self.max_size)
         return super().make_mask(N, window_size, return_array)
 
@@ -152,17 +165,15 @@ class RotatingJournal:
 
     def __init__(self, cache: RotatingKVCache, *, whole: bool = False) -> None:
         self._cache = cache
+        self.whole = whole
         self._writes: list[Write] = []
-        presented = object.__new__(PresentedRing)
-        presented.__dict__ = cache.__dict__
-        presented._journal = weakref.ref(self)
-        presented._whole = whole
-        self._presented = presented
+        self._presented = heard_by(self, PresentedRing, cache)
 
     @property
     def presented(self) -> RotatingKVCache:
         """The live ring, seen through `PresentedRing`."""
-        return self._presented
+        shown: RotatingKVCache = self._presented
+        return shown
 
     @property
     def written(self) -> int:
@@ -206,10 +217,7 @@ class RotatingJournal:
             cache.keys, cache.values = write.arrays
         elif write.overwritten is not None:
             slot, saved = write.overwritten
-            row = saved.row(slot)
-            key_dim = cache.keys.shape[-1]
-            cache.keys[..., slot : slot + 1, :] = row[..., :key_dim]
-            cache.values[..., slot : slot + 1, :] = row[..., key_dim:]
+            put_back(cache, slot, saved.row(slot))
         cache.offset, cache._idx = write.offset, write.index
         _forget_undone_rows(cache)
         self._writes.pop()  # last: an interrupted undo is done again
