@@ -27,7 +27,6 @@ The last line on standard output is one JSON object with everything.
 """
 
 import json
-import sys
 import time
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -38,7 +37,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_speculation.blas import BlasName, use_blas
-from mlx_speculation.errors import SpeculationError
+from mlx_speculation.cli import run
 
 if TYPE_CHECKING:
     from sliding_arms import Arm, Rows, Shape, Use
@@ -259,14 +258,5 @@ def show(case: Case) -> None:
     )
 
 
-def main() -> None:
-    """Run; errors of the package become one line and status 1."""
-    try:
-        app()
-    except SpeculationError as error:
-        typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
-        sys.exit(1)
-
-
 if __name__ == "__main__":
-    main()
+    run(app)

@@ -23,7 +23,6 @@ one JSON object with everything.
 """
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -31,8 +30,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from mlx_speculation.blas import BlasName, use_blas
+from mlx_speculation.cli import run
 from mlx_speculation.demo import demo_models, demo_prompts
-from mlx_speculation.errors import SpeculationError
 
 if TYPE_CHECKING:
     from mlx_speculation.engine.verifying import Place
@@ -167,14 +166,5 @@ def _print(result: dict[str, Any]) -> None:
     )
 
 
-def main() -> None:
-    """Run; errors of the package become one line and status 1."""
-    try:
-        app()
-    except SpeculationError as error:
-        typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
-        sys.exit(1)
-
-
 if __name__ == "__main__":
-    main()
+    run(app)

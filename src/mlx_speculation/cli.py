@@ -42,7 +42,12 @@ DraftLength = Annotated[
 
 
 def main() -> None:
-    """Run the command line; errors of this package become one line and status 1."""
+    """Run the command line."""
+    run(app)
+
+
+def run(app: typer.Typer) -> None:
+    """Run an application; errors of this package become one line and status 1."""
     try:
         app()
     except SpeculationError as error:
