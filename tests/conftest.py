@@ -1,6 +1,12 @@
-"""Settings that all tests share."""
+"""Settings and fixtures that tests share."""
 
+from collections.abc import Callable, Iterator
+
+import pytest
 from hypothesis import HealthCheck, settings
+
+from support.cache_twins import Mixers
+from support.hooked_mixers import hooked_mixers
 
 # No deadline: the first example compiles kernels, and the machine may be busy.
 settings.register_profile("default", deadline=None, print_blob=True)
@@ -14,3 +20,14 @@ settings.register_profile(
 )
 # The option --hypothesis-profile overrides this.
 settings.load_profile("default")
+
+
+@pytest.fixture(name="note_rounds")
+def _note_rounds(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    return lambda rounds: record_property("rounds", rounds)
+
+
+@pytest.fixture(name="hooked", scope="module")
+def _hooked() -> Iterator[dict[str, Mixers]]:
+    with hooked_mixers() as mixers:
+        yield mixers

@@ -44,26 +44,20 @@ by hand):
     keeps: only the first row is checked
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
-from mlx_lm.models import lfm2
-from mlx_lm.models.lfm2 import ShortConv
 
 from mlx_speculation.caches import Speculation, batch_kv, batch_rotating
-from mlx_speculation.models import Recorders
 from support.batch_twins import (
     AttentionKind,
     BatchArraysKind,
@@ -72,7 +66,7 @@ from support.batch_twins import (
     sees,
 )
 from support.cache_twins import Held, Mixers, Rows, assert_same, detached, read
-from support.tiny_models import TINY_MODELS, build
+from support.twin_rounds import Counting, played
 
 ROUNDS = 1_500
 MOST_ROWS = 4
@@ -140,10 +134,9 @@ def plans(draw: st.DrawFn, widths: st.SearchStrategy[list[int]]) -> Plan:
     )
 
 
-class Batch(RuleBasedStateMachine):
+class Batch(Counting):
     """One batch cache under speculation, and a twin for every row."""
 
-    rounds = 0
     sound = False
 
     def begin(self, kind: BatchKind, prompts: list[int], how: str) -> None:
@@ -329,22 +322,7 @@ def run(
         def a_row_joins(self, length: int, how: str) -> None:
             self.join([length], how)
 
-    profile = settings.default
-    assert profile is not None
-    wanted = int(share * ROUNDS * profile.max_examples / 100)
-    while (missing := wanted - Machine.rounds) > 0:
-        run_state_machine_as_test(
-            Machine,
-            settings=settings(
-                max_examples=missing // steps + 2, stateful_step_count=steps
-            ),
-        )
-    return Machine.rounds
-
-
-@pytest.fixture(name="note_rounds")
-def _note_rounds(record_property: Callable[[str, object], None]) -> Callable[..., None]:
-    return lambda rounds: record_property("rounds", rounds)
+    return played(Machine, share * ROUNDS, steps)
 
 
 @pytest.mark.parametrize("loose", [0, 5, 64])
@@ -375,23 +353,6 @@ def test_rows_of_a_batch_ring_that_is_written_singly_equal_their_twins(
 ) -> None:
     monkeypatch.setattr(batch_rotating, "SAVED_ROWS", 3)
     note_rounds(run(RINGS, widths=SINGLE_ROWS, share=0.25))
-
-
-@pytest.fixture(name="hooked", scope="module")
-def _hooked() -> Iterator[dict[str, Mixers]]:
-    small = TINY_MODELS["lfm2"].args | {"hidden_size": 8}
-    conv = ShortConv(lfm2.ModelArgs.from_dict(small), 0)
-    models = {name: build(name) for name in ("qwen3_5", "mamba", "rwkv7")}
-    owners = [Recorders(model) for model in (*models.values(), conv)]
-    rwkv7 = models["rwkv7"].model.layers[0]
-    yield {
-        "lfm2": Mixers("lfm2", [conv], 1, hidden=8),
-        "qwen3_5": Mixers("qwen3_5", [models["qwen3_5"].layers[0].linear_attn], 2),
-        "mamba": Mixers("mamba", [models["mamba"].backbone.layers[0].mixer], 2),
-        "rwkv7": Mixers("rwkv7", [rwkv7.attn, rwkv7.ffn], 3),
-    }
-    for owner in owners:
-        owner.remove()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from mlx_speculation.models import Recorders
 from support.cache_twins import ArraysKind, Kind, KVKind, Mixers
-from support.hooked_mixers import hooked_mixers
 from support.more_twins import (
     ConcatenateKind,
     LayerKind,
@@ -20,17 +19,6 @@ from support.more_twins import (
     quantized_kinds,
 )
 from support.twin_rounds import FEWER, SMALL_RINGS, run
-
-
-@pytest.fixture(name="note_rounds")
-def _note_rounds(record_property: Callable[[str, object], None]) -> Callable[..., None]:
-    return lambda rounds: record_property("rounds", rounds)
-
-
-@pytest.fixture(name="hooked", scope="module")
-def _hooked() -> Iterator[dict[str, Mixers]]:
-    with hooked_mixers() as mixers:
-        yield mixers
 
 
 @pytest.fixture(name="compressing", scope="module")

@@ -67,14 +67,13 @@ The tests of this folder fail for each of these faults, made by hand (killed by 
     speculation: a prepared number wins over the committed one
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from hypothesis import strategies as st
 
 from mlx_speculation.caches import rotating
 from support.cache_twins import ArraysKind, KVKind, ListKind, Mixers, ring_kinds
-from support.hooked_mixers import hooked_mixers
 from support.twin_rounds import (
     FEWER,
     MANY_SINGLE_ROWS,
@@ -83,17 +82,6 @@ from support.twin_rounds import (
     WIDTHS,
     run,
 )
-
-
-@pytest.fixture(name="note_rounds")
-def _note_rounds(record_property: Callable[[str, object], None]) -> Callable[..., None]:
-    return lambda rounds: record_property("rounds", rounds)
-
-
-@pytest.fixture(name="hooked", scope="module")
-def _hooked() -> Iterator[dict[str, Mixers]]:
-    with hooked_mixers() as mixers:
-        yield mixers
 
 
 def test_a_kv_cache_equals_its_twin(note_rounds: Callable[[int], None]) -> None:

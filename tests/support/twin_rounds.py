@@ -43,10 +43,15 @@ class StopError(Exception):
     """What a round ends with when a forward fails."""
 
 
-class Twins(RuleBasedStateMachine):
-    """One cache under speculation, and its twin."""
+class Counting(RuleBasedStateMachine):
+    """A state machine that counts its rounds on its class."""
 
     rounds = 0
+
+
+class Twins(Counting):
+    """One cache under speculation, and its twin."""
+
     sound = False
 
     def layers(self) -> list[Any]:
@@ -202,15 +207,29 @@ def run(
         def round(self, plan: Plan) -> None:
             self.play(plan)
 
+    return played(Machine, share * ROUNDS, steps)
+
+
+def played(machine: type[Counting], rounds: float, steps: int) -> int:
+    """Run a machine until it has played so many rounds.
+
+    Args:
+        machine: a state machine that counts them.
+        rounds: in the default profile; ten times as many are played in the long one.
+        steps: in one example.
+
+    Returns:
+        How many rounds were played.
+    """
     profile = settings.default
     assert profile is not None
-    wanted = int(share * ROUNDS * profile.max_examples / 100)
-    while (missing := wanted - Machine.rounds) > 0:
+    wanted = int(rounds * profile.max_examples / 100)
+    while (missing := wanted - machine.rounds) > 0:
         # Some examples stop early, so a run may play less than it was asked for.
         run_state_machine_as_test(
-            Machine,
+            machine,
             settings=settings(
                 max_examples=missing // steps + 2, stateful_step_count=steps
             ),
         )
-    return Machine.rounds
+    return machine.rounds
