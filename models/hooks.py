@@ -1,9 +1,9 @@
 """Classes that do what a mixer and its parts do, and note it.
 
-A hooked instance gets a class of its own, made from its plain class. Nothing of
-mlx-lm is patched: where a mixer calls a scan by its global name, the method is made
-again from the same code with globals of its own, in which that name notes the call.
-Whoever uses the same module elsewhere, or in another thread, sees nothing of it.
+A hooked instance gets a class of its own (see `instances`). Nothing of mlx-lm is
+patched: where a mixer calls a scan by its global name, the method is made again from
+the same code with globals of its own, in which that name notes the call. Whoever uses
+the same module elsewhere, or in another thread, sees nothing of it.
 
 Notes belong to one call of one mixer, and the parts find them in a context variable,
 which every thread has for itself. Outside a recorded call there are none, and a
@@ -22,6 +22,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_speculation.models.instances import derived
 from mlx_speculation.models.known import is_known
 from mlx_speculation.models.replay import Scan, ScanCall, Watch
 
@@ -50,22 +51,6 @@ def _note(key: Any, value: Any) -> None:
 def _first_array(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     values = (*args, *kwargs.values())
     return next((value for value in values if isinstance(value, mx.array)), None)
-
-
-def plain_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module without our hook.
-
-    A class that somebody else derived from a hooked one is left alone.
-    """
-    kind: type[nn.Module] = vars(type(module)).get("_hooked_from", type(module))
-    return kind
-
-
-def derived(kind: type[nn.Module], methods: dict[str, Any]) -> type[nn.Module]:
-    """Return a subclass of `kind` that goes by the same name."""
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    own = {**names, "__doc__": kind.__doc__, "_hooked_from": kind, **methods}
-    return type(kind.__name__, (kind,), own)
 
 
 @functools.cache

@@ -19,7 +19,6 @@ the same.
 
 import functools
 import importlib
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,22 +31,20 @@ from mlx_speculation.caches import RecordingArraysCache, RecordingLayerCache
 from mlx_speculation.models.hooks import (
     Call,
     Taken,
-    derived,
     noting,
     noting_input,
     noting_output,
-    plain_class,
     scan_of,
     watched,
 )
+from mlx_speculation.models.instances import Hook, Hooked, derived, plain_class
 from mlx_speculation.models.known import is_known
 from mlx_speculation.models.mixers import COMPRESSORS, MIXERS, Mixer
 from mlx_speculation.models.replay import Recipe, Watch, part_of
 
 _TAKES_NOTES = (RecordingArraysCache, RecordingLayerCache)
 
-# Re-entrant: a collected generator removes its hooks in whatever thread allocates.
-_counts_lock = threading.RLock()
+_RANK = 0  # inside all other hooks: a scan is noted from the code of the plain class
 
 _CACHE = object()  # stands for the cache in recorded arguments, which would be a cycle
 
@@ -148,23 +145,23 @@ def _mixer_of(module: nn.Module) -> Mixer | None:
     return mixer
 
 
-def _parts(module: nn.Module, watch: Watch) -> Iterator[tuple[nn.Module, Any]]:
+def _parts(module: nn.Module, watch: Watch) -> Iterator[tuple[nn.Module, Hook]]:
     for paths, hook in ((watch.inputs, noting_input), (watch.outputs, noting_output)):
         for path in paths:
             part = part_of(module, path)
             if isinstance(part, nn.Module):
-                yield part, hook(plain_class(part))
+                yield part, Hook(_RANK, hook)
 
 
-def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, type[nn.Module]]]:
-    """Yield each module to hook, with its new class."""
+def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
+    """Yield each module to hook, with its hook."""
     for _, module in model.named_modules():
         mixer = _mixer_of(module)
         if mixer is None:
             continue
-        kind = plain_class(module)
         watch = Watch() if mixer.recipe is None else mixer.recipe.watch
-        yield module, _recorded(kind, mixer, scan_of(kind, watch))
+        scan = scan_of(plain_class(module), watch)
+        yield module, Hook(_RANK, _recorded, (mixer, scan))
         yield from _parts(module, watch)
 
 
@@ -175,22 +172,8 @@ class Recorders:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        hooks = list(_hooks(model))  # classes are made before the lock is taken
-        self._hooked = [module for module, _ in hooks]
-        with _counts_lock:
-            for module, hooked in hooks:
-                count = getattr(module, "_recorders", 0)
-                object.__setattr__(module, "_recorders", count + 1)
-                if count == 0:
-                    module.__class__ = hooked
+        self._hooked = Hooked(_hooks(model))
 
     def remove(self) -> None:
         """Give every module its own class back, unless another owner needs the hook."""
-        with _counts_lock:
-            for module in self._hooked:
-                count = module._recorders - 1
-                object.__setattr__(module, "_recorders", count)
-                if count == 0:
-                    module.__class__ = plain_class(module)
-                    object.__delattr__(module, "_recorders")
-            self._hooked = []
+        self._hooked.remove()

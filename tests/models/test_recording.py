@@ -154,7 +154,7 @@ def test_hooks_change_neither_logits_nor_paths_nor_types(name: str) -> None:
         assert changed
     for path, module in model.named_modules():
         assert type(module) is classes[path]
-        assert "_recorders" not in vars(module)
+        assert "_hooks" not in vars(module)
 
 
 def test_the_last_of_two_owners_removes_the_hook() -> None:

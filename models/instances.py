@@ -1,0 +1,93 @@
+"""Classes for single instances: what a hooked module is, and whose hook it is.
+
+A hook makes a class from a class. The class of a hooked module is its plain class
+with the hooks of all owners on it, those of a lower rank inside, whatever the order
+in which owners come and leave. Of one rank a module has one hook, the first that was
+asked for, until the last of its owners has left. Parameter paths and `isinstance`
+stay the same; what a hook does in a call is for its maker to say.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import mlx.nn as nn
+
+
+class Hook(NamedTuple):
+    """How a class is made: `make(kind, *args)`.
+
+    Attributes:
+        rank: hooks of a lower rank are nearer to the plain class.
+        make: returns a class made by `derived`, the same one for the same arguments.
+        args: what else `make` gets.
+    """
+
+    rank: int
+    make: Callable[..., type[nn.Module]]
+    args: tuple[Any, ...] = ()
+
+
+# Re-entrant: a collected generator removes its hooks in whatever thread allocates.
+lock = threading.RLock()
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module without our hooks.
+
+    A class that somebody else derived from a hooked one is left alone.
+    """
+    kind: type[nn.Module] = type(module)
+    while "_hooked_from" in vars(kind):
+        kind = vars(kind)["_hooked_from"]
+    return kind
+
+
+def derived(kind: type[nn.Module], methods: dict[str, Any]) -> type[nn.Module]:
+    """Return a subclass of `kind` that goes by the same name."""
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    own = {**names, "__doc__": kind.__doc__, "_hooked_from": kind, **methods}
+    return type(kind.__name__, (kind,), own)
+
+
+class Hooked:
+    """Hooks on modules, for the life of their owner.
+
+    Args:
+        hooks: modules, each with a hook; one module may come with several.
+    """
+
+    def __init__(self, hooks: Iterable[tuple[nn.Module, Hook]]) -> None:
+        pairs = list(hooks)
+        for module, hook in pairs:  # what fails, fails before anything is changed
+            hook.make(plain_class(module), *hook.args)
+        self.modules = [module for module, _ in pairs]
+        self._pairs = pairs
+        with lock:
+            for module, hook in pairs:
+                _count(module, hook, 1)
+
+    def remove(self) -> None:
+        """Take the hooks off, but those that another owner needs."""
+        with lock:
+            pairs, self._pairs = self._pairs, []
+            for module, hook in pairs:
+                _count(module, hook, -1)
+
+
+def _count(module: nn.Module, hook: Hook, change: int) -> None:
+    """Count an owner of a hook in or out, and give the module its class."""
+    held: dict[int, tuple[Hook, int]] = dict(getattr(module, "_hooks", {}))
+    first, count = held.get(hook.rank, (hook, 0))
+    held[hook.rank] = (first, count + change)
+    if not held[hook.rank][1]:
+        del held[hook.rank]
+    kind = plain_class(module)
+    for _, (each, _) in sorted(held.items()):
+        kind = each.make(kind, *each.args)
+    # Not a parameter: nn.Module would put it among them.
+    object.__setattr__(module, "_hooks", held)
+    if not held:
+        object.__delattr__(module, "_hooks")
+    if type(module) is not kind:
+        module.__class__ = kind
