@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -31,3 +32,11 @@ def _note_rounds(record_property: Callable[[str, object], None]) -> Callable[...
 def _hooked() -> Iterator[dict[str, Mixers]]:
     with hooked_mixers() as mixers:
         yield mixers
+
+
+@pytest.fixture(name="exact_buffers")
+def _exact_buffers() -> Iterator[None]:
+    """Let mlx give every array a buffer of its own size, not a spare larger one."""
+    old = mx.set_cache_limit(0)
+    yield
+    mx.set_cache_limit(old)

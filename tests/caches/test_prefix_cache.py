@@ -201,6 +201,7 @@ def test_a_text_longer_than_the_budget_is_kept_in_part_or_not() -> None:
     assert prefixes.nbytes == 0
 
 
+@pytest.mark.usefixtures("exact_buffers")
 def test_bytes_reported_are_bytes_held() -> None:
     prefixes, _owners = bound(1 << 30, stateful=True)
     for tokens in ([1] * 9, [1] * 5 + [2] * 7, [0] * 6):

@@ -37,7 +37,7 @@ The tests of this file fail for each of these faults, made by hand (killed by ha
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -373,15 +373,7 @@ def test_a_write_into_the_range_copies_the_range_once() -> None:
     assert np.array(cache.keys_and_values()[0]).max() == 5.0
 
 
-@pytest.fixture(name="exact")
-def _exact() -> Iterator[None]:
-    """Let mlx give every array a buffer of its own size, not a spare larger one."""
-    old = mx.set_cache_limit(0)
-    yield
-    mx.set_cache_limit(old)
-
-
-@pytest.mark.usefixtures("exact")
+@pytest.mark.usefixtures("exact_buffers")
 @pytest.mark.parametrize("how", ["freed", "replaced", "emptied"])
 def test_bytes_reported_are_bytes_held_once_the_cache_lets_go(how: str) -> None:
     mx.synchronize()
@@ -407,7 +399,7 @@ def test_bytes_reported_are_bytes_held_once_the_cache_lets_go(how: str) -> None:
     assert mx.get_active_memory() - nothing == other.nbytes == 2 * 4 * 500 * 64 * 4
 
 
-@pytest.mark.usefixtures("exact")
+@pytest.mark.usefixtures("exact_buffers")
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
 def test_bytes_reported_are_bytes_held_for_a_model(name: str) -> None:
     model = build(name)
