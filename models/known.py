@@ -1,6 +1,6 @@
 """Whether a class or function of mlx-lm is the one that was read.
 
-`caches/mlx_lm_touches.py` holds the digest of each source that replaying relies on.
+`caches/mlx_lm_touches.toml` holds the digest of each source that replaying relies on.
 A source with another digest, or none at all (a bundle without .py files), counts as
 unknown, and so does a class with a method that was put there by somebody else. What
 is unknown is not replayed; the model runs again instead, which is always right.

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,18 @@ def test_each_link_resolves_to_its_folder(folder: str) -> None:
     assert link.readlink() == Path("../..", folder)
     assert link.resolve() == (ROOT / folder).resolve()
     assert (link / "__init__.py").is_file()
+
+
+def test_data_files_of_the_folders_are_packaged() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["mlx_speculation"]
+    data = [
+        path.relative_to(ROOT)
+        for path in _files()
+        if path.relative_to(ROOT).parts[0] in LINKED and path.suffix != ".py"
+    ]
+    assert data
+    assert not [path for path in data if not any(map(path.match, patterns))]
 
 
 def test_the_imported_package_is_this_checkout() -> None:

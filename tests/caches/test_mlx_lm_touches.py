@@ -1,4 +1,7 @@
-"""mlx-lm is still what the caches were written for, and only they look inside it."""
+"""mlx-lm is still what the caches were written for, and only they look inside it.
+
+An object that stands twice in the list is refused when the list is read.
+"""
 
 import ast
 import hashlib
@@ -42,9 +45,8 @@ def test_mlx_lm_is_as_it_was_read(touch: Touch) -> None:
     )
 
 
-def test_each_object_is_listed_once_with_a_file_that_exists() -> None:
-    names = [(touch.module, touch.name) for touch in TOUCHES]
-    assert len(set(names)) == len(names)
+def test_each_file_that_relies_on_something_exists() -> None:
+    assert TOUCHES
     assert not [touch for touch in TOUCHES if not (ROOT / touch.used_by).is_file()]
 
 
