@@ -1,27 +1,25 @@
 """The front door: a target, perhaps a draft, and streams of text from them."""
 
-import operator
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import mlx.nn as nn
 
-from mlx_speculation.caches import (
-    PrefixCache,
-    check_single,
-    check_supported,
-    leaves,
-    position,
-)
+from mlx_speculation.caches import PrefixCache
 from mlx_speculation.engine.decoding import Decoder
 from mlx_speculation.engine.draft_model import DraftModel
 from mlx_speculation.engine.drafting import Drafter
+from mlx_speculation.engine.drafts import (
+    check_draft_width,
+    checked_draft,
+    make_draft_model,
+)
 from mlx_speculation.engine.prefixes import Prefixes
+from mlx_speculation.engine.prompts import Prompts
 from mlx_speculation.engine.results import Result
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.stream import Stream
@@ -103,19 +101,20 @@ class SpeculativeGenerator:
                 "Load one with mlx_speculation.load(path)."
             )
         self._sliding = sliding
-        self._draft = _checked_draft(draft)
+        self._draft = checked_draft(draft)
         if draft is not None:
             check_causal(model)
         self._draft_length = _checked_length(draft_length)
         self._model, self._tokenizer = model, wrapped(tokenizer)
         self._ids = TokenIds.of(tokenizer)
         self._target_width = logit_width(model)
-        self._highest_id = min(self._ids.width, self._target_width) - 1
+        highest_id = min(self._ids.width, self._target_width) - 1
+        self._prompts = Prompts(self._tokenizer, highest_id)
         self._busy: weakref.ref[Stream] | None = None
         models = [model, draft] if isinstance(draft, nn.Module) else [model]
         for module in models:
             self._lane(module)  # refuses unknown caches now, not at the first stream
-            _check_width(logit_width(module), self._highest_id)
+            check_draft_width(logit_width(module), highest_id)
         if prefix_cache is not None:
             for module in models:
                 check_causal(module, "prefix_cache")
@@ -228,8 +227,7 @@ class SpeculativeGenerator:
             raise InvalidRequestError(
                 f"max_tokens is {max_tokens!r}, and 0 or more is needed."
             )
-        known = None if cached_tokens is None else self._checked_ids(cached_tokens)
-        sequence, seen = self._sequence(prompt, prompt_cache, known)
+        sequence, seen = self._prompts.sequence(prompt, prompt_cache, cached_tokens)
         target = self._lane(self._model, prompt_cache, seen)
         drafter = self._drafter(target, draft_cache, sequence)
         chooser = Chooser(
@@ -289,82 +287,17 @@ class SpeculativeGenerator:
     ) -> Lane:
         return Lane(model, caches, seen, sliding=self._sliding)
 
-    def _sequence(
-        self,
-        prompt: str | SequenceOf[int],
-        prompt_cache: list[Any] | None,
-        known: list[int] | None,
-    ) -> tuple[Sequence, int]:
-        """Return the known tokens, and how many of them the caches hold."""
-        tokens = self._encode(prompt)
-        if prompt_cache is None:
-            if known:
-                raise InvalidRequestError(
-                    f"cached_tokens names {len(known)} tokens, and prompt_cache is "
-                    "None. Pass the caches that hold them."
-                )
-            return Sequence(tokens), 0
-        check_supported(prompt_cache)
-        check_single(prompt_cache)
-        held = position(prompt_cache)
-        if known is None:
-            return Sequence(tokens, start=held or 0), 0
-        if held is not None and held != len(known):
-            raise InvalidRequestError(
-                f"prompt_cache holds {held} tokens and cached_tokens names "
-                f"{len(known)}. Pass the tokens that the caches were fed."
-            )
-        return Sequence(known + tokens), len(known)
-
-    def _encode(self, prompt: str | SequenceOf[int]) -> list[int]:
-        """Encode as mlx-lm does: no second beginning-of-text token."""
-        ids: Any = prompt
-        if isinstance(prompt, str):
-            bos = self._tokenizer.bos_token
-            special = bos is None or not prompt.startswith(bos)
-            ids = self._tokenizer.encode(prompt, add_special_tokens=special)
-        tokens = self._checked_ids(ids)
-        if not tokens:
-            raise InvalidRequestError(
-                "The prompt has 0 tokens, and at least 1 is needed. Pass some text."
-            )
-        return tokens
-
-    def _checked_ids(self, ids: Iterable[int]) -> list[int]:
-        """Return plain integers, all of which the target has a row for."""
-        try:
-            tokens = [operator.index(token) for token in _plain(ids)]
-        except TypeError as error:
-            raise InvalidRequestError(
-                f"Token ids are whole numbers in one dimension, and these are {ids!r}."
-            ) from error
-        wrong = next((t for t in tokens if not 0 <= t <= self._highest_id), None)
-        if wrong is not None:
-            raise InvalidRequestError(
-                f"There is a token id {wrong}, and the ids go from 0 to "
-                f"{self._highest_id}. Encode the text with the target's tokenizer."
-            )
-        return tokens
-
     def _drafter(
         self, target: Lane, draft_cache: list[Any] | None, sequence: Sequence
     ) -> Drafter | None:
         draft = self._draft
-        if draft_cache is not None:
-            check_supported(draft_cache)
-            check_single(draft_cache)
-            _check_apart(target.caches, draft_cache)
-            if not isinstance(draft, nn.Module):
-                raise InvalidRequestError(
-                    f"draft_cache was passed, and draft is {type(draft).__name__}, not "
-                    "a model. Leave draft_cache out."
-                )
-            seen = _checked_lag(position(draft_cache), target.seen, sequence.start)
-            first = self._lane(draft, draft_cache, seen)
-            return DraftModel(partial(Lane, draft, sliding=self._sliding), first)
         if isinstance(draft, nn.Module):
-            make = partial(Lane, draft, sliding=self._sliding)
-            return DraftModel(make, make())
+            return make_draft_model(draft, self._sliding, target, draft_cache, sequence)
+        if draft_cache is not None:
+            raise InvalidRequestError(
+                f"draft_cache was passed, and draft is {type(draft).__name__}, not a "
+                "model. Leave draft_cache out."
+            )
         running = self._busy() if self._busy is not None else None
         if draft is not None and running is not None and not running.ended:
             raise InvalidRequestError(
@@ -372,15 +305,6 @@ class SpeculativeGenerator:
                 "Close the first, or pass a draft model instead of a drafter."
             )
         return draft
-
-
-def _checked_draft(draft: Any) -> nn.Module | Drafter | None:
-    if draft is None or isinstance(draft, nn.Module | Drafter):
-        return draft
-    raise InvalidRequestError(
-        f"draft is a {type(draft).__name__}, and an mlx-lm model, a Drafter or None is "
-        "needed. To load one from a path use SpeculativeGenerator.from_pretrained."
-    )
 
 
 def _checked_length(length: int | None) -> int:
@@ -395,41 +319,3 @@ def _checked_length(length: int | None) -> int:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _plain(ids: Any) -> list[Any]:
-    """Return arrays of mlx and numpy as lists, and other iterables too."""
-    return list(ids.tolist()) if hasattr(ids, "tolist") else list(ids)
-
-
-def _check_width(width: int, highest_id: int) -> None:
-    """Refuse a draft that has no row for a token that it would be fed."""
-    if width <= highest_id:
-        raise InvalidRequestError(
-            f"The draft has {width} token ids, and the target's go up to {highest_id}. "
-            "Choose a draft that knows every token of the target."
-        )
-
-
-def _checked_lag(held: int | None, seen: int, start: int) -> int:
-    """Return how many known tokens the draft's caches hold, given their offset."""
-    if held is None or held == start + seen:
-        return seen
-    if start == 0 and held < seen:
-        return held
-    raise InvalidRequestError(
-        f"draft_cache holds {held} tokens and prompt_cache {start + seen}. Pass caches "
-        "that hold the same tokens or, with cached_tokens, a beginning of them."
-    )
-
-
-def _check_apart(target: list[Any], draft: list[Any]) -> None:
-    """Refuse caches that both lanes would write to."""
-    places = {id(leaf): place for place, leaf in leaves(target)}
-    for place, leaf in leaves(draft):
-        if id(leaf) in places:
-            raise InvalidRequestError(
-                f"Layer {place} of the draft's caches is the {type(leaf).__name__} of "
-                f"the target's layer {places[id(leaf)]}. Make the draft's own with "
-                "make_prompt_cache(draft_model)."
-            )

@@ -1,0 +1,86 @@
+"""From what a request says to the tokens that are known."""
+
+import operator
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+from mlx_speculation.caches import check_single, check_supported, position
+from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.errors import InvalidRequestError
+
+
+class Prompts:
+    """Encodes and checks the prompts for one target.
+
+    Args:
+        tokenizer: mlx-lm's wrapper.
+        highest_id: the largest token id that the target has a row for.
+    """
+
+    def __init__(self, tokenizer: Any, highest_id: int) -> None:
+        self._tokenizer = tokenizer
+        self._highest_id = highest_id
+
+    def sequence(
+        self,
+        prompt: str | SequenceOf[int],
+        prompt_cache: list[Any] | None,
+        cached_tokens: Iterable[int] | None,
+    ) -> tuple[Sequence, int]:
+        """Return the known tokens, and how many of them the caches hold."""
+        known = None if cached_tokens is None else self._checked_ids(cached_tokens)
+        tokens = self._encode(prompt)
+        if prompt_cache is None:
+            if known:
+                raise InvalidRequestError(
+                    f"cached_tokens names {len(known)} tokens, and prompt_cache is "
+                    "None. Pass the caches that hold them."
+                )
+            return Sequence(tokens), 0
+        check_supported(prompt_cache)
+        check_single(prompt_cache)
+        held = position(prompt_cache)
+        if known is None:
+            return Sequence(tokens, start=held or 0), 0
+        if held is not None and held != len(known):
+            raise InvalidRequestError(
+                f"prompt_cache holds {held} tokens and cached_tokens names "
+                f"{len(known)}. Pass the tokens that the caches were fed."
+            )
+        return Sequence(known + tokens), len(known)
+
+    def _encode(self, prompt: str | SequenceOf[int]) -> list[int]:
+        """Encode as mlx-lm does: no second beginning-of-text token."""
+        ids: Any = prompt
+        if isinstance(prompt, str):
+            bos = self._tokenizer.bos_token
+            special = bos is None or not prompt.startswith(bos)
+            ids = self._tokenizer.encode(prompt, add_special_tokens=special)
+        tokens = self._checked_ids(ids)
+        if not tokens:
+            raise InvalidRequestError(
+                "The prompt has 0 tokens, and at least 1 is needed. Pass some text."
+            )
+        return tokens
+
+    def _checked_ids(self, ids: Iterable[int]) -> list[int]:
+        """Return plain integers, all of which the target has a row for."""
+        try:
+            tokens = [operator.index(token) for token in _plain(ids)]
+        except TypeError as error:
+            raise InvalidRequestError(
+                f"Token ids are whole numbers in one dimension, and these are {ids!r}."
+            ) from error
+        wrong = next((t for t in tokens if not 0 <= t <= self._highest_id), None)
+        if wrong is not None:
+            raise InvalidRequestError(
+                f"There is a token id {wrong}, and the ids go from 0 to "
+                f"{self._highest_id}. Encode the text with the target's tokenizer."
+            )
+        return tokens
+
+
+def _plain(ids: Any) -> list[Any]:
+    """Return arrays of mlx and numpy as lists, and other iterables too."""
+    return list(ids.tolist()) if hasattr(ids, "tolist") else list(ids)
