@@ -23,11 +23,10 @@ from mlx_speculation.caches.snapshots import (
     Snapshot,
     held_bytes,
     merge,
-    restore,
-    snapshot,
     split,
 )
 from mlx_speculation.caches.speculation import Speculation
+from mlx_speculation.caches.taking import restore, snapshot
 
 __all__ = [
     "Journal",

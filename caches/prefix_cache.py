@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_speculation.caches.prefix_tree import Node, PrefixTree, Tokens
-from mlx_speculation.caches.snapshots import Snapshot, merge, snapshot, split
+from mlx_speculation.caches.snapshots import Snapshot, merge, split
+from mlx_speculation.caches.taking import snapshot
 from mlx_speculation.errors import InvalidRequestError
 
 Point = tuple[int, Snapshot]  # how many tokens, and the states after them
