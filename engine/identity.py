@@ -158,7 +158,7 @@ def weigh(
         difference: between the widths; see above.
     """
     index, expected, got = parting
-    scores = np.array(chooser.scores(row, rows))[0]
+    scores = np.array(chooser.scores(chooser.processed(row, rows), rows))[0]
     allowed = 2 * difference / (chooser.sampling.temperature or 1.0) + _ulp(row)
     margin = edge = np.inf
     if expected is not None and got is not None and max(expected, got) < len(scores):

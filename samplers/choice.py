@@ -59,21 +59,26 @@ class Chooser:
         Returns:
             uint32 [rows].
         """
-        return mx.argmax(self.scores(logits, rows), axis=-1)
+        return mx.argmax(self.scores(self.processed(logits, rows), rows), axis=-1)
 
-    def scores(self, logits: mx.array, rows: Rows) -> mx.array:
-        """Return what the choice maximizes, [rows, ids]; float32 unless greedy."""
+    def scores(self, processed: mx.array, rows: Rows) -> mx.array:
+        """Return what the choice maximizes, [rows, ids]; float32 unless greedy.
+
+        Args:
+            processed: what `processed` returned for these rows.
+            rows: what precedes each row.
+        """
         if self.sampling.greedy:
-            return self._existing(logits)
-        log_probs = self.log_probs(logits)
+            return processed
+        log_probs = self.log_probs(processed)
         noise = self._noise.rows(rows.positions)
         if noise.shape[-1] > log_probs.shape[-1]:
             noise = noise[:, : log_probs.shape[-1]]
         return log_probs + noise
 
-    def log_probs(self, logits: mx.array) -> mx.array:
+    def log_probs(self, processed: mx.array) -> mx.array:
         """Return the filtered, tempered log-probabilities, float32, unnormalized."""
-        logits = self._existing(logits).astype(mx.float32)
+        logits = processed.astype(mx.float32)
         if self.sampling.filters:  # they compare with probabilities
             logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
             logits = apply_filters(logits, self.sampling)
@@ -81,10 +86,20 @@ class Chooser:
             return logits
         return logits * (1 / self.sampling.temperature)
 
-    def _existing(self, logits: mx.array) -> mx.array:
+    def processed(self, logits: mx.array, rows: Rows) -> mx.array:
+        """Return logits as the request has them: ids that may not come are -inf.
+
+        Args:
+            logits: [rows, vocab].
+            rows: what precedes each row.
+
+        Returns:
+            [rows, ids], `limit` of them, or fewer where the logits have fewer.
+        """
         if logits.shape[-1] > self._limit:
             logits = logits[:, : self._limit]
-        if self._exists is None:
-            return logits
-        nothing = mx.array(-mx.inf, logits.dtype)
-        return mx.where(self._exists[: logits.shape[-1]], logits, nothing)
+        for mask in (self._exists, rows.allowed):
+            if mask is not None:
+                nothing = mx.array(-mx.inf, logits.dtype)
+                logits = mx.where(mask[..., : logits.shape[-1]], logits, nothing)
+        return logits

@@ -25,12 +25,14 @@ class Rows:
         count: how many rows, from 1 to all prefixes that are not empty, and with
             `start` above 0 the empty one too.
         start: how many tokens precede the known ones that nobody named.
+        allowed: bool [count, ids], which ids each row may choose; None: all.
     """
 
     known: Sequence[int]
     ahead: mx.array | None = None
     count: int = 1
     start: int = 0
+    allowed: mx.array | None = None
 
     @property
     def lead(self) -> int:
