@@ -4,12 +4,18 @@ A round with k drafts: the drafter proposes, the target runs once over what it h
 not seen and the drafts, the chooser turns its last k + 1 rows into the target's own
 choices, one evaluation brings them back, a prefix is committed. A round with k = 0 is
 an ordinary decoding step and is pipelined as in mlx-lm: the next step is submitted
-before the last token is read.
+before the last token is read. So it is after an empty draft, and where a draft is
+found while a step is on its way, the forward over the draft is submitted behind it:
 
     tokens t_0..t_n, the lane has seen t_0..t_{n-1}, k = 3
     fed       t_n  d_1  d_2  d_3
     choices   c_1  c_2  c_3  c_4        accepted = 2 when c_1 = d_1, c_2 = d_2
     emitted   c_1  c_2  c_3             the lane keeps t_n d_1 d_2
+
+    behind a step, which was fed t_n and chooses c_1; d_1 is left out
+    fed       c_1  d_2  d_3
+    choices   c_2  c_3  c_4             accepted = 1 when c_2 = d_2
+    emitted   c_1  c_2  c_3             the lane keeps c_1 d_2
 
 The engine knows nothing about text: a `Cut` says where the emitted tokens end.
 """
@@ -102,9 +108,9 @@ def _checked(draft: Draft, limit: int, ids: int) -> Draft:
     Which ids a drafter proposes cannot change the text, but an id without a row in
     the target's embedding would be read from outside of it.
     """
-    if not 1 <= draft.length <= limit:
+    if draft.length > limit:
         raise InvalidRequestError(
-            f"The drafter proposed {draft.length} tokens, and from 1 to {limit} were "
+            f"The drafter proposed {draft.length} tokens, and at most {limit} were "
             "asked for. Mend its propose()."
         )
     return Draft(mx.clip(draft.tokens, 0, ids - 1).astype(mx.uint32))
@@ -170,17 +176,27 @@ class Decoder:
             Exception: whatever the model, the drafter or the cut raised. Caches and
                 statistics are then as before the round.
         """
-        length = min(self._draft_length, budget - 1)
-        if self._drafter is None or length == 0 or self._in_flight is not None:
+        drafter, step = self._drafter, self._in_flight
+        ahead = 0 if step is None else 1  # emitted too, and not known yet
+        length = min(self._draft_length, budget - 1 - ahead)
+        if drafter is None or length <= 0:
             return self._plain_round(cut)
-        known = len(self._sequence.tokens)
+        known, seen = len(self._sequence.tokens), self._target.seen
         try:
-            return self._drafted_round(self._drafter, length, cut)
-        except BaseException:
-            self._drafter.discard()
-            if self._target.seen < known:  # else the round had been committed
+            draft = self._propose(drafter, ahead + length)
+            if draft.length > ahead:
+                return self._drafted_round(drafter, draft, cut)
+            drafter.discard()
+        except BaseException as error:
+            drafter.discard()
+            if self._target.seen == seen:  # else the round had been committed
                 del self._sequence.tokens[known:]
+                self._in_flight = step
+                if step is not None and isinstance(error, NonFiniteLogitsError):
+                    step.lane_round.rollback()
+                    self._in_flight = None
             raise
+        return self._plain_round(cut)
 
     def hold_all(self) -> None:
         """Let the target's caches hold every known token, the last one included.
@@ -227,47 +243,71 @@ class Decoder:
         self.statistics.verify_seconds += time.perf_counter() - started
         return cut.reason
 
+    def _propose(self, drafter: Drafter, limit: int) -> Draft:
+        started = time.perf_counter()
+        draft = drafter.propose(self._sequence, limit, self._chooser.choose)
+        if draft.length:
+            draft = _checked(draft, limit, self._chooser.limit)
+            mx.async_eval(draft.tokens)  # runs while the target's graph is built
+        self.statistics.draft_seconds += time.perf_counter() - started
+        return draft
+
     def _drafted_round(
-        self, drafter: Drafter, length: int, make_cut: MakeCut
+        self, drafter: Drafter, draft: Draft, make_cut: MakeCut
     ) -> str | None:
         started = time.perf_counter()
-        draft = drafter.propose(self._sequence, length, self._chooser.choose)
-        draft = _checked(draft, length, self._chooser.limit)
-        mx.async_eval(draft.tokens)  # runs while the target's graph is built
-        drafted = time.perf_counter()
-        unseen = self._sequence.tokens[self._target.seen :]
+        step, drafted = self._in_flight, draft.tokens
+        if step is None:
+            fed = mx.array(self._sequence.tokens[self._target.seen :], mx.uint32)
+        else:  # its token is not known yet, and stands in the draft's first place
+            fed, drafted = step.choices, drafted[1:]
         with self._target.begin() as lane_round:
-            submitted = self._submit_verify(lane_round, unseen, draft)
+            submitted = self._submit_verify(lane_round, fed, drafted, step)
+            first = [] if step is None else read(step).emitted
             verdict = read(submitted)
             verified = time.perf_counter()
-            cut = make_cut(verdict.emitted)
-            emitted = verdict.emitted[: cut.keep]
-            accepted = min(verdict.accepted, cut.keep)
-            lane_round.prepare(len(unseen) + accepted)
-            drafter.settle(accepted)
+            cut = make_cut(first + verdict.emitted)
+            emitted = (first + verdict.emitted)[: cut.keep]
+            accepted = min(verdict.accepted, cut.keep - len(first))
+            lane_round.prepare(len(fed) + accepted)
+            right = not first or first == draft.tokens[:1].tolist()  # no more waiting
+            drafter.settle(len(first) + accepted if right else 0)
             # Before the commit, so that what the caches hold always has its name.
             self._sequence.tokens += emitted
-            lane_round.commit(len(unseen) + accepted)
-        all_held = accepted == cut.keep
+            self._in_flight = None
+            lane_round.commit(len(fed) + accepted)
+        all_held = len(first) + accepted == cut.keep
         self._next_token = verdict.choices[accepted] if all_held else None
-        statistics = self.statistics
-        statistics.count(
-            drafted=draft.length, accepted=verdict.accepted, emitted=len(emitted)
-        )
-        statistics.reruns = self._target.reruns
-        statistics.draft_seconds += drafted - started
-        statistics.verify_seconds += verified - drafted
-        statistics.host_seconds += time.perf_counter() - verified
+        self._count(len(first), len(drafted), verdict.accepted, cut.keep)
+        self.statistics.verify_seconds += verified - started
+        self.statistics.host_seconds += time.perf_counter() - verified
         return cut.reason
 
+    def _count(self, first: int, drafted: int, accepted: int, emitted: int) -> None:
+        """Count a step's token that came first, if any, and the round behind it."""
+        statistics = self.statistics
+        if first:
+            statistics.count(drafted=0, accepted=0, emitted=1)
+        if emitted > first:
+            statistics.count(
+                drafted=drafted, accepted=accepted, emitted=emitted - first
+            )
+        statistics.reruns = self._target.reruns
+
     def _submit_verify(
-        self, lane_round: LaneRound, unseen: list[int], draft: Draft
+        self,
+        lane_round: LaneRound,
+        fed: mx.array,
+        drafted: mx.array,
+        step: Submitted | None,
     ) -> Submitted:
-        inputs = mx.concatenate([mx.array(unseen, dtype=mx.uint32), draft.tokens])
-        logits = lane_round.forward(inputs)[-1 - draft.length :]
-        rows = self._sequence.rows(draft.tokens, draft.length + 1)
+        """Submit a forward over the fed tokens, or a step's choice, and the draft."""
+        logits = lane_round.forward(mx.concatenate([fed, drafted]))
+        logits = logits[-1 - len(drafted) :]
+        ahead = drafted if step is None else mx.concatenate([fed, drafted])
+        rows = self._sequence.rows(ahead, len(drafted) + 1)
         choices = self._chooser.choose(logits, rows)
-        accepted = count_accepted(draft.tokens, choices)
+        accepted = count_accepted(drafted, choices)
         submitted = Submitted(lane_round, choices, normalizers(logits), accepted)
         mx.async_eval(choices, submitted.normalizers, accepted)
         return submitted

@@ -30,8 +30,8 @@ class Drafter(Protocol):
     """Proposes tokens for one open stream at a time.
 
     `begin` comes first. The calls of a round are `propose`, then `settle` or
-    `discard`. Rounds without a draft make no call, so a drafter finds its place from
-    the sequence.
+    `discard`, also when nothing was proposed. Rounds in which no draft is wanted make
+    no call, so a drafter finds its place from the sequence.
     """
 
     def begin(self, sequence: Sequence) -> None:
@@ -39,7 +39,7 @@ class Drafter(Protocol):
         ...
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
-        """Propose from 1 to `limit` tokens that follow the sequence.
+        """Propose at most `limit` tokens that follow the sequence; none is an answer.
 
         `choose` holds the request's filters and noise; a drafter draws nothing
         itself. Committed state stays as it was until `settle`.

@@ -278,7 +278,7 @@ def test_drafts_of_a_wrong_length_are_refused(model: nn.Module) -> None:
 
     drafter = Eager([], right=0.0)
     generator = SpeculativeGenerator(model, byte_tokenizer(), draft=drafter)
-    with pytest.raises(InvalidRequestError, match="proposed 5 tokens, and from 1 to 4"):
+    with pytest.raises(InvalidRequestError, match="proposed 5 tokens, and at most 4"):
         generator.generate([1, 2])
     assert drafter.calls[-1] == "discard"
 

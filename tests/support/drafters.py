@@ -16,7 +16,8 @@ class ScriptedDrafter:
         right: the share of proposed tokens that are left as they are.
         vocab: the number of token ids.
         seed: decides which ones are changed, and how many are proposed.
-        ragged: propose from 1 to `limit` tokens instead of always `limit`.
+        ragged: propose from `least` to `limit` tokens instead of always `limit`.
+        least: the smallest number of them; 0 is an empty draft.
     """
 
     def __init__(
@@ -26,12 +27,14 @@ class ScriptedDrafter:
         vocab: int = 256,
         seed: int = 0,
         ragged: bool = False,
+        least: int = 1,
     ) -> None:
         self._text = text
         self._right = right
         self._vocab = vocab
         self._random = random.Random(seed)
         self._ragged = ragged
+        self._least = least
         self.calls: list[str] = []
 
     def begin(self, sequence: Sequence) -> None:
@@ -41,7 +44,7 @@ class ScriptedDrafter:
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
         """Propose what follows the sequence in the known text."""
         self.calls.append("propose")
-        length = self._random.randint(1, limit) if self._ragged else limit
+        length = self._random.randint(self._least, limit) if self._ragged else limit
         start = len(sequence.tokens)
         known = (self._text[start : start + length] + [0] * length)[:length]
         return Draft(mx.array([self._said(token) for token in known], dtype=mx.int32))
