@@ -5,7 +5,25 @@ It knows arrays. It does not know models, caches or text.
 
 from mlx_speculation.samplers.acceptance import count_accepted, normalizers
 from mlx_speculation.samplers.choice import Chooser
+from mlx_speculation.samplers.constrained import Constrained
+from mlx_speculation.samplers.constraints import (
+    Constraint,
+    ConstraintState,
+    TokenAutomaton,
+    allowed_tokens,
+)
 from mlx_speculation.samplers.rows import Rows
 from mlx_speculation.samplers.sampling import Sampling
 
-__all__ = ["Chooser", "Rows", "Sampling", "count_accepted", "normalizers"]
+__all__ = [
+    "Chooser",
+    "Constrained",
+    "Constraint",
+    "ConstraintState",
+    "Rows",
+    "Sampling",
+    "TokenAutomaton",
+    "allowed_tokens",
+    "count_accepted",
+    "normalizers",
+]

@@ -50,6 +50,8 @@ def test_the_drawing_in_the_docstring_is_the_tree() -> None:
         (errors.ModelFolderError, ValueError),
         (errors.CacheFileError, ValueError),
         (errors.NonFiniteLogitsError, ArithmeticError),
+        (errors.ConstraintError, ValueError),
+        (errors.MissingLibraryError, ImportError),
         (errors.DemoModelsMissingError, FileNotFoundError),
         (errors.BlasError, RuntimeError),
     ],

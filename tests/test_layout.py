@@ -111,8 +111,10 @@ def test_the_public_names_are_pinned() -> None:
     assert mlx_speculation.__all__ == [
         "BlasError",
         "CacheFileError",
+        "ConstraintError",
         "DemoModelsMissingError",
         "InvalidRequestError",
+        "MissingLibraryError",
         "ModelFolderError",
         "NonFiniteLogitsError",
         "PrefixCache",

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING
 from mlx_speculation.errors import (
     BlasError,
     CacheFileError,
+    ConstraintError,
     DemoModelsMissingError,
     InvalidRequestError,
+    MissingLibraryError,
     ModelFolderError,
     NonFiniteLogitsError,
     SpeculationClosedError,
@@ -41,8 +43,10 @@ __version__ = version("mlx-speculation")
 __all__ = [
     "BlasError",
     "CacheFileError",
+    "ConstraintError",
     "DemoModelsMissingError",
     "InvalidRequestError",
+    "MissingLibraryError",
     "ModelFolderError",
     "NonFiniteLogitsError",
     "PrefixCache",

@@ -9,6 +9,8 @@ SpeculationError(Exception)
 ├── ModelFolderError(ValueError)
 ├── CacheFileError(ValueError)
 ├── NonFiniteLogitsError(ArithmeticError)
+├── ConstraintError(ValueError)
+├── MissingLibraryError(ImportError)
 ├── DemoModelsMissingError(FileNotFoundError)
 └── BlasError(RuntimeError)
 ```
@@ -65,6 +67,14 @@ class NonFiniteLogitsError(SpeculationError, ArithmeticError):
 
     These are NaN anywhere, plus infinity, or minus infinity for every token.
     """
+
+
+class ConstraintError(SpeculationError, ValueError):
+    """Raised when a constraint allows nothing, or not the token that it was given."""
+
+
+class MissingLibraryError(SpeculationError, ImportError):
+    """Raised when an optional library is needed that is not installed."""
 
 
 class DemoModelsMissingError(SpeculationError, FileNotFoundError):

@@ -1,0 +1,205 @@
+"""One generation under a constraint: masks for rows of logits, and commits.
+
+Places are reached by paths, token ids that follow the committed text. A path has one
+place, computed once in a round whoever asks: the draft, the verify rows, the commit. A
+tree of drafts has a path for each of its nodes.
+
+    committed text ends in place s, drafted d_1 d_2 d_3, d_3 not allowed after d_2
+    row 0   allowed in s                     row 2   allowed after d_1 d_2
+    row 1   allowed after d_1                row 3   any id: d_3 is never accepted
+
+A text is over in one of two ways. End-of-text ids are allowed exactly where the text
+may end. Where it may end and nothing else is allowed, it is complete: it ends there
+with its last token, and no end-of-text id is asked for.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_speculation.errors import ConstraintError
+from mlx_speculation.samplers.constraints import Constraint, ConstraintState
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place in the text.
+
+    Attributes:
+        state: stands there; it is forked, never advanced.
+        mask: the ids that may come next, bool [ids], end-of-text ids included.
+        may_end: whether the text may end here.
+        goes_on: whether anything but the end may come next.
+    """
+
+    state: ConstraintState
+    mask: NDArray[np.bool_]
+    may_end: bool
+    goes_on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """How far a round's emitted tokens go under the constraint.
+
+    Attributes:
+        keep: how many of them stay.
+        complete: whether the text ends with the last one that stays.
+    """
+
+    keep: int
+    complete: bool
+
+
+class Constrained:
+    """The text of one generation under its constraint.
+
+    Args:
+        constraint: what the text has to follow.
+        usable: the ids that can be chosen at all, bool [ids].
+        ends: end-of-text ids. They are no part of the text.
+    """
+
+    def __init__(
+        self,
+        constraint: Constraint,
+        *,
+        usable: NDArray[np.bool_],
+        ends: Collection[int],
+    ) -> None:
+        self._usable = usable
+        self._ends = frozenset(ends)
+        self._end_ids = [token for token in self._ends if 0 <= token < len(usable)]
+        self._count = 0
+        self._committed = self._look(constraint.begin())
+        self._places: dict[tuple[int, ...], Place | None] = {(): self._committed}
+
+    @property
+    def complete(self) -> bool:
+        """Whether the committed text can only end."""
+        return self._committed.may_end and not self._committed.goes_on
+
+    def check(self) -> None:
+        """Refuse to go on from a committed text that can neither go on nor end.
+
+        Raises:
+            ConstraintError: it can do neither.
+        """
+        if not (self._committed.goes_on or self._committed.may_end):
+            raise ConstraintError(
+                f"After {self._count} tokens under the constraint it allows none of "
+                f"the {int(self._usable.sum())} ids that can be chosen, and the text "
+                "may not end there. Loosen the constraint, or use a tokenizer that "
+                "can write what it asks for."
+            )
+
+    def place(self, path: Sequence[int]) -> Place | None:
+        """Return the place after these tokens.
+
+        None where one of them is not allowed, or ends the text.
+        """
+        key = tuple(path)
+        if key not in self._places:
+            self._places[key] = self._step(self.place(key[:-1]), key[-1])
+        return self._places[key]
+
+    def masks(self, ahead: Sequence[int], count: int, width: int) -> mx.array:
+        """Return the masks of rows that follow the last `count` prefixes of `ahead`.
+
+        A row allows every id where nothing can be emitted from it: after tokens that
+        the constraint does not allow, which are not accepted; and where nothing, or
+        nothing below `width`, may come next, since `follow` has cut before it.
+
+        Args:
+            ahead: token ids after the committed text, drafted or chosen.
+            count: how many rows, from 1 to `len(ahead) + 1`.
+            width: the number of columns. Those without an id are not allowed.
+
+        Returns:
+            bool [count, width].
+        """
+        masks = np.zeros((count, width), dtype=np.bool_)
+        shortest = len(ahead) + 1 - count
+        for row, length in enumerate(range(shortest, len(ahead) + 1)):
+            place = self.place(ahead[:length])
+            if place is not None:
+                mask = place.mask[:width]
+                masks[row, : len(mask)] = mask
+            if not masks[row].any():
+                masks[row] = True
+        return mx.array(masks)
+
+    def follow(self, emitted: Sequence[int]) -> Followed:
+        """Return how many of a round's tokens stay, given what may follow each.
+
+        They end after the first that nothing may follow. The text stays as it was.
+
+        Raises:
+            ConstraintError: a token is not allowed.
+        """
+        for index, token in enumerate(emitted):
+            if token in self._ends:
+                return Followed(index + 1, complete=False)
+            place = self._known(emitted[: index + 1])
+            if not place.goes_on:
+                return Followed(index + 1, complete=place.may_end)
+        return Followed(len(emitted), complete=False)
+
+    def commit(self, emitted: Sequence[int]) -> None:
+        """Let the text go on by these tokens; an end-of-text id may be the last.
+
+        Raises:
+            ConstraintError: a token is not allowed; the text stays as it was.
+        """
+        text = emitted[:-1] if emitted and emitted[-1] in self._ends else emitted
+        self._committed = self._known(text)
+        self._places = {(): self._committed}
+        self._count += len(text)
+
+    def _known(self, path: Sequence[int]) -> Place:
+        place = self.place(path)
+        if place is None:
+            raise ConstraintError(
+                f"The tokens {list(path)} were chosen after {self._count} tokens under "
+                "the constraint, and it does not allow them. Choose from the masks."
+            )
+        return place
+
+    def _step(self, place: Place | None, token: int) -> Place | None:
+        if place is None or token in self._ends:
+            return None
+        if not 0 <= token < len(place.mask) or not place.mask[token]:
+            return None
+        state = place.state.fork()
+        state.advance(token)
+        return self._look(state)
+
+    def _look(self, state: ConstraintState) -> Place:
+        """Return a state's place; of the ids that it allows, those that are usable."""
+        mask = np.zeros_like(self._usable)
+        allowed = _checked(state.allowed())[: len(mask)]
+        mask[: len(allowed)] = allowed
+        mask &= self._usable
+        mask[self._end_ids] = False
+        goes_on, may_end = bool(mask.any()), state.may_end
+        if may_end:
+            mask[self._end_ids] = self._usable[self._end_ids]
+        return Place(state, mask, may_end, goes_on)
+
+
+def _checked(allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Refuse ids or packed bits in place of one truth value for each id."""
+    if allowed.dtype != np.bool_ or allowed.ndim != 1:
+        raise ConstraintError(
+            f"allowed() returned {allowed.dtype}{list(allowed.shape)}, and bool [ids] "
+            "is needed: one value for each token id. Mend the constraint."
+        )
+    return allowed
+
+
+def mask_logits(logits: mx.array, masks: mx.array) -> mx.array:
+    """Return the logits [rows, vocab] with minus infinity where a mask says no."""
+    return mx.where(masks, logits, mx.array(-mx.inf, logits.dtype))
