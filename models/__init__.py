@@ -3,6 +3,7 @@
 It knows mlx-lm's models and tokenizers. It does not know how tokens are chosen.
 """
 
+from mlx_speculation.models.grammars import json_schema, lark, regex
 from mlx_speculation.models.lane import Lane, LaneRound, Sliding
 from mlx_speculation.models.loading import check_model_folder, load
 from mlx_speculation.models.pairing import (
@@ -26,9 +27,12 @@ __all__ = [
     "check_causal",
     "check_model_folder",
     "check_same_ids",
+    "json_schema",
+    "lark",
     "load",
     "logit_width",
     "mlx_lm_speed",
+    "regex",
     "wired",
     "wrapped",
 ]

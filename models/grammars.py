@@ -1,0 +1,261 @@
+"""JSON schemas, regular expressions and grammars as constraints, by llguidance.
+
+llguidance was chosen over two other libraries that compute masks: it has no
+dependencies (xgrammar needs torch), takes recursive grammars (outlines-core takes
+regular expressions only), copies a matcher in about a microsecond, whatever the length
+of the text, and reads the tokenizers of transformers. It is optional: the extra
+`grammar` installs it. Its wheels are for macOS and Linux, x86-64 and arm64, and serve
+every Python from 3.9 on.
+
+A token is what it adds to the text, so any split of the text into tokens is allowed.
+End-of-text ids are never allowed here: who asks puts them where the text may end.
+"""
+
+import json
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from numpy.typing import NDArray
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from mlx_speculation.errors import (
+    ConstraintError,
+    InvalidRequestError,
+    MissingLibraryError,
+)
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+END = "<|end of constrained text|>"
+COMPACT = {"whitespace_flexible": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a tokenizer's ids stand for, in the library's form.
+
+    Attributes:
+        tokens: the tokenizer's, and one that stands for the end of a text.
+        end: the id of that one, the largest.
+    """
+
+    tokens: "LLTokenizer"
+    end: int
+
+
+# Reading a tokenizer takes up to a second. It is read again after tokens were added.
+_READ: WeakKeyDictionary[PreTrainedTokenizerFast, Vocabulary] = WeakKeyDictionary()
+
+
+class Grammar:
+    """A grammar over the text of one tokenizer; a `Constraint`.
+
+    Args:
+        text: the grammar, in the library's own form.
+        tokenizer: a fast tokenizer of transformers, or mlx-lm's wrapper of one.
+
+    Raises:
+        InvalidRequestError: the grammar or the tokenizer cannot be used.
+        MissingLibraryError: llguidance is not installed.
+    """
+
+    def __init__(self, text: str, tokenizer: Any) -> None:
+        library = _library()
+        self._vocabulary = _vocabulary(tokenizer)
+        limits = library.LLParserLimits(verbose_errors=False)
+        self._matcher = library.LLMatcher(
+            self._vocabulary.tokens, text, log_level=0, limits=limits
+        )
+        if self._matcher.is_error():
+            raise InvalidRequestError(
+                f"The grammar cannot be used: {_reason(self._matcher)}. It is: "
+                f"{_shortened(text)}"
+            )
+        if warnings := self._matcher.get_grammar_warnings():
+            raise InvalidRequestError(
+                "A part of the grammar would not be enforced: "
+                f"{'; '.join(warnings)}. Leave it out, and check it afterwards."
+            )
+
+    def begin(self) -> "GrammarState":
+        """Return a state before the first generated token."""
+        return GrammarState(self._matcher.deep_copy(), self._vocabulary.end)
+
+
+class GrammarState:
+    """A place in the text of a `Grammar`; see `ConstraintState`."""
+
+    def __init__(self, matcher: "LLMatcher", end: int) -> None:
+        self._matcher, self._end = matcher, end
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Return which token ids may come next, bool [ids of the tokenizer].
+
+        Raises:
+            ConstraintError: a limit of the library was hit; the grammar is too complex.
+        """
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():  # the mask then allows the end alone
+            raise ConstraintError(
+                f"The grammar failed here: {_reason(self._matcher)}. Simplify it."
+            )
+        # [ids], without the library's own end
+        return np.unpackbits(bits, count=self._end, bitorder="little").view(np.bool_)
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the text may end here."""
+        return self._matcher.is_accepting()
+
+    def advance(self, token: int) -> None:
+        """Go on by one token; see `ConstraintState`."""
+        if not 0 <= token < self._end:
+            raise ConstraintError(
+                f"Token {token} is not allowed here: the tokenizer's ids go from 0 to "
+                f"{self._end - 1}. Take one that allowed() names."
+            )
+        following = self._matcher.deep_copy()  # a failure would be for good
+        if not following.consume_token(token):
+            raise ConstraintError(
+                f"Token {token} is not allowed here: {_reason(following)}. Take one "
+                "that allowed() names."
+            )
+        self._matcher = following
+
+    def fork(self) -> "GrammarState":
+        """Return a state at the same place."""
+        # Sharing is enough: advance replaces the matcher and never changes it.
+        return GrammarState(self._matcher, self._end)
+
+
+def json_schema(
+    schema: Mapping[str, Any] | bool | str, tokenizer: Any, *, compact: bool = False
+) -> Grammar:
+    """Allow the JSON texts that fit a schema.
+
+        json_schema({"type": "object", "properties": {"age": {"type": "integer"}},
+                     "required": ["age"], "additionalProperties": False}, tokenizer)
+
+    Properties come in the order of the schema, and no whitespace before or after. A
+    keyword that would not be enforced is refused.
+
+    Args:
+        schema: a JSON schema, as a mapping, True for any JSON, or as text.
+        tokenizer: a fast tokenizer of transformers, or mlx-lm's wrapper of one.
+        compact: allow no whitespace outside of strings. Otherwise any amount of it is
+            allowed, and a small model may never come to an end.
+
+    Raises:
+        InvalidRequestError: the schema or the tokenizer cannot be used.
+        MissingLibraryError: llguidance is not installed.
+    """
+    library = _library()
+    try:
+        plain = json.loads(schema) if isinstance(schema, str) else schema
+        text = json.dumps(plain if isinstance(plain, bool) else dict(plain))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(
+            f"The schema is not JSON: {error}. It is: {_shortened(repr(schema))}"
+        ) from error
+    grammar = library.LLMatcher.grammar_from_json_schema(
+        text, overrides=COMPACT if compact else None
+    )
+    return Grammar(grammar, tokenizer)
+
+
+def regex(pattern: str, tokenizer: Any) -> Grammar:
+    r"""Allow the texts that match a regular expression as a whole.
+
+        regex(r"(yes|no)( [0-9]{1,3})?", tokenizer)
+
+    Args:
+        pattern: in the syntax of Rust's regex crate, without anchors and look-around.
+        tokenizer: a fast tokenizer of transformers, or mlx-lm's wrapper of one.
+
+    Raises:
+        InvalidRequestError: the pattern or the tokenizer cannot be used.
+        MissingLibraryError: llguidance is not installed.
+    """
+    return Grammar(_library().LLMatcher.grammar_from_regex(pattern), tokenizer)
+
+
+def lark(grammar: str, tokenizer: Any) -> Grammar:
+    r"""Allow the texts of a context-free grammar; its rule `start` is the whole text.
+
+        lark('start: "(" start ")" | /[0-9]+/', tokenizer)
+
+    Args:
+        grammar: in llguidance's variant of the Lark syntax.
+        tokenizer: a fast tokenizer of transformers, or mlx-lm's wrapper of one.
+
+    Raises:
+        InvalidRequestError: the grammar or the tokenizer cannot be used.
+        MissingLibraryError: llguidance is not installed.
+    """
+    return Grammar(_library().LLMatcher.grammar_from_lark(grammar), tokenizer)
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise MissingLibraryError(
+            "Grammars need llguidance, which is not installed. Install it with: "
+            "pip install 'mlx-speculation[grammar]'"
+        ) from error
+    return llguidance
+
+
+def _vocabulary(tokenizer: Any) -> Vocabulary:
+    """Return what the library needs of a tokenizer, read at most once."""
+    fast = tokenizer
+    if isinstance(tokenizer, TokenizerWrapper):
+        fast = tokenizer._tokenizer
+    if not isinstance(fast, PreTrainedTokenizerFast):
+        raise InvalidRequestError(
+            f"The tokenizer is a {type(fast).__name__}, and a fast one of transformers "
+            "(PreTrainedTokenizerFast) is needed for grammars."
+        )
+    known = _READ.get(fast)
+    if known is None or known.end != fast.backend_tokenizer.get_vocab_size():
+        known = _READ[fast] = _read(fast)
+    return known
+
+
+def _read(fast: PreTrainedTokenizerFast) -> Vocabulary:
+    library, backend = _library(), copy(fast.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    ids = set(backend.get_vocab(with_added_tokens=True).values())
+    # An end of its own: the tokenizer's may be any id, or none, and requests differ.
+    backend.add_special_tokens([AddedToken(END, special=True, normalized=False)])
+    end = backend.token_to_id(END)
+    assert end is not None
+    if ids != set(range(end)):
+        raise InvalidRequestError(
+            f"The tokenizer has {len(ids)} ids and the largest is {max(ids)}. Grammars "
+            "need ids without gaps from 0 on."
+        )
+    try:
+        return Vocabulary(library.LLTokenizer(backend.to_str(), eos_token=end), end)
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"llguidance cannot read the tokenizer: {error}. Use one whose decoder is "
+            "byte-level or has a byte fallback."
+        ) from error
+
+
+def _reason(matcher: "LLMatcher") -> str:
+    """Return why a matcher failed, without what the library says of itself."""
+    return matcher.get_error().removesuffix("<non-verbose/>").strip()
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}..."
