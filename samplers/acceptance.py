@@ -20,14 +20,14 @@ def count_accepted(drafted: mx.array, choices: mx.array) -> mx.array:
     emitted is always `choices[: accepted + 1]`, so the draft cannot change the text.
 
     Args:
-        drafted: uint32 [k].
-        choices: uint32 [k + 1], the target's choice after each row.
+        drafted: uint32 [..., k].
+        choices: uint32 [..., k + 1], the target's choice after each row.
 
     Returns:
-        int32 [], from 0 to k.
+        int32 [...], from 0 to k.
     """
-    agree = (drafted == choices[:-1]).astype(mx.int32)
-    return mx.cumprod(agree).sum().astype(mx.int32)
+    agree = (drafted == choices[..., :-1]).astype(mx.int32)
+    return mx.cumprod(agree, axis=-1).sum(axis=-1).astype(mx.int32)
 
 
 def normalizers(logits: mx.array) -> mx.array:
