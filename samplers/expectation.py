@@ -1,0 +1,74 @@
+"""How much acceptance the laws of draft and target promise, in closed form.
+
+For a benchmark that prints expected beside observed values. For keyed choice and
+token-wise rejection, sum over all draft positions that were reached (all drafts before
+were accepted): the sum of these values and the number accepted have the same mean.
+For block verification, whose coins look at all prefixes, sum over rounds.
+"""
+
+import mlx.core as mx
+
+from mlx_speculation.samplers.block import reach_probs
+
+
+def keyed_agreement(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
+    """Return the probability that both choose token x with the same Gumbel noise.
+
+    1 / sum over y of max(p_y / p_x, q_y / q_x). With the tokens sorted by p / q the
+    maximum changes sides once, so two running sums do: O(vocab log vocab).
+
+    Args:
+        target_probs: [..., vocab].
+        draft_probs: [..., vocab].
+
+    Returns:
+        [..., vocab]; its sum is the acceptance of keyed choice.
+    """
+    both = (target_probs > 0) & (draft_probs > 0)
+    target = mx.where(target_probs > 0, target_probs, 1)
+    draft = mx.where(draft_probs > 0, draft_probs, 1)
+    only_target = mx.where(target_probs > 0, mx.inf, 0).astype(target.dtype)
+    ratio = mx.where(draft_probs > 0, target_probs / draft, only_target)
+    order = mx.argsort(ratio, axis=-1)
+    rank = mx.argsort(order, axis=-1)
+    above = mx.cumsum(
+        mx.take_along_axis(target_probs, order, axis=-1), axis=-1, reverse=True
+    )
+    below = mx.cumsum(
+        mx.take_along_axis(draft_probs, order, axis=-1), axis=-1, inclusive=False
+    )
+    total = mx.take_along_axis(above, rank, axis=-1) / target
+    total = total + mx.take_along_axis(below, rank, axis=-1) / draft
+    return mx.where(both, 1 / mx.where(both, total, 1), 0)
+
+
+def keyed_acceptance(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
+    """Return the acceptance of keyed choice: [..., vocab] twice to [...]."""
+    return keyed_agreement(target_probs, draft_probs).sum(axis=-1)
+
+
+def tokenwise_acceptance(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
+    """Return the acceptance of token-wise rejection: [..., vocab] twice to [...].
+
+    The sum over tokens of min(p, q); one less the total variation distance.
+    """
+    return mx.minimum(target_probs, draft_probs).sum(axis=-1)
+
+
+def block_accepted(
+    target_probs: mx.array, draft_probs: mx.array | None, drafted: mx.array
+) -> mx.array:
+    """Return how many tokens block verification accepts in a round, on average.
+
+    The sum of p_1 to p_k along the drafted tokens. The mean over rounds is that of the
+    accepted count; a single round's value is not its mean given the drafted tokens.
+
+    Args:
+        target_probs: [..., k + 1, vocab].
+        draft_probs: [..., k, vocab], or None for tokens chosen without chance.
+        drafted: integer [..., k].
+
+    Returns:
+        [...].
+    """
+    return reach_probs(target_probs, draft_probs, drafted)[..., 1:].sum(axis=-1)

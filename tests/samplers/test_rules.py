@@ -1,0 +1,443 @@
+"""Acceptance rules beside their law: coins, edges, shapes, batches, laziness."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.samplers import block, rejection
+from mlx_speculation.samplers.expectation import (
+    block_accepted,
+    keyed_acceptance,
+    keyed_agreement,
+    tokenwise_acceptance,
+)
+from mlx_speculation.samplers.laws import Verdict, draw, residual
+from support.law_pairs import KINDS
+
+Array = NDArray[np.float64]
+RULES = pytest.mark.parametrize("rule", [rejection, block], ids=["token-wise", "block"])
+BELOW_1 = {mx.float32: 1 - 2.0**-24, mx.float64: 1 - 2.0**-53}
+DTYPES = pytest.mark.parametrize("dtype", BELOW_1, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu() -> object:
+    with mx.stream(mx.cpu):  # the only device with float64
+        yield
+
+
+def laws(
+    kind: str, batch: tuple[int, ...], k: int, vocab: int, seed: int = 0
+) -> tuple[Array, Array, NDArray[np.int64]]:
+    """Laws of one kind and tokens drawn from the draft's, with any batch axes."""
+    draws = np.random.default_rng([seed, k, vocab])
+    target, draft = KINDS[kind](draws, (*batch, k + 1, vocab))
+    draft = draft[..., :k, :]
+    scores = np.log(np.maximum(draft, 1e-300)) + draws.gumbel(size=draft.shape)
+    return target, draft, scores.argmax(-1)
+
+
+def arrays(dtype: mx.Dtype, *values: Array) -> list[mx.array]:
+    return [mx.array(value, dtype=dtype) for value in values]
+
+
+def count(rule: ModuleType, passed: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The rules' two ways from coins to a count, one row at a time."""
+    rows = passed.reshape(-1, passed.shape[-1])
+    if rule is rejection:
+        counts = [[*row, False].index(False) for row in rows]
+    else:
+        counts = [int(max(np.flatnonzero(row) + 1, default=0)) for row in rows]
+    return np.array(counts).reshape(passed.shape[:-1])
+
+
+@RULES
+@DTYPES
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_coins_pass_below_the_acceptance_probability(
+    rule: ModuleType, dtype: mx.Dtype, kind: str, k: int
+) -> None:
+    """All coins from 0 to just below 1, and on either side of every threshold."""
+    target, draft, drafted = laws(kind, (6,), k, 4)
+    t, d = arrays(dtype, target, draft)
+    x = mx.array(drafted)
+    acceptance = rule.acceptance_probs(t, d, x)
+    exact = np.array(acceptance).astype(np.float64)
+    epsilon = 4e-7 if dtype == mx.float32 else 1e-15
+    levels = [0.0, 1e-30, 1 / 3, 0.5, 0.75, BELOW_1[dtype]]
+    grid = np.array(np.meshgrid(*[levels] * k)).reshape(k, -1).T  # [combinations, k]
+    coins = np.broadcast_to(grid[:, None], (len(grid), 6, k))
+    near = [exact * (1 - epsilon), np.minimum(exact * (1 + epsilon), BELOW_1[dtype])]
+    coins = np.concatenate([coins, *(n[None] for n in near)])
+    rows = [mx.broadcast_to(a, (len(coins), *a.shape)) for a in (t, d, x)]
+    thrown = mx.array(coins, dtype=dtype)
+    verdict = rule.verify(*rows, thrown)
+    told = np.array(thrown).astype(np.float64)
+    expected = count(rule, (told < exact) | (exact == 1))
+    assert np.array_equal(np.array(verdict.accepted), expected)
+    following = rule.next_law(*rows, verdict.accepted)
+    assert mx.array_equal(verdict.next_law, following).item()
+    assert (verdict.acceptance == acceptance).all().item()
+    assert verdict.accepted.dtype == mx.int32
+    assert verdict.next_law.dtype == verdict.acceptance.dtype == dtype
+
+
+@RULES
+@DTYPES
+def test_every_coin_passes_where_the_quotient_is_1(
+    rule: ModuleType, dtype: mx.Dtype
+) -> None:
+    """The largest coin times q does not round up to q."""
+    target, _, drafted = laws("equal", (500,), 3, 4)
+    t = mx.array(target, dtype=dtype)
+    coins = mx.full(drafted.shape, BELOW_1[dtype], dtype=dtype)
+    x = mx.array(drafted)
+    verdict = rule.verify(t, t[:, :3], x, coins)
+    assert (verdict.accepted == 3).all().item()
+    assert mx.array_equal(verdict.next_law, t[:, 3]).item()
+
+
+@RULES
+def test_a_token_without_probability_is_never_accepted(rule: ModuleType) -> None:
+    """Not with a coin of 0, and not one that the draft cannot have drawn."""
+    coins = mx.zeros((1,))
+    half = mx.array([0.5, 0.5, 0])
+    impossible = rule.verify(
+        mx.stack([half, half]), mx.array([[0, 0, 1.0]]), mx.array([2]), coins
+    )
+    assert impossible.accepted.item() == 0
+    assert mx.array_equal(impossible.next_law, half).item()
+    never_drawn = mx.array([[0, 1.0, 0]])
+    verdict = rule.verify(mx.stack([half, half]), never_drawn, mx.array([0]), coins)
+    assert verdict.accepted.item() == 0
+    assert verdict.acceptance.item() == 0
+    assert verdict.next_law.tolist() == [1, 0, 0]
+
+
+@RULES
+def test_nothing_after_a_token_that_was_never_drawn_is_accepted(
+    rule: ModuleType,
+) -> None:
+    t = mx.full((4, 2), 0.5)
+    d = mx.array([[0.5, 0.5], [0, 1], [0.5, 0.5]])
+    verdict = rule.verify(t, d, mx.array([0, 0, 0]), mx.zeros((3,)))
+    assert verdict.accepted.item() == 1
+    assert verdict.next_law.tolist() == [1, 0]
+
+
+@RULES
+@pytest.mark.parametrize("token", [4, 5, 1000, -1])
+def test_an_id_that_no_law_has_is_never_accepted(rule: ModuleType, token: int) -> None:
+    target, draft, _ = laws("spread", (), 2, 4)
+    t, d = arrays(mx.float32, target, draft)
+    for told in (d, None):
+        drafted = mx.array([token, 0])
+        verdict = rule.verify(t, told, drafted, mx.zeros((2,)))
+        assert verdict.accepted.item() == 0
+        assert verdict.acceptance[0].item() == 0
+
+
+@RULES
+def test_laws_that_are_not_numbers_accept_nothing(rule: ModuleType) -> None:
+    target, draft, drafted = laws("spread", (), 3, 4)
+    t, d = arrays(mx.float32, target, draft)
+    x, coins = mx.array(drafted), mx.zeros((3,))
+    nan = mx.full(d.shape, mx.nan)
+    assert rule.verify(t, nan, x, coins).accepted.item() == 0
+    assert rule.verify(mx.full(t.shape, mx.nan), d, x, coins).accepted.item() == 0
+
+
+def test_where_no_residual_is_left_the_targets_law_follows() -> None:
+    law = mx.array([[0.25, 0.75, 0], [0.25, 0.75, 0]])
+    less = law * mx.array([[1.0], [0.0]])
+    left = residual(law, less, mx.ones((2,)))
+    assert mx.array_equal(left, law).item()
+    nothing = residual(law, mx.ones((2, 3)), mx.ones((2,)))
+    assert mx.array_equal(nothing, law).item()
+
+
+@RULES
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_without_drafted_tokens_the_targets_law_follows(
+    rule: ModuleType, batch: tuple[int, ...]
+) -> None:
+    target, _, _ = laws("spread", batch, 0, 5)
+    (t,) = arrays(mx.float32, target)
+    for draft in (mx.zeros((*batch, 0, 5)), None):
+        drafted = mx.zeros((*batch, 0), dtype=mx.uint32)
+        verdict = rule.verify(t, draft, drafted, mx.zeros((*batch, 0)))
+        assert verdict.acceptance.shape == (*batch, 0)
+        assert mx.array_equal(verdict.accepted, mx.zeros(batch)).item()
+        assert mx.array_equal(verdict.next_law, t[..., 0, :]).item()
+        assert verdict.accepted.dtype == mx.int32
+
+
+@RULES
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_laws_are_the_same_as_one_hot_laws(rule: ModuleType, kind: str) -> None:
+    target, _, drafted = laws(kind, (20,), 3, 4)
+    t, one_hot = arrays(mx.float32, target, np.eye(4)[drafted])
+    coins = mx.random.uniform(shape=drafted.shape, key=mx.random.key(1))
+    x = mx.array(drafted)
+    check_same(rule.verify(t, None, x, coins), rule.verify(t, one_hot, x, coins))
+
+
+def check_same(ours: Verdict, theirs: Verdict) -> None:
+    assert mx.array_equal(ours.accepted, theirs.accepted).item()
+    assert mx.array_equal(ours.next_law, theirs.next_law).item()
+    assert mx.array_equal(ours.acceptance, theirs.acceptance).item()
+
+
+@RULES
+@pytest.mark.parametrize("told", [True, False])
+def test_a_draft_that_has_ended_is_a_shorter_draft(
+    rule: ModuleType, told: bool
+) -> None:
+    """In a batch it ends with rows of zeros, or with the id -1."""
+    target, draft, drafted = laws("spread", (40,), 4, 3)
+    t, d = arrays(mx.float32, target, draft)
+    x = mx.array(drafted)
+    coins = mx.random.uniform(shape=drafted.shape, key=mx.random.key(2))
+    for length in range(4):
+        there = mx.arange(4) < length
+        ended = mx.where(there, x, -1)
+        laws_there = d * there[:, None]
+        long = rule.verify(t, laws_there if told else None, ended, coins)
+        short = rule.verify(
+            t[:, : length + 1],
+            d[:, :length] if told else None,
+            x[:, :length],
+            coins[:, :length],
+        )
+        assert mx.array_equal(long.accepted, short.accepted).item()
+        assert mx.allclose(long.next_law, short.next_law, rtol=1e-6, atol=1e-7).item()
+        assert mx.allclose(
+            long.acceptance[:, :length], short.acceptance, rtol=1e-6
+        ).item()
+        assert (long.acceptance[:, length:] == 0).all().item()
+
+
+@RULES
+@pytest.mark.parametrize(
+    ("target", "draft", "match"),
+    [
+        ((3, 5), (3, 5), r"target_probs has the shape \(3, 5\), and \(4, 5\)"),
+        ((4, 5), (2, 5), r"draft_probs has the shape \(2, 5\), and \(3, 5\)"),
+        ((4, 5), (3, 6), r"draft_probs has the shape \(3, 6\), and \(3, 5\)"),
+        ((1, 4, 5), (3, 5), r"target_probs has the shape \(1, 4, 5\)"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(
+    rule: ModuleType, target: tuple[int, ...], draft: tuple[int, ...], match: str
+) -> None:
+    t, d, x = mx.zeros(target), mx.zeros(draft), mx.zeros((3,), dtype=mx.uint32)
+    with pytest.raises(InvalidRequestError, match=match):
+        rule.verify(t, d, x, mx.zeros((3,)))
+    with pytest.raises(InvalidRequestError, match=match):
+        rule.acceptance_probs(t, d, x)
+    with pytest.raises(InvalidRequestError, match=match):
+        rule.next_law(t, d, x, mx.array(0))
+
+
+@RULES
+@pytest.mark.parametrize("coins", [(2,), (4,), (1,), (3, 1)])
+def test_coins_of_another_shape_are_refused(
+    rule: ModuleType, coins: tuple[int, ...]
+) -> None:
+    t, x = mx.zeros((4, 5)), mx.zeros((3,), dtype=mx.uint32)
+    with pytest.raises(InvalidRequestError, match="coins has the shape"):
+        rule.verify(t, None, x, mx.zeros(coins))
+
+
+@RULES
+@pytest.mark.parametrize("kind", ["spread", "zeros", "mixed", "tiny parts"])
+def test_batch_rows_are_judged_as_if_alone(rule: ModuleType, kind: str) -> None:
+    target, draft, drafted = laws(kind, (2, 3), 3, 4)
+    t, d = arrays(mx.float32, target, draft)
+    x = mx.array(drafted)
+    coins = mx.random.uniform(shape=drafted.shape, key=mx.random.key(3))
+    together = rule.verify(t, d, x, coins)
+    for index in np.ndindex(2, 3):
+        alone = rule.verify(t[index], d[index], x[index], coins[index])
+        check_same(
+            alone,
+            Verdict(
+                together.accepted[index],
+                together.next_law[index],
+                together.acceptance[index],
+            ),
+        )
+
+
+@RULES
+def test_nothing_is_read_on_the_host(rule: ModuleType) -> None:
+    """Tracing refuses any evaluation, so a rule that can be traced has none."""
+    target, draft, drafted = laws("spread", (5,), 3, 4)
+    t, d = arrays(mx.float32, target, draft)
+    x, coins = mx.array(drafted), mx.zeros(drafted.shape)
+
+    def judge(t: mx.array, d: mx.array, x: mx.array, c: mx.array) -> list[mx.array]:
+        verdicts = [rule.verify(t, told, x, c) for told in (d, None)]
+        drawn = [draw(v.next_law, t[0]) for v in verdicts]
+        return [*drawn, *(v.acceptance for v in verdicts), block_accepted(t, d, x)]
+
+    def read(t: mx.array, d: mx.array, x: mx.array, c: mx.array) -> mx.array:
+        rule.verify(t, d, x, c).accepted.item()
+        return t
+
+    assert len(mx.vmap(judge)(t, d, x, coins)) == 5
+    with pytest.raises(ValueError, match="eval"):
+        mx.vmap(read)(t, d, x, coins)
+
+
+@RULES
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32_is_near_float64(rule: ModuleType, kind: str) -> None:
+    """The laws are float32 numbers in both, so the difference is the rule's own.
+
+    Bounds in units of the last place of 1, 2**-23: 8 for token-wise acceptance, as a
+    share of it; a law by its total variation times the mass it was scaled up from.
+    """
+    unit = 2.0**-23
+    target, draft, drafted = laws(kind, (200,), 4, 4, seed=1)
+    t, d = arrays(mx.float32, target, draft)
+    x = mx.array(drafted)
+    fine = t.astype(mx.float64), d.astype(mx.float64)
+    short, long = (
+        np.array(rule.acceptance_probs(*pair, x)).astype(np.float64)
+        for pair in ((t, d), fine)
+    )
+    if rule is rejection:
+        assert (np.abs(short - long) <= 8 * unit * long).all()
+    for n in range(5):
+        accepted = mx.full((200,), n, dtype=mx.int32)
+        coarse = np.array(rule.next_law(t, d, x, accepted)).astype(np.float64)
+        exact = np.array(rule.next_law(*fine, x, accepted))
+        off = np.abs(coarse - exact).sum(-1) / 2
+        mass = np.ones(200)
+        if n < 4:
+            share = np.ones(200)
+            if rule is block:
+                share = np.array(block.reach_probs(*fine, x))[:, n]
+            left = share[:, None] * np.array(fine[0][:, n]) - np.array(fine[1][:, n])
+            mass = np.maximum(left, 0).sum(-1)
+        assert (off * mass <= 8 * unit).all()
+
+
+@given(
+    vocab=st.integers(2, 60),
+    kind=st.sampled_from(list(KINDS)),
+    seed=st.integers(0, 1000),
+)
+def test_the_sorted_form_of_keyed_agreement_equals_the_sum(
+    vocab: int, kind: str, seed: int
+) -> None:
+    draws = np.random.default_rng(seed)
+    target, draft = KINDS[kind](draws, (3, vocab))
+    expected = np.zeros((3, vocab))
+    for index in np.ndindex(3, vocab):
+        p, q = target[index[0]], draft[index[0]]
+        x = index[1]
+        if p[x] > 0 and q[x] > 0:
+            expected[index] = 1 / np.maximum(p / p[x], q / q[x]).sum()
+    with mx.stream(mx.cpu):
+        fine = arrays(mx.float64, target, draft)
+        agreement = np.array(keyed_agreement(*fine))
+        coarse = np.array(keyed_agreement(*arrays(mx.float32, target, draft)))
+    np.testing.assert_allclose(agreement, expected, rtol=1e-12, atol=1e-300)
+    np.testing.assert_allclose(coarse, expected, rtol=2e-5, atol=1e-30)
+
+
+def test_expected_acceptance_is_ordered_as_the_theory_says() -> None:
+    """Independent draws agree least, token-wise most; keyed is in between."""
+    target, draft, drafted = laws("spread", (300,), 3, 8)
+    t, d = arrays(mx.float64, target, draft)
+    rows = t[:, :3]
+    keyed, tokenwise = keyed_acceptance(rows, d), tokenwise_acceptance(rows, d)
+    assert keyed.shape == tokenwise.shape == (300, 3)
+    assert ((rows * d).sum(-1) < keyed).all().item()
+    assert (keyed < tokenwise).all().item()
+    assert (keyed >= tokenwise / (2 - tokenwise) - 1e-12).all().item()
+    assert block_accepted(t, d, mx.array(drafted)).shape == (300,)
+
+
+def test_equal_laws_agree_always_and_disjoint_ones_never() -> None:
+    p, q = mx.array([0.5, 0.5, 0, 0]), mx.array([0, 0, 0.25, 0.75])
+    for acceptance in (keyed_acceptance, tokenwise_acceptance):
+        assert acceptance(p, p).item() == 1
+        assert acceptance(p, q).item() == 0
+
+
+def test_a_draw_is_the_choice_of_log_probability_plus_noise() -> None:
+    probs, _ = KINDS["spread"](np.random.default_rng(1), (200, 30))
+    law = mx.array(probs, dtype=mx.float32)
+    noise = mx.random.gumbel(law.shape, key=mx.random.key(5))
+    assert mx.array_equal(draw(law, noise), mx.argmax(mx.log(law) + noise, -1)).item()
+    assert mx.array_equal(draw(law * 7, noise), draw(law, noise)).item()
+    assert draw(law[0], noise[0]).shape == ()
+
+
+def test_a_draw_never_gives_a_token_without_probability() -> None:
+    law = mx.array([0.0, 1e-37, 0.0])
+    for value in (-1e30, 0.0, 1e30, mx.inf):
+        assert draw(law, mx.array([value, -5.0, value])).item() == 1
+
+
+def test_draws_follow_the_law() -> None:
+    """Chi-square over 60,000 draws and 16 tokens; the bound has odds of 1e-6."""
+    size = 60_000
+    law = KINDS["spread"](np.random.default_rng(2), (16,))[0]
+    noise = mx.random.gumbel((size, 16), key=mx.random.key(6))
+    drawn = np.array(draw(mx.array(law, dtype=mx.float32), noise))
+    expected = law * size
+    observed = np.bincount(drawn, minlength=16)
+    assert ((observed - expected) ** 2 / expected).sum() < 59
+
+
+Judge = Callable[..., Verdict]
+
+
+def emitted_counts(judge: Judge, size: int) -> tuple[Array, Array]:
+    """Tokens of a draft of 2 from 3, drawn, judged and completed: counts and law."""
+    draws = np.random.default_rng(7)
+    target, draft = (draws.dirichlet(np.ones(3), size=3) for _ in range(2))
+    key = mx.random.split(mx.random.key(8), 5)
+    p = mx.broadcast_to(mx.array(target, dtype=mx.float32), (size, 3, 3))
+    q = mx.broadcast_to(mx.array(draft[:2], dtype=mx.float32), (size, 2, 3))
+    drafted = draw(q, mx.random.gumbel(q.shape, key=key[0]))
+    coins = mx.random.uniform(shape=(size, 2), key=key[1])
+    verdict = judge(p, q, drafted, coins)
+    following = draw(verdict.next_law, mx.random.gumbel((size, 3), key=key[2]))
+    rest = draw(p, mx.random.gumbel(p.shape, key=key[3]))
+    places = mx.arange(3)
+    n = verdict.accepted[:, None]
+    padded = mx.concatenate([drafted, drafted[:, :1]], axis=-1)
+    tokens = mx.where(
+        places < n, padded, mx.where(places == n, following[:, None], rest)
+    )
+    numbers = np.array((tokens * mx.array([9, 3, 1])).sum(-1))
+    law = np.einsum("a,b,c->abc", *target).reshape(-1)
+    return np.bincount(numbers, minlength=27).astype(np.float64), law * size
+
+
+@RULES
+def test_rounds_drawn_with_coins_follow_the_joint_law(rule: ModuleType) -> None:
+    """Chi-square over 100,000 rounds, 26 degrees of freedom; odds of 1e-6 at 75."""
+    observed, expected = emitted_counts(rule.verify, 100_000)
+    assert ((observed - expected) ** 2 / expected).sum() < 75
+
+
+def test_coins_compared_the_wrong_way_round_are_seen() -> None:
+    def wrong(t: mx.array, d: mx.array, x: mx.array, coins: mx.array) -> Verdict:
+        return rejection.verify(t, d, x, 1 - mx.sqrt(coins))
+
+    observed, expected = emitted_counts(wrong, 100_000)
+    assert ((observed - expected) ** 2 / expected).sum() > 1000
