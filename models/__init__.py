@@ -3,7 +3,9 @@
 It knows mlx-lm's models and tokenizers. It does not know how tokens are chosen.
 """
 
+from mlx_speculation.models.finding import find_parts
 from mlx_speculation.models.grammars import json_schema, lark, regex
+from mlx_speculation.models.hidden_states import HiddenStates
 from mlx_speculation.models.lane import Lane, LaneRound, Sliding
 from mlx_speculation.models.loading import check_model_folder, load
 from mlx_speculation.models.pairing import (
@@ -12,21 +14,27 @@ from mlx_speculation.models.pairing import (
     logit_width,
     wrapped,
 )
+from mlx_speculation.models.parts import Parts
 from mlx_speculation.models.recording import Recorders
 from mlx_speculation.models.restore_points import RestorePoints
 from mlx_speculation.models.rows import check_causal
 from mlx_speculation.models.running import mlx_lm_speed, wired
+from mlx_speculation.models.taps import States
 
 __all__ = [
+    "HiddenStates",
     "Lane",
     "LaneRound",
+    "Parts",
     "Recorders",
     "RestorePoints",
     "Sliding",
+    "States",
     "TokenIds",
     "check_causal",
     "check_model_folder",
     "check_same_ids",
+    "find_parts",
     "json_schema",
     "lark",
     "load",

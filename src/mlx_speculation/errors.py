@@ -5,6 +5,7 @@ SpeculationError(Exception)
 ├── InvalidRequestError(ValueError)
 │   └── TokenizerMismatchError
 ├── UnsupportedCacheError(TypeError)
+├── UnsupportedModelError(TypeError)
 ├── SpeculationClosedError(RuntimeError)
 ├── ModelFolderError(ValueError)
 ├── CacheFileError(ValueError)
@@ -43,6 +44,13 @@ class UnsupportedCacheError(SpeculationError, TypeError):
     """Raised when a cache is of a kind that cannot be committed and rolled back.
 
     It is raised before any cache is touched.
+    """
+
+
+class UnsupportedModelError(SpeculationError, TypeError):
+    """Raised when a model does not show what a drafter needs of it.
+
+    It is raised before anything is drafted; decoding without that drafter works.
     """
 
 

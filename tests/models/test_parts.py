@@ -1,0 +1,221 @@
+"""What is refused: models that do not show their parts without doubt."""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models import llama
+
+from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
+from mlx_speculation.models import HiddenStates, Parts, find_parts
+from support import census
+from support.census import build_from
+from support.tiny_models import TINY_MODELS, build
+
+LAYERS: dict[str, Any] = {"layers": (0,)}
+
+
+def altered(module: nn.Module, call: Any) -> None:
+    """Have one module of a model do something else."""
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+
+
+def refused(model: nn.Module, match: str, **asked: Any) -> Parts:
+    with pytest.raises(UnsupportedModelError, match=match):
+        HiddenStates(model, **asked)
+    return find_parts(model)
+
+
+def test_the_parts_of_a_model_are_the_modules_that_have_the_names() -> None:
+    model = build("llama")
+    parts = find_parts(model)
+    path = {id(module): path for path, module in model.named_modules()}
+    assert [path[id(layer)] for layer in parts.layers] == [
+        f"model.layers.{index}" for index in range(4)
+    ]
+    assert path[id(parts.norm)] == "model.norm"
+    assert path[id(parts.trunk)] == "model"
+    assert path[id(parts.entry)] == "model.layers.0"
+    assert path[id(parts.embedding)] == "model.embed_tokens"
+    assert path[id(parts.output)] == "lm_head"
+    assert (parts.dim, parts.norm_calls) == (64, 1)
+    assert parts.bare
+    assert not parts.tied
+    assert not parts.missing
+
+
+def test_tied_capped_and_inner_heads_are_told_apart() -> None:
+    found = {
+        name: find_parts(census.build(name))
+        for name in ("gemma", "gemma2", "gpt_neox", "minicpm", "talkie", "gemma3n")
+    }
+    assert {name for name, parts in found.items() if parts.tied} == {
+        "gemma", "gemma2", "gemma3n"
+    }  # fmt: skip
+    assert {name for name, parts in found.items() if parts.bare} == {
+        "gemma", "gpt_neox"
+    }  # fmt: skip
+    assert {name for name, parts in found.items() if parts.trunk is None} == {
+        "gpt_neox", "gemma3n"
+    }  # fmt: skip
+    assert {name for name, parts in found.items() if parts.output is None} == {
+        "minicpm", "talkie"
+    }  # fmt: skip
+
+
+def test_looking_for_the_parts_evaluates_no_weights() -> None:
+    args = llama.ModelArgs.from_dict(
+        TINY_MODELS["llama"].args | {"hidden_size": 1024, "head_dim": 256}
+    )
+    model = llama.Model(args)
+    before = mx.get_active_memory()
+    assert not find_parts(model).missing
+    assert mx.get_active_memory() - before < 100_000  # a matrix has 4,000,000
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "match"),
+    [
+        ("gemma3n", LAYERS, r"its layers: layer 0 does not return one hidden state"),
+        ("deepseek_v41", LAYERS, r"not return .* \(1, 2, 64\), but a tuple of an arr"),
+        ("nanbeige", LAYERS, r"has 2 modules, .* calls those numbered \[0, 1, 0, 1\]"),
+        ("iquestloopcoder", LAYERS, r"2 modules, .* calls those numbered \[\]"),
+    ],
+)
+def test_layers_of_several_streams_or_in_a_loop_are_refused(
+    name: str, asked: dict[str, Any], match: str
+) -> None:
+    model = census.build(name)
+    refused(model, match, **asked)
+    HiddenStates(model, before_norm=True, after_norm=True).remove()
+
+
+def test_layers_whose_state_is_kept_in_blocks_are_refused() -> None:
+    """The mix of kimi_k3's residual blocks, not the last layer, is normed."""
+    row = census.BUILT["kimi_k3"]
+    assert row.args is not None
+    text = row.args["text_config"] | {"attn_res_block_size": 2}
+    model = build_from("kimi_k3", row.args | {"text_config": text})
+    refused(model, "layer 3 returns is not what the RMSNorm after it", **LAYERS)
+    HiddenStates(model, before_norm=True, after_norm=True).remove()
+
+
+class Halves(llama.TransformerBlock):
+    """A layer that returns its state in two parts."""
+
+    def __call__(self, x: Any, mask: Any = None, cache: Any = None) -> Any:
+        whole = x[0] + x[1] if isinstance(x, tuple) else x
+        hidden = super().__call__(whole, mask, cache)
+        return hidden / 2, hidden / 2
+
+
+class Summed(nn.Module):
+    """A norm of the sum of two parts."""
+
+    norm: nn.Module
+
+    def __call__(self, x: Any) -> Any:
+        return self.norm(x[0] + x[1])
+
+
+def test_layers_that_return_two_states_are_refused() -> None:
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.__class__ = Halves
+    summed: Any = Summed()  # type: ignore[no-untyped-call]
+    summed.norm = model.model.norm
+    model.model.norm = summed
+    refused(model, "layer 0 does not return one hidden state .* a tuple", **LAYERS)
+    HiddenStates(model, before_norm=True, after_norm=True).remove()
+
+
+def test_a_norm_that_mixes_is_not_taken_for_one() -> None:
+    model = build("llama")
+    model.model.norm = nn.Linear(64, 64, bias=False)
+    parts = refused(model, "its norm: no call of a norm was .* does not just norm")
+    assert set(parts.missing) == {"norm", "layers", "entry", "embedding"}
+
+
+def test_a_norm_without_weights_is_found_by_what_it_does() -> None:
+    model = build("llama")
+    model.model.norm = nn.Identity()
+    altered(model.model.norm, lambda self, x: mx.fast.rms_norm(x, None, 1e-5))
+    assert find_parts(model).missing == {}
+    altered(model.model.norm, lambda self, x: mx.fast.layer_norm(x, None, None, 1e-5))
+    refused(model, "does not just norm")
+    altered(model.model.norm, lambda self, x: x)
+    refused(model, "does not just norm")
+
+
+def test_a_module_that_goes_on_after_the_norm_is_refused() -> None:
+    model = build("llama")
+    trunk = type(model.model).__call__
+    altered(model.model, lambda self, *args: 2 * trunk(self, *args))
+    refused(model, "is a RMSNorm, and neither a module around it nor the head takes")
+
+
+def test_what_a_model_does_after_the_trunk_belongs_to_the_head() -> None:
+    model = build("llama")
+    ids = mx.array([[4, 5, 6]])
+    plain = model(ids)
+    altered(
+        model,
+        lambda self, ids, cache=None: -self.lm_head(2 * self.model(ids, cache)),
+    )
+    taps = HiddenStates(model, after_norm=True)
+    with taps.collect() as states:
+        logits = model(ids)
+    assert mx.array_equal(taps.head(states.after_norm), logits)
+    assert mx.array_equal(logits, -2 * plain)
+    taps.remove()
+
+
+def test_two_norms_after_the_layers_leave_the_last_one() -> None:
+    """What that is given is not what the last layer returned: layers are refused."""
+    model = build("llama")
+    model.model.norm = nn.Sequential(nn.RMSNorm(64), nn.LayerNorm(64))
+    parts = refused(model, "layer 3 returns is not what the LayerNorm after", **LAYERS)
+    assert parts.norm is model.model.norm.layers[1]
+    assert parts.trunk is model.model
+
+
+def test_layers_that_are_called_in_another_order_are_refused() -> None:
+    model = build("llama")
+    model.model.layers = model.model.layers[::-1]
+    kind = type(model)
+    model.__class__ = type(
+        kind.__name__,
+        (kind,),
+        {"layers": property(lambda self: self.model.layers[::-1])},
+    )
+    refused(model, r"calls those numbered \[3, 2, 1, 0\]", **LAYERS)
+
+
+def test_an_embedding_that_needs_more_than_the_ids_is_refused() -> None:
+    taps = HiddenStates(census.build("longcat_flash_ngram"), layers=(0, 1))
+    with pytest.raises(UnsupportedModelError, match="its embedding: 0 modules make"):
+        taps.embed(mx.array([[1]]))
+    assert taps.embed(mx.array([[1]]), scaled=True).shape == (1, 1, 64)
+    taps.remove()
+
+
+def test_one_of_two_tables_is_the_embedding_if_the_head_is_tied_to_it() -> None:
+    """gemma4_text has a table of inputs per layer, here of the same width."""
+    model = build("gemma4_text")
+    assert find_parts(model).embedding is model.model.embed_tokens
+    model.tie_word_embeddings = False
+    model.lm_head = nn.Linear(64, 256, bias=False)
+    taps = HiddenStates(model)
+    with pytest.raises(UnsupportedModelError, match="its embedding: 2 modules make"):
+        taps.embed(mx.array([[1]]))
+    taps.remove()
+
+
+@pytest.mark.parametrize("index", [-1, 4, 100])
+def test_a_layer_that_is_not_there_is_refused(index: int) -> None:
+    model = build("llama")
+    with pytest.raises(InvalidRequestError, match=f"Layer {index} .* model has 4"):
+        HiddenStates(model, layers=(0, index))
+    assert not any("_hooks" in vars(module) for _, module in model.named_modules())
