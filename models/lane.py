@@ -4,7 +4,8 @@ The target and a draft model are both lanes. A lane is fed `tokens[seen:]`, so i
 does not matter how far one lags behind the other. It knows no text and no sampler.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -23,7 +24,9 @@ from mlx_speculation.caches import (
     with_slack,
 )
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models.hidden_states import HiddenStates
 from mlx_speculation.models.restore_points import RestorePoints
+from mlx_speculation.models.taps import States
 
 PREFILL_STEP = 2048
 
@@ -62,6 +65,7 @@ class Lane:
         self.seen = seen
         self.reruns = 0
         self.points: RestorePoints | None = None
+        self.taps: HiddenStates | None = None
         check_supported(self.caches)
         check_single(self.caches)
         if len(self.caches) != len(own):
@@ -90,11 +94,22 @@ class Lane:
         restore(held, self.caches)
         self.seen = held.stop
 
-    def feed(self, tokens: Sequence[int], step: int = PREFILL_STEP) -> None:
+    def feed(
+        self,
+        tokens: Sequence[int],
+        step: int = PREFILL_STEP,
+        each: Callable[[Sequence[int], States], None] | None = None,
+    ) -> None:
         """Feed committed tokens in chunks of at most `step`, each one kept whole.
 
         With `points`, chunks also end where a restore point is due, and at the end.
         An error leaves the caches at the end of the last finished chunk.
+
+        Args:
+            tokens: the tokens.
+            step: the most that are fed at once.
+            each: called with every chunk and its hidden states, evaluated, once the
+                chunk is kept; the lane needs `taps`. Without it none are computed.
         """
         start = 0
         while start < len(tokens):
@@ -102,9 +117,12 @@ class Lane:
             chunk = tokens[start : start + width]
             with self.begin(whole=True) as lane_round:
                 lane_round.forward(mx.array(list(chunk)))
-                mx.eval(states(lane_round.presented))
+                shown = [] if each is None else lane_round.hidden.arrays
+                mx.eval(states(lane_round.presented), shown)
                 lane_round.commit(len(chunk))
             start += len(chunk)
+            if each is not None:
+                each(chunk, lane_round.hidden)
             if self.points is not None:
                 self.points.take(self)
             if len(chunk) > 1:
@@ -120,6 +138,8 @@ class LaneRound:
     def __init__(self, lane: Lane, *, whole: bool = False) -> None:
         self._lane = lane
         self._fed: list[mx.array] = []
+        self._taps = lane.taps
+        self._hidden = None if lane.taps is None else lane.taps.states()
         # Bound to no method of this object: a cycle would keep old states alive.
         rerun = None if whole else partial(_feed_again, lane, self._fed)
         self._speculation = Speculation(lane.caches, whole=whole, rerun=rerun)
@@ -130,10 +150,31 @@ class LaneRound:
         """The caches that the model writes to."""
         return self._speculation.caches
 
+    @property
+    def hidden(self) -> States:
+        """The hidden states of all forwards of this round, [1, positions, dim] each.
+
+        Those of committed tokens stay valid when the model runs again for the caches.
+
+        Raises:
+            InvalidRequestError: the lane had no taps when the round began.
+        """
+        if self._hidden is None:
+            raise InvalidRequestError(
+                "This round collects no hidden states. Before it begins: "
+                "lane.taps = HiddenStates(lane.model, after_norm=True)"
+            )
+        return self._hidden
+
     def forward(self, tokens: mx.array) -> mx.array:
-        """Feed `tokens` [n] and return their logits [n, vocab], not yet evaluated."""
+        """Feed `tokens` [n] and return their logits [n, vocab], not yet evaluated.
+
+        With `taps` on the lane, their hidden states are added to `hidden`.
+        """
         self._fed.append(tokens)
-        logits: mx.array = self._lane.model(tokens[None], cache=self.presented)
+        taps = self._taps
+        with nullcontext() if taps is None else taps.collect(self._hidden):
+            logits: mx.array = self._lane.model(tokens[None], cache=self.presented)
         return logits[0]
 
     def prepare(self, keep: int) -> None:
