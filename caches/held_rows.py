@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
+from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
 Arrays = tuple[mx.array, ...]
 
@@ -63,6 +63,8 @@ class Rows:
         self, arrays: Arrays, first: int, start: int, stop: int, cache: Any = None
     ) -> None:
         """Hold rows of `arrays`, whose row 0 is position `first`.
+
+        That is below 0 where a batch begins with padding that all its rows share.
 
         With `cache`, they are the arrays of that live cache, and are watched if it
         is one that writes in place.
@@ -104,13 +106,19 @@ class Rows:
         """Get ready for a write at the offset; return whether it is still watched."""
         if not self.shared:
             self._cache = None
-        elif self.stop > cache.offset:
+        elif self.stop > self._first + _end(cache):
             self.secure()
         return self._cache is not None
 
     def after_write(self, cache: Any) -> None:
         """Follow the cache to buffers that have grown."""
         self._arrays = buffers(cache)
+
+
+def _end(cache: Any) -> int:
+    """Return the row of the buffers that the next write begins with."""
+    batch = native_type(cache) is BatchKVCache
+    return int(cache._idx if batch else cache.offset)
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -162,7 +170,7 @@ def _aliased(value: Any) -> Any:
 # Of the same name, under which mlx-lm saves and loads the cache.
 WATCHED_TYPES: dict[type, type] = {
     native: type(native.__name__, (_Watch, native), {"__doc__": native.__doc__})
-    for native in (KVCache, QuantizedKVCache)
+    for native in (KVCache, QuantizedKVCache, BatchKVCache)
 }
 _NATIVE = {watched: native for native, watched in WATCHED_TYPES.items()}
 _WATCHED: "weakref.WeakKeyDictionary[Any, weakref.WeakSet[Rows]]" = (

@@ -1,17 +1,19 @@
 """How each cache kind is held by a snapshot: as rows, or as a whole state.
 
     kind                                         held as
-    KVCache, QuantizedKVCache, ConcatenateKVCache    rows, which can be cut anywhere
+    KVCache, QuantizedKVCache, ConcatenateKVCache,   rows, which can be cut anywhere
+    BatchKVCache
     RotatingKVCache, SlidingKVCache, ChunkedKVCache,  a state, which exists only at
-    ArraysCache, deepseek_v41.LayerCache             the offset where it was taken
+    ArraysCache, deepseek_v41.LayerCache,             the offset where it was taken
+    BatchRotatingKVCache
 
 A ring has overwritten or dropped what it does not need at its offset, and a recurrent
 state never had rows. A state is copied when it is taken: a ring is written in place,
 and recurrent slots are often small views of large arrays, which they would keep alive.
 Its price is one copy of the window or of the slots.
 
-Another kind takes part with one more line in `HOLDINGS`. Batch caches take no part:
-their rows belong to different texts.
+Another kind takes part with one more line in `HOLDINGS`. A batch is held as a whole,
+see `caches.batch_holding`.
 """
 
 from collections.abc import Callable
@@ -21,6 +23,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import (
     ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
     ChunkedKVCache,
     ConcatenateKVCache,
     KVCache,
@@ -29,7 +33,8 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.models.deepseek_v41 import LayerCache
 
-from mlx_speculation.caches.held_rows import Arrays, own
+from mlx_speculation.caches.batch_holding import Lags, batch_fields, batch_ring_state
+from mlx_speculation.caches.held_rows import Arrays, native_type, own
 from mlx_speculation.caches.sliding import SlidingKVCache
 
 Fields = dict[str, Any]
@@ -115,6 +120,8 @@ HOLDINGS: dict[type, Holding] = {
     ChunkedKVCache: Holding(lambda cache: (cache.chunk_size,), _chunk_state),
     ArraysCache: Holding(lambda cache: (len(cache.cache),), _arrays_state),
     LayerCache: Holding(lambda cache: (cache.window_size,), _layer_state),
+    BatchKVCache: Holding(lambda cache: ()),
+    BatchRotatingKVCache: Holding(lambda ring: (ring.max_size,), batch_ring_state),
 }
 
 
@@ -163,8 +170,10 @@ def _room_like(rows: mx.array, room: int) -> mx.array:
     return mx.zeros((*rows.shape[:-2], room, rows.shape[-1]), rows.dtype)
 
 
-def row_fields(cache: Any, arrays: Arrays, rows: int) -> Fields:
+def row_fields(cache: Any, arrays: Arrays, rows: int, lags: Lags) -> Fields:
     """Return the fields of a cache of rows that holds `arrays`."""
+    if native_type(cache) is BatchKVCache:
+        return batch_fields(arrays, rows, lags)
     half = len(arrays) // 2
     keys, values = arrays[:half], arrays[half:]
     if half == 1:

@@ -28,7 +28,7 @@ from mlx_speculation.caches.batch_rotating import BatchRotatingJournal
 from mlx_speculation.caches.chunked import ChunkedJournal
 from mlx_speculation.caches.compressed import LayerJournal
 from mlx_speculation.caches.concatenated import ConcatenateJournal
-from mlx_speculation.caches.held_rows import WATCHED_TYPES
+from mlx_speculation.caches.held_rows import WATCHED_TYPES, native_type
 from mlx_speculation.caches.isolated import isolate
 from mlx_speculation.caches.journal import Journal
 from mlx_speculation.caches.kv import KVJournal
@@ -59,6 +59,11 @@ JOURNALS |= {
     for native, watched in WATCHED_TYPES.items()
     if native in JOURNALS
 }
+
+
+def is_batch(leaf: Any) -> bool:
+    """Whether a leaf is of a kind that counts the positions of each row."""
+    return native_type(leaf) in BATCHES
 
 
 def leaves(caches: Sequence[Any]) -> Iterator[tuple[str, Any]]:
@@ -142,7 +147,7 @@ def check_single(caches: Sequence[Any]) -> None:
     """
     for leaf in flat(caches):
         several = type(leaf) is ArraysCache and leaf.batch_size > 1
-        if several or type(leaf) in BATCHES:
+        if several or is_batch(leaf):
             place = next(p for p, other in leaves(caches) if other is leaf)
             held = f"{type(leaf).__name__} with {_rows(leaf)} rows"
             raise UnsupportedCacheError(
@@ -153,7 +158,7 @@ def check_single(caches: Sequence[Any]) -> None:
 
 
 def _rows(leaf: Any) -> int:
-    return int(leaf.offset.shape[0] if type(leaf) in BATCHES else leaf.batch_size)
+    return int(leaf.offset.shape[0] if is_batch(leaf) else leaf.batch_size)
 
 
 def position(caches: Sequence[Any]) -> int | None:
@@ -180,7 +185,7 @@ def positions(caches: Sequence[Any]) -> mx.array | None:
 
     The array stays on the device, and no later write changes it. None: no leaf knows.
     """
-    offsets = [leaf.offset for leaf in flat(caches) if type(leaf) in BATCHES]
+    offsets = [leaf.offset for leaf in flat(caches) if is_batch(leaf)]
     if not offsets:
         return None
     found: mx.array = offsets[0][...]

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from mlx_speculation.caches.kinds import check_single
 from mlx_speculation.caches.prefix_tree import Node, PrefixTree, Tokens
 from mlx_speculation.caches.snapshots import Snapshot, merge, split
 from mlx_speculation.caches.taking import snapshot
@@ -84,8 +85,11 @@ class PrefixCache:
 
         Raises:
             InvalidRequestError: it belongs to others.
-            UnsupportedCacheError: a cache is of a kind that no snapshot can hold.
+            UnsupportedCacheError: a cache holds a batch, or is of a kind that no
+                snapshot can hold.
         """
+        for each in caches:
+            check_single(each)
         empty = [snapshot(each, 0, 0) for each in caches]
         with self._lock:
             if self._owners is None:

@@ -15,6 +15,8 @@ a model that has such layers elsewhere, give the states up:
     head, tail = split(ranges, 64)                   legal, and neither can be restored
     merge(merge(head, tail), states)                 the same as `both`
 
+The rows of a batch are held together, see `caches.batch_holding`.
+
 Bytes are those that a snapshot keeps in memory beyond the live caches. Snapshots
 share arrays after a split, a merge or `ranges`; `held_bytes` counts them once.
 A snapshot of rows that are still shared with live caches belongs to the thread that
@@ -27,6 +29,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_speculation.caches.batch_holding import Lags
 from mlx_speculation.caches.held_rows import Rows
 from mlx_speculation.caches.holding import HOLDINGS, Fields, arrays_of
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
@@ -70,11 +73,14 @@ class Snapshot:
         start: the first position.
         stop: the position after the last; states are those after this many tokens.
         leaves: one item for every leaf cache.
+        lags: of a batch, how many tokens each row is behind the furthest, whose
+            positions are meant; empty for one sequence.
     """
 
     start: int
     stop: int
     leaves: tuple[HeldLeaf, ...]
+    lags: Lags = ()
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +111,7 @@ class Snapshot:
     def states(self) -> "Snapshot":
         """The states without the rows, for the empty range at `stop`."""
         bare = tuple(replace(leaf, rows=()) for leaf in self.leaves)
-        return Snapshot(self.stop, self.stop, bare)
+        return Snapshot(self.stop, self.stop, bare, self.lags)
 
     def copied(self) -> "Snapshot":
         """Return one whose rows stand in arrays of exactly their size, its own.
@@ -141,6 +147,7 @@ def merge(parent: Snapshot, child: Snapshot) -> Snapshot:
             "Pass snapshots that adjoin."
         )
     check_same(parent.leaves, child.leaves)
+    check_lags(parent.lags, child.lags)
     empty = child.start == child.stop
     joined = tuple(
         replace(
@@ -150,7 +157,7 @@ def merge(parent: Snapshot, child: Snapshot) -> Snapshot:
         )
         for one, other in zip(parent.leaves, child.leaves, strict=True)
     )
-    return Snapshot(parent.start, child.stop, joined)
+    return Snapshot(parent.start, child.stop, joined, child.lags)
 
 
 def split(held: Snapshot, at: int) -> tuple[Snapshot, Snapshot]:
@@ -178,7 +185,12 @@ def split(held: Snapshot, at: int) -> tuple[Snapshot, Snapshot]:
     parts = (held.start, at), (at, held.stop)
     with_states = at == held.stop, at < held.stop
     head, tail = (
-        Snapshot(*part, tuple(_cut(leaf, *part, states) for leaf in held.leaves))
+        replace(
+            held,
+            start=part[0],
+            stop=part[1],
+            leaves=tuple(_cut(leaf, *part, states) for leaf in held.leaves),
+        )
         for part, states in zip(parts, with_states, strict=True)
     )
     return head, tail
@@ -227,3 +239,18 @@ def check_same(some: Sequence[HeldLeaf], others: Sequence[HeldLeaf]) -> None:
                 f"{other.settings} on the other. Snapshots fit the caches of the model "
                 "that they were taken of."
             )
+
+
+def check_lags(one: Lags, other: Lags) -> None:
+    """Refuse parts of a batch whose rows stand in different columns.
+
+    Raises:
+        InvalidRequestError: names the lags of both.
+    """
+    if one != other:
+        raise InvalidRequestError(
+            f"The rows are {list(one)} tokens behind the furthest on one side, and "
+            f"{list(other)} on the other. Parts of a batch adjoin while its rows move "
+            "together: take a snapshot from 0 after rows kept different numbers, or "
+            "came or went."
+        )

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_speculation.caches.batch_holding import Lags, batch_extent
 from mlx_speculation.caches.held_rows import Rows, buffers, native_type
 from mlx_speculation.caches.holding import (
     HOLDINGS,
@@ -19,8 +20,13 @@ from mlx_speculation.caches.holding import (
     row_fields,
     with_room,
 )
-from mlx_speculation.caches.kinds import leaves, position
-from mlx_speculation.caches.snapshots import HeldLeaf, Snapshot, check_same
+from mlx_speculation.caches.kinds import is_batch, leaves, position
+from mlx_speculation.caches.snapshots import (
+    HeldLeaf,
+    Snapshot,
+    check_lags,
+    check_same,
+)
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 
 
@@ -41,7 +47,7 @@ def snapshot(
         InvalidRequestError: the range is not in the caches, or they are out of step.
     """
     found = _supported(caches)
-    held = position(caches)
+    held, lags = _extent(caches)
     if stop is None:
         stop = held
     if stop is None:
@@ -56,9 +62,9 @@ def snapshot(
         )
     for place, leaf, _ in found:
         _check_offset(place, leaf, held, stop)
-    taken = tuple(_taken(*one, start, stop) for one in found)
+    taken = tuple(_taken(*one, held, start, stop) for one in found)
     mx.eval([leaf.state for leaf in taken])
-    return Snapshot(start, stop, taken)
+    return Snapshot(start, stop, taken, lags)
 
 
 def restore(held: Snapshot, target: Sequence[Any]) -> None:
@@ -85,7 +91,7 @@ def restore(held: Snapshot, target: Sequence[Any]) -> None:
     if held.start:
         _check_continues(target, held)
     pairs = list(zip(found, held.leaves, strict=True))
-    fields = [_restored(cache, leaf, held.start) for (_, cache, _), leaf in pairs]
+    fields = [_restored(cache, leaf, held) for (_, cache, _), leaf in pairs]
     mx.eval(fields)
     before = [dict(vars(cache)) for _, cache, _ in found]
     try:
@@ -105,8 +111,7 @@ def _supported(caches: Sequence[Any]) -> list[tuple[str, Any, Holding]]:
             known = ", ".join(known.__name__ for known in HOLDINGS)
             raise UnsupportedCacheError(
                 f"The cache of layer {place} is a {kind.__name__}, and the kinds that "
-                f"a snapshot can hold are {known}. Take one row out of a batch cache "
-                "with its extract(row) first."
+                f"a snapshot can hold are {known}. Use one of these."
             )
     if not found or len({id(leaf) for _, leaf, _ in found}) != len(found):
         raise InvalidRequestError(
@@ -116,11 +121,18 @@ def _supported(caches: Sequence[Any]) -> list[tuple[str, Any, Holding]]:
     return [(place, leaf, HOLDINGS[kind]) for place, leaf, kind in found]
 
 
+def _extent(caches: Sequence[Any]) -> tuple[int | None, Lags]:
+    """Return how many tokens the caches hold, if they know, and the rows' lags."""
+    batches = [(place, leaf) for place, leaf in leaves(caches) if is_batch(leaf)]
+    return batch_extent(batches) if batches else (position(caches), ())
+
+
 def _check_offset(place: str, leaf: Any, held: int | None, stop: int) -> None:
     """Refuse a leaf that does not hold `stop` tokens and cannot be cut there."""
     kind = native_type(leaf)
-    offset = getattr(leaf, "offset", held)
-    if offset == 0 and leaf.empty():
+    # The rows of batch caches were compared already.
+    offset = held if is_batch(leaf) else getattr(leaf, "offset", held)
+    if (offset == 0 or is_batch(leaf)) and leaf.empty():
         return  # the model does not use this layer, or nothing was fed
     if HOLDINGS[kind].whole and offset is not None and offset != stop:
         raise UnsupportedCacheError(
@@ -138,34 +150,48 @@ def _bare(place: str, leaf: Any, holding: Holding) -> HeldLeaf:
     return HeldLeaf(place, native_type(leaf), holding.settings(leaf))
 
 
-def _taken(place: str, leaf: Any, holding: Holding, start: int, stop: int) -> HeldLeaf:
+def _taken(
+    place: str, leaf: Any, holding: Holding, held: int | None, start: int, stop: int
+) -> HeldLeaf:
     bare = _bare(place, leaf, holding)
     if holding.state is not None:
         return replace(bare, state=copied(holding.state(leaf)))
-    if start == stop or leaf.offset == 0:
+    empty = leaf.empty() if is_batch(leaf) else leaf.offset == 0
+    if start == stop or empty:
         return bare
-    return replace(bare, rows=(Rows(buffers(leaf), 0, start, stop, leaf),))
+    first = _first_position(leaf, held)
+    return replace(bare, rows=(Rows(buffers(leaf), first, start, stop, leaf),))
+
+
+def _first_position(leaf: Any, held: int | None) -> int:
+    """Return the position that row 0 of the buffers has: below 0 in padding."""
+    return 0 if held is None or not is_batch(leaf) else held - leaf._idx
 
 
 def _check_continues(target: Sequence[Any], held: Snapshot) -> None:
     """Refuse a target that does not hold the tokens before the snapshot's."""
-    offset = position(target)
+    offset, lags = _extent(target)
     if offset is not None and offset != held.start:
         raise InvalidRequestError(
             f"The caches hold {offset} tokens, and the snapshot of "
             f"[{held.start}, {held.stop}) goes on from {held.start}. Restore what is "
             "before it first, or merge the two."
         )
+    check_lags(lags, held.lags)
 
 
-def _restored(cache: Any, leaf: HeldLeaf, start: int) -> Fields:
+def _restored(cache: Any, leaf: HeldLeaf, held: Snapshot) -> Fields:
     """Return the fields that let a cache hold what a leaf held."""
     if leaf.whole:
         return aliased(leaf.state)  # type: ignore[no-any-return]
     if not leaf.rows:
         kept = buffers(cache)
-        return {} if start and kept else row_fields(cache, (), 0)
-    parts = [tuple(array[..., :start, :] for array in buffers(cache))] if start else []
+        return {} if held.start and kept else row_fields(cache, (), 0, held.lags)
+    parts = []
+    if held.start:
+        rows = slice(-_first_position(cache, held.start), None)
+        before = (array[..., rows, :] for array in buffers(cache))
+        parts.append(tuple(array[..., : held.start, :] for array in before))
     parts += [rows.slices() for rows in leaf.rows]
     stop = leaf.rows[-1].stop
-    return row_fields(cache, with_room(cache, parts, stop), stop)
+    return row_fields(cache, with_room(cache, parts, stop), stop, held.lags)

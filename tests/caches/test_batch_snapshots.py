@@ -1,0 +1,341 @@
+"""A snapshot of a batch is what its rows held, whatever happens to them afterwards.
+
+The machine of test_batch_twins.py plays on; on the way, snapshots are taken, cut,
+joined and restored. Each then equals twins that were fed the tokens of its rows only,
+and goes on as they do.
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import mlx.core as mx
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache
+
+from mlx_speculation.caches import (
+    Snapshot,
+    Speculation,
+    held_bytes,
+    merge,
+    restore,
+    snapshot,
+    split,
+)
+from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
+from support.batch_rounds import (
+    BEGINNINGS,
+    MOST_ROWS,
+    PROMPTS,
+    WIDTHS,
+    Batch,
+    Plan,
+    Row,
+    plans,
+    same,
+)
+from support.batch_twins import AttentionKind, BatchArraysKind
+from support.cache_twins import Mixers, Rows
+
+LITTLE = (False, False, 1, False)  # what a plan leaves out
+Fed = list[list[Rows]]  # of each row
+
+
+@dataclass(eq=False)
+class Taken:
+    """A snapshot of [0, stop), and what its rows were fed."""
+
+    held: Snapshot
+    fed: Fed
+
+    @property
+    def lengths(self) -> list[int]:
+        return [sum(rows.width for rows in fed) for fed in self.fed]
+
+
+def cut(fed: list[Rows], stop: int) -> list[Rows]:
+    return [rows.head(stop - rows.position) for rows in fed if rows.position < stop]
+
+
+class Machine(Batch):
+    """The batch, its twins, and the snapshots of it."""
+
+    cuts: bool
+    taken: list[Taken]
+
+    @property
+    def furthest(self) -> int:
+        return max(row.position for row in self.rows)
+
+    @property
+    def fed(self) -> Fed:
+        return [list(row.fed) for row in self.rows]
+
+    @rule(data=st.data())
+    def take(self, data: st.DataObject) -> None:
+        """Take it in one, in two parts, or the rest after an older one."""
+        stop, fed = self.furthest, self.fed
+        held = snapshot([self.cache], 0, stop)
+        assert held.stop == stop
+        older = [one for one in self.taken if one.held.lags == held.lags]
+        older = [one for one in older if self.goes_on(one, fed)]
+        how = data.draw(st.sampled_from(["one", "two", "rest"]))
+        if how == "rest" and older:
+            parent = data.draw(st.sampled_from(older)).held
+            held = merge(parent, snapshot([self.cache], parent.stop, stop))
+        elif how == "two" and self.cuts:
+            at = data.draw(st.integers(0, stop))
+            parts = snapshot([self.cache], 0, at), snapshot([self.cache], at, stop)
+            held = merge(*parts)
+        self.taken.append(Taken(held, fed))
+
+    @rule(count=st.integers(1, 7))
+    def single_steps(self, count: int) -> None:
+        """Plain decoding, after which a ring is turned."""
+        self.play(Plan((1,) * count, (count,) * MOST_ROWS, "native", *LITTLE))
+
+    @precondition(lambda self: self.cuts and min(r.position for r in self.rows) > 1)
+    @rule(data=st.data(), width=st.integers(1, 4))
+    def trim_and_write(self, data: st.DataObject, width: int) -> None:
+        """By mlx-lm's own method, which leaves the buffers as they are."""
+        shortest = min(row.position for row in self.rows)
+        rows = data.draw(st.integers(1, min(6, shortest - 1)))
+        self.cache.trim(rows)
+        self.rows = self.twins([cut(r.fed, r.position - rows) for r in self.rows])
+        self.play(Plan((width,), (width,) * MOST_ROWS, "native", *LITTLE))
+
+    def goes_on(self, one: Taken, fed: Fed) -> bool:
+        """Whether each row holds what it held then, and the same number more."""
+        pairs = list(zip(one.fed, fed, strict=False))
+        heads = all(now[: len(then)] == then for then, now in pairs)
+        return heads and len(one.fed) == len(fed)
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data(), how=st.sampled_from(["part", "whole", "copy", "drop"]))
+    def change(self, data: st.DataObject, how: str) -> None:
+        """Cut and join a snapshot, or let its parts go separate ways."""
+        one = data.draw(st.sampled_from(self.taken))
+        at = data.draw(st.integers(0, one.held.stop))
+        if how == "drop":
+            self.taken.remove(one)
+        elif how == "copy":
+            one.held = one.held.copied()
+        elif how == "whole":
+            head, tail = split(one.held.ranges, at)
+            one.held = merge(merge(head, tail), one.held.states)
+        elif self.cuts:
+            head, tail = split(one.held, at)
+            if at >= max(one.held.lags):  # every row has begun
+                ends = [at - lag for lag in one.held.lags]
+                fed = [cut(*each) for each in zip(one.fed, ends, strict=True)]
+                self.taken.append(Taken(head, fed))
+            one.held = merge(head, tail)
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data(), fresh=st.booleans(), parts=st.booleans())
+    def go_back(self, data: st.DataObject, fresh: bool, parts: bool) -> None:
+        """Restore a snapshot to the live cache, or to one in its place."""
+        one = data.draw(st.sampled_from(self.taken))
+        if fresh:
+            self.cache = self.kind.batch([0])
+        if parts and self.cuts:
+            for part in split(one.held, data.draw(st.integers(0, one.held.stop))):
+                restore(part, [self.cache])
+        else:
+            restore(one.held, [self.cache])
+        self.rows = self.twins(one.fed)
+
+    def twins(self, fed: Fed) -> list[Row]:
+        rows = [Row(self.kind.single()) for _ in fed]
+        for row, each in zip(rows, fed, strict=True):
+            self.feed(row, each, sum(rows.width for rows in each))
+        return rows
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def look(self, data: st.DataObject) -> None:
+        self.compare(data.draw(st.sampled_from(self.taken)))
+
+    def compare(self, one: Taken) -> None:
+        """Require that the snapshot equals twins of its rows, and goes on as they."""
+        live = self.cache, self.rows
+        self.cache, self.rows = self.kind.batch([0]), self.twins(one.fed)
+        restore(one.held, [self.cache])
+        self.check(1)
+        self.check(4)
+        for width in (1, 3, 1):
+            self.play(Plan((width,), (width,) * MOST_ROWS, "native", *LITTLE))
+            self.check(2)
+        self.cache, self.rows = live
+
+    def teardown(self) -> None:
+        super().teardown()
+        for one in self.taken if self.sound else []:
+            self.compare(one)
+
+
+KINDS: dict[str, tuple[Any, bool]] = {
+    "kv": (AttentionKind(step=4), True),
+    "ring": (AttentionKind(window=5, step=3), False),
+    "arrays": (None, False),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_snapshot_of_a_batch_equals_twins_that_saw_only_its_tokens(
+    name: str, hooked: dict[str, Mixers]
+) -> None:
+    kind, can_be_cut = KINDS[name]
+    kind = kind or BatchArraysKind(hooked["lfm2"])
+
+    class OfKind(Machine):
+        @initialize(prompts=PROMPTS, how=st.sampled_from(BEGINNINGS))
+        def open(self, prompts: list[int], how: str) -> None:
+            self.taken, self.cuts = [], can_be_cut
+            self.begin(kind, prompts, how)
+
+        @rule(plan=plans(WIDTHS))
+        def round(self, plan: Plan) -> None:
+            self.play(plan)
+
+        @rule(plan=plans(WIDTHS))
+        def another_round(self, plan: Plan) -> None:
+            self.play(plan)
+
+        @precondition(lambda self: len(self.rows) > 1)
+        @rule(data=st.data())
+        def some_rows_leave(self, data: st.DataObject) -> None:
+            order = data.draw(st.permutations(range(len(self.rows))))
+            self.leave(list(order)[: data.draw(st.integers(1, len(order)))])
+
+        @precondition(lambda self: len(self.rows) < MOST_ROWS)
+        @rule(length=st.integers(0, 12), how=st.sampled_from(BEGINNINGS))
+        def a_row_joins(self, length: int, how: str) -> None:
+            self.join([length], how)
+
+    profile = settings.default
+    assert profile is not None
+    examples = profile.max_examples // 4
+    run_state_machine_as_test(
+        OfKind, settings=settings(max_examples=examples, stateful_step_count=25)
+    )
+
+
+def batch(*lengths: int, rows: int = 0) -> Any:
+    """Return a batch of prompts, merged, with buffers of about a megabyte."""
+    singles = []
+    for index, length in enumerate(lengths):
+        single, block = KVCache(), mx.full((1, 4, length, 64), float(index + 1))
+        single.update_and_fetch(block, block)
+        singles.append(single)
+    cache: Any = BatchKVCache.merge(singles)
+    block = mx.zeros((len(lengths), 4, rows, 64))
+    if rows:
+        mx.eval(cache.update_and_fetch(block, block))
+    return cache
+
+
+def write(cache: Any, rows: int = 1) -> None:
+    block = mx.full((cache.offset.shape[0], 4, rows, 64), 9.0)
+    mx.eval(cache.update_and_fetch(block, block))
+
+
+def test_a_snapshot_of_a_live_batch_copies_nothing_while_writes_go_past_it() -> None:
+    cache = batch(500, 300, rows=1)
+    whole = cache.keys.nbytes
+    held = snapshot([cache])
+    assert (held.nbytes, held.stop, held.lags) == (0, 501, (0, 200))
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    for _ in range(20):
+        write(cache)
+    assert mx.get_peak_memory() - before < whole // 10
+    assert held.nbytes == 0
+    cache.trim(30)
+    write(cache)
+    assert held.nbytes == held_bytes([held]) == 2 * 2 * 4 * 501 * 64 * 4
+    assert type(cache) is BatchKVCache
+    fresh: Any = BatchKVCache([0])
+    restore(held, [fresh])
+    assert fresh.keys_and_values()[0].max().item() == 2.0
+    assert fresh.offset.tolist() == [501, 301]
+
+
+def test_a_watched_batch_counts_as_a_batch() -> None:
+    cache = batch(5, 3)
+    held = snapshot([cache])
+    assert type(cache) is not BatchKVCache
+    with Speculation([cache]) as speculation:
+        write(speculation.caches[0], rows=3)
+        speculation.commit([3, 1])
+    restored: Any = BatchKVCache([0])
+    restore(held, [restored])
+    same(restored.extract(1).state, batch(5, 3).extract(1).state, "row 1")
+
+
+def test_parts_of_a_batch_adjoin_while_its_rows_move_together() -> None:
+    cache = batch(5, 3)
+    head = snapshot([cache])
+    with Speculation([cache]) as speculation:
+        write(speculation.caches[0], rows=3)
+        speculation.commit([3, 1])
+    tail = snapshot([cache], head.stop)
+    with pytest.raises(InvalidRequestError, match=r"\[0, 2\].*\[0, 4\]"):
+        merge(head, tail)
+    target = batch(5, 3)
+    with pytest.raises(InvalidRequestError, match=r"\[0, 2\].*\[0, 4\]"):
+        restore(tail, [target])
+    assert target.offset.tolist() == [5, 3]
+
+
+def test_a_ring_of_a_batch_is_cut_only_where_it_was_taken() -> None:
+    caches: list[Any] = [BatchKVCache([0, 2]), BatchRotatingKVCache(4, [0, 2])]
+    for cache in caches:
+        write(cache, rows=6)
+    with pytest.raises(UnsupportedCacheError, match=r"1 is a BatchRot.*at 6 only"):
+        snapshot(caches, 0, 4)
+    with pytest.raises(UnsupportedCacheError, match=r"1 is a BatchRot.*at 6 only"):
+        split(snapshot(caches), 4)
+
+
+def test_a_ring_of_a_batch_is_held_without_unused_slots() -> None:
+    ring: Any = BatchRotatingKVCache(100, [0, 1])
+    for _ in range(7):
+        write(ring)
+    assert ring.keys.shape[2] == 100
+    fields = 2 * 2 * 4
+    assert snapshot([ring]).nbytes == 2 * 2 * 4 * 7 * 64 * 4 + fields
+
+
+def test_a_batch_that_waits_for_finalize_can_be_given_another_state() -> None:
+    for make in (lambda: BatchKVCache([0, 0]), lambda: BatchRotatingKVCache(8, [0, 0])):
+        one, other = cast(Any, make)(), cast(Any, make)()
+        write(one, rows=3)
+        other.prepare(lengths=[4, 2], right_padding=[0, 2])
+        restore(snapshot([one]), [other])
+        other.finalize()
+        write(other)
+        assert other.offset.tolist() == [4, 4]
+
+
+def test_layers_out_of_step_and_unfinished_prompts_are_refused() -> None:
+    one, other = batch(5, 3), batch(5, 3, rows=2)
+    with pytest.raises(InvalidRequestError, match=r"0 hold \[5, 3\].*1 \[7, 5\]"):
+        snapshot([one, other])
+    unfinished: list[Any] = [BatchKVCache([0, 0]), BatchRotatingKVCache(8, [0, 0])]
+    for cache in unfinished:
+        cache.prepare(lengths=[4, 2], right_padding=[0, 2])
+        write(cache, rows=4)
+        with pytest.raises(InvalidRequestError, match=r"0 waits for finalize"):
+            snapshot([cache])
+        cache.finalize()
+        assert snapshot([cache]).lags == (0, 2)
+    with pytest.raises(InvalidRequestError, match=r"\[-3, -1\].*left padding"):
+        snapshot([BatchKVCache([3, 1])])
