@@ -17,103 +17,20 @@ found while a step is on its way, the forward over the draft is submitted behind
     choices   c_2  c_3  c_4             accepted = 1 when c_2 = d_2
     emitted   c_1  c_2  c_3             the lane keeps c_1 d_2
 
-The engine knows nothing about text: a `Cut` says where the emitted tokens end.
+It knows nothing about text: a `Cut` says where the emitted tokens end.
 """
 
-import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.engine.drafting import Draft, Drafter
+from mlx_speculation.engine.drafting import Choices, Draft, Drafter
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import Statistics
-from mlx_speculation.errors import InvalidRequestError, NonFiniteLogitsError
+from mlx_speculation.engine.verdicts import Emitted, MakeCut, Submitted, read
+from mlx_speculation.errors import NonFiniteLogitsError
 from mlx_speculation.models import Lane, LaneRound
-from mlx_speculation.samplers import Chooser, count_accepted, normalizers
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Where a round's emitted tokens end.
-
-    Attributes:
-        keep: how many of them stay, from 1.
-        reason: "stop" or "length" when the generation ends there, else None.
-    """
-
-    keep: int
-    reason: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Submitted:
-    """A forward of the target on its way, not read yet.
-
-    Attributes:
-        lane_round: the transaction; committed already where there are no drafts.
-        choices: the target's choices, uint32 [k + 1].
-        normalizers: [k + 1], not finite where no token can be chosen.
-        accepted: integer [], how many drafted tokens are accepted.
-    """
-
-    lane_round: LaneRound
-    choices: mx.array
-    normalizers: mx.array
-    accepted: mx.array | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a round's evaluation brought back."""
-
-    choices: list[int]
-    accepted: int
-
-    @property
-    def emitted(self) -> list[int]:
-        """The accepted tokens, then the correction or the bonus."""
-        return self.choices[: self.accepted + 1]
-
-
-def read(submitted: Submitted) -> Verdict:
-    """Read a round's result: the one place where the host waits.
-
-    Raises:
-        NonFiniteLogitsError: a row holds a NaN, or no finite largest value.
-    """
-    accepted = submitted.accepted
-    choices: Any = submitted.choices.tolist()  # waits; the others came with it
-    normals: Any = submitted.normalizers.tolist()
-    unusable = sum(not math.isfinite(value) for value in normals)
-    if unusable:
-        raise NonFiniteLogitsError(
-            f"{unusable} of {len(normals)} rows of the target's logits hold a NaN or "
-            "no finite largest value. The round was rolled back. Check the weights, "
-            "or load the model in float32."
-        )
-    count: Any = 0 if accepted is None else accepted.item()
-    return Verdict(choices, count)
-
-
-MakeCut = Callable[[list[int]], Cut]
-
-
-def _checked(draft: Draft, limit: int, ids: int) -> Draft:
-    """Refuse a draft of the wrong length; an id past the target's becomes the last one.
-
-    Which ids a drafter proposes cannot change the text, but an id without a row in
-    the target's embedding would be read from outside of it.
-    """
-    if draft.length > limit:
-        raise InvalidRequestError(
-            f"The drafter proposed {draft.length} tokens, and at most {limit} were "
-            "asked for. Mend its propose()."
-        )
-    return Draft(mx.clip(draft.tokens, 0, ids - 1).astype(mx.uint32))
+from mlx_speculation.samplers import Verifier
 
 
 class Decoder:
@@ -122,9 +39,11 @@ class Decoder:
     Args:
         target: the target's lane; `sequence.tokens[target.seen:]` is to be fed.
         sequence: the known tokens; grows with every round.
-        chooser: chooses for target and drafter.
+        verifier: decides for the request.
         drafter: proposes; None for plain decoding.
         draft_length: tokens to propose in a round.
+        top: report log-probabilities, and this many of the most probable ids; None:
+            report nothing.
     """
 
     def __init__(
@@ -132,18 +51,25 @@ class Decoder:
         *,
         target: Lane,
         sequence: Sequence,
-        chooser: Chooser,
+        verifier: Verifier,
         drafter: Drafter | None,
         draft_length: int,
+        top: int | None = None,
     ) -> None:
         self.statistics = Statistics()
         self._target = target
         self._sequence = sequence
-        self._chooser = chooser
+        self._verifier = verifier
+        self._top = top
         self._drafter = drafter
         self._draft_length = draft_length
         self._in_flight: Submitted | None = None
         self._next_token: int | None = None
+
+    @property
+    def reports(self) -> bool:
+        """Whether emitted tokens come with their log-probabilities."""
+        return self._top is not None
 
     @property
     def seen(self) -> int:
@@ -212,7 +138,7 @@ class Decoder:
         if self._in_flight is None:
             return self._next_token
         try:
-            return read(self._in_flight).choices[0]
+            return read(self._in_flight).tokens[0]
         except NonFiniteLogitsError:
             return None
 
@@ -225,9 +151,10 @@ class Decoder:
             if step is None:
                 unseen = mx.array(self._sequence.tokens[self._target.seen :])
                 step = fresh = self._submit_step(unseen)
-            following = self._submit_step(step.choices, ahead=step.choices)
+            chosen = step.verified.tokens
+            following = self._submit_step(chosen, ahead=chosen)
             verdict = read(step)
-            cut = make_cut(verdict.emitted)
+            cut = make_cut(Emitted.of(verdict))
         except BaseException as error:
             if following is not None:
                 following.lane_round.rollback()
@@ -245,9 +172,10 @@ class Decoder:
 
     def _propose(self, drafter: Drafter, limit: int) -> Draft:
         started = time.perf_counter()
-        draft = drafter.propose(self._sequence, limit, self._chooser.choose)
+        choices = Choices(self._verifier)
+        draft = drafter.propose(self._sequence, limit, choices)
         if draft.length:
-            draft = _checked(draft, limit, self._chooser.limit)
+            draft = choices.checked(draft, limit)
             mx.async_eval(draft.tokens)  # runs while the target's graph is built
         self.statistics.draft_seconds += time.perf_counter() - started
         return draft
@@ -256,17 +184,18 @@ class Decoder:
         self, drafter: Drafter, draft: Draft, make_cut: MakeCut
     ) -> str | None:
         started = time.perf_counter()
-        step, drafted = self._in_flight, draft.tokens
+        step, behind = self._in_flight, draft
         if step is None:
             fed = mx.array(self._sequence.tokens[self._target.seen :], mx.uint32)
         else:  # its token is not known yet, and stands in the draft's first place
-            fed, drafted = step.choices, drafted[1:]
+            fed, behind = step.verified.tokens, draft.behind(1)
         with self._target.begin() as lane_round:
-            submitted = self._submit_verify(lane_round, fed, drafted, step)
-            first = [] if step is None else read(step).emitted
+            submitted = self._submit_verify(lane_round, fed, behind, step)
+            before = [] if step is None else [read(step)]
+            first = [token for verdict in before for token in verdict.emitted]
             verdict = read(submitted)
             verified = time.perf_counter()
-            cut = make_cut(first + verdict.emitted)
+            cut = make_cut(Emitted.of(*before, verdict))
             emitted = (first + verdict.emitted)[: cut.keep]
             accepted = min(verdict.accepted, cut.keep - len(first))
             lane_round.prepare(len(fed) + accepted)
@@ -277,8 +206,8 @@ class Decoder:
             self._in_flight = None
             lane_round.commit(len(fed) + accepted)
         all_held = len(first) + accepted == cut.keep
-        self._next_token = verdict.choices[accepted] if all_held else None
-        self._count(len(first), len(drafted), verdict.accepted, cut.keep)
+        self._next_token = verdict.tokens[accepted] if all_held else None
+        self._count(len(first), behind.length, verdict.accepted, cut.keep)
         self.statistics.verify_seconds += verified - started
         self.statistics.host_seconds += time.perf_counter() - verified
         return cut.reason
@@ -298,19 +227,19 @@ class Decoder:
         self,
         lane_round: LaneRound,
         fed: mx.array,
-        drafted: mx.array,
+        draft: Draft,
         step: Submitted | None,
     ) -> Submitted:
         """Submit a forward over the fed tokens, or a step's choice, and the draft."""
-        logits = lane_round.forward(mx.concatenate([fed, drafted]))
-        logits = logits[-1 - len(drafted) :]
-        ahead = drafted if step is None else mx.concatenate([fed, drafted])
-        rows = self._sequence.rows(ahead, len(drafted) + 1)
-        choices = self._chooser.choose(logits, rows)
-        accepted = count_accepted(drafted, choices)
-        submitted = Submitted(lane_round, choices, normalizers(logits), accepted)
-        mx.async_eval(choices, submitted.normalizers, accepted)
-        return submitted
+        logits = lane_round.forward(mx.concatenate([fed, draft.tokens]))
+        logits = logits[-1 - draft.length :]
+        ahead = draft.tokens if step is None else mx.concatenate([fed, draft.tokens])
+        rows = self._sequence.rows(ahead, draft.length + 1)
+        verified = self._verifier.verify(
+            logits, rows, draft.tokens, draft.probs, top=self._top
+        )
+        mx.async_eval(*verified.arrays)
+        return Submitted(lane_round, verified)
 
     def _submit_step(
         self, unseen: mx.array, ahead: mx.array | None = None
@@ -320,8 +249,8 @@ class Decoder:
             logits = lane_round.forward(unseen)
             if len(logits) > 1:
                 logits = logits[-1:]
-            choices = self._chooser.choose(logits, self._sequence.rows(ahead))
-            submitted = Submitted(lane_round, choices, normalizers(logits))
-            mx.async_eval(choices, submitted.normalizers)
+            rows = self._sequence.rows(ahead)
+            verified = self._verifier.verify(logits, rows, top=self._top)
+            mx.async_eval(*verified.arrays)
             lane_round.commit(unseen.shape[0])
-        return submitted
+        return Submitted(lane_round, verified)

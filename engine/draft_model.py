@@ -7,6 +7,7 @@ import mlx.core as mx
 from mlx_speculation.engine.drafting import Choose, Draft
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.models import Lane, LaneRound
+from mlx_speculation.samplers import Chosen
 
 # After a round the lane lags one or two tokens behind. A longer lag is a prompt, or
 # rounds without a draft: it is committed text, fed before the round and kept.
@@ -49,14 +50,14 @@ class DraftModel:
         self._lag, self._length = len(lag), limit
         self._round = self._lane.begin()
         inputs = mx.array(lag)
-        proposed: list[mx.array] = []
+        chosen: list[Chosen] = []
         for _ in range(limit):
             logits = self._round.forward(inputs)[-1:]
-            ahead = mx.concatenate(proposed) if proposed else None
-            inputs = choose(logits, sequence.rows(ahead))
+            ahead = Draft.of(chosen).tokens if chosen else None
+            chosen.append(choose(logits, sequence.rows(ahead)))
+            inputs = chosen[-1].tokens
             mx.async_eval(inputs)  # runs while the next step's graph is built
-            proposed.append(inputs)
-        return Draft(mx.concatenate(proposed))
+        return Draft.of(chosen)
 
     def _catch_up(self, sequence: Sequence) -> None:
         """Feed committed text that is too long for a round, all but the last token."""

@@ -38,7 +38,7 @@ from mlx_speculation.models import (
     wired,
     wrapped,
 )
-from mlx_speculation.samplers import Chooser, Sampling
+from mlx_speculation.samplers import Acceptance, Chooser, Sampling, Verifier
 
 DEFAULT_DRAFT_LENGTH = 4
 NOT_YET = ("mtp", "lookup", "auto")
@@ -62,7 +62,9 @@ class SpeculativeGenerator:
         draft: an mlx-lm model with the same token ids, a `Drafter`, or None for plain
             decoding.
         draft_length: tokens drafted in a round; None takes 4, and 0 is plain decoding.
-        acceptance: "keyed", the rule under which the draft cannot change the text.
+        acceptance: "keyed", the rule under which the draft cannot change the text of
+            a seed; "rejection" and "block" keep the law of the text, but not the text,
+            and accept more where tokens are drawn by chance.
         sliding: what stands for sliding windows in the caches made here: "slack", the
             faster `SlidingKVCache`, or "native", mlx-lm's `RotatingKVCache`, which
             adds up one-row steps in another order. A passed `prompt_cache` stays as
@@ -83,14 +85,16 @@ class SpeculativeGenerator:
         *,
         draft: nn.Module | Drafter | None = None,
         draft_length: int | None = None,
-        acceptance: str = "keyed",
+        acceptance: Acceptance = "keyed",
         sliding: Sliding = "slack",
         prefix_cache: PrefixCache | None = None,
     ) -> None:
-        if acceptance != "keyed":
+        if acceptance not in get_args(Acceptance):
             raise InvalidRequestError(
-                f"acceptance is {acceptance!r}, and this version knows 'keyed'."
+                f"acceptance is {acceptance!r}, and one of "
+                f"{', '.join(get_args(Acceptance))} is needed."
             )
+        self._acceptance = acceptance
         if sliding not in get_args(Sliding):
             raise InvalidRequestError(
                 f"sliding is {sliding!r}, and 'slack' or 'native' is needed."
@@ -130,7 +134,7 @@ class SpeculativeGenerator:
         *,
         draft: str | Path | nn.Module | Drafter | None = None,
         draft_length: int | None = None,
-        acceptance: str = "keyed",
+        acceptance: Acceptance = "keyed",
         sliding: Sliding = "slack",
         prefix_cache: PrefixCache | None = None,
     ) -> "SpeculativeGenerator":
@@ -199,6 +203,7 @@ class SpeculativeGenerator:
         prompt_cache: list[Any] | None = None,
         cached_tokens: Iterable[int] | None = None,
         draft_cache: list[Any] | None = None,
+        logprobs: int | None = None,
     ) -> Stream:
         """Start a generation; nothing runs before the first chunk is asked for.
 
@@ -216,6 +221,8 @@ class SpeculativeGenerator:
                 recurrent layers only); seeds and drafts then know less of the text.
             draft_cache: caches of the draft model that hold `cached_tokens`, or the
                 beginning of them.
+            logprobs: let every chunk say how probable its token was, and so many of
+                the most probable ones; 0: the token alone; None: nothing.
 
         Raises:
             InvalidRequestError: names the two values that do not fit.
@@ -226,6 +233,11 @@ class SpeculativeGenerator:
         if not _is_count(max_tokens):
             raise InvalidRequestError(
                 f"max_tokens is {max_tokens!r}, and 0 or more is needed."
+            )
+        if logprobs is not None and not _is_count(logprobs):
+            raise InvalidRequestError(
+                f"logprobs is {logprobs!r}, and None or a whole number of at least 0 "
+                "is needed: how many of the most probable tokens to report."
             )
         sequence, seen = self._prompts.sequence(prompt, prompt_cache, cached_tokens)
         target = self._lane(self._model, prompt_cache, seen)
@@ -247,9 +259,10 @@ class SpeculativeGenerator:
             decoder=Decoder(
                 target=target,
                 sequence=sequence,
-                chooser=chooser,
+                verifier=Verifier(chooser, self._acceptance),
                 drafter=drafter,
                 draft_length=length,
+                top=logprobs,
             ),
             sequence=sequence,
             text=TextStream(self._tokenizer.detokenizer, end_ids, stops),

@@ -6,6 +6,19 @@ from mlx_speculation.engine.statistics import Statistics
 
 
 @dataclass(frozen=True, slots=True)
+class LogProb:
+    """How probable a token was: after processors, before filters and temperature.
+
+    Attributes:
+        value: the natural logarithm of its probability.
+        top: pairs of a token id and its log-probability, the most probable first.
+    """
+
+    value: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """One emitted token and the text that it made certain.
 
@@ -13,11 +26,13 @@ class Chunk:
         text: may be empty, while a character or a stop string may still be going on.
         token: the token id; the last chunk's may be a stop token.
         finish_reason: "stop" or "length" in the last chunk, else None.
+        logprob: how probable the token was, if the stream was asked for it.
     """
 
     text: str
     token: int
     finish_reason: str | None = None
+    logprob: LogProb | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +49,7 @@ class Result:
         next_token: the token that would have come next; with it as the prompt and the
             same caches, seed and `cached_tokens`, the text goes on as if it had not
             been interrupted. None where it is not known.
+        logprobs: how probable each of `tokens` was; None if not asked for.
     """
 
     text: str
@@ -43,3 +59,4 @@ class Result:
     seed: int
     cached_tokens: list[int]
     next_token: int | None
+    logprobs: list[LogProb] | None = None

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 
-from mlx_speculation.engine.decoding import Cut, Decoder
+from mlx_speculation.engine.decoding import Decoder
 from mlx_speculation.engine.prefixes import Prefixes
-from mlx_speculation.engine.results import Chunk, Result
+from mlx_speculation.engine.results import Chunk, LogProb, Result
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import Statistics
 from mlx_speculation.engine.text import TextStream
+from mlx_speculation.engine.verdicts import Cut, Emitted
 from mlx_speculation.errors import SpeculationError
 
 
@@ -167,10 +168,16 @@ class Stream:
             seed=self._seed,
             cached_tokens=self.cached_tokens,
             next_token=self._decoder.next_token() if known else None,
+            logprobs=self._logprobs(),
         )
 
         if self._prefixes is not None and self._started and reason != "error":
             self._prefixes.store(self._sequence.tokens)
+
+    def _logprobs(self) -> list[LogProb] | None:
+        if not self._decoder.reports:
+            return None
+        return [chunk.logprob for chunk in self._yielded if chunk.logprob is not None]
 
     def _reuse(self) -> None:
         """Let the lanes hold what earlier requests had in common with this one."""
@@ -179,18 +186,19 @@ class Stream:
             self.stats.reused = self._prefixes.begin(self._sequence.tokens)
             self.stats.prefill_seconds += time.perf_counter() - started
 
-    def _cut(self, emitted: list[int]) -> Cut:
+    def _cut(self, emitted: Emitted) -> Cut:
         """Turn a round's tokens into chunks, up to a stop or the budget."""
         self._ready.clear()
         reason: str | None = None
-        for token in emitted:
+        for index, token in enumerate(emitted.tokens):
             text, stopped = self._text.add(token)
             if stopped:
                 reason = "stop"
             elif self.stats.emitted + len(self._ready) + 1 == self._max_tokens:
                 rest, stopped = self._text.finish()
                 text, reason = text + rest, "stop" if stopped else "length"
-            self._ready.append(Chunk(text, token, reason))
+            logprob = emitted.log_probs[index] if emitted.log_probs else None
+            self._ready.append(Chunk(text, token, reason, logprob))
             if reason is not None:
                 break
         return Cut(len(self._ready), reason)

@@ -5,6 +5,7 @@ It knows arrays. It does not know models, caches or text.
 
 from mlx_speculation.samplers.acceptance import count_accepted, normalizers
 from mlx_speculation.samplers.choice import Chooser
+from mlx_speculation.samplers.chosen import Chosen, LogProbs, Verified
 from mlx_speculation.samplers.constrained import Constrained
 from mlx_speculation.samplers.constraints import (
     Constraint,
@@ -14,15 +15,21 @@ from mlx_speculation.samplers.constraints import (
 )
 from mlx_speculation.samplers.rows import Rows
 from mlx_speculation.samplers.sampling import Sampling
+from mlx_speculation.samplers.verifier import Acceptance, Verifier
 
 __all__ = [
+    "Acceptance",
     "Chooser",
+    "Chosen",
     "Constrained",
     "Constraint",
     "ConstraintState",
+    "LogProbs",
     "Rows",
     "Sampling",
     "TokenAutomaton",
+    "Verified",
+    "Verifier",
     "allowed_tokens",
     "count_accepted",
     "normalizers",

@@ -5,6 +5,8 @@ one request; it has no state that a token could change, so rejected rows leave n
 trace.
 """
 
+from copy import copy
+
 import mlx.core as mx
 
 from mlx_speculation.errors import InvalidRequestError
@@ -43,6 +45,22 @@ class Chooser:
             ids = mx.arange(width)[:, None]
             self._exists = (ids != missing[None]).all(axis=-1)  # [width]
         self._noise = GumbelNoise(stream_key(sampling.seed, CHOICE), width)
+
+    def for_drafts(self) -> "Chooser":
+        """Return what chooses for drafts: with their temperature, and the same noise.
+
+        The noise is shared as an object, so that its blocks are drawn once.
+        """
+        if self.sampling.draft_temperature is None:
+            return self
+        other = copy(self)
+        other.sampling = self.sampling.for_drafts
+        return other
+
+    @property
+    def width(self) -> int:
+        """The number of token ids, and of values in every draw of noise."""
+        return self._width
 
     @property
     def limit(self) -> int:

@@ -23,6 +23,8 @@ class Sampling:
         min_p: drop tokens less probable than this share of the most probable one.
         min_tokens_to_keep: how many tokens min_p leaves at least.
         top_k: keep this many of the most probable tokens.
+        draft_temperature: the temperature of proposals; None takes `temperature`. It
+            changes how many are accepted, never the text or its law.
         seed: decides the text at a temperature above 0; None draws one, which the
             result reports.
 
@@ -35,11 +37,14 @@ class Sampling:
     min_p: float = 0.0
     min_tokens_to_keep: int = 1
     top_k: int = 0
+    draft_temperature: float | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
         """Check every value against its range."""
         _check("temperature", self.temperature, 0.0, math.inf)
+        if self.draft_temperature is not None:
+            _check("draft_temperature", self.draft_temperature, 0.0, math.inf)
         _check("top_p", self.top_p, 0.0, 1.0)
         _check("min_p", self.min_p, 0.0, 1.0)
         _check_count("min_tokens_to_keep", self.min_tokens_to_keep, 1)
@@ -60,6 +65,13 @@ class Sampling:
     def filters(self) -> bool:
         """Whether any filter is on."""
         return 0 < self.top_p < 1 or self.min_p > 0 or self.top_k > 0
+
+    @property
+    def for_drafts(self) -> "Sampling":
+        """The options of proposals."""
+        if self.draft_temperature is None:
+            return self
+        return replace(self, temperature=self.draft_temperature)
 
     def with_seed(self) -> "Sampling":
         """Return these options with a seed, drawn if there was none."""

@@ -18,11 +18,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_speculation import NonFiniteLogitsError, SpeculativeGenerator
 from mlx_speculation.caches import Speculation
 from mlx_speculation.engine import decoding
-from mlx_speculation.engine.decoding import Cut, Decoder
+from mlx_speculation.engine.decoding import Decoder
 from mlx_speculation.engine.drafting import Choose, Draft
 from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.verdicts import Cut, Emitted
 from mlx_speculation.models import Lane, LaneRound
-from mlx_speculation.samplers import Chooser
+from mlx_speculation.samplers import Chooser, Verifier, verifier
 from support.content import assert_same_content, content, counts
 from support.drafters import ScriptedDrafter
 from support.identity import GREEDY, SAMPLED, assert_same_text
@@ -69,7 +70,7 @@ class Run:
         self.decoder = Decoder(
             target=self.target,
             sequence=self.sequence,
-            chooser=Chooser(SAMPLED, 256),
+            verifier=Verifier(Chooser(SAMPLED, 256)),
             drafter=self.drafter,
             draft_length=4,
         )
@@ -79,8 +80,8 @@ class Run:
     def emitted(self) -> list[int]:
         return self.sequence.tokens[len(PROMPT) :]
 
-    def cut(self, tokens: list[int]) -> Cut:
-        return Cut(len(tokens) if self.kept is None else self.kept, None)
+    def cut(self, emitted: Emitted) -> Cut:
+        return Cut(len(emitted.tokens) if self.kept is None else self.kept, None)
 
     def next_round(self) -> None:
         self.decoder.next_round(TOKENS - len(self.emitted), lambda t: self.cut(t))
@@ -246,9 +247,9 @@ class InjectedError(Exception):
 STEPS = [
     (PlannedDrafter, "propose", 1),
     (LaneRound, "forward", 1),
-    (Chooser, "choose", 1),
-    (decoding, "count_accepted", 1),
-    (decoding, "normalizers", 1),
+    (Verifier, "verify", 1),
+    (verifier, "count_accepted", 1),
+    (verifier, "normalizers", 1),
     (decoding, "read", 1),
     (decoding, "read", 2),
     (Run, "cut", 1),

@@ -15,12 +15,13 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_speculation.caches import Speculation
 from mlx_speculation.engine import SpeculativeGenerator, decoding
-from mlx_speculation.engine.decoding import Cut, Decoder
+from mlx_speculation.engine.decoding import Decoder
 from mlx_speculation.engine.draft_model import DraftModel
 from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.verdicts import Cut, Emitted
 from mlx_speculation.errors import NonFiniteLogitsError
 from mlx_speculation.models import Lane, LaneRound
-from mlx_speculation.samplers import Chooser, Sampling
+from mlx_speculation.samplers import Chooser, Sampling, Verifier, verifier
 from support.content import assert_same_content, content, counts
 from support.tiny_models import build
 from support.tiny_tokenizer import byte_tokenizer
@@ -41,11 +42,13 @@ class Run:
         self.sequence = Sequence(list(PROMPT))
         self.target = Lane(model)
         self.drafter = None if draft is None else DraftModel(lambda: Lane(draft))
-        self.cut: Callable[[list[int]], Cut] = lambda tokens: Cut(len(tokens), None)
+        self.cut: Callable[[Emitted], Cut] = lambda emitted: Cut(
+            len(emitted.tokens), None
+        )
         self.decoder = Decoder(
             target=self.target,
             sequence=self.sequence,
-            chooser=Chooser(Sampling(temperature=0.7, seed=5), 256),
+            verifier=Verifier(Chooser(Sampling(temperature=0.7, seed=5), 256)),
             drafter=self.drafter,
             draft_length=length,
         )
@@ -106,11 +109,11 @@ DRAFTED_STEPS = [
     (LaneRound, "forward", 2),
     (LaneRound, "forward", 3),
     (LaneRound, "forward", 4),  # the target's
-    (Chooser, "choose", 1),
-    (Chooser, "choose", 3),
-    (Chooser, "choose", 4),
-    (decoding, "count_accepted", 1),
-    (decoding, "normalizers", 1),
+    (Verifier, "propose", 1),
+    (Verifier, "propose", 3),
+    (Verifier, "verify", 1),
+    (verifier, "count_accepted", 1),
+    (verifier, "normalizers", 1),
     (decoding, "read", 1),
     (Run, "cut", 1),
     (Speculation, "prepare", 1),
@@ -119,7 +122,7 @@ DRAFTED_STEPS = [
 ]
 PLAIN_STEPS = [
     (LaneRound, "forward", 1),
-    (Chooser, "choose", 1),
+    (Verifier, "verify", 1),
     (Speculation, "commit", 1),
     (decoding, "read", 1),
     (Run, "cut", 1),

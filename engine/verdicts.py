@@ -1,0 +1,108 @@
+"""A round's result: on its way, read, and cut."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_speculation.engine.results import LogProb
+from mlx_speculation.errors import NonFiniteLogitsError
+from mlx_speculation.models import LaneRound
+from mlx_speculation.samplers import LogProbs, Verified
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A forward of the target on its way, not read yet.
+
+    Attributes:
+        lane_round: the transaction; committed already where there are no drafts.
+        verified: what the target makes of its rows.
+    """
+
+    lane_round: LaneRound
+    verified: Verified
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a round's evaluation brought back.
+
+    Attributes:
+        tokens: k + 1 of them; those past the emitted ones mean nothing.
+        accepted: how many drafted tokens are accepted.
+        log_probs: of the emitted tokens; empty if not asked for.
+    """
+
+    tokens: list[int]
+    accepted: int
+    log_probs: list[LogProb]
+
+    @property
+    def emitted(self) -> list[int]:
+        """The accepted tokens, then the correction or the bonus."""
+        return self.tokens[: self.accepted + 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """The tokens of one round that a cut has to judge, with their log-probabilities."""
+
+    tokens: list[int]
+    log_probs: list[LogProb]
+
+    @classmethod
+    def of(cls, *verdicts: Verdict) -> "Emitted":
+        """Put together what verdicts on successive rows have emitted."""
+        tokens = [token for verdict in verdicts for token in verdict.emitted]
+        return cls(
+            tokens, [value for verdict in verdicts for value in verdict.log_probs]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where a round's emitted tokens end.
+
+    Attributes:
+        keep: how many of them stay, from 1.
+        reason: "stop" or "length" when the generation ends there, else None.
+    """
+
+    keep: int
+    reason: str | None
+
+
+MakeCut = Callable[[Emitted], Cut]
+
+
+def read(submitted: Submitted) -> Verdict:
+    """Read a round's result: the one place where the host waits.
+
+    Raises:
+        NonFiniteLogitsError: a row holds a NaN, or no finite largest value.
+    """
+    verified = submitted.verified
+    tokens: Any = verified.tokens.tolist()  # waits; the others came with it
+    normals: Any = verified.normalizers.tolist()
+    unusable = sum(not math.isfinite(value) for value in normals)
+    if unusable:
+        raise NonFiniteLogitsError(
+            f"{unusable} of {len(normals)} rows of the target's logits hold a NaN or "
+            "no finite largest value. The round was rolled back. Check the weights, "
+            "or load the model in float32."
+        )
+    count: Any = 0 if verified.accepted is None else verified.accepted.item()
+    report = verified.log_probs
+    return Verdict(tokens, count, [] if report is None else _listed(report, count + 1))
+
+
+def _listed(report: LogProbs, rows: int) -> list[LogProb]:
+    """Return the report on the first `rows` rows as plain numbers."""
+    values: Any = report.tokens[:rows].tolist()
+    ids: Any = report.top_ids[:rows].tolist()
+    top: Any = report.top[:rows].tolist()
+    return [
+        LogProb(value, tuple(zip(row_ids, row_top, strict=True)))
+        for value, row_ids, row_top in zip(values, ids, top, strict=True)
+    ]

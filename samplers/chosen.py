@@ -1,0 +1,61 @@
+"""What a choice gives back: to a drafter, and to a round."""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chosen:
+    """Proposed tokens, and the law that each was drawn from.
+
+    Attributes:
+        tokens: uint32 [rows].
+        probs: float32 [rows, ids], exactly the law of the draw, by which the target
+            accepts or rejects it; None where chance took no part, or where it is the
+            target's own noise (keyed choice).
+    """
+
+    tokens: mx.array
+    probs: mx.array | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verified:
+    """The target's verdict on k drafted tokens, nothing of it evaluated.
+
+    Attributes:
+        tokens: uint32 [k + 1]. The first `accepted + 1` are the accepted tokens and
+            the correction or bonus; the others mean nothing.
+        accepted: int32 []; None where nothing was drafted.
+        normalizers: [k + 1], not finite where no token can be chosen.
+        log_probs: of `tokens`, and of the most probable ones; None if not asked for.
+    """
+
+    tokens: mx.array
+    accepted: mx.array | None
+    normalizers: mx.array
+    log_probs: "LogProbs | None" = None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All there is to evaluate."""
+        report = self.log_probs
+        every = [self.tokens, self.normalizers, self.accepted]
+        every += [] if report is None else [report.tokens, report.top_ids, report.top]
+        return [array for array in every if array is not None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogProbs:
+    """Log-probabilities as mlx-lm has them: processed, but before filters and chance.
+
+    Attributes:
+        tokens: float32 [rows], of the chosen tokens.
+        top_ids: uint32 [rows, n], the most probable ids, most probable first.
+        top: float32 [rows, n], theirs.
+    """
+
+    tokens: mx.array
+    top_ids: mx.array
+    top: mx.array

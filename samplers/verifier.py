@@ -1,0 +1,181 @@
+"""One request's decisions: what a drafter proposes, and what the target makes of it.
+
+Three rules, all lossless:
+
+    keyed       draft and target choose with the same noise, and a drafted token is
+                accepted where it is the target's own choice: one text for a seed,
+                whatever the draft
+    rejection   a drafted token is accepted with min(1, p / q): the same law, more
+                tokens accepted, another text for every draft and draft length
+    block       likewise, and the drafted tokens are judged together
+
+Greedy requests choose without noise under each of them. What a round decides is
+computed on the device: nothing here is evaluated or read.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import mlx.core as mx
+
+from mlx_speculation.samplers import block, rejection
+from mlx_speculation.samplers.acceptance import count_accepted, normalizers
+from mlx_speculation.samplers.choice import Chooser
+from mlx_speculation.samplers.chosen import Chosen, LogProbs, Verified
+from mlx_speculation.samplers.laws import Verdict, draw
+from mlx_speculation.samplers.noise import stream_key
+from mlx_speculation.samplers.round_noise import (
+    COIN,
+    DRAFT,
+    RESIDUAL,
+    coins,
+    gumbel_rows,
+    round_keys,
+)
+from mlx_speculation.samplers.rows import Rows
+
+Acceptance = Literal["keyed", "rejection", "block"]
+Rule = Callable[[mx.array, mx.array | None, mx.array, mx.array], Verdict]
+
+RULES: dict[str, Rule | None] = {
+    "keyed": None,
+    "rejection": rejection.verify,
+    "block": block.verify,
+}
+
+
+class Verifier:
+    """Decides for one request; has no state that a round could change.
+
+    Args:
+        chooser: chooses by the request's options, with its noise.
+        acceptance: the rule.
+    """
+
+    def __init__(self, chooser: Chooser, acceptance: Acceptance = "keyed") -> None:
+        self._chooser = chooser
+        self._draft_chooser = chooser.for_drafts()
+        self._rule = None if chooser.sampling.greedy else RULES[acceptance]
+        self._streams: dict[int, mx.array] = {}
+
+    @property
+    def chooser(self) -> Chooser:
+        """What chooses for the target."""
+        return self._chooser
+
+    def propose(
+        self, logits: mx.array, rows: Rows, ids: mx.array | None = None
+    ) -> Chosen:
+        """Choose the next token of a draft, one for each row.
+
+        Args:
+            logits: [rows, vocab] of the drafter, or [rows, n] with `ids`.
+            rows: what precedes each row; drafted tokens are `ahead`.
+            ids: uint32 [n], different token ids, where the drafter has logits for some
+                only.
+        """
+        chooser = self._draft_chooser
+        if ids is not None:
+            logits = _spread(logits, ids, chooser.width)
+        processed = chooser.processed(logits, rows)
+        if self._rule is None or chooser.sampling.greedy:
+            return Chosen(mx.argmax(chooser.scores(processed, rows), axis=-1))
+        law = self._law(chooser, processed)
+        start, places = mx.array([rows.round_start]), mx.array(list(rows.positions))
+        keys = round_keys(self._stream(DRAFT), start, places)
+        return Chosen(draw(law, gumbel_rows(keys, law.shape[-1])), law)
+
+    def verify(
+        self,
+        logits: mx.array,
+        rows: Rows,
+        drafted: mx.array | None = None,
+        draft_probs: mx.array | None = None,
+        *,
+        top: int | None = None,
+    ) -> Verified:
+        """Decide which of k drafted tokens are accepted, and what follows them.
+
+        Args:
+            logits: [k + 1, vocab] of the target.
+            rows: what precedes each row; the drafted tokens are `ahead`.
+            drafted: uint32 [k], or None for k = 0.
+            draft_probs: float32 [k, ids], the laws that they were drawn from; None
+                where chance took no part.
+            top: report log-probabilities, and this many of the most probable ids.
+        """
+        processed = self._chooser.processed(logits, rows)
+        if self._rule is None:
+            tokens = mx.argmax(self._chooser.scores(processed, rows), axis=-1)
+            accepted = None if drafted is None else count_accepted(drafted, tokens)
+        else:
+            tokens, accepted = self._judge(processed, rows, drafted, draft_probs)
+        normals = normalizers(processed)
+        report = None if top is None else _report(processed, normals, tokens, top)
+        return Verified(tokens, accepted, normals, report)
+
+    def _judge(
+        self,
+        processed: mx.array,
+        rows: Rows,
+        drafted: mx.array | None,
+        draft_probs: mx.array | None,
+    ) -> tuple[mx.array, mx.array | None]:
+        """Accept by the rule, and draw the correction or bonus."""
+        laws = self._law(self._chooser, processed)
+        first = mx.array([rows.positions[0]])
+        if drafted is None:
+            return self._draw(laws, first, first), None
+        assert self._rule is not None
+        positions = mx.array(list(rows.positions))
+        thrown = coins(round_keys(self._stream(COIN), first, positions[:-1]))
+        verdict = self._rule(laws, draft_probs, drafted, thrown)
+        place = first + verdict.accepted
+        last = self._draw(verdict.next_law[None], first, place)
+        drafted = mx.concatenate([drafted, last.astype(drafted.dtype)])
+        stays = mx.arange(len(positions)) < verdict.accepted
+        return mx.where(stays, drafted, last), verdict.accepted
+
+    def _draw(self, laws: mx.array, starts: mx.array, places: mx.array) -> mx.array:
+        keys = round_keys(self._stream(RESIDUAL), starts, places)
+        return draw(laws, gumbel_rows(keys, laws.shape[-1]))
+
+    def _law(self, chooser: Chooser, processed: mx.array) -> mx.array:
+        """Return probabilities over all token ids, float32 [rows, width]."""
+        probs = mx.softmax(chooser.log_probs(processed), axis=-1)
+        missing = chooser.width - probs.shape[-1]
+        return mx.pad(probs, [(0, 0), (0, missing)]) if missing else probs
+
+    def _stream(self, purpose: int) -> mx.array:
+        if purpose not in self._streams:
+            seed = self._chooser.sampling.seed
+            assert seed is not None
+            self._streams[purpose] = stream_key(seed, purpose)
+        return self._streams[purpose]
+
+
+def _spread(logits: mx.array, ids: mx.array, width: int) -> mx.array:
+    """Return logits [rows, n] of some ids as logits of all, -inf elsewhere."""
+    everywhere = mx.full((len(logits), width), -mx.inf, logits.dtype)
+    everywhere[:, ids] = logits
+    return everywhere
+
+
+def _report(
+    processed: mx.array, normals: mx.array, tokens: mx.array, top: int
+) -> LogProbs:
+    """Return the log-probabilities of chosen tokens, and of the most probable."""
+    log_probs = (processed - normals[:, None]).astype(mx.float32)
+    chosen = mx.take_along_axis(log_probs, tokens[:, None], axis=-1)[:, 0]
+    top = min(top, log_probs.shape[-1])
+    if top == 0:
+        nothing = mx.zeros((len(tokens), 0))
+        return LogProbs(chosen, nothing.astype(mx.uint32), nothing)
+    best = mx.argpartition(-log_probs, kth=top - 1, axis=-1)[:, :top]
+    values = mx.take_along_axis(log_probs, best, axis=-1)
+    order = mx.argsort(-values, axis=-1)
+    return LogProbs(
+        chosen,
+        mx.take_along_axis(best, order, axis=-1).astype(mx.uint32),
+        mx.take_along_axis(values, order, axis=-1),
+    )
