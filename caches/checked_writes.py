@@ -13,16 +13,27 @@ Of two arrays the rank, the batch (axis 0), the heads (axis 1 of rank 4) and the
 have to agree; of keys and values also the width of a row. The dtypes of keys and of
 values may differ from one another: a float32 norm over bfloat16 keys makes them. Where
 nothing of that name is held, the batch is compared with that of the cache's other
-arrays, such as its left padding.
+arrays, such as its left padding, and batch and dtype with what the other layers of the
+same kind hold under that name. So the first write of the first layer of a kind, to
+empty caches, is the one whose dtype nobody can know; all others have to agree with it.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
 
 from mlx_speculation.errors import InvalidRequestError
+
+Read = Callable[[Any], Any]
+
+# The other checked caches of one model and kind, by cache. Weak: they end as rounds do.
+_peers: "weakref.WeakKeyDictionary[Any, list[weakref.ref[Any]]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def check_writes(cache: Any, name: str) -> None:
@@ -36,6 +47,21 @@ def check_writes(cache: Any, name: str) -> None:
     """
     kind: Any = type(cache)
     cache.__class__ = _checked(kind, name)
+
+
+def check_together(caches: Sequence[Any]) -> None:
+    """Let checked caches of one kind compare a first write with what others hold.
+
+    Args:
+        caches: those that one model writes to, of any kinds.
+    """
+    kinds: dict[Any, list[weakref.ref[Any]]] = {}
+    for cache in caches:
+        slots = len(cache.cache) if isinstance(cache, ArraysCache) else 0
+        kinds.setdefault((type(cache), slots), []).append(weakref.ref(cache))
+    for same in kinds.values():
+        for one in same:
+            _peers[one()] = same
 
 
 @functools.cache
@@ -60,7 +86,7 @@ def _checking(write: Callable[..., Any], check: Callable[..., None]) -> Any:
 def _check_rows(cache: Any, keys: mx.array, values: mx.array) -> None:
     """Check keys and values [batch, heads, rows, dim]."""
     for name, array in (("keys", keys), ("values", values)):
-        _check(cache, name, array, getattr(cache, name, None), width=True)
+        _check(cache, name, array, _attribute(name), width=True)
         _check_rank(cache, name, array, "[batch, heads, rows, dim]")
     if keys.shape[:3] != values.shape[:3]:
         raise InvalidRequestError(
@@ -71,19 +97,19 @@ def _check_rows(cache: Any, keys: mx.array, values: mx.array) -> None:
 
 def _check_window(cache: Any, kv: mx.array) -> None:
     """Check kv [batch, rows, dim]."""
-    _check(cache, "window", kv, getattr(cache, "window", None), width=True)
+    _check(cache, "window", kv, _attribute("window"), width=True)
     _check_rank(cache, "window", kv, "[batch, rows, dim]")
 
 
 def _check_slot(cache: Any, idx: int, value: Any) -> None:
     if isinstance(value, mx.array):
-        _check(cache, f"slot {idx}", value, cache[idx])
+        _check(cache, f"slot {idx}", value, lambda one: one[idx])
 
 
 def _check_attribute(cache: Any, name: str, value: Any) -> None:
     held = vars(cache).get(name)
     if isinstance(value, mx.array) and isinstance(held, mx.array):
-        _check(cache, name, value, held)
+        _check(cache, name, value, _attribute(name))
 
 
 _CHECKS: dict[str, Callable[..., None]] = {
@@ -103,13 +129,28 @@ def _check_rank(cache: Any, what: str, array: mx.array, axes: str) -> None:
         )
 
 
+def _attribute(name: str) -> Read:
+    return lambda cache: getattr(cache, name, None)
+
+
+def _held(cache: Any, read: Read) -> tuple[mx.array | None, bool]:
+    """Return what a cache holds, and whether it is packed.
+
+    Of packed parts it is the last, which has the dtype that was written.
+    """
+    held = read(cache)
+    packed = isinstance(held, (list, tuple)) and bool(held)
+    held = held[-1] if packed else held
+    return (held if isinstance(held, mx.array) else None), packed
+
+
 def _check(
-    cache: Any, what: str, new: mx.array, held: Any, *, width: bool = False
+    cache: Any, what: str, new: mx.array, read: Read, *, width: bool = False
 ) -> None:
-    """Refuse `new` where it does not fit `held`: an array, quantized parts, or None."""
-    if isinstance(held, (list, tuple)) and held:
-        held, width = held[-1], False  # packed; the last part has the dtype written
-    if isinstance(held, mx.array):
+    """Refuse `new` where it does not fit what `read` finds in this or a like cache."""
+    held, packed = _held(cache, read)
+    if held is not None:
+        width = width and not packed
         if _form(new, width) != _form(held, width) or _converts(new, held):
             raise InvalidRequestError(
                 f"An array of shape {new.shape}, {_dtype(new)}, was written to the "
@@ -126,6 +167,24 @@ def _check(
                 "the batch and has to be the same in all. Use each batch with caches "
                 "of its own."
             )
+    _check_peers(cache, what, new, read)
+
+
+def _check_peers(cache: Any, what: str, new: mx.array, read: Read) -> None:
+    """Refuse a first write whose batch or dtype is not that of the like caches."""
+    for peer in _peers.get(cache, ()):
+        other = peer()
+        held = None if other is None else _held(other, read)[0]
+        if held is None:
+            continue
+        if new.shape[:1] != held.shape[:1] or _converts(new, held):
+            raise InvalidRequestError(
+                f"An array of shape {new.shape}, {_dtype(new)}, was written to the "
+                f"{what} of an empty {_name(cache)}, and another layer holds "
+                f"{held.shape}, {_dtype(held)}. Batch and dtype have to be those of "
+                "the other layers. Load the model in one dtype."
+            )
+        return
 
 
 def _form(array: mx.array, width: bool) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+from mlx_speculation.caches.checked_writes import check_together
 from mlx_speculation.caches.journal import Keep
 from mlx_speculation.caches.keeps import check_range, numbers, per_row, shown
 from mlx_speculation.caches.kinds import check_supported, open_journal, presented
@@ -48,7 +49,8 @@ class Speculation:
             is one more forward.
         isolated: write nothing live until the commit: the model writes to a twin of
             each cache, and `commit` gives the caches what is kept. Writes of a wrong
-            rank, batch, head count or dtype are refused. Its price is a copy of every
+            rank, batch, head count or dtype are refused; see `caches/checked_writes.py`
+            for what is compared in an empty cache. Its price is a copy of every
             buffer at the first write; see `caches/isolated.py`.
 
     Raises:
@@ -71,6 +73,8 @@ class Speculation:
         self._leaves = [
             open_journal(leaf, whole=whole, isolated=isolated) for leaf in found
         ]
+        if isolated:
+            check_together([journal.presented for journal in self._leaves])
         self._presented = presented(caches, iter(self._leaves))
         self._to_change: list[Any] = []  # each takes a tuple where one was passed
         self._prepared: int | tuple[int, ...] | None = None

@@ -305,6 +305,18 @@ def test_a_ring_of_a_batch_is_cut_only_where_it_was_taken() -> None:
         split(snapshot(caches), 4)
 
 
+def test_padding_that_all_rows_share_does_not_hide_a_write_into_the_range() -> None:
+    cache: Any = BatchKVCache([2, 3])
+    write(cache, rows=6)
+    held = snapshot([cache])
+    assert held.stop == 4
+    cache.trim(1)
+    cache.update_and_fetch(mx.zeros((2, 4, 1, 64)), mx.zeros((2, 4, 1, 64)))
+    restored: Any = BatchKVCache([0])
+    restore(held, [restored])
+    assert restored.keys_and_values()[0].min().item() == 9.0
+
+
 def test_a_ring_of_a_batch_is_held_without_unused_slots() -> None:
     ring: Any = BatchRotatingKVCache(100, [0, 1])
     for _ in range(7):

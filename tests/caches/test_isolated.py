@@ -31,8 +31,13 @@ The tests of this folder fail for each of these faults, made by hand (killed by 
     writes: values are compared with the keys held
     writes: packed keys are compared by their first part
     writes: a check comes after the write
+    writes: first writes are compared with no other layer
+    writes: only what was held before the round is compared
+    writes: layers of other kinds are compared
+    writes: layers are held for good
 """
 
+import weakref
 from typing import Any
 
 import mlx.core as mx
@@ -329,6 +334,79 @@ def test_keys_may_have_another_dtype_and_width_than_values() -> None:
     for _ in range(2):
         cache.update_and_fetch(mx.ones((1, 1, 3, 8)), mx.ones((1, 1, 3, 0), HALF))
     assert cache.offset == 6
+
+
+def empty_layers() -> dict[str, tuple[list[Any], mx.array]]:
+    """Return two empty layers of each kind, and what a model writes to them."""
+    rows = mx.ones((1, 2, 3, 32))
+    pairs: dict[str, tuple[list[Any], mx.array]] = {
+        "kv": ([KVCache(), KVCache()], rows),
+        "list": ([CacheList(KVCache()), KVCache()], rows),
+        "ring": ([RotatingKVCache(4), RotatingKVCache(8)], rows),
+        "chunked": ([ChunkedKVCache(8), ChunkedKVCache(8)], rows),
+        "quantized": ([QuantizedKVCache(32), QuantizedKVCache(32)], rows),
+        "batch": ([BatchKVCache([0]), BatchKVCache([0])], rows),
+        "arrays": ([ArraysCache(2), ArraysCache(2)], rows),
+        "layer": ([LayerCache(4), LayerCache(4)], mx.ones((1, 3, 8))),
+    }
+    return pairs
+
+
+def written(cache: Any, rows: mx.array) -> None:
+    """Write to a cache of any kind, as a model does."""
+    if isinstance(cache, CacheList):
+        written(cache[0], rows)
+    elif isinstance(cache, LayerCache):
+        cache.update_window(rows)
+    else:
+        write(cache, rows)
+
+
+@pytest.mark.parametrize("beforehand", [False, True])
+@pytest.mark.parametrize("wrong", ["dtype", "batch"])
+@pytest.mark.parametrize("name", empty_layers())
+def test_a_first_write_has_the_dtype_and_batch_of_the_other_layers(
+    name: str, wrong: str, beforehand: bool
+) -> None:
+    """Those that held something before the round count, and those written in it."""
+    caches, rows = empty_layers()[name]
+    other = rows.astype(HALF) if wrong == "dtype" else mx.concatenate([rows, rows])
+    if beforehand:
+        written(caches[0], rows)
+    before = Held(caches, values=True)
+
+    def forward(shown: list[Any]) -> None:
+        if not beforehand:
+            written(shown[0], rows)
+        written(shown[1], other)
+
+    speculation = Speculation(caches, whole=True, isolated=True)
+    with pytest.raises(InvalidRequestError) as refusal, speculation:
+        forward(speculation.caches)
+    before.assert_unchanged("a refused first write")
+    named = str(refusal.value)
+    assert f"{other.shape}" in named
+    assert wrong == "batch" or ("float16" in named and "float32" in named)
+    with Speculation(caches, whole=True, isolated=True) as speculation:
+        for cache in speculation.caches:
+            written(cache, rows)
+        speculation.commit(3)
+
+
+def test_layers_of_two_kinds_may_have_two_dtypes() -> None:
+    caches: list[Any] = [KVCache(), RotatingKVCache(4), ArraysCache(1), ArraysCache(2)]
+    rows = mx.ones((1, 2, 3, 8))
+    kinds = (rows, rows.astype(HALF), rows, rows.astype(HALF))
+    with Speculation(caches, whole=True, isolated=True) as speculation:
+        for cache, each in zip(speculation.caches, kinds, strict=True):
+            written(cache, each)
+
+
+def test_a_round_leaves_nothing_in_memory_that_compared_its_layers() -> None:
+    speculation = Speculation([KVCache(), KVCache()], isolated=True)
+    shown = [weakref.ref(cache) for cache in speculation.caches]
+    del speculation
+    assert [one() for one in shown] == [None, None]
 
 
 def test_quantized_rows_are_compared_with_what_was_quantized() -> None:
