@@ -4,17 +4,22 @@ It knows models, caches and samplers through their own words. Nothing but the fr
 door and the scripts imports it.
 """
 
+from mlx_speculation.engine.cascade import Cascade
 from mlx_speculation.engine.drafting import Draft, Drafter
 from mlx_speculation.engine.generator import SpeculativeGenerator
+from mlx_speculation.engine.lookup import LookupDrafter
 from mlx_speculation.engine.results import Chunk, Result
-from mlx_speculation.engine.statistics import Statistics
+from mlx_speculation.engine.statistics import SourceCounts, Statistics
 from mlx_speculation.engine.stream import Stream
 
 __all__ = [
+    "Cascade",
     "Chunk",
     "Draft",
     "Drafter",
+    "LookupDrafter",
     "Result",
+    "SourceCounts",
     "SpeculativeGenerator",
     "Statistics",
     "Stream",

@@ -113,6 +113,7 @@ class Decoder:
             if draft.length > ahead:
                 return self._drafted_round(drafter, draft, cut)
             drafter.discard()
+            self.statistics.reads += draft.reads
         except BaseException as error:
             drafter.discard()
             if self._target.seen == seen:  # else the round had been committed
@@ -207,20 +208,24 @@ class Decoder:
             lane_round.commit(len(fed) + accepted)
         all_held = len(first) + accepted == cut.keep
         self._next_token = verdict.tokens[accepted] if all_held else None
-        self._count(len(first), behind.length, verdict.accepted, cut.keep)
+        self._count(draft, len(first), verdict.accepted, cut.keep)
         self.statistics.verify_seconds += verified - started
         self.statistics.host_seconds += time.perf_counter() - verified
         return cut.reason
 
-    def _count(self, first: int, drafted: int, accepted: int, emitted: int) -> None:
+    def _count(self, draft: Draft, first: int, accepted: int, emitted: int) -> None:
         """Count a step's token that came first, if any, and the round behind it."""
         statistics = self.statistics
         if first:
             statistics.count(drafted=0, accepted=0, emitted=1)
         if emitted > first:
             statistics.count(
-                drafted=drafted, accepted=accepted, emitted=emitted - first
+                drafted=draft.length - first,
+                accepted=accepted,
+                emitted=emitted - first,
+                source=draft.source,
             )
+        statistics.reads += draft.reads
         statistics.reruns = self._target.reruns
 
     def _submit_verify(

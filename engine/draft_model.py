@@ -20,15 +20,27 @@ class DraftModel:
     Args:
         make_lane: makes a new lane of the draft model with empty caches.
         lane: a lane to begin with, whose caches hold tokens already.
+        confidence: stop the chain before a token where the product of the largest
+            probabilities up to it is below this; 0 never stops. The product does not
+            depend on what is drawn from them but through the tokens drafted before,
+            so that no drawn token is dropped for what it is. Costs a wait for the
+            device at each token but the first.
     """
 
-    def __init__(self, make_lane: Callable[[], Lane], lane: Lane | None = None) -> None:
+    def __init__(
+        self,
+        make_lane: Callable[[], Lane],
+        lane: Lane | None = None,
+        *,
+        confidence: float = 0.0,
+    ) -> None:
         self._make_lane = make_lane
         self._first_lane = lane
         self._lane = lane or make_lane()
         self._round: LaneRound | None = None
+        self._confidence = confidence
         self._lag = 0
-        self._length = 0
+        self._fed = 0
 
     @property
     def lane(self) -> Lane:
@@ -47,17 +59,25 @@ class DraftModel:
         self._round = None
         self._catch_up(sequence)
         lag = sequence.tokens[self._lane.seen :]
-        self._lag, self._length = len(lag), limit
+        self._lag, self._fed = len(lag), 0
         self._round = self._lane.begin()
         inputs = mx.array(lag)
         chosen: list[Chosen] = []
+        certainty = mx.array(1.0)
+        reads = 0
         for _ in range(limit):
             logits = self._round.forward(inputs)[-1:]
+            self._fed = len(chosen)
+            if self._confidence:
+                certainty = certainty * largest_probability(logits)
+                reads += bool(chosen)
+                if chosen and float(certainty) < self._confidence:
+                    break
             ahead = Draft.of(chosen).tokens if chosen else None
             chosen.append(choose(logits, sequence.rows(ahead)))
             inputs = chosen[-1].tokens
             mx.async_eval(inputs)  # runs while the next step's graph is built
-        return Draft.of(chosen)
+        return Draft.of(chosen, source="model", reads=reads)
 
     def _catch_up(self, sequence: Sequence) -> None:
         """Feed committed text that is too long for a round, all but the last token."""
@@ -65,9 +85,12 @@ class DraftModel:
             self._lane.feed(sequence.tokens[self._lane.seen : -1])
 
     def settle(self, accepted: int) -> None:
-        """Keep the lag and the accepted tokens; the last proposed one was not fed."""
+        """Keep the lag and those of the accepted tokens that were fed.
+
+        The last proposed one was not, unless the chain was stopped behind it.
+        """
         assert self._round is not None
-        self._round.commit(self._lag + min(accepted, self._length - 1))
+        self._round.commit(self._lag + min(accepted, self._fed))
 
     def discard(self) -> None:
         """Undo the round. Where that is impossible, start over with empty caches."""
@@ -78,3 +101,9 @@ class DraftModel:
         else:
             self._lane = self._make_lane()
         self._round = None
+
+
+def largest_probability(logits: mx.array) -> mx.array:
+    """Return the largest probability of a row of logits [1, vocab], float32 []."""
+    row = logits.astype(mx.float32)
+    return mx.exp(row.max() - mx.logsumexp(row))

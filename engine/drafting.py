@@ -1,7 +1,7 @@
 """What proposes tokens."""
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
@@ -29,22 +29,28 @@ class Draft:
         tokens: uint32 [k].
         probs: float32 [k, ids], the laws that `choose` named, one for each token; None
             where it named none, or where `choose` was not asked.
+        source: the kind of drafter, which the statistics count by.
+        reads: how often the host waited for the device while drafting.
     """
 
     tokens: mx.array
     probs: mx.array | None = None
+    source: str = "drafter"
+    reads: int = 0
 
     @classmethod
-    def of(cls, chosen: SequenceOf[Chosen]) -> "Draft":
+    def of(
+        cls, chosen: SequenceOf[Chosen], *, source: str = "drafter", reads: int = 0
+    ) -> "Draft":
         """Return the draft of these choices, at least one, in order."""
         tokens = mx.concatenate([one.tokens for one in chosen])
         laws = [one.probs for one in chosen if one.probs is not None]
-        return cls(tokens, mx.concatenate(laws) if laws else None)
+        return cls(tokens, mx.concatenate(laws) if laws else None, source, reads)
 
     def behind(self, count: int) -> "Draft":
         """Return the draft without its first tokens."""
         probs = None if self.probs is None else self.probs[count:]
-        return Draft(self.tokens[count:], probs)
+        return replace(self, tokens=self.tokens[count:], probs=probs)
 
     @property
     def length(self) -> int:
@@ -126,4 +132,4 @@ class Choices:
                 "Draft.of(choices) with every choice, or choose none of them by chance."
             )
         tokens = mx.clip(draft.tokens, 0, chooser.limit - 1).astype(mx.uint32)
-        return Draft(tokens, draft.probs)
+        return replace(draft, tokens=tokens)

@@ -1,26 +1,105 @@
 """What drafts: checked when a generator is made, and made anew for each stream."""
 
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from functools import partial
 from typing import Any
 
 import mlx.nn as nn
 
 from mlx_speculation.caches import check_single, check_supported, leaves, position
+from mlx_speculation.engine.cascade import Cascade
 from mlx_speculation.engine.draft_model import DraftModel
 from mlx_speculation.engine.drafting import Drafter
+from mlx_speculation.engine.lookup import LookupDrafter
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane, Sliding
 
+MODEL_LENGTH = 4
+# A lookup costs nothing, and drafts as many tokens as its match is long.
+LOOKUP_LENGTH = 8
+
+MakeModel = Callable[[nn.Module], DraftModel]
+
 
 def checked_draft(draft: Any) -> nn.Module | Drafter | None:
     """Return the draft of a generator, or refuse what is none."""
+    if isinstance(draft, str) and draft == "lookup":
+        return LookupDrafter()
+    if isinstance(draft, Cascade):
+        return Cascade(*map(_checked_member, draft.drafters))
     if draft is None or isinstance(draft, nn.Module | Drafter):
         return draft
     raise InvalidRequestError(
-        f"draft is a {type(draft).__name__}, and an mlx-lm model, a Drafter or None is "
-        "needed. To load one from a path use SpeculativeGenerator.from_pretrained."
+        f"draft is a {type(draft).__name__}, and an mlx-lm model, a Drafter, 'lookup' "
+        "or None is needed. To load one from a path use "
+        "SpeculativeGenerator.from_pretrained."
     )
+
+
+def _checked_member(member: Any) -> nn.Module | Drafter:
+    checked = checked_draft(member)
+    if checked is None:
+        raise InvalidRequestError(
+            "A member of the cascade is None, and mlx-lm models and drafters are "
+            "needed. Leave it out."
+        )
+    return checked
+
+
+def checked_confidence(confidence: Any) -> float:
+    """Return the confidence at which a draft model goes on."""
+    if isinstance(confidence, int | float) and 0 <= confidence < 1:
+        return float(confidence)
+    raise InvalidRequestError(
+        f"draft_confidence is {confidence!r}, and a probability of at least 0 and less "
+        "than 1 is needed."
+    )
+
+
+def members(draft: Any) -> list[Any]:
+    """Return the models and drafters in the draft of a generator or of a stream."""
+    if isinstance(draft, Cascade):
+        return [found for member in draft.drafters for found in members(member)]
+    return [] if draft is None else [draft]
+
+
+def models_of(draft: Any) -> list[nn.Module]:
+    """Return the models that draft, in the order in which they are asked."""
+    return [member for member in members(draft) if isinstance(member, nn.Module)]
+
+
+def lanes_of(drafter: Any) -> list[Lane]:
+    """Return the lanes of a stream's drafter, in the order of `models_of`."""
+    return [m.lane for m in members(drafter) if isinstance(m, DraftModel)]
+
+
+def drafter_of_stream(draft: Any, make_model: MakeModel) -> Drafter | None:
+    """Return what drafts in one stream; the user's own drafters as they are."""
+    if isinstance(draft, Cascade):
+        return Cascade(*(drafter_of_stream(m, make_model) for m in draft.drafters))
+    if isinstance(draft, nn.Module):
+        return make_model(draft)
+    return draft.for_stream() if isinstance(draft, LookupDrafter) else draft
+
+
+def serves_one_stream(draft: Any) -> bool:
+    """Whether there is a drafter that cannot be made anew for each stream."""
+    return any(not isinstance(m, nn.Module | LookupDrafter) for m in members(draft))
+
+
+def remember(drafter: Any, tokens: SequenceOf[int]) -> None:
+    """Let lookups keep the tokens of a finished stream."""
+    for member in members(drafter):
+        if isinstance(member, LookupDrafter):
+            member.remember(tokens)
+
+
+def usual_length(draft: Any) -> int:
+    """Return how many tokens are drafted in a round where nobody has said so."""
+    lookup = any(isinstance(member, LookupDrafter) for member in members(draft))
+    return LOOKUP_LENGTH if lookup else MODEL_LENGTH
 
 
 def check_draft_width(width: int, highest_id: int) -> None:
@@ -38,6 +117,7 @@ def make_draft_model(
     target: Lane,
     draft_cache: list[Any] | None,
     sequence: Sequence,
+    confidence: float,
 ) -> DraftModel:
     """Return the drafter of one stream that drafts with a model.
 
@@ -47,15 +127,17 @@ def make_draft_model(
         target: the target's lane.
         draft_cache: the caller's caches of the draft model, or None.
         sequence: the tokens that are known.
+        confidence: see `DraftModel`.
     """
     make = partial(Lane, draft, sliding=sliding)
     if draft_cache is None:
-        return DraftModel(make, make())
+        return DraftModel(make, make(), confidence=confidence)
     check_supported(draft_cache)
     check_single(draft_cache)
     _check_apart(target.caches, draft_cache)
     seen = _checked_lag(position(draft_cache), target.seen, sequence.start)
-    return DraftModel(make, Lane(draft, draft_cache, seen, sliding=sliding))
+    lane = Lane(draft, draft_cache, seen, sliding=sliding)
+    return DraftModel(make, lane, confidence=confidence)
 
 
 def _checked_lag(held: int | None, seen: int, start: int) -> int:

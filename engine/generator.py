@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,8 +16,15 @@ from mlx_speculation.engine.draft_model import DraftModel
 from mlx_speculation.engine.drafting import Drafter
 from mlx_speculation.engine.drafts import (
     check_draft_width,
+    checked_confidence,
     checked_draft,
+    drafter_of_stream,
+    lanes_of,
     make_draft_model,
+    models_of,
+    remember,
+    serves_one_stream,
+    usual_length,
 )
 from mlx_speculation.engine.prefixes import Prefixes
 from mlx_speculation.engine.prompts import Prompts
@@ -40,8 +48,7 @@ from mlx_speculation.models import (
 )
 from mlx_speculation.samplers import Acceptance, Chooser, Sampling, Verifier
 
-DEFAULT_DRAFT_LENGTH = 4
-NOT_YET = ("mtp", "lookup", "auto")
+NOT_YET = ("mtp", "auto")
 
 
 class SpeculativeGenerator:
@@ -54,14 +61,17 @@ class SpeculativeGenerator:
         print(generator.generate("def fib(n):", max_tokens=64).text)
 
     Streams of one generator are independent of each other, unless `draft` is a
-    drafter object: that serves one open stream at a time.
+    drafter object of your own: that serves one open stream at a time.
 
     Args:
         model: an mlx-lm model.
         tokenizer: its tokenizer, mlx-lm's wrapper or a Hugging Face one.
-        draft: an mlx-lm model with the same token ids, a `Drafter`, or None for plain
-            decoding.
-        draft_length: tokens drafted in a round; None takes 4, and 0 is plain decoding.
+        draft: an mlx-lm model with the same token ids, "lookup" or a `LookupDrafter`,
+            a `Cascade`, a `Drafter` of your own, or None for plain decoding.
+        draft_length: tokens drafted in a round; None takes 4, or 8 where the draft is
+            looked up, and 0 is plain decoding.
+        draft_confidence: a draft model stops before a token where the product of its
+            largest probabilities falls below this; 0: never. See `DraftModel`.
         acceptance: "keyed", the rule under which the draft cannot change the text of
             a seed; "rejection" and "block" keep the law of the text, but not the text,
             and accept more where tokens are drawn by chance.
@@ -83,8 +93,9 @@ class SpeculativeGenerator:
         model: nn.Module,
         tokenizer: Any,
         *,
-        draft: nn.Module | Drafter | None = None,
+        draft: nn.Module | Drafter | str | None = None,
         draft_length: int | None = None,
+        draft_confidence: float = 0.0,
         acceptance: Acceptance = "keyed",
         sliding: Sliding = "slack",
         prefix_cache: PrefixCache | None = None,
@@ -108,14 +119,17 @@ class SpeculativeGenerator:
         self._draft = checked_draft(draft)
         if draft is not None:
             check_causal(model)
+        if draft_length is None:
+            draft_length = usual_length(self._draft)
         self._draft_length = _checked_length(draft_length)
+        self._draft_confidence = checked_confidence(draft_confidence)
         self._model, self._tokenizer = model, wrapped(tokenizer)
         self._ids = TokenIds.of(tokenizer)
         self._target_width = logit_width(model)
         highest_id = min(self._ids.width, self._target_width) - 1
         self._prompts = Prompts(self._tokenizer, highest_id)
         self._busy: weakref.ref[Stream] | None = None
-        models = [model, draft] if isinstance(draft, nn.Module) else [model]
+        models = [model, *models_of(self._draft)]
         for module in models:
             self._lane(module)  # refuses unknown caches now, not at the first stream
             check_draft_width(logit_width(module), highest_id)
@@ -134,6 +148,7 @@ class SpeculativeGenerator:
         *,
         draft: str | Path | nn.Module | Drafter | None = None,
         draft_length: int | None = None,
+        draft_confidence: float = 0.0,
         acceptance: Acceptance = "keyed",
         sliding: Sliding = "slack",
         prefix_cache: PrefixCache | None = None,
@@ -144,6 +159,7 @@ class SpeculativeGenerator:
             path_or_repo: a folder in mlx-lm's layout, or the name of a repository.
             draft: likewise, or anything that the constructor takes.
             draft_length: see the constructor.
+            draft_confidence: see the constructor.
             acceptance: see the constructor.
             sliding: see the constructor.
             prefix_cache: see the constructor.
@@ -157,18 +173,21 @@ class SpeculativeGenerator:
                 f"draft is {draft!r}, and this version drafts with a model only. Pass "
                 "the path of a small model with the target's tokenizer, or None."
             )
-        for folder in (path_or_repo, draft):
-            if isinstance(folder, str | Path):
-                check_model_folder(folder)
+        folder = draft if isinstance(draft, str | Path) and draft != "lookup" else None
+        check_model_folder(path_or_repo)
+        if folder is not None:
+            check_model_folder(folder)
         model, tokenizer = load(path_or_repo)
-        if isinstance(draft, str | Path):
-            draft, draft_tokenizer = load(draft)
+        loaded: Any = draft
+        if folder is not None:
+            loaded, draft_tokenizer = load(folder)
             check_same_ids(tokenizer, draft_tokenizer)
         return cls(
             model,
             tokenizer,
-            draft=draft,
+            draft=loaded,
             draft_length=draft_length,
+            draft_confidence=draft_confidence,
             acceptance=acceptance,
             sliding=sliding,
             prefix_cache=prefix_cache,
@@ -271,8 +290,9 @@ class SpeculativeGenerator:
             hold_all=prompt_cache is not None,
             running=self._running(),
             prefixes=None if own_caches else self._prefixes(target, drafter, length),
+            remember=partial(remember, drafter),
         )
-        if drafter is self._draft and drafter is not None:
+        if serves_one_stream(self._draft):
             self._busy = weakref.ref(stream)
         return stream
 
@@ -284,8 +304,7 @@ class SpeculativeGenerator:
             return None
 
         def lanes() -> list[Lane]:
-            drafts = [drafter.lane] if isinstance(drafter, DraftModel) else []
-            return [target, *drafts]
+            return [target, *lanes_of(drafter)]
 
         return Prefixes(self._prefix_cache, lanes, reach=length + 2)
 
@@ -304,25 +323,33 @@ class SpeculativeGenerator:
         self, target: Lane, draft_cache: list[Any] | None, sequence: Sequence
     ) -> Drafter | None:
         draft = self._draft
-        if isinstance(draft, nn.Module):
-            return make_draft_model(draft, self._sliding, target, draft_cache, sequence)
-        if draft_cache is not None:
+        models = len(models_of(draft))
+        if draft_cache is not None and models != 1:
             raise InvalidRequestError(
-                f"draft_cache was passed, and draft is {type(draft).__name__}, not a "
-                "model. Leave draft_cache out."
+                f"draft_cache was passed, and draft is {type(draft).__name__}, with "
+                f"{models} models instead of 1. Leave draft_cache out."
             )
         running = self._busy() if self._busy is not None else None
-        if draft is not None and running is not None and not running.ended:
+        if running is not None and not running.ended:
             raise InvalidRequestError(
                 "The drafter serves 1 open stream, and a second one was asked for. "
                 "Close the first, or pass a draft model instead of a drafter."
             )
-        return draft
+
+        def make(model: nn.Module) -> DraftModel:
+            return make_draft_model(
+                model,
+                self._sliding,
+                target,
+                draft_cache,
+                sequence,
+                self._draft_confidence,
+            )
+
+        return drafter_of_stream(draft, make)
 
 
-def _checked_length(length: int | None) -> int:
-    if length is None:
-        return DEFAULT_DRAFT_LENGTH
+def _checked_length(length: int) -> int:
     if not _is_count(length):
         raise InvalidRequestError(
             f"draft_length is {length!r}, and a whole number of at least 0 is needed."

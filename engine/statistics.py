@@ -4,6 +4,21 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
+class SourceCounts:
+    """What one kind of drafter drafted.
+
+    Attributes:
+        drafts: rounds with its drafts.
+        drafted: its tokens.
+        accepted: those accepted.
+    """
+
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True)
 class Statistics:
     """Counts and times of one generation.
 
@@ -14,6 +29,8 @@ class Statistics:
         accepted: accepted tokens, before a cut at a stop or the budget.
         emitted: generated tokens, after that cut.
         reached: how often at least i + 1 drafted tokens were accepted, for each i.
+        sources: drafts, drafted and accepted tokens by the kind of drafter.
+        reads: how often a drafter waited for the device in the middle of a draft.
         reruns: partial acceptances that ran the target again, because a recurrent
             mixer is not on record.
         reused: prompt tokens that the prefix cache held, which the target did not
@@ -31,6 +48,8 @@ class Statistics:
     accepted: int = 0
     emitted: int = 0
     reached: list[int] = field(default_factory=list)
+    sources: dict[str, SourceCounts] = field(default_factory=dict)
+    reads: int = 0
     reruns: int = 0
     reused: int = 0
     prefill_seconds: float = 0.0
@@ -38,8 +57,10 @@ class Statistics:
     verify_seconds: float = 0.0
     host_seconds: float = 0.0
 
-    def count(self, *, drafted: int, accepted: int, emitted: int) -> None:
-        """Count one round."""
+    def count(
+        self, *, drafted: int, accepted: int, emitted: int, source: str = "drafter"
+    ) -> None:
+        """Count one round, and by the drafter's kind what was drafted in it."""
         self.rounds += 1
         self.emitted += emitted
         if drafted:
@@ -49,6 +70,10 @@ class Statistics:
             self.reached += [0] * (drafted - len(self.reached))
             for index in range(accepted):
                 self.reached[index] += 1
+            counts = self.sources.setdefault(source, SourceCounts())
+            counts.drafts += 1
+            counts.drafted += drafted
+            counts.accepted += accepted
 
     @property
     def acceptance_rate(self) -> float:

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 
@@ -32,6 +32,7 @@ class Stream:
         seed: what the chooser was given, for the result.
         hold_all: let the caches hold the last token too when the stream ends.
         prefixes: what earlier requests left, and what this one leaves; None: nothing.
+        remember: gets the known tokens at the end, unless that is an error.
         running: entered at the first chunk, left at the end.
     """
 
@@ -46,6 +47,7 @@ class Stream:
         hold_all: bool,
         running: AbstractContextManager[None],
         prefixes: Prefixes | None = None,
+        remember: Callable[[list[int]], None] | None = None,
     ) -> None:
         self._decoder = decoder
         self._sequence = sequence
@@ -55,6 +57,7 @@ class Stream:
         self._hold_all = hold_all
         self._running = running
         self._prefixes = prefixes
+        self._remember = remember
         self._open = ExitStack()
         self._started = False
         self._reason: str | None = None
@@ -173,6 +176,8 @@ class Stream:
 
         if self._prefixes is not None and self._started and reason != "error":
             self._prefixes.store(self._sequence.tokens)
+        if self._remember is not None and self._started and reason != "error":
+            self._remember(self._sequence.tokens)
 
     def _logprobs(self) -> list[LogProb] | None:
         if not self._decoder.reports:

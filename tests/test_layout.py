@@ -111,9 +111,11 @@ def test_the_public_names_are_pinned() -> None:
     assert mlx_speculation.__all__ == [
         "BlasError",
         "CacheFileError",
+        "Cascade",
         "ConstraintError",
         "DemoModelsMissingError",
         "InvalidRequestError",
+        "LookupDrafter",
         "MissingLibraryError",
         "ModelFolderError",
         "NonFiniteLogitsError",

@@ -34,7 +34,7 @@ from mlx_speculation.errors import (
 if TYPE_CHECKING:
     from mlx_speculation.caches import PrefixCache, Speculation
     from mlx_speculation.demo import demo_models
-    from mlx_speculation.engine import SpeculativeGenerator
+    from mlx_speculation.engine import Cascade, LookupDrafter, SpeculativeGenerator
     from mlx_speculation.models import load
     from mlx_speculation.samplers import Sampling
 
@@ -43,9 +43,11 @@ __version__ = version("mlx-speculation")
 __all__ = [
     "BlasError",
     "CacheFileError",
+    "Cascade",
     "ConstraintError",
     "DemoModelsMissingError",
     "InvalidRequestError",
+    "LookupDrafter",
     "MissingLibraryError",
     "ModelFolderError",
     "NonFiniteLogitsError",
@@ -65,6 +67,8 @@ __all__ = [
 # Where each lazy name lives. A new one goes here, into __all__ and, for type
 # checkers, under TYPE_CHECKING above.
 _HOMES = {
+    "Cascade": "mlx_speculation.engine",
+    "LookupDrafter": "mlx_speculation.engine",
     "PrefixCache": "mlx_speculation.caches",
     "Sampling": "mlx_speculation.samplers",
     "Speculation": "mlx_speculation.caches",

@@ -191,7 +191,7 @@ def test_wrong_kinds_of_model_draft_and_rule_are_refused(model: nn.Module) -> No
     with pytest.raises(InvalidRequestError, match="model is a str"):
         SpeculativeGenerator("path", tokenizer)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match=r"draft is a str.*from_pretrained"):
-        SpeculativeGenerator(model, tokenizer, draft="path")  # type: ignore[arg-type]
+        SpeculativeGenerator(model, tokenizer, draft="path")
     with pytest.raises(InvalidRequestError, match=r"'fast'.*keyed, rejection, block"):
         SpeculativeGenerator(model, tokenizer, acceptance="fast")  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="'mtp'"):

@@ -1,0 +1,64 @@
+"""The drafter that asks several drafters in turn."""
+
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.engine.drafting import Choose, Draft, Drafter
+from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.errors import InvalidRequestError
+
+
+class Cascade:
+    """Takes the draft of the first drafter that proposes anything.
+
+        draft = Cascade(LookupDrafter(minimum_match=8), small_model)
+        generator = SpeculativeGenerator(model, tokenizer, draft=draft)
+
+    A model that was passed over lags behind, and is fed what it has missed when its
+    turn comes.
+
+    Args:
+        drafters: at least two; mlx-lm models with the target's token ids and drafters.
+    """
+
+    def __init__(self, *drafters: Any) -> None:
+        if len(drafters) < 2:
+            raise InvalidRequestError(
+                f"A cascade of {len(drafters)} drafters was asked for, and at least 2 "
+                "are needed. Pass the drafter itself."
+            )
+        self._drafters = drafters
+        self._asked: Drafter | None = None
+
+    @property
+    def drafters(self) -> tuple[Any, ...]:
+        """The drafters, in the order in which they are asked."""
+        return self._drafters
+
+    def begin(self, sequence: Sequence) -> None:
+        """Let every drafter begin."""
+        self._asked = None
+        for drafter in self._drafters:
+            drafter.begin(sequence)
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        """Return the first draft that is not empty."""
+        draft = Draft(mx.array([], mx.uint32))
+        for drafter in self._drafters:
+            self._asked = drafter
+            draft = drafter.propose(sequence, limit, choose)
+            if draft.length:
+                break
+            drafter.discard()
+        return draft
+
+    def settle(self, accepted: int) -> None:
+        """Let the drafter settle whose draft it was."""
+        assert self._asked is not None
+        self._asked.settle(accepted)
+
+    def discard(self) -> None:
+        """Let the drafter discard that was asked last; the others have done nothing."""
+        if self._asked is not None:
+            self._asked.discard()
