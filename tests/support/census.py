@@ -76,7 +76,7 @@ def _read() -> dict[str, Any]:
 
 
 _TABLE = _read()
-_COMMON: dict[str, Any] = _TABLE["common"]
+COMMON: dict[str, Any] = _TABLE["common"]
 BUILT = {name: Architecture(name, **row) for name, row in _TABLE["built"].items()}
 NOT_BUILT = {name: NotBuilt(**row) for name, row in _TABLE["not_built"].items()}
 
@@ -110,17 +110,17 @@ def build(module: str, *, seed: int = 0) -> nn.Module:
 def build_from(module: str, own: dict[str, Any], *, seed: int = 0) -> nn.Module:
     """Build a module's model from the common arguments and its own."""
     imported = importlib.import_module(f"mlx_lm.models.{module}")
-    args = {"model_type": module, **_COMMON, **own}
+    args = {"model_type": module, **COMMON, **own}
     if "text_config" in own:
-        args["text_config"] = {**_COMMON, **own["text_config"]}
+        args["text_config"] = {**COMMON, **own["text_config"]}
     mx.random.seed(seed)  # The constructors draw from the global generator.
     model = cast(nn.Module, imported.Model(imported.ModelArgs.from_dict(args)))
     tiny_models.randomise(model, embedding=tiny_models.embedding_scale(module))
     for _, layer in model.named_modules():
         if {"weight", "scales", "biases"} <= layer.keys():
             _randomise_two_bits(layer)
-    if args["vocab_size"] > _COMMON["vocab_size"]:
-        model.model.embed_tokens.weight[_COMMON["vocab_size"] :] = 0
+    if args["vocab_size"] > COMMON["vocab_size"]:
+        model.model.embed_tokens.weight[COMMON["vocab_size"] :] = 0
     mx.eval(model.parameters())
     return model
 

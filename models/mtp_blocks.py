@@ -1,0 +1,213 @@
+"""The decoder blocks of MTP heads: mlx-lm's own, made for a place after the target.
+
+Each function makes the blocks of one layer of a head. A target's arguments are those
+of all its layers; here they are changed where a block of a head differs from them.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A decoder block, and what it needs to be called.
+
+    Attributes:
+        module: called with x [batch, positions, dim], mask and cache.
+        new_cache: makes its cache; None: it has none.
+        window: the size of its sliding window, if it has one.
+        mask_array: whether its mask has to be an array.
+    """
+
+    module: nn.Module
+    new_cache: Callable[[], Any] | None = KVCache
+    window: int | None = None
+    mask_array: bool = False
+
+    def __call__(self, x: mx.array, cache: Any) -> mx.array:
+        """Run the block over rows [batch, positions, dim] that follow the cache's."""
+        module: Callable[..., mx.array] = self.module
+        if self.new_cache is None:
+            return module(x)
+        first = cache[0] if self.new_cache is _pair else cache
+        mask = create_attention_mask(
+            x, first, window_size=self.window, return_array=self.mask_array
+        )
+        return module(x, mask=mask, cache=cache)
+
+
+def _pair() -> CacheList:
+    return CacheList(KVCache(), KVCache())
+
+
+def _models(name: str) -> Any:
+    return importlib.import_module(f"mlx_lm.models.{name}")
+
+
+def _module_of(args: Any) -> Any:
+    return importlib.import_module(type(args).__module__)
+
+
+def qwen(args: Any, config: Config, k: int) -> list[Block]:
+    """Qwen: full attention whatever the target's interval; experts if it has them."""
+    args = replace(
+        args,
+        full_attention_interval=1,
+        num_experts=config.get("mtp_num_experts", args.num_experts),
+        num_experts_per_tok=config.get(
+            "mtp_num_experts_per_tok", args.num_experts_per_tok
+        ),
+        decoder_sparse_step=1,
+    )
+    module = _module_of(args)
+    if hasattr(module, "Qwen3NextDecoderLayer"):
+        args = replace(args, mlp_only_layers=[])
+        return [Block(module.Qwen3NextDecoderLayer(args, layer_idx=0))]
+    return [Block(module.DecoderLayer(args, layer_idx=0))]
+
+
+def deepseek_v3(args: Any, config: Config, k: int) -> list[Block]:
+    """DeepSeek V3: an expert layer with latent attention."""
+    layer = _models("deepseek_v3").DeepseekV3DecoderLayer
+    return [Block(layer(_all_experts(args), k), mask_array=True)]
+
+
+def deepseek_v32(args: Any, config: Config, k: int) -> list[Block]:
+    """DeepSeek V3.2 and GLM-5: the same with an indexer, which has a cache too."""
+    layer = _models("deepseek_v32").DeepseekV32DecoderLayer
+    return [Block(layer(_all_experts(args), k), _pair, mask_array=True)]
+
+
+def glm4_moe(args: Any, config: Config, k: int) -> list[Block]:
+    """GLM-4.5 to 4.7: an expert layer."""
+    args = replace(args, first_k_dense_replace=0)
+    return [Block(_models("glm4_moe").DecoderLayer(args, k))]
+
+
+def glm4_moe_lite(args: Any, config: Config, k: int) -> list[Block]:
+    """GLM-4.7-Flash: an expert layer with latent attention."""
+    layer = _models("glm4_moe_lite").Glm4MoeLiteDecoderLayer
+    return [Block(layer(_all_experts(args), k), mask_array=True)]
+
+
+def _all_experts(args: Any) -> Any:
+    return replace(args, first_k_dense_replace=0, moe_layer_freq=1)
+
+
+def mimo(args: Any, config: Config, k: int) -> list[Block]:
+    """MiMo-7B: a layer like all others."""
+    return [Block(_models("mimo").TransformerBlock(args))]
+
+
+def mimo_v2_flash(args: Any, config: Config, k: int) -> list[Block]:
+    """MiMo-V2: a dense layer with a sliding window."""
+    layer = _models("mimo_v2_flash").DecoderLayer
+    module = layer(args, is_moe=False, is_sliding_window=True)
+    return [_sliding(module, args.sliding_window_size)]
+
+
+def _sliding(module: nn.Module, window: int) -> Block:
+    return Block(module, lambda: RotatingKVCache(max_size=window), window)
+
+
+def ernie4_5_moe(args: Any, config: Config, k: int) -> list[Block]:
+    """Ernie 4.5: a dense layer."""
+    args = replace(args, moe_layer_end_index=-1)
+    return [Block(_models("ernie4_5_moe").Ernie4_5_DecoderLayer(args, 0))]
+
+
+class LongcatMtpBlock(nn.Module):
+    """LongCat's block of a head, which is half of a layer of the target, and dense.
+
+    mlx-lm has its parts only.
+    """
+
+    def __init__(self, args: Any) -> None:
+        super().__init__()
+        longcat = _models("longcat_flash")
+        self.self_attn = longcat.LongcatFlashMLA(args)
+        self.mlp = longcat.LongcatFlashMLP(args)
+        self.input_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(
+            args.hidden_size, eps=args.rms_norm_eps
+        )
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        """Run the block over x [batch, positions, dim]."""
+        h = x + self.self_attn(self.input_layernorm(x), mask, cache)
+        out: mx.array = h + self.mlp(self.post_attention_layernorm(h))
+        return out
+
+
+def longcat_flash(args: Any, config: Config, k: int) -> list[Block]:
+    """LongCat-Flash: latent attention and a dense MLP."""
+    return [Block(LongcatMtpBlock(args), mask_array=True)]
+
+
+_NEMOTRON_KINDS = {
+    "full_attention": "*",
+    "attention": "*",
+    "moe": "E",
+    "mlp": "-",
+}
+
+
+def nemotron_h(args: Any, config: Config, k: int) -> list[Block]:
+    """Nemotron-H: an attention block and an expert block, unless the config says."""
+    kinds = config.get("mtp_hybrid_override_pattern")
+    if kinds is None:
+        names = config.get("mtp_layers_block_type", ["full_attention", "moe"])
+        kinds = [_NEMOTRON_KINDS.get(name, name) for name in names]
+    unknown = sorted(set(kinds) - set(_NEMOTRON_KINDS.values()))
+    if unknown:
+        raise ValueError(f"blocks of kind {', '.join(unknown)}")
+    experts = config.get("mtp_n_routed_experts", args.n_routed_experts)
+    args = replace(args, n_routed_experts=experts)
+    layer = _models("nemotron_h").NemotronHBlock
+    return [
+        Block(layer(args, kind), KVCache if kind == "*" else None) for kind in kinds
+    ]
+
+
+def step3p5(args: Any, config: Config, k: int) -> list[Block]:
+    """Step-3.5: a dense layer, of the kind that the lists say after the end."""
+    index = args.num_hidden_layers + k
+    args = replace(args, moe_layers_enum="-1")
+    module = _models("step3p5").Step3p5DecoderLayer(args, index)
+    if module.is_sliding:
+        return [_sliding(module, args.sliding_window)]
+    return [Block(module)]
+
+
+def bailing(args: Any, config: Config, k: int) -> list[Block]:
+    """Ling 2 and 2.5: an expert layer, in 2.5 with latent attention."""
+    module, index = _module_of(args), args.num_hidden_layers + k
+    args = replace(args, first_k_dense_replace=0)
+    if hasattr(module, "BailingMoeDecoderLayer"):
+        return [Block(module.BailingMoeDecoderLayer(args, index))]
+    return [Block(module.DecoderLayer(args, index), mask_array=True)]
+
+
+def bailing_moe_v3(args: Any, config: Config, k: int) -> list[Block]:
+    """Ling 3: an expert layer with latent attention."""
+    layer = _models("bailing_moe_v3").BailingDecoderLayer
+    args = replace(args, first_k_dense_replace=0)
+    return [Block(layer(args, args.num_hidden_layers + k), mask_array=True)]
+
+
+def exaone_moe(args: Any, config: Config, k: int) -> list[Block]:
+    """EXAONE MoE: a dense layer with the attention of the target's first layer."""
+    args = replace(args, is_moe_layer=[False, *args.is_moe_layer[1:]])
+    module = _models("exaone_moe").DecoderLayer(args, 0)
+    if module.is_sliding_window:
+        return [_sliding(module, args.sliding_window)]
+    return [Block(module)]
