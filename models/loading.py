@@ -6,9 +6,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from mlx_lm.utils import dequantize_model
+from mlx_lm.utils import (
+    _download,
+    _get_classes,
+    dequantize_model,
+    load_model,
+    load_tokenizer,
+)
 
 from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.instances import derived, plain_class
+from mlx_speculation.models.mtp_files import is_leftover, sidecar_names
 
 NEEDED = ("config.json", "tokenizer_config.json")
 
@@ -62,8 +70,22 @@ def to_float32(model: nn.Module) -> nn.Module:
     return model
 
 
+def model_folder(path_or_repo: str | Path) -> Path:
+    """Return the folder of a model, after fetching it if a repository is named.
+
+    Raises:
+        ModelFolderError: it is neither a model folder nor the name of a repository.
+    """
+    check_model_folder(path_or_repo)
+    folder = Path(path_or_repo).expanduser()
+    return folder if folder.exists() else Path(_download(str(path_or_repo)))
+
+
 def load(path_or_repo: str | Path) -> tuple[nn.Module, Any]:
     """Load a model with mlx-lm, plus what this device needs.
+
+    Tensors of an MTP head beside the model's own are left out, also where mlx-lm would
+    not load the model because of them. All others have to be the model's.
 
     Args:
         path_or_repo: a folder in mlx-lm's layout, or the name of a repository.
@@ -76,13 +98,39 @@ def load(path_or_repo: str | Path) -> tuple[nn.Module, Any]:
         ModelFolderError: the folder is not a model, or mlx-lm could not read it.
     """
     check_model_folder(path_or_repo)
-    folder = Path(path_or_repo).expanduser()
-    name = str(folder if folder.exists() else path_or_repo)
     try:
-        model, tokenizer = mlx_lm.load(name)[:2]
+        folder = model_folder(path_or_repo)
+        model, config = _load_trunk(folder)
+        ends = config.get("eos_token_id")
+        tokenizer = load_tokenizer(folder, eos_token_ids=ends)
     except Exception as error:
         raise ModelFolderError(
-            f"mlx-lm {mlx_lm.__version__} could not load {name!r}: "
+            f"mlx-lm {mlx_lm.__version__} could not load {str(path_or_repo)!r}: "
             f"{type(error).__name__}: {error}. Check the folder with mlx_lm.generate."
         ) from error
     return (to_float32(model) if runs_on_linux_cpu() else model), tokenizer
+
+
+def _load_trunk(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """Load a model whose class, for as long as that takes, drops what is a head's."""
+    beside = sidecar_names(folder)
+
+    def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+        kind, arguments = _get_classes(config)
+
+        def sanitize(self: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
+            trunk = len(getattr(self, "layers", ()))
+            own = {
+                name: value
+                for name, value in weights.items()
+                if name not in beside and not is_leftover(kind.__module__, name, trunk)
+            }
+            theirs = getattr(kind, "sanitize", None)
+            cleaned: dict[str, Any] = own if theirs is None else theirs(self, own)
+            return cleaned
+
+        return derived(kind, {"sanitize": sanitize}), arguments
+
+    model, config = load_model(folder, get_model_classes=classes)
+    model.__class__ = plain_class(model)
+    return model, config

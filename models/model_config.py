@@ -1,0 +1,51 @@
+"""What a model folder's config.json says, as it stands there.
+
+mlx-lm's arguments drop the keys that they do not know, and those of MTP heads are
+among them.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mlx_speculation.errors import ModelFolderError
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return what config.json holds.
+
+    Raises:
+        ModelFolderError: it is missing, or not a JSON object.
+    """
+    return read_json(folder / "config.json")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds.
+
+    Raises:
+        ModelFolderError: it cannot be read, or is not an object.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelFolderError(f"{str(file)!r} cannot be read: {error}.") from error
+    if not isinstance(value, dict):
+        raise ModelFolderError(
+            f"{str(file)!r} holds a {type(value).__name__}, and an object is needed."
+        )
+    return value
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part for the text model; all of it, where there are no parts."""
+    part = config.get("text_config")
+    return part if isinstance(part, dict) else config
+
+
+def nested(config: dict[str, Any], *keys: str) -> Any:
+    """Return the value at a path of keys; None where there is none."""
+    value: Any = config
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
