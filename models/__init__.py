@@ -7,7 +7,10 @@ from mlx_speculation.models.finding import find_parts
 from mlx_speculation.models.grammars import json_schema, lark, regex
 from mlx_speculation.models.hidden_states import HiddenStates
 from mlx_speculation.models.lane import Lane, LaneRound, Sliding
-from mlx_speculation.models.loading import check_model_folder, load
+from mlx_speculation.models.loading import check_model_folder, load, model_folder
+from mlx_speculation.models.mtp_families import Contract
+from mlx_speculation.models.mtp_head import Mtp, MtpHead, MtpOutput
+from mlx_speculation.models.mtp_loading import load_mtp_head
 from mlx_speculation.models.pairing import (
     TokenIds,
     check_same_ids,
@@ -22,9 +25,13 @@ from mlx_speculation.models.running import mlx_lm_speed, wired
 from mlx_speculation.models.taps import States
 
 __all__ = [
+    "Contract",
     "HiddenStates",
     "Lane",
     "LaneRound",
+    "Mtp",
+    "MtpHead",
+    "MtpOutput",
     "Parts",
     "Recorders",
     "RestorePoints",
@@ -38,8 +45,10 @@ __all__ = [
     "json_schema",
     "lark",
     "load",
+    "load_mtp_head",
     "logit_width",
     "mlx_lm_speed",
+    "model_folder",
     "regex",
     "wired",
     "wrapped",
