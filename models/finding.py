@@ -98,8 +98,6 @@ def _is_norm(call: ModuleCall) -> bool:
     inside, result = first_array(call.values), call.result
     if not isinstance(result, mx.array) or inside is None:
         return False
-    if call.method != "__call__" or tree_flatten(call.module.children()):
-        return False
     weights: Any = tree_flatten(call.module.parameters())
     shapes = {weight.shape for _, weight in weights}
     return shapes == {inside.shape[-1:]} and inside.shape == result.shape
@@ -137,7 +135,7 @@ def _weightless(model: nn.Module, traced: Trace, runs: list[ModuleCall]) -> _End
             "no call of a norm was found after the last of model.layers, and the "
             f"{type(owner.module).__name__} around them does not just norm."
         )
-    return _End(None, _returning(traced, owner) or owner, hidden)
+    return _End(None, owner, hidden)
 
 
 def _only_normalises(

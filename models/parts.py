@@ -10,7 +10,8 @@ models in wrappers and future families are covered:
                  returns, or what the head is given. Where there is none: a norm
                  without weights, from the last layer to the end of the trunk
     trunk        the outermost module, short of the model, that returns what the final
-                 norm returned; all that is done to it later is the head
+                 norm returned (without one: the module that runs the layers); all that
+                 is done to it later is the head
     embedding    what is given the token ids and nothing else, before the layers
     output       what is given the result of the trunk and returns as many numbers as
                  there are logits: a linear layer, or the embedding (tied)

@@ -92,7 +92,7 @@ def input_of(model: nn.Module, module: nn.Module, tokens: mx.array) -> mx.array:
             model(tokens)
     except _ReachedError as reached:
         found: mx.array = reached.args[0]
-        return found[...]
+        return found
     raise _changed(model, module)
 
 

@@ -89,11 +89,7 @@ class Trace(Observer):
     def of(self, modules: Iterable[nn.Module]) -> list[ModuleCall]:
         """Return the calls of some modules, in order."""
         members = {id(module) for module in modules}
-        return [
-            call
-            for call in self.calls
-            if id(call.module) in members and call.method == "__call__"
-        ]
+        return [call for call in self.calls if id(call.module) in members]
 
     def is_hidden(self, value: Any) -> bool:
         """Return whether a value is an array [1, POSITIONS, something]."""

@@ -55,6 +55,7 @@ def test_a_prefill_hands_out_each_chunk_with_its_hidden_states(name: str) -> Non
     def each(chunk: Sequence[int], hidden: States) -> None:
         fed.append(list(chunk))
         assert lane.seen == sum(len(tokens) for tokens in fed)
+        assert all(evaluated(array) for array in hidden.arrays)
         with taps.collect() as expected:
             model(mx.array([chunk]), cache=caches)
         assert_same(

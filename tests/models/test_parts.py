@@ -172,6 +172,43 @@ def test_what_a_model_does_after_the_trunk_belongs_to_the_head() -> None:
     taps.remove()
 
 
+def test_a_model_that_writes_into_hidden_states_changes_only_its_own() -> None:
+    model = build("llama")
+    ids = mx.array([[4, 5, 6]])
+    expected = model.model(ids)
+
+    def doubling(self: Any, ids: mx.array, cache: Any = None) -> mx.array:
+        hidden: mx.array = self.model(ids, cache)
+        hidden *= 2
+        logits: mx.array = self.lm_head(hidden)
+        return logits
+
+    altered(model, doubling)
+    taps = HiddenStates(model, after_norm=True)
+    with taps.collect() as states:
+        logits = model(ids)
+    assert mx.array_equal(taps.head(states.after_norm), logits)
+    assert mx.array_equal(states.after_norm, expected)
+    taps.remove()
+
+
+def test_other_readers_of_the_hidden_state_are_not_taken_for_the_head() -> None:
+    model = build("llama")
+    model.value = nn.Linear(64, 1)
+    altered(model, with_value)
+    assert find_parts(model).output is model.lm_head
+    model.value = nn.Linear(64, 256)
+    parts = find_parts(model)
+    assert (parts.output, parts.bare, parts.missing) == (None, False, {})
+
+
+def with_value(self: Any, ids: mx.array, cache: Any = None) -> mx.array:
+    hidden = self.model(ids, cache)
+    self.value(hidden)
+    logits: mx.array = self.lm_head(hidden)
+    return logits
+
+
 def test_two_norms_after_the_layers_leave_the_last_one() -> None:
     """What that is given is not what the last layer returned: layers are refused."""
     model = build("llama")

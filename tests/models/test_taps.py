@@ -193,6 +193,15 @@ def test_the_head_and_embeddings_are_not_collected() -> None:
         assert states.positions == 5
 
 
+def test_taps_that_are_made_inside_a_block_are_not_collected() -> None:
+    model = build("llama")
+    with removed(taps := HiddenStates(model, **EVERYTHING)):
+        with taps.collect() as states:
+            model(IDS)
+            HiddenStates(model, layers=(1,)).remove()
+        assert states.positions == 5
+
+
 def test_threads_on_one_model_do_not_meet() -> None:
     model = build("qwen3_5")
     prompts = [mx.array([TOKENS[start : start + 12]]) for start in (0, 12, 24)]
