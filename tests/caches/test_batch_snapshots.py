@@ -242,8 +242,8 @@ def batch(*lengths: int, rows: int = 0) -> Any:
     return cache
 
 
-def write(cache: Any, rows: int = 1) -> None:
-    block = mx.full((cache.offset.shape[0], 4, rows, 64), 9.0)
+def write(cache: Any, rows: int = 1, value: float = 9.0) -> None:
+    block = mx.full((cache.offset.shape[0], 4, rows, 64), float(value))
     mx.eval(cache.update_and_fetch(block, block))
 
 
@@ -315,6 +315,26 @@ def test_padding_that_all_rows_share_does_not_hide_a_write_into_the_range() -> N
     restored: Any = BatchKVCache([0])
     restore(held, [restored])
     assert restored.keys_and_values()[0].min().item() == 9.0
+
+
+def test_a_part_goes_on_from_rows_that_share_padding() -> None:
+    cache: Any = BatchKVCache([2, 3])
+    for part in range(4):
+        write(cache, rows=2, value=part)
+    rest = snapshot([cache], 2)
+    cache.trim(4)
+    restore(rest, [cache])
+    keys = cache.keys_and_values()[0][0, 0, :, 0]
+    assert keys.tolist() == [1, 1, 2, 2, 3, 3]
+    assert (cache.offset.tolist(), cache.left_padding.tolist()) == ([6, 5], [0, 1])
+
+
+def test_a_layer_of_a_batch_that_the_model_does_not_use_stays_empty() -> None:
+    held = snapshot([batch(5, 3), BatchKVCache([0, 2])])
+    assert (held.stop, held.lags) == (5, (0, 2))
+    target = [batch(1, 1), batch(1, 1)]
+    restore(merge(*split(held, 4)), target)
+    assert [cache.empty() for cache in target] == [False, True]
 
 
 def test_a_ring_of_a_batch_is_held_without_unused_slots() -> None:
