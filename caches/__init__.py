@@ -15,7 +15,7 @@ from mlx_speculation.caches.kinds import (
     states,
 )
 from mlx_speculation.caches.loading import LoadedCaches, load_caches, load_into
-from mlx_speculation.caches.prefix_cache import PrefixCache
+from mlx_speculation.caches.prefix_cache import PrefixCache, RunningPoints
 from mlx_speculation.caches.saving import save_caches
 from mlx_speculation.caches.sliding import SlidingKVCache
 from mlx_speculation.caches.sliding_lists import as_native, with_slack
@@ -35,6 +35,7 @@ __all__ = [
     "RecordedCall",
     "RecordingArraysCache",
     "RecordingLayerCache",
+    "RunningPoints",
     "SlidingKVCache",
     "Snapshot",
     "Speculation",

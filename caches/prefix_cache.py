@@ -5,9 +5,11 @@
 
 It keeps one `PrefixTree` for the target and one for the draft model, inside one
 budget of bytes. Leaves that were used longest ago go first; the budget is kept at
-every time but inside a cut of an edge, which copies that edge. Streams of several
-threads may use it together: nothing in it is lazy or changes, and a lock guards the
-rest. It belongs to one pair of models. Whoever changes their weights calls `clear`.
+every time but inside a cut of an edge, which copies that edge, and while a state is
+taken. Restore points of running streams count, until they are stored or the stream is
+gone. Streams of several threads may use it together: nothing in it is lazy or changes,
+and a lock guards the rest. It belongs to one pair of models. Whoever changes their
+weights calls `clear`.
 
 It knows token ids and caches, and no text.
 """
@@ -15,7 +17,8 @@ It knows token ids and caches, and no text.
 import itertools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from mlx_speculation.caches.kinds import check_single
@@ -25,6 +28,32 @@ from mlx_speculation.caches.taking import snapshot
 from mlx_speculation.errors import InvalidRequestError
 
 Point = tuple[int, Snapshot]  # how many tokens, and the states after them
+
+
+class RunningPoints:
+    """The restore points of one running stream; they count in the cache's budget.
+
+    Attributes:
+        taken: how many tokens, and the states after them, in order.
+    """
+
+    def __init__(self) -> None:
+        self.taken: list[Point] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states, which no two points share."""
+        return sum(states.nbytes for _, states in self.taken)
+
+    def thin_out(self) -> None:
+        """Drop the point that leaves the smallest gap.
+
+        The first and the newest stay: the one needs the fewest rows to be stored, and
+        the other is nearest to where the text goes on.
+        """
+        places = [place for place, _ in self.taken]
+        gaps = [(stop - start, i) for i, (start, stop) in enumerate(_ends(places), 1)]
+        del self.taken[min(gaps)[1] if gaps else -1]
 
 
 class PrefixCache:
@@ -53,7 +82,9 @@ class PrefixCache:
         self._owners: tuple[weakref.ref[Any], ...] | None = None
         self._empty: list[Snapshot] = []
         self._trees: list[PrefixTree] = []
-        self._nbytes = 0
+        self._stored = 0  # bytes in the trees
+        self._changing = False
+        self._running: weakref.WeakSet[RunningPoints] = weakref.WeakSet()
 
     @property
     def max_bytes(self) -> int:
@@ -67,14 +98,15 @@ class PrefixCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays that are held now."""
-        return self._nbytes
+        """Bytes of the arrays that are held now, restore points of streams included."""
+        with self._lock:
+            return self._stored + sum(points.nbytes for points in self._running)
 
     def clear(self) -> None:
         """Forget everything, as after a change of the models' weights."""
-        with self._lock:
+        with self._alone():
             self._trees = [PrefixTree(each) for each in self._empty]
-            self._nbytes = 0
+            self._stored = 0
 
     def bind(self, owners: Sequence[Any], caches: Sequence[Sequence[Any]]) -> None:
         """Belong to these models from now on, and to no others.
@@ -112,15 +144,36 @@ class PrefixCache:
         """Whether the model `which` needs restore points."""
         return self._trees[which].stateful
 
+    def running_points(self) -> RunningPoints:
+        """Return the restore points of a new stream, none yet."""
+        with self._lock:
+            points = RunningPoints()
+            self._running.add(points)
+            return points
+
+    def take(self, points: RunningPoints, point: Point) -> None:
+        """Add a restore point to those of a stream, inside the budget.
+
+        Leaves that were used longest ago make room, then points of the stream.
+        """
+        with self._alone():
+            points.taken.append(point)
+            while points.taken and not self._room(0):
+                points.thin_out()
+
     def lookup(self, which: int, tokens: Tokens) -> Snapshot | None:
         """Return what is held for the longest reusable beginning of `tokens`."""
-        with self._lock:
+        with self._alone():
             held, nodes = self._trees[which].longest(tokens)
             self._touch(nodes)
         return held
 
     def store(
-        self, which: int, tokens: Tokens, caches: Sequence[Any], points: Sequence[Point]
+        self,
+        which: int,
+        tokens: Tokens,
+        caches: Sequence[Any],
+        points: RunningPoints | None = None,
     ) -> None:
         """Keep what the caches of model `which` hold, as far as there is room.
 
@@ -128,51 +181,75 @@ class PrefixCache:
             which: the index of the model in `bind`.
             tokens: what the caches hold, from the first token on.
             caches: its live caches.
-            points: restore points taken on the way, in order.
+            points: restore points taken on the way. They are the cache's now, or go
+                for lack of room, the last ones first.
         """
-        if not tokens:
-            return
-        with self._lock:
-            tree = self._trees[which]
-            nodes, matched = tree.path(tokens)
-            self._touch(nodes)
-            ends: list[tuple[int, Snapshot | None]] = []
-            if tree.stateful:
-                ends += [point for point in points if 0 < point[0] < len(tokens)]
-            complete = matched == len(tokens) and nodes[-1].stop == matched
-            if complete and (nodes[-1].states or not tree.stateful):
-                live = None
-            else:
-                live = snapshot(caches, matched, len(tokens))
-                ends.append((len(tokens), live.states if tree.stateful else None))
-            for end, states in ends:
-                if live is not None and end > matched:
-                    self._grow(tree, tokens[:end], live.ranges)
-                if tree.path(tokens[:end])[1] < end:
-                    break  # there was no room
-                node = tree.at(tokens[:end])
-                if states is not None and node.states is None:
-                    self._hang(tree, node, states)
+        taken = [] if points is None else points.taken
+        with self._alone() as again:
+            if tokens and not again:
+                self._store(self._trees[which], tokens, caches, taken)
+            taken.clear()
 
-    def _grow(self, tree: PrefixTree, tokens: Tokens, live: Snapshot) -> None:
-        """Add the rows that the tree lacks of `tokens`, if there is room for them."""
-        _, matched = tree.path(tokens)
-        if matched < live.start:  # some had to go since, to make room
-            return
-        parent = tree.at(tokens[:matched])
-        rows = split(split(live, len(tokens))[0], matched)[1]
-        if self._room(rows.size, keep=parent):
-            node = tree.add(parent, tokens[matched:], rows.copied())
-            self._nbytes += node.nbytes
-            self._touch([node])
-        else:
-            self._prune(tree, parent)
+    def _store(
+        self,
+        tree: PrefixTree,
+        tokens: Tokens,
+        caches: Sequence[Any],
+        points: list[Point],
+    ) -> None:
+        nodes, matched = tree.path(tokens)
+        self._touch(nodes)
+        points[:] = [point for point in points if 0 < point[0] < len(tokens)]
+        complete = matched == len(tokens) and nodes[-1].stop == matched
+        live = None
+        if not complete or (tree.stateful and not nodes[-1].states):
+            live = snapshot(caches, matched, len(tokens))
+        while points:
+            end, states = points[0]
+            if not self._reach(tree, tokens[:end], live, points):
+                return
+            del points[0]  # its bytes are free for its node
+            self._hang(tree, tree.at(tokens[:end]), states)
+        if live is not None and self._reach(tree, tokens, live, points):
+            node = tree.at(tokens)
+            if tree.stateful:
+                self._hang(tree, node, live.states)
+
+    def _reach(
+        self,
+        tree: PrefixTree,
+        tokens: Tokens,
+        live: Snapshot | None,
+        points: list[Point],
+    ) -> bool:
+        """Add the rows that the tree lacks of `tokens`; return whether it has all.
+
+        Points after the first give way to the rows.
+        """
+        matched = tree.path(tokens)[1]
+        # Rows before the live ones may have had to go since, to make room.
+        if live is not None and live.start <= matched < len(tokens):
+            parent = tree.at(tokens[:matched])
+            rows = split(split(live.ranges, len(tokens))[0], matched)[1]
+            room = self._room(rows.size, keep=parent)
+            while len(points) > 1 and not room:
+                points.pop()
+                room = self._room(rows.size, keep=parent)
+            if room:
+                node = tree.add(parent, tokens[matched:], rows.copied())
+                self._stored += node.nbytes
+                self._touch([node])
+            else:
+                self._prune(tree, parent)
+        return tree.path(tokens)[1] == len(tokens)
 
     def _hang(self, tree: PrefixTree, node: Node, states: Snapshot) -> None:
         """Make a node a restore point, if there is room for the states."""
+        if node.states is not None:
+            return
         if self._room(states.size, keep=node):
             node.states = states
-            self._nbytes += states.nbytes
+            self._stored += states.nbytes
         else:
             self._prune(tree, node)
 
@@ -180,11 +257,11 @@ class PrefixCache:
         """Remove rows that lead to no restore point, for lack of room."""
         useless = tree.stateful and node.states is None and not node.children
         if useless and node.parent is not None:
-            self._nbytes -= tree.remove(node)
+            self._stored -= tree.remove(node)
 
-    def _room(self, size: int, keep: Node) -> bool:
+    def _room(self, size: int, keep: Node | None = None) -> bool:
         """Remove leaves other than `keep` until `size` bytes fit in the budget."""
-        while self._nbytes + size > self._max_bytes:
+        while self.nbytes + size > self._max_bytes:
             leaves = [
                 (node.used, number, tree, node)
                 for number, tree in enumerate(self._trees)
@@ -194,13 +271,31 @@ class PrefixCache:
             if not leaves:
                 return False
             _, _, tree, oldest = min(leaves, key=lambda leaf: leaf[:2])
-            self._nbytes -= tree.remove(oldest, keep)
+            self._stored -= tree.remove(oldest, keep)
         return True
+
+    @contextmanager
+    def _alone(self) -> Iterator[bool]:
+        """Change the trees; yield whether this very thread is about it already.
+
+        It may be: the collector drops a stream in the middle of anything.
+        """
+        with self._lock:
+            again, self._changing = self._changing, True
+            try:
+                yield again
+            finally:
+                self._changing = again
 
     def _touch(self, nodes: Sequence[Node]) -> None:
         now = next(self._clock)
         for node in nodes:
             node.used = now
+
+
+def _ends(places: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield the neighbours of every place but the first and the last."""
+    return zip(places, places[2:], strict=False)
 
 
 def _named(owners: Sequence[Any]) -> str:

@@ -1,5 +1,7 @@
 """One stream's use of a prefix cache: look up, take restore points, fill."""
 
+import sys
+import threading
 from collections.abc import Callable, Sequence
 
 from mlx_speculation.caches import PrefixCache
@@ -27,13 +29,14 @@ class Prefixes:
         Returns:
             How many tokens the target's lane holds.
         """
+        self._thread = threading.get_ident()
         lanes = self._lanes()
         for which, lane in enumerate(lanes):
             held = self._cache.lookup(which, tokens[:-1])
             if held is not None:
                 lane.resume(held)
             if self._cache.stateful(which):
-                lane.points = RestorePoints(self._cache.every, self._cache.max_bytes)
+                lane.points = RestorePoints(self._cache)
                 lane.points.resumed(lane.seen)
         return lanes[0].seen
 
@@ -46,5 +49,19 @@ class Prefixes:
     def store(self, tokens: Sequence[int]) -> None:
         """Keep what the lanes hold of the known `tokens`."""
         for which, lane in enumerate(self._lanes()):
-            points = [] if lane.points is None else lane.points.taken
+            points = None if lane.points is None else lane.points.running
             self._cache.store(which, tokens[: lane.seen], lane.caches, points)
+
+    def store_dropped(self, tokens: Sequence[int]) -> None:
+        """Keep it when the stream is dropped before its end, if that is safe here.
+
+        The collector may drop it in another thread, which cannot evaluate what this
+        one's streams have not computed yet, or while the interpreter shuts down.
+        """
+        if self._thread == threading.get_ident() and not sys.is_finalizing():
+            self.store(tokens)
+
+    def forget(self) -> None:
+        """Keep nothing, after an error."""
+        for lane in self._lanes():
+            lane.points = None

@@ -136,8 +136,13 @@ class Stream:
         self.close()
 
     def __del__(self) -> None:
-        """Leave what was entered, when the stream is dropped before its end."""
+        """Leave what was entered, when the stream is dropped before its end.
+
+        What it committed goes to the prefix cache then, as after `close()`.
+        """
         self._open.close()
+        if self._prefixes is not None and self._started and self._result is None:
+            self._prefixes.store_dropped(self._sequence.tokens)
 
     def _advance(self) -> None:
         """Run the next round; with a budget of nothing, the prompt alone."""
@@ -174,7 +179,9 @@ class Stream:
             logprobs=self._logprobs(),
         )
 
-        if self._prefixes is not None and self._started and reason != "error":
+        if self._prefixes is not None and reason == "error":
+            self._prefixes.forget()
+        elif self._prefixes is not None and self._started:
             self._prefixes.store(self._sequence.tokens)
         if self._remember is not None and self._started and reason != "error":
             self._remember(self._sequence.tokens)

@@ -7,7 +7,7 @@ prompt is fed, and between rounds, a snapshot of the states is taken at most eve
 
 from typing import Any, Protocol
 
-from mlx_speculation.caches import Snapshot, snapshot
+from mlx_speculation.caches import PrefixCache, snapshot
 
 
 class HasCaches(Protocol):
@@ -21,14 +21,13 @@ class RestorePoints:
     """Restore points of one lane.
 
     Args:
-        every: how many tokens they are apart at most.
-        max_bytes: how much they may hold together; the first ones go first.
+        cache: they are at most its `every` tokens apart, and inside its budget.
     """
 
-    def __init__(self, every: int, max_bytes: int) -> None:
-        self._every, self._max_bytes = every, max_bytes
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache, self._every = cache, cache.every
         self._last = 0
-        self.taken: list[tuple[int, Snapshot]] = []
+        self.running = cache.running_points()
 
     def next_chunk(self, lane: HasCaches, step: int) -> int:
         """Return how many tokens to feed before the next one is due, at most `step`."""
@@ -37,10 +36,8 @@ class RestorePoints:
     def take(self, lane: HasCaches) -> None:
         """Take one where the lane stands. All its tokens have to be committed."""
         held = snapshot(lane.caches, lane.seen, lane.seen)
-        self.taken.append((lane.seen, held))
+        self._cache.take(self.running, (lane.seen, held))
         self._last = lane.seen
-        while sum(states.nbytes for _, states in self.taken) > self._max_bytes:
-            del self.taken[0]
 
     def between_rounds(self, lane: HasCaches, reach: int) -> None:
         """Take one if the next round, of at most `reach` tokens, could pass its place.

@@ -25,6 +25,7 @@ The tests of this file fail for each of these faults, made by hand (killed by ha
 
 import gc
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -100,14 +101,19 @@ def request(
         assert_same(
             content(caches), content(fed(tokens[:start], stateful)), "what was found"
         )
-    points = []
+    points = prefixes.running_points()
+    taken = []
     for stop in range(start + 1, len(tokens)):
         feed(caches, tokens[:stop], stop - 1)
         if stateful and stop % EVERY == 0:
-            points.append((stop, snapshot(caches, stop, stop)))
+            prefixes.take(points, (stop, snapshot(caches, stop, stop)))
+            taken.append(stop)
+            running = points.nbytes + sum(x.nbytes for x in snapshots(prefixes))
+            assert prefixes.nbytes == running <= prefixes.max_bytes
     feed(caches, tokens, len(tokens) - 1)
     prefixes.store(which, tokens, caches, points)
-    return start, [stop for stop, _ in points] + [len(tokens)]
+    assert points.nbytes == 0
+    return start, [*taken, len(tokens)]
 
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=14)
@@ -202,6 +208,56 @@ def test_a_text_longer_than_the_budget_is_kept_in_part_or_not() -> None:
 
 
 @pytest.mark.usefixtures("exact_buffers")
+def points_of(prefixes: PrefixCache, tokens: list[int]) -> Any:
+    """Play a request without an end; return its restore points."""
+    caches, points = empty(True), prefixes.running_points()
+    for stop in range(1, len(tokens) + 1):
+        feed(caches, tokens[:stop], stop - 1)
+        if stop % EVERY == 0:
+            prefixes.take(points, (stop, snapshot(caches, stop, stop)))
+    return points
+
+
+def test_restore_points_of_running_streams_are_inside_the_budget() -> None:
+    prefixes, _owners = bound(60 * ROW, stateful=True)
+    request(prefixes, [1] * 20, stateful=True)
+    stored = prefixes.nbytes
+    assert stored > 30 * ROW
+    one = points_of(prefixes, [2] * 40)
+    assert 30 * ROW <= one.nbytes < prefixes.nbytes <= 60 * ROW  # a part had to go
+    other = points_of(prefixes, [0] * 80)
+    assert snapshots(prefixes) == []
+    assert prefixes.nbytes == one.nbytes + other.nbytes <= 60 * ROW
+    assert [place for place, _ in one.taken] == list(range(EVERY, 41, EVERY))
+    places = [place for place, _ in other.taken]
+    assert (places[0], places[-1]) == (EVERY, 80)
+    gaps = [two - one for one, two in pairwise(places)]
+    assert max(gaps) <= 4 * EVERY
+    del one
+    gc.collect()
+    assert prefixes.nbytes == other.nbytes
+    other.taken.clear()
+    assert prefixes.nbytes == 0
+
+
+def test_a_stream_that_is_dropped_while_another_is_stored_changes_nothing() -> None:
+    prefixes, _owners = bound(1 << 20, stateful=True)
+    inner = points_of(prefixes, [2] * 12)
+
+    class Dropping(list[int]):
+        def __getitem__(self, at: Any) -> Any:
+            prefixes.store(0, [2] * 12, fed([2] * 12, True), inner)
+            return super().__getitem__(at)
+
+    tokens = [1] * 12
+    prefixes.store(0, Dropping(tokens), fed(tokens, True), prefixes.running_points())
+    assert prefixes.lookup(0, [2] * 12) is None
+    found = prefixes.lookup(0, tokens)
+    assert found is not None
+    assert found.stop == 12
+    assert inner.nbytes == 0
+
+
 def test_bytes_reported_are_bytes_held() -> None:
     prefixes, _owners = bound(1 << 30, stateful=True)
     for tokens in ([1] * 9, [1] * 5 + [2] * 7, [0] * 6):

@@ -164,6 +164,51 @@ def test_a_request_with_caches_of_its_own_passes_it_by() -> None:
     assert prefixes.nbytes == 0
 
 
+@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_stream_that_is_dropped_leaves_what_it_committed(
+    name: str, draft: bool
+) -> None:
+    prefixes = PrefixCache(1 << 30, every=EVERY)
+    ours = generator(name, draft, prefixes)
+    prompt = BLOCKS[0] + BLOCKS[1]
+    for count, _ in enumerate(ours.stream(prompt, max_tokens=30, sampling=GREEDY)):
+        if count == 6:
+            break  # nobody closes it
+    text = ours.generate(prompt, max_tokens=6, sampling=GREEDY)
+    assert text.stats.reused == len(prompt) - 1
+    unstarted = PrefixCache(1 << 30)
+    generator(name, draft, unstarted).stream(prompt)
+    assert unstarted.nbytes == 0
+
+
+def test_a_stream_that_is_dropped_in_another_thread_leaves_nothing() -> None:
+    """Its arrays may wait for streams that the other thread does not have."""
+    prefixes = PrefixCache(1 << 30, every=EVERY)
+    streams = [generator("qwen3_5", False, prefixes).stream(BLOCKS[0], max_tokens=9)]
+    next(streams[0])
+    thread = threading.Thread(target=streams.clear)
+    thread.start()
+    thread.join()
+    assert prefixes.nbytes == 0
+
+
+def test_restore_points_of_a_long_prompt_are_inside_the_budget() -> None:
+    """Of a running stream too: it makes room, then gives its own up."""
+    prefixes = PrefixCache(400_000, every=EVERY)
+    ours = generator("qwen3_5", False, prefixes)
+    ours.generate(BLOCKS[1], max_tokens=2)
+    earlier = prefixes.nbytes
+    assert 0 < earlier <= 400_000
+    stream = ours.stream([(i * i) % 251 for i in range(200)], max_tokens=20)
+    for _ in stream:
+        taken = [lane.points.running for lane in stream._prefixes._lanes()]
+        held = sum(points.nbytes for points in taken)
+        assert held <= prefixes.nbytes <= 400_000
+        assert stream.ended or held > 100_000
+    assert prefixes.nbytes <= 400_000
+
+
 def test_a_failed_request_leaves_nothing() -> None:
     prefixes = PrefixCache(1 << 30)
     model = build("llama")
@@ -172,6 +217,23 @@ def test_a_failed_request_leaves_nothing() -> None:
     with pytest.raises(ArithmeticError):
         ours.generate(BLOCKS[0], max_tokens=3)
     assert prefixes.nbytes == 0
+
+
+def test_restore_points_of_a_failed_request_go_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prefixes = PrefixCache(1 << 30, every=EVERY)
+    stream = generator("qwen3_5", False, prefixes).stream(BLOCKS[0], max_tokens=9)
+    next(stream)
+    assert prefixes.nbytes > 0
+    monkeypatch.setattr(type(models("qwen3_5")[0]), "__call__", _failing)
+    with pytest.raises(ZeroDivisionError):
+        list(stream)
+    assert prefixes.nbytes == 0
+
+
+def _failing(*args: Any, **kwargs: Any) -> Any:
+    raise ZeroDivisionError
 
 
 def test_it_belongs_to_one_pair_of_models() -> None:

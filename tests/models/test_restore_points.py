@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import RotatingKVCache
 
+from mlx_speculation.caches import PrefixCache
 from mlx_speculation.models import RestorePoints
 
 REACH = 3
@@ -38,24 +39,24 @@ class Caches:
 def test_no_two_points_are_further_apart_than_said(
     every: int, prompt: int, rounds: list[int]
 ) -> None:
-    lane, points = Caches(), RestorePoints(every, max_bytes=1 << 30)
+    lane, points = Caches(), RestorePoints(PrefixCache(1 << 30, every=every))
     while lane.seen < prompt:
         lane.feed(min(points.next_chunk(lane, 12), prompt - lane.seen))
         points.take(lane)
     for width in rounds:
         lane.feed(width)
         points.between_rounds(lane, REACH)
-    places = [0, *(place for place, _ in points.taken), lane.seen]
+    places = [0, *(place for place, _ in points.running.taken), lane.seen]
     assert places == sorted(places)
     pairs = pairwise(places)
     assert all(stop - start <= every for start, stop in pairs)
     assert set(range(every, prompt + 1, every)) <= set(places)
 
 
-def test_the_first_points_go_where_there_are_too_many_bytes() -> None:
-    lane, points = Caches(), RestorePoints(1, max_bytes=200)
+def test_points_are_thinned_out_where_there_are_too_many_bytes() -> None:
+    lane, points = Caches(), RestorePoints(PrefixCache(200, every=1))
     for _ in range(9):
         lane.feed(1)
         points.take(lane)
-    assert sum(states.nbytes for _, states in points.taken) <= 200
-    assert [place for place, _ in points.taken] == [7, 8, 9]
+    assert sum(states.nbytes for _, states in points.running.taken) <= 200
+    assert [place for place, _ in points.running.taken] == [1, 5, 9]
