@@ -40,6 +40,7 @@ from mlx_speculation.models import (
     TokenIds,
     check_causal,
     check_model_folder,
+    check_resumable,
     check_same_ids,
     load,
     logit_width,
@@ -135,7 +136,7 @@ class SpeculativeGenerator:
             check_draft_width(logit_width(module), highest_id)
         if prefix_cache is not None:
             for module in models:
-                check_causal(module, "prefix_cache")
+                check_resumable(module)
             prefix_cache.bind(models, [self._lane(module).caches for module in models])
         self._prefix_cache = prefix_cache
         for module in models:

@@ -20,7 +20,7 @@ from mlx_speculation.models.pairing import (
 from mlx_speculation.models.parts import Parts
 from mlx_speculation.models.recording import Recorders
 from mlx_speculation.models.restore_points import RestorePoints
-from mlx_speculation.models.rows import check_causal
+from mlx_speculation.models.rows import check_causal, check_resumable
 from mlx_speculation.models.running import mlx_lm_speed, wired
 from mlx_speculation.models.taps import States
 
@@ -40,6 +40,7 @@ __all__ = [
     "TokenIds",
     "check_causal",
     "check_model_folder",
+    "check_resumable",
     "check_same_ids",
     "find_parts",
     "json_schema",

@@ -15,6 +15,8 @@ Faults that were made by hand, and found here:
 
 import contextlib
 import io
+from itertools import pairwise
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -22,6 +24,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation import PrefixCache, SpeculativeGenerator
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models.rows import DEPEND_ON_CUTS
 from support import census
 from support.census import BUILT, NOT_BUILT
 from support.identity import ROUNDING, check_identity, plain_text, prompt_of
@@ -101,6 +104,36 @@ def test_a_model_that_cannot_check_drafts_is_decoded_without(name: str) -> None:
     plain = SpeculativeGenerator(model, byte_tokenizer())
     text = plain.generate(prompt, max_tokens=12).tokens
     assert text == plain_text(model, prompt, 12)
+
+
+# Rings and states may see a row or not by where a prompt is cut; rows alone do not.
+CUT = sorted(n for n in BUILT if BUILT[n].caches.split(" ", 1)[-1] != "KVCache")
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_rows_do_not_depend_on_where_a_prompt_is_cut(name: str) -> None:
+    model, prompt = census.build(name), prompt_of(61)
+
+    def fed(*cuts: int) -> mx.array:
+        caches, rows = make_prompt_cache(model), []
+        for start, stop in pairwise((0, *cuts, len(prompt))):
+            rows.append(model(mx.array([prompt[start:stop]]), cache=caches)[0])
+        return mx.concatenate(rows)
+
+    whole, ways = fed(), ((30,), (16, 32, 48), (23, 45))
+    gaps: list[Any] = [mx.abs(whole - fed(*cuts)).max().item() for cuts in ways]
+    found = max(gaps)
+    module = f"mlx_lm.models.{name}"
+    assert (found > ROUNDING) == (module in DEPEND_ON_CUTS), found
+
+
+@pytest.mark.parametrize("module", DEPEND_ON_CUTS)
+def test_a_model_that_depends_on_cuts_takes_no_prefix_cache(module: str) -> None:
+    model = census.build(module.rpartition(".")[-1])
+    with pytest.raises(InvalidRequestError, match=f"prefix_cache.*{module}.*is cut"):
+        SpeculativeGenerator(
+            model, byte_tokenizer(), prefix_cache=PrefixCache(max_bytes=1)
+        )
 
 
 @pytest.mark.parametrize("name", NOT_BUILT)
