@@ -1,4 +1,4 @@
-"""A real byte-level tokenizer with one token for each of the 256 bytes."""
+"""Real byte-level tokenizers: of all 256 bytes, or of a few letters."""
 
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -12,7 +12,16 @@ def byte_tokenizer(extra: tuple[str, ...] = (), first: str = "") -> TokenizerWra
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     alphabet.sort(key=lambda token: token != first)
-    vocabulary = {token: i for i, token in enumerate([*alphabet, *extra])}
+    return _tokenizer([*alphabet, *extra])
+
+
+def letter_tokenizer(count: int) -> TokenizerWrapper:
+    """Make a tokenizer with ids 0 to `count - 1`, one for each letter from A on."""
+    return _tokenizer([chr(ord("A") + i) for i in range(count)])
+
+
+def _tokenizer(tokens: list[str]) -> TokenizerWrapper:
+    vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

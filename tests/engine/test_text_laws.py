@@ -1,0 +1,161 @@
+"""The law of the text itself: what whole generations emit, counted.
+
+A target and a draft of four tokens, drafts of three, so that a rejection, a residual
+draw, a bonus and the next round all fall into the first three emitted tokens. Their
+joint law is computed from the target alone; each generation has a seed of its own.
+
+Sizes are from the table for 64 outcomes at alpha 1e-4 and power .99: 2,502 find a
+total variation of 0.10, 10,009 one of 0.05. The bound for 63 degrees of freedom at
+1e-4 is 113.5. The biased control is off by more than 0.10.
+"""
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any, get_args
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from numpy.typing import NDArray
+
+from mlx_speculation import Sampling, SpeculativeGenerator
+from mlx_speculation.samplers import Acceptance, verifier
+from mlx_speculation.samplers import Sampling as Options
+from mlx_speculation.samplers.laws import Verdict
+from support.tiny_models import TINY_MODELS, build_tiny
+from support.tiny_tokenizer import letter_tokenizer
+
+VOCAB, EMITTED, BOUND = 4, 3, 113.5
+CONTROL = 1_000  # generations: the faults are large
+PROMPT = [0, 2, 1, 3, 3]
+TEXTS = list(product(range(VOCAB), repeat=EMITTED))
+
+
+@cache
+def models() -> tuple[nn.Module, nn.Module]:
+    tiny = TINY_MODELS["llama"]
+    shallow = replace(tiny, args=tiny.args | {"num_hidden_layers": 1})
+    target, draft = (build_tiny(shallow, seed=seed, vocab=VOCAB) for seed in (0, 3))
+    return target, draft
+
+
+def joint_law(options: Options) -> NDArray[np.float64]:
+    """Return the probability of every text, from rows of the target alone."""
+    target, _ = models()
+    prompts = mx.array([[*PROMPT, *text] for text in TEXTS])
+    logits = target(prompts, cache=make_prompt_cache(target))
+    rows = logits[:, len(PROMPT) - 1 : -1].astype(mx.float32)
+    scaled = np.array(rows, dtype=np.float64) / options.temperature
+    odds = np.exp(scaled - scaled.max(axis=-1, keepdims=True))
+    probs = odds / odds.sum(axis=-1, keepdims=True)
+    if options.top_k:
+        floor = np.sort(probs, axis=-1)[..., -options.top_k, None]
+        probs = np.where(probs >= floor, probs, 0)
+        probs /= probs.sum(axis=-1, keepdims=True)
+    places = np.array(TEXTS)[..., None]
+    joint = np.take_along_axis(probs, places, axis=-1)[..., 0].prod(axis=-1)
+    assert abs(joint.sum() - 1) < 1e-9
+    law: NDArray[np.float64] = joint
+    return law
+
+
+def count_texts(
+    generator: SpeculativeGenerator, options: dict[str, Any], samples: int
+) -> NDArray[np.int64]:
+    """Generate from as many seeds, and count the texts."""
+    places = {text: place for place, text in enumerate(TEXTS)}
+    counts = np.zeros(len(TEXTS), dtype=np.int64)
+    for seed in range(samples):
+        result = generator.generate(
+            PROMPT,
+            max_tokens=EMITTED + 2,  # so that the third is not the last of a budget
+            stop_tokens=(),
+            sampling=Sampling(seed=seed, **options),
+        )
+        counts[places[tuple(result.tokens[:EMITTED])]] += 1
+    return counts
+
+
+def chi_square(counts: NDArray[np.int64], law: NDArray[np.float64]) -> float:
+    """Return the statistic; a text without probability must not have come."""
+    possible = law > 0
+    assert counts[~possible].sum() == 0
+    expected = law[possible] * counts.sum()
+    return float(((counts[possible] - expected) ** 2 / expected).sum())
+
+
+def generator_of(acceptance: Acceptance) -> SpeculativeGenerator:
+    target, draft = models()
+    return SpeculativeGenerator(
+        target,
+        letter_tokenizer(VOCAB),
+        draft=draft,
+        draft_length=3,
+        acceptance=acceptance,
+    )
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain law": {"temperature": 1.2},
+    "filtered, draft at its own temperature": {
+        "temperature": 1.0,
+        "top_k": 3,
+        "draft_temperature": 0.6,
+    },
+}
+SIZES = [
+    pytest.param("filtered, draft at its own temperature", 2_502),
+    *(pytest.param(case, 10_009, marks=pytest.mark.slow) for case in CASES),
+]
+
+
+@pytest.mark.parametrize(("case", "samples"), SIZES)
+@pytest.mark.parametrize("acceptance", get_args(Acceptance))
+def test_the_first_three_tokens_follow_the_targets_joint_law(
+    acceptance: Acceptance, case: str, samples: int
+) -> None:
+    options = CASES[case]
+    counts = count_texts(generator_of(acceptance), options, samples)
+    assert chi_square(counts, joint_law(Options(**options))) < BOUND
+
+
+@pytest.fixture(name="wrong_law")
+def _wrong_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let both rules believe that the draft was drawn from a flatter law."""
+
+    def flattened(rule: Any) -> Any:
+        def wrong(target: mx.array, draft: mx.array, *rest: mx.array) -> Verdict:
+            root = mx.sqrt(draft)
+            flat = root / root.sum(axis=-1, keepdims=True)
+            verdict: Verdict = rule(target, flat, *rest)
+            return verdict
+
+        return wrong
+
+    for name in ("rejection", "block"):
+        monkeypatch.setitem(verifier.RULES, name, flattened(verifier.RULES[name]))
+    return
+
+
+@pytest.mark.usefixtures("wrong_law")
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+def test_a_biased_rule_is_found(acceptance: Acceptance) -> None:
+    options = CASES["plain law"]
+    counts = count_texts(generator_of(acceptance), options, CONTROL)
+    assert chi_square(counts, joint_law(Options(**options))) > BOUND
+
+
+def test_a_draft_that_is_emitted_in_place_of_the_choice_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def emits(drafted: mx.array, choices: mx.array) -> mx.array:
+        choices[:-1] = drafted
+        return mx.array(drafted.shape[0])
+
+    monkeypatch.setattr(verifier, "count_accepted", emits)
+    options = CASES["plain law"]
+    counts = count_texts(generator_of("keyed"), options, CONTROL)
+    assert chi_square(counts, joint_law(Options(**options))) > BOUND
