@@ -101,11 +101,15 @@ def verify(
 
 
 def _reach(target_probs: mx.array, draft: mx.array, drafted: mx.array) -> mx.array:
-    part = token_probs(target_probs[..., :-1, :], drafted)
     whole = token_probs(draft, drafted)
+    drawn = whole > 0
+    part = mx.where(drawn, token_probs(target_probs[..., :-1, :], drafted), 0)
+    whole = mx.where(drawn, whole, 1)
     reach = [mx.ones(drafted.shape[:-1], dtype=target_probs.dtype)]
     for index in range(drafted.shape[-1]):
-        reach.append(quotient(reach[-1] * part[..., index], whole[..., index]))
+        # Multiplied first: a ratio that overflows, times 0, is no number.
+        wanted = reach[-1] * part[..., index] / whole[..., index]
+        reach.append(mx.minimum(wanted, 1))
     return mx.stack(reach, axis=-1)
 
 

@@ -101,6 +101,7 @@ def test_every_coin_passes_where_the_quotient_is_1(
     coins = mx.full(drafted.shape, BELOW_1[dtype], dtype=dtype)
     x = mx.array(drafted)
     verdict = rule.verify(t, t[:, :3], x, coins)
+    assert (verdict.acceptance == 1).all().item()  # 0 / 0 in the block's formula
     assert (verdict.accepted == 3).all().item()
     assert mx.array_equal(verdict.next_law, t[:, 3]).item()
 
@@ -255,6 +256,32 @@ def test_coins_of_another_shape_are_refused(
     t, x = mx.zeros((4, 5)), mx.zeros((3,), dtype=mx.uint32)
     with pytest.raises(InvalidRequestError, match="coins has the shape"):
         rule.verify(t, None, x, mx.zeros(coins))
+
+
+@RULES
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32, mx.float64])
+def test_laws_keep_their_dtype(rule: ModuleType, dtype: mx.Dtype) -> None:
+    target, draft, drafted = laws("spread", (2,), 3, 4)
+    t, d = arrays(dtype, target, draft)
+    x = mx.array(drafted)
+    for told in (d, None):
+        verdict = rule.verify(t, told, x, mx.zeros(drafted.shape))
+        assert verdict.next_law.dtype == verdict.acceptance.dtype == dtype
+        assert draw(verdict.next_law, mx.zeros((2, 4))).dtype == mx.uint32
+
+
+def test_a_ratio_that_overflows_after_an_impossible_token_is_no_chance() -> None:
+    t = mx.array([[0, 1.0], [1, 0], [1, 0]])
+    d = mx.array(
+        [
+            [1.0, 0],
+            [1e-39, 1],
+        ]
+    )
+    verdict = block.verify(t, d, mx.array([0, 0]), mx.zeros((2,)))
+    assert verdict.accepted.item() == 0
+    assert verdict.acceptance.tolist() == [0, 0]
+    assert verdict.next_law.tolist() == [0, 1]
 
 
 @RULES

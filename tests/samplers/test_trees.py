@@ -30,6 +30,8 @@ TREES = [
     (4, [-1, 0, 0, 0]),
     (4, [-1, 0, 0, 1, 1, 3]),
     (4, [-1, 0, 1, 2, 3]),
+    (4, [-1, 0, 0, 1, 2, 3]),
+    (3, [-1, 0, 0, 1, 1, 3, 5]),
 ]
 
 
@@ -283,6 +285,10 @@ def check_tree(vocab: int, parents: list[int], seed: int) -> None:
         np.testing.assert_allclose(
             outcome.accepted, accepted_closed_form(parents, laws), rtol=0, atol=EXACT
         )
+
+
+def test_at_least_200_pairs_of_laws_are_enumerated() -> None:
+    assert sum(tree_laws(vocab, parents, 0).pairs for vocab, parents in TREES) >= 200
 
 
 @pytest.mark.parametrize(("vocab", "parents"), TREES)
