@@ -13,8 +13,15 @@ from mlx_speculation.samplers.constraints import (
     TokenAutomaton,
     allowed_tokens,
 )
+from mlx_speculation.samplers.laws import Verdict
 from mlx_speculation.samplers.rows import Rows
 from mlx_speculation.samplers.sampling import Sampling
+from mlx_speculation.samplers.trees import (
+    TreeLayout,
+    TreeVerdict,
+    descend,
+    tree_layout,
+)
 from mlx_speculation.samplers.verifier import Acceptance, Verifier
 
 __all__ = [
@@ -28,9 +35,14 @@ __all__ = [
     "Rows",
     "Sampling",
     "TokenAutomaton",
+    "TreeLayout",
+    "TreeVerdict",
+    "Verdict",
     "Verified",
     "Verifier",
     "allowed_tokens",
     "count_accepted",
+    "descend",
     "normalizers",
+    "tree_layout",
 ]
