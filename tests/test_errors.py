@@ -46,6 +46,7 @@ def test_the_drawing_in_the_docstring_is_the_tree() -> None:
         (errors.InvalidRequestError, ValueError),
         (errors.TokenizerMismatchError, ValueError),
         (errors.UnsupportedCacheError, TypeError),
+        (errors.UnsupportedModelError, TypeError),
         (errors.SpeculationClosedError, RuntimeError),
         (errors.ModelFolderError, ValueError),
         (errors.CacheFileError, ValueError),

@@ -127,6 +127,7 @@ def test_the_public_names_are_pinned() -> None:
         "SpeculativeGenerator",
         "TokenizerMismatchError",
         "UnsupportedCacheError",
+        "UnsupportedModelError",
         "__version__",
         "demo_models",
         "load",

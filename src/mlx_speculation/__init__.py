@@ -29,6 +29,7 @@ from mlx_speculation.errors import (
     SpeculationError,
     TokenizerMismatchError,
     UnsupportedCacheError,
+    UnsupportedModelError,
 )
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ __all__ = [
     "SpeculativeGenerator",
     "TokenizerMismatchError",
     "UnsupportedCacheError",
+    "UnsupportedModelError",
     "__version__",
     "demo_models",
     "load",
