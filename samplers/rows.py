@@ -11,8 +11,52 @@ are on the device only: drafts, and a choice that nobody has read yet.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+
+class KnownTokens:
+    """The known tokens of one sequence as an array, each converted once.
+
+    Converting 100,000 Python integers takes milliseconds, and their prefixes are asked
+    for with every token. This copy grows with the text: tokens of a list that were
+    known once are taken to stay what they were. Another list starts it anew.
+    """
+
+    def __init__(self) -> None:
+        self._source: Sequence[int] = ()
+        self._held: NDArray[np.int32] = np.empty(256, dtype=np.int32)
+        self._count = 0
+
+    def since(self, known: Sequence[int], begin: int = 0) -> NDArray[np.int32]:
+        """Return `known[begin:]`, int32; valid until the next call."""
+        count = len(known)
+        if known is not self._source:
+            self._source, self._count = known, 0
+        self._count = min(self._count, count)
+        if count > len(self._held):
+            larger = np.empty(2 * count, dtype=np.int32)
+            larger[: self._count] = self._held[: self._count]
+            self._held = larger
+        self._held[self._count : count] = known[self._count :]
+        self._count = count
+        return self._held[begin:count]
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """The last tokens before each row.
+
+    Attributes:
+        tokens: uint32 [count, size], the latest last; any id where `valid` is false.
+        valid: bool [count, size], false where the row's prefix does not reach.
+    """
+
+    tokens: mx.array
+    valid: mx.array
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +93,59 @@ class Rows:
     def round_start(self) -> int:
         """The position of the first token that the host does not know."""
         return self.start + len(self.known)
+
+    @property
+    def lengths(self) -> range:
+        """How many tokens with a name precede each row."""
+        stop = len(self.known) + self.lead + 1
+        return range(stop - self.count, stop)
+
+    def row(self, index: int) -> "Rows":
+        """Return one of the rows alone."""
+        length = self.lengths[index]
+        allowed = None if self.allowed is None else self.allowed[index, None]
+        more = length - len(self.known)
+        known = self.known if more >= 0 else self.known[:length]
+        ahead = self.ahead[:more] if self.ahead is not None and more > 0 else None
+        return Rows(known, ahead, 1, self.start, allowed)
+
+    def windows(self, size: int, held: KnownTokens | None = None) -> Windows:
+        """Return the last `size` tokens before each row, or all of them for size 0.
+
+        Nothing is read from the device.
+
+        Args:
+            size: from 0.
+            held: makes large windows cheap, see `KnownTokens`.
+        """
+        first = self.lengths[0]
+        size = size or max(self.lengths[-1], 1)
+        begin = max(first - size, 0)
+        tail = self._since(begin, held)
+        offset = first - size - begin  # of the first row's window in the tail, <= 0
+        steps = mx.arange(offset, offset + size)[None]
+        index = steps + mx.arange(self.count)[:, None]
+        return Windows(tail[mx.maximum(index, 0)].astype(mx.uint32), index >= 0)
+
+    def prefixes(self, held: KnownTokens | None = None) -> list[mx.array]:
+        """Return the tokens before each row, int32 [n], not read from the device.
+
+        Signed, as mlx-lm passes them to processors.
+
+        Args:
+            held: makes long texts cheap, see `KnownTokens`.
+        """
+        whole = self._since(0, held)
+        return [whole[:length] for length in self.lengths]
+
+    def _since(self, begin: int, held: KnownTokens | None) -> mx.array:
+        """Return all tokens from `begin` on, int32; one 0 where there are none."""
+        known: Any
+        if held is not None and len(self.known) - begin > 256:
+            known = held.since(self.known, begin)
+        else:
+            known = np.array(self.known[begin:], dtype=np.int32)
+        if self.ahead is None:
+            return mx.array(known if len(known) else np.zeros(1, dtype=np.int32))
+        ahead = self.ahead.astype(mx.int32)[max(begin - len(self.known), 0) :]
+        return mx.concatenate([mx.array(known), ahead]) if len(known) else ahead

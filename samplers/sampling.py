@@ -1,21 +1,36 @@
 """The sampling options of one request, checked where the user gives them."""
 
+import hashlib
 import math
 import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
 
 from mlx_speculation.errors import InvalidRequestError
 
 SEED_LIMIT = 2**64
 SMALLEST_TEMPERATURE = 1e-30  # below it, scores overflow float32
 
+# (tokens int32 [n], logits [1, vocab]) -> logits [1, vocab]
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen. 0 means off, as in mlx-lm, with mlx-lm's defaults.
+    """How tokens are chosen: mlx-lm's options, with its defaults and in its order.
 
-    The order is mlx-lm's: top-p, min-p and top-k on the untempered log-probabilities,
-    then temperature. Among equals at top-k's edge the lowest ids stay.
+    1. Processors, on logits: `logit_bias`, the repetition, presence and frequency
+       penalties, then `logits_processors` as they stand.
+    2. Filters, on the log-probabilities before any temperature: `top_p`, `min_p`, XTC,
+       `top_k`. Among equals at top-k's edge the lowest ids stay.
+    3. `temperature`.
+
+    At temperature 0 the processors apply and the filters do not, as in mlx-lm. 0 and
+    None mean off. Lists and mappings are kept as tuples, so that options do not change
+    and can be compared.
 
     Attributes:
         temperature: 0 chooses the most probable token.
@@ -23,6 +38,22 @@ class Sampling:
         min_p: drop tokens less probable than this share of the most probable one.
         min_tokens_to_keep: how many tokens min_p leaves at least.
         top_k: keep this many of the most probable tokens.
+        xtc_probability: how often XTC drops the most probable tokens.
+        xtc_threshold: XTC drops all but the last of the tokens that are more probable
+            than this, from 0 to 0.5.
+        xtc_special_tokens: ids that XTC never drops, usually a line's and the text's
+            end.
+        repetition_penalty: divides positive logits of earlier tokens and multiplies
+            negative ones.
+        repetition_context_size: how many tokens back it looks; 0 is the whole text,
+            here and below, as in mlx-lm.
+        presence_penalty: subtracted from the logits of earlier tokens.
+        presence_context_size: how many tokens back it looks.
+        frequency_penalty: subtracted from a token's logit once per occurrence.
+        frequency_context_size: how many tokens back it looks.
+        logit_bias: added to the logits of token ids: a mapping of ids to values.
+        logits_processors: callables with mlx-lm's signature, see `LogitsProcessor`.
+            `processors` says which of them keep speculation fast.
         draft_temperature: the temperature of proposals; None takes `temperature`. It
             changes how many are accepted, never the text or its law.
         seed: decides the text at a temperature above 0; None draws one, which the
@@ -37,11 +68,23 @@ class Sampling:
     min_p: float = 0.0
     min_tokens_to_keep: int = 1
     top_k: int = 0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    xtc_special_tokens: Sequence[int] = ()
+    repetition_penalty: float | None = None
+    repetition_context_size: int = 20
+    presence_penalty: float | None = None
+    presence_context_size: int = 20
+    frequency_penalty: float | None = None
+    frequency_context_size: int = 20
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = ()
+    logits_processors: Sequence[LogitsProcessor] = ()
     draft_temperature: float | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
         """Check every value against its range."""
+        self._freeze()
         _check("temperature", self.temperature, 0.0, math.inf)
         if self.draft_temperature is not None:
             _check("draft_temperature", self.draft_temperature, 0.0, math.inf)
@@ -49,12 +92,32 @@ class Sampling:
         _check("min_p", self.min_p, 0.0, 1.0)
         _check_count("min_tokens_to_keep", self.min_tokens_to_keep, 1)
         _check_count("top_k", self.top_k, 0)
+        _check("xtc_probability", self.xtc_probability, 0.0, 1.0)
+        _check("xtc_threshold", self.xtc_threshold, 0.0, 0.5)
+        for token in self.xtc_special_tokens:
+            _check_count("An id in xtc_special_tokens", token, 0)
+        lowest = {"repetition": 0.0, "presence": -math.inf, "frequency": -math.inf}
+        for kind, low in lowest.items():
+            penalty = getattr(self, f"{kind}_penalty")
+            _check(f"{kind}_penalty", 0 if penalty is None else penalty, low, math.inf)
+            size = f"{kind}_context_size"
+            _check_count(size, getattr(self, size), 0)
         if self.seed is not None:
-            _check_count("seed", self.seed, 0)
-            if self.seed >= SEED_LIMIT:
-                raise InvalidRequestError(
-                    f"seed is {self.seed}, and the largest is {SEED_LIMIT - 1}."
-                )
+            check_seed(self.seed)
+
+    def _freeze(self) -> None:
+        """Turn collections into tuples, so that options can be compared and kept."""
+        special = _items("xtc_special_tokens", self.xtc_special_tokens)
+        object.__setattr__(self, "xtc_special_tokens", special)
+        object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
+        processors = _items("logits_processors", self.logits_processors)
+        object.__setattr__(self, "logits_processors", processors)
+        wrong = next((p for p in processors if not callable(p)), None)
+        if wrong is not None:
+            raise InvalidRequestError(
+                f"A logits processor is a {type(wrong).__name__}, and a callable "
+                "(tokens, logits) -> logits is needed."
+            )
 
     @property
     def greedy(self) -> bool:
@@ -64,7 +127,14 @@ class Sampling:
     @property
     def filters(self) -> bool:
         """Whether any filter is on."""
-        return 0 < self.top_p < 1 or self.min_p > 0 or self.top_k > 0
+        nucleus = 0 < self.top_p < 1 or self.min_p > 0 or self.top_k > 0
+        return nucleus or self.xtc_probability > 0
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """The logit bias as pairs of an id and a value."""
+        assert isinstance(self.logit_bias, tuple)  # see `_freeze`
+        return self.logit_bias
 
     @property
     def for_drafts(self) -> "Sampling":
@@ -78,6 +148,37 @@ class Sampling:
         if self.seed is not None:
             return self
         return replace(self, seed=secrets.randbits(32))
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """Return the seed of one of several samples of a prompt.
+
+    Sample 0 has the request's own, so asking for more samples leaves the first as it
+    was. The others have 64 bits of a BLAKE2b hash of seed and index: two of a million
+    samples share one with odds of 3e-8.
+
+    Args:
+        seed: the request's, from 0 to 2**64 - 1.
+        index: of the sample, from 0 to 2**64 - 1.
+
+    Raises:
+        InvalidRequestError: one of them is out of its range.
+    """
+    check_seed(seed)
+    check_seed(index, "index")
+    if index == 0:
+        return seed
+    words = seed.to_bytes(8, "little") + index.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
+
+
+def check_seed(seed: int, name: str = "seed") -> None:
+    """Refuse what is not a whole number of 64 bits."""
+    _check_count(name, seed, 0)
+    if seed >= SEED_LIMIT:
+        raise InvalidRequestError(
+            f"{name} is {seed}, and the largest is {SEED_LIMIT - 1}."
+        )
 
 
 def _check(name: str, value: float, low: float, high: float) -> None:
@@ -94,3 +195,36 @@ def _check_count(name: str, value: int, low: int) -> None:
         raise InvalidRequestError(
             f"{name} is {value!r}, and a whole number of at least {low} is needed."
         )
+
+
+def _items(name: str, values: Any) -> tuple[Any, ...]:
+    if values is None:
+        return ()
+    if not isinstance(values, Iterable) or isinstance(values, str):
+        raise InvalidRequestError(
+            f"{name} is {values!r}, and a list is needed. Put it into one."
+        )
+    return tuple(values)
+
+
+def _pairs(bias: Any) -> tuple[tuple[int, float], ...]:
+    """Return pairs of an id and a value; minus infinity forbids an id."""
+    items = bias.items() if isinstance(bias, Mapping) else _items("logit_bias", bias)
+    pairs = []
+    for item in items:
+        if not isinstance(item, tuple) or len(item) != 2:
+            raise InvalidRequestError(
+                f"logit_bias holds {item!r}, and token ids with a value each are "
+                "needed, such as {50: -2.5}."
+            )
+        _check_count("An id in logit_bias", item[0], 0)
+        value = item[1]
+        if value != -math.inf:
+            _check(f"logit_bias of id {item[0]}", value, -math.inf, math.inf)
+        pairs.append((item[0], float(value)))
+    if len(dict(pairs)) != len(pairs):
+        raise InvalidRequestError(
+            f"logit_bias names {len(pairs)} ids, {len(dict(pairs))} of them different. "
+            "Give each id one value."
+        )
+    return tuple(pairs)

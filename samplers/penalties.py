@@ -1,0 +1,116 @@
+"""Logit bias and the penalties for repeated tokens, for many rows at once.
+
+The same values as mlx-lm's processors compute row by row, to the last bit and in the
+logits' own dtype; see `mlx_lm.sample_utils.make_logits_processors`. Windows of earlier
+tokens are made on the device, since drafts before a row are not read.
+"""
+
+import mlx.core as mx
+
+from mlx_speculation.samplers.rows import KnownTokens, Rows, Windows
+from mlx_speculation.samplers.sampling import Sampling
+
+
+class Penalties:
+    """The request's logit bias and penalties, in mlx-lm's order.
+
+    Args:
+        sampling: the request's options.
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._bias: tuple[mx.array, mx.array] | None = None
+        self._bias_width = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to do."""
+        some = self._sampling
+        kinds = some.repetition_penalty, some.presence_penalty, some.frequency_penalty
+        return bool(some.biases) or any(kinds)
+
+    def apply(
+        self, logits: mx.array, rows: Rows, held: KnownTokens | None = None
+    ) -> mx.array:
+        """Return the logits [rows, vocab] with bias and penalties, of their dtype.
+
+        Args:
+            logits: [rows, vocab]. Ids from `vocab` on are passed over.
+            rows: what precedes each row.
+            held: makes windows over the whole text cheap.
+        """
+        options = self._sampling
+        if options.biases:
+            logits = self._biased(logits)
+        if options.repetition_penalty:
+            windows = rows.windows(options.repetition_context_size, held)
+            logits = repetition(logits, windows, options.repetition_penalty)
+        if options.presence_penalty:
+            windows = rows.windows(options.presence_context_size, held)
+            logits = presence(logits, windows, options.presence_penalty)
+        if options.frequency_penalty:
+            windows = rows.windows(options.frequency_context_size, held)
+            logits = frequency(logits, windows, options.frequency_penalty)
+        return logits
+
+    def _biased(self, logits: mx.array) -> mx.array:
+        width = logits.shape[-1]
+        if self._bias is None or self._bias_width != width:
+            kept = [(i, value) for i, value in self._sampling.biases if i < width]
+            ids = mx.array([i for i, _ in kept], dtype=mx.uint32)
+            values = mx.array([value for _, value in kept], dtype=mx.float32)
+            self._bias, self._bias_width = (ids, values), width
+        ids, values = self._bias
+        return logits.at[..., ids].add(values) if ids.size else logits
+
+
+def repetition(logits: mx.array, windows: Windows, penalty: float) -> mx.array:
+    """Multiply negative logits of earlier tokens, and divide the others.
+
+    Paper: Keskar et al., "CTRL" (2019), equation of section 4.1; with the sign, as in
+    mlx-lm.
+    """
+    tokens, found = _own(windows, logits.shape[-1])
+    chosen = mx.take_along_axis(logits, tokens, axis=-1)
+    changed = mx.where(chosen < 0, chosen * penalty, chosen / penalty)
+    changed = mx.where(found, changed, chosen)
+    return mx.put_along_axis(logits, tokens, changed, axis=-1)
+
+
+def presence(logits: mx.array, windows: Windows, penalty: float) -> mx.array:
+    """Subtract the penalty once from the logit of each earlier token."""
+    tokens, found = _own(windows, logits.shape[-1])
+    chosen = mx.take_along_axis(logits, tokens, axis=-1)
+    changed = mx.where(found, chosen - penalty, chosen)
+    return mx.put_along_axis(logits, tokens, changed, axis=-1)
+
+
+def frequency(logits: mx.array, windows: Windows, penalty: float) -> mx.array:
+    """Subtract the penalty from a token's logit once per occurrence, in turn.
+
+    One subtraction for each, since n times the penalty rounds otherwise.
+    """
+    width = logits.shape[-1]
+    tokens, valid = windows.tokens, windows.valid & (windows.tokens < width)
+    amounts = mx.where(valid, mx.array(penalty, logits.dtype), 0)
+    tokens = mx.where(valid, tokens, 0)
+    flat = logits.reshape(-1, width)
+    size = tokens.shape[-1]
+    numbers = mx.arange(flat.shape[0], dtype=mx.uint32)[:, None]
+    places = numbers, tokens.reshape(-1, size)
+    return flat.at[places].subtract(amounts.reshape(-1, size)).reshape(logits.shape)
+
+
+def _own(windows: Windows, width: int) -> tuple[mx.array, mx.array]:
+    """Return ids below `width`, and whether a row has any such in its window.
+
+    What is not in the window is replaced by one of the tokens that are, so that every
+    write to an id writes the same value.
+    """
+    valid = windows.valid & (windows.tokens < width)
+    some = mx.argmax(valid, axis=-1, keepdims=True)
+    found = mx.take_along_axis(valid, some, axis=-1)
+    stand_in = mx.take_along_axis(windows.tokens, some, axis=-1)
+    tokens = mx.where(valid, windows.tokens, mx.where(found, stand_in, 0))
+    return tokens, found
