@@ -1,9 +1,95 @@
-"""Filters on log-probabilities, in mlx-lm's order and with its definitions."""
+"""Filters on log-probabilities, in mlx-lm's order and with its definitions.
+
+Each row is filtered by itself: together or alone, beside padding or not, it comes out
+the same to the last bit. Hence the ties broken by id, where mlx-lm leaves them to a
+partition, and the probabilities added up as whole numbers in `top_p`.
+"""
+
+import math
+from collections.abc import Sequence
 
 import mlx.core as mx
-from mlx_lm.sample_utils import apply_min_p, apply_top_p
 
+from mlx_speculation.samplers.nucleus import nucleus_edge
 from mlx_speculation.samplers.sampling import Sampling
+
+
+def apply_filters(
+    log_probs: mx.array, sampling: Sampling, coins: mx.array | None = None
+) -> mx.array:
+    """Apply the request's filters.
+
+    Args:
+        log_probs: float32 [..., vocab], normalized, before any temperature.
+        sampling: the request's options.
+        coins: float32 [...] from [0, 1), XTC's for each row; None where XTC is off.
+
+    Returns:
+        float32 [..., vocab], -inf where a token was dropped; not normalized.
+    """
+    if 0 < sampling.top_p < 1:
+        log_probs = top_p(log_probs, sampling.top_p)
+    if sampling.min_p > 0:
+        log_probs = min_p(log_probs, sampling.min_p, sampling.min_tokens_to_keep)
+    if sampling.xtc_probability > 0:
+        assert coins is not None
+        applied = coins <= sampling.xtc_probability
+        special = sampling.xtc_special_tokens
+        log_probs = xtc(log_probs, applied, sampling.xtc_threshold, special)
+    if sampling.top_k > 0:
+        log_probs = top_k(log_probs, sampling.top_k)
+    return log_probs
+
+
+def top_p(log_probs: mx.array, share: float) -> mx.array:
+    """Keep the most probable tokens that come first to this share of probability.
+
+    A token stays when those more probable than it have less than the share together;
+    tokens of equal probability in float32 stay or go together. (Holtzman et al., "The
+    Curious Case of Neural Text Degeneration", 2020.)
+
+    The sums are of whole numbers, see `nucleus`. mlx-lm adds up float32 in the sorted
+    order, so a token may differ whose sum is within float32's rounding of the share.
+    """
+    probs = mx.exp(log_probs)
+    return mx.where(probs < nucleus_edge(probs, share), -mx.inf, log_probs)
+
+
+def min_p(log_probs: mx.array, share: float, keep: int = 1) -> mx.array:
+    """Drop tokens less probable than this share of the most probable one's.
+
+    Args:
+        log_probs: float32 [..., vocab].
+        share: above 0, to 1.
+        keep: how many of the most probable tokens stay at least.
+    """
+    kept = log_probs >= log_probs.max(axis=-1, keepdims=True) + math.log(share)
+    if keep > 1:
+        kept = kept | _largest(log_probs, keep)
+    return mx.where(kept, log_probs, -mx.inf)
+
+
+def xtc(
+    log_probs: mx.array, applied: mx.array, threshold: float, special: Sequence[int]
+) -> mx.array:
+    """Drop all but the last of the tokens that are more probable than the threshold.
+
+    "Exclude top choices", in mlx-lm's definition: probable among what earlier filters
+    have left. mlx-lm tosses one coin for all rows; here each row has its own.
+
+    Args:
+        log_probs: float32 [..., vocab].
+        applied: bool [...], whether the coin fell so for the row.
+        threshold: from 0 to 0.5.
+        special: ids that stay; those past the vocabulary are passed over.
+    """
+    probs = mx.softmax(log_probs, axis=-1)
+    choices = mx.where(probs > threshold, probs, mx.inf)
+    dropped = (probs > choices.min(axis=-1, keepdims=True)) & applied[..., None]
+    ids = [token for token in special if token < log_probs.shape[-1]]
+    if ids:
+        dropped[..., mx.array(ids)] = False
+    return mx.where(dropped, -mx.inf, log_probs)
 
 
 def top_k(log_probs: mx.array, k: int) -> mx.array:
@@ -13,29 +99,23 @@ def top_k(log_probs: mx.array, k: int) -> mx.array:
     number of rows; a stable order may not.
 
     Args:
-        log_probs: float32 [rows, vocab].
+        log_probs: float32 [..., vocab].
         k: from 1 on; all are kept where the row has no more.
 
     Returns:
-        float32 [rows, vocab], -inf where a token was dropped.
+        float32 [..., vocab], -inf where a token was dropped.
     """
-    if k >= log_probs.shape[-1]:
-        return log_probs
-    edge = mx.sort(log_probs, axis=-1)[..., -k, None]
-    above = log_probs > edge
-    equal = log_probs == edge
+    return mx.where(_largest(log_probs, k), log_probs, -mx.inf)
+
+
+def _largest(values: mx.array, k: int) -> mx.array:
+    """Return which k values are the largest, bool; the lowest ids among equals."""
+    width = values.shape[-1]
+    if k >= width:
+        return mx.ones(values.shape, dtype=mx.bool_)
+    # A partition puts the one value that is asked for in its place.
+    edge = mx.partition(values, width - k, axis=-1)[..., width - k, None]
+    above = values > edge
+    equal = values == edge
     room = k - above.sum(axis=-1, keepdims=True)
-    kept = above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=-1) <= room))
-    return mx.where(kept, log_probs, -mx.inf)
-
-
-def apply_filters(log_probs: mx.array, sampling: Sampling) -> mx.array:
-    """Apply the request's filters to untempered log-probabilities [rows, vocab]."""
-    if 0 < sampling.top_p < 1:
-        log_probs = apply_top_p(log_probs, sampling.top_p)
-    if sampling.min_p > 0:
-        keep = min(sampling.min_tokens_to_keep, log_probs.shape[-1])
-        log_probs = apply_min_p(log_probs, sampling.min_p, keep)
-    if sampling.top_k > 0:
-        log_probs = top_k(log_probs, sampling.top_k)
-    return log_probs
+    return above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=-1) <= room))

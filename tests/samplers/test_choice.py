@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
+from mlx_lm.sample_utils import apply_top_p
 
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers import (
@@ -15,7 +15,6 @@ from mlx_speculation.samplers import (
     count_accepted,
     normalizers,
 )
-from mlx_speculation.samplers.filters import apply_filters, top_k
 from mlx_speculation.samplers.noise import CHOICE, GumbelNoise, gumbel, stream_key
 
 SEEDS = st.integers(0, 2**64 - 1)
@@ -144,28 +143,6 @@ def test_a_temperature_that_overflows_is_greedy() -> None:
 def test_a_chooser_needs_a_seed() -> None:
     with pytest.raises(InvalidRequestError, match="seed is None"):
         Chooser(Sampling(), 10)
-
-
-@given(key=st.integers(0, 10_000), k=st.integers(1, 12), ties=st.booleans())
-def test_top_k_keeps_k_tokens_the_lowest_ids_among_equals(
-    key: int, k: int, ties: bool
-) -> None:
-    logits = rows(key, 3, 10)
-    if ties:
-        logits = mx.round(logits)
-    kept = np.isfinite(np.array(top_k(logits, k)))
-    for row, mask in zip(np.array(logits), kept, strict=True):
-        order = sorted(range(10), key=lambda i: (-row[i], i))
-        assert set(np.flatnonzero(mask)) == set(order[: min(k, 10)])
-
-
-@given(key=st.integers(0, 10_000))
-def test_filters_equal_mlx_lms_in_its_order(key: int) -> None:
-    logits = rows(key, 2, 30)
-    log_probs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    sampling = Sampling(top_p=0.8, min_p=0.05, min_tokens_to_keep=3, top_k=4)
-    expected = apply_top_k(apply_min_p(apply_top_p(log_probs, 0.8), 0.05, 3), 4)
-    assert mx.array_equal(apply_filters(log_probs, sampling), expected).item()
 
 
 @pytest.mark.parametrize("top_p", [0.0, 0.7])
