@@ -14,8 +14,9 @@ from mlx_speculation.samplers.constraints import (
     allowed_tokens,
 )
 from mlx_speculation.samplers.laws import Verdict
+from mlx_speculation.samplers.processors import ForkableProcessor, Processors, pure
 from mlx_speculation.samplers.rows import Rows
-from mlx_speculation.samplers.sampling import Sampling
+from mlx_speculation.samplers.sampling import LogitsProcessor, Sampling, derived_seed
 from mlx_speculation.samplers.trees import (
     TreeLayout,
     TreeVerdict,
@@ -31,7 +32,10 @@ __all__ = [
     "Constrained",
     "Constraint",
     "ConstraintState",
+    "ForkableProcessor",
     "LogProbs",
+    "LogitsProcessor",
+    "Processors",
     "Rows",
     "Sampling",
     "TokenAutomaton",
@@ -42,7 +46,9 @@ __all__ = [
     "Verifier",
     "allowed_tokens",
     "count_accepted",
+    "derived_seed",
     "descend",
     "normalizers",
+    "pure",
     "tree_layout",
 ]

@@ -1,17 +1,21 @@
 """From logits to tokens: the same rows, positions and seed give the same tokens.
 
 Greedy is the zero-temperature case of the same code. A chooser holds what belongs to
-one request; it has no state that a token could change, so rejected rows leave no
-trace.
+one request. Nothing in it is changed by a token but the state of the user's
+processors, and `processors` says how that is put back.
 """
 
+from collections.abc import Iterator
 from copy import copy
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers.filters import apply_filters
-from mlx_speculation.samplers.noise import CHOICE, GumbelNoise, stream_key
+from mlx_speculation.samplers.noise import CHOICE, GumbelNoise, position_keys, stream_key
+from mlx_speculation.samplers.processors import Processors
+from mlx_speculation.samplers.round_noise import XTC, coins
 from mlx_speculation.samplers.rows import Rows
 from mlx_speculation.samplers.sampling import Sampling
 
@@ -38,6 +42,7 @@ class Chooser:
         if sampling.seed is None:
             raise InvalidRequestError("The seed is None. Call sampling.with_seed().")
         self.sampling = sampling
+        self.processors = Processors(sampling, width if limit is None else limit)
         self._width = width
         self._limit = width if limit is None else min(limit, width)
         self._exists: mx.array | None = None
@@ -45,6 +50,7 @@ class Chooser:
             ids = mx.arange(width)[:, None]
             self._exists = (ids != missing[None]).all(axis=-1)  # [width]
         self._noise = GumbelNoise(stream_key(sampling.seed, CHOICE), width)
+        self._xtc = stream_key(sampling.seed, XTC)
 
     def for_drafts(self) -> "Chooser":
         """Return what chooses for drafts: with their temperature, and the same noise.
@@ -68,7 +74,7 @@ class Chooser:
         return self._limit
 
     def choose(self, logits: mx.array, rows: Rows) -> mx.array:
-        """Choose one token per row.
+        """Choose one token per row. Legal where `processors.parallel`.
 
         Args:
             logits: [rows, vocab]; columns at and past `limit` are ignored.
@@ -79,6 +85,30 @@ class Chooser:
         """
         return mx.argmax(self.scores(self.processed(logits, rows), rows), axis=-1)
 
+    def choose_in_turn(self, logits: mx.array, rows: Rows) -> Iterator[int]:
+        """Choose row after row, until a choice differs from the draft that follows.
+
+        What is yielded is emitted. Stop asking after a token that ends the text: the
+        processors are called for a row when its token is asked for, see
+        `Processors.serial`. The host reads each token.
+
+        Args:
+            logits: [rows, vocab].
+            rows: what precedes each row.
+
+        Yields:
+            The token of each row.
+        """
+        drafted: Any = [] if rows.ahead is None else rows.ahead.tolist()
+        following = drafted[-(rows.count - 1) :] if rows.count > 1 else []
+        for index, row in enumerate(self.processors.serial(logits, rows)):
+            here = rows.row(index)
+            scores = self.scores(self._usable(row, here), here)
+            token: Any = mx.argmax(scores, axis=-1).item()
+            yield token
+            if index < len(following) and token != following[index]:
+                return
+
     def scores(self, processed: mx.array, rows: Rows) -> mx.array:
         """Return what the choice maximizes, [rows, ids]; float32 unless greedy.
 
@@ -88,32 +118,56 @@ class Chooser:
         """
         if self.sampling.greedy:
             return processed
-        log_probs = self.log_probs(processed)
+        log_probs = self.log_probs(processed, rows)
         noise = self._noise.rows(rows.positions)
         if noise.shape[-1] > log_probs.shape[-1]:
             noise = noise[:, : log_probs.shape[-1]]
         return log_probs + noise
 
-    def log_probs(self, processed: mx.array) -> mx.array:
-        """Return the filtered, tempered log-probabilities, float32, unnormalized."""
+    def log_probs(self, processed: mx.array, rows: Rows) -> mx.array:
+        """Return the filtered, tempered log-probabilities, float32, unnormalized.
+
+        XTC's coins depend on the position alone, so they are a part of the law there:
+        the same for draft and target, and for every round that comes to it.
+
+        Args:
+            processed: what `processed` returned for these rows.
+            rows: what precedes each row.
+        """
         logits = processed.astype(mx.float32)
         if self.sampling.filters:  # they compare with probabilities
             logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            logits = apply_filters(logits, self.sampling)
+            thrown = None
+            if self.sampling.xtc_probability > 0:
+                thrown = coins(position_keys(self._xtc, mx.array(list(rows.positions))))
+            logits = apply_filters(logits, self.sampling, thrown)
         if self.sampling.temperature == 1:
             return logits
         return logits * (1 / self.sampling.temperature)
 
-    def processed(self, logits: mx.array, rows: Rows) -> mx.array:
-        """Return logits as the request has them: ids that may not come are -inf.
+    def processed(
+        self, logits: mx.array, rows: Rows, *, for_draft: bool = False
+    ) -> mx.array:
+        """Return logits as the request has them, after its processors.
+
+        Ids that may not come are -inf. Legal where `processors.parallel`, or for a
+        draft.
 
         Args:
             logits: [rows, vocab].
             rows: what precedes each row.
+            for_draft: leave the state of processors as it was, and pass over those
+                that cannot be called for a draft; see `Processors.for_draft`.
 
         Returns:
             [rows, ids], `limit` of them, or fewer where the logits have fewer.
         """
+        if self.processors.active:
+            own = self.processors
+            logits = (own.for_draft if for_draft else own.apply)(logits, rows)
+        return self._usable(logits, rows)
+
+    def _usable(self, logits: mx.array, rows: Rows) -> mx.array:
         if logits.shape[-1] > self._limit:
             logits = logits[:, : self._limit]
         for mask in (self._exists, rows.allowed):

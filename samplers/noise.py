@@ -49,9 +49,18 @@ def gumbel(key: mx.array, positions: mx.array, width: int) -> mx.array:
     Returns:
         float32 [rows, width].
     """
+    return _gumbel(width)(position_keys(key, positions))
+
+
+def position_keys(key: mx.array, positions: mx.array) -> mx.array:
+    """Return one key for each position, uint32 [rows, 2].
+
+    Args:
+        key: uint32 [2], from `stream_key`.
+        positions: integer [rows].
+    """
     first = positions.astype(mx.uint32)
-    keys = key + mx.stack([first, mx.zeros_like(first)], axis=-1)
-    return _gumbel(width)(keys)
+    return key + mx.stack([first, mx.zeros_like(first)], axis=-1)
 
 
 class GumbelNoise:

@@ -77,10 +77,10 @@ class Verifier:
         chooser = self._draft_chooser
         if ids is not None:
             logits = _spread(logits, ids, chooser.width)
-        processed = chooser.processed(logits, rows)
+        processed = chooser.processed(logits, rows, for_draft=True)
         if self._rule is None or chooser.sampling.greedy:
             return Chosen(mx.argmax(chooser.scores(processed, rows), axis=-1))
-        law = self._law(chooser, processed)
+        law = self._law(chooser, processed, rows)
         start, places = mx.array([rows.round_start]), mx.array(list(rows.positions))
         keys = round_keys(self._stream(DRAFT), start, places)
         return Chosen(draw(law, gumbel_rows(keys, law.shape[-1])), law)
@@ -122,7 +122,7 @@ class Verifier:
         draft_probs: mx.array | None,
     ) -> tuple[mx.array, mx.array | None]:
         """Accept by the rule, and draw the correction or bonus."""
-        laws = self._law(self._chooser, processed)
+        laws = self._law(self._chooser, processed, rows)
         first = mx.array([rows.positions[0]])
         if drafted is None:
             return self._draw(laws, first, first), None
@@ -140,9 +140,9 @@ class Verifier:
         keys = round_keys(self._stream(RESIDUAL), starts, places)
         return draw(laws, gumbel_rows(keys, laws.shape[-1]))
 
-    def _law(self, chooser: Chooser, processed: mx.array) -> mx.array:
+    def _law(self, chooser: Chooser, processed: mx.array, rows: Rows) -> mx.array:
         """Return probabilities over all token ids, float32 [rows, width]."""
-        probs = mx.softmax(chooser.log_probs(processed), axis=-1)
+        probs = mx.softmax(chooser.log_probs(processed, rows), axis=-1)
         missing = chooser.width - probs.shape[-1]
         return mx.pad(probs, [(0, 0), (0, missing)]) if missing else probs
 

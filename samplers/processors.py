@@ -1,0 +1,319 @@
+"""Logits processors over rows of a verify, as plain decoding would call them.
+
+A processor of mlx-lm is a callable (tokens [n], logits [1, vocab]) -> logits. Plain
+decoding calls it once per token; a verify has a row for every draft, most of which are
+thrown away. What may be called when depends on what a processor can promise:
+
+    pure        the result depends on the arguments alone: mlx-lm's own processors, and
+                those wrapped by `pure`. Called for all rows, nothing is read.
+    forkable    says how to copy and restore its state, see `ForkableProcessor`. Called
+                for all rows in order, and put back to where the emitted tokens end.
+    serial      every other callable. Called for a row when the choice before it is
+                known to be emitted: the calls of plain decoding and no others.
+
+Drafters see pure and forkable ones, on a copy of the state; serial ones never.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import update_wrapper
+from typing import Any, Protocol, runtime_checkable
+
+import mlx.core as mx
+
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.samplers.penalties import Penalties
+from mlx_speculation.samplers.rows import KnownTokens, Rows
+from mlx_speculation.samplers.sampling import LogitsProcessor, Sampling
+
+OF_MLX_LM = "mlx_lm.sample_utils"  # whose closures have no state
+
+States = tuple[Any, ...]  # of the forkable processors, in their order
+
+
+@runtime_checkable
+class ForkableProcessor(Protocol):
+    """A logits processor with a state that can be put back.
+
+    It is called for rows of drafts too. After a round the state is restored to where
+    the last emitted token's call has left it, and before a draft is made to where it
+    was before the round. A state is restored any number of times.
+    """
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """Return the processed logits [1, vocab]; they may be written in place."""
+        ...
+
+    def copy_state(self) -> Any:
+        """Return the state, which later calls must not change. Changes nothing."""
+        ...
+
+    def restore_state(self, state: Any) -> None:
+        """Go back to a state of `copy_state`, and leave it fit to be restored again."""
+        ...
+
+
+class PureProcessor:
+    """A logits processor whose result depends on its arguments alone; see `pure`."""
+
+    def __init__(self, processor: LogitsProcessor) -> None:
+        if not callable(processor):
+            raise InvalidRequestError(
+                f"pure() was given a {type(processor).__name__}, and a callable "
+                "(tokens, logits) -> logits is needed."
+            )
+        self._processor = processor
+        update_wrapper(self, processor, updated=())
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """Call the processor."""
+        return self._processor(tokens, logits)
+
+
+def pure(processor: LogitsProcessor) -> PureProcessor:
+    """Declare that a logits processor's result depends on its arguments alone.
+
+    It is then called for all rows of a round at once, and for drafts: also for tokens
+    that are never emitted, and in any order. It must not read its arguments on the
+    host (`.item()`, `.tolist()`), or it works but is slow.
+
+        @pure
+        def no_newline(tokens, logits):
+            return logits.at[:, 13].add(-100.0)
+
+    Raises:
+        InvalidRequestError: it cannot be called.
+    """
+    return PureProcessor(processor)
+
+
+def _is_pure(processor: LogitsProcessor) -> bool:
+    if isinstance(processor, PureProcessor):
+        return True
+    return getattr(processor, "__module__", None) == OF_MLX_LM
+
+
+@dataclass(frozen=True, slots=True)
+class _Called:
+    """What a row's calls gave, for the case that its round fails and is run again."""
+
+    logits: mx.array
+    states: States
+
+
+class Processors:
+    """The processors of one request: bias and penalties, then the user's in order.
+
+    Around a round:
+
+        before = processors.fork()
+        logits = processors.apply(logits, rows)       # or next() of serial() for a row
+        processors.keep(emitted)                      # how many rows' tokens stay
+        processors.restore(before)                    # instead: the round has failed
+
+    Plain steps, whose one row stays, need no `keep`. With `parallel` False, steps go
+    through `serial` as well, and only when the token before them has been read.
+
+    Args:
+        sampling: the request's options.
+        width: the columns of the target's logits. The user's processors get this
+            width also for a draft's logits.
+
+    Raises:
+        InvalidRequestError: the logit bias or XTC's special tokens name an id that
+            the target does not have.
+    """
+
+    def __init__(self, sampling: Sampling, width: int) -> None:
+        _check_ids("logit_bias", [token for token, _ in sampling.biases], width)
+        _check_ids("xtc_special_tokens", sampling.xtc_special_tokens, width)
+        self._width = width
+        self._penalties = Penalties(sampling)
+        self._users = sampling.logits_processors
+        self._forkable = [
+            processor
+            for processor in self._users
+            if isinstance(processor, ForkableProcessor) and not _is_pure(processor)
+        ]
+        self._known = KnownTokens()
+        self._after: dict[int, States] = {}  # a position's row, and the one before
+        self._drafted: dict[int, States] = {}  # a position's draft in this round
+        self._last = range(0)  # the positions of the last rows
+        self._called: dict[tuple[int, ...], _Called] = {}  # by tokens after the known
+        self._called_after = 0  # known tokens
+
+    @property
+    def active(self) -> bool:
+        """Whether logits are changed at all."""
+        return self._penalties.active or bool(self._users)
+
+    @property
+    def parallel(self) -> bool:
+        """Whether all rows can be processed at once."""
+        return not any(self._is_serial(processor) for processor in self._users)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a round that fails, or whose drafts are rejected, leaves a trace."""
+        return bool(self._forkable) or not self.parallel
+
+    def apply(self, logits: mx.array, rows: Rows) -> mx.array:
+        """Process all rows. Legal where `parallel`.
+
+        The state is then that after the last row; `keep` or `restore` follow.
+
+        Args:
+            logits: [rows, vocab], left as they are.
+            rows: what precedes each row.
+
+        Returns:
+            [rows, vocab].
+        """
+        assert self.parallel, "serial processors go row by row"
+        self._begin(rows)
+        return self._apply(logits, rows, self._users, self._after)
+
+    def for_draft(self, logits: mx.array, rows: Rows) -> mx.array:
+        """Process a draft's logits with all but the serial processors.
+
+        The state is as before. Within a round, a row finds the state that the rows
+        drafted before it have left.
+        """
+        users = [user for user in self._users if not self._is_serial(user)]
+        if not self._forkable:
+            return self._apply(logits, rows, users, {})
+        live, first = self.fork(), rows.positions[0]
+        drafted = self._drafted
+        if first <= rows.round_start:  # a step in flight may stand there already
+            drafted = self._drafted = {}
+            self._restore(self._after.get(first - 1, live))
+        else:
+            self._restore(drafted.get(first - 1, live))
+        try:
+            return self._apply(logits, rows, users, drafted)
+        finally:
+            self._restore(live)
+
+    def serial(self, logits: mx.array, rows: Rows) -> Iterator[mx.array]:
+        """Process row after row, each when it is asked for.
+
+        Ask for a row when the choice before it is known to be emitted and does not end
+        the text. Rows whose round failed after their calls are not called again when
+        the round is run again: what the calls gave has been kept.
+
+        The drafts are read, once.
+
+        Args:
+            logits: [rows, vocab], left as they are.
+            rows: what precedes each row: at least all known tokens.
+
+        Yields:
+            [1, vocab] for each row.
+        """
+        drafted: Any = [] if rows.ahead is None else rows.ahead.tolist()
+        self._forget_committed(rows.known)
+        self._begin(rows)
+        logits = self._penalties.apply(logits, rows, self._known)
+        for index, prefix in enumerate(rows.prefixes(self._known)):
+            between = tuple(drafted[: rows.lengths[index] - len(rows.known)])
+            if between in self._called:
+                self._restore(self._called[between].states)
+            else:
+                processed = self._call(self._users, prefix, logits[index : index + 1])
+                self._called[between] = _Called(processed, self.fork())
+            self._after[rows.positions[index]] = self._called[between].states
+            yield self._called[between].logits
+
+    def fork(self) -> States:
+        """Return the state of every forkable processor."""
+        return tuple(processor.copy_state() for processor in self._forkable)
+
+    def restore(self, states: States) -> None:
+        """Go back to the states of `fork`."""
+        self._after = {}
+        self._restore(states)
+
+    def keep(self, count: int) -> None:
+        """Go back to the state after the first `count` of the last rows, from 1."""
+        if self._forkable:
+            self._restore(self._after[self._last[count - 1]])
+
+    def _forget_committed(self, known: Sequence[int]) -> None:
+        """Keep what was called for tokens after the known ones."""
+        new = tuple(known[self._called_after :])
+        self._called_after = len(known)
+        self._called = {
+            between[len(new) :]: called
+            for between, called in self._called.items()
+            if between[: len(new)] == new
+        }
+
+    def _restore(self, states: States) -> None:
+        for processor, state in zip(self._forkable, states, strict=True):
+            processor.restore_state(state)
+
+    def _is_serial(self, processor: LogitsProcessor) -> bool:
+        return not (_is_pure(processor) or isinstance(processor, ForkableProcessor))
+
+    def _begin(self, rows: Rows) -> None:
+        """Remember which rows come, and the state before them."""
+        self._last, self._drafted = rows.positions, {}
+        if self._forkable:
+            self._after = {self._last[0] - 1: self.fork()}
+
+    def _apply(
+        self,
+        logits: mx.array,
+        rows: Rows,
+        users: Sequence[LogitsProcessor],
+        after: dict[int, States],
+    ) -> mx.array:
+        logits = self._penalties.apply(logits, rows, self._known)
+        if not users:
+            return logits
+        processed = []
+        for index, prefix in enumerate(rows.prefixes(self._known)):
+            # A slice of its own: processors write in place.
+            processed.append(self._call(users, prefix, logits[index : index + 1]))
+            if self._forkable:
+                after[rows.positions[index]] = self.fork()
+        return mx.concatenate(processed) if len(processed) > 1 else processed[0]
+
+    def _call(
+        self, users: Sequence[LogitsProcessor], tokens: mx.array, logits: mx.array
+    ) -> mx.array:
+        """Call these processors for one row, [1, vocab], at the target's width."""
+        width = logits.shape[-1]
+        logits = _fitted(logits, self._width)
+        for processor in users:
+            result = processor(tokens, logits)
+            if not isinstance(result, mx.array) or result.shape != logits.shape:
+                found = result.shape if isinstance(result, mx.array) else result
+                raise InvalidRequestError(
+                    f"The logits processor {_name(processor)} returned {found}, and "
+                    f"logits [1, {self._width}] are needed. Let it return the logits."
+                )
+            logits = result
+        return logits[:, :width]
+
+
+def _fitted(logits: mx.array, width: int) -> mx.array:
+    """Return the logits at the target's width; ids that they lack get -inf."""
+    lacking = width - logits.shape[-1]
+    if lacking <= 0:
+        return logits[:, :width] if lacking else logits
+    nothing = mx.full((logits.shape[0], lacking), -mx.inf, dtype=logits.dtype)
+    return mx.concatenate([logits, nothing], axis=-1)
+
+
+def _name(processor: LogitsProcessor) -> str:
+    return getattr(processor, "__name__", type(processor).__name__)
+
+
+def _check_ids(name: str, ids: Sequence[int], width: int) -> None:
+    wrong = next((token for token in ids if token >= width), None)
+    if wrong is not None:
+        raise InvalidRequestError(
+            f"{name} names the id {wrong}, and the target's ids go up to {width - 1}. "
+            "Take ids of its tokenizer."
+        )
