@@ -268,6 +268,11 @@ class SpeculativeGenerator:
             limit=self._target_width,
             missing=self._ids.missing,
         )
+        if chooser.processors.has_state:
+            raise InvalidRequestError(
+                "A logits processor may have a state, and this version runs those "
+                "without one only. Wrap it in mlx_speculation.pure if it has none."
+            )
         stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
         if "" in stops:
             raise InvalidRequestError("A stop string is empty. Leave it out.")

@@ -13,7 +13,12 @@ import mlx.core as mx
 
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers.filters import apply_filters
-from mlx_speculation.samplers.noise import CHOICE, GumbelNoise, position_keys, stream_key
+from mlx_speculation.samplers.noise import (
+    CHOICE,
+    GumbelNoise,
+    position_keys,
+    stream_key,
+)
 from mlx_speculation.samplers.processors import Processors
 from mlx_speculation.samplers.round_noise import XTC, coins
 from mlx_speculation.samplers.rows import Rows

@@ -77,7 +77,7 @@ class Sampling:
     presence_context_size: int = 20
     frequency_penalty: float | None = None
     frequency_context_size: int = 20
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = ()
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = ()
     logits_processors: Sequence[LogitsProcessor] = ()
     draft_temperature: float | None = None
     seed: int | None = None

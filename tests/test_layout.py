@@ -114,6 +114,7 @@ def test_the_public_names_are_pinned() -> None:
         "Cascade",
         "ConstraintError",
         "DemoModelsMissingError",
+        "ForkableProcessor",
         "InvalidRequestError",
         "LookupDrafter",
         "MissingLibraryError",
@@ -130,7 +131,9 @@ def test_the_public_names_are_pinned() -> None:
         "UnsupportedModelError",
         "__version__",
         "demo_models",
+        "derived_seed",
         "load",
+        "pure",
     ]
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mlx_speculation.demo import demo_models
     from mlx_speculation.engine import Cascade, LookupDrafter, SpeculativeGenerator
     from mlx_speculation.models import load
-    from mlx_speculation.samplers import Sampling
+    from mlx_speculation.samplers import ForkableProcessor, Sampling, derived_seed, pure
 
 __version__ = version("mlx-speculation")
 
@@ -47,6 +47,7 @@ __all__ = [
     "Cascade",
     "ConstraintError",
     "DemoModelsMissingError",
+    "ForkableProcessor",
     "InvalidRequestError",
     "LookupDrafter",
     "MissingLibraryError",
@@ -63,20 +64,25 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "demo_models",
+    "derived_seed",
     "load",
+    "pure",
 ]
 
 # Where each lazy name lives. A new one goes here, into __all__ and, for type
 # checkers, under TYPE_CHECKING above.
 _HOMES = {
     "Cascade": "mlx_speculation.engine",
+    "ForkableProcessor": "mlx_speculation.samplers",
     "LookupDrafter": "mlx_speculation.engine",
     "PrefixCache": "mlx_speculation.caches",
     "Sampling": "mlx_speculation.samplers",
     "Speculation": "mlx_speculation.caches",
     "SpeculativeGenerator": "mlx_speculation.engine",
     "demo_models": "mlx_speculation.demo",
+    "derived_seed": "mlx_speculation.samplers",
     "load": "mlx_speculation.models",
+    "pure": "mlx_speculation.samplers",
 }
 
 

@@ -1,0 +1,83 @@
+"""Options that can be compared and kept, and the seeds of several samples."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.samplers import Sampling, derived_seed
+
+SEEDS = st.integers(0, 2**64 - 1)
+
+
+def test_collections_are_kept_as_tuples() -> None:
+    bias, special, processors = {5: -1, 2: -math.inf}, [3, 4], [max]
+    options = Sampling(
+        logit_bias=bias, xtc_special_tokens=special, logits_processors=processors
+    )
+    bias[9] = 1
+    special.append(9)
+    processors.append(min)
+    assert options.biases == ((5, -1.0), (2, -math.inf))
+    assert options.xtc_special_tokens == (3, 4)
+    assert options.logits_processors == (max,)
+    again = Sampling(
+        logit_bias=[(5, -1.0), (2, -math.inf)],
+        xtc_special_tokens=(3, 4),
+        logits_processors=(max,),
+    )
+    assert again == options
+    assert hash(again) == hash(options)
+    assert replace(options, top_k=3).biases == options.biases
+    assert Sampling(logit_bias=None).biases == ()
+
+
+def test_zero_and_none_are_off() -> None:
+    off = Sampling(repetition_penalty=0, presence_penalty=None, frequency_penalty=0.0)
+    assert not off.filters
+    assert not replace(off, top_p=1.0, xtc_threshold=0.5).filters
+    for options in ({"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 1}):
+        assert Sampling(**options).filters
+    assert Sampling(xtc_probability=0.1).filters
+
+
+@given(seed=SEEDS, other=SEEDS)
+def test_derived_seeds_differ_between_samples_and_between_requests(
+    seed: int, other: int
+) -> None:
+    """The first sample keeps the request's own seed."""
+    assert derived_seed(seed, 0) == seed
+    derived = {derived_seed(seed, index) for index in range(300)}
+    assert len(derived) == 300
+    assert all(0 <= value < 2**64 for value in derived)
+    if other != seed:
+        assert not derived & {derived_seed(other, index) for index in range(300)}
+
+
+def test_many_derived_seeds_differ() -> None:
+    """Of neighbouring seeds and indexes, where a weak mixture would repeat itself."""
+    derived = {derived_seed(seed, i) for seed in range(200) for i in range(1000)}
+    assert len(derived) == 200_000
+
+
+def test_derived_seeds_stay_what_they_are() -> None:
+    """Another hash would change every text that a seed has given before."""
+    assert derived_seed(1, 1) == PINNED[0]
+    assert derived_seed(2**64 - 1, 7) == PINNED[1]
+
+
+PINNED = (3836683324925129187, 17750248655755693033)
+
+
+@pytest.mark.parametrize(
+    ("seed", "index", "words"),
+    [(-1, 0, "seed is -1"), (0, -1, "index is -1"), (2**64, 1, "seed is 184467")],
+)
+def test_seeds_and_indexes_out_of_range_are_refused(
+    seed: int, index: int, words: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        derived_seed(seed, index)
