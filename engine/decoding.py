@@ -227,6 +227,7 @@ class Decoder:
             )
         statistics.reads += draft.reads
         statistics.reruns = self._target.reruns
+        statistics.mixer_reruns = self._target.mixer_reruns
 
     def _submit_verify(
         self,

@@ -33,6 +33,9 @@ class Statistics:
         reads: how often a drafter waited for the device in the middle of a draft.
         reruns: partial acceptances that ran the target again, because a recurrent
             mixer is not on record.
+        mixer_reruns: partial acceptances in which a recurrent mixer of the target ran
+            again over its inputs, because it has no recipe (mamba, jamba, rwkv7), or
+            what was noted of its call is not complete.
         reused: prompt tokens that the prefix cache held, which the target did not
             read again.
         prefill_seconds: time from the start to the first round.
@@ -51,6 +54,7 @@ class Statistics:
     sources: dict[str, SourceCounts] = field(default_factory=dict)
     reads: int = 0
     reruns: int = 0
+    mixer_reruns: int = 0
     reused: int = 0
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0

@@ -25,6 +25,7 @@ from mlx_speculation.caches import (
 )
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models.hidden_states import HiddenStates
+from mlx_speculation.models.recording import noting_reruns
 from mlx_speculation.models.restore_points import RestorePoints
 from mlx_speculation.models.taps import States
 
@@ -64,6 +65,7 @@ class Lane:
         self.caches = caches
         self.seen = seen
         self.reruns = 0
+        self.mixer_reruns = 0
         self.points: RestorePoints | None = None
         self.taps: HiddenStates | None = None
         check_supported(self.caches)
@@ -144,6 +146,8 @@ class LaneRound:
         rerun = None if whole else partial(_feed_again, lane, self._fed)
         self._speculation = Speculation(lane.caches, whole=whole, rerun=rerun)
         self._committed = 0
+        self._prepared: int | None = None
+        self._mixers_ran = False
 
     @property
     def presented(self) -> list[Any]:
@@ -179,14 +183,19 @@ class LaneRound:
 
     def prepare(self, keep: int) -> None:
         """Do what of `commit(keep)` can fail; see `Speculation.prepare`."""
-        self._speculation.prepare(keep)
+        with noting_reruns() as ran:
+            self._speculation.prepare(keep)
+        self._prepared, self._mixers_ran = keep, bool(ran)
 
     def commit(self, keep: int) -> None:
         """Keep the first `keep` tokens fed; see `Speculation.commit`."""
+        if self._prepared != keep:
+            self.prepare(keep)
         self._speculation.commit(keep)
         self._committed = keep
         self._lane.seen += keep
         self._lane.reruns += self._speculation.reran
+        self._lane.mixer_reruns += self._mixers_ran
 
     @property
     def can_roll_back(self) -> bool:

@@ -11,7 +11,7 @@ the same.
 (tests/models). What is used, best first:
 
     notes complete       the state follows from the notes; no weights are read
-    otherwise            the mixer runs again over its recorded inputs
+    otherwise            the mixer runs again over its recorded inputs; counted
     mixer not listed,    it is not hooked, and a partial acceptance runs the model
     or its source is     again: right, at the price of one forward
     not the known one
@@ -20,6 +20,8 @@ the same.
 import functools
 import importlib
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +48,21 @@ _TAKES_NOTES = (RecordingArraysCache, RecordingLayerCache)
 
 _RANK = 0  # inside all other hooks: a scan is noted from the code of the plain class
 
+# The mixers that ran again inside `noting_reruns`, in this thread.
+_ran_again: ContextVar[list[nn.Module] | None] = ContextVar("ran_again", default=None)
+
 _CACHE = object()  # stands for the cache in recorded arguments, which would be a cycle
+
+
+@contextmanager
+def noting_reruns() -> Iterator[list[nn.Module]]:
+    """Yield a list that names each mixer that runs again inside the block."""
+    ran: list[nn.Module] = []
+    token = _ran_again.set(ran)
+    try:
+        yield ran
+    finally:
+        _ran_again.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +94,10 @@ class MixerCall:
             self._run_again(cache, keep)
 
     def _run_again(self, cache: Any, keep: int) -> None:
+        ran = _ran_again.get()
+        if ran is not None:
+            ran.append(self.mixer)
+
         def cut(value: Any) -> Any:
             if value is _CACHE:
                 return cache

@@ -28,6 +28,7 @@ from mlx_speculation.models.rows import DEPEND_ON_CUTS
 from support import census
 from support.census import BUILT, NOT_BUILT
 from support.identity import ROUNDING, check_identity, plain_text, prompt_of
+from support.recurrent_models import RUN_AGAIN
 from support.tiny_tokenizer import byte_tokenizer
 
 TOKENS = 30
@@ -73,6 +74,7 @@ def test_a_draft_leaves_the_text_of_every_architecture(name: str) -> None:
     )
     assert seen.rejected >= 4
     assert seen.reruns == 0
+    assert (seen.mixer_reruns > 0) == (name in (*RUN_AGAIN, "deepseek_v41"))
 
 
 @pytest.mark.slow

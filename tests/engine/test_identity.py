@@ -5,6 +5,7 @@ import pytest
 from mlx_speculation import Sampling, SpeculativeGenerator
 from mlx_speculation.samplers import Chooser
 from support.identity import GREEDY, assert_same_text, check_identity, prompt_of
+from support.recurrent_models import RUN_AGAIN
 from support.tiny_models import TINY_MODELS, build
 from support.tiny_tokenizer import byte_tokenizer
 
@@ -33,6 +34,7 @@ def test_any_draft_leaves_the_text_as_plain_decoding_has_it(
     )
     assert seen.texts == 6
     assert seen.reruns == 0
+    assert (seen.mixer_reruns > 0) == (name in RUN_AGAIN)
 
 
 def test_different_seeds_give_different_texts() -> None:

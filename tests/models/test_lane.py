@@ -6,6 +6,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation.errors import UnsupportedCacheError
 from mlx_speculation.models import Lane, Recorders
+from mlx_speculation.models.replay import ConvsAndScan
 from support.cache_twins import assert_same, read
 from support.tiny_models import build
 
@@ -66,6 +67,31 @@ def test_a_kept_prefix_equals_plain_decoding(name: str, keep: int, hook: bool) -
     assert_close(lane, fed(name, 20 + keep), name)
     if owner is not None:
         owner.remove()
+
+
+@pytest.mark.parametrize("keep", [0, 2, 5])
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba"])
+def test_mixers_that_run_again_are_counted(
+    name: str, keep: int, prepared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have no recipe (mamba), or what was noted is not complete."""
+    model = build(name)
+    owner = Recorders(model)
+    for ruined in (False, True):
+        lane = Lane(model)
+        lane.feed(TOKENS[:20])
+        if ruined:
+            monkeypatch.setattr(ConvsAndScan, "complete", lambda *args: False)
+        with lane.begin() as lane_round:
+            lane_round.forward(mx.array(TOKENS[20:25]))
+            if prepared:
+                lane_round.prepare(1)
+                lane_round.prepare(keep)
+            lane_round.commit(keep)
+        assert lane.mixer_reruns == (keep == 2 and (ruined or name == "mamba"))
+        assert lane.reruns == 0
+    owner.remove()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -45,14 +45,12 @@ from mlx_speculation.caches.kinds import flat
 from mlx_speculation.models import Recorders, hooks, known, recording
 from mlx_speculation.models.mixers import MIXERS, Mixer
 from support.cache_twins import assert_same, detached, read
-from support.recurrent_models import RECURRENT_MODELS, build_recurrent
+from support.recurrent_models import RECURRENT_MODELS, RUN_AGAIN, build_recurrent
 
 PREFIX = mx.array([[3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62]])
 BLOCK = mx.array([[201, 7, 96, 255, 31, 148]])
 ROWS = mx.array([[201, 7, 96, 255, 31, 148], [5, 5, 80, 2, 0, 9], [90, 1, 44, 3, 6, 8]])
 
-# Their mixers run again over their inputs: no recipe for the state.
-RUN_AGAIN = ("jamba", "mamba", "rwkv7")
 BY_NOTES = [name for name in RECURRENT_MODELS if name not in RUN_AGAIN]
 # These read the lengths and paddings of a batch.
 TAKE_LENGTHS = (

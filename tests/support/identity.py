@@ -28,6 +28,7 @@ class Compared:
     texts: int = 0
     near_ties: int = 0
     reruns: int = 0
+    mixer_reruns: int = 0
     rejected: int = 0
 
 
@@ -80,6 +81,7 @@ def check_identity(
             seen.texts += 1
             seen.near_ties += tie is not None
             seen.reruns += result.stats.reruns
+            seen.mixer_reruns += result.stats.mixer_reruns
             seen.rejected += result.stats.drafted - result.stats.accepted
     return seen
 

@@ -27,6 +27,9 @@ RECURRENT_MODELS: dict[str, TinyModel] = {
     if recurrent_caches(build_tiny(tiny))
 }
 
+# Their mixers run again over their inputs: no recipe for the state.
+RUN_AGAIN = ("jamba", "mamba", "rwkv7")
+
 
 def build_recurrent(name: str, *, seed: int = 0) -> nn.Module:
     """Build the named model: the same weights for the same arguments."""
