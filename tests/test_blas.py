@@ -1,6 +1,8 @@
 """Each case runs in a process of its own: a BLAS is chosen once per process."""
 
 import ctypes.util
+import os
+import shutil
 import subprocess
 import sys
 
@@ -9,9 +11,13 @@ import pytest
 from mlx_speculation.blas import use_blas
 from mlx_speculation.errors import InvalidRequestError
 
+# macOS has Accelerate and nothing to choose.
 linux = pytest.mark.skipif(sys.platform != "linux", reason="chooses a BLAS on Linux")
+# Where scripts/setup_system.sh installs it, a missing OpenBLAS is a failure.
+INSTALLED = ctypes.util.find_library("openblas") is not None
+INSTALLS = hasattr(os, "geteuid") and os.geteuid() == 0 and shutil.which("apt-get")
 with_openblas = pytest.mark.skipif(
-    ctypes.util.find_library("openblas") is None, reason="OpenBLAS is not installed"
+    not (INSTALLED or INSTALLS), reason="OpenBLAS is not there, and root or apt-get not"
 )
 
 # The reference BLAS rounds each product and adds it up in order. OpenBLAS has fused
@@ -61,6 +67,17 @@ def test_choosing_a_blas_imports_no_mlx() -> None:
 def test_an_unknown_name_is_refused_and_the_names_are_listed() -> None:
     with pytest.raises(InvalidRequestError, match=r"'mkl'.*auto, openblas, stock"):
         use_blas("mkl")  # type: ignore[arg-type]
+
+
+def test_macos_has_accelerate_and_refuses_openblas() -> None:
+    on_macos = "import sys; sys.platform = 'darwin'\n"
+    choices, message = _run(
+        on_macos
+        + "print([use_blas(name).name for name in ('auto', 'stock')], blas_in_use())"
+        + CAUGHT.format(call="use_blas('openblas')")
+    )
+    assert choices == "['accelerate', 'accelerate'] Accelerate"
+    assert "on macOS mlx always uses Accelerate" in message
 
 
 @linux
