@@ -15,7 +15,8 @@ from mlx_speculation.caches.kinds import (
     states,
 )
 from mlx_speculation.caches.loading import LoadedCaches, load_caches, load_into
-from mlx_speculation.caches.prefix_cache import PrefixCache, RunningPoints
+from mlx_speculation.caches.prefix_cache import PrefixCache
+from mlx_speculation.caches.running_points import RunningPoints
 from mlx_speculation.caches.saving import save_caches
 from mlx_speculation.caches.sliding import SlidingKVCache
 from mlx_speculation.caches.sliding_lists import as_native, with_slack

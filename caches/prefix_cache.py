@@ -23,37 +23,10 @@ from typing import Any
 
 from mlx_speculation.caches.kinds import check_single
 from mlx_speculation.caches.prefix_tree import Node, PrefixTree, Tokens
+from mlx_speculation.caches.running_points import Point, RunningPoints
 from mlx_speculation.caches.snapshots import Snapshot, merge, split
 from mlx_speculation.caches.taking import snapshot
 from mlx_speculation.errors import InvalidRequestError
-
-Point = tuple[int, Snapshot]  # how many tokens, and the states after them
-
-
-class RunningPoints:
-    """The restore points of one running stream; they count in the cache's budget.
-
-    Attributes:
-        taken: how many tokens, and the states after them, in order.
-    """
-
-    def __init__(self) -> None:
-        self.taken: list[Point] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the states, which no two points share."""
-        return sum(states.nbytes for _, states in self.taken)
-
-    def thin_out(self) -> None:
-        """Drop the point that leaves the smallest gap.
-
-        The first and the newest stay: the one needs the fewest rows to be stored, and
-        the other is nearest to where the text goes on.
-        """
-        places = [place for place, _ in self.taken]
-        gaps = [(stop - start, i) for i, (start, stop) in enumerate(_ends(places), 1)]
-        del self.taken[min(gaps)[1] if gaps else -1]
 
 
 class PrefixCache:
@@ -291,11 +264,6 @@ class PrefixCache:
         now = next(self._clock)
         for node in nodes:
             node.used = now
-
-
-def _ends(places: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield the neighbours of every place but the first and the last."""
-    return zip(places, places[2:], strict=False)
 
 
 def _named(owners: Sequence[Any]) -> str:
