@@ -21,6 +21,11 @@ The tests of this file fail for each of these faults, made by hand (killed by ha
     cache: points on the way are lost
     cache: any models are taken
     tree: rows that cannot be resumed stay
+    running: points are not counted, or stay after they are stored
+    running: points are not thinned out, or the newest or the largest gap goes first
+    running: points do not give way to the rows of the first ones
+    running: a stored point is counted twice
+    running: a second store in the middle of one is not noticed
 """
 
 import gc

@@ -9,6 +9,9 @@ The tests of this file fail for each of these faults, made by hand (killed by ha
     engine: a prompt has no restore points on the way
     engine: rounds have no restore points
     engine: own caches are not passed by
+    engine: a dropped stream is not stored, or one that was never started is
+    engine: a stream that is dropped in another thread is stored
+    engine: restore points of a failed request stay
 """
 
 import threading
