@@ -121,17 +121,20 @@ class Arm:
         engine: "ours" or "mlx-lm".
         draft_length: tokens drafted in a round; 0 is plain decoding.
         decode: runs a job.
+        draft: what drafts, where it is not the draft model.
     """
 
     engine: str
     draft_length: int
     decode: Callable[[Job], Run]
+    draft: str = ""
 
     @property
     def name(self) -> str:
         """The arm in the tables."""
         length = self.draft_length
-        return f"{self.engine} {f'k={length}' if length else 'plain'}"
+        words = [self.engine, self.draft, f"k={length}" if length else "plain"]
+        return " ".join(word for word in words if word)
 
     def is_comparable(self, temperature: float) -> bool:
         """Whether its text says anything beside that of our plain decoding.
@@ -152,21 +155,27 @@ class Arm:
         return self.decode(job)
 
 
-def make_arms(models: Models, lengths: list[int]) -> list[Arm]:
-    """Make all arms; the first is our plain decoding."""
-    arms = [
-        Arm("ours", 0, partial(_ours, models.plain, 0)),
+def plain_arms(models: Models) -> list[Arm]:
+    """Make the arms of plain decoding; the first is ours."""
+    return [
+        Arm("ours", 0, partial(ours, models.plain, 0)),
         Arm("mlx-lm", 0, partial(_mlx_lm_plain, models)),
     ]
+
+
+def make_arms(models: Models, lengths: list[int]) -> list[Arm]:
+    """Make all arms; the first is our plain decoding."""
+    arms = plain_arms(models)
     for length in lengths:
         arms += [
-            Arm("ours", length, partial(_ours, models.speculative, length)),
+            Arm("ours", length, partial(ours, models.speculative, length)),
             Arm("mlx-lm", length, partial(_mlx_lm_speculative, models, length)),
         ]
     return arms
 
 
-def _ours(generator: SpeculativeGenerator, length: int, job: Job) -> Run:
+def ours(generator: SpeculativeGenerator, length: int, job: Job) -> Run:
+    """Run a job with one of our generators."""
     stream = generator.stream(
         job.prompt,
         max_tokens=job.tokens,

@@ -74,7 +74,7 @@ def case_table(case: Case) -> Table:
     table.add_column("arm", no_wrap=True)
     for column in ("tokens/s", "min..max", "x plain", "min..max"):
         table.add_column(column, justify="right", no_wrap=True)
-    for column in ("accepted", "length", "rounds"):
+    for column in ("accepted", "length", "rounds", "a round"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("accepted by position, %", no_wrap=True)
     table.add_column("text")
@@ -88,6 +88,7 @@ def case_table(case: Case) -> Table:
             f"{counts.acceptance_rate:.0%}" if drafted else "-",
             f"{counts.mean_accepted_length:.2f}" if drafted else "-",
             str(counts.rounds) if counts.rounds else "-",
+            f"{counts.tokens_per_round:.2f}" if counts.rounds else "-",
             " ".join(f"{100 * rate:.0f}" for rate in counts.accepted_per_position),
             escape(text_of(series, case.temperature)),
             style="dim" if series.failure or series.wrong_from is not None else None,
@@ -193,6 +194,7 @@ def _arm(case: Case, series: Series) -> dict[str, Any]:
         "accepted": counts.accepted,
         "acceptance_rate": round(counts.acceptance_rate, 4),
         "mean_accepted_length": round(counts.mean_accepted_length, 4),
+        "tokens_per_round": round(counts.tokens_per_round, 4),
         "accepted_per_position": [
             round(rate, 4) for rate in counts.accepted_per_position
         ],
