@@ -238,7 +238,7 @@ def _outcome(copy: Path, tests: list[str], limit: int) -> str:
         done = subprocess.run(
             command,
             cwd=copy,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": path, "HYPOTHESIS_PROFILE": "mutants"},
             capture_output=True,
             timeout=limit,
             check=False,

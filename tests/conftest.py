@@ -1,10 +1,11 @@
 """Settings and fixtures that tests share."""
 
+import os
 from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from support.cache_twins import Mixers
 from support.hooked_mixers import hooked_mixers
@@ -19,8 +20,16 @@ settings.register_profile(
     stateful_step_count=100,
     suppress_health_check=[HealthCheck.too_slow],
 )
+# To find a fault is enough: the smallest example of it is nobody's concern.
+settings.register_profile(
+    "mutants",
+    deadline=None,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow],
+)
 # The option --hypothesis-profile overrides this.
-settings.load_profile("default")
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 @pytest.fixture(name="note_rounds")

@@ -5,8 +5,8 @@ draw, a bonus and the next round all fall into the first three emitted tokens. T
 joint law is computed from the target alone; each generation has a seed of its own.
 
 Sizes are from the table for 64 outcomes at alpha 1e-4 and power .99: 2,502 find a
-total variation of 0.10, 10,009 one of 0.05. The bound for 63 degrees of freedom at
-1e-4 is 113.5. The biased control is off by more than 0.10.
+total variation of 0.10, 10,009 one of 0.05. Texts expected less than five times are
+counted as one outcome. The biased controls are off by more than 0.10.
 """
 
 from dataclasses import replace
@@ -28,7 +28,8 @@ from mlx_speculation.samplers.laws import Verdict
 from support.tiny_models import TINY_MODELS, build_tiny
 from support.tiny_tokenizer import letter_tokenizer
 
-VOCAB, EMITTED, BOUND = 4, 3, 113.5
+VOCAB, EMITTED = 4, 3
+NORMAL = 3.719  # what a normal variable exceeds with odds of 1e-4
 CONTROL = 1_000  # generations: the faults are large
 PROMPT = [0, 2, 1, 3, 3]
 TEXTS = list(product(range(VOCAB), repeat=EMITTED))
@@ -79,12 +80,20 @@ def count_texts(
     return counts
 
 
-def chi_square(counts: NDArray[np.int64], law: NDArray[np.float64]) -> float:
-    """Return the statistic; a text without probability must not have come."""
-    possible = law > 0
-    assert counts[~possible].sum() == 0
-    expected = law[possible] * counts.sum()
-    return float(((counts[possible] - expected) ** 2 / expected).sum())
+def excess(counts: NDArray[np.int64], law: NDArray[np.float64]) -> float:
+    """Return chi-square over its bound at alpha 1e-4, by Wilson and Hilferty's cube.
+
+    A text without probability must not have come.
+    """
+    assert counts[law == 0].sum() == 0
+    expected = law * counts.sum()
+    rare = expected < 5
+    seen = np.append(counts[~rare], counts[rare].sum())
+    due = np.append(expected[~rare], expected[rare].sum())
+    seen, due = seen[due > 0], due[due > 0]
+    statistic = float(((seen - due) ** 2 / due).sum())
+    spread = 2 / (9 * (len(due) - 1))
+    return statistic / ((len(due) - 1) * (1 - spread + NORMAL * spread**0.5) ** 3)
 
 
 def generator_of(acceptance: Acceptance) -> SpeculativeGenerator:
@@ -119,7 +128,7 @@ def test_the_first_three_tokens_follow_the_targets_joint_law(
 ) -> None:
     options = CASES[case]
     counts = count_texts(generator_of(acceptance), options, samples)
-    assert chi_square(counts, joint_law(Options(**options))) < BOUND
+    assert excess(counts, joint_law(Options(**options))) < 1
 
 
 @pytest.fixture(name="wrong_law")
@@ -145,7 +154,7 @@ def _wrong_law(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_biased_rule_is_found(acceptance: Acceptance) -> None:
     options = CASES["plain law"]
     counts = count_texts(generator_of(acceptance), options, CONTROL)
-    assert chi_square(counts, joint_law(Options(**options))) > BOUND
+    assert excess(counts, joint_law(Options(**options))) > 1
 
 
 def test_a_draft_that_is_emitted_in_place_of_the_choice_is_found(
@@ -158,4 +167,4 @@ def test_a_draft_that_is_emitted_in_place_of_the_choice_is_found(
     monkeypatch.setattr(verifier, "count_accepted", emits)
     options = CASES["plain law"]
     counts = count_texts(generator_of("keyed"), options, CONTROL)
-    assert chi_square(counts, joint_law(Options(**options))) > BOUND
+    assert excess(counts, joint_law(Options(**options))) > 1
