@@ -28,7 +28,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    initialize,
     precondition,
     rule,
     run_state_machine_as_test,
@@ -46,17 +45,14 @@ from mlx_speculation.caches import (
 )
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 from support.batch_rounds import (
-    BEGINNINGS,
     MOST_ROWS,
-    PROMPTS,
-    WIDTHS,
     Batch,
     Plan,
     Row,
-    plans,
+    drawn,
     same,
 )
-from support.batch_twins import AttentionKind, BatchArraysKind
+from support.batch_twins import AttentionKind, BatchArraysKind, BatchKind
 from support.cache_twins import Mixers, Rows
 
 LITTLE = (False, False, 1, False)  # what a plan leaves out
@@ -84,6 +80,10 @@ class Machine(Batch):
 
     cuts: bool
     taken: list[Taken]
+
+    def begin(self, kind: BatchKind, prompts: list[int], how: str) -> None:
+        self.taken = []
+        super().begin(kind, prompts, how)
 
     @property
     def furthest(self) -> int:
@@ -211,36 +211,13 @@ def test_a_snapshot_of_a_batch_equals_twins_that_saw_only_its_tokens(
     kind = kind or BatchArraysKind(hooked["lfm2"])
 
     class OfKind(Machine):
-        @initialize(prompts=PROMPTS, how=st.sampled_from(BEGINNINGS))
-        def open(self, prompts: list[int], how: str) -> None:
-            self.taken, self.cuts = [], can_be_cut
-            self.begin(kind, prompts, how)
-
-        @rule(plan=plans(WIDTHS))
-        def round(self, plan: Plan) -> None:
-            self.play(plan)
-
-        @rule(plan=plans(WIDTHS))
-        def another_round(self, plan: Plan) -> None:
-            self.play(plan)
-
-        @precondition(lambda self: len(self.rows) > 1)
-        @rule(data=st.data())
-        def some_rows_leave(self, data: st.DataObject) -> None:
-            order = data.draw(st.permutations(range(len(self.rows))))
-            self.leave(list(order)[: data.draw(st.integers(1, len(order)))])
-
-        @precondition(lambda self: len(self.rows) < MOST_ROWS)
-        @rule(length=st.integers(0, 12), how=st.sampled_from(BEGINNINGS))
-        def a_row_joins(self, length: int, how: str) -> None:
-            self.join([length], how)
+        cuts = can_be_cut
 
     profile = settings.default
     assert profile is not None
     examples = profile.max_examples // 4
-    run_state_machine_as_test(
-        OfKind, settings=settings(max_examples=examples, stateful_step_count=25)
-    )
+    limits = settings(max_examples=examples, stateful_step_count=25)
+    run_state_machine_as_test(drawn(OfKind, st.just(kind)), settings=limits)
 
 
 def batch(*lengths: int, rows: int = 0) -> Any:

@@ -49,27 +49,18 @@ from typing import Any
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    initialize,
-    precondition,
-    rule,
-)
 
 from mlx_speculation.caches import batch_kv, batch_rotating
 from support.batch_rounds import (
     BEGINNINGS,
-    MOST_ROWS,
-    PROMPTS,
     SINGLE_ROWS,
     WIDTHS,
     Batch,
-    Plan,
-    plans,
+    drawn,
 )
 from support.batch_twins import (
     AttentionKind,
     BatchArraysKind,
-    BatchKind,
 )
 from support.cache_twins import Mixers
 from support.twin_rounds import played
@@ -87,31 +78,8 @@ def run(
 ) -> int:
     """Play `share` of `ROUNDS` rounds, or ten times as many in the long profile."""
 
-    class Machine(Batch):
-        @initialize(kind=kinds, prompts=PROMPTS, how=st.sampled_from(beginnings))
-        def open(self, kind: BatchKind, prompts: list[int], how: str) -> None:
-            self.begin(kind, prompts, how)
-
-        @rule(plan=plans(widths))
-        def round(self, plan: Plan) -> None:
-            self.play(plan)
-
-        @rule(plan=plans(widths))
-        def another_round(self, plan: Plan) -> None:
-            self.play(plan)
-
-        @precondition(lambda self: len(self.rows) > 1)
-        @rule(data=st.data())
-        def some_rows_leave(self, data: st.DataObject) -> None:
-            order = data.draw(st.permutations(range(len(self.rows))))
-            self.leave(list(order)[: data.draw(st.integers(1, len(order)))])
-
-        @precondition(lambda self: len(self.rows) < MOST_ROWS)
-        @rule(length=st.integers(0, 12), how=st.sampled_from(beginnings))
-        def a_row_joins(self, length: int, how: str) -> None:
-            self.join([length], how)
-
-    return played(Machine, share * ROUNDS, steps)
+    machine = drawn(Batch, kinds, widths, beginnings)
+    return played(machine, share * ROUNDS, steps)
 
 
 @pytest.mark.parametrize("loose", [0, 5, 64])

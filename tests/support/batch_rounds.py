@@ -5,6 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
 
 from mlx_speculation.caches import Speculation
 from support.batch_twins import (
@@ -235,3 +236,38 @@ class Batch(Counting):
         if self.sound:
             self.check(1)
             self.check(3)
+
+
+def drawn(
+    base: type[Batch],
+    kinds: st.SearchStrategy[Any],
+    widths: st.SearchStrategy[list[int]] = WIDTHS,
+    beginnings: tuple[str, ...] = BEGINNINGS,
+) -> type[Batch]:
+    """Return a machine that draws rounds, and rows that leave and join."""
+
+    class Machine(base):  # type: ignore[valid-type,misc]
+        @initialize(kind=kinds, prompts=PROMPTS, how=st.sampled_from(beginnings))
+        def open(self, kind: BatchKind, prompts: list[int], how: str) -> None:
+            self.begin(kind, prompts, how)
+
+        @rule(plan=plans(widths))
+        def round(self, plan: Plan) -> None:
+            self.play(plan)
+
+        @rule(plan=plans(widths))
+        def another_round(self, plan: Plan) -> None:
+            self.play(plan)
+
+        @precondition(lambda self: len(self.rows) > 1)
+        @rule(data=st.data())
+        def some_rows_leave(self, data: st.DataObject) -> None:
+            order = data.draw(st.permutations(range(len(self.rows))))
+            self.leave(list(order)[: data.draw(st.integers(1, len(order)))])
+
+        @precondition(lambda self: len(self.rows) < MOST_ROWS)
+        @rule(length=st.integers(0, 12), how=st.sampled_from(beginnings))
+        def a_row_joins(self, length: int, how: str) -> None:
+            self.join([length], how)
+
+    return Machine
