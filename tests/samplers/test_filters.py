@@ -14,6 +14,7 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 from mlx_speculation.samplers import Sampling
 from mlx_speculation.samplers.filters import apply_filters, min_p, top_k, top_p, xtc
 from mlx_speculation.samplers.nucleus import UNITS, nucleus_edge
+from support.sampling_options import filter_options
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -158,20 +159,7 @@ def test_xtc_is_applied_as_often_as_asked_row_by_row() -> None:
     assert dropped.tolist() == [[True, False, False]] * 2 + [[False] * 3] * 2
 
 
-@st.composite
-def filter_options(draw: st.DrawFn) -> dict[str, Any]:
-    return {
-        "top_p": draw(st.sampled_from([0.0, 0.4, 0.8, 0.95, 1.0])),
-        "min_p": draw(st.sampled_from([0.0, 0.02, 0.3])),
-        "min_tokens_to_keep": draw(st.sampled_from([1, 4])),
-        "xtc_probability": draw(st.sampled_from([0.0, 0.5, 1.0])),
-        "xtc_threshold": draw(st.sampled_from([0.02, 0.1, 0.5])),
-        "xtc_special_tokens": draw(st.lists(st.integers(0, 29), max_size=3)),
-        "top_k": draw(st.sampled_from([0, 1, 6])),
-    }
-
-
-@given(options=filter_options(), key=KEYS, coin=st.floats(0, 0.9375, width=32))
+@given(options=filter_options(30), key=KEYS, coin=st.floats(0, 0.9375, width=32))
 def test_all_filters_equal_mlx_lms_in_its_order(
     options: dict[str, Any], key: int, coin: float
 ) -> None:
@@ -196,7 +184,7 @@ def test_all_filters_equal_mlx_lms_in_its_order(
 
 
 @given(
-    options=filter_options(),
+    options=filter_options(30),
     key=KEYS,
     vocab=st.sampled_from([30, 1023, 2050, 5000]),
     rows=st.integers(2, 6),

@@ -12,25 +12,10 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_speculation.samplers import Rows, Sampling
 from mlx_speculation.samplers.penalties import Penalties
 from mlx_speculation.samplers.rows import KnownTokens, Windows
+from support.sampling_options import penalty_options
 
 VOCAB = 12
 IDS = st.integers(0, VOCAB - 1)
-PENALTIES = st.none() | st.sampled_from([0, 0.5, 1.0, 1.3, 3])
-SIGNED = PENALTIES | st.sampled_from([-0.7])
-SIZES = st.integers(0, 9)
-
-
-@st.composite
-def penalty_options(draw: st.DrawFn) -> dict[str, Any]:
-    return {
-        "logit_bias": draw(st.dictionaries(IDS, st.floats(-5, 5, width=32))),
-        "repetition_penalty": draw(PENALTIES),
-        "repetition_context_size": draw(SIZES),
-        "presence_penalty": draw(SIGNED),
-        "presence_context_size": draw(SIZES),
-        "frequency_penalty": draw(SIGNED),
-        "frequency_context_size": draw(SIZES),
-    }
 
 
 @st.composite
@@ -55,7 +40,7 @@ def some_logits(count: int, dtype: mx.Dtype, key: int, width: int = VOCAB) -> mx
 
 
 @given(
-    options=penalty_options(),
+    options=penalty_options(VOCAB),
     rows=some_rows(),
     dtype=st.sampled_from([mx.float32, mx.bfloat16, mx.float16]),
     key=st.integers(0, 10**6),
@@ -76,7 +61,7 @@ def test_all_rows_at_once_equal_mlx_lms_processors_on_each_row(
         assert mx.array_equal(got[index], expected[0]).item()
 
 
-@given(options=penalty_options(), rows=some_rows(), key=st.integers(0, 10**6))
+@given(options=penalty_options(VOCAB), rows=some_rows(), key=st.integers(0, 10**6))
 def test_ids_past_the_width_change_nothing(
     options: dict[str, Any], rows: Rows, key: int
 ) -> None:
@@ -88,7 +73,7 @@ def test_ids_past_the_width_change_nothing(
     assert mx.array_equal(narrow, wide[:, :5]).item()
 
 
-@given(options=penalty_options(), rows=some_rows(), key=st.integers(0, 10**6))
+@given(options=penalty_options(VOCAB), rows=some_rows(), key=st.integers(0, 10**6))
 def test_rows_together_equal_each_row_alone(
     options: dict[str, Any], rows: Rows, key: int
 ) -> None:
