@@ -88,7 +88,7 @@ class Chooser:
         Returns:
             uint32 [rows].
         """
-        return mx.argmax(self.scores(self.processed(logits, rows), rows), axis=-1)
+        return self.pick(self.processed(logits, rows), rows)
 
     def choose_in_turn(self, logits: mx.array, rows: Rows) -> Iterator[int]:
         """Choose row after row, until a choice differs from the draft that follows.
@@ -108,11 +108,30 @@ class Chooser:
         following = drafted[-(rows.count - 1) :] if rows.count > 1 else []
         for index, row in enumerate(self.processors.serial(logits, rows)):
             here = rows.row(index)
-            scores = self.scores(self._usable(row, here), here)
-            token: Any = mx.argmax(scores, axis=-1).item()
+            token: Any = self.pick(self._usable(row, here), here).item()
             yield token
             if index < len(following) and token != following[index]:
                 return
+
+    def pick(self, processed: mx.array, rows: Rows) -> mx.array:
+        """Return the ids with the largest scores, uint32 [rows].
+
+        Where top-k leaves few of many ids, noise is drawn for those only, to the same
+        effect.
+
+        Args:
+            processed: what `processed` returned for these rows.
+            rows: what precedes each row.
+        """
+        k = self.sampling.top_k
+        if self.sampling.greedy or k == 0 or not self._noise.prefers_few(k):
+            return mx.argmax(self.scores(processed, rows), axis=-1)
+        log_probs = self.log_probs(processed, rows)
+        ids = mx.argpartition(log_probs, max(log_probs.shape[-1] - k, 0), axis=-1)
+        ids = mx.sort(ids[..., -k:], axis=-1)  # of equal scores the lowest id wins
+        few = mx.take_along_axis(log_probs, ids, axis=-1)
+        best = mx.argmax(few + self._noise.at(rows.positions, ids), axis=-1)
+        return mx.take_along_axis(ids, best[..., None], axis=-1)[..., 0]
 
     def scores(self, processed: mx.array, rows: Rows) -> mx.array:
         """Return what the choice maximizes, [rows, ids]; float32 unless greedy.

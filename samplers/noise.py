@@ -15,8 +15,11 @@ from functools import cache
 
 import mlx.core as mx
 
+from mlx_speculation.samplers.threefry import gumbel_at
+
 BLOCK_VALUES = 2**20  # at most, in a block of noise
 MOST_ROWS = 64
+FEWEST = 1024  # ids; fewer cost as much, since the operations are small
 
 CHOICE = 1  # purposes: later draws for other ends get numbers of their own
 
@@ -70,6 +73,10 @@ class GumbelNoise:
     small model feels; in blocks most steps pay for one slice, and a draft and the
     target that verifies it share the block. It holds at most two blocks, 8 MiB.
 
+    Where a filter leaves a number of ids that is known beforehand, as top-k does, `at`
+    draws for those alone. How many ids top-p or min-p leave only the device knows, and
+    then all are drawn.
+
     Args:
         key: uint32 [2], from `stream_key`.
         width: the number of token ids.
@@ -80,6 +87,20 @@ class GumbelNoise:
         self._width = width
         self._block = max(1, min(MOST_ROWS, BLOCK_VALUES // width))
         self._drawn: dict[int, mx.array] = {}
+
+    def prefers_few(self, count: int) -> bool:
+        """Whether `at` for so many ids of a row costs less than `rows`.
+
+        For 5 rows of 151,936 ids and a count of 50, finding the ids included: 1.4
+        against 6.4 ms on a CPU; for 4096 ids 0.4 against 0.2 ms. On a GPU never.
+        """
+        on_gpu = mx.default_device().type == mx.DeviceType.gpu
+        return not on_gpu and max(count, FEWEST) * 16 <= self._width
+
+    def at(self, positions: Sequence[int], ids: mx.array) -> mx.array:
+        """Return the noise of some ids, [rows, k] of them: float32 [rows, k]."""
+        keys = position_keys(self._key, mx.array(list(positions)))
+        return gumbel_at(keys, ids, self._width)
 
     def rows(self, positions: Sequence[int]) -> mx.array:
         """Return the noise of these positions, float32 [rows, width]."""

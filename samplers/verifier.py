@@ -79,7 +79,7 @@ class Verifier:
             logits = _spread(logits, ids, chooser.width)
         processed = chooser.processed(logits, rows, for_draft=True)
         if self._rule is None or chooser.sampling.greedy:
-            return Chosen(mx.argmax(chooser.scores(processed, rows), axis=-1))
+            return Chosen(chooser.pick(processed, rows))
         law = self._law(chooser, processed, rows)
         start, places = mx.array([rows.round_start]), mx.array(list(rows.positions))
         keys = round_keys(self._stream(DRAFT), start, places)
@@ -106,7 +106,7 @@ class Verifier:
         """
         processed = self._chooser.processed(logits, rows)
         if self._rule is None:
-            tokens = mx.argmax(self._chooser.scores(processed, rows), axis=-1)
+            tokens = self._chooser.pick(processed, rows)
             accepted = None if drafted is None else count_accepted(drafted, tokens)
         else:
             tokens, accepted = self._judge(processed, rows, drafted, draft_probs)
