@@ -159,8 +159,7 @@ class Chooser:
             rows: what precedes each row.
         """
         logits = processed.astype(mx.float32)
-        if self.sampling.filters:  # they compare with probabilities
-            logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        if self.sampling.filters:
             thrown = None
             if self.sampling.xtc_probability > 0:
                 thrown = coins(position_keys(self._xtc, mx.array(list(rows.positions))))
