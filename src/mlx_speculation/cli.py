@@ -36,7 +36,8 @@ Blas = Annotated[
 DraftLength = Annotated[
     int | None,
     typer.Option(
-        min=0, help="Tokens drafted per round; 4 by default, 0 is plain decoding."
+        min=0,
+        help="Tokens drafted per round: 4, or 8 for lookups; 0 is plain decoding.",
     ),
 ]
 
@@ -60,7 +61,7 @@ def generate(
     model: Annotated[str, typer.Argument(help="Folder or repository of the target.")],
     draft: Annotated[
         str | None,
-        typer.Option(help="Folder or repository of the draft model."),
+        typer.Option(help="Folder or repository of the draft model, or 'lookup'."),
     ] = None,
     prompt: Annotated[
         str | None,

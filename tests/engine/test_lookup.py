@@ -1,6 +1,7 @@
 """What the lookup drafter proposes, and where it looks."""
 
 from collections.abc import Sequence as SequenceOf
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -8,12 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm.utils import save_config, save_model
 
 from mlx_speculation import InvalidRequestError, LookupDrafter, SpeculativeGenerator
 from mlx_speculation.engine import Draft, Drafter, lookup
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.samplers import Chosen, Rows
-from support.tiny_models import build
+from support.tiny_models import TINY_MODELS, build
 from support.tiny_tokenizer import byte_tokenizer
 
 TWIN = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -243,6 +245,20 @@ def test_a_generator_looks_up_where_it_is_told_to() -> None:
     assert again.stats.acceptance_rate == 1.0
     assert again.stats.tokens_per_round > 4
     assert again.stats.sources["lookup"].accepted == again.stats.accepted
+
+
+def test_a_lookup_needs_no_folder(tmp_path: Path) -> None:
+    """And a folder of that name is none of its business."""
+    tiny = TINY_MODELS["llama"]
+    save_model(tmp_path, build("llama"))
+    save_config({**tiny.args, "model_type": tiny.module}, tmp_path / "config.json")
+    byte_tokenizer()._tokenizer.save_pretrained(tmp_path)
+    generator = SpeculativeGenerator.from_pretrained(tmp_path, draft="lookup")
+    prompt = [1, 2, 3, 4, 5] * 4
+    result = generator.generate(prompt, max_tokens=30)
+    assert result.stats.sources.keys() == {"lookup"}
+    plain = SpeculativeGenerator(generator.model, generator.tokenizer)
+    assert plain.generate(prompt, max_tokens=30).tokens == result.tokens
 
 
 def test_two_streams_of_one_generator_are_independent() -> None:
