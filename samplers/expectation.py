@@ -15,7 +15,8 @@ def keyed_agreement(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
     """Return the probability that both choose token x with the same Gumbel noise.
 
     1 / sum over y of max(p_y / p_x, q_y / q_x). With the tokens sorted by p / q the
-    maximum changes sides once, so two running sums do: O(vocab log vocab).
+    maximum changes sides once, so two running sums do: O(vocab log vocab). In float32
+    they put the acceptance off by 1e-4 at a vocabulary of 150,000.
 
     Args:
         target_probs: [..., vocab].

@@ -28,7 +28,8 @@ class TreeLayout:
 
     Attributes:
         parents: int32 [nodes], -1 for the root.
-        positions: int32 [nodes], of the nodes' own tokens; siblings share theirs.
+        positions: int32 [nodes], of the nodes' own tokens; siblings share theirs. The
+            target's choice after a node stands at the next position.
         mask: bool [nodes, nodes], whether row i sees column j: i and what leads to it.
         depth: how many tokens below the root the deepest node is.
     """
