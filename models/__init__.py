@@ -3,6 +3,7 @@
 It knows mlx-lm's models and tokenizers. It does not know how tokens are chosen.
 """
 
+from mlx_speculation.models.committed import CommittedStates
 from mlx_speculation.models.finding import find_parts
 from mlx_speculation.models.grammars import json_schema, lark, regex
 from mlx_speculation.models.hidden_states import HiddenStates
@@ -25,6 +26,7 @@ from mlx_speculation.models.running import mlx_lm_speed, wired
 from mlx_speculation.models.taps import States
 
 __all__ = [
+    "CommittedStates",
     "Contract",
     "HiddenStates",
     "Lane",

@@ -24,6 +24,7 @@ from mlx_speculation.caches import (
     with_slack,
 )
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models.committed import CommittedStates
 from mlx_speculation.models.hidden_states import HiddenStates
 from mlx_speculation.models.recording import noting_reruns
 from mlx_speculation.models.restore_points import RestorePoints
@@ -68,6 +69,7 @@ class Lane:
         self.mixer_reruns = 0
         self.points: RestorePoints | None = None
         self.taps: HiddenStates | None = None
+        self.follower: CommittedStates | None = None
         check_supported(self.caches)
         check_single(self.caches)
         if len(self.caches) != len(own):
@@ -125,6 +127,8 @@ class Lane:
             start += len(chunk)
             if each is not None:
                 each(chunk, lane_round.hidden)
+            if self.follower is not None:
+                self.follower.chunk_done()
             if self.points is not None:
                 self.points.take(self)
             if len(chunk) > 1:
@@ -140,8 +144,8 @@ class LaneRound:
     def __init__(self, lane: Lane, *, whole: bool = False) -> None:
         self._lane = lane
         self._fed: list[mx.array] = []
-        self._taps = lane.taps
-        self._hidden = None if lane.taps is None else lane.taps.states()
+        self._taps = lane.taps if lane.follower is None else lane.follower.taps
+        self._hidden = None if self._taps is None else self._taps.states()
         # Bound to no method of this object: a cycle would keep old states alive.
         rerun = None if whole else partial(_feed_again, lane, self._fed)
         self._speculation = Speculation(lane.caches, whole=whole, rerun=rerun)
@@ -173,7 +177,8 @@ class LaneRound:
     def forward(self, tokens: mx.array) -> mx.array:
         """Feed `tokens` [n] and return their logits [n, vocab], not yet evaluated.
 
-        With `taps` on the lane, their hidden states are added to `hidden`.
+        With `taps` or a follower on the lane, their hidden states are added to
+        `hidden`.
         """
         self._fed.append(tokens)
         taps = self._taps
@@ -193,6 +198,9 @@ class LaneRound:
             self.prepare(keep)
         self._speculation.commit(keep)
         self._committed = keep
+        follower = self._lane.follower
+        if follower is not None and self._hidden is not None:
+            follower.add(self._lane.seen, self._hidden, keep)
         self._lane.seen += keep
         self._lane.reruns += self._speculation.reran
         self._lane.mixer_reruns += self._mixers_ran
@@ -206,6 +214,8 @@ class LaneRound:
         """Undo every forward, also after a commit while nothing else has written."""
         self._speculation.rollback()
         self._lane.seen -= self._committed
+        if self._lane.follower is not None and self._committed:
+            self._lane.follower.take_back(self._lane.seen)
         self._committed = 0
 
     def __enter__(self) -> "LaneRound":
