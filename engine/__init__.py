@@ -8,6 +8,7 @@ from mlx_speculation.engine.cascade import Cascade
 from mlx_speculation.engine.drafting import Draft, Drafter
 from mlx_speculation.engine.generator import SpeculativeGenerator
 from mlx_speculation.engine.lookup import LookupDrafter
+from mlx_speculation.engine.mtp import MtpDraft, MtpDrafter
 from mlx_speculation.engine.results import Chunk, Result
 from mlx_speculation.engine.statistics import SourceCounts, Statistics
 from mlx_speculation.engine.stream import Stream
@@ -18,6 +19,8 @@ __all__ = [
     "Draft",
     "Drafter",
     "LookupDrafter",
+    "MtpDraft",
+    "MtpDrafter",
     "Result",
     "SourceCounts",
     "SpeculativeGenerator",

@@ -12,6 +12,7 @@ from mlx_speculation.engine.cascade import Cascade
 from mlx_speculation.engine.draft_model import DraftModel
 from mlx_speculation.engine.drafting import Drafter
 from mlx_speculation.engine.lookup import LookupDrafter
+from mlx_speculation.engine.mtp import MtpDraft
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane, Sliding
@@ -21,25 +22,53 @@ MODEL_LENGTH = 4
 LOOKUP_LENGTH = 8
 
 MakeModel = Callable[[nn.Module], DraftModel]
+Follow = Callable[[MtpDraft], Drafter]
+Checked = nn.Module | Drafter | MtpDraft
 
 
-def checked_draft(draft: Any) -> nn.Module | Drafter | None:
-    """Return the draft of a generator, or refuse what is none."""
+def checked_draft(draft: Any, target: nn.Module | None = None) -> Checked | None:
+    """Return the draft of a generator, or refuse what is none.
+
+    Args:
+        draft: what was passed.
+        target: the model that a head has to be of; None: any.
+    """
     if isinstance(draft, str) and draft == "lookup":
         return LookupDrafter()
     if isinstance(draft, Cascade):
-        return Cascade(*map(_checked_member, draft.drafters))
-    if draft is None or isinstance(draft, nn.Module | Drafter):
+        return _checked_cascade(draft, target)
+    if isinstance(draft, MtpDraft) and target is not None:
+        _check_own_head(draft, target)
+    if draft is None or isinstance(draft, nn.Module | Drafter | MtpDraft):
         return draft
     raise InvalidRequestError(
-        f"draft is a {type(draft).__name__}, and an mlx-lm model, a Drafter, 'lookup' "
-        "or None is needed. To load one from a path use "
+        f"draft is a {type(draft).__name__}, and an mlx-lm model, a Drafter, an "
+        "MtpDraft, 'lookup' or None is needed. To load one from a path use "
         "SpeculativeGenerator.from_pretrained."
     )
 
 
-def _checked_member(member: Any) -> nn.Module | Drafter:
-    checked = checked_draft(member)
+def _check_own_head(draft: MtpDraft, target: nn.Module) -> None:
+    if draft.model is not target:
+        raise InvalidRequestError(
+            "The MTP head was put on another model than the generator's. Make it with "
+            "MtpDraft(model, head) of the same model object."
+        )
+
+
+def _checked_cascade(cascade: Cascade, target: nn.Module | None) -> Cascade:
+    checked = [_checked_member(member, target) for member in cascade.drafters]
+    heads = sum(isinstance(member, MtpDraft) for member in checked)
+    if heads > 1:
+        raise InvalidRequestError(
+            f"The cascade has {heads} MTP heads, and one can follow a target. Leave "
+            "the others out."
+        )
+    return Cascade(*checked)
+
+
+def _checked_member(member: Any, target: nn.Module | None) -> Checked:
+    checked = checked_draft(member, target)
     if checked is None:
         raise InvalidRequestError(
             "A member of the cascade is None, and mlx-lm models and drafters are "
@@ -75,18 +104,26 @@ def lanes_of(drafter: Any) -> list[Lane]:
     return [m.lane for m in members(drafter) if isinstance(m, DraftModel)]
 
 
-def drafter_of_stream(draft: Any, make_model: MakeModel) -> Drafter | None:
+def drafter_of_stream(
+    draft: Any, make_model: MakeModel, follow: Follow
+) -> Drafter | None:
     """Return what drafts in one stream; the user's own drafters as they are."""
     if isinstance(draft, Cascade):
-        return Cascade(*(drafter_of_stream(m, make_model) for m in draft.drafters))
+        each = [drafter_of_stream(m, make_model, follow) for m in draft.drafters]
+        return Cascade(*each)
     if isinstance(draft, nn.Module):
         return make_model(draft)
+    if isinstance(draft, MtpDraft):
+        return follow(draft)
     return draft.for_stream() if isinstance(draft, LookupDrafter) else draft
+
+
+_MADE_ANEW = (nn.Module, LookupDrafter, MtpDraft)
 
 
 def serves_one_stream(draft: Any) -> bool:
     """Whether there is a drafter that cannot be made anew for each stream."""
-    return any(not isinstance(m, nn.Module | LookupDrafter) for m in members(draft))
+    return any(not isinstance(m, _MADE_ANEW) for m in members(draft))
 
 
 def remember(drafter: Any, tokens: SequenceOf[int]) -> None:

@@ -26,6 +26,7 @@ from mlx_speculation.engine.drafts import (
     serves_one_stream,
     usual_length,
 )
+from mlx_speculation.engine.mtp import MtpDraft
 from mlx_speculation.engine.prefixes import Prefixes
 from mlx_speculation.engine.prompts import Prompts
 from mlx_speculation.engine.results import Result
@@ -68,7 +69,8 @@ class SpeculativeGenerator:
         model: an mlx-lm model.
         tokenizer: its tokenizer, mlx-lm's wrapper or a Hugging Face one.
         draft: an mlx-lm model with the same token ids, "lookup" or a `LookupDrafter`,
-            a `Cascade`, a `Drafter` of your own, or None for plain decoding.
+            an `MtpDraft`, a `Cascade`, a `Drafter` of your own, or None for plain
+            decoding.
         draft_length: tokens drafted in a round; None takes 4, or 8 where the draft is
             looked up, and 0 is plain decoding.
         draft_confidence: a draft model stops before a token where the product of its
@@ -94,7 +96,7 @@ class SpeculativeGenerator:
         model: nn.Module,
         tokenizer: Any,
         *,
-        draft: nn.Module | Drafter | str | None = None,
+        draft: nn.Module | Drafter | MtpDraft | str | None = None,
         draft_length: int | None = None,
         draft_confidence: float = 0.0,
         acceptance: Acceptance = "keyed",
@@ -117,7 +119,7 @@ class SpeculativeGenerator:
                 "Load one with mlx_speculation.load(path)."
             )
         self._sliding = sliding
-        self._draft = checked_draft(draft)
+        self._draft = checked_draft(draft, model)
         if draft is not None:
             check_causal(model)
         if draft_length is None:
@@ -147,7 +149,7 @@ class SpeculativeGenerator:
         cls,
         path_or_repo: str | Path,
         *,
-        draft: str | Path | nn.Module | Drafter | None = None,
+        draft: str | Path | nn.Module | Drafter | MtpDraft | None = None,
         draft_length: int | None = None,
         draft_confidence: float = 0.0,
         acceptance: Acceptance = "keyed",
@@ -352,7 +354,10 @@ class SpeculativeGenerator:
                 self._draft_confidence,
             )
 
-        return drafter_of_stream(draft, make)
+        def follow(head: MtpDraft) -> Drafter:
+            return head.for_stream(target, sequence)
+
+        return drafter_of_stream(draft, make, follow)
 
 
 def _checked_length(length: int) -> int:

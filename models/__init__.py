@@ -12,6 +12,7 @@ from mlx_speculation.models.loading import check_model_folder, load, model_folde
 from mlx_speculation.models.mtp_families import Contract
 from mlx_speculation.models.mtp_head import Mtp, MtpHead, MtpOutput
 from mlx_speculation.models.mtp_loading import load_mtp_head
+from mlx_speculation.models.mtp_slots import MtpSlots
 from mlx_speculation.models.pairing import (
     TokenIds,
     check_same_ids,
@@ -34,6 +35,7 @@ __all__ = [
     "Mtp",
     "MtpHead",
     "MtpOutput",
+    "MtpSlots",
     "Parts",
     "Recorders",
     "RestorePoints",

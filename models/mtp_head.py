@@ -89,12 +89,34 @@ class MtpHead(nn.Module):
     Args:
         layers: one, or more where each makes one draft of a chain.
         contract: which of its states is recycled, among others.
+        chained: whether layer k makes draft k, from the output of layer k - 1 at the
+            same slot. Otherwise the first layer makes them all.
+        depth: the most drafts that it is good for; None: any number.
     """
 
-    def __init__(self, layers: list[MtpLayer], contract: Contract) -> None:
+    def __init__(
+        self,
+        layers: list[MtpLayer],
+        contract: Contract,
+        *,
+        chained: bool = False,
+        depth: int | None = None,
+    ) -> None:
         super().__init__()
         self.layers = layers
         self._contract = contract
+        self._chained = chained
+        self._depth = len(layers) if chained else depth
+
+    @property
+    def chained(self) -> bool:
+        """Whether each layer makes one draft of a chain."""
+        return self._chained
+
+    @property
+    def depth(self) -> int | None:
+        """The most drafts that it is good for."""
+        return self._depth
 
     @property
     def contract(self) -> Contract:

@@ -185,7 +185,8 @@ def _build(
                 embedding=args.vocab_size if "embedding" in owns else None,
             )
         )
-    return MtpHead(layers, contract)
+    chained = family.layers == "chained"
+    return MtpHead(layers, contract, chained=chained, depth=family.depth)
 
 
 def _epsilon(args: Any) -> float:

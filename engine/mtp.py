@@ -1,0 +1,178 @@
+"""The drafter that is an MTP head of the target.
+
+The head pairs the state of each position with the token after it. With t_n the newest
+known token, h_i the target's states and k = 3:
+
+    slots 0 .. m-1     in the head's caches: pairs (h_i, t_i+1) of committed text
+    slots m .. n-1     pairs that were committed since; the last one gives d_1
+    slots n, n+1       pairs (g, d_1) and (g, d_2), with g the head's own state of the
+                       slot before; they give d_2 and d_3
+
+Slots m to n-1, the refresh and the first draft, are one batch, of which only the last
+row is more than keys and values. See `models/mtp_slots.py` for what stays.
+"""
+
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation.engine.drafting import Choose, Draft
+from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.models import (
+    CommittedStates,
+    Contract,
+    HiddenStates,
+    Lane,
+    Mtp,
+    MtpHead,
+    MtpSlots,
+    States,
+    load_mtp_head,
+)
+from mlx_speculation.samplers import Chosen
+
+# More slots than this are fed by themselves, and not in a batch with a first draft.
+LONGEST_LAG = 64
+
+
+class MtpDraft:
+    """An MTP head on its target, as the draft of a generator.
+
+        model, tokenizer = load(folder)
+        draft = MtpDraft.from_folder(folder, model)
+        generator = SpeculativeGenerator(model, tokenizer, draft=draft)
+
+    Args:
+        model: the target.
+        head: its head.
+
+    Raises:
+        UnsupportedModelError: the target does not show the states that the head reads.
+    """
+
+    def __init__(self, model: nn.Module, head: MtpHead) -> None:
+        self._before = head.contract.hidden == "before_norm"
+        self._taps = HiddenStates(
+            model, before_norm=self._before, after_norm=not self._before
+        )
+        self.model, self.mtp = model, Mtp(head, self._taps)
+
+    @classmethod
+    def from_folder(
+        cls, folder: str | Path, model: nn.Module, *, contract: Contract | None = None
+    ) -> "MtpDraft":
+        """Load the head that is in a target's folder; see `load_mtp_head`."""
+        return cls(model, load_mtp_head(folder, model, contract=contract))
+
+    def for_stream(self, target: Lane, sequence: Sequence) -> "MtpDrafter":
+        """Return the drafter of one stream, which follows the target's lane."""
+        committed = CommittedStates(self._taps, self._select)
+        target.follower = committed
+        return MtpDrafter(self.mtp, sequence, committed)
+
+    def _select(self, found: States) -> mx.array:
+        return found.before_norm if self._before else found.after_norm
+
+
+class MtpDrafter:
+    """Drafts with a head in one stream.
+
+    It reads the states of the positions that the target's lane commits. Those of
+    tokens out of a passed cache or a prefix cache are not in its history.
+
+    Args:
+        mtp: the head on its target.
+        sequence: the known tokens.
+        committed: the states that were committed and not read yet.
+    """
+
+    def __init__(
+        self, mtp: Mtp, sequence: Sequence, committed: CommittedStates
+    ) -> None:
+        self._mtp, self._tokens = mtp, sequence.tokens
+        self._committed = committed
+        self._slots = MtpSlots(mtp)
+        committed.after_chunk(self._catch_up)
+
+    @property
+    def history(self) -> range:
+        """The slots of committed text that the head's caches hold."""
+        return range(self._slots.first, self._slots.end)
+
+    def begin(self, sequence: Sequence) -> None:
+        """Read the states of the prompt, which is fed by now."""
+        self._catch_up()
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        """Bring the caches up to the known tokens, and draft behind them.
+
+        Nothing is proposed where the state before the newest token was never seen,
+        since it is out of a passed cache.
+        """
+        self._catch_up()
+        newest = len(self._tokens) - 1
+        if not self._committed.start < newest <= self._committed.stop:
+            return Draft(mx.array([], mx.uint32), source="mtp")
+        depth = self._mtp.head.depth
+        chosen: list[Chosen] = []
+
+        def choose_next(logits: mx.array) -> mx.array:
+            ahead = Draft.of(chosen).tokens if chosen else None
+            chosen.append(choose(logits, sequence.rows(ahead)))
+            mx.async_eval(chosen[-1].tokens)  # runs while the next graph is built
+            return chosen[-1].tokens
+
+        def tokens_of(layer: int, first: int, count: int) -> mx.array:
+            return self._pairs(layer, first, count, chosen)
+
+        self._slots.draft(
+            self._committed.between(self._slots.end, newest),
+            newest,
+            tokens_of,
+            choose_next,
+            limit if depth is None else min(limit, depth),
+        )
+        return Draft.of(chosen, source="mtp")
+
+    def settle(self, accepted: int) -> None:
+        """Keep the slots of committed text; those of drafts never stay."""
+        self._slots.commit()
+
+    def discard(self) -> None:
+        """Undo the round."""
+        self._slots.rollback()
+
+    def _pairs(
+        self, layer: int, first: int, count: int, chosen: list[Chosen]
+    ) -> mx.array:
+        """Return the tokens that a layer pairs with slots, drafts at the end."""
+        start = first + layer + 1
+        known = mx.array(self._tokens[start : start + count], mx.uint32)
+        drafts = [one.tokens for one in chosen[max(0, start - len(self._tokens)) :]]
+        return mx.concatenate([known, *drafts])[None, :count]
+
+    def _catch_up(self) -> None:
+        """Drop the states that were read; feed the others where they are many.
+
+        The slot of the first draft, and what comes after it, is left.
+        """
+        committed = self._committed
+        if committed.start > self._slots.end or committed.stop < self._slots.end:
+            self._slots = MtpSlots(self._mtp, committed.start)
+        committed.drop(self._slots.end)
+        stop = min(len(self._tokens) - 2, committed.stop)
+        lag = max(stop - self._slots.end, self._slots.lag)
+        if lag <= LONGEST_LAG or stop <= self._slots.end:
+            return
+        hidden = committed.between(self._slots.end, stop)
+        try:
+            self._slots.feed(hidden, stop, self._known_pairs)
+        except BaseException:
+            self._slots = MtpSlots(self._mtp, committed.stop)
+            raise
+        committed.drop(stop)
+        mx.eval(committed.arrays)
+
+    def _known_pairs(self, layer: int, first: int, count: int) -> mx.array:
+        return self._pairs(layer, first, count, [])

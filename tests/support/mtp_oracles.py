@@ -1,0 +1,142 @@
+"""Heads that know the text, and complain when they are asked the wrong thing."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache
+
+from mlx_speculation.models import HiddenStates, MtpOutput
+
+VOCAB, DIM = 256, 64
+# States that the oracle makes: a number of its own for each slot and layer.
+_OWN = 1000.0
+
+
+class OracleHead:
+    """What a head is asked about itself.
+
+    Args:
+        layers: how many layers it has; more than one are a chain.
+        depth: the most drafts that it makes.
+    """
+
+    def __init__(self, layers: int, depth: int | None) -> None:
+        self.chained = layers > 1
+        self.depth = layers if self.chained else depth
+        self._layers = layers
+
+    def new_caches(self) -> list[list[Any]]:
+        """Return a cache for each layer."""
+        return [[KVCache()] for _ in range(self._layers)]
+
+
+class OracleMtp:
+    """A head that says what comes next in a known text.
+
+    Every call is checked: slot i of layer 0 has the target's own state at position i,
+    as one forward over the text makes it, or the oracle's of the slot before; the
+    first token of a round is that of the text. Its caches hold the tokens.
+
+    Args:
+        target: the target.
+        text: prompt and continuation.
+        before_norm: whether it is given the states before the norm.
+        layers: how many layers it has.
+        depth: the most drafts that it makes.
+        wrong: says for which positions it guesses wrong.
+        first: the position of the first slot, in each set of caches.
+    """
+
+    def __init__(
+        self,
+        target: nn.Module,
+        text: list[int],
+        *,
+        before_norm: bool = False,
+        layers: int = 1,
+        depth: int | None = None,
+        wrong: Callable[[int], bool] = lambda position: False,
+        first: int = 0,
+    ) -> None:
+        self.head = OracleHead(layers, depth)
+        self._text, self._wrong, self._first = text, wrong, first
+        taps = HiddenStates(target, before_norm=before_norm, after_norm=not before_norm)
+        with taps.collect() as states:
+            target(mx.array([text]))
+        self._states = states.before_norm if before_norm else states.after_norm
+        self.calls: list[tuple[str, int, int, int]] = []
+        self.own = 0
+
+    def rows(
+        self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
+    ) -> MtpOutput:
+        """Run all slots to the end."""
+        start = self._checked("rows", hidden, tokens, caches, layer)
+        return self._said(range(start, start + tokens.shape[1]), layer)
+
+    def step(
+        self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
+    ) -> MtpOutput:
+        """Run the last slot to the end."""
+        start = self._checked("step", hidden, tokens, caches, layer)
+        stop = start + tokens.shape[1]
+        return self._said(range(stop - 1, stop), layer)
+
+    def history(
+        self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
+    ) -> None:
+        """Write slots."""
+        self._checked("history", hidden, tokens, caches, layer)
+
+    def _checked(
+        self,
+        method: str,
+        hidden: mx.array,
+        tokens: mx.array,
+        caches: Sequence[Any],
+        layer: int,
+    ) -> int:
+        """Check the slots, write their tokens, and return the first of them."""
+        (cache,) = caches
+        start, count = cache.offset + self._first, tokens.shape[1]
+        assert hidden.shape == (1, count, DIM)
+        self.calls.append((method, layer, start, count))
+        for i in range(count):
+            slot, state = start + i, hidden[0, i]
+            if layer == 0 and not self._is_own(state):
+                assert mx.allclose(state, self._states[0, slot], atol=1e-3), slot
+                assert tokens[0, i].item() == self._text[slot + 1], slot
+            else:
+                self.own += 1
+                expected = (slot, layer - 1) if layer else (slot - 1, 0)
+                assert state[0].item() == _number(*expected), (slot, layer)
+        row = tokens[:, None, :, None].astype(mx.float32)
+        cache.update_and_fetch(row, row)
+        return int(start)
+
+    def _is_own(self, state: mx.array) -> bool:
+        return bool((state == state[0]).all()) and bool(state[0] >= _OWN)
+
+    def _said(self, slots: range, layer: int) -> MtpOutput:
+        own = mx.array([_number(slot, layer) for slot in slots])
+        recycled = mx.broadcast_to(own[None, :, None], (1, len(slots), DIM))
+        ids = [self._guess(slot + 2 + layer) for slot in slots]
+        logits = mx.where(mx.arange(VOCAB) == mx.array(ids)[:, None], 100.0, -100.0)
+        return MtpOutput(recycled, logits[None])
+
+    def _guess(self, position: int) -> int:
+        if position >= len(self._text):
+            return 0
+        return (self._text[position] + self._wrong(position)) % VOCAB
+
+
+def _number(slot: int, layer: int) -> float:
+    return _OWN + 4 * slot + layer
+
+
+def held_tokens(caches: list[Any]) -> list[int]:
+    """Return the tokens in the caches of one layer of an oracle."""
+    keys, _ = caches[0].keys_and_values()
+    return [int(token) for token in keys[0, 0, :, 0].tolist()]
