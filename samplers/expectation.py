@@ -26,10 +26,7 @@ def keyed_agreement(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
         [..., vocab]; its sum is the acceptance of keyed choice.
     """
     both = (target_probs > 0) & (draft_probs > 0)
-    target = mx.where(target_probs > 0, target_probs, 1)
-    draft = mx.where(draft_probs > 0, draft_probs, 1)
-    only_target = mx.where(target_probs > 0, mx.inf, 0).astype(target.dtype)
-    ratio = mx.where(draft_probs > 0, target_probs / draft, only_target)
+    ratio = mx.where(target_probs > 0, target_probs / draft_probs, 0)  # inf is last
     order = mx.argsort(ratio, axis=-1)
     rank = mx.argsort(order, axis=-1)
     above = mx.cumsum(
@@ -38,9 +35,9 @@ def keyed_agreement(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
     below = mx.cumsum(
         mx.take_along_axis(draft_probs, order, axis=-1), axis=-1, inclusive=False
     )
-    total = mx.take_along_axis(above, rank, axis=-1) / target
-    total = total + mx.take_along_axis(below, rank, axis=-1) / draft
-    return mx.where(both, 1 / mx.where(both, total, 1), 0)
+    total = mx.take_along_axis(above, rank, axis=-1) / target_probs
+    total = total + mx.take_along_axis(below, rank, axis=-1) / draft_probs
+    return mx.where(both, 1 / total, 0)
 
 
 def keyed_acceptance(target_probs: mx.array, draft_probs: mx.array) -> mx.array:

@@ -83,9 +83,7 @@ def token_probs(laws: mx.array, tokens: mx.array) -> mx.array:
 
 def quotient(part: mx.array, whole: mx.array) -> mx.array:
     """Return min(1, part / whole), and 0 where `whole` is 0."""
-    positive = whole > 0
-    safe = mx.where(positive, whole, 1)
-    return mx.where(positive, mx.minimum(part / safe, 1), 0)
+    return mx.where(whole > 0, mx.minimum(part / whole, 1), 0)
 
 
 def passes(coins: mx.array, part: mx.array, whole: mx.array) -> mx.array:
@@ -121,7 +119,7 @@ def residual(target_law: mx.array, draft_law: mx.array, share: mx.array) -> mx.a
     """
     left = mx.maximum(share[..., None] * target_law - draft_law, 0)
     mass = left.sum(axis=-1, keepdims=True)
-    return mx.where(mass > 0, left / mx.where(mass > 0, mass, 1), target_law)
+    return mx.where(mass > 0, left / mass, target_law)
 
 
 def law_after(
@@ -161,9 +159,8 @@ def draw(law: mx.array, noise: mx.array) -> mx.array:
     Returns:
         uint32 [...].
     """
-    possible = law > 0
-    scores = mx.log(mx.where(possible, law, 1)) + noise
-    return mx.argmax(mx.where(possible, scores, -mx.inf), axis=-1)
+    scores = mx.log(law) + noise
+    return mx.argmax(mx.where(law > 0, scores, -mx.inf), axis=-1)
 
 
 def check_shape(name: str, array: mx.array, shape: tuple[int, ...]) -> None:
