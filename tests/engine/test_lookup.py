@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from mlx_lm.utils import save_config, save_model
 
 from mlx_speculation import InvalidRequestError, LookupDrafter, SpeculativeGenerator
-from mlx_speculation.engine import Draft, Drafter, lookup
+from mlx_speculation.engine import Draft, Drafter
 from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.suffix_automaton import SuffixAutomaton
 from mlx_speculation.samplers import Chosen, Rows
 from support.tiny_models import TINY_MODELS, build
 from support.tiny_tokenizer import byte_tokenizer
@@ -185,11 +186,10 @@ def test_an_interrupt_while_indexing_does_no_harm(
     drafter = begun(text[:3])
     with monkeypatch.context() as patched:
 
-        def append_some(index: Any, tokens: SequenceOf[int]) -> None:
-            index.append(tokens[0])
-            raise error
+        def interrupted(self: SuffixAutomaton, token: int) -> None:
+            raise error  # the token is noted, and has no state yet
 
-        patched.setattr(lookup, "append_all", append_some)
+        patched.setattr(SuffixAutomaton, "_extend", interrupted)
         with pytest.raises(error):
             drafter.propose(Sequence(text), 8, no_choice)
     drafter.discard()

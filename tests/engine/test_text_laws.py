@@ -21,7 +21,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
-from mlx_speculation import Sampling, SpeculativeGenerator
+from mlx_speculation import Cascade, LookupDrafter, Sampling, SpeculativeGenerator
+from mlx_speculation.engine import Drafter
 from mlx_speculation.samplers import Acceptance, verifier
 from mlx_speculation.samplers import Sampling as Options
 from mlx_speculation.samplers.laws import Verdict
@@ -97,13 +98,23 @@ def excess(counts: NDArray[np.int64], law: NDArray[np.float64]) -> float:
     return statistic / ((len(due) - 1) * cube)
 
 
-def generator_of(acceptance: Acceptance) -> SpeculativeGenerator:
+def generator_of(
+    acceptance: Acceptance, drafting: str = "model"
+) -> SpeculativeGenerator:
     target, draft = models()
+    lookup = LookupDrafter(minimum_match=2, corpus=[[3, 3, 1, 2, 0, 3, 1, 1, 2, 2]])
+    drafts: dict[str, nn.Module | Drafter] = {
+        "model": draft,
+        "early stops": draft,
+        "lookup": lookup,
+        "cascade": Cascade(lookup, draft),
+    }
     return SpeculativeGenerator(
         target,
         letter_tokenizer(VOCAB),
-        draft=draft,
+        draft=drafts[drafting],
         draft_length=3,
+        draft_confidence=0.4 if drafting == "early stops" else 0.0,
         acceptance=acceptance,
     )
 
@@ -137,6 +148,18 @@ def test_the_first_three_tokens_follow_the_targets_joint_law(
 ) -> None:
     options = CASES[case]
     counts = count_texts(generator_of(acceptance), options, samples)
+    assert excess(counts, joint_law(Options(**options))) < 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafting", ["early stops", "lookup", "cascade"])
+@pytest.mark.parametrize("acceptance", get_args(Acceptance))
+def test_drafts_of_any_length_and_source_leave_the_law_as_it_is(
+    acceptance: Acceptance, drafting: str
+) -> None:
+    """A lookup proposes nothing now and then; rounds behind a step are among these."""
+    options = CASES["plain law"]
+    counts = count_texts(generator_of(acceptance, drafting), options, 10_009)
     assert excess(counts, joint_law(Options(**options))) < 1
 
 
