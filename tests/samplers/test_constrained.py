@@ -160,6 +160,9 @@ def test_an_end_is_allowed_exactly_where_the_text_may_end() -> None:
     assert text.place([6]) is None
     text.commit([1, 1, 6])
     assert rows_of(text.masks([], 1, IDS)) == [[1, 6]]
+    assert not text.complete
+    with pytest.raises(ConstraintError, match="chosen after 2 tokens"):
+        text.follow([3])
 
 
 def test_an_end_stops_the_tokens_of_a_round() -> None:
