@@ -25,12 +25,13 @@ import time
 import mlx.core as mx
 
 from mlx_speculation.engine.drafting import Choices, Draft, Drafter
+from mlx_speculation.engine.masking import Masks
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import Statistics
-from mlx_speculation.engine.verdicts import Emitted, MakeCut, Submitted, read
+from mlx_speculation.engine.verdicts import Emitted, MakeCut, Submitted, Verdict, read
 from mlx_speculation.errors import NonFiniteLogitsError
 from mlx_speculation.models import Lane, LaneRound
-from mlx_speculation.samplers import Verifier
+from mlx_speculation.samplers import Rows, Verifier
 
 
 class Decoder:
@@ -44,6 +45,7 @@ class Decoder:
         draft_length: tokens to propose in a round.
         top: report log-probabilities, and this many of the most probable ids; None:
             report nothing.
+        masks: what the request's constraint allows, if it has one.
     """
 
     def __init__(
@@ -55,12 +57,14 @@ class Decoder:
         drafter: Drafter | None,
         draft_length: int,
         top: int | None = None,
+        masks: Masks | None = None,
     ) -> None:
         self.statistics = Statistics()
         self._target = target
         self._sequence = sequence
         self._verifier = verifier
         self._top = top
+        self._masks = masks
         self._drafter = drafter
         self._draft_length = draft_length
         self._in_flight: Submitted | None = None
@@ -70,6 +74,11 @@ class Decoder:
     def reports(self) -> bool:
         """Whether emitted tokens come with their log-probabilities."""
         return self._top is not None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the constraint allows nothing but the end of the text."""
+        return self._masks is not None and self._masks.text.complete
 
     @property
     def seen(self) -> int:
@@ -99,9 +108,12 @@ class Decoder:
 
         Raises:
             NonFiniteLogitsError: the target's logits are unusable.
+            ConstraintError: the constraint allows nothing here, not even the end.
             Exception: whatever the model, the drafter or the cut raised. Caches and
                 statistics are then as before the round.
         """
+        if self._masks is not None:
+            self._masks.text.check()
         drafter, step = self._drafter, self._in_flight
         ahead = 0 if step is None else 1  # emitted too, and not known yet
         length = min(self._draft_length, budget - 1 - ahead)
@@ -135,7 +147,12 @@ class Decoder:
             self._in_flight = self._submit_step(mx.array(unseen))
 
     def next_token(self) -> int | None:
-        """Return the token that would come next, once every known token is held."""
+        """Return the token that would come next, once every known token is held.
+
+        None where a constraint has ended the text.
+        """
+        if self._masks is not None and not self._masks.text.goes_on:
+            return None
         if self._in_flight is None:
             return self._next_token
         try:
@@ -155,7 +172,7 @@ class Decoder:
             chosen = step.verified.tokens
             following = self._submit_step(chosen, ahead=chosen)
             verdict = read(step)
-            cut = make_cut(Emitted.of(verdict))
+            cut = make_cut(self._emitted(verdict))
         except BaseException as error:
             if following is not None:
                 following.lane_round.rollback()
@@ -167,13 +184,14 @@ class Decoder:
             raise
         self._sequence.tokens += verdict.emitted
         self._in_flight = following
+        self._follow(verdict.emitted)
         self.statistics.count(drafted=0, accepted=0, emitted=1)
         self.statistics.verify_seconds += time.perf_counter() - started
         return cut.reason
 
     def _propose(self, drafter: Drafter, limit: int) -> Draft:
         started = time.perf_counter()
-        choices = Choices(self._verifier)
+        choices = Choices(self._verifier, self._masks)
         draft = drafter.propose(self._sequence, limit, choices)
         if draft.length:
             draft = choices.checked(draft, limit)
@@ -196,7 +214,7 @@ class Decoder:
             first = [token for verdict in before for token in verdict.emitted]
             verdict = read(submitted)
             verified = time.perf_counter()
-            cut = make_cut(Emitted.of(*before, verdict))
+            cut = make_cut(self._emitted(*before, verdict))
             emitted = (first + verdict.emitted)[: cut.keep]
             accepted = min(verdict.accepted, cut.keep - len(first))
             lane_round.prepare(len(fed) + accepted)
@@ -206,12 +224,24 @@ class Decoder:
             self._sequence.tokens += emitted
             self._in_flight = None
             lane_round.commit(len(fed) + accepted)
+        self._follow(emitted)
         all_held = len(first) + accepted == cut.keep
         self._next_token = verdict.tokens[accepted] if all_held else None
         self._count(draft, len(first), verdict.accepted, cut.keep)
         self.statistics.verify_seconds += verified - started
         self.statistics.host_seconds += time.perf_counter() - verified
         return cut.reason
+
+    def _emitted(self, *verdicts: Verdict) -> Emitted:
+        """Return what these verdicts emit, as far as the constraint goes along."""
+        emitted = Emitted.of(*verdicts)
+        return emitted if self._masks is None else emitted.under(self._masks.text)
+
+    def _follow(self, committed: list[int]) -> None:
+        """Let the constraint know what was committed."""
+        if self._masks is not None:
+            self._masks.text.commit(committed)
+            self.statistics.reads += self._masks.take_reads()
 
     def _count(self, draft: Draft, first: int, accepted: int, emitted: int) -> None:
         """Count a step's token that came first, if any, and the round behind it."""
@@ -240,7 +270,7 @@ class Decoder:
         logits = lane_round.forward(mx.concatenate([fed, draft.tokens]))
         logits = logits[-1 - draft.length :]
         ahead = draft.tokens if step is None else mx.concatenate([fed, draft.tokens])
-        rows = self._sequence.rows(ahead, draft.length + 1)
+        rows = self._rows(logits, ahead, draft.length + 1)
         verified = self._verifier.verify(
             logits, rows, draft.tokens, draft.probs, top=self._top
         )
@@ -255,8 +285,13 @@ class Decoder:
             logits = lane_round.forward(unseen)
             if len(logits) > 1:
                 logits = logits[-1:]
-            rows = self._sequence.rows(ahead)
+            rows = self._rows(logits, ahead)
             verified = self._verifier.verify(logits, rows, top=self._top)
             mx.async_eval(*verified.arrays)
             lane_round.commit(unseen.shape[0])
         return Submitted(lane_round, verified)
+
+    def _rows(self, logits: mx.array, ahead: mx.array | None, count: int = 1) -> Rows:
+        """Return what precedes each of the target's rows, and what it may choose."""
+        rows = self._sequence.rows(ahead, count)
+        return rows if self._masks is None else self._masks.on(logits, rows)

@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 
+from mlx_speculation.engine.masking import Masks
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers import Chosen, Rows, Verifier
@@ -94,16 +95,20 @@ class Choices:
 
     Args:
         verifier: chooses for the request.
+        masks: what its constraint allows, if it has one.
     """
 
-    def __init__(self, verifier: Verifier) -> None:
+    def __init__(self, verifier: Verifier, masks: Masks | None = None) -> None:
         self._verifier = verifier
+        self._masks = masks
         self._drew = False
 
     def __call__(
         self, logits: mx.array, rows: Rows, ids: mx.array | None = None
     ) -> Chosen:
         """Choose; see `Choose`."""
+        if self._masks is not None:
+            rows = self._masks.on_draft(logits, rows, ids)
         chosen = self._verifier.propose(logits, rows, ids)
         self._drew = self._drew or chosen.probs is not None
         return chosen

@@ -26,6 +26,7 @@ from mlx_speculation.engine.drafts import (
     serves_one_stream,
     usual_length,
 )
+from mlx_speculation.engine.masking import Masks
 from mlx_speculation.engine.mtp import MtpDraft
 from mlx_speculation.engine.prefixes import Prefixes
 from mlx_speculation.engine.prompts import Prompts
@@ -48,7 +49,14 @@ from mlx_speculation.models import (
     wired,
     wrapped,
 )
-from mlx_speculation.samplers import Acceptance, Chooser, Sampling, Verifier
+from mlx_speculation.samplers import (
+    Acceptance,
+    Chooser,
+    Constrained,
+    Constraint,
+    Sampling,
+    Verifier,
+)
 
 NOT_YET = ("mtp", "auto")
 
@@ -226,6 +234,7 @@ class SpeculativeGenerator:
         cached_tokens: Iterable[int] | None = None,
         draft_cache: list[Any] | None = None,
         logprobs: int | None = None,
+        constraint: Constraint | None = None,
     ) -> Stream:
         """Start a generation; nothing runs before the first chunk is asked for.
 
@@ -245,9 +254,14 @@ class SpeculativeGenerator:
                 beginning of them.
             logprobs: let every chunk say how probable its token was, and so many of
                 the most probable ones; 0: the token alone; None: nothing.
+            constraint: what the generated text has to follow, such as
+                `json_schema(...)`. The text fits it where it ends with "stop", unless
+                a stop string has cut it. Stop tokens come where it may end, and where
+                nothing else may come it ends without one.
 
         Raises:
             InvalidRequestError: names the two values that do not fit.
+            ConstraintError: the constraint fails before the first token.
         """
         sampling = (sampling or Sampling()).with_seed()
         length = self._draft_length if draft_length is None else draft_length
@@ -280,6 +294,7 @@ class SpeculativeGenerator:
             raise InvalidRequestError("A stop string is empty. Leave it out.")
         ends = self._tokenizer.eos_token_ids if stop_tokens is None else stop_tokens
         end_ids = frozenset(int(token) for token in ends if token is not None)
+        masks = None if constraint is None else self._masks(constraint, end_ids)
         assert sampling.seed is not None
         own_caches = prompt_cache is not None or draft_cache is not None
         stream = Stream(
@@ -290,6 +305,7 @@ class SpeculativeGenerator:
                 drafter=drafter,
                 draft_length=length,
                 top=logprobs,
+                masks=masks,
             ),
             sequence=sequence,
             text=TextStream(self._tokenizer.detokenizer, end_ids, stops),
@@ -303,6 +319,15 @@ class SpeculativeGenerator:
         if serves_one_stream(self._draft):
             self._busy = weakref.ref(stream)
         return stream
+
+    def _masks(self, constraint: Any, ends: Collection[int]) -> Masks:
+        if not isinstance(constraint, Constraint):
+            raise InvalidRequestError(
+                f"constraint is a {type(constraint).__name__}, and a Constraint is "
+                "needed. Make one with mlx_speculation.json_schema(...)."
+            )
+        usable = self._ids.usable(self._target_width)
+        return Masks(Constrained(constraint, usable=usable, ends=ends))
 
     def _prefixes(
         self, target: Lane, drafter: Drafter | None, length: int

@@ -30,7 +30,9 @@ class Statistics:
         emitted: generated tokens, after that cut.
         reached: how often at least i + 1 drafted tokens were accepted, for each i.
         sources: drafts, drafted and accepted tokens by the kind of drafter.
-        reads: how often a drafter waited for the device in the middle of a draft.
+        reads: how often the host waited for the device beside the one time in each
+            round: for a drafter that may stop early, in the middle of a draft; for a
+            constraint, which has to know the tokens before a row.
         reruns: partial acceptances that ran the target again, because a recurrent
             mixer is not on record.
         mixer_reruns: partial acceptances in which a recurrent mixer of the target ran

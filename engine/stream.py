@@ -152,8 +152,8 @@ class Stream:
             self._reuse()
             self._decoder.prefill()
         budget = self._max_tokens - self.stats.emitted
-        if budget == 0:
-            self._end("length")
+        if budget == 0 or self._decoder.complete:
+            self._end("length" if budget == 0 else "stop")
             return
         self._reason = self._decoder.next_round(budget, self._cut)
         if self._prefixes is not None:
@@ -204,11 +204,14 @@ class Stream:
         reason: str | None = None
         for index, token in enumerate(emitted.tokens):
             text, stopped = self._text.add(token)
+            complete = emitted.complete and index + 1 == len(emitted.tokens)
+            spent = self.stats.emitted + len(self._ready) + 1 == self._max_tokens
             if stopped:
                 reason = "stop"
-            elif self.stats.emitted + len(self._ready) + 1 == self._max_tokens:
+            elif complete or spent:
                 rest, stopped = self._text.finish()
-                text, reason = text + rest, "stop" if stopped else "length"
+                reason = "stop" if complete or stopped else "length"
+                text += rest
             logprob = emitted.log_probs[index] if emitted.log_probs else None
             self._ready.append(Chunk(text, token, reason, logprob))
             if reason is not None:

@@ -8,7 +8,7 @@ from typing import Any
 from mlx_speculation.engine.results import LogProb
 from mlx_speculation.errors import NonFiniteLogitsError
 from mlx_speculation.models import LaneRound
-from mlx_speculation.samplers import LogProbs, Verified
+from mlx_speculation.samplers import Constrained, LogProbs, Verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,17 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """The tokens of one round that a cut has to judge, with their log-probabilities."""
+    """The tokens of one round that a cut has to judge.
+
+    Attributes:
+        tokens: in order, at least one.
+        log_probs: of each token; empty if not asked for.
+        complete: whether a constraint ends the text with the last one.
+    """
 
     tokens: list[int]
     log_probs: list[LogProb]
+    complete: bool = False
 
     @classmethod
     def of(cls, *verdicts: Verdict) -> "Emitted":
@@ -58,6 +65,12 @@ class Emitted:
         return cls(
             tokens, [value for verdict in verdicts for value in verdict.log_probs]
         )
+
+    def under(self, text: Constrained) -> "Emitted":
+        """Return those that stay under a constraint."""
+        followed = text.follow(self.tokens)
+        keep = followed.keep
+        return Emitted(self.tokens[:keep], self.log_probs[:keep], followed.complete)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from numpy.typing import NDArray
 
 from mlx_speculation.errors import TokenizerMismatchError
 
@@ -32,6 +34,13 @@ class TokenIds:
         width = max(ids) + 1
         gaps = sorted(set(range(width)) - ids)
         return cls(width, mx.array(gaps, dtype=mx.int32) if gaps else None)
+
+    def usable(self, limit: int) -> NDArray[np.bool_]:
+        """Return which ids exist and are below `limit`, bool [width]."""
+        usable = np.arange(self.width) < limit
+        if self.missing is not None:
+            usable[np.array(self.missing)] = False
+        return usable
 
 
 def wrapped(tokenizer: Any) -> Any:

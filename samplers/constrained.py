@@ -33,12 +33,14 @@ class Place:
         mask: the ids that may come next, bool [ids], end-of-text ids included.
         may_end: whether the text may end here.
         goes_on: whether anything but the end may come next.
+        failure: why the constraint could not tell; nothing is allowed then.
     """
 
     state: ConstraintState
     mask: NDArray[np.bool_]
-    may_end: bool
-    goes_on: bool
+    may_end: bool = False
+    goes_on: bool = False
+    failure: ConstraintError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,14 @@ class Constrained:
         self._ends = frozenset(ends)
         self._end_ids = [token for token in self._ends if 0 <= token < len(usable)]
         self._count = 0
+        self._ended = False
         self._committed = self._look(constraint.begin())
         self._places: dict[tuple[int, ...], Place | None] = {(): self._committed}
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another token may follow the committed text."""
+        return self._committed.goes_on and not self._ended
 
     @property
     def complete(self) -> bool:
@@ -86,8 +94,10 @@ class Constrained:
         """Refuse to go on from a committed text that can neither go on nor end.
 
         Raises:
-            ConstraintError: it can do neither.
+            ConstraintError: it can do neither, or the constraint has failed there.
         """
+        if self._committed.failure is not None:
+            raise self._committed.failure
         if not (self._committed.goes_on or self._committed.may_end):
             raise ConstraintError(
                 f"After {self._count} tokens under the constraint it allows none of "
@@ -106,30 +116,26 @@ class Constrained:
             self._places[key] = self._step(self.place(key[:-1]), key[-1])
         return self._places[key]
 
-    def masks(self, ahead: Sequence[int], count: int, width: int) -> mx.array:
+    def masks(self, ahead: Sequence[int], count: int) -> mx.array:
         """Return the masks of rows that follow the last `count` prefixes of `ahead`.
 
         A row allows every id where nothing can be emitted from it: after tokens that
-        the constraint does not allow, which are not accepted; and where nothing, or
-        nothing below `width`, may come next, since `follow` has cut before it.
+        the constraint does not allow, which are not accepted; and where nothing may
+        come next, since `follow` has cut before it.
 
         Args:
             ahead: token ids after the committed text, drafted or chosen.
             count: how many rows, from 1 to `len(ahead) + 1`.
-            width: the number of columns. Those without an id are not allowed.
 
         Returns:
-            bool [count, width].
+            bool [count, ids].
         """
-        masks = np.zeros((count, width), dtype=np.bool_)
+        masks = np.ones((count, len(self._usable)), dtype=np.bool_)
         shortest = len(ahead) + 1 - count
         for row, length in enumerate(range(shortest, len(ahead) + 1)):
             place = self.place(ahead[:length])
-            if place is not None:
-                mask = place.mask[:width]
-                masks[row, : len(mask)] = mask
-            if not masks[row].any():
-                masks[row] = True
+            if place is not None and place.mask.any():
+                masks[row] = place.mask
         return mx.array(masks)
 
     def follow(self, emitted: Sequence[int]) -> Followed:
@@ -154,8 +160,10 @@ class Constrained:
         Raises:
             ConstraintError: a token is not allowed; the text stays as it was.
         """
-        text = emitted[:-1] if emitted and emitted[-1] in self._ends else emitted
+        ended = bool(emitted) and emitted[-1] in self._ends
+        text = emitted[:-1] if ended else emitted
         self._committed = self._known(text)
+        self._ended = ended
         self._places = {(): self._committed}
         self._count += len(text)
 
@@ -174,8 +182,11 @@ class Constrained:
         if not 0 <= token < len(place.mask) or not place.mask[token]:
             return None
         state = place.state.fork()
-        state.advance(token)
-        return self._look(state)
+        try:
+            state.advance(token)
+            return self._look(state)
+        except ConstraintError as error:  # counts when it is committed, as if stuck
+            return Place(state, np.zeros_like(self._usable), failure=error)
 
     def _look(self, state: ConstraintState) -> Place:
         """Return a state's place; of the ids that it allows, those that are usable."""
@@ -198,8 +209,3 @@ def _checked(allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
             "is needed: one value for each token id. Mend the constraint."
         )
     return allowed
-
-
-def mask_logits(logits: mx.array, masks: mx.array) -> mx.array:
-    """Return the logits [rows, vocab] with minus infinity where a mask says no."""
-    return mx.where(masks, logits, mx.array(-mx.inf, logits.dtype))

@@ -1,0 +1,65 @@
+"""Which ids rows of logits may choose under a constraint.
+
+A mask depends on the tokens before its row, and drafted tokens are on the device. They
+are read while the device works on the row's logits; such a read is counted.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.samplers import Constrained, Rows
+
+
+class Masks:
+    """The masks of one generation.
+
+    Args:
+        text: what is generated, under its constraint.
+
+    Attributes:
+        text: as passed.
+    """
+
+    def __init__(self, text: Constrained) -> None:
+        self.text = text
+        self._reads = 0
+
+    def take_reads(self) -> int:
+        """Return how often the host has waited for tokens since this was asked."""
+        reads, self._reads = self._reads, 0
+        return reads
+
+    def on(self, logits: mx.array, rows: Rows) -> Rows:
+        """Return the rows with what each of them allows.
+
+        Args:
+            logits: [rows, vocab], submitted before anything is read.
+            rows: what precedes each row; what is ahead follows the committed text.
+        """
+        mx.async_eval(logits)
+        ahead: Any = []
+        if rows.ahead is not None:
+            ahead = rows.ahead.tolist()
+            self._reads += 1
+        return replace(rows, allowed=self.text.masks(ahead, rows.count))
+
+    def on_draft(
+        self, logits: mx.array, rows: Rows, ids: mx.array | None = None
+    ) -> Rows:
+        """Return the rows of a drafter, which may have logits for some ids only.
+
+        Where it has none for any allowed id, all are allowed: what it then proposes is
+        not accepted, and has a law.
+
+        Args:
+            logits: [rows, vocab], or [rows, n] with `ids`.
+            rows: what precedes each row.
+            ids: uint32 [n], the ids of the columns.
+        """
+        rows = self.on(logits, rows)
+        assert rows.allowed is not None
+        allowed = rows.allowed
+        here = allowed[:, : logits.shape[-1]] if ids is None else allowed[:, ids]
+        return replace(rows, allowed=allowed | ~here.any(axis=-1, keepdims=True))

@@ -1,0 +1,482 @@
+"""Constrained text: what is allowed, and the same with and without drafts."""
+
+import json
+import re
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
+from numpy.typing import NDArray
+
+from mlx_speculation import (
+    ConstraintError,
+    InvalidRequestError,
+    NonFiniteLogitsError,
+    Sampling,
+    SpeculativeGenerator,
+    demo_models,
+)
+from mlx_speculation.engine.drafting import Choose, Draft
+from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.models import json_schema, lark, regex
+from mlx_speculation.samplers import Constraint, TokenAutomaton, allowed_tokens
+from mlx_speculation.samplers.constraints import AutomatonState
+from support.content import assert_same_content, content
+from support.drafters import ScriptedDrafter
+from support.schemas import SCHEMAS, Schema, fits
+from support.tiny_models import build
+from support.tiny_tokenizer import byte_tokenizer
+
+MODELS = ("llama", "gemma3_text", "qwen3_5", "mamba2")
+TOKENIZER = byte_tokenizer(("<end>",))
+END = 256
+PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
+SAMPLED = Sampling(temperature=1.5, seed=4)
+PERSON: Schema = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "tags": {
+            "type": "array",
+            "items": {"enum": ["new", "old"]},
+            "minItems": 1,
+            "maxItems": 3,
+        },
+    },
+    "required": ["name", "tags"],
+    "additionalProperties": False,
+}
+
+
+@cache
+def model(name: str, seed: int = 0, vocab: int = 260) -> nn.Module:
+    """Return a model with columns past the tokenizer's 257 ids."""
+    return build(name, seed=seed, vocab=vocab)
+
+
+def plain(name: str) -> SpeculativeGenerator:
+    return SpeculativeGenerator(model(name), TOKENIZER, draft=None)
+
+
+def drafted(name: str, draft: Any, acceptance: Any = "keyed") -> SpeculativeGenerator:
+    return SpeculativeGenerator(
+        model(name), TOKENIZER, draft=draft, draft_length=3, acceptance=acceptance
+    )
+
+
+def steps(count: int) -> TokenAutomaton:
+    """Return the constraint that allows 1 or 2 so many times, and then the end."""
+    table = {i: {1: i + 1, 2: i + 1} for i in range(count)}
+    return TokenAutomaton(table, accepting={count})
+
+
+@given(
+    name=st.sampled_from(MODELS),
+    schema=SCHEMAS,
+    temperature=st.sampled_from([0.0, 0.7, 2.0]),
+    seed=st.integers(0, 2**32),
+    length=st.integers(0, 6),
+    right=st.sampled_from([None, 0.0, 0.7, 1.0]),
+    top_p=st.sampled_from([0.0, 0.9]),
+)
+@settings(max_examples=settings.get_profile("default").max_examples // 2)
+def test_the_draft_cannot_change_the_text_and_the_text_fits(
+    name: str,
+    schema: Schema,
+    temperature: float,
+    seed: int,
+    length: int,
+    right: float | None,
+    top_p: float,
+) -> None:
+    sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
+    options: dict[str, Any] = {
+        "constraint": json_schema(schema, TOKENIZER, compact=True),
+        "sampling": sampling,
+        "max_tokens": 60,
+    }
+    expected = plain(name).generate(PROMPT, **options)
+    draft: Any = model("llama", seed=1)
+    if right is not None:
+        text = PROMPT + expected.tokens
+        draft = ScriptedDrafter(text, right, seed=seed, ragged=True, least=0)
+    found = drafted(name, draft).generate(PROMPT, draft_length=length, **options)
+    assert found.tokens == expected.tokens
+    assert found.finish_reason == expected.finish_reason
+    assert found.text == expected.text
+    if found.finish_reason == "stop":
+        assert fits(schema, json.loads(found.text))
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "temperature"), [("keyed", 0.0), ("keyed", 1.0), ("block", 1.0)]
+)
+def test_a_demo_model_writes_json_that_fits(
+    acceptance: Any, temperature: float
+) -> None:
+    generator = demo(acceptance)
+    constraint = json_schema(PERSON, generator.tokenizer, compact=True)
+    texts = set()
+    for length in (0, 3):
+        result = generator.generate(
+            "import json\nperson = ",
+            max_tokens=80,
+            draft_length=length,
+            constraint=constraint,
+            sampling=Sampling(temperature=temperature, seed=3),
+        )
+        assert result.finish_reason == "stop"
+        assert fits(PERSON, json.loads(result.text))
+        assert generator.tokenizer.decode(result.tokens) == result.text
+        texts.add(result.text)
+    assert result.stats.acceptance_rate > 0.3
+    assert len(texts) == 1 or acceptance != "keyed"
+
+
+@cache
+def demo(acceptance: Any) -> SpeculativeGenerator:
+    paths = demo_models()
+    return SpeculativeGenerator.from_pretrained(
+        paths["dense"], draft=paths["draft"], acceptance=acceptance
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+def test_the_law_is_the_models_among_what_is_allowed(acceptance: Any) -> None:
+    """Chi-square of the first two tokens, 3 ids each, 8 degrees of freedom; the bound
+    has odds of 1e-4."""
+    ids, count = [7, 41, 200], 600
+    generator = drafted("llama", model("llama", seed=1), acceptance)
+    law = np.zeros((3, 3))
+    for row, first in enumerate([None, *ids]):
+        fed = mx.array([PROMPT if first is None else [*PROMPT, first]])
+        logits = generator.model(fed)[0, -1].astype(mx.float32) / 2.0
+        probs = np.array(mx.softmax(logits[mx.array(ids)]), dtype=np.float64)
+        if first is None:
+            law += probs[:, None]
+        else:
+            law[row - 1] *= probs
+    observed = np.zeros((3, 3))
+    for seed in range(count):
+        tokens = generator.generate(
+            PROMPT,
+            max_tokens=3,
+            draft_length=2,
+            constraint=allowed_tokens(ids),
+            sampling=Sampling(temperature=2.0, seed=seed),
+        ).tokens
+        observed[ids.index(tokens[0]), ids.index(tokens[1])] += 1
+    expected = law * count
+    assert expected.min() > 5
+    assert ((observed - expected) ** 2 / expected).sum() < 31.8
+
+
+def test_the_end_comes_exactly_where_the_text_may_end() -> None:
+    """The end is by far the most probable token, and is held back until it may come."""
+    target = model("llama")
+    biased = Biased(target, END)
+    generator = SpeculativeGenerator(biased, TOKENIZER, draft=biased, draft_length=3)
+    for length in (0, 3):
+        for least in (0, 1, 5):
+            result = generator.generate(
+                PROMPT,
+                draft_length=length,
+                constraint=regex(f"[a-z]{{{least},}}", TOKENIZER),
+                stop_tokens=[END],
+            )
+            assert len(result.tokens) == least + 1
+            assert result.tokens[-1] == END
+            assert result.finish_reason == "stop"
+            assert re.fullmatch(f"[a-z]{{{least}}}", result.text)
+
+
+class Biased(nn.Module):
+    """A model that wants to say one token all the time."""
+
+    def __init__(self, inner: nn.Module, token: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.inner, self.token = inner, token
+        self.layers = inner.layers
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        logits: mx.array = self.inner(inputs, cache=cache)
+        return logits.at[..., self.token].add(100.0)
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 6])
+@pytest.mark.parametrize("ends", [(), (END,)])
+def test_a_complete_text_ends_with_its_last_token(length: int, ends: Any) -> None:
+    generator = drafted("llama", model("llama", seed=1))
+    for count in (1, 2, 5):
+        result = generator.generate(
+            PROMPT, draft_length=length, constraint=steps(count), stop_tokens=ends
+        )
+        assert result.finish_reason == "stop"
+        assert len(result.tokens) == count
+        assert set(result.tokens) <= {1, 2}
+        short = generator.generate(
+            PROMPT, draft_length=length, constraint=steps(count), max_tokens=count
+        )
+        assert (short.tokens, short.finish_reason) == (result.tokens, "stop")
+
+
+def test_an_empty_text_ends_before_its_first_token() -> None:
+    result = plain("llama").generate(PROMPT, constraint=regex("", TOKENIZER))
+    assert (result.tokens, result.finish_reason) == ([], "stop")
+    assert result.stats.rounds == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("length", [0, 3])
+def test_a_finished_text_is_what_the_cache_holds(name: str, length: int) -> None:
+    generator = drafted(name, model("llama", seed=1))
+    for constraint, budget in ((steps(6), 20), (allowed_tokens([5, 6, 7]), 6)):
+        caches = make_prompt_cache(generator.model)
+        result = generator.generate(
+            PROMPT,
+            draft_length=length,
+            max_tokens=budget,
+            constraint=constraint,
+            sampling=SAMPLED,
+            prompt_cache=caches,
+        )
+        assert len(result.tokens) == 6
+        assert result.cached_tokens == PROMPT + result.tokens
+        twin = make_prompt_cache(generator.model)
+        generator.model(mx.array([result.cached_tokens]), cache=twin)
+        assert [c.offset for c in caches if hasattr(c, "offset")] == [
+            c.offset for c in twin if hasattr(c, "offset")
+        ]
+        if budget == 20:  # the text can only end
+            assert result.next_token is None
+        else:
+            assert result.next_token in (5, 6, 7)
+
+
+@pytest.mark.parametrize("length", [0, 1, 4])
+def test_after_a_stop_token_no_next_token_is_known(length: int) -> None:
+    generator = drafted("llama", model("llama", seed=1))
+    caches = make_prompt_cache(generator.model)
+    result = generator.generate(
+        PROMPT,
+        draft_length=length,
+        constraint=allowed_tokens([3, 9]),
+        stop_tokens=[9, END],
+        sampling=SAMPLED,
+        prompt_cache=caches,
+    )
+    assert result.tokens[-1] in (9, END)
+    assert set(result.tokens[:-1]) <= {3}
+    assert result.next_token is None
+
+
+@pytest.mark.parametrize("length", [0, 1, 4])
+@pytest.mark.parametrize("right", [None, 1.0])
+def test_a_text_that_is_stuck_fails_after_the_same_tokens(
+    length: int, right: float | None
+) -> None:
+    """Id 258 has a column in the logits, and the tokenizer has no token for it."""
+    table = {0: {1: 1}, 1: {2: 2}, 2: {3: 3}, 3: {258: 4}}
+    constraint = TokenAutomaton(table, accepting={4})
+    draft: Any = model("llama", seed=1)
+    if right is not None:
+        draft = ScriptedDrafter([*PROMPT, 1, 2, 3, 258, 5, 6, 7], right, vocab=260)
+    caches = make_prompt_cache(model("llama"))
+    stream = drafted("llama", draft).stream(
+        PROMPT, draft_length=length, constraint=constraint, prompt_cache=caches
+    )
+    yielded = [next(stream).token for _ in range(3)]
+    with pytest.raises(ConstraintError, match=r"After 3 tokens .* none of the 257 ids"):
+        next(stream)
+    assert yielded == [1, 2, 3]
+    assert stream.result.finish_reason == "error"
+    held = stream.cached_tokens
+    assert held == (PROMPT + yielded)[: len(held)]
+    assert caches[0].offset == len(held)
+
+
+class BrokenError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("length", [0, 1, 4])
+@pytest.mark.parametrize("method", ["allowed", "advance", "fork"])
+def test_an_error_of_a_constraint_rolls_the_round_back(
+    length: int, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every call of it, from the second round on."""
+    original = getattr(AutomatonState, method)
+    left = 0
+
+    def breaking(self: AutomatonState, *args: int) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise BrokenError
+        return original(self, *args)
+
+    monkeypatch.setattr(AutomatonState, method, breaking)
+    generator = drafted("qwen3_5", model("llama", seed=1))
+    for call in (1, 2, 5):
+        caches = make_prompt_cache(generator.model)
+        stream = generator.stream(
+            PROMPT, draft_length=length, constraint=steps(30), prompt_cache=caches
+        )
+        next(stream)
+        left = call
+        before: Any = None
+        with pytest.raises(BrokenError):  # noqa: PT012
+            while True:
+                before = content(caches), stream.cached_tokens, stream.stats.rounds
+                next(stream)
+        assert stream.cached_tokens == before[1]
+        assert stream.stats.rounds == before[2]
+        assert_same_content(content(caches), before[0])
+
+
+def test_reads_are_counted() -> None:
+    """One for the choice before each row, and one for each draft but the last."""
+    generator = drafted("llama", model("llama", seed=1))
+    options: dict[str, Any] = {"constraint": steps(40), "sampling": SAMPLED}
+    free = generator.generate(PROMPT, max_tokens=20).stats
+    assert free.reads == 0
+    stepwise = generator.generate(PROMPT, draft_length=0, **options).stats
+    assert stepwise.reads == stepwise.rounds == 40
+    result = generator.generate(PROMPT, draft_length=3, max_tokens=30, **options)
+    assert result.stats.reads >= result.stats.drafted
+    assert result.stats.reads <= result.stats.drafted + result.stats.rounds
+
+
+def test_log_probabilities_are_those_among_what_is_allowed() -> None:
+    generator = drafted("llama", model("llama", seed=1))
+    options: dict[str, Any] = {"constraint": steps(9), "logprobs": 2}
+    alone = generator.generate(PROMPT, draft_length=0, **options)
+    found = generator.generate(PROMPT, draft_length=3, **options)
+    assert found.tokens == alone.tokens
+    for one, other in zip(found.logprobs or [], alone.logprobs or [], strict=True):
+        assert one.value == pytest.approx(other.value, abs=1e-5)
+        assert {token for token, _ in one.top} == {1, 2}
+        assert sum(np.exp(value) for _, value in one.top) == pytest.approx(1)
+    assert len(found.logprobs or []) == 9
+
+
+class FewIds:
+    """A drafter with logits of its own for a few ids, or for the lowest ones only."""
+
+    def __init__(self, columns: int, ids: list[int] | None) -> None:
+        self._columns, self._ids = columns, ids
+
+    def begin(self, sequence: Sequence) -> None:
+        """Nothing to begin."""
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        """Propose by logits that do not depend on the text."""
+        ids = None if self._ids is None else mx.array(self._ids, dtype=mx.uint32)
+        chosen: list[Any] = []
+        for index in range(limit):
+            ahead = mx.concatenate([c.tokens for c in chosen]) if chosen else None
+            logits = mx.arange(self._columns)[None].astype(mx.float32) / 50 + index
+            chosen.append(choose(logits, sequence.rows(ahead), ids))
+        return Draft.of(chosen)
+
+    def settle(self, accepted: int) -> None:
+        """Nothing to keep."""
+
+    def discard(self) -> None:
+        """Nothing to undo."""
+
+
+@pytest.mark.parametrize("acceptance", ["keyed", "rejection", "block"])
+@pytest.mark.parametrize(
+    ("columns", "ids"),
+    [(300, None), (257, None), (40, None), (2, None), (3, [1, 60, 61]), (2, [90, 3])],
+)
+def test_drafters_of_any_vocabulary_draft_what_is_allowed_or_are_not_accepted(
+    acceptance: Any, columns: int, ids: list[int] | None
+) -> None:
+    """Also where none of their ids is allowed, whose laws would have no mass."""
+    allowed = [*range(30, 80)]
+    options: dict[str, Any] = {
+        "constraint": allowed_tokens(allowed),
+        "max_tokens": 12,
+        "sampling": SAMPLED,
+    }
+    expected = plain("llama").generate(PROMPT, **options).tokens
+    drafter = FewIds(columns, ids)
+    found = drafted("llama", drafter, acceptance).generate(PROMPT, **options)
+    assert set(found.tokens) <= set(allowed)
+    if acceptance == "keyed":
+        assert found.tokens == expected
+    if columns == 2:
+        assert found.stats.accepted == 0
+
+
+def test_what_the_constraint_allows_may_be_what_the_model_gives_no_chance() -> None:
+    generator = SpeculativeGenerator(Silent(model("llama"), 5), TOKENIZER, draft=None)
+    with pytest.raises(NonFiniteLogitsError):
+        generator.generate(PROMPT, constraint=allowed_tokens([5]))
+    assert generator.generate(
+        PROMPT, constraint=allowed_tokens([5, 6]), max_tokens=3, stop_tokens=[]
+    ).tokens == [6, 6, 6]
+
+
+class Silent(Biased):
+    """A model that gives one token no chance at all."""
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        logits: mx.array = self.inner(inputs, cache=cache)
+        return mx.where(mx.arange(logits.shape[-1]) == self.token, -mx.inf, logits)
+
+
+def test_a_stop_string_cuts_the_text_and_a_constraint_serves_again() -> None:
+    constraint = lark('start: ("ab")+', TOKENIZER)
+    generator = drafted("llama", model("llama", seed=1))
+    for _ in range(2):
+        result = generator.generate(PROMPT, constraint=constraint, stop="abab")
+        assert (result.text, result.finish_reason) == ("", "stop")
+        result = generator.generate(PROMPT, constraint=constraint, max_tokens=7)
+        assert "abababa".startswith(result.text)
+
+
+@pytest.mark.parametrize("wrong", [{"type": "object"}, "[0-9]+", 3])
+def test_what_is_no_constraint_is_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"json_schema\(\.\.\.\)"):
+        plain("llama").stream(PROMPT, constraint=wrong)
+
+
+def test_a_constraint_of_ones_own_needs_no_base_class() -> None:
+    class Alternating:
+        def __init__(self, place: int = 0) -> None:
+            self.place = place
+
+        def begin(self) -> "Alternating":
+            return Alternating()
+
+        def allowed(self) -> NDArray[np.bool_]:
+            mask: NDArray[np.bool_] = np.arange(100) % 2 == self.place % 2
+            return mask
+
+        @property
+        def may_end(self) -> bool:
+            return self.place >= 10
+
+        def advance(self, token: int) -> None:
+            self.place += 1
+
+        def fork(self) -> "Alternating":
+            return Alternating(self.place)
+
+    constraint: Constraint = Alternating()
+    options: dict[str, Any] = {"constraint": constraint, "sampling": SAMPLED}
+    expected = plain("llama").generate(PROMPT, max_tokens=9, **options).tokens
+    assert [token % 2 for token in expected] == [0, 1, 0, 1, 0, 1, 0, 1, 0]
+    draft = ScriptedDrafter(PROMPT + expected, right=0.7)
+    found = drafted("llama", draft).generate(PROMPT, max_tokens=9, **options)
+    assert found.tokens == expected
