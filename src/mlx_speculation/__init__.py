@@ -36,8 +36,17 @@ if TYPE_CHECKING:
     from mlx_speculation.caches import PrefixCache, Speculation
     from mlx_speculation.demo import demo_models
     from mlx_speculation.engine import Cascade, LookupDrafter, SpeculativeGenerator
-    from mlx_speculation.models import load
-    from mlx_speculation.samplers import ForkableProcessor, Sampling, derived_seed, pure
+    from mlx_speculation.models import json_schema, lark, load, regex
+    from mlx_speculation.samplers import (
+        Constraint,
+        ConstraintState,
+        ForkableProcessor,
+        Sampling,
+        TokenAutomaton,
+        allowed_tokens,
+        derived_seed,
+        pure,
+    )
 
 __version__ = version("mlx-speculation")
 
@@ -45,7 +54,9 @@ __all__ = [
     "BlasError",
     "CacheFileError",
     "Cascade",
+    "Constraint",
     "ConstraintError",
+    "ConstraintState",
     "DemoModelsMissingError",
     "ForkableProcessor",
     "InvalidRequestError",
@@ -59,30 +70,42 @@ __all__ = [
     "SpeculationClosedError",
     "SpeculationError",
     "SpeculativeGenerator",
+    "TokenAutomaton",
     "TokenizerMismatchError",
     "UnsupportedCacheError",
     "UnsupportedModelError",
     "__version__",
+    "allowed_tokens",
     "demo_models",
     "derived_seed",
+    "json_schema",
+    "lark",
     "load",
     "pure",
+    "regex",
 ]
 
 # Where each lazy name lives. A new one goes here, into __all__ and, for type
 # checkers, under TYPE_CHECKING above.
 _HOMES = {
     "Cascade": "mlx_speculation.engine",
+    "Constraint": "mlx_speculation.samplers",
+    "ConstraintState": "mlx_speculation.samplers",
     "ForkableProcessor": "mlx_speculation.samplers",
     "LookupDrafter": "mlx_speculation.engine",
     "PrefixCache": "mlx_speculation.caches",
     "Sampling": "mlx_speculation.samplers",
     "Speculation": "mlx_speculation.caches",
     "SpeculativeGenerator": "mlx_speculation.engine",
+    "TokenAutomaton": "mlx_speculation.samplers",
+    "allowed_tokens": "mlx_speculation.samplers",
     "demo_models": "mlx_speculation.demo",
     "derived_seed": "mlx_speculation.samplers",
+    "json_schema": "mlx_speculation.models",
+    "lark": "mlx_speculation.models",
     "load": "mlx_speculation.models",
     "pure": "mlx_speculation.samplers",
+    "regex": "mlx_speculation.models",
 }
 
 
