@@ -107,8 +107,8 @@ class Chooser:
         drafted: Any = [] if rows.ahead is None else rows.ahead.tolist()
         following = drafted[-(rows.count - 1) :] if rows.count > 1 else []
         for index, row in enumerate(self.processors.serial(logits, rows)):
-            here = rows.row(index)
-            token: Any = self.pick(self._usable(row, here), here).item()
+            here = rows.some(index)
+            token: Any = self.pick(self.usable(row, here), here).item()
             yield token
             if index < len(following) and token != following[index]:
                 return
@@ -188,9 +188,15 @@ class Chooser:
         if self.processors.active:
             own = self.processors
             logits = (own.for_draft if for_draft else own.apply)(logits, rows)
-        return self._usable(logits, rows)
+        return self.usable(logits, rows)
 
-    def _usable(self, logits: mx.array, rows: Rows) -> mx.array:
+    def usable(self, logits: mx.array, rows: Rows) -> mx.array:
+        """Return processed logits with -inf for ids that may not come.
+
+        Args:
+            logits: [rows, vocab].
+            rows: what precedes each row.
+        """
         if logits.shape[-1] > self._limit:
             logits = logits[:, : self._limit]
         for mask in (self._exists, rows.allowed):

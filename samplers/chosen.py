@@ -38,6 +38,14 @@ class Verified:
     log_probs: "LogProbs | None" = None
 
     @property
+    def first(self) -> "Verified":
+        """The verdict on the first row alone."""
+        report = self.log_probs
+        if report is not None:
+            report = LogProbs(report.tokens[:1], report.top_ids[:1], report.top[:1])
+        return Verified(self.tokens[:1], self.accepted, self.normalizers[:1], report)
+
+    @property
     def arrays(self) -> list[mx.array]:
         """All there is to evaluate."""
         report = self.log_probs

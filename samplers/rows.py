@@ -100,14 +100,15 @@ class Rows:
         stop = len(self.known) + self.lead + 1
         return range(stop - self.count, stop)
 
-    def row(self, index: int) -> "Rows":
-        """Return one of the rows alone."""
-        length = self.lengths[index]
-        allowed = None if self.allowed is None else self.allowed[index, None]
+    def some(self, index: int, count: int = 1) -> "Rows":
+        """Return `count` of the rows, from `index` on."""
+        length = self.lengths[index + count - 1]
+        mask = self.allowed
+        allowed = None if mask is None else mask[index : index + count]
         more = length - len(self.known)
         known = self.known if more >= 0 else self.known[:length]
         ahead = self.ahead[:more] if self.ahead is not None and more > 0 else None
-        return Rows(known, ahead, 1, self.start, allowed)
+        return Rows(known, ahead, count, self.start, allowed)
 
     def windows(self, size: int, held: KnownTokens | None = None) -> Windows:
         """Return the last `size` tokens before each row, or all of them for size 0.

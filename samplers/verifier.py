@@ -13,7 +13,7 @@ Greedy requests choose without noise under each of them. What a round decides is
 computed on the device: nothing here is evaluated or read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import mlx.core as mx
@@ -105,11 +105,57 @@ class Verifier:
             top: report log-probabilities, and this many of the most probable ids.
         """
         processed = self._chooser.processed(logits, rows)
+        start = rows.positions[0]
+        return self._decide(processed, rows, drafted, draft_probs, start, top)
+
+    def in_turn(
+        self,
+        logits: mx.array,
+        rows: Rows,
+        drafted: mx.array | None = None,
+        draft_probs: mx.array | None = None,
+        *,
+        top: int | None = None,
+    ) -> Iterator[Verified]:
+        """Decide row after row, for processors that may not see one row too many.
+
+        Ask for a row when the drafted token before it was accepted, and does not end
+        the text; see `Processors.serial`. The host reads each decision before the
+        next. Takes what `verify` takes; not for block verification, which has to see
+        all rows.
+
+        Yields:
+            The verdict on each row and its drafted token alone: one token.
+        """
+        k = 0 if drafted is None else len(drafted)
+        start = rows.positions[0]
+        for index, row in enumerate(self._chooser.processors.serial(logits, rows)):
+            processed = self._chooser.usable(row, rows.some(index))
+            if drafted is None or index == k:
+                yield self._decide(processed, rows.some(index), None, None, start, top)
+                continue
+            # Two rows and their draft, of which only the first row counts.
+            twice = mx.concatenate([processed, processed])
+            one = slice(index, index + 1)
+            probs = None if draft_probs is None else draft_probs[one]
+            pair = rows.some(index, 2)
+            yield self._decide(twice, pair, drafted[one], probs, start, top).first
+
+    def _decide(
+        self,
+        processed: mx.array,
+        rows: Rows,
+        drafted: mx.array | None,
+        draft_probs: mx.array | None,
+        start: int,
+        top: int | None,
+    ) -> Verified:
+        """Decide on k drafted tokens, given k + 1 rows, in the round from `start`."""
         if self._rule is None:
             tokens = self._chooser.pick(processed, rows)
             accepted = None if drafted is None else count_accepted(drafted, tokens)
         else:
-            tokens, accepted = self._judge(processed, rows, drafted, draft_probs)
+            tokens, accepted = self._judge(processed, rows, drafted, draft_probs, start)
         normals = normalizers(processed)
         report = None if top is None else _report(processed, normals, tokens, top)
         return Verified(tokens, accepted, normals, report)
@@ -120,17 +166,18 @@ class Verifier:
         rows: Rows,
         drafted: mx.array | None,
         draft_probs: mx.array | None,
+        start: int,
     ) -> tuple[mx.array, mx.array | None]:
         """Accept by the rule, and draw the correction or bonus."""
         laws = self._law(self._chooser, processed, rows)
-        first = mx.array([rows.positions[0]])
+        first = mx.array([start])
         if drafted is None:
-            return self._draw(laws, first, first), None
+            return self._draw(laws, first, mx.array(list(rows.positions))), None
         assert self._rule is not None
         positions = mx.array(list(rows.positions))
         thrown = coins(round_keys(self._stream(COIN), first, positions[:-1]))
         verdict = self._rule(laws, draft_probs, drafted, thrown)
-        place = first + verdict.accepted
+        place = positions[:1] + verdict.accepted
         last = self._draw(verdict.next_law[None], first, place)
         drafted = mx.concatenate([drafted, last.astype(drafted.dtype)])
         stays = mx.arange(len(positions)) < verdict.accepted

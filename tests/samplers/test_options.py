@@ -141,7 +141,7 @@ def test_the_law_is_mlx_lms(
     ).tolist()
     for index in range(rows.count):
         expected = logits[index : index + 1]
-        text = rows.row(index).prefixes()[0]
+        text = rows.some(index).prefixes()[0]
         for processor in make_logits_processors(**penalties):
             expected = processor(text, expected)
         assert mx.array_equal(processed[index], expected[0]).item()
@@ -152,7 +152,7 @@ def test_the_law_is_mlx_lms(
             continue
         kept = mlx_lms_kept(expected, filters, thrown[index])
         law = mx.where(kept, expected, -mx.inf) * (1 / temperature)
-        got = chooser.log_probs(processed[index : index + 1], rows.row(index))
+        got = chooser.log_probs(processed[index : index + 1], rows.some(index))
         assert mx.array_equal(got, law).item()
 
 

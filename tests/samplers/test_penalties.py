@@ -81,7 +81,7 @@ def test_rows_together_equal_each_row_alone(
     penalties = Penalties(Sampling(**options))
     together = penalties.apply(logits, rows)
     for index in range(rows.count):
-        alone = penalties.apply(logits[index : index + 1], rows.row(index))
+        alone = penalties.apply(logits[index : index + 1], rows.some(index))
         assert mx.array_equal(together[index], alone[0]).item()
 
 
@@ -99,7 +99,7 @@ def test_windows_and_prefixes_hold_the_tokens_before_each_row(
         assert kept.tolist() == text[-size:]
         assert prefixes[index].tolist() == text
         assert prefixes[index].dtype == mx.int32
-        alone = rows.row(index)
+        alone = rows.some(index)
         assert list(alone.positions) == [rows.positions[index]]
         assert alone.prefixes()[0].tolist() == text
 
