@@ -25,6 +25,7 @@ import time
 import mlx.core as mx
 
 from mlx_speculation.engine.drafting import Choices, Draft, Drafter
+from mlx_speculation.engine.in_turn import decide_in_turn
 from mlx_speculation.engine.masking import Masks
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import Statistics
@@ -65,6 +66,8 @@ class Decoder:
         self._verifier = verifier
         self._top = top
         self._masks = masks
+        self._processors = verifier.chooser.processors
+        self._in_turn = not self._processors.parallel
         self._drafter = drafter
         self._draft_length = draft_length
         self._in_flight: Submitted | None = None
@@ -114,15 +117,25 @@ class Decoder:
         """
         if self._masks is not None:
             self._masks.text.check()
+        before = self._processors.fork()
+        try:
+            return self._run_round(budget, cut)
+        except BaseException:
+            self._processors.restore(before)
+            raise
+
+    def _run_round(self, budget: int, cut: MakeCut) -> str | None:
         drafter, step = self._drafter, self._in_flight
         ahead = 0 if step is None else 1  # emitted too, and not known yet
         length = min(self._draft_length, budget - 1 - ahead)
         if drafter is None or length <= 0:
-            return self._plain_round(cut)
+            return self._round_without_draft(cut)
         known, seen = len(self._sequence.tokens), self._target.seen
         try:
             draft = self._propose(drafter, ahead + length)
             if draft.length > ahead:
+                if self._in_turn:
+                    return self._round_in_turn(draft, cut, drafter)
                 return self._drafted_round(drafter, draft, cut)
             drafter.discard()
             self.statistics.reads += draft.reads
@@ -135,7 +148,7 @@ class Decoder:
                     step.lane_round.rollback()
                     self._in_flight = None
             raise
-        return self._plain_round(cut)
+        return self._round_without_draft(cut)
 
     def hold_all(self) -> None:
         """Let the target's caches hold every known token, the last one included.
@@ -144,12 +157,17 @@ class Decoder:
         """
         if self._target.seen < len(self._sequence.tokens):
             unseen = self._sequence.tokens[self._target.seen :]
-            self._in_flight = self._submit_step(mx.array(unseen))
+            if self._in_turn:  # to choose what comes next is to call processors
+                self._target.feed(unseen)
+                self._next_token = None
+            else:
+                self._in_flight = self._submit_step(mx.array(unseen))
 
     def next_token(self) -> int | None:
         """Return the token that would come next, once every known token is held.
 
-        None where a constraint has ended the text.
+        None where a constraint has ended the text, and where logits processors would
+        have to be called.
         """
         if self._masks is not None and not self._masks.text.goes_on:
             return None
@@ -159,6 +177,11 @@ class Decoder:
             return read(self._in_flight).tokens[0]
         except NonFiniteLogitsError:
             return None
+
+    def _round_without_draft(self, make_cut: MakeCut) -> str | None:
+        if not self._in_turn:
+            return self._plain_round(make_cut)
+        return self._round_in_turn(Draft(mx.zeros((0,), mx.uint32)), make_cut)
 
     def _plain_round(self, make_cut: MakeCut) -> str | None:
         started = time.perf_counter()
@@ -208,6 +231,7 @@ class Decoder:
             fed = mx.array(self._sequence.tokens[self._target.seen :], mx.uint32)
         else:  # its token is not known yet, and stands in the draft's first place
             fed, behind = step.verified.tokens, draft.behind(1)
+        states = self._processors.fork()
         with self._target.begin() as lane_round:
             submitted = self._submit_verify(lane_round, fed, behind, step)
             before = [] if step is None else [read(step)]
@@ -225,12 +249,50 @@ class Decoder:
             self._in_flight = None
             lane_round.commit(len(fed) + accepted)
         self._follow(emitted)
+        if cut.keep > len(first):
+            self._processors.keep(cut.keep - len(first))
+        else:
+            self._processors.restore(states)
         all_held = len(first) + accepted == cut.keep
         self._next_token = verdict.tokens[accepted] if all_held else None
         self._count(draft, len(first), verdict.accepted, cut.keep)
         self.statistics.verify_seconds += verified - started
         self.statistics.host_seconds += time.perf_counter() - verified
         return cut.reason
+
+    def _round_in_turn(
+        self, draft: Draft, make_cut: MakeCut, drafter: Drafter | None = None
+    ) -> str | None:
+        """Run a round, drafted or not, whose rows are decided one after the other.
+
+        Nothing is submitted ahead; see `engine.in_turn`.
+        """
+        started = time.perf_counter()
+        fed = mx.array(self._sequence.tokens[self._target.seen :], mx.uint32)
+        with self._target.begin(whole=draft.length == 0) as lane_round:
+            logits = lane_round.forward(mx.concatenate([fed, draft.tokens]))
+            logits = logits[-1 - draft.length :]
+            drafted = draft.tokens if draft.length else None
+            rows = self._rows(logits, drafted, draft.length + 1)
+            turns = self._verifier.in_turn(
+                logits, rows, drafted, draft.probs, top=self._top
+            )
+            text = None if self._masks is None else self._masks.text
+            verdicts, reason = decide_in_turn(lane_round, turns, make_cut, text)
+            emitted = [token for verdict in verdicts for token in verdict.emitted]
+            accepted = sum(verdict.accepted for verdict in verdicts)
+            lane_round.prepare(len(fed) + accepted)
+            if drafter is not None:
+                drafter.settle(accepted)
+            self._sequence.tokens += emitted
+            lane_round.commit(len(fed) + accepted)
+        self._follow(emitted)
+        self._processors.keep(len(emitted))
+        self._next_token = None
+        self._count(draft, 0, accepted, len(emitted))
+        self.statistics.reads += len(emitted) - 1 + (draft.length > 0)
+        self.statistics.verify_seconds += time.perf_counter() - started
+        return reason
 
     def _emitted(self, *verdicts: Verdict) -> Emitted:
         """Return what these verdicts emit, as far as the constraint goes along."""

@@ -284,10 +284,11 @@ class SpeculativeGenerator:
             limit=self._target_width,
             missing=self._ids.missing,
         )
-        if chooser.processors.has_state:
+        if self._acceptance == "block" and not chooser.processors.parallel:
             raise InvalidRequestError(
-                "A logits processor may have a state, and this version runs those "
-                "without one only. Wrap it in mlx_speculation.pure if it has none."
+                "acceptance is 'block', which has to process all rows, and a logits "
+                "processor may only see rows whose tokens are emitted. Declare it with "
+                "mlx_speculation.pure, or use acceptance='rejection'."
             )
         stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
         if "" in stops:

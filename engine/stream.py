@@ -155,6 +155,7 @@ class Stream:
         if budget == 0 or self._decoder.complete:
             self._end("length" if budget == 0 else "stop")
             return
+        self._ready.clear()
         self._reason = self._decoder.next_round(budget, self._cut)
         if self._prefixes is not None:
             self._prefixes.between_rounds()
@@ -199,8 +200,7 @@ class Stream:
             self.stats.prefill_seconds += time.perf_counter() - started
 
     def _cut(self, emitted: Emitted) -> Cut:
-        """Turn a round's tokens into chunks, up to a stop or the budget."""
-        self._ready.clear()
+        """Turn a round's next tokens into chunks, up to a stop or the budget."""
         reason: str | None = None
         for index, token in enumerate(emitted.tokens):
             text, stopped = self._text.add(token)

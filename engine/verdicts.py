@@ -66,6 +66,11 @@ class Emitted:
             tokens, [value for verdict in verdicts for value in verdict.log_probs]
         )
 
+    @property
+    def last(self) -> "Emitted":
+        """The last one alone."""
+        return Emitted(self.tokens[-1:], self.log_probs[-1:], self.complete)
+
     def under(self, text: Constrained) -> "Emitted":
         """Return those that stay under a constraint."""
         followed = text.follow(self.tokens)
@@ -78,7 +83,7 @@ class Cut:
     """Where a round's emitted tokens end.
 
     Attributes:
-        keep: how many of them stay, from 1.
+        keep: how many of the round's tokens so far stay, from 1.
         reason: "stop" or "length" when the generation ends there, else None.
     """
 
@@ -86,6 +91,7 @@ class Cut:
     reason: str | None
 
 
+# Called once in a round, or for one token after the other.
 MakeCut = Callable[[Emitted], Cut]
 
 
