@@ -57,11 +57,8 @@ def nucleus_edge(probs: mx.array, share: float, at_once: int | None = None) -> m
         probs = mx.where(is_lower, lower, upper)
     ordered = mx.sort(probs, axis=-1)
     above = mx.cumsum(_units(ordered), axis=-1, reverse=True, inclusive=False)
-    dropped = (before + above >= limit).sum(axis=-1, keepdims=True)
-    # A row of NaN drops all. It is refused elsewhere, but must be read in bounds here.
-    return mx.take_along_axis(
-        ordered, mx.minimum(dropped, ordered.shape[-1] - 1), axis=-1
-    )
+    dropped = (before + above >= limit).sum(axis=-1, keepdims=True)  # never all
+    return mx.take_along_axis(ordered, dropped, axis=-1)
 
 
 def _units(probs: mx.array) -> mx.array:
@@ -69,7 +66,11 @@ def _units(probs: mx.array) -> mx.array:
 
 
 def _share_of(total: mx.array, share: float) -> mx.array:
-    """Return share * total rounded up, at least 1, in whole numbers: uint32."""
+    """Return share * total rounded up, in whole numbers: uint32.
+
+    At least 1, for rows of NaN too: they are refused elsewhere, but not read out of
+    bounds here.
+    """
     wide = total.astype(mx.uint64) * math.ceil(share * 2**32) + (2**32 - 1)
     return mx.maximum(wide >> 32, 1).astype(mx.uint32)
 

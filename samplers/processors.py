@@ -186,13 +186,13 @@ class Processors:
         drafted = self._drafted
         if first <= rows.round_start:  # a step in flight may stand there already
             drafted = self._drafted = {}
-            self._restore(self._after.get(first - 1, live))
+            self.restore(self._after.get(first - 1, live))
         else:
-            self._restore(drafted.get(first - 1, live))
+            self.restore(drafted.get(first - 1, live))
         try:
             return self._apply(logits, rows, users, drafted)
         finally:
-            self._restore(live)
+            self.restore(live)
 
     def serial(self, logits: mx.array, rows: Rows) -> Iterator[mx.array]:
         """Process row after row, each when it is asked for.
@@ -217,7 +217,7 @@ class Processors:
         for index, prefix in enumerate(rows.prefixes(self._known)):
             between = tuple(drafted[: rows.lengths[index] - len(rows.known)])
             if between in self._called:
-                self._restore(self._called[between].states)
+                self.restore(self._called[between].states)
             else:
                 processed = self._call(self._users, prefix, logits[index : index + 1])
                 self._called[between] = _Called(processed, self.fork())
@@ -230,13 +230,13 @@ class Processors:
 
     def restore(self, states: States) -> None:
         """Go back to the states of `fork`."""
-        self._after = {}
-        self._restore(states)
+        for processor, state in zip(self._forkable, states, strict=True):
+            processor.restore_state(state)
 
     def keep(self, count: int) -> None:
         """Go back to the state after the first `count` of the last rows, from 1."""
         if self._forkable:
-            self._restore(self._after[self._last[count - 1]])
+            self.restore(self._after[self._last[count - 1]])
 
     def _forget_committed(self, known: Sequence[int]) -> None:
         """Keep what was called for tokens after the known ones."""
@@ -247,10 +247,6 @@ class Processors:
             for between, called in self._called.items()
             if between[: len(new)] == new
         }
-
-    def _restore(self, states: States) -> None:
-        for processor, state in zip(self._forkable, states, strict=True):
-            processor.restore_state(state)
 
     def _is_serial(self, processor: LogitsProcessor) -> bool:
         return not (_is_pure(processor) or isinstance(processor, ForkableProcessor))

@@ -36,7 +36,6 @@ class KnownTokens:
         count = len(known)
         if known is not self._source:
             self._source, self._count = known, 0
-        self._count = min(self._count, count)
         if count > len(self._held):
             larger = np.empty(2 * count, dtype=np.int32)
             larger[: self._count] = self._held[: self._count]

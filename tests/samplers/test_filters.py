@@ -81,6 +81,26 @@ def test_the_edge_of_top_p_is_exact_in_whole_numbers(
         assert edge == min(stays)
 
 
+@pytest.mark.parametrize(
+    ("probs", "share", "edge"),
+    [
+        # The first two have the share exactly: the third is not needed.
+        ([0.5, 0.25, 0.125, 0.125], 0.75, 0.25),
+        # The first has half a unit less than the share: the second is needed.
+        ([0.5, 0.375, 0.125, 2.0**-31], 0.5, 0.375),
+        ([0.5, 0.375, 0.125, 0.0], 0.5, 0.5),
+        # Nothing: no share of it, and no value of the row beside it.
+        ([0.0, 0.0, 0.0, 0.0], 0.5, 0.0),
+    ],
+)
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_the_edge_of_top_p_at_the_very_share(
+    probs: list[float], share: float, edge: float, at_once: int
+) -> None:
+    rows = mx.array([probs, [0.4, 0.3, 0.2, 0.1]])
+    assert nucleus_edge(rows, share, at_once)[0].item() == edge
+
+
 @given(key=KEYS, vocab=st.integers(1, 200), share=SHARES, ties=st.booleans())
 def test_top_p_equals_mlx_lms_but_at_the_edge_of_float32_sums(
     key: int, vocab: int, share: float, ties: bool

@@ -155,6 +155,22 @@ def test_a_draft_behind_a_step_in_flight_starts_before_it() -> None:
     assert processor.copy_state() == after
 
 
+def test_a_draft_that_begins_later_knows_nothing_of_the_draft_before() -> None:
+    """Where the first drafts were looked up, and no logits asked for."""
+    chooser, (processor,) = a_chooser(Sampling(seed=0), ["forkable"])
+    draft_tokens(chooser, [1], [None] * 5)
+    text = [1, *verify(chooser, [1], [], None)]
+    state = processor.state
+    processor.calls.clear()
+    ahead = Rows(text, mx.array([4, 5], dtype=mx.uint32))
+    logits = mx.array(scripted([*text, 4, 5]))[None]
+    got = chooser.processed(logits, ahead, for_draft=True)
+    twin = Forkable()
+    twin.state = state
+    expected = twin(mx.array([*text, 4, 5]), mx.array(logits))
+    assert mx.array_equal(got, expected).item()
+
+
 def test_serial_processors_are_kept_from_drafts() -> None:
     chooser, processors = a_chooser(Sampling(seed=0), ["serial", "forkable"])
     draft_tokens(chooser, [1, 2], [None, None])
@@ -218,8 +234,9 @@ def test_what_keeps_rows_from_going_together_is_told() -> None:
 
 def test_pure_keeps_the_name_and_refuses_what_cannot_be_called() -> None:
     assert getattr(alternating, "__name__", "") == "alternating"
-    recorder = pure(Recorder())
-    assert recorder(mx.array([1]), mx.zeros((1, VOCAB))).shape == (1, VOCAB)
+    recorder = Recorder()
+    recorder._processor = None  # type: ignore[attr-defined]  # a name of its own
+    assert pure(recorder)(mx.array([1]), mx.zeros((1, VOCAB))).shape == (1, VOCAB)
     with pytest.raises(InvalidRequestError, match=r"pure\(\) was given a int"):
         pure(3)  # type: ignore[arg-type]
 
