@@ -63,6 +63,20 @@ class Verifier:
         """What chooses for the target."""
         return self._chooser
 
+    def law(self, logits: mx.array, rows: Rows, *, for_draft: bool = False) -> mx.array:
+        """Return the law by which a token is chosen, float32 [rows, width].
+
+        It is the same under every rule. Legal where `processors.parallel`.
+
+        Args:
+            logits: [rows, vocab].
+            rows: what precedes each row.
+            for_draft: the law of a proposal, with the draft's temperature.
+        """
+        chooser = self._draft_chooser if for_draft else self._chooser
+        processed = chooser.processed(logits, rows, for_draft=for_draft)
+        return self._law(chooser, processed, rows)
+
     def propose(
         self, logits: mx.array, rows: Rows, ids: mx.array | None = None
     ) -> Chosen:

@@ -1,0 +1,110 @@
+"""How much acceptance the laws of draft and target promise, round by round."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.engine.decoding import Decoder
+from mlx_speculation.engine.draft_model import DraftModel
+from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.statistics import Statistics
+from mlx_speculation.engine.verdicts import Cut
+from mlx_speculation.models import Lane
+from mlx_speculation.samplers import Acceptance, Chooser, Chosen, Rows, Verifier
+from mlx_speculation.samplers.chosen import Verified
+from mlx_speculation.samplers.expectation import (
+    block_accepted,
+    keyed_acceptance,
+    tokenwise_acceptance,
+)
+
+
+@dataclass(slots=True)
+class Promised:
+    """Accepted tokens of each round, counted and expected.
+
+    Attributes:
+        drafted: tokens of the round's draft.
+        accepted: counted.
+        expected: under keyed choice and rejection the sum, over the positions that
+            were reached, of the acceptance of the two laws there; under block
+            verification what its paper's p_1 to p_k add up to.
+    """
+
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[float] = field(default_factory=list)
+    expected: list[float] = field(default_factory=list)
+
+
+class WatchedVerifier(Verifier):
+    """Keeps the laws of each round, and what they promise."""
+
+    def __init__(self, chooser: Chooser, acceptance: Acceptance) -> None:
+        super().__init__(chooser, acceptance)
+        self._acceptance = acceptance
+        self._drafted_laws: list[mx.array] = []
+        self.promised = Promised()
+
+    def propose(
+        self, logits: mx.array, rows: Rows, ids: mx.array | None = None
+    ) -> Chosen:
+        """Choose, and keep the law of the choice."""
+        if rows.lead == 0:
+            self._drafted_laws = []
+        self._drafted_laws.append(self.law(logits, rows, for_draft=True))
+        return super().propose(logits, rows, ids)
+
+    def verify(
+        self,
+        logits: mx.array,
+        rows: Rows,
+        drafted: mx.array | None = None,
+        draft_probs: mx.array | None = None,
+        *,
+        top: int | None = None,
+    ) -> Verified:
+        """Decide, and compare with what the laws promise."""
+        verified = super().verify(logits, rows, drafted, draft_probs, top=top)
+        if drafted is not None and verified.accepted is not None:
+            target = self.law(logits, rows)
+            draft = mx.concatenate(self._drafted_laws)
+            expected = self._expected(target, draft, drafted, verified.accepted)
+            self.promised.drafted.append(len(drafted))
+            self.promised.accepted.append(_number(verified.accepted))
+            self.promised.expected.append(_number(expected))
+        return verified
+
+    def _expected(
+        self, target: mx.array, draft: mx.array, drafted: mx.array, accepted: mx.array
+    ) -> mx.array:
+        if self._acceptance == "block":
+            return block_accepted(target, draft, drafted)
+        keyed = self._acceptance == "keyed"
+        rule = keyed_acceptance if keyed else tokenwise_acceptance
+        reached = mx.arange(len(drafted)) <= accepted
+        return (rule(target[:-1], draft) * reached).sum()
+
+
+def watch(
+    target: Any, draft: Any, chooser: Chooser, acceptance: Acceptance, job: Any, k: int
+) -> tuple[Statistics, Promised]:
+    """Generate with drafts of k tokens; return the counts and what was promised."""
+    sequence = Sequence(list(job.prompt))
+    verifier = WatchedVerifier(chooser, acceptance)
+    decoder = Decoder(
+        target=Lane(target, sliding="slack"),
+        sequence=sequence,
+        verifier=verifier,
+        drafter=DraftModel(lambda: Lane(draft, sliding="slack")),
+        draft_length=k,
+    )
+    decoder.prefill()
+    while (left := job.tokens - decoder.statistics.emitted) > 0:
+        decoder.next_round(left, lambda emitted: Cut(len(emitted.tokens), None))
+    return decoder.statistics, verifier.promised
+
+
+def _number(value: mx.array) -> float:
+    number: Any = value.item()
+    return float(number)
