@@ -5,9 +5,7 @@ one request. Nothing in it is changed by a token but the state of the user's
 processors, and `processors` says how that is put back.
 """
 
-from collections.abc import Iterator
 from copy import copy
-from typing import Any
 
 import mlx.core as mx
 
@@ -89,29 +87,6 @@ class Chooser:
             uint32 [rows].
         """
         return self.pick(self.processed(logits, rows), rows)
-
-    def choose_in_turn(self, logits: mx.array, rows: Rows) -> Iterator[int]:
-        """Choose row after row, until a choice differs from the draft that follows.
-
-        What is yielded is emitted. Stop asking after a token that ends the text: the
-        processors are called for a row when its token is asked for, see
-        `Processors.serial`. The host reads each token.
-
-        Args:
-            logits: [rows, vocab].
-            rows: what precedes each row.
-
-        Yields:
-            The token of each row.
-        """
-        drafted: Any = [] if rows.ahead is None else rows.ahead.tolist()
-        following = drafted[-(rows.count - 1) :] if rows.count > 1 else []
-        for index, row in enumerate(self.processors.serial(logits, rows)):
-            here = rows.some(index)
-            token: Any = self.pick(self.usable(row, here), here).item()
-            yield token
-            if index < len(following) and token != following[index]:
-                return
 
     def pick(self, processed: mx.array, rows: Rows) -> mx.array:
         """Return the ids with the largest scores, uint32 [rows].

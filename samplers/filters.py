@@ -100,7 +100,8 @@ def top_k(logits: mx.array, k: int) -> mx.array:
     """Keep the k most probable tokens of each row, the lowest ids among equals.
 
     mlx-lm leaves the choice among equals to a partition, which may differ with the
-    number of rows; a stable order may not.
+    number of rows; a stable order may not. A partition finds the edge in a fifth to a
+    tenth of the time of a sort.
 
     Args:
         logits: float32 [..., vocab].

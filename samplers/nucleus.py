@@ -16,6 +16,14 @@ edge, and that half is split again:
 All shapes are known beforehand, so nothing is read by the host. The work is that of
 two partitions and one pass of small operations for each halving. On a GPU mlx sorts to
 partition, so there all tokens are sorted once instead; the edge is the same.
+
+Top-p with its exponentials, shortest of many runs on a Linux CPU, in ms:
+
+    tokens x rows          4096 x 1   4096 x 5   151,936 x 1   151,936 x 5
+    halving                    0.22       0.78           4.6            23
+    one sort                   0.32       1.40          14.2            76
+    bisection of the edge      0.59       1.26           6.1            36
+    mlx-lm's, with a sort      0.31       1.38          14.1            70
 """
 
 import math

@@ -173,30 +173,3 @@ def test_a_coin_belongs_to_its_position() -> None:
         keys = position_keys(other, mx.arange(1, 2001))
         applied = np.array(coins(keys)) <= 0.3
         assert 0.4 < (applied == dropped).mean() < 0.76  # 0.58 if independent
-
-
-@given(rows=some_rows(), key=KEYS, temperature=TEMPERATURES)
-def test_choosing_in_turn_chooses_the_same_up_to_the_first_difference(
-    rows: Rows, key: int, temperature: float
-) -> None:
-    sampling = Sampling(
-        temperature=temperature,
-        top_p=0.9,
-        presence_penalty=1.0,
-        logits_processors=[alternating],
-        seed=key,
-    )
-    chooser = Chooser(sampling, VOCAB)
-    logits = some_logits(key, rows.count)
-    at_once: Any = chooser.choose(logits, rows).tolist()
-    for right in range(rows.count):  # the first drafts are right, as far as they go
-        drafted = at_once[:right]
-        ahead = mx.array(drafted, dtype=mx.uint32) if drafted else None
-        again = Rows(rows.known, ahead, right + 1, rows.start)
-        at_once = chooser.choose(logits[: right + 1], again).tolist()
-        in_turn = list(chooser.choose_in_turn(logits[: right + 1], again))
-        assert in_turn == at_once
-        if right:
-            wrong = mx.array([*drafted[:-1], (drafted[-1] + 1) % VOCAB], mx.uint32)
-            off = Rows(rows.known, wrong, right + 1, rows.start)
-            assert list(chooser.choose_in_turn(logits[: right + 1], off)) == drafted

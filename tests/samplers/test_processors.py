@@ -26,6 +26,7 @@ from support.scripted_rows import (
     Recorder,
     alternating,
     draft_tokens,
+    in_turn,
     plain_text,
     scripted,
     scripted_rows,
@@ -121,8 +122,8 @@ def test_a_stop_token_is_the_last_to_be_called_for() -> None:
     chooser = Chooser(replace(sampling, logits_processors=(recorder,)), VOCAB)
     recorder.state = 1
     rows = Rows([1], mx.array(text[:3], dtype=mx.uint32), 4)
-    in_turn = chooser.choose_in_turn(scripted_rows([1], text[:3]), rows)
-    assert [next(in_turn), next(in_turn)] == text[:2]
+    tokens = in_turn(chooser, scripted_rows([1], text[:3]), rows)
+    assert [next(tokens), next(tokens)] == text[:2]
     assert [tokens for tokens, _ in recorder.calls] == [[1], [1, text[0]]]
 
 

@@ -4,13 +4,13 @@ Logits are a function of the prefix, so every row has the same bits whoever asks
 plain step, a verify of many rows, or a round that is run again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_speculation.samplers import Chooser, Rows, pure
+from mlx_speculation.samplers import Chooser, Rows, Verifier, pure
 
 VOCAB = 10
 
@@ -74,8 +74,17 @@ def plain_text(chooser: Chooser, prompt: Sequence[int], count: int) -> list[int]
     """Choose one token after another, with one call of each processor for each."""
     text = list(prompt)
     for _ in range(count):
-        text.append(next(chooser.choose_in_turn(scripted_rows(text, []), Rows(text))))
+        text.append(next(in_turn(chooser, scripted_rows(text, []), Rows(text))))
     return text
+
+
+def in_turn(chooser: Chooser, logits: mx.array, rows: Rows) -> Iterator[int]:
+    """Choose row after row, up to the first rejection; `ahead` is the draft."""
+    for verdict in Verifier(chooser).in_turn(logits, rows, rows.ahead):
+        token: Any = verdict.tokens.item()
+        yield token
+        if verdict.accepted is None or not verdict.accepted.item():
+            return
 
 
 def draft_tokens(
@@ -118,7 +127,7 @@ def verify(
                 if index < len(drafted) and choice != drafted[index]:
                     break
         else:
-            for token in chooser.choose_in_turn(logits, rows):
+            for token in in_turn(chooser, logits, rows):
                 emitted.append(token)
                 if len(emitted) == fail_at:
                     raise FailedRoundError
