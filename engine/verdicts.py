@@ -109,7 +109,8 @@ def read(submitted: Submitted) -> Verdict:
         raise NonFiniteLogitsError(
             f"{unusable} of {len(normals)} rows of the target's logits hold a NaN or "
             "no finite largest value. The round was rolled back. Check the weights, "
-            "or load the model in float32."
+            "load the model in float32, or see what a constraint and logits "
+            "processors leave of them."
         )
     count: Any = 0 if verified.accepted is None else verified.accepted.item()
     report = verified.log_probs

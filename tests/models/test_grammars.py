@@ -254,6 +254,15 @@ def test_a_tokenizer_is_read_once_until_it_grows() -> None:
     assert len(grammars._READ) == before - 1
 
 
+def test_padding_and_truncation_of_a_tokenizer_do_not_count() -> None:
+    fast = byte_tokenizer()._tokenizer
+    fast.backend_tokenizer.enable_truncation(2)
+    fast.backend_tokenizer.enable_padding(length=20)
+    read = regex("abc", fast)._vocabulary.tokens
+    assert len(read.tokenize_str("abcdefg")) == 7
+    assert fast.backend_tokenizer.truncation is not None
+
+
 def fast_tokenizer(model: Any, decoder: Any, **special: str) -> Any:
     tokenizer = Tokenizer(model)
     tokenizer.decoder = decoder
