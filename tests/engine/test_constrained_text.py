@@ -372,6 +372,7 @@ class FewIds:
 
     def __init__(self, columns: int, ids: list[int] | None) -> None:
         self._columns, self._ids = columns, ids
+        self.laws: list[mx.array] = []
 
     def begin(self, sequence: Sequence) -> None:
         """Nothing to begin."""
@@ -384,6 +385,7 @@ class FewIds:
             ahead = mx.concatenate([c.tokens for c in chosen]) if chosen else None
             logits = mx.arange(self._columns)[None].astype(mx.float32) / 50 + index
             chosen.append(choose(logits, sequence.rows(ahead), ids))
+        self.laws += [one.probs for one in chosen if one.probs is not None]
         return Draft.of(chosen)
 
     def settle(self, accepted: int) -> None:
@@ -396,12 +398,20 @@ class FewIds:
 @pytest.mark.parametrize("acceptance", ["keyed", "rejection", "block"])
 @pytest.mark.parametrize(
     ("columns", "ids"),
-    [(300, None), (257, None), (40, None), (2, None), (3, [1, 60, 61]), (2, [90, 3])],
+    [
+        (300, None),
+        (257, None),
+        (40, None),
+        (2, None),
+        (3, [1, 60, 61]),
+        (40, [*range(100, 140)]),
+    ],
 )
 def test_drafters_of_any_vocabulary_draft_what_is_allowed_or_are_not_accepted(
     acceptance: Any, columns: int, ids: list[int] | None
 ) -> None:
-    """Also where none of their ids is allowed, whose laws would have no mass."""
+    """Also where none of their ids is allowed. A law without mass would be no law, and
+    block verification looks at the law behind the token that it judges."""
     allowed = [*range(30, 80)]
     options: dict[str, Any] = {
         "constraint": allowed_tokens(allowed),
@@ -414,8 +424,11 @@ def test_drafters_of_any_vocabulary_draft_what_is_allowed_or_are_not_accepted(
     assert set(found.tokens) <= set(allowed)
     if acceptance == "keyed":
         assert found.tokens == expected
-    if columns == 2:
+    if not set(allowed) & set(ids or range(columns)):
         assert found.stats.accepted == 0
+    assert bool(drafter.laws) == (acceptance != "keyed")
+    for law in drafter.laws:
+        assert law.sum().item() == pytest.approx(1, abs=1e-5)
 
 
 def test_what_the_constraint_allows_may_be_what_the_model_gives_no_chance() -> None:
