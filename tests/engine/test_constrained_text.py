@@ -458,6 +458,41 @@ def test_a_stop_string_cuts_the_text_and_a_constraint_serves_again() -> None:
         assert "abababa".startswith(result.text)
 
 
+class Counting:
+    """A logits processor whose result depends on how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        self.calls += 1
+        return logits.at[:, 97 + self.calls % 5].add(3.0)
+
+
+@pytest.mark.parametrize("right", [None, 0.7, 1.0])
+@pytest.mark.parametrize("length", [1, 4])
+def test_a_processor_with_a_state_sees_the_emitted_tokens_of_a_constraint(
+    right: float | None, length: int
+) -> None:
+    def generated(generator: SpeculativeGenerator, length: int) -> tuple[Any, ...]:
+        processor = Counting()
+        sampling = Sampling(temperature=1.0, seed=2, logits_processors=[processor])
+        result = generator.generate(
+            PROMPT,
+            draft_length=length,
+            sampling=sampling,
+            constraint=regex("([0-9a-f]{2}-){5}", TOKENIZER),
+        )
+        return result.tokens, result.finish_reason, processor.calls
+
+    expected = generated(plain("llama"), 0)
+    assert expected[1:] == ("stop", 15)
+    draft: Any = model("llama", seed=1)
+    if right is not None:
+        draft = ScriptedDrafter(PROMPT + expected[0], right)
+    assert generated(drafted("llama", draft), length) == expected
+
+
 @pytest.mark.parametrize("wrong", [{"type": "object"}, "[0-9]+", 3])
 def test_what_is_no_constraint_is_refused(wrong: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"json_schema\(\.\.\.\)"):
