@@ -83,6 +83,7 @@ def test_coins_pass_below_the_acceptance_probability(
     told = np.array(thrown).astype(np.float64)
     expected = count(rule, (told < exact) | (exact == 1))
     assert np.array_equal(np.array(verdict.accepted), expected)
+    assert len({verdict, rule.verify(t, d, x, thrown[0])}) == 2  # hashed by identity
     following = rule.next_law(*rows, verdict.accepted)
     assert mx.array_equal(verdict.next_law, following).item()
     assert (verdict.acceptance == acceptance).all().item()

@@ -133,10 +133,13 @@ def test_parents_that_make_no_tree_are_refused(parents: list[int], match: str) -
 
 
 def test_tokens_that_do_not_fit_the_tree_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="nodes 2 and 3 both continue node 1"):
+    equal = "nodes 2 and 3 both continue node 1 with token 5"
+    with pytest.raises(InvalidRequestError, match=equal):
         tree_layout([-1, 0, 1, 1], 0, tokens=[9, 9, 5, 5])
     with pytest.raises(InvalidRequestError, match="2 tokens and 3 parents"):
         tree_layout([-1, 0, 0], 0, tokens=[1, 2])
+    with pytest.raises(InvalidRequestError, match="4 tokens and 3 parents"):
+        tree_layout([-1, 0, 0], 0, tokens=[1, 2, 3, 4])
     with pytest.raises(InvalidRequestError, match="root_position is -1"):
         tree_layout([-1, 0], -1)
     tree_layout([-1, 0, 0, 1, 2], 0, tokens=[5, 5, 6, 6, 6])  # cousins may be equal
@@ -327,7 +330,9 @@ def test_the_child_rule_mixed_with_a_residual_is_seen(
 
 def test_a_layout_is_a_value_of_its_own() -> None:
     assert isinstance(tree_layout([-1], 0), TreeLayout)
+    assert tree_layout([-1], 0) != tree_layout([-1], 0)  # arrays cannot tell
     alone = descend(tree_layout([-1], 0), mx.array([5]), mx.array([8]))
+    assert len({alone, descend(tree_layout([-1], 0), *2 * [mx.array([5])])}) == 2
     assert alone.accepted.item() == 0
     assert alone.path.tolist() == [0]
     assert alone.emitted.tolist() == [8]
