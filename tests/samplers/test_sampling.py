@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,50 @@ from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers import Sampling, derived_seed
 
 SEEDS = st.integers(0, 2**64 - 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"temperature": -0.1}, ["temperature", "-0.1", "0"]),
+        ({"temperature": float("nan")}, ["temperature", "nan"]),
+        ({"temperature": float("inf")}, ["temperature", "inf"]),
+        ({"top_p": 1.5}, ["top_p", "1.5", "1"]),
+        ({"min_p": -1}, ["min_p", "-1"]),
+        ({"top_k": -3}, ["top_k", "-3"]),
+        ({"top_k": 2.0}, ["top_k", "2.0", "whole number"]),
+        ({"min_tokens_to_keep": 0}, ["min_tokens_to_keep", "0", "1"]),
+        ({"xtc_probability": 1.1}, ["xtc_probability", "1.1", "1"]),
+        ({"xtc_threshold": 0.6}, ["xtc_threshold", "0.6", "0.5"]),
+        ({"xtc_special_tokens": [3, -1]}, ["xtc_special_tokens", "-1"]),
+        ({"xtc_special_tokens": 13}, ["xtc_special_tokens", "13", "list"]),
+        ({"repetition_penalty": -1.0}, ["repetition_penalty", "-1.0", "0"]),
+        ({"repetition_context_size": -1}, ["repetition_context_size", "-1"]),
+        ({"presence_penalty": float("nan")}, ["presence_penalty", "nan"]),
+        ({"presence_context_size": 2.5}, ["presence_context_size", "2.5"]),
+        ({"frequency_penalty": float("inf")}, ["frequency_penalty", "inf"]),
+        ({"frequency_context_size": None}, ["frequency_context_size", "None"]),
+        ({"draft_temperature": -1}, ["draft_temperature", "-1"]),
+        ({"logit_bias": {-2: 1.0}}, ["logit_bias", "-2"]),
+        ({"logit_bias": {"7": 1.0}}, ["logit_bias", "'7'"]),
+        ({"logit_bias": {7: float("inf")}}, ["logit_bias", "7", "inf"]),
+        ({"logit_bias": {7: None}}, ["logit_bias", "7", "None"]),
+        ({"logit_bias": 5}, ["logit_bias", "5", "list"]),
+        ({"logit_bias": [7, 8]}, ["logit_bias", "7", "{50: -2.5}"]),
+        ({"logit_bias": [(7, 1.0), (7, 2.0)]}, ["logit_bias", "2 ids", "1 of them"]),
+        ({"logits_processors": len}, ["logits_processors", "len", "list"]),
+        ({"logits_processors": ["x"]}, ["logits processor", "str", "callable"]),
+        ({"seed": -1}, ["seed", "-1"]),
+        ({"seed": 2**64}, ["seed", str(2**64), str(2**64 - 1)]),
+    ],
+)
+def test_bad_sampling_options_are_refused(
+    options: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        Sampling(**options)
+    for word in words:
+        assert word in str(caught.value)
 
 
 def test_collections_are_kept_as_tuples() -> None:
