@@ -20,8 +20,7 @@ class Penalties:
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
-        self._bias: tuple[mx.array, mx.array] | None = None
-        self._bias_width = 0
+        self._biases: dict[int, tuple[mx.array, mx.array]] = {}  # by logits' width
 
     @property
     def active(self) -> bool:
@@ -43,25 +42,26 @@ class Penalties:
         options = self._sampling
         if options.biases:
             logits = self._biased(logits)
-        if options.repetition_penalty:
-            windows = rows.windows(options.repetition_context_size, held)
-            logits = repetition(logits, windows, options.repetition_penalty)
-        if options.presence_penalty:
-            windows = rows.windows(options.presence_context_size, held)
-            logits = presence(logits, windows, options.presence_penalty)
-        if options.frequency_penalty:
-            windows = rows.windows(options.frequency_context_size, held)
-            logits = frequency(logits, windows, options.frequency_penalty)
+        kinds = (
+            (repetition, options.repetition_penalty, options.repetition_context_size),
+            (presence, options.presence_penalty, options.presence_context_size),
+            (frequency, options.frequency_penalty, options.frequency_context_size),
+        )
+        windows: dict[int, Windows] = {}  # mostly of one size
+        for penalize, penalty, size in kinds:
+            if penalty:
+                windows[size] = windows.get(size) or rows.windows(size, held)
+                logits = penalize(logits, windows[size], penalty)
         return logits
 
     def _biased(self, logits: mx.array) -> mx.array:
         width = logits.shape[-1]
-        if self._bias is None or self._bias_width != width:
+        if width not in self._biases:
             kept = [(i, value) for i, value in self._sampling.biases if i < width]
             ids = mx.array([i for i, _ in kept], dtype=mx.uint32)
             values = mx.array([value for _, value in kept], dtype=mx.float32)
-            self._bias, self._bias_width = (ids, values), width
-        ids, values = self._bias
+            self._biases[width] = ids, values
+        ids, values = self._biases[width]
         return logits.at[..., ids].add(values) if ids.size else logits
 
 
