@@ -8,10 +8,10 @@ The tests of this file fail for each of these faults, made by hand (killed by ha
 
     rows processed as if no token were ahead
     a processor's state is not put back after a rejection, or after a failed round
-    a serial processor is called for a row too many, or ahead of the last token
-    drafts choose with the state that verify rows have left
-    a cut of one token forgets the tokens of the round before it
-    log-probabilities of the row before
+    a serial processor is called for all rows at once, after a stop, or to hold a token
+    a draft's choice changes the state of a processor
+    a cut of one token gets the round's tokens again
+    log-probabilities of another row
 """
 
 from collections.abc import Callable
@@ -25,9 +25,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_speculation import InvalidRequestError, Sampling, SpeculativeGenerator, pure
+from mlx_speculation.engine import decoding
 from mlx_speculation.engine.results import Result
 from support.drafters import ScriptedDrafter
 from support.tiny_models import TINY_MODELS, build_tiny
@@ -140,31 +142,96 @@ def assert_same(got: Result, expected: Result) -> None:
         assert [value for _, value in one.top] == pytest.approx(values, abs=TOLERANCE)
 
 
+def check(
+    options: dict[str, Any], kind: str, length: int, users: list[str], stops: set[int]
+) -> Result:
+    plain, ours = ([USERS[name]() for name in users] for _ in range(2))
+    expected = generate(None, 0, options, plain, stop_tokens=stops)
+    draft = draft_of(kind, expected.tokens)
+    result = generate(draft, length, options, ours, stop_tokens=stops)
+    assert_same(result, expected)
+    count = len(expected.tokens)
+    before = [PROMPT + expected.tokens[:i] for i in range(count)]
+    for name, mine, theirs in zip(users, ours, plain, strict=True):
+        if name == "serial":
+            assert mine.calls == theirs.calls == before
+        elif name == "forkable":  # a step that was submitted ahead may add its call
+            assert mine.calls[:count] == theirs.calls[:count] == before
+            assert len(mine.calls) - count in (0, 1)
+    return result
+
+
 @given(
     options=OPTIONS,
     kind=st.sampled_from(KINDS),
     length=st.integers(0, 8),
-    users=st.lists(st.sampled_from(sorted(USERS)), max_size=2, unique=True),
+    users=st.sampled_from([[], ["pure"], ["forkable"], ["serial"], ["serial", "pure"]]),
     stops=st.sets(st.integers(0, VOCAB - 1), max_size=2),
 )
-@settings(max_examples=30)
+@settings(max_examples=25)
 def test_any_drafter_leaves_text_calls_and_log_probabilities(
     options: dict[str, Any], kind: str, length: int, users: list[str], stops: set[int]
 ) -> None:
-    plain, ours = ([USERS[name]() for name in users] for _ in range(2))
-    expected = generate(None, 0, options, plain, stop_tokens=stops)
-    draft = draft_of(kind, expected.tokens)
-    assert_same(generate(draft, length, options, ours, stop_tokens=stops), expected)
-    for name, mine, theirs in zip(users, ours, plain, strict=True):
-        if name == "serial":
-            assert mine.calls == theirs.calls
-            before = [PROMPT + expected.tokens[:i] for i in range(len(mine.calls))]
-            assert mine.calls == before
-            assert len(mine.calls) == len(expected.tokens)
-        elif name == "forkable":  # a step that was submitted ahead may add its call
-            count = len(expected.tokens)
-            assert mine.calls[:count] == theirs.calls[:count]
-            assert len(mine.calls) - count in (0, 1)
+    check(options, kind, length, users, stops)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("user", USERS)
+def test_rejected_rows_leave_no_trace_in_a_processor(
+    user: str, kind: str, temperature: float
+) -> None:
+    options = {"temperature": temperature, "seed": 1, "repetition_penalty": 1.2}
+    result = check(options, kind, 4, [user], set())
+    assert result.stats.drafted > result.stats.accepted or kind in ("oracle", "lookup")
+    for stop in set(result.tokens[5:12]):  # in the middle of an accepted draft
+        check(options, kind, 4, [user], {stop})
+
+
+@pytest.mark.parametrize("kind", ["oracle", "often right"])
+def test_holding_all_tokens_asks_no_serial_processor(kind: str) -> None:
+    options: dict[str, Any] = {"temperature": 0.9, "seed": 1}
+    expected = generate(None, 0, options, [Counting()]).tokens
+    processor, caches = Counting(), make_prompt_cache(model_of(0))
+    result = generate(
+        draft_of(kind, expected), 4, options, [processor], prompt_cache=caches
+    )
+    assert result.tokens == expected
+    assert len(processor.calls) == TOKENS
+    assert result.cached_tokens == PROMPT + expected
+    assert caches[0].offset == len(PROMPT) + TOKENS
+    assert result.next_token is None
+
+
+@pytest.mark.parametrize("kind", ["oracle", "often right"])
+def test_a_failed_round_puts_a_forkable_state_back(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"temperature": 0.7, "seed": 1}
+    plain = Forkable()
+    expected = generate(None, 0, options, [plain]).tokens
+    generator = SpeculativeGenerator(
+        model_of(0),
+        letter_tokenizer(VOCAB),
+        draft=draft_of(kind, expected),
+        draft_length=3,
+    )
+    processor = Forkable()
+    sampling = Sampling(**options, logits_processors=(processor,))
+    stream = generator.stream(
+        PROMPT, max_tokens=TOKENS, sampling=sampling, stop_tokens=()
+    )
+    emitted = [next(stream).token]
+    while emitted != expected[: stream.stats.emitted]:
+        emitted.append(next(stream).token)  # up to the end of a round
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(decoding, "read", broken)
+    with pytest.raises(RuntimeError, match="device lost"):
+        next(stream)
+    assert processor.calls == plain.calls[: len(emitted)]
 
 
 @given(options=OPTIONS, users=st.sampled_from([[], ["pure"], ["serial"]]))
