@@ -302,6 +302,16 @@ def test_a_text_that_is_stuck_fails_after_the_same_tokens(
     assert caches[0].offset == len(held)
 
 
+def test_an_id_without_a_column_cannot_be_what_the_constraint_asks_for() -> None:
+    narrow = SpeculativeGenerator(model("llama", vocab=256), TOKENIZER, draft=None)
+    options: dict[str, Any] = {"max_tokens": 3, "stop_tokens": []}
+    both = narrow.generate(PROMPT, constraint=allowed_tokens([5, END]), **options)
+    assert both.tokens == [5, 5, 5]
+    alone = TokenAutomaton({0: {END: 0}}, accepting=())
+    with pytest.raises(ConstraintError, match="none of the 256 ids"):
+        narrow.generate(PROMPT, constraint=alone, **options)
+
+
 class BrokenError(Exception):
     pass
 
