@@ -24,7 +24,7 @@ from mlx_speculation import (
 )
 from mlx_speculation.engine.drafting import Choose, Draft
 from mlx_speculation.engine.sequence import Sequence
-from mlx_speculation.models import json_schema, lark, regex
+from mlx_speculation.models import TokenIds, json_schema, lark, regex
 from mlx_speculation.samplers import Constraint, TokenAutomaton, allowed_tokens
 from mlx_speculation.samplers.constraints import AutomatonState
 from support.content import assert_same_content, content
@@ -310,6 +310,17 @@ def test_an_id_without_a_column_cannot_be_what_the_constraint_asks_for() -> None
     alone = TokenAutomaton({0: {END: 0}}, accepting=())
     with pytest.raises(ConstraintError, match="none of the 256 ids"):
         narrow.generate(PROMPT, constraint=alone, **options)
+
+
+@pytest.mark.parametrize(("limit", "gone"), [(9, [2, 3]), (6, [2, 3, 6]), (0, None)])
+def test_ids_that_do_not_exist_are_not_usable(
+    limit: int, gone: list[int] | None
+) -> None:
+    ids = TokenIds(width=7, missing=mx.array([2, 3]))
+    usable = ids.usable(limit)
+    assert usable.dtype == np.bool_
+    assert usable.tolist() == [gone is not None and i not in gone for i in range(7)]
+    assert TokenIds(width=3).usable(2).tolist() == [True, True, False]
 
 
 class BrokenError(Exception):
