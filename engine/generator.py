@@ -36,6 +36,7 @@ from mlx_speculation.engine.stream import Stream
 from mlx_speculation.engine.text import TextStream
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import (
+    Contract,
     Lane,
     Recorders,
     Sliding,
@@ -46,6 +47,7 @@ from mlx_speculation.models import (
     check_same_ids,
     load,
     logit_width,
+    model_folder,
     wired,
     wrapped,
 )
@@ -58,7 +60,9 @@ from mlx_speculation.samplers import (
     Verifier,
 )
 
-NOT_YET = ("mtp", "auto")
+NOT_YET = ("auto",)
+# Drafts that are named and not loaded from a folder of their own.
+NAMED = ("lookup", "mtp")
 
 
 class SpeculativeGenerator:
@@ -163,33 +167,47 @@ class SpeculativeGenerator:
         acceptance: Acceptance = "keyed",
         sliding: Sliding = "slack",
         prefix_cache: PrefixCache | None = None,
+        contract: Contract | None = None,
     ) -> "SpeculativeGenerator":
         """Load a target, and a draft model where `draft` names one.
 
         Args:
             path_or_repo: a folder in mlx-lm's layout, or the name of a repository.
-            draft: likewise, or anything that the constructor takes.
+            draft: likewise, "mtp" for the target's own head, or anything that the
+                constructor takes.
             draft_length: see the constructor.
             draft_confidence: see the constructor.
             acceptance: see the constructor.
             sliding: see the constructor.
             prefix_cache: see the constructor.
+            contract: what the head was trained with; its family's when omitted.
 
         Raises:
-            ModelFolderError: a folder is not a model.
+            ModelFolderError: a folder is not a model, or has no whole head.
+            UnsupportedModelError: the target is of no family whose heads are known.
             TokenizerMismatchError: target and draft do not share their token ids.
         """
         if isinstance(draft, str) and draft in NOT_YET:
             raise InvalidRequestError(
-                f"draft is {draft!r}, and this version drafts with a model only. Pass "
-                "the path of a small model with the target's tokenizer, or None."
+                f"draft is {draft!r}, and this version does not choose one. Pass the "
+                "path of a small model with the target's tokenizer, 'mtp', 'lookup' or "
+                "None."
             )
-        folder = draft if isinstance(draft, str | Path) and draft != "lookup" else None
+        if contract is not None and draft != "mtp":
+            raise InvalidRequestError(
+                f"A contract was passed, and draft is {draft!r}, not 'mtp'. Leave the "
+                "contract out: it is for MTP heads."
+            )
+        named = isinstance(draft, str) and draft in NAMED
+        folder = draft if isinstance(draft, str | Path) and not named else None
         check_model_folder(path_or_repo)
         if folder is not None:
             check_model_folder(folder)
         model, tokenizer = load(path_or_repo)
         loaded: Any = draft
+        if draft == "mtp":
+            own = model_folder(path_or_repo)
+            loaded = MtpDraft.from_folder(own, model, contract=contract)
         if folder is not None:
             loaded, draft_tokenizer = load(folder)
             check_same_ids(tokenizer, draft_tokenizer)

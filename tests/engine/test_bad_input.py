@@ -23,6 +23,7 @@ from mlx_speculation import (
     UnsupportedCacheError,
 )
 from mlx_speculation.models import check_same_ids
+from mlx_speculation.models.mtp_families import Contract
 from support.drafters import ScriptedDrafter
 from support.tiny_models import build
 from support.tiny_tokenizer import byte_tokenizer
@@ -171,8 +172,12 @@ def test_wrong_kinds_of_model_draft_and_rule_are_refused(model: nn.Module) -> No
         SpeculativeGenerator(model, tokenizer, draft="path")
     with pytest.raises(InvalidRequestError, match=r"'fast'.*keyed, rejection, block"):
         SpeculativeGenerator(model, tokenizer, acceptance="fast")  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match="'mtp'"):
-        SpeculativeGenerator.from_pretrained("anything", draft="mtp")
+    with pytest.raises(InvalidRequestError, match="'auto'"):
+        SpeculativeGenerator.from_pretrained("anything", draft="auto")
+    with pytest.raises(InvalidRequestError, match="not 'mtp'"):
+        SpeculativeGenerator.from_pretrained(
+            "anything", draft="lookup", contract=Contract()
+        )
 
 
 def test_a_drafter_object_serves_one_open_stream_at_a_time(model: nn.Module) -> None:

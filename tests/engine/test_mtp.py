@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,10 +15,10 @@ from mlx_speculation.engine import mtp as mtp_module
 from mlx_speculation.engine.drafting import Choose
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import HiddenStates, Lane, Mtp, MtpHead
+from mlx_speculation.models import Contract, HiddenStates, Lane, Mtp, MtpHead
 from mlx_speculation.samplers import Chosen
 from support.identity import GREEDY, SAMPLED, plain_text, prompt_of
-from support.mtp_checkpoints import LAYOUTS, family, make
+from support.mtp_checkpoints import LAYOUTS, family, make, write
 from support.mtp_oracles import OracleMtp, held_tokens
 from support.tiny_models import build
 from support.tiny_tokenizer import byte_tokenizer
@@ -400,6 +401,29 @@ def test_a_prompt_of_one_token_is_decoded() -> None:
     result = generator(name, MtpDraft(target, head)).generate([7], max_tokens=12)
     assert result.tokens == expected
     assert result.stats.drafted > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "deepseek_v3", "step3p5"])
+def test_a_folder_with_a_head_drafts_with_it(name: str, tmp_path: Path) -> None:
+    written = write(tmp_path, name)
+    made = SpeculativeGenerator.from_pretrained(tmp_path, draft="mtp", draft_length=2)
+    expected = plain_text(made.model, prompt_of(PROMPT), 12)
+    result = made.generate(prompt_of(PROMPT), max_tokens=12)
+    assert result.tokens == expected
+    assert result.stats.sources["mtp"].drafted >= 12
+    assert type(made.model) is type(written.target)
+
+
+def test_a_contract_that_is_named_is_taken(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_5")
+    contract = Contract("before_norm", "before_norm", "hidden_first", "stored")
+    made = SpeculativeGenerator.from_pretrained(
+        tmp_path, draft="mtp", contract=contract
+    )
+    draft: Any = made._draft
+    assert draft.mtp.head.contract == contract
+    expected = plain_text(made.model, prompt_of(PROMPT), 12)
+    assert made.generate(prompt_of(PROMPT), max_tokens=12).tokens == expected
 
 
 def test_a_head_of_another_model_is_refused() -> None:
