@@ -82,9 +82,10 @@ def run(
         raise typer.BadParameter("--tests is for `cover` where there is a cover.json.")
     results, mutants = Results(folder), read_mutants(folder)
     files = test_files(tests or [f"tests/{facts['of']}"])
-    Judge(results, known, tests=files, grace=grace, deadline=deadline).judge(
-        mutants, jobs
+    judge = Judge(
+        results, known, of=facts["of"], tests=files, grace=grace, deadline=deadline
     )
+    judge.judge(mutants, jobs)
     print(json.dumps(report(facts, mutants, results)))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mutation.mutant import Mutant, check_digests
+from mutation.mutant import Mutant, check_digests, digests
 from mutation.statements import telling_lines
 
 # Times closer than this factor are equal, so that the tests of a file stay together:
@@ -68,7 +68,7 @@ def read_cover(folder: Path, of: str) -> Cover | None:
     if not path.exists():
         return None
     facts = json.loads(path.read_text(encoding="utf-8"))
-    check_digests(facts["sources"], of, str(path), "Run `cover` again.")
+    check_digests(facts["sources"], digests(of), str(path), "Run `cover` again.")
     names = [name for name, _, _ in facts["tests"]]
     sets = [frozenset(names[number] for number in one) for one in facts["sets"]]
     return Cover(

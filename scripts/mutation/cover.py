@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mutation.mutant import ROOT, digests
+from mutation.mutant import ROOT, check_digests, digests, text_of
 from mutation.processes import say, test_environment
 
 _Lines = dict[str, dict[int, set[str]]]
@@ -38,7 +38,10 @@ def write_cover(folder: Path, of: str, tests: list[str], jobs: int) -> dict[str,
             for path, by_line in some_lines.items():
                 for line, names in by_line.items():
                     lines.setdefault(path, {}).setdefault(line, set()).update(names)
-    text = json.dumps({"sources": digests(of), **_packed(known, lines)})
+    before = digests(of)
+    text_of.cache_clear()
+    check_digests(before, digests(of), "The cover", "Run `cover` again.")
+    text = json.dumps({"sources": before, **_packed(known, lines)})
     (folder / "cover.json").write_text(text, encoding="utf-8")
     failed = [name for name, test in known.items() if not test["passed"]]
     seconds = sum(test["seconds"] for test in known.values())

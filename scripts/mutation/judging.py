@@ -11,7 +11,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from mutation.choosing import Cover
-from mutation.mutant import ROOT, Mutant
+from mutation.mutant import ROOT, Mutant, check_digests, digests
 from mutation.processes import Limits, outcome, say
 from mutation.results import BASELINE, UNCOVERED, Result, Results
 
@@ -38,6 +38,7 @@ class Judge:
 
     Args:
         cover: which tests run which lines; None: every mutant runs all tests.
+        of: the mutated folder.
         tests: all tests, as files, for when there is no cover.
         grace: seconds that tests may take beside three times their own.
         deadline: seconds from now at which the running tests are ended, too. Their
@@ -49,11 +50,13 @@ class Judge:
         results: Results,
         cover: Cover | None,
         *,
+        of: str,
         tests: list[str],
         grace: float,
         deadline: float,
     ) -> None:
-        self._results, self._cover, self._tests = results, cover, tests
+        self._results, self._cover = results, cover
+        self._of, self._tests = of, tests
         self._grace = grace
         self._end = time.monotonic() + deadline
         self._copies: SimpleQueue[Path] = SimpleQueue()
@@ -73,7 +76,7 @@ class Judge:
         )
         baseline = [] if BASELINE in self._results.known else self._baseline()
         say(f"{len(trials)} of {len(mutants)} mutants to judge")
-        with _copies(jobs, self._copies), ThreadPoolExecutor(jobs) as pool:
+        with _copies(jobs, self._copies, self._of), ThreadPoolExecutor(jobs) as pool:
             passed = [pool.submit(self._try, trial) for trial in baseline]
             done = [pool.submit(self._try, trial) for trial in trials]
             whole = all(future.result() for future in passed)
@@ -146,11 +149,12 @@ class Judge:
             if trial.mutant is None:
                 return outcome(copy, trial.tests, limits)
             target = copy / trial.mutant.path
+            original = target.read_text(encoding="utf-8")
             target.write_text(trial.mutant.source, encoding="utf-8")
             try:
                 return outcome(copy, trial.tests, limits)
             finally:
-                target.write_text(trial.mutant.original, encoding="utf-8")
+                target.write_text(original, encoding="utf-8")
         finally:
             self._copies.put(copy)
 
@@ -160,11 +164,12 @@ def _longest_first(trial: _Trial) -> float:
 
 
 @contextmanager
-def _copies(jobs: int, copies: SimpleQueue[Path]) -> Iterator[None]:
-    """Make a copy of the project for every process."""
+def _copies(jobs: int, copies: SimpleQueue[Path], of: str) -> Iterator[None]:
+    """Make a copy of the project for every process, of the sources first read."""
     with tempfile.TemporaryDirectory() as temporary:
         for number in range(jobs):
             copy = Path(temporary, str(number))
             shutil.copytree(ROOT, copy, symlinks=True, ignore=_WITHOUT)
+            check_digests(digests(of), digests(of, copy), "A copy", "Run again.")
             copies.put(copy)
         yield

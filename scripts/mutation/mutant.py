@@ -4,6 +4,7 @@ Knows nothing of how mutants are made or judged.
 """
 
 import difflib
+import functools
 import hashlib
 import json
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class Mutant:
     @property
     def original(self) -> str:
         """The file as it is."""
-        return (ROOT / self.path).read_text(encoding="utf-8")
+        return text_of(ROOT / self.path)
 
     @property
     def diff(self) -> str:
@@ -61,26 +62,33 @@ class Mutant:
         return found
 
 
-def sources(of: str) -> list[Path]:
+def sources(of: str, root: Path = ROOT) -> list[Path]:
     """Return the files of a folder that are mutated."""
-    return [p for p in sorted((ROOT / of).glob("*.py")) if p.name not in LEFT_OUT]
+    return [p for p in sorted((root / of).glob("*.py")) if p.name not in LEFT_OUT]
 
 
-def digests(of: str) -> dict[str, str]:
+@functools.cache
+def text_of(path: Path) -> str:
+    """Return a file as it was when first read, however long a run takes."""
+    return path.read_text(encoding="utf-8")
+
+
+def digests(of: str, root: Path = ROOT) -> dict[str, str]:
     """Return what tells whether a file has changed since."""
     return {
-        str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sources(of)
+        str(path.relative_to(root)): hashlib.sha256(text_of(path).encode()).hexdigest()
+        for path in sources(of, root)
     }
 
 
-def check_digests(recorded: dict[str, str], of: str, what: str, remedy: str) -> None:
+def check_digests(
+    recorded: dict[str, str], now: dict[str, str], what: str, remedy: str
+) -> None:
     """Refuse what was made from other sources.
 
     Raises:
         SystemExit: a file was changed, added or removed since.
     """
-    now = digests(of)
     names = recorded.keys() | now.keys()
     differ = sorted(name for name in names if recorded.get(name) != now.get(name))
     if differ:
@@ -93,7 +101,8 @@ def read_facts(folder: Path) -> dict[str, Any]:
     """Return what `make` wrote about its mutants, whose sources must be unchanged."""
     facts: dict[str, Any] = json.loads((folder / "facts.json").read_text("utf-8"))
     recorded: dict[str, str] = facts.pop("sources")
-    check_digests(recorded, facts["of"], str(folder), "Run `make` again.")
+    now = digests(facts["of"])
+    check_digests(recorded, now, str(folder), "Run `make` again.")
     return facts
 
 

@@ -2,10 +2,10 @@
 
 import importlib
 import json
-import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -160,6 +160,12 @@ def _statements(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("mutation.statements")
 
 
+@pytest.fixture(name="processes")
+def _processes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("mutation.processes")
+
+
 def test_every_mutant_gets_its_verdict_from_the_tests_that_run_it(
     project: Project,
 ) -> None:
@@ -193,6 +199,18 @@ def test_every_mutant_gets_its_verdict_from_the_tests_that_run_it(
     assert notes == ["1 tests pass", "no test runs this line", "7 tests pass"]
     assert "+    if value <= low:" in report["survivors"][0]["diff"]
     assert project.report("report") == report
+
+
+def test_a_test_that_fails_under_coverage_counts_for_every_line(
+    project: Project,
+) -> None:
+    test = "import sys\nfrom toy.counting import unused\ndef test_shy():\n"
+    test += "    assert 'coverage' not in sys.modules\n    assert unused(1) == 2\n"
+    (project.root / "tests/toy/test_shy.py").write_text(test)
+    project.write([TOY.replace("value + 1", "value - 1")])
+    failed = project.report("cover", "--tests", "tests/toy/test_shy.py")["failed"]
+    assert failed == ["tests/toy/test_shy.py::test_shy"]
+    assert project.report("run", "--jobs", "2")["killed"] == 1
 
 
 def test_a_run_goes_on_where_it_was_cut_off(project: Project) -> None:
@@ -237,34 +255,53 @@ def test_other_sources_are_refused(project: Project) -> None:
     assert "made from other sources: toy/counting.py differ" in done.stderr
 
 
-def test_tests_that_ended_nowhere_are_ended_with_their_children(
-    project: Project, monkeypatch: pytest.MonkeyPatch
+def test_a_file_is_itself_again_before_the_next_mutant(project: Project) -> None:
+    (project.root / "toy/other.py").write_text("ONE = 1\n")
+    project.write([TOY.replace("return low", "return 7"), "ONE = 2\n"])
+    other = json.loads((project.folder / "0001.json").read_text())
+    text = json.dumps({**other, "path": "toy/other.py"})
+    (project.folder / "0001.json").write_text(text)
+    project.report("run", "--jobs", "1")
+    verdicts = [result["verdict"] for result in project.results.values()]
+    assert verdicts == ["killed", "survived", "survived"]  # the baseline is last
+
+
+def test_what_never_ends_is_ended_with_its_children(
+    project: Project, processes: ModuleType
 ) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    processes = importlib.import_module("mutation.processes")
-    test = project.root / "test_loop.py"
-    child = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'input()'])"
-    test.write_text(child + "\nwhile True: pass\n")
-    limits = processes.Limits(test=100, all=2)
-    found = processes.outcome(project.root, [str(test)], limits)
-    assert found == ("timeout", "all tests in 2 s")
+    beat = project.root / "beat"
+    child = f"import pathlib\nwhile True: pathlib.Path({str(beat)!r}).write_text('x')"
+    lines = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}])"
+    (project.root / "test_loop.py").write_text(lines)
+    limits = processes.Limits(test=100, all=4)
+    found = processes.outcome(project.root, ["test_loop.py"], limits)
+    assert found == ("timeout", "all tests in 4 s")
+    beat.unlink()  # it was there: the child had begun
+    time.sleep(0.5)
+    assert not beat.exists()
 
 
-def test_tests_are_run_in_the_order_given(project: Project) -> None:
-    near, toy = "tests/toy/test_near.py::test_near", "tests/toy/test_toy.py::"
-    order = [toy + "test_five", near, toy + "test_count[a [b::c] d]", toy + "test_clip"]
-    (project.root / "tests.txt").write_text("\n".join(order))
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "@tests.txt"]
-    environment = {**os.environ, "PYTHONPATH": str(project.root / "src")}
-    done = subprocess.run(
-        command,
-        cwd=project.root,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.splitlines()[:4] == order
+def test_tests_are_run_in_the_order_given(
+    project: Project, processes: ModuleType
+) -> None:
+    ran = project.root / "ran"
+    name = "test_1[a [b::c] d]"
+    order = ["b.py::test_2", f"a.py::{name}", f"b.py::{name}", "a.py::test_2"]
+    test = f"""\
+import pytest
+@pytest.fixture(autouse=True)
+def write(request):
+    with open({str(ran)!r}, "a") as file:
+        file.write(request.node.nodeid + "\\n")
+@pytest.mark.parametrize("x", [0], ids=["a [b::c] d"])
+def test_1(x): pass
+def test_2(): pass
+"""
+    (project.root / "a.py").write_text(test)
+    (project.root / "b.py").write_text(test)
+    limits = processes.Limits(test=100, all=100)
+    assert processes.outcome(project.root, order, limits) == ("survived", "")
+    assert ran.read_text().splitlines() == order
 
 
 SOURCE = """\
