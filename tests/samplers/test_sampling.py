@@ -1,5 +1,6 @@
 """Options that can be compared and kept, and the seeds of several samples."""
 
+import inspect
 import math
 from dataclasses import replace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers import Sampling, derived_seed
@@ -56,6 +58,14 @@ def test_bad_sampling_options_are_refused(
         Sampling(**options)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_names_and_defaults_are_mlx_lms() -> None:
+    options = Sampling()
+    for theirs in (make_sampler, make_logits_processors):
+        for name, parameter in inspect.signature(theirs).parameters.items():
+            ours = getattr(options, {"temp": "temperature"}.get(name, name))
+            assert ours == (() if isinstance(ours, tuple) else parameter.default)
 
 
 def test_collections_are_kept_as_tuples() -> None:
