@@ -14,7 +14,8 @@ from mlx_speculation.samplers.constraints import (
     allowed_tokens,
 )
 from mlx_speculation.samplers.laws import Verdict
-from mlx_speculation.samplers.processors import ForkableProcessor, Processors, pure
+from mlx_speculation.samplers.processors import Processors
+from mlx_speculation.samplers.promises import ForkableProcessor, pure
 from mlx_speculation.samplers.rows import Rows
 from mlx_speculation.samplers.sampling import LogitsProcessor, Sampling, derived_seed
 from mlx_speculation.samplers.trees import (

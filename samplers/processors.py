@@ -16,81 +16,17 @@ Drafters see pure and forkable ones, on a copy of the state; serial ones never.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import update_wrapper
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers.penalties import Penalties
+from mlx_speculation.samplers.promises import is_forkable, is_serial
 from mlx_speculation.samplers.rows import KnownTokens, Rows
 from mlx_speculation.samplers.sampling import LogitsProcessor, Sampling
 
-OF_MLX_LM = "mlx_lm.sample_utils"  # whose closures have no state
-
 States = tuple[Any, ...]  # of the forkable processors, in their order
-
-
-@runtime_checkable
-class ForkableProcessor(Protocol):
-    """A logits processor with a state that can be put back.
-
-    It is called for rows of drafts too. After a round the state is restored to where
-    the last emitted token's call has left it, and before a draft is made to where it
-    was before the round. A state is restored any number of times.
-    """
-
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Return the processed logits [1, vocab]; they may be written in place."""
-        ...
-
-    def copy_state(self) -> Any:
-        """Return the state, which later calls must not change. Changes nothing."""
-        ...
-
-    def restore_state(self, state: Any) -> None:
-        """Go back to a state of `copy_state`, and leave it fit to be restored again."""
-        ...
-
-
-class PureProcessor:
-    """A logits processor whose result depends on its arguments alone; see `pure`."""
-
-    def __init__(self, processor: LogitsProcessor) -> None:
-        if not callable(processor):
-            raise InvalidRequestError(
-                f"pure() was given a {type(processor).__name__}, and a callable "
-                "(tokens, logits) -> logits is needed."
-            )
-        self._processor = processor
-        update_wrapper(self, processor, updated=())
-
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Call the processor."""
-        return self._processor(tokens, logits)
-
-
-def pure(processor: LogitsProcessor) -> PureProcessor:
-    """Declare that a logits processor's result depends on its arguments alone.
-
-    It is then called for all rows of a round at once, and for drafts: also for tokens
-    that are never emitted, and in any order. It must not read its arguments on the
-    host (`.item()`, `.tolist()`), or it works but is slow.
-
-        @pure
-        def no_newline(tokens, logits):
-            return logits.at[:, 13].add(-100.0)
-
-    Raises:
-        InvalidRequestError: it cannot be called.
-    """
-    return PureProcessor(processor)
-
-
-def _is_pure(processor: LogitsProcessor) -> bool:
-    if isinstance(processor, PureProcessor):
-        return True
-    return getattr(processor, "__module__", None) == OF_MLX_LM
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +66,7 @@ class Processors:
         self._width = width
         self._penalties = Penalties(sampling)
         self._users = sampling.logits_processors
-        self._forkable = [
-            processor
-            for processor in self._users
-            if isinstance(processor, ForkableProcessor) and not _is_pure(processor)
-        ]
+        self._forkable: list[Any] = [user for user in self._users if is_forkable(user)]
         self._known = KnownTokens()
         self._after: dict[int, States] = {}  # a position's row, and the one before
         self._drafted: dict[int, States] = {}  # a position's draft in this round
@@ -150,7 +82,7 @@ class Processors:
     @property
     def parallel(self) -> bool:
         """Whether all rows can be processed at once."""
-        return not any(self._is_serial(processor) for processor in self._users)
+        return not any(is_serial(processor) for processor in self._users)
 
     @property
     def has_state(self) -> bool:
@@ -179,7 +111,7 @@ class Processors:
         The state is as before. Within a round, a row finds the state that the rows
         drafted before it have left.
         """
-        users = [user for user in self._users if not self._is_serial(user)]
+        users = [user for user in self._users if not is_serial(user)]
         if not self._forkable:
             return self._apply(logits, rows, users, {})
         live, first = self.fork(), rows.positions[0]
@@ -247,9 +179,6 @@ class Processors:
             for between, called in self._called.items()
             if between[: len(new)] == new
         }
-
-    def _is_serial(self, processor: LogitsProcessor) -> bool:
-        return not (_is_pure(processor) or isinstance(processor, ForkableProcessor))
 
     def _begin(self, rows: Rows) -> None:
         """Remember which rows come, and the state before them."""
