@@ -141,7 +141,7 @@ class Rows:
     def _since(self, begin: int, held: KnownTokens | None) -> mx.array:
         """Return all tokens from `begin` on, int32; one 0 where there are none."""
         known: Any
-        if held is not None and len(self.known) - begin > 256:
+        if held is not None:
             known = held.since(self.known, begin)
         else:
             known = np.array(self.known[begin:], dtype=np.int32)
