@@ -38,13 +38,13 @@ class EarlierRequests:
         A request that begins with the whole request before, as the next turn of a
         chat does, is indexed from its new tokens on.
         """
+        if self._half < 2:
+            return  # nothing could follow anything
         start = 0
         if self._last == tokens[: len(self._last)]:
             start = max(0, len(self._last) - _OVERLAP)
         self._last = list(tokens)
-        document = [*tokens[start:], BREAK][-self._half :] if self._half else []
-        if len(document) < 2:
-            return  # nothing follows anything
+        document = [*tokens[start:], BREAK][-self._half :]
         young = self._young
         if len(young.tokens) + len(document) > self._half:
             self._old, young = young, self._make_index()
