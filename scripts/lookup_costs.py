@@ -28,7 +28,7 @@ SLICE = 1000
 CALLS = 300
 INDEXES: dict[str, Callable[[], Index]] = {
     "automaton": SuffixAutomaton,
-    "ngram": partial(NgramIndex, 3),
+    "ngram": partial(NgramIndex, 4),
 }
 
 

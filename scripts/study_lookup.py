@@ -237,15 +237,15 @@ def _play(
 
     latest = partial(Lookup, SuffixAutomaton)
     arms: list[tuple[str, Callable[[], Any], int, int]] = [
-        ("latest place of the longest suffix", latest, 3, 1),
-        ("first token seen after it", partial(Counted, first_seen), 3, 1),
-        ("most frequent token after it", partial(Counted, most_frequent), 3, 1),
-        ("latest place of the last 3 tokens", _ngrams(NgramIndex, 3), 3, 1),
+        ("latest place of the longest suffix", latest, 4, 1),
+        ("first token seen after it", partial(Counted, first_seen), 4, 1),
+        ("most frequent token after it", partial(Counted, most_frequent), 4, 1),
+        ("latest place of the last 4 tokens", _ngrams(NgramIndex, 4), 4, 1),
         *(
             (f"longest suffix, at least {least}", latest, least, 1)
             for least in (1, 2, 4)
         ),
-        *((f"longest suffix, {per} for each token", latest, 3, per) for per in (2, 3)),
+        *((f"longest suffix, {per} for each token", latest, 4, per) for per in (2, 3)),
     ]
     played = []
     for name, make, least, per in arms:

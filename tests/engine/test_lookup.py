@@ -35,8 +35,12 @@ def proposed(drafter: Drafter, tokens: SequenceOf[int], limit: int = 8) -> list[
     return [int(token) for token in np.array(draft.tokens)]
 
 
+def looking_up(**options: Any) -> LookupDrafter:
+    return LookupDrafter(**{"minimum_match": 3, **options})
+
+
 def begun(tokens: SequenceOf[int], **options: Any) -> LookupDrafter:
-    drafter = LookupDrafter(**options)
+    drafter = looking_up(**options)
     drafter.begin(Sequence(list(tokens)))
     return drafter
 
@@ -94,7 +98,7 @@ def test_proposals_are_what_a_search_finds(
 
 
 def test_the_text_comes_first_then_earlier_requests_then_the_corpus() -> None:
-    drafter = LookupDrafter(corpus=[[1, 2, 3, 30]], earlier_tokens=100)
+    drafter = looking_up(corpus=[[1, 2, 3, 30]], earlier_tokens=100)
     assert proposed(drafter, [9, 1, 2, 3]) == [30]
     drafter.remember([1, 2, 3, 20])
     drafter.begin(Sequence([9, 1, 2, 3]))
@@ -106,9 +110,9 @@ def test_the_text_comes_first_then_earlier_requests_then_the_corpus() -> None:
 def test_the_latest_of_equally_long_matches_is_taken() -> None:
     text = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3]
     assert proposed(begun(text), text) == [5, 1, 2]
-    drafter = LookupDrafter(corpus=[[1, 2, 3, 4], [1, 2, 3, 5]])
+    drafter = looking_up(corpus=[[1, 2, 3, 4], [1, 2, 3, 5]])
     assert proposed(drafter, [1, 2, 3]) == [5]
-    drafter = LookupDrafter(earlier_tokens=20)
+    drafter = looking_up(earlier_tokens=20)
     for last in (4, 5, 6):
         drafter.remember([0, 1, 2, 3, last])
         assert proposed(drafter.for_stream(), [1, 2, 3]) == [last]
@@ -134,7 +138,7 @@ def test_a_repeating_text_is_drafted_beyond_its_end(index: Any) -> None:
 
 def test_drafts_end_with_the_document() -> None:
     documents: Any = [[1, 2, 3, 4], [5, 6, 7, 8], mx.array([9, 1, 2]), np.array([3, 4])]
-    drafter = LookupDrafter(corpus=documents, minimum_match=2, tokens_per_match=9)
+    drafter = looking_up(corpus=documents, minimum_match=2, tokens_per_match=9)
     assert proposed(drafter, [5, 6]) == [7, 8]
     assert proposed(drafter, [7, 8]) == []  # followed by nothing
     assert proposed(drafter, [1, 2]) == [3, 4]  # followed by something once
@@ -142,7 +146,7 @@ def test_drafts_end_with_the_document() -> None:
 
 
 def test_old_requests_are_dropped_beyond_the_limit() -> None:
-    drafter = LookupDrafter(earlier_tokens=40)
+    drafter = looking_up(earlier_tokens=40)
     for start in range(0, 200, 10):
         drafter.remember(range(start, start + 9))
         known = drafter._earlier.indexes
@@ -159,7 +163,7 @@ def test_old_requests_are_dropped_beyond_the_limit() -> None:
 
 
 def test_the_next_turn_of_a_chat_is_not_indexed_twice() -> None:
-    drafter = LookupDrafter(earlier_tokens=2000)
+    drafter = looking_up(earlier_tokens=2000)
     chat: list[int] = []
     for turn in range(10):
         chat += range(100 * turn, 100 * turn + 80)
@@ -172,7 +176,7 @@ def test_the_next_turn_of_a_chat_is_not_indexed_twice() -> None:
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3])
 def test_small_limits_hold_nothing_that_could_follow(limit: int) -> None:
-    drafter = LookupDrafter(earlier_tokens=limit, minimum_match=1)
+    drafter = looking_up(earlier_tokens=limit, minimum_match=1)
     drafter.remember([1, 2, 3, 4])
     known = drafter._earlier.indexes
     assert sum(len(index.tokens) for index in known) <= limit
@@ -197,7 +201,7 @@ def test_an_interrupt_while_indexing_does_no_harm(
 
 
 def test_streams_share_the_corpus_and_not_the_text() -> None:
-    drafter = LookupDrafter(corpus=[[1, 2, 3, 4]])
+    drafter = looking_up(corpus=[[1, 2, 3, 4]])
     one, other = drafter.for_stream(), drafter.for_stream()
     assert proposed(one, [5, 6, 7, 8, 5, 6, 7]) == [8, 5, 6]
     assert proposed(other, [5, 6, 7]) == []
@@ -236,7 +240,7 @@ def test_a_generator_looks_up_where_it_is_told_to() -> None:
     result = lookup.generate(prompt + text + prompt, max_tokens=1)
     assert result.stats.drafts == 0
     generator = SpeculativeGenerator(
-        model, tokenizer, draft=LookupDrafter(earlier_tokens=1000)
+        model, tokenizer, draft=looking_up(earlier_tokens=1000)
     )
     first = generator.generate(prompt, max_tokens=60)
     again = generator.generate(prompt, max_tokens=60)
@@ -266,7 +270,7 @@ def test_two_streams_of_one_generator_are_independent() -> None:
     prompts = [[5, 6, 7, 8] * 5, [9, 8, 7] * 6]
     plain = SpeculativeGenerator(model, tokenizer)
     expected = [plain.generate(p, max_tokens=20).tokens for p in prompts]
-    generator = SpeculativeGenerator(model, tokenizer, draft=LookupDrafter())
+    generator = SpeculativeGenerator(model, tokenizer, draft=looking_up())
     streams = [generator.stream(p, max_tokens=20) for p in prompts]
     got: list[list[int]] = [[], []]
     for _ in range(20):
@@ -277,7 +281,7 @@ def test_two_streams_of_one_generator_are_independent() -> None:
 
 def test_a_stream_that_failed_or_never_ran_is_not_remembered() -> None:
     model, tokenizer = build("llama"), byte_tokenizer()
-    drafter = LookupDrafter(earlier_tokens=1000)
+    drafter = looking_up(earlier_tokens=1000)
     generator = SpeculativeGenerator(model, tokenizer, draft=drafter)
     generator.stream([1, 2, 3, 4]).close()
     assert proposed(drafter, [1, 2, 3]) == []
