@@ -12,6 +12,7 @@ from mlx_speculation.caches import (
     check_supported,
     with_slack,
 )
+from mlx_speculation.engine import drafts
 from mlx_speculation.engine import generator as generator_module
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
@@ -50,7 +51,8 @@ def _made(monkeypatch: pytest.MonkeyPatch) -> list[Lane]:
             super().__init__(*args, **options)
             lanes.append(self)
 
-    monkeypatch.setattr(generator_module, "Lane", NotedLane)
+    for module in (generator_module, drafts):
+        monkeypatch.setattr(module, "Lane", NotedLane)
     return lanes
 
 
