@@ -26,6 +26,13 @@ from mlx_speculation.engine.drafts import (
     serves_one_stream,
     usual_length,
 )
+from mlx_speculation.engine.kinds import (
+    Kind,
+    Offer,
+    check_contract,
+    draft_folder,
+    kind_named,
+)
 from mlx_speculation.engine.masking import Masks
 from mlx_speculation.engine.mtp import MtpDraft
 from mlx_speculation.engine.prefixes import Prefixes
@@ -44,7 +51,6 @@ from mlx_speculation.models import (
     check_causal,
     check_model_folder,
     check_resumable,
-    check_same_ids,
     load,
     logit_width,
     model_folder,
@@ -61,8 +67,6 @@ from mlx_speculation.samplers import (
 )
 
 NOT_YET = ("auto",)
-# Drafts that are named and not loaded from a folder of their own.
-NAMED = ("lookup", "mtp")
 
 
 class SpeculativeGenerator:
@@ -193,24 +197,19 @@ class SpeculativeGenerator:
                 "path of a small model with the target's tokenizer, 'mtp', 'lookup' or "
                 "None."
             )
-        if contract is not None and draft != "mtp":
-            raise InvalidRequestError(
-                f"A contract was passed, and draft is {draft!r}, not 'mtp'. Leave the "
-                "contract out: it is for MTP heads."
-            )
-        named = isinstance(draft, str) and draft in NAMED
-        folder = draft if isinstance(draft, str | Path) and not named else None
+        folder: Path | None = None
+        kind: Kind | None = None
+        if draft == "mtp":
+            kind = kind_named("mtp")
+        elif isinstance(draft, str | Path) and draft != "lookup":
+            folder, kind = draft_folder(draft)
+        check_contract(contract, kind, draft)
         check_model_folder(path_or_repo)
-        if folder is not None:
-            check_model_folder(folder)
         model, tokenizer = load(path_or_repo)
         loaded: Any = draft
-        if draft == "mtp":
+        if kind is not None:
             own = model_folder(path_or_repo)
-            loaded = MtpDraft.from_folder(own, model, contract=contract)
-        if folder is not None:
-            loaded, draft_tokenizer = load(folder)
-            check_same_ids(tokenizer, draft_tokenizer)
+            loaded = kind.load(Offer(folder or own, own, model, tokenizer, contract))
         return cls(
             model,
             tokenizer,

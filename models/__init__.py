@@ -9,6 +9,7 @@ from mlx_speculation.models.grammars import json_schema, lark, regex
 from mlx_speculation.models.hidden_states import HiddenStates
 from mlx_speculation.models.lane import Lane, LaneRound, Sliding
 from mlx_speculation.models.loading import check_model_folder, load, model_folder
+from mlx_speculation.models.model_config import read_config
 from mlx_speculation.models.mtp_families import Contract
 from mlx_speculation.models.mtp_head import Mtp, MtpHead, MtpOutput
 from mlx_speculation.models.mtp_loading import load_mtp_head
@@ -54,6 +55,7 @@ __all__ = [
     "logit_width",
     "mlx_lm_speed",
     "model_folder",
+    "read_config",
     "regex",
     "wired",
     "wrapped",

@@ -1,0 +1,111 @@
+"""The kinds of drafts that stand in a folder, and how each is loaded: one table.
+
+A folder says by its config.json what it is. A new kind is one line in `KINDS`, before
+"model", which fits what nobody else claims.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_speculation.engine.mtp import MtpDraft
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models import (
+    Contract,
+    check_model_folder,
+    check_same_ids,
+    load,
+    model_folder,
+    read_config,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a draft is loaded from, and for.
+
+    Attributes:
+        folder: the draft's.
+        target: the target's, which may be the same.
+        model: the target.
+        tokenizer: the target's.
+        contract: what a head was trained with, if somebody has named it.
+    """
+
+    folder: Path
+    target: Path
+    model: nn.Module
+    tokenizer: Any
+    contract: Contract | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of draft.
+
+    Attributes:
+        name: what speculation.json calls it.
+        fits: gets what a folder's config.json holds, and says whether it is one.
+        load: makes of an offer what a generator takes as its draft.
+        whole: whether the folder has to hold a model that generates by itself.
+        contract: whether an offer's contract is of use to it.
+    """
+
+    name: str
+    fits: Callable[[dict[str, Any]], bool]
+    load: Callable[[Offer], Any]
+    whole: bool = False
+    contract: bool = False
+
+
+def _load_mtp(offer: Offer) -> MtpDraft:
+    return MtpDraft.from_folder(offer.target, offer.model, contract=offer.contract)
+
+
+def _load_model(offer: Offer) -> nn.Module:
+    model, tokenizer = load(offer.folder)
+    check_same_ids(offer.tokenizer, tokenizer)
+    return model
+
+
+KINDS: tuple[Kind, ...] = (
+    Kind("mtp", lambda config: False, _load_mtp, contract=True),
+    Kind("model", lambda config: True, _load_model, whole=True),
+)
+
+
+def kind_named(name: str) -> Kind:
+    """Return the kind of a name."""
+    return next(kind for kind in KINDS if kind.name == name)
+
+
+def kind_of(config: dict[str, Any]) -> Kind:
+    """Return the kind of a folder with this config.json."""
+    return next(kind for kind in KINDS if kind.fits(config))
+
+
+def draft_folder(path_or_repo: str | Path) -> tuple[Path, Kind]:
+    """Return the folder of a draft, fetched if a repository is named, and its kind.
+
+    Raises:
+        ModelFolderError: there is no such folder, or it is none of a draft.
+    """
+    folder = Path(path_or_repo).expanduser()
+    if not (folder / "config.json").is_file():
+        folder = model_folder(path_or_repo)
+    kind = kind_of(read_config(folder))
+    if kind.whole:
+        check_model_folder(folder)
+    return folder, kind
+
+
+def check_contract(contract: Contract | None, kind: Kind | None, draft: Any) -> None:
+    """Refuse a contract that nobody would read."""
+    if contract is not None and (kind is None or not kind.contract):
+        raise InvalidRequestError(
+            f"A contract was passed, and draft is {draft!r}, not 'mtp'. Leave the "
+            "contract out: it is for MTP heads."
+        )
