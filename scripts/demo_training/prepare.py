@@ -32,8 +32,32 @@ def prepare(work: Path, demo: Path) -> None:
         demo: The package's demo folder.
     """
     texts = collect()
+    tokenizer = train_tokenizer(t.body for t in texts if t.split == "train")
+    arrays = write_tokens(texts, tokenizer, work)
+    demo.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(tokenizer, work)
+    write_json(demo / "prompts.json", make_prompts(texts, tokenizer, SEED))
+    write_json(demo / "corpus.json", listing(texts, arrays))
+
+
+def prepare_again(work: Path, tokenizer: Path) -> None:
+    """Writes `tokens.npz` to `work` for models whose tokenizer exists.
+
+    The same Python gives the same tokens; another one's library differs in some files,
+    and the split, which hangs on their names, is the same.
+
+    Args:
+        work: A folder for what only training needs.
+        tokenizer: The file `tokenizer.json`.
+    """
+    write_tokens(collect(), Tokenizer.from_file(str(tokenizer)), work)
+
+
+def write_tokens(
+    texts: list[Text], tokenizer: Tokenizer, work: Path
+) -> dict[str, Tokens]:
+    """Writes the tokens, and the held-out texts' sizes; returns the tokens."""
     train = [text for text in texts if text.split == "train"]
-    tokenizer = train_tokenizer(text.body for text in train)
     held = [text for text in texts if text.split == "held-out"]
     groups = {
         "code": [text.body for text in held if text.kind == "library"],
@@ -49,13 +73,9 @@ def prepare(work: Path, demo: Path) -> None:
         arrays[f"held_{group}"] = encode(tokenizer, members)
     sizes = {group: sum(len(m.encode()) for m in groups[group]) for group in groups}
     work.mkdir(parents=True, exist_ok=True)
-    demo.mkdir(parents=True, exist_ok=True)
-    prompts = make_prompts(texts, tokenizer, SEED)
     np.savez_compressed(work / "tokens.npz", allow_pickle=False, **arrays)
-    write_tokenizer(tokenizer, work)
     write_json(work / "held_out_bytes.json", sizes)
-    write_json(demo / "prompts.json", prompts)
-    write_json(demo / "corpus.json", listing(texts, arrays))
+    return arrays
 
 
 def encode(tokenizer: Tokenizer, bodies: list[str]) -> Tokens:
