@@ -78,8 +78,9 @@ def restored(folder: Path, device: str) -> EagleHead:
         stem = name.removesuffix("weight")
         value = raw[name]
         if stem + "scales" in raw:
-            parts = (raw[stem + part].float().numpy() for part in ("scales", "biases"))
-            full = dequantize(value.numpy(), *parts, SHAPE.bits, SHAPE.group)
+            scales = raw[stem + "scales"].float().numpy()
+            biases = raw[stem + "biases"].float().numpy()
+            full = dequantize(value.numpy(), scales, biases, SHAPE.bits, SHAPE.group)
             value = torch.from_numpy(full)
         state[name] = value.float()
     head.load_state_dict(state)

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import cast
 
 import torch
 from safetensors import safe_open
@@ -99,7 +98,8 @@ def load_network(shape: Shape, folder: Path, device: str) -> Network:
     """An exported model in torch, with the weights that its users will have."""
     network = Network(shape)
     restore(network, folder / "model.safetensors", prefix(shape), shape)
-    return cast(Network, network.to(device).eval().requires_grad_(False))
+    network.to(device).eval().requires_grad_(False)
+    return network
 
 
 def add_head(head: PredictionHead, shape: Shape, folder: Path) -> None:
