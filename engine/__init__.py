@@ -10,7 +10,7 @@ from mlx_speculation.engine.generator import SpeculativeGenerator
 from mlx_speculation.engine.lookup import LookupDrafter
 from mlx_speculation.engine.mtp import MtpDraft, MtpDrafter
 from mlx_speculation.engine.results import Chunk, Result
-from mlx_speculation.engine.statistics import SourceCounts, Statistics
+from mlx_speculation.engine.statistics import DrafterFault, SourceCounts, Statistics
 from mlx_speculation.engine.stream import Stream
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Chunk",
     "Draft",
     "Drafter",
+    "DrafterFault",
     "LookupDrafter",
     "MtpDraft",
     "MtpDrafter",

@@ -24,7 +24,7 @@ import time
 
 import mlx.core as mx
 
-from mlx_speculation.engine.drafting import Choices, Draft, Drafter
+from mlx_speculation.engine.drafting import NOTHING, Choices, Draft, Drafter
 from mlx_speculation.engine.in_turn import decide_in_turn
 from mlx_speculation.engine.masking import Masks
 from mlx_speculation.engine.sequence import Sequence
@@ -47,6 +47,7 @@ class Decoder:
         top: report log-probabilities, and this many of the most probable ids; None:
             report nothing.
         masks: what the request's constraint allows, if it has one.
+        statistics: what to count in; new ones when omitted.
     """
 
     def __init__(
@@ -59,8 +60,9 @@ class Decoder:
         draft_length: int,
         top: int | None = None,
         masks: Masks | None = None,
+        statistics: Statistics | None = None,
     ) -> None:
-        self.statistics = Statistics()
+        self.statistics = statistics or Statistics()
         self._target = target
         self._sequence = sequence
         self._verifier = verifier
@@ -148,7 +150,9 @@ class Decoder:
                     step.lane_round.rollback()
                     self._in_flight = None
             raise
-        return self._round_without_draft(cut)
+        reason = self._round_without_draft(cut)
+        self.statistics.empty_drafts += draft is not NOTHING
+        return reason
 
     def hold_all(self) -> None:
         """Let the target's caches hold every known token, the last one included.
@@ -216,9 +220,10 @@ class Decoder:
         started = time.perf_counter()
         choices = Choices(self._verifier, self._masks)
         draft = drafter.propose(self._sequence, limit, choices)
-        if draft.length:
+        if draft.doubts is None:
             draft = choices.checked(draft, limit)
-            mx.async_eval(draft.tokens)  # runs while the target's graph is built
+        if draft.length:
+            mx.async_eval(*draft.arrays)  # runs while the target's graph is built
         self.statistics.draft_seconds += time.perf_counter() - started
         return draft
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 
 from mlx_speculation.engine.masking import Masks
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.samplers import Chosen, Rows, Verifier
+from mlx_speculation.samplers import Chosen, Rows, Verifier, normalizers
 
 
 class Choose(Protocol):
@@ -32,12 +32,16 @@ class Draft:
             where it named none, or where `choose` was not asked.
         source: the kind of drafter, which the statistics count by.
         reads: how often the host waited for the device while drafting.
+        doubts: int32 [2], what cannot be known before it is evaluated: how many rows of
+            logits were unusable, and how many tokens no ids of the target's. `checked`
+            sets it.
     """
 
     tokens: mx.array
     probs: mx.array | None = None
     source: str = "drafter"
     reads: int = 0
+    doubts: mx.array | None = None
 
     @classmethod
     def of(
@@ -58,6 +62,15 @@ class Draft:
         """How many tokens were proposed."""
         return self.tokens.shape[0]
 
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What is submitted before the target's forward."""
+        return [self.tokens] if self.doubts is None else [self.tokens, self.doubts]
+
+
+# Of a drafter that is not asked any more.
+NOTHING = Draft(mx.array([], mx.uint32), source="nothing")
+
 
 @runtime_checkable
 class Drafter(Protocol):
@@ -65,7 +78,8 @@ class Drafter(Protocol):
 
     `begin` comes first. The calls of a round are `propose`, then `settle` or
     `discard`, also when nothing was proposed. Rounds in which no draft is wanted make
-    no call, so a drafter finds its place from the sequence.
+    no call, so a drafter finds its place from the sequence. One that breaks its
+    promises is set aside for the rest of the stream, see `engine.contained`.
     """
 
     def begin(self, sequence: Sequence) -> None:
@@ -96,38 +110,68 @@ class Choices:
     Args:
         verifier: chooses for the request.
         masks: what its constraint allows, if it has one.
+
+    Attributes:
+        raised: what the request's own processors or constraint have raised in here.
     """
 
     def __init__(self, verifier: Verifier, masks: Masks | None = None) -> None:
         self._verifier = verifier
         self._masks = masks
         self._drew = False
+        self._normalizers: list[mx.array] = []
+        self.raised: BaseException | None = None
+
+    def anew(self) -> "Choices":
+        """Return the choices of another draft."""
+        return Choices(self._verifier, self._masks)
 
     def __call__(
         self, logits: mx.array, rows: Rows, ids: mx.array | None = None
     ) -> Chosen:
-        """Choose; see `Choose`."""
-        if self._masks is not None:
-            rows = self._masks.on_draft(logits, rows, ids)
-        chosen = self._verifier.propose(logits, rows, ids)
+        """Choose; see `Choose`.
+
+        Raises:
+            InvalidRequestError: the arguments do not fit together.
+        """
+        _check_rows(logits, rows, ids)
+        normals = normalizers(logits)
+        self._normalizers.append(normals)
+        if not self._verifier.indifferent:
+            usable = mx.isfinite(normals)[:, None]
+            logits = mx.where(usable, logits, mx.array(0, logits.dtype))
+        try:
+            if self._masks is not None:
+                rows = self._masks.on_draft(logits, rows, ids)
+            chosen = self._verifier.propose(logits, rows, ids)
+        except BaseException as error:
+            self.raised = error
+            raise
         self._drew = self._drew or chosen.probs is not None
         return chosen
 
     def checked(self, draft: Draft, limit: int) -> Draft:
-        """Return the draft with ids that the target has a row for.
+        """Return the draft with ids that the target has a row for, and its doubts.
 
         Which ids a drafter proposes by no chance cannot change the text, but an id
         without a row in the target's embedding would be read from outside of it.
 
         Raises:
-            InvalidRequestError: the draft is too long, or the laws of its draws, which
-                decide what is accepted, are not all there.
+            InvalidRequestError: the draft is none, or too long, or the laws of its
+                draws, which decide what is accepted, are not all there.
         """
+        if not isinstance(draft, Draft) or not _holds_ids(draft.tokens):
+            raise InvalidRequestError(
+                f"The drafter's propose() returned {_said(draft)}, and a Draft of "
+                "whole numbers [k] is needed. Return Draft(mx.array([...]))."
+            )
         if draft.length > limit:
             raise InvalidRequestError(
                 f"The drafter proposed {draft.length} tokens, and at most {limit} were "
                 "asked for. Mend its propose()."
             )
+        if draft.length == 0:
+            return draft
         chooser = self._verifier.chooser
         laws = None if draft.probs is None else draft.probs.shape
         if self._drew and laws != (draft.length, chooser.width):
@@ -136,5 +180,42 @@ class Choices:
                 f"{laws} instead of {(draft.length, chooser.width)}. Return "
                 "Draft.of(choices) with every choice, or choose none of them by chance."
             )
-        tokens = mx.clip(draft.tokens, 0, chooser.limit - 1).astype(mx.uint32)
-        return replace(draft, tokens=tokens)
+        said = draft.tokens.astype(mx.int64)
+        tokens = mx.clip(said, 0, chooser.limit - 1)
+        unusable = mx.array(0)
+        if self._normalizers:
+            unusable = (~mx.isfinite(mx.concatenate(self._normalizers))).sum()
+        doubts = mx.stack([unusable, (tokens != said).sum()])
+        return replace(draft, tokens=tokens.astype(mx.uint32), doubts=doubts)
+
+
+def _check_rows(logits: Any, rows: Any, ids: Any) -> None:
+    """Refuse what cannot be chosen from."""
+    shape = logits.shape if isinstance(logits, mx.array) else None
+    count = rows.count if isinstance(rows, Rows) else None
+    if shape is None or len(shape) != 2 or shape[0] != count:
+        raise InvalidRequestError(
+            f"choose was given logits of shape {shape} for {count} rows, and [rows, "
+            "vocab] is needed. Pass choose(logits[-1:], sequence.rows(ahead))."
+        )
+    if ids is not None and (not _holds_ids(ids) or len(ids) != shape[1]):
+        raise InvalidRequestError(
+            f"choose was given logits of {shape[1]} columns and {_said(ids)} as their "
+            "ids. Pass one id for each column."
+        )
+
+
+def _holds_ids(array: Any) -> bool:
+    return (
+        isinstance(array, mx.array)
+        and array.ndim == 1
+        and mx.issubdtype(array.dtype, mx.integer)
+    )
+
+
+def _said(found: Any) -> str:
+    """Describe what stands where token ids should."""
+    array = found.tokens if isinstance(found, Draft) else found
+    if isinstance(array, mx.array):
+        return f"an array {array.shape} of {array.dtype}"
+    return f"a {type(array).__name__}"

@@ -9,11 +9,13 @@ import mlx.nn as nn
 
 from mlx_speculation.caches import check_single, check_supported, leaves, position
 from mlx_speculation.engine.cascade import Cascade
+from mlx_speculation.engine.contained import Contained
 from mlx_speculation.engine.draft_model import DraftModel
 from mlx_speculation.engine.drafting import Drafter
 from mlx_speculation.engine.lookup import LookupDrafter
 from mlx_speculation.engine.mtp import MtpDraft
 from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.statistics import DrafterFault
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane, Sliding
 
@@ -23,6 +25,7 @@ LOOKUP_LENGTH = 8
 
 MakeModel = Callable[[nn.Module], DraftModel]
 Follow = Callable[[MtpDraft], Drafter]
+NoteFault = Callable[[DrafterFault], None]
 Checked = nn.Module | Drafter | MtpDraft
 
 
@@ -91,6 +94,8 @@ def members(draft: Any) -> list[Any]:
     """Return the models and drafters in the draft of a generator or of a stream."""
     if isinstance(draft, Cascade):
         return [found for member in draft.drafters for found in members(member)]
+    if isinstance(draft, Contained):
+        return members(draft.drafter)
     return [] if draft is None else [draft]
 
 
@@ -99,23 +104,45 @@ def models_of(draft: Any) -> list[nn.Module]:
     return [member for member in members(draft) if isinstance(member, nn.Module)]
 
 
-def lanes_of(drafter: Any) -> list[Lane]:
-    """Return the lanes of a stream's drafter, in the order of `models_of`."""
-    return [m.lane for m in members(drafter) if isinstance(m, DraftModel)]
+def lanes_of(drafter: Any) -> list[Lane | None]:
+    """Return the lanes of a stream's drafter, in the order of `models_of`.
+
+    None stands for that of a model that was set aside: what it holds is not known.
+    """
+    if isinstance(drafter, Cascade):
+        return [lane for member in drafter.drafters for lane in lanes_of(member)]
+    aside = isinstance(drafter, Contained) and drafter.set_aside
+    models = [m for m in members(drafter) if isinstance(m, DraftModel)]
+    return [None if aside else model.lane for model in models]
 
 
 def drafter_of_stream(
-    draft: Any, make_model: MakeModel, follow: Follow
+    draft: Any, make_model: MakeModel, follow: Follow, note: NoteFault, target: Lane
 ) -> Drafter | None:
-    """Return what drafts in one stream; the user's own drafters as they are."""
+    """Return what drafts in one stream; the user's own drafters as they are.
+
+    Args:
+        draft: the draft of the generator.
+        make_model: makes a drafter of a model.
+        follow: makes a drafter of a head that follows the target's lane.
+        note: gets the faults of drafters. Each is contained by itself, so that the
+            others of a cascade go on.
+        target: the target's lane.
+    """
+    if draft is None:
+        return None
     if isinstance(draft, Cascade):
-        each = [drafter_of_stream(m, make_model, follow) for m in draft.drafters]
+        each = [
+            drafter_of_stream(member, make_model, follow, note, target)
+            for member in draft.drafters
+        ]
         return Cascade(*each)
     if isinstance(draft, nn.Module):
-        return make_model(draft)
+        return Contained(make_model(draft), note)
     if isinstance(draft, MtpDraft):
-        return follow(draft)
-    return draft.for_stream() if isinstance(draft, LookupDrafter) else draft
+        return Contained(follow(draft), note, target)
+    own = draft.for_stream() if isinstance(draft, LookupDrafter) else draft
+    return Contained(own, note)
 
 
 _MADE_ANEW = (nn.Module, LookupDrafter, MtpDraft)

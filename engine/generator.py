@@ -39,6 +39,7 @@ from mlx_speculation.engine.prefixes import Prefixes
 from mlx_speculation.engine.prompts import Prompts
 from mlx_speculation.engine.results import Result
 from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.statistics import Statistics
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.engine.text import TextStream
 from mlx_speculation.errors import InvalidRequestError
@@ -80,6 +81,10 @@ class SpeculativeGenerator:
 
     Streams of one generator are independent of each other, unless `draft` is a
     drafter object of your own: that serves one open stream at a time.
+
+    A drafter that fails is set aside for the rest of the stream, and the text goes on
+    as it would have: `stats.drafter_faults` says how it failed, and so does a
+    `DrafterFaultWarning`.
 
     Args:
         model: an mlx-lm model.
@@ -294,7 +299,8 @@ class SpeculativeGenerator:
             )
         sequence, seen = self._prompts.sequence(prompt, prompt_cache, cached_tokens)
         target = self._lane(self._model, prompt_cache, seen)
-        drafter = self._drafter(target, draft_cache, sequence)
+        statistics = Statistics()
+        drafter = self._drafter(target, draft_cache, sequence, statistics)
         chooser = Chooser(
             sampling,
             self._ids.width,
@@ -324,6 +330,7 @@ class SpeculativeGenerator:
                 draft_length=length,
                 top=logprobs,
                 masks=masks,
+                statistics=statistics,
             ),
             sequence=sequence,
             text=TextStream(self._tokenizer.detokenizer, end_ids, stops),
@@ -354,7 +361,7 @@ class SpeculativeGenerator:
         if self._prefix_cache is None:
             return None
 
-        def lanes() -> list[Lane]:
+        def lanes() -> list[Lane | None]:
             return [target, *lanes_of(drafter)]
 
         return Prefixes(self._prefix_cache, lanes, reach=length + 2)
@@ -371,7 +378,11 @@ class SpeculativeGenerator:
         return Lane(model, caches, seen, sliding=self._sliding)
 
     def _drafter(
-        self, target: Lane, draft_cache: list[Any] | None, sequence: Sequence
+        self,
+        target: Lane,
+        draft_cache: list[Any] | None,
+        sequence: Sequence,
+        statistics: Statistics,
     ) -> Drafter | None:
         draft = self._draft
         models = len(models_of(draft))
@@ -400,7 +411,8 @@ class SpeculativeGenerator:
         def follow(head: MtpDraft) -> Drafter:
             return head.for_stream(target, sequence)
 
-        return drafter_of_stream(draft, make, follow)
+        note = statistics.drafter_faults.append
+        return drafter_of_stream(draft, make, follow, note, target)
 
 
 def _checked_length(length: int) -> int:

@@ -14,12 +14,16 @@ class Prefixes:
     Args:
         cache: the prefix cache of the generator.
         lanes: returns the target's lane and the draft model's, if there is one, in
-            the order in which `cache` was bound to the models.
+            the order in which `cache` was bound to the models; None for a lane that
+            is to be passed over.
         reach: how many tokens a round adds to a lane at most.
     """
 
     def __init__(
-        self, cache: PrefixCache, lanes: Callable[[], Sequence[Lane]], reach: int
+        self,
+        cache: PrefixCache,
+        lanes: Callable[[], Sequence[Lane | None]],
+        reach: int,
     ) -> None:
         self._cache, self._lanes, self._reach = cache, lanes, reach
 
@@ -30,25 +34,26 @@ class Prefixes:
             How many tokens the target's lane holds.
         """
         self._thread = threading.get_ident()
-        lanes = self._lanes()
-        for which, lane in enumerate(lanes):
+        for which, lane in self._each():
             held = self._cache.lookup(which, tokens[:-1])
             if held is not None:
                 lane.resume(held)
             if self._cache.stateful(which):
                 lane.points = RestorePoints(self._cache)
                 lane.points.resumed(lane.seen)
-        return lanes[0].seen
+        target = self._lanes()[0]
+        assert target is not None
+        return target.seen
 
     def between_rounds(self) -> None:
         """Take the restore points that are due."""
-        for lane in self._lanes():
+        for _, lane in self._each():
             if lane.points is not None:
                 lane.points.between_rounds(lane, self._reach)
 
     def store(self, tokens: Sequence[int]) -> None:
         """Keep what the lanes hold of the known `tokens`."""
-        for which, lane in enumerate(self._lanes()):
+        for which, lane in self._each():
             points = None if lane.points is None else lane.points.running
             self._cache.store(which, tokens[: lane.seen], lane.caches, points)
 
@@ -63,5 +68,10 @@ class Prefixes:
 
     def forget(self) -> None:
         """Keep nothing, after an error."""
-        for lane in self._lanes():
+        for _, lane in self._each():
             lane.points = None
+
+    def _each(self) -> list[tuple[int, Lane]]:
+        """Return the lanes, each with its place in the order."""
+        lanes = enumerate(self._lanes())
+        return [(which, lane) for which, lane in lanes if lane is not None]

@@ -18,6 +18,23 @@ class SourceCounts:
     accepted: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class DrafterFault:
+    """Why a drafter was set aside, for the rest of a stream.
+
+    Attributes:
+        drafter: the name of its class.
+        call: "begin", "propose", "settle" or "discard".
+        reason: what was raised, or what is wrong with its draft, in a line.
+        details: the traceback, or again the reason.
+    """
+
+    drafter: str
+    call: str
+    reason: str
+    details: str
+
+
 @dataclass(slots=True)
 class Statistics:
     """Counts and times of one generation.
@@ -30,6 +47,9 @@ class Statistics:
         emitted: generated tokens, after that cut.
         reached: how often at least i + 1 drafted tokens were accepted, for each i.
         sources: drafts, drafted and accepted tokens by the kind of drafter.
+        empty_drafts: rounds in which the drafter was asked and proposed nothing.
+        drafter_faults: the drafters that have failed, and how; each is set aside for
+            the rest of the stream, and the text goes on without it.
         reads: how often the host waited for the device beside the one time in each
             round: for a drafter that may stop early, in the middle of a draft; for a
             constraint, which has to know the tokens before a row.
@@ -54,6 +74,8 @@ class Statistics:
     emitted: int = 0
     reached: list[int] = field(default_factory=list)
     sources: dict[str, SourceCounts] = field(default_factory=dict)
+    empty_drafts: int = 0
+    drafter_faults: list[DrafterFault] = field(default_factory=list)
     reads: int = 0
     reruns: int = 0
     mixer_reruns: int = 0

@@ -1,6 +1,7 @@
 """One running generation: an iterator of chunks that can be closed at any time."""
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -13,7 +14,7 @@ from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import Statistics
 from mlx_speculation.engine.text import TextStream
 from mlx_speculation.engine.verdicts import Cut, Emitted
-from mlx_speculation.errors import SpeculationError
+from mlx_speculation.errors import DrafterFaultWarning, SpeculationError
 
 
 class Stream:
@@ -60,6 +61,7 @@ class Stream:
         self._remember = remember
         self._open = ExitStack()
         self._started = False
+        self._warned = False
         self._reason: str | None = None
         self._ready: deque[Chunk] = deque()
         self._yielded: list[Chunk] = []
@@ -113,6 +115,7 @@ class Stream:
         if self._result is None and not self._ready:
             try:
                 self._advance()
+                self._warn_of_faults()
             except BaseException:
                 self._end("error", hold_all=False)
                 raise
@@ -161,6 +164,20 @@ class Stream:
             self._prefixes.between_rounds()
         if self._reason is not None and self._hold_all:
             self._decoder.hold_all()
+
+    def _warn_of_faults(self) -> None:
+        """Say once that a drafter was set aside; `stats` has every one."""
+        faults = self.stats.drafter_faults
+        if faults and not self._warned:
+            self._warned = True
+            first = faults[0]
+            warnings.warn(
+                f"The drafter {first.drafter} is set aside, and the text goes on "
+                f"without it: {first.call}() failed with {first.reason} "
+                "(stats.drafter_faults has the traceback)",
+                DrafterFaultWarning,
+                stacklevel=3,
+            )
 
     def _end(self, reason: str, *, hold_all: bool = True) -> None:
         """Let the caches hold what they should, and set the result."""

@@ -18,6 +18,8 @@ import mlx.core as mx
 from mlx_speculation.models.hidden_states import HiddenStates
 from mlx_speculation.models.taps import States
 
+Callback = Callable[[], None]
+
 # Twice the longest chunk of a prompt: while a drafter reads, there are never more.
 MOST_UNREAD = 4096
 
@@ -35,7 +37,8 @@ class CommittedStates:
     ) -> None:
         self.taps = taps
         self._select = select
-        self._after_chunk: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._after_chunk: weakref.WeakMethod[Callback] | None = None
+        self._through: weakref.WeakMethod[Callable[[Callback], None]] | None = None
         self.start = self.stop = 0
         self._parts: list[mx.array] = []
 
@@ -74,7 +77,7 @@ class CommittedStates:
         elif start > self.start:
             self._parts, self.start = [self.between(start, self.stop)], start
 
-    def after_chunk(self, method: Callable[[], None]) -> None:
+    def after_chunk(self, method: Callback) -> None:
         """Call a bound method after each chunk of a prompt.
 
         It should read and drop what it can: the states of a long prompt are large. It
@@ -82,10 +85,17 @@ class CommittedStates:
         """
         self._after_chunk = weakref.WeakMethod(method)  # no cycle around the caches
 
+    def call_through(self, caller: Callable[[Callback], None]) -> None:
+        """Let a bound method call the one of `after_chunk`; it is not kept alive."""
+        self._through = weakref.WeakMethod(caller)
+
     def chunk_done(self) -> None:
         """Say that a chunk of a prompt was committed."""
         method = None if self._after_chunk is None else self._after_chunk()
-        if method is not None:
+        through = None if self._through is None else self._through()
+        if method is not None and through is not None:
+            through(method)
+        elif method is not None:
             method()
 
     @property

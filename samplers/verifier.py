@@ -63,6 +63,15 @@ class Verifier:
         """What chooses for the target."""
         return self._chooser
 
+    @property
+    def indifferent(self) -> bool:
+        """Whether a proposal from unusable logits, such as NaN, does no harm.
+
+        It is then a token like any other. Where laws are named they would be NaN too,
+        and a logits processor of the user's would see it.
+        """
+        return self._rule is None and not self._chooser.processors.active
+
     def law(self, logits: mx.array, rows: Rows, *, for_draft: bool = False) -> mx.array:
         """Return the law by which a token is chosen, float32 [rows, width].
 

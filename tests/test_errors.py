@@ -12,6 +12,7 @@ def _tree() -> list[type[Exception]]:
         for value in vars(errors).values()
         if inspect.isclass(value)
         and issubclass(value, Exception)
+        and not issubclass(value, Warning)
         and value.__module__ == errors.__name__
     ]
 

@@ -103,6 +103,8 @@ def generate(
     table.add_row(
         "accepted per position", " ".join(map(_percent, stats.accepted_per_position))
     )
+    for fault in stats.drafter_faults:
+        table.add_row(f"{fault.drafter} set aside", escape(fault.reason))
     report.print(table)
 
 

@@ -19,6 +19,8 @@ SpeculationError(Exception)
 Each class also derives from the built-in exception in brackets, so `except
 ValueError` works for callers that do not know this package. Who raises one
 composes its message: what is wrong, the two values, what to do.
+
+`DrafterFaultWarning` is no error: the text goes on.
 """
 
 
@@ -91,3 +93,10 @@ class DemoModelsMissingError(SpeculationError, FileNotFoundError):
 
 class BlasError(SpeculationError, RuntimeError):
     """Raised when the BLAS that was asked for cannot be put in front of mlx."""
+
+
+class DrafterFaultWarning(RuntimeWarning):
+    """Said once in a stream in which a drafter has failed.
+
+    The drafter is set aside, and the text is what it would have been.
+    """

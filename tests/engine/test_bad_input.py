@@ -251,23 +251,3 @@ def test_draft_caches_that_hold_something_else_are_refused(
         generator.stream([1], prompt_cache=caches, draft_cache=ahead)
     with pytest.raises(InvalidRequestError, match="holds 7 tokens and prompt_cache 0"):
         generator.stream([1], draft_cache=ahead)
-
-
-def test_drafts_of_a_wrong_length_are_refused(model: nn.Module) -> None:
-    class Eager(ScriptedDrafter):
-        def propose(self, sequence: Any, limit: int, choose: Any) -> Any:
-            return super().propose(sequence, limit + 1, choose)
-
-    drafter = Eager([], right=0.0)
-    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=drafter)
-    with pytest.raises(InvalidRequestError, match="proposed 5 tokens, and at most 4"):
-        generator.generate([1, 2])
-    assert drafter.calls[-1] == "discard"
-
-
-def test_a_drafter_that_invents_ids_changes_nothing(model: nn.Module) -> None:
-    drafter = ScriptedDrafter([10**6] * 99, right=1.0)
-    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=drafter)
-    plain = SpeculativeGenerator(model, byte_tokenizer())
-    expected = plain.generate([1, 2], max_tokens=12).tokens
-    assert generator.generate([1, 2], max_tokens=12).tokens == expected

@@ -287,7 +287,7 @@ def test_a_text_that_is_stuck_fails_after_the_same_tokens(
     constraint = TokenAutomaton(table, accepting={4})
     draft: Any = model("llama", seed=1)
     if right is not None:
-        draft = ScriptedDrafter([*PROMPT, 1, 2, 3, 258, 5, 6, 7], right, vocab=260)
+        draft = ScriptedDrafter([*PROMPT, 1, 2, 3, 5, 6, 7], right)
     caches = make_prompt_cache(model("llama"))
     stream = drafted("llama", draft).stream(
         PROMPT, draft_length=length, constraint=constraint, prompt_cache=caches

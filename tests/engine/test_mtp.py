@@ -135,7 +135,8 @@ def test_after_a_wrong_draft_an_oracle_is_right_again(name: str, every: int) -> 
     )
     tokens = [chunk.token for chunk in stream]
     assert tokens == text[PROMPT : PROMPT + TOKENS]
-    drafter: Any = stream._decoder._drafter
+    contained: Any = stream._decoder._drafter
+    drafter = contained.drafter
     for layer, caches in enumerate(drafter._slots._caches):
         held = held_tokens(caches)
         assert held == text[1 + layer : 1 + layer + len(held)]
@@ -357,7 +358,7 @@ def test_a_round_that_is_discarded_has_not_been(name: str) -> None:
     )
 
 
-def test_an_error_in_the_head_leaves_caches_that_can_be_used_again() -> None:
+def test_an_interrupt_in_the_head_leaves_caches_that_can_be_used_again() -> None:
     name = "qwen3_5"
     text = text_of(name, 0.0)
     draft, knowing = oracle(name, text)
@@ -367,14 +368,14 @@ def test_an_error_in_the_head_leaves_caches_that_can_be_used_again() -> None:
         nonlocal count
         count += 1
         if count == 6:
-            raise RuntimeError("broken")
+            raise KeyboardInterrupt
         return step(*args)
 
     knowing.step = failing  # type: ignore[method-assign,assignment]
     caches = built(name)[0].make_cache()
     made = generator(name, draft)
     stream = made.stream(text[:PROMPT], max_tokens=TOKENS, prompt_cache=caches)
-    with pytest.raises(RuntimeError, match="broken"):
+    with pytest.raises(KeyboardInterrupt):
         list(stream)
     held = stream.cached_tokens
     assert held == text[: len(held)]

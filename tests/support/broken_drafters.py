@@ -1,0 +1,128 @@
+"""Drafters that break their promises at a given call."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.engine.draft_model import LONGEST_LAG
+from mlx_speculation.engine.drafting import Draft
+from mlx_speculation.models import LaneRound, Mtp, MtpOutput
+
+CALLS = ("begin", "propose", "settle", "discard")
+RAISES = ("before", "after")
+# What propose() returns in place of its draft.
+WRONG: dict[str, Callable[[Draft, int], Any]] = {
+    "too many": lambda draft, limit: Draft(mx.zeros((limit + 1,), mx.uint32)),
+    "negative": lambda draft, limit: _said(draft, limit, -3),
+    "huge": lambda draft, limit: _said(draft, limit, 10**6),
+    "first past the end": lambda draft, limit: _said(draft, limit, 256),
+    "nothing": lambda draft, limit: None,
+    "floats": lambda draft, limit: Draft(mx.zeros((limit,))),
+    "a matrix": lambda draft, limit: Draft(mx.zeros((1, limit), mx.uint32)),
+    "a list": lambda draft, limit: Draft([1, 2]),  # type: ignore[arg-type]
+}
+
+
+class BrokenError(Exception):
+    """What broken drafters raise."""
+
+
+@dataclass(slots=True)
+class Happened:
+    """What has become of a planned fault.
+
+    Attributes:
+        faults: how often it has come.
+        later: calls of the drafter after it, but for discard.
+    """
+
+    faults: int = 0
+    later: int = 0
+
+
+def _said(draft: Draft, limit: int, token: int) -> Draft:
+    """Lengthen a draft to the limit, with an id in the last place.
+
+    A draft of one token that comes behind a step on its way is not looked at.
+    """
+    said = [*draft.tokens.tolist(), *[0] * limit][: limit - 1]  # type: ignore[misc]
+    return replace(draft, tokens=mx.array([*said, token], mx.int32))
+
+
+@contextmanager
+def broken(
+    owner: type, call: str, nth: int, how: str, error: BaseException | None = None
+) -> Iterator[Happened]:
+    """Let the nth call of a drafter's method, counted from 1, go wrong.
+
+    Args:
+        owner: the drafter's class.
+        call: one of `CALLS`.
+        nth: which of its calls.
+        how: of `RAISES`, or for propose of `WRONG`.
+        error: what is raised; a `BrokenError` when omitted.
+    """
+    happened, calls = Happened(), 0
+    originals = {name: getattr(owner, name) for name in CALLS}
+
+    def wrapped(name: str) -> Callable[..., Any]:
+        def method(*args: Any) -> Any:
+            nonlocal calls
+            happened.later += happened.faults > 0 and name != "discard"
+            calls += name == call
+            if name != call or calls != nth:
+                return originals[name](*args)
+            happened.faults += 1
+            if how != "before":
+                result = originals[name](*args)
+            if how in RAISES:
+                raise BrokenError if error is None else error
+            return WRONG[how](result, args[2])
+
+        return method
+
+    for name in CALLS:
+        setattr(owner, name, wrapped(name))
+    try:
+        yield happened
+    finally:
+        for name, original in originals.items():
+            setattr(owner, name, original)
+
+
+@contextmanager
+def nan_logits(draft_model: Any, nth: int) -> Iterator[Happened]:
+    """Let the nth forward of a draft model, or of any MTP head, give NaN.
+
+    Prompts, whose logits nobody looks at, are not counted.
+    """
+    happened, calls = Happened(), 0
+    forward, step = LaneRound.forward, Mtp.step
+
+    def poison() -> bool:
+        nonlocal calls
+        calls += 1
+        happened.faults += calls == nth
+        return calls == nth
+
+    def poisoned_forward(self: LaneRound, tokens: mx.array) -> mx.array:
+        logits = forward(self, tokens)
+        own = self._lane.model is draft_model and len(tokens) <= LONGEST_LAG
+        if own and poison():
+            return logits * mx.nan
+        return logits
+
+    def poisoned_step(self: Mtp, *args: Any) -> MtpOutput:
+        out = step(self, *args)
+        return out._replace(logits=out.logits * mx.nan) if poison() else out
+
+    LaneRound.forward = poisoned_forward  # type: ignore[method-assign]
+    Mtp.step = poisoned_step  # type: ignore[method-assign,assignment]
+    try:
+        yield happened
+    finally:
+        LaneRound.forward = forward  # type: ignore[method-assign]
+        Mtp.step = step  # type: ignore[method-assign]
