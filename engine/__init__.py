@@ -6,6 +6,7 @@ door and the scripts imports it.
 
 from mlx_speculation.engine.cascade import Cascade
 from mlx_speculation.engine.drafting import Draft, Drafter
+from mlx_speculation.engine.eagle import EagleDraft
 from mlx_speculation.engine.generator import SpeculativeGenerator
 from mlx_speculation.engine.lookup import LookupDrafter
 from mlx_speculation.engine.mtp import MtpDraft, MtpDrafter
@@ -19,6 +20,7 @@ __all__ = [
     "Draft",
     "Drafter",
     "DrafterFault",
+    "EagleDraft",
     "LookupDrafter",
     "MtpDraft",
     "MtpDrafter",

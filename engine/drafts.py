@@ -12,8 +12,8 @@ from mlx_speculation.engine.cascade import Cascade
 from mlx_speculation.engine.contained import Contained
 from mlx_speculation.engine.draft_model import DraftModel
 from mlx_speculation.engine.drafting import Drafter
+from mlx_speculation.engine.following import Following
 from mlx_speculation.engine.lookup import LookupDrafter
-from mlx_speculation.engine.mtp import MtpDraft
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import DrafterFault
 from mlx_speculation.errors import InvalidRequestError
@@ -24,9 +24,9 @@ MODEL_LENGTH = 4
 LOOKUP_LENGTH = 8
 
 MakeModel = Callable[[nn.Module], DraftModel]
-Follow = Callable[[MtpDraft], Drafter]
+Follow = Callable[[Following], Drafter]
 NoteFault = Callable[[DrafterFault], None]
-Checked = nn.Module | Drafter | MtpDraft
+Checked = nn.Module | Drafter | Following
 
 
 def checked_draft(draft: Any, target: nn.Module | None = None) -> Checked | None:
@@ -40,9 +40,9 @@ def checked_draft(draft: Any, target: nn.Module | None = None) -> Checked | None
         return LookupDrafter()
     if isinstance(draft, Cascade):
         return _checked_cascade(draft, target)
-    if isinstance(draft, MtpDraft) and target is not None:
+    if isinstance(draft, Following) and target is not None:
         _check_own_head(draft, target)
-    if draft is None or isinstance(draft, nn.Module | Drafter | MtpDraft):
+    if draft is None or isinstance(draft, nn.Module | Drafter | Following):
         return draft
     raise InvalidRequestError(
         f"draft is a {type(draft).__name__}, and an mlx-lm model, a Drafter, an "
@@ -51,20 +51,20 @@ def checked_draft(draft: Any, target: nn.Module | None = None) -> Checked | None
     )
 
 
-def _check_own_head(draft: MtpDraft, target: nn.Module) -> None:
+def _check_own_head(draft: Following, target: nn.Module) -> None:
     if draft.model is not target:
         raise InvalidRequestError(
-            "The MTP head was put on another model than the generator's. Make it with "
-            "MtpDraft(model, head) of the same model object."
+            f"The head in {type(draft).__name__} was put on another model than the "
+            "generator's. Make it with the same model object."
         )
 
 
 def _checked_cascade(cascade: Cascade, target: nn.Module | None) -> Cascade:
     checked = [_checked_member(member, target) for member in cascade.drafters]
-    heads = sum(isinstance(member, MtpDraft) for member in checked)
+    heads = sum(isinstance(member, Following) for member in checked)
     if heads > 1:
         raise InvalidRequestError(
-            f"The cascade has {heads} MTP heads, and one can follow a target. Leave "
+            f"The cascade has {heads} heads, and one can follow a target. Leave "
             "the others out."
         )
     return Cascade(*checked)
@@ -139,13 +139,13 @@ def drafter_of_stream(
         return Cascade(*each)
     if isinstance(draft, nn.Module):
         return Contained(make_model(draft), note)
-    if isinstance(draft, MtpDraft):
+    if isinstance(draft, Following):
         return Contained(follow(draft), note, target)
     own = draft.for_stream() if isinstance(draft, LookupDrafter) else draft
     return Contained(own, note)
 
 
-_MADE_ANEW = (nn.Module, LookupDrafter, MtpDraft)
+_MADE_ANEW = (nn.Module, LookupDrafter, Following)
 
 
 def serves_one_stream(draft: Any) -> bool:
@@ -164,6 +164,13 @@ def usual_length(draft: Any) -> int:
     """Return how many tokens are drafted in a round where nobody has said so."""
     lookup = any(isinstance(member, LookupDrafter) for member in members(draft))
     return LOOKUP_LENGTH if lookup else MODEL_LENGTH
+
+
+def check_head_ids(draft: Any, highest_id: int) -> None:
+    """Refuse heads that know other token ids than the target."""
+    for member in members(draft):
+        if isinstance(member, Following):
+            member.check_ids(highest_id)
 
 
 def check_draft_width(width: int, highest_id: int) -> None:

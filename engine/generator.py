@@ -16,6 +16,7 @@ from mlx_speculation.engine.draft_model import DraftModel
 from mlx_speculation.engine.drafting import Drafter
 from mlx_speculation.engine.drafts import (
     check_draft_width,
+    check_head_ids,
     checked_confidence,
     checked_draft,
     drafter_of_stream,
@@ -26,6 +27,7 @@ from mlx_speculation.engine.drafts import (
     serves_one_stream,
     usual_length,
 )
+from mlx_speculation.engine.following import Following
 from mlx_speculation.engine.kinds import (
     Kind,
     Offer,
@@ -34,7 +36,6 @@ from mlx_speculation.engine.kinds import (
     kind_named,
 )
 from mlx_speculation.engine.masking import Masks
-from mlx_speculation.engine.mtp import MtpDraft
 from mlx_speculation.engine.prefixes import Prefixes
 from mlx_speculation.engine.prompts import Prompts
 from mlx_speculation.engine.results import Result
@@ -90,8 +91,8 @@ class SpeculativeGenerator:
         model: an mlx-lm model.
         tokenizer: its tokenizer, mlx-lm's wrapper or a Hugging Face one.
         draft: an mlx-lm model with the same token ids, "lookup" or a `LookupDrafter`,
-            an `MtpDraft`, a `Cascade`, a `Drafter` of your own, or None for plain
-            decoding.
+            an `MtpDraft`, an `EagleDraft`, a `Cascade`, a `Drafter` of your own, or
+            None for plain decoding.
         draft_length: tokens drafted in a round; None takes 4, or 8 where the draft is
             looked up, and 0 is plain decoding.
         draft_confidence: a draft model stops before a token where the product of its
@@ -117,7 +118,7 @@ class SpeculativeGenerator:
         model: nn.Module,
         tokenizer: Any,
         *,
-        draft: nn.Module | Drafter | MtpDraft | str | None = None,
+        draft: nn.Module | Drafter | Following | str | None = None,
         draft_length: int | None = None,
         draft_confidence: float = 0.0,
         acceptance: Acceptance = "keyed",
@@ -157,6 +158,7 @@ class SpeculativeGenerator:
         for module in models:
             self._lane(module)  # refuses unknown caches now, not at the first stream
             check_draft_width(logit_width(module), highest_id)
+        check_head_ids(self._draft, highest_id)
         if prefix_cache is not None:
             for module in models:
                 check_resumable(module)
@@ -170,7 +172,7 @@ class SpeculativeGenerator:
         cls,
         path_or_repo: str | Path,
         *,
-        draft: str | Path | nn.Module | Drafter | MtpDraft | None = None,
+        draft: str | Path | nn.Module | Drafter | Following | None = None,
         draft_length: int | None = None,
         draft_confidence: float = 0.0,
         acceptance: Acceptance = "keyed",
@@ -408,7 +410,7 @@ class SpeculativeGenerator:
                 self._draft_confidence,
             )
 
-        def follow(head: MtpDraft) -> Drafter:
+        def follow(head: Following) -> Drafter:
             return head.for_stream(target, sequence)
 
         note = statistics.drafter_faults.append

@@ -11,12 +11,14 @@ from typing import Any
 
 import mlx.nn as nn
 
+from mlx_speculation.engine.eagle import EagleDraft
 from mlx_speculation.engine.mtp import MtpDraft
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import (
     Contract,
     check_model_folder,
     check_same_ids,
+    is_eagle,
     load,
     model_folder,
     read_config,
@@ -65,6 +67,10 @@ def _load_mtp(offer: Offer) -> MtpDraft:
     return MtpDraft.from_folder(offer.target, offer.model, contract=offer.contract)
 
 
+def _load_eagle(offer: Offer) -> EagleDraft:
+    return EagleDraft.from_folder(offer.folder, offer.model)
+
+
 def _load_model(offer: Offer) -> nn.Module:
     model, tokenizer = load(offer.folder)
     check_same_ids(offer.tokenizer, tokenizer)
@@ -73,6 +79,7 @@ def _load_model(offer: Offer) -> nn.Module:
 
 KINDS: tuple[Kind, ...] = (
     Kind("mtp", lambda config: False, _load_mtp, contract=True),
+    Kind("eagle", is_eagle, _load_eagle),
     Kind("model", lambda config: True, _load_model, whole=True),
 )
 

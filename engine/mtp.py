@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.engine.drafting import Choose, Draft
+from mlx_speculation.engine.following import check_embedding
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.models import (
     CommittedStates,
@@ -27,6 +28,7 @@ from mlx_speculation.models import (
     Mtp,
     MtpHead,
     MtpSlots,
+    OnTarget,
     States,
     load_mtp_head,
 )
@@ -57,6 +59,7 @@ class MtpDraft:
             model, before_norm=self._before, after_norm=not self._before
         )
         self.model, self.mtp = model, Mtp(head, self._taps)
+        self._head = head
 
     @classmethod
     def from_folder(
@@ -64,6 +67,12 @@ class MtpDraft:
     ) -> "MtpDraft":
         """Load the head that is in a target's folder; see `load_mtp_head`."""
         return cls(model, load_mtp_head(folder, model, contract=contract))
+
+    def check_ids(self, highest: int) -> None:
+        """Refuse a head of other token ids; see `Following`."""
+        for layer in self._head.layers:
+            if "embedding" in layer:
+                check_embedding(layer.embedding, "MTP head", highest)
 
     def for_stream(self, target: Lane, sequence: Sequence) -> "MtpDrafter":
         """Return the drafter of one stream, which follows the target's lane."""
@@ -85,12 +94,21 @@ class MtpDrafter:
         mtp: the head on its target.
         sequence: the known tokens.
         committed: the states that were committed and not read yet.
+        source: the kind of drafter, which the statistics count by.
+        ids: the target's ids of the head's logits, uint32 [n]; None: all.
     """
 
     def __init__(
-        self, mtp: Mtp, sequence: Sequence, committed: CommittedStates
+        self,
+        mtp: OnTarget,
+        sequence: Sequence,
+        committed: CommittedStates,
+        *,
+        source: str = "mtp",
+        ids: mx.array | None = None,
     ) -> None:
         self._mtp, self._tokens = mtp, sequence.tokens
+        self._source, self._ids = source, ids
         self._committed = committed
         self._slots = MtpSlots(mtp)
         committed.after_chunk(self._catch_up)
@@ -113,13 +131,13 @@ class MtpDrafter:
         self._catch_up()
         newest = len(self._tokens) - 1
         if not self._committed.start < newest <= self._committed.stop:
-            return Draft(mx.array([], mx.uint32), source="mtp")
+            return Draft(mx.array([], mx.uint32), source=self._source)
         depth = self._mtp.head.depth
         chosen: list[Chosen] = []
 
         def choose_next(logits: mx.array) -> mx.array:
             ahead = Draft.of(chosen).tokens if chosen else None
-            chosen.append(choose(logits, sequence.rows(ahead)))
+            chosen.append(choose(logits, sequence.rows(ahead), self._ids))
             mx.async_eval(chosen[-1].tokens)  # runs while the next graph is built
             return chosen[-1].tokens
 
@@ -133,7 +151,7 @@ class MtpDrafter:
             choose_next,
             limit if depth is None else min(limit, depth),
         )
-        return Draft.of(chosen, source="mtp")
+        return Draft.of(chosen, source=self._source)
 
     def settle(self, accepted: int) -> None:
         """Keep the slots of committed text; those of drafts never stay."""

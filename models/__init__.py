@@ -4,6 +4,9 @@ It knows mlx-lm's models and tokenizers. It does not know how tokens are chosen.
 """
 
 from mlx_speculation.models.committed import CommittedStates
+from mlx_speculation.models.eagle_config import LayerIds, is_eagle
+from mlx_speculation.models.eagle_head import Eagle, EagleHead
+from mlx_speculation.models.eagle_loading import load_eagle_head
 from mlx_speculation.models.finding import find_parts
 from mlx_speculation.models.grammars import json_schema, lark, regex
 from mlx_speculation.models.hidden_states import HiddenStates
@@ -13,7 +16,7 @@ from mlx_speculation.models.model_config import read_config
 from mlx_speculation.models.mtp_families import Contract
 from mlx_speculation.models.mtp_head import Mtp, MtpHead, MtpOutput
 from mlx_speculation.models.mtp_loading import load_mtp_head
-from mlx_speculation.models.mtp_slots import MtpSlots
+from mlx_speculation.models.mtp_slots import MtpSlots, OnTarget
 from mlx_speculation.models.pairing import (
     TokenIds,
     check_same_ids,
@@ -30,13 +33,17 @@ from mlx_speculation.models.taps import States
 __all__ = [
     "CommittedStates",
     "Contract",
+    "Eagle",
+    "EagleHead",
     "HiddenStates",
     "Lane",
     "LaneRound",
+    "LayerIds",
     "Mtp",
     "MtpHead",
     "MtpOutput",
     "MtpSlots",
+    "OnTarget",
     "Parts",
     "Recorders",
     "RestorePoints",
@@ -48,9 +55,11 @@ __all__ = [
     "check_resumable",
     "check_same_ids",
     "find_parts",
+    "is_eagle",
     "json_schema",
     "lark",
     "load",
+    "load_eagle_head",
     "load_mtp_head",
     "logit_width",
     "mlx_lm_speed",

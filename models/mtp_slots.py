@@ -14,16 +14,62 @@ they read has to wait for the next round:
     kept                          slots 3 to 5       slots 2 to 4; slot 5 waits
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import mlx.core as mx
 
 from mlx_speculation.caches import Speculation, states, with_slack
-from mlx_speculation.models.mtp_head import Mtp, MtpOutput
+from mlx_speculation.models.mtp_head import MtpOutput
 
 # (layer, first slot, slots) -> token ids [1, slots] that the layer pairs with them
 TokensOf = Callable[[int, int, int], mx.array]
+
+
+class SlotHead(Protocol):
+    """What slots need to know of a head."""
+
+    @property
+    def chained(self) -> bool:
+        """Whether each layer makes one draft of a chain."""
+        ...
+
+    @property
+    def depth(self) -> int | None:
+        """The most drafts that it is good for."""
+        ...
+
+    def new_caches(self) -> list[list[Any]]:
+        """Return new caches, a list for each layer."""
+        ...
+
+
+class OnTarget(Protocol):
+    """A head on its target: an `Mtp`, or what takes its place."""
+
+    @property
+    def head(self) -> SlotHead:
+        """The head."""
+        ...
+
+    def rows(
+        self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
+    ) -> MtpOutput:
+        """Run all slots to the end; see `Mtp.rows`."""
+        ...
+
+    def step(
+        self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
+    ) -> MtpOutput:
+        """Run the last slot to the end; see `Mtp.step`."""
+        ...
+
+    def history(
+        self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
+    ) -> None:
+        """Write the keys and values of slots; see `Mtp.history`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +94,7 @@ class MtpSlots:
         first: the first slot that they will hold.
     """
 
-    def __init__(self, mtp: Mtp, first: int = 0) -> None:
+    def __init__(self, mtp: OnTarget, first: int = 0) -> None:
         self._mtp = mtp
         layers = mtp.head.new_caches()
         self._caches = [with_slack(caches) for caches in layers]

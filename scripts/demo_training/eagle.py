@@ -122,7 +122,8 @@ def covered(data: Data, ids: Tensor) -> dict[str, float]:
 
 def new_head(target: Network, ids: Tensor) -> EagleHead:
     """A head to begin with: the target's way out, the rest random."""
-    head = EagleHead(SHAPE, len(LAYERS), len(ids)).to(ids.device)
+    head = EagleHead(SHAPE, len(LAYERS), len(ids))
+    head.to(ids.device)
     head.apply(target.reset)
     with torch.no_grad():
         head.lm_head.weight.copy_(target.embed_tokens.weight[ids])

@@ -84,4 +84,5 @@ def restored(folder: Path, device: str) -> EagleHead:
             value = torch.from_numpy(full)
         state[name] = value.float()
     head.load_state_dict(state)
-    return head.to(device)
+    head.to(device)
+    return head

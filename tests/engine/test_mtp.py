@@ -441,5 +441,5 @@ def test_a_head_of_another_model_is_refused() -> None:
     draft = MtpDraft(target, head)
     with pytest.raises(InvalidRequestError, match="on another model"):
         SpeculativeGenerator(build("llama"), byte_tokenizer(), draft=draft)
-    with pytest.raises(InvalidRequestError, match="2 MTP heads"):
+    with pytest.raises(InvalidRequestError, match="2 heads"):
         generator("mimo", Cascade(draft, MtpDraft(target, head)))

@@ -1,0 +1,83 @@
+"""The drafter that is an EAGLE-3 head in a folder of its own.
+
+It drafts as an MTP head does, over the same slots (see `engine/mtp.py`); what differs
+is what a slot begins with, which is made of three layers of the target, and that it
+may know a part of the token ids only.
+"""
+
+from pathlib import Path
+
+import mlx.nn as nn
+
+from mlx_speculation.engine.following import check_embedding
+from mlx_speculation.engine.mtp import MtpDrafter
+from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models import (
+    CommittedStates,
+    Eagle,
+    EagleHead,
+    HiddenStates,
+    Lane,
+    LayerIds,
+    load_eagle_head,
+)
+
+
+class EagleDraft:
+    """An EAGLE-3 head on its target, as the draft of a generator.
+
+        model, tokenizer = load(folder)
+        draft = EagleDraft.from_folder(head_folder, model)
+        generator = SpeculativeGenerator(model, tokenizer, draft=draft)
+
+    Args:
+        model: the target.
+        head: its head.
+        layers: of the target, from 0, whose outputs the head reads.
+
+    Raises:
+        UnsupportedModelError: the target does not show what the head reads.
+    """
+
+    def __init__(
+        self, model: nn.Module, head: EagleHead, layers: tuple[int, ...]
+    ) -> None:
+        self._taps = HiddenStates(model, layers=layers)
+        if "embed_tokens" not in head:
+            self._taps.parts.require("embedding")
+        self._head = head
+        self.model, self.eagle = model, Eagle(head, self._taps, layers)
+
+    @classmethod
+    def from_folder(
+        cls, folder: str | Path, model: nn.Module, *, layer_ids: LayerIds | None = None
+    ) -> "EagleDraft":
+        """Load a head; see `load_eagle_head`.
+
+        Args:
+            folder: the head's.
+            model: the target.
+            layer_ids: what the list of layers in config.json counts: "layers", or
+                "tuple", in which 0 is the embedding. By its place when omitted.
+        """
+        return cls(model, *load_eagle_head(folder, model, layer_ids=layer_ids))
+
+    def check_ids(self, highest: int) -> None:
+        """Refuse a head of other token ids; see `Following`."""
+        head = self._head
+        if "embed_tokens" in head:
+            check_embedding(head.embed_tokens, "EAGLE-3 head", highest)
+        drafted = None if head.ids is None else int(head.ids.max())
+        if drafted is not None and drafted > highest:
+            raise InvalidRequestError(
+                f"The EAGLE-3 head drafts token ids up to {drafted}, and the target's "
+                f"go up to {highest}. Choose the head of this target."
+            )
+
+    def for_stream(self, target: Lane, sequence: Sequence) -> MtpDrafter:
+        """Return the drafter of one stream, which follows the target's lane."""
+        committed = CommittedStates(self._taps, self.eagle.states)
+        target.follower = committed
+        ids = self.eagle.head.ids
+        return MtpDrafter(self.eagle, sequence, committed, source="eagle", ids=ids)
