@@ -64,7 +64,9 @@ class Kind:
 
 
 def _load_mtp(offer: Offer) -> MtpDraft:
-    return MtpDraft.from_folder(offer.target, offer.model, contract=offer.contract)
+    return MtpDraft.from_folder(
+        offer.target, offer.model, contract=offer.contract, tokenizer=offer.tokenizer
+    )
 
 
 def _load_eagle(offer: Offer) -> EagleDraft:

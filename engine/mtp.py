@@ -13,6 +13,7 @@ row is more than keys and values. See `models/mtp_slots.py` for what stays.
 """
 
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -63,10 +64,16 @@ class MtpDraft:
 
     @classmethod
     def from_folder(
-        cls, folder: str | Path, model: nn.Module, *, contract: Contract | None = None
+        cls,
+        folder: str | Path,
+        model: nn.Module,
+        *,
+        contract: Contract | None = None,
+        tokenizer: Any = None,
     ) -> "MtpDraft":
         """Load the head that is in a target's folder; see `load_mtp_head`."""
-        return cls(model, load_mtp_head(folder, model, contract=contract))
+        head = load_mtp_head(folder, model, contract=contract, tokenizer=tokenizer)
+        return cls(model, head)
 
     def check_ids(self, highest: int) -> None:
         """Refuse a head of other token ids; see `Following`."""

@@ -13,9 +13,9 @@ from mlx_speculation.models.hidden_states import HiddenStates
 from mlx_speculation.models.lane import Lane, LaneRound, Sliding
 from mlx_speculation.models.loading import check_model_folder, load, model_folder
 from mlx_speculation.models.model_config import read_config
+from mlx_speculation.models.mtp_contracts import load_mtp_head
 from mlx_speculation.models.mtp_families import Contract
 from mlx_speculation.models.mtp_head import Mtp, MtpHead, MtpOutput
-from mlx_speculation.models.mtp_loading import load_mtp_head
 from mlx_speculation.models.mtp_slots import MtpSlots, OnTarget
 from mlx_speculation.models.pairing import (
     TokenIds,

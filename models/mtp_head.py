@@ -75,6 +75,10 @@ class MtpLayer(nn.Module):
         out: mx.array = self.proj(mx.concatenate(pair, axis=-1))
         return out
 
+    def assume(self, order: str) -> None:
+        """Take this to come first in the concatenation from now on."""
+        self._order = order
+
     def run(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
         """Run the blocks over slots that follow the caches', and write them there."""
         remaining = iter(caches)
@@ -122,6 +126,12 @@ class MtpHead(nn.Module):
     def contract(self) -> Contract:
         """What it is taken to be."""
         return self._contract
+
+    def assume(self, contract: Contract) -> None:
+        """Take it to be another contract's from now on; norms stay as they are."""
+        self._contract = contract
+        for layer in self.layers:
+            layer.assume(contract.order)
 
     def new_caches(self) -> list[list[Any]]:
         """Return new caches, a list for each layer."""

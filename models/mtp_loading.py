@@ -1,10 +1,10 @@
-"""Loading the MTP head of a target: files in, a module out.
+"""Reading the MTP head of a target: files in, a module out.
 
-What cannot be told from the files is refused, with what to name: whether norms still
-lack their one, above all, fails silently otherwise.
+Nothing is tried here, see `mtp_contracts`; what cannot be told from the files is
+refused, with what to name.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.errors import ModelFolderError, UnsupportedModelError
-from mlx_speculation.models.loading import runs_on_linux_cpu, to_float32
 from mlx_speculation.models.model_config import nested, read_config, text_config
 from mlx_speculation.models.mtp_families import (
     FAMILIES,
@@ -28,9 +27,11 @@ from mlx_speculation.models.mtp_files import HeadFiles, find_head, header, shard
 from mlx_speculation.models.mtp_head import MtpHead, MtpLayer
 from mlx_speculation.models.mtp_transforms import (
     Weights,
+    norms_of,
     quantize_like,
     shapes_of,
     transformed,
+    with_ones,
 )
 
 # How packs say that their norms are stored as w and applied as 1 + w.
@@ -43,34 +44,37 @@ _FLAG_PLACES = (
 _SHOWN = 6
 
 
-def load_mtp_head(
-    folder: str | Path, model: nn.Module, *, contract: Contract | None = None
-) -> MtpHead:
-    """Load the MTP head that belongs to a target.
+@dataclass(frozen=True, slots=True)
+class FoundHead:
+    """A head in a folder, not read yet.
 
-    Args:
-        folder: the target's folder.
-        model: the target, loaded from it.
-        contract: what the head was trained with; the family's when omitted.
+    Attributes:
+        folder: the target's.
+        config: what its config.json holds.
+        family: the target's.
+        trunk: how many layers the target has.
+        files: where the tensors are.
+    """
 
-    Returns:
-        The head; on a Linux CPU in float32, dequantized where it was quantized.
+    folder: Path
+    config: dict[str, Any]
+    family: MtpFamily
+    trunk: int
+    files: HeadFiles
+
+    @property
+    def norms(self) -> Norms | None:
+        """How its norms are stored, if that can be told."""
+        return stored_norms(self.folder, self.config, self.family, self.files)
+
+
+def find_mtp_head(folder: str | Path, model: nn.Module) -> FoundHead:
+    """Find the head that belongs to a target; only headers are read.
 
     Raises:
         UnsupportedModelError: the target is of no family whose heads are known.
-        ModelFolderError: the folder has none, it is not complete, or how its norms
-            are stored cannot be told.
+        ModelFolderError: the folder has none.
     """
-    head = read_mtp_head(folder, model, contract=contract)
-    if runs_on_linux_cpu():
-        to_float32(head)
-    return head
-
-
-def read_mtp_head(
-    folder: str | Path, model: nn.Module, *, contract: Contract | None = None
-) -> MtpHead:
-    """Load a head in the precision in which it is stored; see `load_mtp_head`."""
     folder = Path(folder).expanduser()
     family = family_of(module_of(model))
     if family is None:
@@ -81,17 +85,80 @@ def read_mtp_head(
     config = read_config(folder)
     trunk = len(model.layers)
     files = find_head(folder, config, family, trunk)
-    contract = _decided(contract or family.contract, folder, config, family, files)
-    head = _build(family, contract, arguments_of(model), config, files)
-    weights = transformed(
-        files.read(), shapes_of(head), plus_one=contract.norms == "plus_one"
-    )
+    return FoundHead(folder, config, family, trunk, files)
+
+
+def read_mtp_head(
+    folder: str | Path, model: nn.Module, *, contract: Contract | None = None
+) -> MtpHead:
+    """Load a head in the precision in which it is stored, and try nothing.
+
+    Args:
+        folder: the target's folder.
+        model: the target, loaded from it.
+        contract: what the head was trained with; the family's when omitted.
+
+    Raises:
+        UnsupportedModelError: the target is of no family whose heads are known.
+        ModelFolderError: the folder has none, it is not complete, or how its norms
+            are stored cannot be told.
+    """
+    found = find_mtp_head(folder, model)
+    head, _ = build_mtp_head(found, model, decided(contract, found))
+    return head
+
+
+def build_mtp_head(
+    found: FoundHead, model: nn.Module, contract: Contract
+) -> tuple[MtpHead, Weights]:
+    """Read a head.
+
+    Args:
+        found: where it is.
+        model: the target.
+        contract: what it was trained with, norms included.
+
+    Returns:
+        The head, and the weights of its norms as they are stored.
+
+    Raises:
+        ModelFolderError: it is not complete.
+    """
+    files, norms = found.files, contract.norms
+    assert norms is not None
+    head = _build(found.family, contract, arguments_of(model), found.config, files)
+    weights = transformed(files.read(), shapes_of(head))
+    stored = norms_of(weights)
+    weights |= with_ones(stored, norms)
     quantize_like(head, weights)
-    _check(head, weights, family, trunk, files)
+    _check(head, weights, found.family, found.trunk, files)
     head.load_weights(list(weights.items()))
     head.eval()
     mx.eval(head.parameters())
-    return head
+    return head, stored
+
+
+def decided(contract: Contract | None, found: FoundHead) -> Contract:
+    """Return a contract with norms, the family's when it is omitted.
+
+    Raises:
+        ModelFolderError: how norms are stored cannot be told, or cannot be so.
+    """
+    contract, family = contract or found.family.contract, found.family
+    norms = contract.norms or found.norms
+    if norms is None:
+        raise ModelFolderError(
+            f"The norms of the MTP head in {found.files.source} of "
+            f'{str(found.folder)!r} may be stored as "plus_one" (w, applied as 1 + w) '
+            'or "stored" (as they are), and nothing in the folder tells. Name it: '
+            "contract=Contract(norms=...)."
+        )
+    if norms != "stored" and not family.plus_one:
+        raise ModelFolderError(
+            f"The contract says norms={norms!r}, and those of the {family.name} "
+            'family are "stored". Leave norms out.'
+        )
+    return replace(contract, norms=norms)
 
 
 def stored_norms(
@@ -126,28 +193,6 @@ def _original(folder: Path) -> bool:
 
 def _share(core: str) -> bool:
     return ".share_expert." in core and ".mlp.share_expert." not in core
-
-
-def _decided(
-    contract: Contract,
-    folder: Path,
-    config: dict[str, Any],
-    family: MtpFamily,
-    files: HeadFiles,
-) -> Contract:
-    norms = contract.norms or stored_norms(folder, config, family, files)
-    if norms is None:
-        raise ModelFolderError(
-            f"The norms of the MTP head in {files.source} of {str(folder)!r} may be "
-            'stored as "plus_one" (w, applied as 1 + w) or "stored" (as they are), '
-            "and nothing in the folder tells. Name it: contract=Contract(norms=...)."
-        )
-    if norms == "plus_one" and not family.plus_one:
-        raise ModelFolderError(
-            f'The contract says norms="plus_one", and those of the {family.name} '
-            'family are "stored". Leave norms out.'
-        )
-    return replace(contract, norms=norms)
 
 
 def _build(

@@ -8,7 +8,7 @@ first. Here it is done by what is there, never by what a config says:
     experts.gate_up_proj [E, 2I, H]      split: the gate's rows come first
     kv_b_proj [heads * (nope + v), rank] split into embed_q and unembed_out
     qkv_proj                             split into q_proj, k_proj and v_proj
-    norms stored as w, applied as 1 + w  one is added
+    norms stored as w, applied as 1 + w  one is added, by `with_ones`
 """
 
 import re
@@ -21,6 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
 from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.mtp_families import Norms
 
 Weights = dict[str, mx.array]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -40,7 +41,7 @@ def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: value.shape for name, value in flat}
 
 
-def transformed(weights: Weights, wanted: Shapes, *, plus_one: bool) -> Weights:
+def transformed(weights: Weights, wanted: Shapes) -> Weights:
     """Return the weights under the names, and in the form, of the head's module.
 
     What is not understood stays as it is, for the strict check that follows.
@@ -48,7 +49,6 @@ def transformed(weights: Weights, wanted: Shapes, *, plus_one: bool) -> Weights:
     Args:
         weights: as they are stored, under the beginnings of names in `MtpHead`.
         wanted: the shapes of the module's parameters, before it is quantized.
-        plus_one: whether one is to be added to every norm.
 
     Raises:
         ModelFolderError: experts are missing, or shapes cannot be understood.
@@ -57,12 +57,28 @@ def transformed(weights: Weights, wanted: Shapes, *, plus_one: bool) -> Weights:
     weights = _stacked_experts(weights, wanted)
     weights = _split_fused_experts(weights)
     weights = _split_latent(weights, wanted)
-    weights = _split_qkv(weights, wanted)
-    if plus_one:
-        for name, value in weights.items():
-            if is_norm(name) and value.ndim == 1:
-                weights[name] = value + 1
-    return weights
+    return _split_qkv(weights, wanted)
+
+
+def norms_of(weights: Weights) -> Weights:
+    """Return those weights that are the weights of norms."""
+    return {n: w for n, w in weights.items() if is_norm(n) and w.ndim == 1}
+
+
+def with_ones(stored: Weights, norms: Norms) -> Weights:
+    """Return the weights of norms as they are applied.
+
+    Args:
+        stored: the weights as they are stored.
+        norms: to which of them one is added, see `Contract`.
+    """
+
+    def lacks_one(name: str) -> bool:
+        if isinstance(norms, tuple):
+            return name.split(".")[-2] in norms
+        return norms == "plus_one"
+
+    return {n: w + 1 if lacks_one(n) else w for n, w in stored.items()}
 
 
 def is_norm(name: str) -> bool:

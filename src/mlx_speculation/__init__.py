@@ -20,8 +20,10 @@ from mlx_speculation.errors import (
     BlasError,
     CacheFileError,
     ConstraintError,
+    ContractError,
     DemoModelsMissingError,
     DrafterFaultWarning,
+    DraftNotice,
     InvalidRequestError,
     MissingLibraryError,
     ModelFolderError,
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from mlx_speculation.caches import PrefixCache, Speculation
     from mlx_speculation.demo import demo_models
     from mlx_speculation.engine import Cascade, LookupDrafter, SpeculativeGenerator
-    from mlx_speculation.models import json_schema, lark, load, regex
+    from mlx_speculation.models import Contract, json_schema, lark, load, regex
     from mlx_speculation.samplers import (
         Constraint,
         ConstraintState,
@@ -58,7 +60,10 @@ __all__ = [
     "Constraint",
     "ConstraintError",
     "ConstraintState",
+    "Contract",
+    "ContractError",
     "DemoModelsMissingError",
+    "DraftNotice",
     "DrafterFaultWarning",
     "ForkableProcessor",
     "InvalidRequestError",
@@ -93,6 +98,7 @@ _HOMES = {
     "Cascade": "mlx_speculation.engine",
     "Constraint": "mlx_speculation.samplers",
     "ConstraintState": "mlx_speculation.samplers",
+    "Contract": "mlx_speculation.models",
     "ForkableProcessor": "mlx_speculation.samplers",
     "LookupDrafter": "mlx_speculation.engine",
     "PrefixCache": "mlx_speculation.caches",

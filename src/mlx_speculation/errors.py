@@ -8,6 +8,7 @@ SpeculationError(Exception)
 ├── UnsupportedModelError(TypeError)
 ├── SpeculationClosedError(RuntimeError)
 ├── ModelFolderError(ValueError)
+│   └── ContractError
 ├── CacheFileError(ValueError)
 ├── NonFiniteLogitsError(ArithmeticError)
 ├── ConstraintError(ValueError)
@@ -20,7 +21,7 @@ Each class also derives from the built-in exception in brackets, so `except
 ValueError` works for callers that do not know this package. Who raises one
 composes its message: what is wrong, the two values, what to do.
 
-`DrafterFaultWarning` is no error: the text goes on.
+`DrafterFaultWarning` and `DraftNotice` are no errors: the text goes on.
 """
 
 
@@ -64,6 +65,13 @@ class ModelFolderError(SpeculationError, ValueError):
     """Raised when a model folder lacks a file or holds one that cannot be used."""
 
 
+class ContractError(ModelFolderError):
+    """Raised when no convention makes a draft head agree with its target.
+
+    The message names what each of them scored.
+    """
+
+
 class CacheFileError(SpeculationError, ValueError):
     """Raised when a file of caches cannot be written, or not be loaded.
 
@@ -93,6 +101,10 @@ class DemoModelsMissingError(SpeculationError, FileNotFoundError):
 
 class BlasError(SpeculationError, RuntimeError):
     """Raised when the BLAS that was asked for cannot be put in front of mlx."""
+
+
+class DraftNotice(UserWarning):
+    """Said once when a draft is not the one that was asked for, or why it is not."""
 
 
 class DrafterFaultWarning(RuntimeWarning):

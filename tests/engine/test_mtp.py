@@ -416,7 +416,10 @@ def test_a_prompt_of_one_token_is_decoded() -> None:
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "deepseek_v3", "step3p5"])
 def test_a_folder_with_a_head_drafts_with_it(name: str, tmp_path: Path) -> None:
     written = write(tmp_path, name)
-    made = SpeculativeGenerator.from_pretrained(tmp_path, draft="mtp", draft_length=2)
+    contract = family(LAYOUTS[name]).contract
+    made = SpeculativeGenerator.from_pretrained(
+        tmp_path, draft="mtp", draft_length=2, contract=contract
+    )
     expected = plain_text(made.model, prompt_of(PROMPT), 12)
     result = made.generate(prompt_of(PROMPT), max_tokens=12)
     assert result.tokens == expected

@@ -10,6 +10,7 @@ import pytest
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models import load
+from mlx_speculation.models.mtp_contracts import load_mtp_head
 from mlx_speculation.models.mtp_families import (
     Contract,
     MtpFamily,
@@ -18,7 +19,7 @@ from mlx_speculation.models.mtp_families import (
 )
 from mlx_speculation.models.mtp_files import HeadFiles, find_head
 from mlx_speculation.models.mtp_head import MtpHead
-from mlx_speculation.models.mtp_loading import load_mtp_head, read_mtp_head
+from mlx_speculation.models.mtp_loading import read_mtp_head
 from support.mtp_checkpoints import (
     LAYOUTS,
     Weights,
@@ -168,7 +169,7 @@ def test_a_head_in_the_shards_is_found_with_and_without_an_index(
     assert {s.file.name for s in files.tensors.values()} == {
         "model-00002-of-00002.safetensors"
     }
-    loaded = load_mtp_head(tmp_path, target)
+    loaded = load_mtp_head(tmp_path, target, contract=Contract())
     assert loaded.contract.norms == "plus_one"
 
 

@@ -14,8 +14,9 @@ from mlx_lm.utils import load_model
 
 from mlx_speculation.errors import ModelFolderError, UnsupportedModelError
 from mlx_speculation.models import load
+from mlx_speculation.models.mtp_contracts import load_mtp_head
 from mlx_speculation.models.mtp_families import FAMILIES, Contract
-from mlx_speculation.models.mtp_loading import load_mtp_head, read_mtp_head
+from mlx_speculation.models.mtp_loading import read_mtp_head
 from support import tiny_models
 from support.identity import plain_text, prompt_of
 from support.mtp_checkpoints import (
@@ -80,7 +81,7 @@ def test_every_family_has_a_checkpoint() -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_head_is_read_tensor_by_tensor(name: str, written: Write) -> None:
     made = written(name)
-    head = load_mtp_head(made.folder, made.target)
+    head = read_mtp_head(made.folder, made.target)
     layers = 1 if name == "mimo_v2_flash" else len(made.head.layers)
     assert len(head.layers) == layers
     same(flat(head), used(made, layers))
@@ -119,7 +120,7 @@ def test_a_stacked_target_with_a_head_loads(tmp_path: Path) -> None:
     model, _ = load(tmp_path)
     same(flat(model), flat(target))
     with pytest.raises(ModelFolderError, match="may be stored as"):
-        load_mtp_head(tmp_path, model)
+        read_mtp_head(tmp_path, model)
     found = load_mtp_head(tmp_path, model, contract=Contract(norms="stored"))
     same(flat(found), flat(head))
 
@@ -133,7 +134,7 @@ def test_layers_behind_a_target_without_a_family_are_left_out(tmp_path: Path) ->
     model, _ = load(tmp_path)
     same(flat(model), flat(target))
     with pytest.raises(UnsupportedModelError, match="of no family"):
-        load_mtp_head(tmp_path, model)
+        read_mtp_head(tmp_path, model)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +198,7 @@ def test_a_head_with_a_tensor_too_many_is_refused(changed: Write) -> None:
     save(made.folder / "model-00002-of-00002.safetensors", made.tensors | extra)
     (made.folder / "model.safetensors.index.json").unlink()
     with pytest.raises(ModelFolderError, match=r"not known: mtp\.layers\.0\.self_attn"):
-        load_mtp_head(made.folder, made.target)
+        read_mtp_head(made.folder, made.target)
 
 
 def test_a_second_layer_of_a_family_with_one_is_refused(changed: Write) -> None:
@@ -210,7 +211,7 @@ def test_a_second_layer_of_a_family_with_one_is_refused(changed: Write) -> None:
     save(made.folder / "model-00002-of-00002.safetensors", made.tensors | again)
     (made.folder / "model.safetensors.index.json").unlink()
     with pytest.raises(ModelFolderError, match=r"not known: mtp\.layers\.1"):
-        load_mtp_head(made.folder, made.target)
+        read_mtp_head(made.folder, made.target)
 
 
 @pytest.mark.parametrize("name", ["mimo", "deepseek_v3"])
@@ -226,7 +227,7 @@ def test_more_layers_than_are_understood_are_refused(name: str, changed: Write) 
     save(made.folder / "model-00003.safetensors", again)
     (made.folder / "model.safetensors.index.json").unlink()
     with pytest.raises(ModelFolderError, match="has 2 layers"):
-        load_mtp_head(made.folder, made.target)
+        read_mtp_head(made.folder, made.target)
 
 
 def test_a_shape_that_the_config_does_not_say_is_refused(changed: Write) -> None:
@@ -236,7 +237,7 @@ def test_a_shape_that_the_config_does_not_say_is_refused(changed: Write) -> None
     wrong = made.tensors | {name: mx.ones((48, 64))}
     save(made.folder / "model-00002-of-00002.safetensors", wrong)
     with pytest.raises(ModelFolderError, match=r"\(48, 64\) instead of \(32, 64\)"):
-        load_mtp_head(made.folder, made.target)
+        read_mtp_head(made.folder, made.target)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe", "nemotron_h"])
@@ -247,7 +248,7 @@ def test_a_declared_head_without_weights_is_an_error_that_says_so(
     write_folder(tmp_path, config, [flat(target)], kind="mlx")
     said = "mtp_num_hidden" if name == "qwen3_5" else "num_nextn_predict"
     with pytest.raises(ModelFolderError, match=f"config.json says {said}.* = 1"):
-        load_mtp_head(tmp_path, target)
+        read_mtp_head(tmp_path, target)
 
 
 def test_a_config_that_does_not_describe_the_blocks_is_refused(changed: Write) -> None:
@@ -257,7 +258,7 @@ def test_a_config_that_does_not_describe_the_blocks_is_refused(changed: Write) -
     (made.folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     model, _ = load(made.folder)
     with pytest.raises(ModelFolderError, match="does not say what layer 0"):
-        load_mtp_head(made.folder, model)
+        read_mtp_head(made.folder, model)
 
 
 def test_norms_that_are_never_shifted_cannot_be_called_so(written: Write) -> None:
@@ -273,7 +274,7 @@ def test_the_contract_that_is_named_is_the_head_s(written: Write) -> None:
     assert head.contract == named
     norm = flat(head)["layers.0.norm_e.weight"]
     assert mx.array_equal(norm, made.tensors["mtp.pre_fc_norm_embedding.weight"])
-    default = load_mtp_head(made.folder, made.target).contract
+    default = read_mtp_head(made.folder, made.target).contract
     assert default == Contract(norms="plus_one")
 
 
@@ -289,7 +290,7 @@ def test_a_head_stays_in_the_precision_of_its_files(changed: Write) -> None:
     bias = "layers.0.blocks.0.mlp.gate.e_score_correction_bias"
     assert kinds.pop(bias) == mx.float32
     assert set(kinds.values()) == {mx.bfloat16}
-    wide = flat(load_mtp_head(made.folder, made.target))
+    wide = flat(load_mtp_head(made.folder, made.target, contract=Contract()))
     assert {value.dtype for value in wide.values()} == {mx.float32}
 
 

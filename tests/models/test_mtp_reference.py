@@ -13,8 +13,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models import Contract, HiddenStates, Mtp, load_mtp_head
+from mlx_speculation.models import Contract, HiddenStates, Mtp
 from mlx_speculation.models.mtp_head import MtpOutput
+from mlx_speculation.models.mtp_loading import read_mtp_head
 from support.mtp_reference_folders import MtpFolder, write_mtp_folder
 from support.references.mtp import Family, MtpRows, rows
 from support.references.mtp_all import FAMILIES
@@ -51,7 +52,7 @@ class Bench:
     def load(self, contract: Contract | None = None) -> Mtp:
         """Load the head on its target."""
         model = self.folder.model
-        head = load_mtp_head(self.folder.path, model, contract=contract)
+        head = read_mtp_head(self.folder.path, model, contract=contract)
         return Mtp(head, HiddenStates(model, after_norm=True))
 
     def expected(self, hidden: Array, tokens: Ids, layer: int = 0) -> MtpRows:
@@ -116,7 +117,7 @@ def assert_same(ours: MtpOutput, theirs: MtpRows, start: int, stop: int) -> None
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_has_the_contract_of_the_facts(bench: MakeBench, name: str) -> None:
     family, folder = bench(name).family, bench(name).folder
-    head = load_mtp_head(folder.path, folder.model)
+    head = read_mtp_head(folder.path, folder.model)
     assert head.contract == Contract(
         hidden=family.state,
         recycled=family.recycles,

@@ -9,9 +9,15 @@ import numpy as np
 import pytest
 
 from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.mtp_contracts import load_mtp_head
 from mlx_speculation.models.mtp_families import Contract
-from mlx_speculation.models.mtp_loading import load_mtp_head, read_mtp_head
-from mlx_speculation.models.mtp_transforms import is_norm, transformed
+from mlx_speculation.models.mtp_loading import read_mtp_head
+from mlx_speculation.models.mtp_transforms import (
+    is_norm,
+    norms_of,
+    transformed,
+    with_ones,
+)
 from support.mtp_checkpoints import (
     LAYOUTS,
     Weights,
@@ -130,7 +136,7 @@ def test_a_pack_with_a_flag_has_norms_less_one(tmp_path: Path) -> None:
     }
     write_folder(tmp_path, {**config, **keys}, [flat(target)], kind="mlx")
     save(tmp_path / "packed.safetensors", small)
-    found = load_mtp_head(tmp_path, target)
+    found = load_mtp_head(tmp_path, target, contract=Contract())
     assert found.contract.norms == "plus_one"
     theirs, ours = flat(found), flat(head)
     for name in NORMS:
@@ -143,8 +149,9 @@ def test_a_pack_with_a_flag_has_norms_less_one(tmp_path: Path) -> None:
 def test_one_is_added_to_every_norm_and_to_nothing_else(name: str) -> None:
     _, _, head = make(name)
     weights = flat(head)
-    result = transformed(weights, {}, plus_one=True)
-    changed = {n for n, v in result.items() if not mx.array_equal(v, weights[n])}
+    result = with_ones(norms_of(transformed(weights, {})), "plus_one")
+    changed = {n for n, v in result.items() if mx.array_equal(v, weights[n] + 1)}
+    assert changed == result.keys()
     assert changed == {n for n in weights if is_norm(n)}
     if name == "qwen3_5":
         assert changed == NORMS
@@ -161,7 +168,7 @@ def test_packed_latent_projections_are_split_without_another_rounding(
     small = packed(tensors, [name], bits=4, group_size=32)
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save(tmp_path / "mtp.safetensors", small)
-    found = flat(load_mtp_head(tmp_path, target))
+    found = flat(load_mtp_head(tmp_path, target, contract=Contract()))
     both = unpacked(small, bits=4, group_size=32)[name].reshape(4, 32, 32)
     path = "layers.0.blocks.0.self_attn"
     assert mx.array_equal(
@@ -175,9 +182,7 @@ def test_fp8_blocks_are_multiplied_by_their_scales() -> None:
     key = mx.random.key(0)
     weight = mx.to_fp8(mx.random.normal((200, 300), key=key))
     scales = mx.random.uniform(0.5, 2, (2, 3), key=key)
-    found = transformed(
-        {"a.weight": weight, "a.weight_scale_inv": scales}, {}, plus_one=False
-    )
+    found = transformed({"a.weight": weight, "a.weight_scale_inv": scales}, {})
     assert found.keys() == {"a.weight"}
     values = np.array(mx.from_fp8(weight, dtype=mx.float32))
     expected = np.array(
@@ -202,7 +207,7 @@ def test_fp8_in_other_blocks_is_refused() -> None:
         "a.weight_scale_inv": mx.ones((2, 2)),
     }
     with pytest.raises(ModelFolderError, match=r"with scales \(2, 2\)"):
-        transformed(weights, {}, plus_one=False)
+        transformed(weights, {})
 
 
 def test_an_fp8_head_of_deepseek_loads(tmp_path: Path) -> None:
@@ -217,7 +222,7 @@ def test_an_fp8_head_of_deepseek_loads(tmp_path: Path) -> None:
             fp8[name] = value
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save(tmp_path / "mtp.safetensors", fp8)
-    found = flat(load_mtp_head(tmp_path, target))
+    found = flat(load_mtp_head(tmp_path, target, contract=Contract()))
     for name, value in flat(head).items():
         assert mx.allclose(found[name], value, rtol=0.07, atol=2e-3), name
 
@@ -230,7 +235,7 @@ def test_a_fused_projection_is_split(tmp_path: Path) -> None:
     tensors[f"{path}.qkv_proj.weight"] = mx.concatenate(rows)
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save(tmp_path / "mtp.safetensors", tensors)
-    found = flat(load_mtp_head(tmp_path, target))
+    found = flat(load_mtp_head(tmp_path, target, contract=Contract()))
     for each, value in zip("qkv", rows, strict=True):
         name = f"layers.0.blocks.0.self_attn.{each}_proj.weight"
         assert mx.array_equal(found[name], value)
@@ -242,7 +247,7 @@ def test_experts_that_others_call_w1_to_w3_are_stacked() -> None:
     }
     values = {(w, e): mx.full((4, 4), 10 * w + e) for w in (1, 2, 3) for e in range(2)}
     weights = {f"b.experts.{e}.w{w}.weight": v for (w, e), v in values.items()}
-    found = transformed(weights, wanted, plus_one=False)
+    found = transformed(weights, wanted)
     for w, name in ((1, "gate"), (2, "down"), (3, "up")):
         expected = mx.stack([values[w, 0], values[w, 1]])
         assert mx.array_equal(found[f"b.switch_mlp.{name}_proj.weight"], expected)
@@ -251,7 +256,7 @@ def test_experts_that_others_call_w1_to_w3_are_stacked() -> None:
 def test_an_expert_too_many_is_refused() -> None:
     weights = {f"b.experts.{e}.up_proj.weight": mx.ones((4, 4)) for e in range(3)}
     with pytest.raises(ModelFolderError, match=r"not expected: b\.experts\.2"):
-        transformed(weights, {"b.switch_mlp.up_proj.weight": (2, 4, 4)}, plus_one=False)
+        transformed(weights, {"b.switch_mlp.up_proj.weight": (2, 4, 4)})
 
 
 def test_a_projection_with_a_bias_keeps_it(tmp_path: Path) -> None:
@@ -260,7 +265,7 @@ def test_a_projection_with_a_bias_keeps_it(tmp_path: Path) -> None:
     tensors["model.mtp_linear_proj.0.bias"] = mx.arange(64) / 64
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save(tmp_path / "mtp.safetensors", tensors)
-    found = load_mtp_head(tmp_path, target)
+    found = load_mtp_head(tmp_path, target, contract=Contract())
     assert mx.array_equal(found.layers[0].proj.bias, mx.arange(64) / 64)
 
 
@@ -273,4 +278,4 @@ def test_a_packing_that_mlx_does_not_know_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save(tmp_path / "mtp.safetensors", tensors)
     with pytest.raises(ModelFolderError, match="mlx does not know"):
-        load_mtp_head(tmp_path, target)
+        load_mtp_head(tmp_path, target, contract=Contract())

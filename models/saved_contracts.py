@@ -1,0 +1,171 @@
+"""Contracts that a probe has found, kept in small files.
+
+A file stands beside the head, or in a cache folder where nothing can be written there:
+
+    <folder of the head>/mtp_contract.json
+    $XDG_CACHE_HOME/mlx-speculation/contracts/<hashes>.json      ~/.cache without it
+
+It counts only while the hashes of target and head are those in it (`fingerprints` says
+what they cover). A file of a stranger, or one that is broken, is never trusted and
+never written over: that is said, and the cache folder takes what is found.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.contract_fields import contract_of, fields_of
+from mlx_speculation.models.mtp_families import Contract
+from mlx_speculation.models.notices import notice
+
+NAME = "mtp_contract.json"
+FORMAT = "mlx-speculation contract"
+VERSION = 1
+_KEYS = {"format", "version", "target", "head", "contract", "scores"}
+_LARGEST = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The hashes of a target and of its head."""
+
+    target: str
+    head: str
+
+
+class _NotOursError(ValueError):
+    """A file that was not written here, or is broken."""
+
+
+class SavedContracts:
+    """The files in which the contract of one head may be kept.
+
+    Args:
+        folder: where the head is.
+        pair: the hashes that count.
+    """
+
+    def __init__(self, folder: Path, pair: Pair) -> None:
+        self._pair = pair
+        self._files = [folder / NAME]
+        cache = cache_folder()
+        if cache is not None:
+            name = f"{pair.target[:32]}-{pair.head[:32]}.json"
+            self._files.append(cache / "contracts" / name)
+
+    def find(self) -> tuple[Contract, Path] | None:
+        """Return the contract that was saved for the pair, and in which file."""
+        for file in self._files:
+            try:
+                contract = self._read(file)
+            except _NotOursError as error:
+                notice(
+                    f"{str(file)!r} is passed over: {error}. Take it away, or name the "
+                    "contract."
+                )
+                continue
+            if contract is not None:
+                return contract, file
+        return None
+
+    def save(self, contract: Contract, scores: Mapping[str, Any]) -> Path | None:
+        """Keep a contract as a whole or not at all; return where, if anywhere.
+
+        Args:
+            contract: the contract.
+            scores: what it and others scored, for whoever reads the file.
+        """
+        value = {
+            "format": FORMAT,
+            "version": VERSION,
+            "target": self._pair.target,
+            "head": self._pair.head,
+            "contract": fields_of(contract),
+            "scores": dict(scores),
+        }
+        for file in self._files:
+            if self._may_replace(file) and _write(file, value):
+                return file
+        return None
+
+    def _read(self, file: Path) -> Contract | None:
+        value = _object(file)
+        if value is None:
+            return None
+        if (value["target"], value["head"]) != (self._pair.target, self._pair.head):
+            return None
+        try:
+            contract = contract_of(value["contract"], str(file))
+        except ModelFolderError as error:
+            raise _NotOursError(str(error)) from error
+        if contract.norms is None:
+            raise _NotOursError("its contract does not say how norms are stored")
+        return contract
+
+    def _may_replace(self, file: Path) -> bool:
+        try:
+            _object(file)
+        except _NotOursError:
+            return False
+        return True
+
+
+def cache_folder() -> Path | None:
+    """Return the folder for what may be lost, by the XDG base directory rules.
+
+    None: nobody knows where the user's home is.
+    """
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not named.is_absolute():  # such a path is to be ignored, as the rules say
+        try:
+            named = Path.home() / ".cache"
+        except RuntimeError:
+            return None
+    return named / "mlx-speculation"
+
+
+def _object(file: Path) -> dict[str, Any] | None:
+    """Return what a file of ours holds; None: there is none."""
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(_LARGEST + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _NotOursError(f"it cannot be read ({error})") from error
+    if len(text) > _LARGEST:
+        raise _NotOursError(f"it has more than {_LARGEST} bytes")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _NotOursError(f"it is no JSON ({error})") from error
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise _NotOursError("it is not a contract that was saved here")
+    if value.get("version") != VERSION or value.keys() != _KEYS:
+        raise _NotOursError(
+            f"its version is {value.get('version')!r} with {len(value)} fields, and "
+            f"{VERSION} with {len(_KEYS)} is known"
+        )
+    return value
+
+
+def _write(file: Path, value: dict[str, Any]) -> bool:
+    """Write a file as a whole, or leave everything as it was and return False."""
+    temporary = file.with_name(f".{file.name}.{os.urandom(8).hex()}.tmp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("x", encoding="utf-8") as opened:
+            opened.write(json.dumps(value, indent=2) + "\n")
+            opened.flush()
+            os.fsync(opened.fileno())
+        temporary.replace(file)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        return False
+    return True

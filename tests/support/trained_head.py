@@ -1,0 +1,91 @@
+"""The trained head of the demo hybrid, told apart from what it was not trained with.
+
+As it is trained, the state before and after the final norm differ by a factor only,
+nearly, which the head's own norm takes away. So the norm's weight is spread, and the
+output layer, untied, takes that back: the target is the same function as before, the
+head nearly so, and the two states are not alike any more.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation import demo_models
+from mlx_speculation.models import Contract, HiddenStates, MtpHead, load
+from mlx_speculation.models.loading import to_float32
+from mlx_speculation.models.mtp_loading import build_mtp_head, find_mtp_head
+from mlx_speculation.models.mtp_probe import HeadProbe
+from mlx_speculation.models.own_text import STARTS, OwnText
+
+Truth = Literal["as trained", "after_norm", "before_norm"]
+# The standard deviation of the logarithm of what the norm's weight is multiplied with.
+SPREAD = 1.0
+NORM_H, FINAL = "layers.0.norm_h.weight", "layers.0.final.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A target with a head that was trained for it.
+
+    Attributes:
+        model: the target.
+        tokenizer: its tokenizer.
+        head: the head.
+        stored: the weights of its norms, none of which lacks its one.
+        taps: on the target, for its life.
+        text: what the target writes.
+        contract: what the head was trained with.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    head: MtpHead
+    stored: Mapping[str, mx.array]
+    taps: HiddenStates
+    text: OwnText
+    contract: Contract
+
+    def trial(self, stored: Mapping[str, mx.array] | None = None) -> HeadProbe:
+        """Return a probe of the head, perhaps with norms stored in another way."""
+        norms = self.stored if stored is None else stored
+        return HeadProbe(self.head, dict(norms), self.taps, self.text)
+
+
+@cache
+def trained(truth: Truth = "as trained") -> Trained:
+    """Return the target and its head, such that `truth` is the state that goes in."""
+    folder = demo_models()["hybrid"]
+    model, tokenizer = load(folder)
+    contract = Contract(norms="stored")
+    head, stored = build_mtp_head(find_mtp_head(folder, model), model, contract)
+    to_float32(head)
+    stored = {name: weight.astype(mx.float32) for name, weight in stored.items()}
+    if truth != "as trained":
+        factor = mx.exp(SPREAD * mx.random.normal((512,), key=mx.random.key(5)))
+        factor = factor / mx.sqrt((factor * factor).mean())
+        norm = _spread(model, factor)
+        stored[FINAL] = stored[FINAL] * factor
+        stored[NORM_H] = stored[NORM_H] * (
+            norm if truth == "before_norm" else 1 / factor
+        )
+    if truth == "before_norm":
+        contract = Contract("before_norm", "before_norm", norms="stored")
+    taps = HiddenStates(model, before_norm=True, after_norm=True)
+    text = OwnText.of(model, taps, [tokenizer.encode(start) for start in STARTS])
+    return Trained(model, tokenizer, head, stored, taps, text, contract)
+
+
+def _spread(model: nn.Module, factor: mx.array) -> mx.array:
+    """Spread the final norm's weight, and return what it was."""
+    text: Any = model.language_model
+    norm, embedding = text.model.norm, text.model.embed_tokens
+    weight: mx.array = norm.weight
+    norm.weight = weight * factor
+    text.lm_head = nn.Linear(1, 1, bias=False)
+    text.lm_head.weight = embedding.weight / factor
+    text.args.tie_word_embeddings = False
+    return weight
