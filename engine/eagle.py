@@ -75,6 +75,11 @@ class EagleDraft:
                 f"go up to {highest}. Choose the head of this target."
             )
 
+    @property
+    def own_weights(self) -> nn.Module:
+        """The head's own; what it shares with the target is not in it."""
+        return self._head
+
     def for_stream(self, target: Lane, sequence: Sequence) -> MtpDrafter:
         """Return the drafter of one stream, which follows the target's lane."""
         committed = CommittedStates(self._taps, self.eagle.states)

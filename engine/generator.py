@@ -11,6 +11,7 @@ from typing import Any, get_args
 import mlx.nn as nn
 
 from mlx_speculation.caches import PrefixCache
+from mlx_speculation.engine.cheaper import check_quantized, own_weights
 from mlx_speculation.engine.decoding import Decoder
 from mlx_speculation.engine.draft_model import DraftModel
 from mlx_speculation.engine.drafting import Drafter
@@ -56,6 +57,7 @@ from mlx_speculation.models import (
     load,
     logit_width,
     model_folder,
+    quantize_weights,
     wired,
     wrapped,
 )
@@ -179,6 +181,7 @@ class SpeculativeGenerator:
         sliding: Sliding = "slack",
         prefix_cache: PrefixCache | None = None,
         contract: Contract | None = None,
+        quantize_draft: int | None = None,
     ) -> "SpeculativeGenerator":
         """Load a target, and a draft model where `draft` names one.
 
@@ -192,6 +195,8 @@ class SpeculativeGenerator:
             sliding: see the constructor.
             prefix_cache: see the constructor.
             contract: what the head was trained with; its family's when omitted.
+            quantize_draft: bits in which to hold the weights of the draft or head that
+                is loaded, 2, 3, 4, 5, 6 or 8; those of the target stay as they are.
 
         Raises:
             ModelFolderError: a folder is not a model, or has no whole head.
@@ -211,12 +216,16 @@ class SpeculativeGenerator:
         elif isinstance(draft, str | Path) and draft != "lookup":
             folder, kind = draft_folder(draft)
         check_contract(contract, kind, draft)
+        if quantize_draft is not None:
+            check_quantized(quantize_draft, kind, draft)
         check_model_folder(path_or_repo)
         model, tokenizer = load(path_or_repo)
         loaded: Any = draft
         if kind is not None:
             own = model_folder(path_or_repo)
             loaded = kind.load(Offer(folder or own, own, model, tokenizer, contract))
+        if quantize_draft is not None:
+            quantize_weights(own_weights(loaded), quantize_draft)
         return cls(
             model,
             tokenizer,

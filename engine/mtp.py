@@ -81,6 +81,11 @@ class MtpDraft:
             if "embedding" in layer:
                 check_embedding(layer.embedding, "MTP head", highest)
 
+    @property
+    def own_weights(self) -> nn.Module:
+        """The head's own; embedding and output layer of the target are not in it."""
+        return self._head
+
     def for_stream(self, target: Lane, sequence: Sequence) -> "MtpDrafter":
         """Return the drafter of one stream, which follows the target's lane."""
         committed = CommittedStates(self._taps, self._select)

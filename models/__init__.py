@@ -24,6 +24,7 @@ from mlx_speculation.models.pairing import (
     wrapped,
 )
 from mlx_speculation.models.parts import Parts
+from mlx_speculation.models.quantizing import check_bits, quantize_weights, weight_bytes
 from mlx_speculation.models.recording import Recorders
 from mlx_speculation.models.restore_points import RestorePoints
 from mlx_speculation.models.rows import check_causal, check_resumable
@@ -50,6 +51,7 @@ __all__ = [
     "Sliding",
     "States",
     "TokenIds",
+    "check_bits",
     "check_causal",
     "check_model_folder",
     "check_resumable",
@@ -64,8 +66,10 @@ __all__ = [
     "logit_width",
     "mlx_lm_speed",
     "model_folder",
+    "quantize_weights",
     "read_config",
     "regex",
+    "weight_bytes",
     "wired",
     "wrapped",
 ]

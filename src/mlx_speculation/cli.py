@@ -72,6 +72,10 @@ def generate(
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="0: off.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     draft_length: DraftLength = None,
+    quantize_draft: Annotated[
+        int | None,
+        typer.Option(help="Hold the draft's weights in 2, 3, 4, 5, 6 or 8 bits."),
+    ] = None,
     blas: Blas = "auto",
 ) -> None:
     """Continue a prompt; text on standard output, statistics on standard error."""
@@ -81,7 +85,7 @@ def generate(
     from mlx_speculation import Sampling, SpeculativeGenerator
 
     generator = SpeculativeGenerator.from_pretrained(
-        model, draft=draft, draft_length=draft_length
+        model, draft=draft, draft_length=draft_length, quantize_draft=quantize_draft
     )
     stream = generator.stream(
         text,

@@ -269,7 +269,7 @@ def test_errors_of_the_requests_own_processors_go_up(kind: str) -> None:
     def bad(tokens: mx.array, logits: mx.array) -> mx.array:
         nonlocal calls
         calls += 1
-        if calls == 9:
+        if calls == 1:  # a draft's first: those of the target come after
             raise BrokenError
         return logits
 

@@ -1,0 +1,41 @@
+"""Cheaper drafts: in fewer bits. The text stays what it is."""
+
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_speculation.engine.kinds import Kind
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models import check_bits
+
+
+def check_quantized(bits: int, kind: Kind | None, draft: Any) -> None:
+    """Refuse bits that there are none of, or a draft that is not loaded here.
+
+    Raises:
+        InvalidRequestError: names what was passed.
+    """
+    check_bits(bits)
+    if kind is None:
+        found = repr(draft) if isinstance(draft, str) else f"a {type(draft).__name__}"
+        raise InvalidRequestError(
+            f"quantize_draft is {bits}, and draft is {found}, which is not loaded "
+            "here. Leave it out; mlx.nn.quantize does the same to a model of your own."
+        )
+
+
+def own_weights(draft: Any) -> nn.Module:
+    """Return the module of a loaded draft, without what it shares with the target.
+
+    Raises:
+        InvalidRequestError: the draft has none that is known.
+    """
+    module = (
+        draft if isinstance(draft, nn.Module) else getattr(draft, "own_weights", None)
+    )
+    if isinstance(module, nn.Module):
+        return module
+    raise InvalidRequestError(
+        f"quantize_draft was passed, and the draft is a {type(draft).__name__}, which "
+        "cannot be quantized. Leave it out."
+    )
