@@ -1,8 +1,6 @@
 """MTP heads of every family against numpy, which was written from the facts alone."""
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, cast
 
 import mlx.core as mx
@@ -13,17 +11,21 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models import Contract, HiddenStates, Mtp
+from mlx_speculation.models import Contract
 from mlx_speculation.models.mtp_head import MtpOutput
 from mlx_speculation.models.mtp_loading import read_mtp_head
-from support.mtp_reference_folders import MtpFolder, write_mtp_folder
-from support.references.mtp import Family, MtpRows, rows
+from support.mtp_bench import (
+    SLOTS,
+    Bench,
+    MakeBench,
+    assert_close,
+    ids,
+    make_bench,
+    states,
+)
+from support.references.mtp import MtpRows
 from support.references.mtp_all import FAMILIES
-from support.references.numerics import Array, Ids
 
-# More slots than the windows of 4, and than the 4 keys that indexers choose.
-SLOTS = 11
-TOLERANCE = 1e-4
 STATES: tuple[Literal["after_norm", "before_norm"], ...] = ("after_norm", "before_norm")
 ORDERS: tuple[Literal["embedding_first", "hidden_first"], ...] = (
     "embedding_first",
@@ -33,79 +35,21 @@ NORMS: tuple[Literal["stored", "plus_one"], ...] = ("stored", "plus_one")
 RAW = ["qwen3_next", "qwen3_5", "qwen3_5_tied", "qwen3_5_moe", "step3p5"]
 
 
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """A family's head, loaded, with random states and tokens to give to it.
-
-    Attributes:
-        family: the reference.
-        folder: where it was loaded from.
-        hidden: [SLOTS, H].
-        tokens: [SLOTS + 3]; token i comes after state i.
-    """
-
-    family: Family
-    folder: MtpFolder
-    hidden: Array
-    tokens: Ids
-
-    def load(self, contract: Contract | None = None) -> Mtp:
-        """Load the head on its target."""
-        model = self.folder.model
-        head = read_mtp_head(self.folder.path, model, contract=contract)
-        return Mtp(head, HiddenStates(model, after_norm=True))
-
-    def expected(self, hidden: Array, tokens: Ids, layer: int = 0) -> MtpRows:
-        """Run the reference."""
-        return rows(
-            self.family,
-            self.folder.tensors,
-            hidden,
-            tokens,
-            embedding=self.folder.embedding.astype(np.float64),
-            head=self.folder.head.astype(np.float64),
-            layer=layer,
-        )
-
-
-MakeBench = Callable[[str], Bench]
-
-
 @pytest.fixture(name="bench", scope="module")
 def _bench(tmp_path_factory: pytest.TempPathFactory) -> MakeBench:
     made: dict[str, Bench] = {}
 
     def make(name: str) -> Bench:
         if name not in made:
-            family = FAMILIES[name]
-            folder = write_mtp_folder(tmp_path_factory.mktemp(name), family, 3)
-            generator = np.random.default_rng(5)
-            made[name] = Bench(
-                family,
-                folder,
-                hidden=generator.standard_normal((SLOTS, folder.head.shape[1])),
-                tokens=generator.integers(0, len(folder.embedding), SLOTS + 3),
-            )
+            path = tmp_path_factory.mktemp(name)
+            made[name] = make_bench(path, FAMILIES[name])
         return made[name]
 
     return make
 
 
-def states(hidden: Array) -> mx.array:
-    return mx.array(hidden.astype(np.float32))[None]
-
-
-def ids(tokens: Ids) -> mx.array:
-    return mx.array(tokens)[None]
-
-
 def parameters(model: nn.Module) -> dict[str, mx.array]:
     return dict(cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())))
-
-
-def assert_close(ours: mx.array, theirs: Array) -> None:
-    error = np.abs(np.array(ours)[0].astype(np.float64) - theirs).max()
-    assert error <= TOLERANCE * np.abs(theirs).max()
 
 
 def assert_same(ours: MtpOutput, theirs: MtpRows, start: int, stop: int) -> None:

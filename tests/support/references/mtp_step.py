@@ -1,5 +1,7 @@
 """Heads of Step-3.5: three layers in a chain, each with its own head."""
 
+import dataclasses
+
 from support.references.attention import Grouped
 from support.references.mtp import Config, Family, Named, Names, epsilon
 from support.references.mtp_parts import (
@@ -22,9 +24,18 @@ def _step_names(config: Config, layer: int) -> Names:
         project=f"{prefix}eh_proj",
         token_norm=f"{prefix}enorm",
         state_norm=f"{prefix}hnorm",
-        last_norm=f"{prefix}transformer.shared_head.norm",
-        head=f"{prefix}transformer.shared_head.output",
+        last_norm=f"{prefix}shared_head.norm",
+        head=f"{prefix}shared_head.output",
     )
+
+
+def _infix_names(config: Config, layer: int) -> Names:
+    plain = _step_names(config, layer)
+    infix = {
+        name: getattr(plain, name).replace("shared_head", "transformer.shared_head")
+        for name in ("last_norm", "head")
+    }
+    return dataclasses.replace(plain, **infix)
 
 
 def _step_heads(config: Config, index: int) -> tuple[int, int]:
@@ -102,3 +113,4 @@ STEP3P5 = Family(
     state="before_norm",
     recycles="before_norm",
 )
+STEP3P5_INFIX = dataclasses.replace(STEP3P5, names=_infix_names)

@@ -1,0 +1,76 @@
+"""MTP heads and their references against transformers' own layers, on torch."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.mtp_bench import SLOTS, Bench, assert_close, ids, make_bench, states
+from support.references.mtp_all import FAMILIES
+from support.references.numerics import Array
+from support.torch_heads import LAYERS, OWN_MTP, own_mtp_rows, plain_step, torch_rows
+
+# torch computes in float32, the references in float64.
+TORCH_TOLERANCE = 1e-5
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_heads_equal_those_made_of_the_layers_of_transformers(
+    tmp_path: Path, name: str
+) -> None:
+    here = make_bench(tmp_path, FAMILIES[name])
+    tokens = here.tokens[:SLOTS]
+    theirs = torch_rows(
+        name,
+        here.family,
+        here.folder.tensors,
+        here.hidden,
+        tokens,
+        embedding=here.embedding,
+        head=here.head,
+    )
+    expected = here.expected(here.hidden, tokens)
+    for one, other in (
+        (expected.logits, theirs.logits),
+        (expected.recycled, theirs.recycled),
+    ):
+        assert np.abs(one - other).max() <= TORCH_TOLERANCE * np.abs(other).max()
+    mtp = here.load()
+    out = mtp.rows(states(here.hidden), ids(tokens), mtp.head.new_caches()[0])
+    assert_close(out.logits, theirs.logits)
+    assert_close(out.recycled, theirs.recycled)
+
+
+@pytest.mark.parametrize("name", OWN_MTP)
+def test_heads_equal_the_mtp_module_of_transformers(tmp_path: Path, name: str) -> None:
+    family = FAMILIES[name]
+    if name == "step3p5":
+        family = plain_step(family)
+    here = make_bench(tmp_path, family)
+    mtp, hidden = here.load(), here.hidden
+    for layer, caches in enumerate(mtp.head.new_caches()):
+        tokens = here.tokens[layer : layer + SLOTS]
+        normed = own_mtp_rows(
+            name,
+            family,
+            here.folder.path,
+            hidden,
+            tokens,
+            embedding=here.embedding,
+            layer=layer,
+        )
+        logits = normed @ own_head(here, layer).T
+        expected = here.expected(hidden, tokens, layer)
+        error = np.abs(expected.logits - logits).max()
+        assert error <= TORCH_TOLERANCE * np.abs(logits).max()
+        out = mtp.rows(states(hidden), ids(tokens), caches, layer=layer)
+        assert_close(out.logits, logits)
+        hidden = expected.recycled
+
+
+def own_head(here: Bench, layer: int) -> Array:
+    """Return the head that a layer's logits are made with."""
+    name = here.family.names(here.family.text, layer).head
+    if name is None:
+        return here.head
+    return here.folder.tensors[f"{name}.weight"].astype(np.float64)
