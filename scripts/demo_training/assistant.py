@@ -132,9 +132,10 @@ def export(assistant: Assistant, folder: Path) -> None:
 
 def load_assistant(shape: AssistantShape, folder: Path, device: str) -> Assistant:
     """An exported assistant, with the weights that its users will have."""
-    assistant = Assistant(shape)
+    assistant = Assistant(shape).to(device)
     restore(assistant, folder / "model.safetensors", "", shape.stored)
-    return assistant.to(device).eval()
+    assistant.eval()
+    return assistant
 
 
 @torch.no_grad()
