@@ -61,5 +61,9 @@ class Masks:
         rows = self.on(logits, rows)
         assert rows.allowed is not None
         allowed = rows.allowed
-        here = allowed[:, : logits.shape[-1]] if ids is None else allowed[:, ids]
+        if ids is None:
+            here = allowed[:, : logits.shape[-1]]
+        else:  # ids that the target lacks are not allowed
+            last = allowed.shape[-1] - 1
+            here = allowed[:, mx.minimum(ids, last)] & (ids <= last)
         return replace(rows, allowed=allowed | ~here.any(axis=-1, keepdims=True))

@@ -95,7 +95,7 @@ class Verifier:
             logits: [rows, vocab] of the drafter, or [rows, n] with `ids`.
             rows: what precedes each row; drafted tokens are `ahead`.
             ids: uint32 [n], different token ids, where the drafter has logits for some
-                only.
+                only. Those that the target lacks are left out.
         """
         chooser = self._draft_chooser
         if ids is not None:
@@ -225,10 +225,13 @@ class Verifier:
 
 
 def _spread(logits: mx.array, ids: mx.array, width: int) -> mx.array:
-    """Return logits [rows, n] of some ids as logits of all, -inf elsewhere."""
-    everywhere = mx.full((len(logits), width), -mx.inf, logits.dtype)
-    everywhere[:, ids] = logits
-    return everywhere
+    """Return logits [rows, n] of some ids as logits of all, -inf elsewhere.
+
+    Ids from `width` on are left out: a write to their places would go astray.
+    """
+    everywhere = mx.full((len(logits), width + 1), -mx.inf, logits.dtype)
+    everywhere[:, mx.minimum(ids, width)] = logits
+    return everywhere[:, :width]
 
 
 def _report(

@@ -426,6 +426,8 @@ class FewIds:
         (2, None),
         (3, [1, 60, 61]),
         (40, [*range(100, 140)]),
+        (3, [60, 5000, 90_000_000]),  # a write or a read there would go astray
+        (3, [1, 5000, 90_000_000]),
     ],
 )
 def test_drafters_of_any_vocabulary_draft_what_is_allowed_or_are_not_accepted(

@@ -156,15 +156,22 @@ def test_rounds_that_begin_elsewhere_draw_anew(acceptance: Acceptance) -> None:
     acceptance=RULES,
     key=st.integers(0, 999),
     ids=st.lists(st.integers(0, WIDTH - 1), min_size=1, unique=True),
+    beyond=st.lists(st.integers(WIDTH, 90_000_000), max_size=3, unique=True),
 )
 def test_a_restricted_vocabulary_chooses_as_the_whole_one_without_the_rest(
-    options: dict[str, Any], acceptance: Acceptance, key: int, ids: list[int]
+    options: dict[str, Any],
+    acceptance: Acceptance,
+    key: int,
+    ids: list[int],
+    beyond: list[int],
 ) -> None:
+    """Ids that the target lacks are left out, wherever they would be."""
     verifier, rows = verifier_of(options, acceptance), Rows(KNOWN)
-    few = logits_of(key, 1, len(ids))
+    few = logits_of(key, 1, len(ids) + len(beyond))
     whole = np.full((1, WIDTH), -np.inf, dtype=np.float32)
-    whole[0, ids] = np.array(few)[0]
-    given_ids = verifier.propose(few, rows, mx.array(ids, dtype=mx.uint32))
+    whole[0, ids] = np.array(few)[0, len(beyond) :]
+    every = mx.array([*beyond, *ids], dtype=mx.uint32)
+    given_ids = verifier.propose(few, rows, every)
     expected = verifier.propose(mx.array(whole), rows)
     assert given_ids.tokens.item() == expected.tokens.item() in ids
     if expected.probs is not None:
