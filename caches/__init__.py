@@ -16,6 +16,7 @@ from mlx_speculation.caches.kinds import (
 )
 from mlx_speculation.caches.loading import LoadedCaches, load_caches, load_into
 from mlx_speculation.caches.prefix_cache import PrefixCache
+from mlx_speculation.caches.reading import check_readable, read_rows
 from mlx_speculation.caches.running_points import RunningPoints
 from mlx_speculation.caches.saving import save_caches
 from mlx_speculation.caches.sliding import SlidingKVCache
@@ -41,6 +42,7 @@ __all__ = [
     "Snapshot",
     "Speculation",
     "as_native",
+    "check_readable",
     "check_single",
     "check_supported",
     "held_bytes",
@@ -50,6 +52,7 @@ __all__ = [
     "merge",
     "position",
     "positions",
+    "read_rows",
     "restore",
     "save_caches",
     "snapshot",

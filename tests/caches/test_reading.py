@@ -1,0 +1,161 @@
+"""Reading another's cache: which rows, of every kind and state, and at what price.
+
+Faults that were made by hand, and found here:
+    one row too many or too few at either end; a wrapped ring is read as if in order
+    rows that were dropped from a sliding cache, or that lie behind offset, are shown
+    a ring that keeps its first rows is read
+    what was read is held while the cache is written
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.models.cache import (
+    ArraysCache,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from mlx_speculation.caches import (
+    SlidingKVCache,
+    Speculation,
+    check_readable,
+    read_rows,
+    snapshot,
+)
+from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
+
+WINDOW = 8
+MAKE: dict[str, Any] = {
+    "whole": KVCache,
+    "quantized": lambda: QuantizedKVCache(group_size=32, bits=8),
+    "joined": ConcatenateKVCache,
+    "ring": lambda: RotatingKVCache(max_size=WINDOW),
+    "sliding": lambda: SlidingKVCache(WINDOW, slack=5),
+}
+SLIDES = ("ring", "sliding")
+
+
+def tagged(first: int, count: int) -> tuple[mx.array, mx.array]:
+    """Return rows whose keys are their position, and values its negative."""
+    rows = mx.arange(first, first + count, dtype=mx.float32)[None, None, :, None]
+    keys = mx.broadcast_to(rows, (1, 2, count, 32))
+    return keys, -keys
+
+
+def positions(cache: Any, stop: int, count: int | None) -> list[int]:
+    """Return the positions that are read, in their order."""
+    keys, values = read_rows(cache, stop, count)
+    assert keys.shape == values.shape
+    assert mx.allclose(keys, -values)
+    found: list[float] = keys[0, 1, :, 7].tolist()  # type: ignore[assignment]
+    return sorted(round(row) for row in found)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+@given(
+    writes=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1),
+    behind=st.integers(0, 1),
+    count=st.one_of(st.none(), st.integers(1, 2 * WINDOW)),
+)
+def test_what_is_read_are_the_last_rows_before_a_position(
+    kind: str, writes: list[tuple[int, int]], behind: int, count: int | None
+) -> None:
+    """After any rounds, each of which keeps a part of what was written."""
+    cache = MAKE[kind]()
+    for rows, keep in writes:
+        with Speculation([cache]) as speculation:
+            speculation.caches[0].update_and_fetch(*tagged(cache.offset, rows))
+            speculation.commit(min(rows, keep))
+    stop = cache.offset - behind
+    if stop < 1:
+        return
+    found = positions(cache, stop, count)
+    wanted = range(max(0, stop - (count or stop)), stop)
+    if kind not in SLIDES:
+        assert found == list(wanted)
+        return
+    # The window is held, but for a row that gave way to those left out.
+    least = wanted[-max(1, WINDOW - behind) :]
+    assert found == list(wanted[-len(found) :])
+    assert len(found) >= len(least) or found == list(wanted)
+
+
+def test_rows_of_a_shared_snapshot_are_read_too() -> None:
+    cache = KVCache()
+    cache.update_and_fetch(*tagged(0, 5))
+    held = snapshot([cache])
+    assert type(cache) is not KVCache
+    assert positions(cache, 5, 3) == [2, 3, 4]
+    del held
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_rows_that_are_not_held_are_refused(kind: str) -> None:
+    cache = MAKE[kind]()
+    with pytest.raises(InvalidRequestError, match="were to be read"):
+        read_rows(cache, 0, None)
+    cache.update_and_fetch(*tagged(0, 3))
+    with pytest.raises(InvalidRequestError, match=r"\[1, 4\).*holds \[0, 3\)"):
+        read_rows(cache, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("cache", "said"),
+    [
+        (RotatingKVCache(max_size=8, keep=2), "RotatingKVCache with keep=2"),
+        (ChunkedKVCache(8), "ChunkedKVCache of another kind"),
+        (ArraysCache(2), "ArraysCache of another kind"),
+    ],
+)
+def test_other_kinds_are_refused(cache: Any, said: str) -> None:
+    with pytest.raises(UnsupportedCacheError, match=f"layer 3, .*{said}"):
+        check_readable(cache, 3)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_known_kinds_are_not_refused(kind: str) -> None:
+    check_readable(MAKE[kind](), 0)
+
+
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("kind", ["whole", "ring", "sliding"])
+def test_reading_copies_nothing_and_leaves_writes_in_place(
+    kind: str, hold: bool
+) -> None:
+    """A row is used, and then written: what was read must be gone, or all is copied."""
+    rows, dim = 4096, 64
+    make: dict[str, Any] = {
+        "whole": KVCache,
+        "ring": lambda: RotatingKVCache(max_size=rows),
+        "sliding": lambda: SlidingKVCache(rows, slack=4096),
+    }
+    cache: Any = make[kind]()
+    part = mx.ones((1, 2, rows, dim))
+    cache.update_and_fetch(part, part)
+    row = mx.ones((1, 2, 1, dim))
+    for _ in range(3):
+        cache.update_and_fetch(row, row)
+    mx.eval(cache.state)
+    whole = cache.keys.nbytes
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    kept = []
+    for _ in range(3):
+        read = read_rows(cache, cache.offset, None)
+        used = [mx.max(array) for array in read]
+        mx.eval(used)
+        if hold:
+            kept.append(read)
+        del read
+        cache.update_and_fetch(row, row)
+        mx.eval(cache.keys, cache.values)
+    peak = mx.get_peak_memory() - before
+    assert (peak > whole // 2) == hold
