@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.nn as nn
 
+from mlx_speculation.engine.assistant import AssistantDraft
 from mlx_speculation.engine.eagle import EagleDraft
 from mlx_speculation.engine.mtp import MtpDraft
 from mlx_speculation.errors import InvalidRequestError
@@ -18,6 +19,7 @@ from mlx_speculation.models import (
     Contract,
     check_model_folder,
     check_same_ids,
+    is_assistant,
     is_eagle,
     load,
     model_folder,
@@ -73,6 +75,10 @@ def _load_eagle(offer: Offer) -> EagleDraft:
     return EagleDraft.from_folder(offer.folder, offer.model)
 
 
+def _load_assistant(offer: Offer) -> AssistantDraft:
+    return AssistantDraft.from_folder(offer.folder, offer.model)
+
+
 def _load_model(offer: Offer) -> nn.Module:
     model, tokenizer = load(offer.folder)
     check_same_ids(offer.tokenizer, tokenizer)
@@ -82,6 +88,7 @@ def _load_model(offer: Offer) -> nn.Module:
 KINDS: tuple[Kind, ...] = (
     Kind("mtp", lambda config: False, _load_mtp, contract=True),
     Kind("eagle", is_eagle, _load_eagle),
+    Kind("assistant", is_assistant, _load_assistant),
     Kind("model", lambda config: True, _load_model, whole=True),
 )
 

@@ -3,6 +3,9 @@
 It knows mlx-lm's models and tokenizers. It does not know how tokens are chosen.
 """
 
+from mlx_speculation.models.assistant import Assistant, AssistantOutput, Read
+from mlx_speculation.models.assistant_config import is_assistant
+from mlx_speculation.models.assistant_loading import load_assistant
 from mlx_speculation.models.committed import CommittedStates
 from mlx_speculation.models.eagle_config import LayerIds, is_eagle
 from mlx_speculation.models.eagle_head import Eagle, EagleHead
@@ -29,9 +32,12 @@ from mlx_speculation.models.recording import Recorders
 from mlx_speculation.models.restore_points import RestorePoints
 from mlx_speculation.models.rows import check_causal, check_resumable
 from mlx_speculation.models.running import mlx_lm_speed, wired
+from mlx_speculation.models.shared_kv import SharedKv
 from mlx_speculation.models.taps import States
 
 __all__ = [
+    "Assistant",
+    "AssistantOutput",
     "CommittedStates",
     "Contract",
     "Eagle",
@@ -46,8 +52,10 @@ __all__ = [
     "MtpSlots",
     "OnTarget",
     "Parts",
+    "Read",
     "Recorders",
     "RestorePoints",
+    "SharedKv",
     "Sliding",
     "States",
     "TokenIds",
@@ -57,10 +65,12 @@ __all__ = [
     "check_resumable",
     "check_same_ids",
     "find_parts",
+    "is_assistant",
     "is_eagle",
     "json_schema",
     "lark",
     "load",
+    "load_assistant",
     "load_eagle_head",
     "load_mtp_head",
     "logit_width",

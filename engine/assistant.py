@@ -1,0 +1,210 @@
+"""The drafter that is a Gemma 4 assistant, which reads the target's own KV.
+
+With t_n the newest known token, N = n committed positions before it, h_i the target's
+states and k = 3:
+
+    step 1     t_n and h_n-1       gives d_1 and g_1
+    step 2     d_1 and g_1         gives d_2 and g_2
+    step 3     d_2 and g_2         gives d_3
+
+Every step sees the target's keys and values of positions 0 to N - 1, and stands at one
+position, its anchor. So nothing has to be undone after a round: what a draft left is
+nowhere. The target's caches are read in `propose`, before its forward of the round, and
+no array of them is held when that writes.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation.engine.drafting import Choose, Draft
+from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
+from mlx_speculation.models import (
+    Assistant,
+    AssistantOutput,
+    CommittedStates,
+    HiddenStates,
+    Lane,
+    Read,
+    SharedKv,
+    load_assistant,
+)
+from mlx_speculation.samplers import Chosen
+
+Anchor = Literal["state", "token"]
+SOURCE = "assistant"
+
+
+class Step(Protocol):
+    """One draft step; see `Assistant.step`."""
+
+    def __call__(
+        self, embedded: mx.array, state: mx.array, read: Read, position: int
+    ) -> AssistantOutput:
+        """Run it."""
+        ...
+
+
+class AssistantDraft:
+    """A Gemma 4 assistant on its target, as the draft of a generator.
+
+        model, tokenizer = load(folder)
+        draft = AssistantDraft.from_folder(assistant_folder, model)
+        generator = SpeculativeGenerator(model, tokenizer, draft=draft)
+
+    Args:
+        model: the target.
+        assistant: its assistant.
+        anchor: the position at which all drafts of a round stand: "state", that of the
+            state they begin with, the last one in the caches; or "token", that of the
+            newest token, one further.
+
+    Raises:
+        UnsupportedModelError: the target does not show what the assistant reads, or
+            has another shape than it was made for.
+        InvalidRequestError: the anchor is none.
+    """
+
+    def __init__(
+        self, model: nn.Module, assistant: Assistant, *, anchor: Anchor = "state"
+    ) -> None:
+        if anchor not in get_args(Anchor):
+            raise InvalidRequestError(
+                f"anchor is {anchor!r}, and 'state' or 'token' is needed."
+            )
+        self._taps = HiddenStates(model, after_norm=True)
+        self._taps.parts.require("entry")
+        dim, wide = self._taps.parts.dim, assistant.settings.target_dim
+        if dim != wide:
+            raise UnsupportedModelError(
+                f"The assistant takes states of {wide} numbers, and the target's have "
+                f"{dim}. Choose the assistant that belongs to this model."
+            )
+        self.model, self.assistant, self.anchor = model, assistant, anchor
+        self.step: Step = assistant.step
+        self.shared = SharedKv(model, assistant)
+
+    @classmethod
+    def from_folder(
+        cls, folder: str | Path, model: nn.Module, *, anchor: Anchor = "state"
+    ) -> "AssistantDraft":
+        """Load an assistant from a folder of its own.
+
+        Raises:
+            ModelFolderError: the folder holds none, or not all of one.
+            UnsupportedModelError: it belongs to another target.
+        """
+        return cls(model, load_assistant(folder), anchor=anchor)
+
+    @property
+    def own_weights(self) -> nn.Module:
+        """The assistant's own; the target's embedding and keys are not in it."""
+        return self.assistant
+
+    def check_ids(self, highest: int) -> None:
+        """Refuse an assistant that knows fewer tokens than its target."""
+        vocab = self.assistant.settings.layers.vocab_size
+        if vocab <= highest:
+            raise InvalidRequestError(
+                f"The assistant has {vocab} token ids, and the target's go up to "
+                f"{highest}. Choose the assistant that belongs to this model."
+            )
+
+    def for_stream(self, target: Lane, sequence: Sequence) -> "AssistantDrafter":
+        """Return the drafter of one stream, which follows the target's lane.
+
+        Raises:
+            UnsupportedCacheError: its caches cannot be read.
+        """
+        self.shared.check(target.caches)
+        target.follower = committed = CommittedStates(self._taps, _after_norm)
+        return AssistantDrafter(self, target, sequence, committed)
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Return ids [n] as the target's first layer is given them, [1, n, dim]."""
+        return self._taps.embed(tokens[None], scaled=True)
+
+
+def _after_norm(states: Any) -> mx.array:
+    found: mx.array = states.after_norm
+    return found
+
+
+class AssistantDrafter:
+    """Drafts with an assistant in one stream.
+
+    Args:
+        draft: the assistant on its target.
+        target: the target's lane, whose caches are read.
+        sequence: the known tokens.
+        committed: the states that were committed, of which the last one is read.
+    """
+
+    def __init__(
+        self,
+        draft: AssistantDraft,
+        target: Lane,
+        sequence: Sequence,
+        committed: CommittedStates,
+    ) -> None:
+        self._draft, self._tokens = draft, sequence.tokens
+        self._target, self._committed = target, committed
+        committed.after_chunk(self._forget)
+
+    def begin(self, sequence: Sequence) -> None:
+        """Make the state after the prompt, which would hold rows of a cache if late."""
+        self._forget()
+        mx.async_eval(*self._committed.arrays)
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        """Draft behind the known tokens.
+
+        Nothing is proposed where the state before the newest token was never seen,
+        since it is out of a passed cache.
+        """
+        self._forget()
+        newest, committed = len(self._tokens) - 1, self._committed
+        if not committed.start < newest <= committed.stop:
+            return Draft(mx.array([], mx.uint32), source=SOURCE)
+        chosen: list[Chosen] = []
+
+        def choose_next(out: AssistantOutput) -> mx.array:
+            ahead = Draft.of(chosen).tokens if chosen else None
+            chosen.append(choose(out.logits, sequence.rows(ahead), out.ids))
+            mx.async_eval(chosen[-1].tokens)  # runs while the next graph is built
+            return chosen[-1].tokens
+
+        token = mx.array(self._tokens[newest:], mx.uint32)
+        self._chain(token, committed.between(newest - 1, newest), limit, choose_next)
+        return Draft.of(chosen, source=SOURCE)
+
+    def settle(self, accepted: int) -> None:
+        """Do nothing: no draft has left anything."""
+
+    def discard(self) -> None:
+        """Do nothing."""
+
+    def _chain(
+        self,
+        token: mx.array,
+        state: mx.array,
+        count: int,
+        choose_next: Callable[[AssistantOutput], mx.array],
+    ) -> None:
+        """Run `count` steps. What is read of the target is gone at the end."""
+        draft, target = self._draft, self._target
+        # A step on its way may have written the newest token's position already.
+        behind = target.seen - (len(self._tokens) - 1)
+        read, stop = draft.shared.read(target.caches, behind)
+        position = stop - 1 if draft.anchor == "state" else stop
+        for _ in range(count):
+            out = draft.step(draft.embed(token), state, read, position)
+            token, state = choose_next(out), out.state
+
+    def _forget(self) -> None:
+        """Drop the states that will not be read; of a prompt, all but the last."""
+        self._committed.drop(len(self._tokens) - 2)
