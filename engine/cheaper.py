@@ -16,7 +16,7 @@ def check_quantized(bits: int, kind: Kind | None, draft: Any) -> None:
         InvalidRequestError: names what was passed.
     """
     check_bits(bits)
-    if kind is None:
+    if kind is None and draft != "auto":
         found = repr(draft) if isinstance(draft, str) else f"a {type(draft).__name__}"
         raise InvalidRequestError(
             f"quantize_draft is {bits}, and draft is {found}, which is not loaded "

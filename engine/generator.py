@@ -11,6 +11,7 @@ from typing import Any, get_args
 import mlx.nn as nn
 
 from mlx_speculation.caches import PrefixCache
+from mlx_speculation.engine.automatic import Choice, choose_draft
 from mlx_speculation.engine.cheaper import check_quantized, own_weights
 from mlx_speculation.engine.decoding import Decoder
 from mlx_speculation.engine.draft_model import DraftModel
@@ -57,6 +58,7 @@ from mlx_speculation.models import (
     load,
     logit_width,
     model_folder,
+    notice,
     quantize_weights,
     wired,
     wrapped,
@@ -70,7 +72,8 @@ from mlx_speculation.samplers import (
     Verifier,
 )
 
-NOT_YET = ("auto",)
+# Drafts that are named, and not loaded from a folder of their own.
+NAMED = ("auto", "lookup", "mtp")
 
 
 class SpeculativeGenerator:
@@ -143,6 +146,7 @@ class SpeculativeGenerator:
                 "Load one with mlx_speculation.load(path)."
             )
         self._sliding = sliding
+        self._notices: tuple[str, ...] = ()
         self._draft = checked_draft(draft, model)
         if draft is not None:
             check_causal(model)
@@ -187,55 +191,65 @@ class SpeculativeGenerator:
 
         Args:
             path_or_repo: a folder in mlx-lm's layout, or the name of a repository.
-            draft: likewise, "mtp" for the target's own head, or anything that the
-                constructor takes.
+            draft: likewise, "mtp" for the target's own head, "auto" for what its
+                folder offers, or anything that the constructor takes. "auto" takes
+                what speculation.json in the folder names, else the head in it, else a
+                lookup, with a `DraftNotice` that says why; `notices` has it too.
             draft_length: see the constructor.
             draft_confidence: see the constructor.
             acceptance: see the constructor.
             sliding: see the constructor.
             prefix_cache: see the constructor.
-            contract: what the head was trained with; its family's when omitted.
+            contract: what the head was trained with; a probe finds it when omitted.
             quantize_draft: bits in which to hold the weights of the draft or head that
                 is loaded, 2, 3, 4, 5, 6 or 8; those of the target stay as they are.
 
         Raises:
-            ModelFolderError: a folder is not a model, or has no whole head.
+            ModelFolderError: a folder is not a model, or has no whole head, or its
+                speculation.json is wrong.
+            ContractError: the head agrees with the target by no convention.
             UnsupportedModelError: the target is of no family whose heads are known.
             TokenizerMismatchError: target and draft do not share their token ids.
         """
-        if isinstance(draft, str) and draft in NOT_YET:
-            raise InvalidRequestError(
-                f"draft is {draft!r}, and this version does not choose one. Pass the "
-                "path of a small model with the target's tokenizer, 'mtp', 'lookup' or "
-                "None."
-            )
         folder: Path | None = None
         kind: Kind | None = None
         if draft == "mtp":
             kind = kind_named("mtp")
-        elif isinstance(draft, str | Path) and draft != "lookup":
+        elif isinstance(draft, str | Path) and draft not in NAMED:
             folder, kind = draft_folder(draft)
         check_contract(contract, kind, draft)
         if quantize_draft is not None:
             check_quantized(quantize_draft, kind, draft)
         check_model_folder(path_or_repo)
         model, tokenizer = load(path_or_repo)
-        loaded: Any = draft
-        if kind is not None:
-            own = model_folder(path_or_repo)
-            loaded = kind.load(Offer(folder or own, own, model, tokenizer, contract))
-        if quantize_draft is not None:
-            quantize_weights(own_weights(loaded), quantize_draft)
-        return cls(
+        own = model_folder(path_or_repo)
+        choice = Choice(draft)
+        if draft == "auto":
+            choice = choose_draft(own, model, tokenizer)
+        elif kind is not None:
+            offer = Offer(folder or own, own, model, tokenizer, contract)
+            choice = Choice(kind.load(offer))
+        if quantize_draft is not None and not isinstance(choice.draft, str):
+            quantize_weights(own_weights(choice.draft), quantize_draft)
+        made = cls(
             model,
             tokenizer,
-            draft=loaded,
-            draft_length=draft_length,
+            draft=choice.draft,
+            draft_length=choice.length if draft_length is None else draft_length,
             draft_confidence=draft_confidence,
             acceptance=acceptance,
             sliding=sliding,
             prefix_cache=prefix_cache,
         )
+        made._notices = choice.notices
+        for said in choice.notices:
+            notice(said)
+        return made
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Why the draft is not the one that was wished for; empty if it is."""
+        return self._notices
 
     @property
     def model(self) -> nn.Module:

@@ -7,6 +7,7 @@ from mlx_speculation.models.assistant import Assistant, AssistantOutput, Read
 from mlx_speculation.models.assistant_config import is_assistant
 from mlx_speculation.models.assistant_loading import load_assistant
 from mlx_speculation.models.committed import CommittedStates
+from mlx_speculation.models.contract_fields import contract_of
 from mlx_speculation.models.eagle_config import LayerIds, is_eagle
 from mlx_speculation.models.eagle_head import Eagle, EagleHead
 from mlx_speculation.models.eagle_loading import load_eagle_head
@@ -16,10 +17,12 @@ from mlx_speculation.models.hidden_states import HiddenStates
 from mlx_speculation.models.lane import Lane, LaneRound, Sliding
 from mlx_speculation.models.loading import check_model_folder, load, model_folder
 from mlx_speculation.models.model_config import read_config
-from mlx_speculation.models.mtp_contracts import load_mtp_head
+from mlx_speculation.models.mtp_contracts import load_mtp_head, usual_contract
 from mlx_speculation.models.mtp_families import Contract
 from mlx_speculation.models.mtp_head import Mtp, MtpHead, MtpOutput
 from mlx_speculation.models.mtp_slots import MtpSlots, OnTarget
+from mlx_speculation.models.notices import notice
+from mlx_speculation.models.pair_files import PairFile, read_pair
 from mlx_speculation.models.pairing import (
     TokenIds,
     check_same_ids,
@@ -51,6 +54,7 @@ __all__ = [
     "MtpOutput",
     "MtpSlots",
     "OnTarget",
+    "PairFile",
     "Parts",
     "Read",
     "Recorders",
@@ -64,6 +68,7 @@ __all__ = [
     "check_model_folder",
     "check_resumable",
     "check_same_ids",
+    "contract_of",
     "find_parts",
     "is_assistant",
     "is_eagle",
@@ -76,9 +81,12 @@ __all__ = [
     "logit_width",
     "mlx_lm_speed",
     "model_folder",
+    "notice",
     "quantize_weights",
     "read_config",
+    "read_pair",
     "regex",
+    "usual_contract",
     "weight_bytes",
     "wired",
     "wrapped",

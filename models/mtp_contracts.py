@@ -20,7 +20,7 @@ from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.fingerprints import head_hash, target_hash
 from mlx_speculation.models.hidden_states import HiddenStates
 from mlx_speculation.models.loading import runs_on_linux_cpu, to_float32
-from mlx_speculation.models.mtp_families import Contract
+from mlx_speculation.models.mtp_families import Contract, family_of, module_of
 from mlx_speculation.models.mtp_head import MtpHead
 from mlx_speculation.models.mtp_loading import (
     FoundHead,
@@ -75,6 +75,12 @@ def load_mtp_head(
     result = _probed(found, model, head, stored, usual, free, tokenizer)
     saved.save(result.contract, _scores(result))
     return head
+
+
+def usual_contract(model: nn.Module) -> Contract:
+    """Return what a head of a target is taken to be, if anything is known of it."""
+    family = family_of(module_of(model))
+    return Contract() if family is None else family.contract
 
 
 def free_fields(found: FoundHead, head: MtpHead, norms: bool) -> list[str]:

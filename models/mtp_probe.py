@@ -2,8 +2,9 @@
 
 The target writes a little text. Over the pairs of its states and tokens the head
 guesses that text, once for each candidate: one field of the contract is changed at a
-time, from the best so far, until no change is surely better. Which state is recycled
-shows at the second draft only, and is judged there, after everything else.
+time, from the best so far, until no change is surely better. If that is no better than
+chance, all combinations are tried. Which state is recycled shows at the second draft
+only, and is judged there, after everything else.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -160,19 +161,29 @@ def probe(
         ContractError: no candidate is above chance.
     """
     trials = Trials(trial.first)
-    best, before = usual, None
-    while best != before:
-        before = best
+    best = _climbed(trials, usual, free)
+    if not trials.score(best).above_chance:  # one change at a time was not enough
+        every = [usual]
         for changes in _changes(free):
-            best = trials.best(best, changes(best))
-    found = Probed(best, trials.scores, {})
+            every += [other for each in every for other in changes(each)]
+        best = _climbed(trials, max(every, key=lambda c: trials.score(c).mean), free)
     if not trials.score(best).above_chance:
-        raise ContractError(_refusal(found, source))
+        raise ContractError(_refusal(Probed(best, trials.scores, {}), source))
     second = Trials(trial.second)
     if "recycled" in free:
         best = second.best(best, _others(best, "recycled", get_args(Side)))
     trial.assume(best)
     return Probed(best, trials.scores, second.scores)
+
+
+def _climbed(trials: Trials[Contract], best: Contract, free: Sequence[str]) -> Contract:
+    """Change one field at a time until no change is surely better."""
+    before = None
+    while best != before:
+        before = best
+        for changes in _changes(free):
+            best = trials.best(best, changes(best))
+    return best
 
 
 def _changes(free: Sequence[str]) -> Iterator[Any]:

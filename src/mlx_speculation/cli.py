@@ -61,7 +61,10 @@ def generate(
     model: Annotated[str, typer.Argument(help="Folder or repository of the target.")],
     draft: Annotated[
         str | None,
-        typer.Option(help="Folder or repository of the draft model, or 'lookup'."),
+        typer.Option(
+            help="Folder or repository of a draft, 'mtp', 'lookup', or 'auto' for what "
+            "the target's folder offers."
+        ),
     ] = None,
     prompt: Annotated[
         str | None,
