@@ -13,14 +13,14 @@ weights inside of a large tensor may not.
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models.mtp_files import HeadFiles, Stored, header, shards
+from mlx_speculation.models.mtp_files import HeadFiles, Stored, shards
+from mlx_speculation.models.tensor_places import places_in
 
 BLOCK = 4096
 BLOCKS = 64
@@ -58,18 +58,14 @@ def head_hash(files: HeadFiles) -> str:
     for name, stored in sorted(files.tensors.items()):
         by_file.setdefault(stored.file, []).append((name, stored))
     for file, tensors in by_file.items():
-        header(file)  # refuses a file that is no safetensors file, or is cut
+        places = places_in(file)
         try:
             with file.open("rb") as opened:
-                start = _data_start(opened)
-                opened.seek(8)
-                entries = json.loads(opened.read(start - 8))
                 for name, stored in tensors:
-                    entry = entries[stored.name]
-                    kind = json.dumps([entry["dtype"], entry["shape"]])
-                    begin, end = entry["data_offsets"]
+                    place = places[stored.name]
+                    kind = f"{place.dtype} {place.shape}"
                     _add(found, name.encode(), kind.encode())
-                    _add(found, *_sampled(opened, start + begin, start + end))
+                    _add(found, *_sampled(opened, place.begin, place.end))
         except OSError as error:
             raise _unreadable(file, error) from error
     return found.hexdigest()

@@ -1,0 +1,168 @@
+"""A head that is taken out of the shards is the same head, and the target the same.
+
+Faults that were tried, and that these tests find: a tensor of the target moved; copies
+of the target's tensors lost; dtypes changed on the way; offsets counted from the data
+instead of the file; norms that lack their one and are not said to any more.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.utils import load_model
+
+from mlx_speculation import SpeculativeGenerator, demo_models
+from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models import Contract, load
+from mlx_speculation.models.mtp_loading import read_mtp_head
+from mlx_speculation.models.splitting import SIDECAR, split_head
+from mlx_speculation.models.tensor_places import places_in
+from support.identity import prompt_of
+from support.mtp_checkpoints import LAYOUTS, family, flat, save, write
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "split_head.py"
+
+
+def stored(*files: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Return dtype, shape and bytes of all tensors in some files."""
+    found = {}
+    for file in files:
+        whole = file.read_bytes()
+        for name, place in places_in(file).items():
+            found[name] = place.dtype, place.shape, whole[place.begin : place.end]
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_byte_is_where_it_belongs(name: str, tmp_path: Path) -> None:
+    made = write(tmp_path / "model", name)
+    before = stored(*made.folder.glob("*.safetensors"))
+    done = split_head(made.folder, tmp_path / "out")
+    head = stored(done.folder / SIDECAR)
+    trunk = stored(*done.folder.glob("model*.safetensors"))
+    assert head.keys() == made.tensors.keys() == set(done.head)
+    assert not head.keys() & trunk.keys()
+    assert head | trunk == before
+    assert done.trunk == len(trunk)
+    index = json.loads(
+        (done.folder / "model.safetensors.index.json").read_text(encoding="utf-8")
+    )
+    assert index["weight_map"].keys() == trunk.keys()
+    assert index["metadata"]["total_size"] == sum(len(t[2]) for t in trunk.values())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_mlx_lm_alone_loads_the_target_and_the_head_is_the_same(
+    name: str, tmp_path: Path
+) -> None:
+    made = write(tmp_path / "model", name)
+    before = read_mtp_head(made.folder, made.target)
+    done = split_head(made.folder, tmp_path / "out")
+    model, _ = load_model(done.folder)
+    assert flat(model).keys() == flat(made.target).keys()
+    after = read_mtp_head(done.folder, model)
+    assert after.contract == before.contract
+    ours, theirs = flat(after), flat(before)
+    assert ours.keys() == theirs.keys()
+    assert all(mx.array_equal(ours[n], theirs[n]) for n in ours)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3"])
+def test_drafts_are_the_same(name: str, tmp_path: Path) -> None:
+    made = write(tmp_path / "model", name)
+    done = split_head(made.folder, tmp_path / "out")
+    contract, results = family(LAYOUTS[name]).contract, []
+    for folder in (made.folder, done.folder):
+        generator = SpeculativeGenerator.from_pretrained(
+            folder, draft="mtp", contract=contract
+        )
+        result = generator.generate(prompt_of(20), max_tokens=12)
+        results.append((result.tokens, result.stats.drafted, result.stats.reached))
+    assert results[0] == results[1]
+
+
+def test_a_quantized_head_stays_as_it_is(tmp_path: Path) -> None:
+    folder = demo_models()["hybrid"]
+    done = split_head(folder, tmp_path / "out")
+    before = stored(folder / "model.safetensors")
+    head = stored(done.folder / SIDECAR)
+    assert head | stored(done.folder / "model.safetensors") == before
+    assert "F16" in {dtype for dtype, *_ in head.values()}
+    assert "U32" in {dtype for dtype, *_ in head.values()}
+    model, _ = load(done.folder)
+    contract = Contract(norms="stored")
+    ours = flat(read_mtp_head(done.folder, model, contract=contract))
+    theirs = flat(read_mtp_head(folder, model, contract=contract))
+    assert all(mx.array_equal(ours[n], theirs[n]) for n in theirs)
+
+
+def test_other_dtypes_stay_as_they_are(tmp_path: Path) -> None:
+    made = write(tmp_path / "model", "mimo")
+    kinds = [mx.bfloat16, mx.float16, mx.int8, mx.uint16, mx.int64, mx.bool_]
+    shard = made.folder / "model-00002-of-00002.safetensors"
+    tensors = {
+        name: value.astype(kinds[i % len(kinds)])
+        for i, (name, value) in enumerate(made.tensors.items())
+    }
+    save(shard, tensors)
+    raw = shard.read_bytes().replace(b'"dtype":"U16"', b'"dtype":"I16"')
+    raw = raw.replace(b'"dtype":"I8"', b'"dtype":"U8"')
+    shard.write_bytes(raw)
+    before = stored(shard)
+    done = split_head(made.folder, tmp_path / "out")
+    assert stored(done.folder / SIDECAR) == before
+    assert {kind for kind, *_ in before.values()} == {
+        "BF16", "F16", "U8", "I16", "I64", "BOOL",
+    }  # fmt: skip
+
+
+def test_what_else_is_in_the_folder_goes_along(tmp_path: Path) -> None:
+    made = write(tmp_path / "model", "mimo")
+    (made.folder / "more").mkdir()
+    (made.folder / "more" / "notes.txt").write_text("notes", encoding="utf-8")
+    (made.folder / "mtp_contract.json").write_text("{}", encoding="utf-8")
+    done = split_head(made.folder, tmp_path / "out")
+    assert (done.folder / "more" / "notes.txt").read_text(encoding="utf-8") == "notes"
+    for name in ("config.json", "tokenizer.json"):
+        same = (done.folder / name).read_bytes() == (made.folder / name).read_bytes()
+        assert same
+    assert not (done.folder / "mtp_contract.json").exists()
+
+
+def test_what_cannot_be_split_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    made = write(tmp_path / "model", "mimo")
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ModelFolderError, match="exists, and a new folder"):
+        split_head(made.folder, tmp_path / "there")
+    done = split_head(made.folder, tmp_path / "out")
+    with pytest.raises(ModelFolderError, match=r"in mtp\.safetensors already"):
+        split_head(done.folder, tmp_path / "again")
+    (done.folder / SIDECAR).unlink()
+    with pytest.raises(ModelFolderError, match="holds no MTP head"):
+        split_head(done.folder, tmp_path / "again")
+    with pytest.raises(ModelFolderError, match="of no family"):
+        split_head(demo_models()["dense"], tmp_path / "again")
+    shard: Any = made.folder / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    (made.folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(ModelFolderError, match="cannot be read"):
+        split_head(made.folder, tmp_path / "again")
+    assert {each.name for each in tmp_path.iterdir()} == {"model", "there", "out"}
+
+
+def test_the_script_splits_and_says_what_it_did(tmp_path: Path) -> None:
+    shutil.copytree(demo_models()["hybrid"], tmp_path / "hybrid")
+    folders = [str(tmp_path / "hybrid"), str(tmp_path / "out")]
+    command = [sys.executable, str(SCRIPT), *folders]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["head"] == 31
+    assert said["norms"] is None
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode == 1
+    assert "exists" in again.stderr
