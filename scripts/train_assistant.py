@@ -5,7 +5,12 @@ The layout is that of Gemma 4 assistants. Framework: PyTorch (bfloat16 autocast,
 are those of `train_demo_models.py`, whose draft and head are trained alike: half on
 text, half on what the target itself wrote, four recycled drafts from every position.
 
-All in one, 5 to 6 minutes; the text is that of the Python that runs it:
+The bundled assistant took 2,227 steps of 32 x 1,024 tokens in 227 s, and all stages
+405 s. On the target's greedy continuations of held-out text it agrees with the next
+token at 93 % (code), 90 % (prose) and 93 % (edit pairs) of the positions, and with all
+of the next four at 79, 72 and 79 %.
+
+All in one, 5 to 7 minutes; the text is that of the Python that runs it:
 
     python3 scripts/train_assistant.py all --out "$OUT"
 

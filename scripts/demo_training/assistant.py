@@ -132,7 +132,7 @@ def export(assistant: Assistant, folder: Path) -> None:
 
 def load_assistant(shape: AssistantShape, folder: Path, device: str) -> Assistant:
     """An exported assistant, with the weights that its users will have."""
-    assistant = Assistant(shape).to(device)
+    assistant: Assistant = Assistant(shape).to(device)
     restore(assistant, folder / "model.safetensors", "", shape.stored)
     assistant.eval()
     return assistant

@@ -16,7 +16,13 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from mlx_speculation import PrefixCache, Sampling, SpeculativeGenerator
+from mlx_speculation import (
+    PrefixCache,
+    Sampling,
+    SpeculativeGenerator,
+    demo_models,
+)
+from mlx_speculation.demo import demo_prompts
 from mlx_speculation.engine import AssistantDraft, Cascade, Draft
 from mlx_speculation.engine.drafting import Choose
 from mlx_speculation.engine.sequence import Sequence
@@ -412,3 +418,36 @@ def test_an_assistant_of_another_model_is_refused() -> None:
         generator("gemma3", draft_of("shared"))
     with pytest.raises(InvalidRequestError, match="2 heads"):
         generator("shared", Cascade(draft_of("shared"), draft_of("shared")))
+
+
+@cache
+def demo() -> SpeculativeGenerator:
+    """Return a generator on the sliding demo target, with its trained assistant."""
+    folders = demo_models()
+    return SpeculativeGenerator.from_pretrained(
+        folders["sliding"], draft=folders["assistant"]
+    )
+
+
+def code(tokens: int) -> list[int]:
+    """Return the beginning of a bundled prompt that was held out in training."""
+    text = next(prompt.text for prompt in demo_prompts() if prompt.group == "code")
+    found: list[int] = demo().tokenizer.encode(text)[:tokens]
+    return found
+
+
+@pytest.mark.parametrize(
+    "temperature", [0.0, pytest.param(0.8, marks=pytest.mark.slow)]
+)
+def test_the_trained_assistant_is_often_right(temperature: float) -> None:
+    """On the sliding demo target, past its window of 96; a random one has 2 % there."""
+    sampling = Sampling(temperature=temperature, seed=3)
+    plain, drafted = (
+        demo().generate(
+            code(100), max_tokens=24, sampling=sampling, draft_length=length
+        )
+        for length in (0, 4)
+    )
+    assert drafted.tokens == plain.tokens
+    assert set(drafted.stats.sources) == {"assistant"}
+    assert drafted.stats.acceptance_rate > 0.3

@@ -1,7 +1,8 @@
 """The demonstration models and prompts that are bundled with this package.
 
-Three small targets, one per kind of cache, and one draft model that shares their
-tokenizer. This module knows where they are; it loads none of them.
+Three small targets, one per kind of cache, one draft model that shares their tokenizer,
+and an assistant of the sliding target. This module knows where they are; it loads none
+of them.
 """
 
 import json
@@ -11,7 +12,7 @@ from pathlib import Path
 from mlx_speculation.errors import DemoModelsMissingError
 
 _FOLDER = Path(__file__).parent
-_MODELS = ("dense", "sliding", "hybrid", "draft")
+_MODELS = ("dense", "sliding", "hybrid", "draft", "assistant")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,10 @@ class DemoPrompt:
 
 
 def demo_models() -> dict[str, Path]:
-    """Return the folders of the bundled models: dense, sliding, hybrid and draft.
+    """Return the folders of the bundled models, by name.
+
+    They are "dense", "sliding" and "hybrid", the targets; "draft", a model that drafts
+    for all three; and "assistant", which drafts for the sliding one.
 
     Raises:
         DemoModelsMissingError: A folder is not in this installation.
