@@ -200,7 +200,11 @@ _BAILING_NAMES: dict[str, str | None] = {
     "layers.{k}.enorm.": "layers.{k}.norm_e.",
     "layers.{k}.hnorm.": "layers.{k}.norm_h.",
     "layers.{k}.final_layernorm.": "layers.{k}.final.",
+    # Engines read the one above; transformers reads the names of DeepSeek.
+    "layers.{k}.shared_head.norm.": "layers.{k}.final.",
+    "layers.{k}.shared_head.head.": None,
     "layers.{k}.word_embeddings.": None,
+    "layers.{k}.embed_tokens.": None,
 }
 _WHOLE_BLOCK: dict[str, str | None] = {"layers.{k}.": "layers.{k}.blocks.0."}
 
