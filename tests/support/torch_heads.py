@@ -68,6 +68,7 @@ LAYERS: dict[str, TorchLayer] = {
     "qwen3_5_tied": TorchLayer("Qwen3_5", _QWEN, 3, rotary="TextRotaryEmbedding"),
     "qwen3_5_moe": TorchLayer("Qwen3_5Moe", _QWEN, 3, rotary="TextRotaryEmbedding"),
     "deepseek_v3": TorchLayer("DeepseekV3", _NUMBERED, 1),
+    "deepseek_v3_yarn": TorchLayer("DeepseekV3", _NUMBERED, 1),
     "deepseek_v32": TorchLayer("DeepseekV32", _NUMBERED, 1),
     "glm_moe_dsa": TorchLayer("GlmMoeDsa", _NUMBERED, 1),
     "glm4_moe_lite": TorchLayer("Glm4MoeLite", _NUMBERED, 1),
@@ -115,6 +116,16 @@ LAYERS: dict[str, TorchLayer] = {
         "LongcatFlash", "model.mtp.layers.0.", 0, changes={"head_dim": 8}
     ),
     "nemotron_h": TorchLayer("NemotronH", "mtp.layers.", 0, rotary=""),
+    "nemotron_h_fewer_experts": TorchLayer(
+        "NemotronH", "mtp.layers.", 0, rotary="", changes={"n_routed_experts": 4}
+    ),
+    "qwen3_5_moe_other_experts": TorchLayer(
+        "Qwen3_5Moe",
+        _QWEN,
+        3,
+        rotary="TextRotaryEmbedding",
+        changes={"num_experts": 4, "num_experts_per_tok": 3},
+    ),
     "nemotron_h_latent": TorchLayer("NemotronH", "mtp.layers.", 0, rotary=""),
 }
 
@@ -167,7 +178,20 @@ def torch_config(layer: TorchLayer, family: Family) -> Any:
     return config
 
 
-OWN_MTP = ("deepseek_v3", "glm4_moe", "glm4_moe_air", "step3p5")
+OWN_MTP = (
+    "deepseek_v3",
+    "deepseek_v3_yarn",
+    "glm4_moe",
+    "glm4_moe_air",
+    "bailing_moe_v3_shared_head",
+    "step3p5",
+)
+# transformers calls Ling 3 so; mlx-lm calls Ling 2.5 so.
+_LING_3 = {
+    "model_type": "bailing_hybrid",
+    "mtp_layer_types": ["full_attention"],
+    "mtp_mlp_layer_types": ["sparse"],
+}
 
 
 def own_mtp_rows(
@@ -189,6 +213,8 @@ def own_mtp_rows(
     if name == "step3p5":
         main = _step_main(changes)
     else:
+        if family.module == "bailing_moe_v3":
+            changes |= _LING_3
         main = AutoModelForCausalLM.from_config(AutoConfig.for_model(**changes))
     main.config.name_or_path, main.config.dtype = str(folder), torch.float32
     # The classes know the numbers of layers of published models alone.

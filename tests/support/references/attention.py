@@ -107,6 +107,8 @@ class Latent:
         pairs: whether neighbouring features are rotated together.
         query_scale: what queries are multiplied by.
         state_scale: what the normed narrow state is multiplied by.
+        score_scale: what scores are multiplied by, beside the usual.
+        gated: whether each head's output is gated by a number, of g_proj.
         out: the name of the last projection.
         indexer: what chooses the keys; None: all are seen.
     """
@@ -119,13 +121,18 @@ class Latent:
     pairs: bool = True
     query_scale: float = 1.0
     state_scale: float = 1.0
+    score_scale: float = 1.0
+    gated: bool = False
     out: str = "o_proj"
     indexer: "Indexer | None" = None
 
     def __call__(self, tensors: Tensors, x: Array) -> Array:
         """Attend causally within x [n, H]; returns [n, H]."""
-        narrow = self._normed(tensors, "q_a_layernorm", linear(tensors, "q_a_proj", x))
-        queries = split_heads(linear(tensors, "q_b_proj", narrow), self.heads)
+        narrow, place = x, "q_proj"
+        if "q_a_proj.weight" in tensors:
+            narrow = linear(tensors, "q_a_proj", x)
+            narrow, place = self._normed(tensors, "q_a_layernorm", narrow), "q_b_proj"
+        queries = split_heads(linear(tensors, place, narrow), self.heads)
         queries = queries * self.query_scale
         joined = linear(tensors, "kv_a_proj_with_mqa", x)
         state = self._normed(tensors, "kv_a_layernorm", joined[:, : self.rank])
@@ -145,9 +152,11 @@ class Latent:
             np.concatenate([queries[..., : self.nope], turned], axis=-1),
             np.concatenate([keys, np.repeat(shared, self.heads, axis=0)], axis=-1),
             values,
-            scale=queries.shape[-1] ** -0.5,
+            scale=self.score_scale * queries.shape[-1] ** -0.5,
             mask=mask,
         )
+        if self.gated:
+            mixed = mixed * sigmoid(linear(tensors, "g_proj", x)).T[..., None]
         return linear(tensors, self.out, join_heads(mixed))
 
     def _normed(self, tensors: Tensors, name: str, x: Array) -> Array:

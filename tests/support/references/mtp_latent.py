@@ -1,5 +1,6 @@
 """Heads whose block has latent attention."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -22,7 +23,11 @@ from support.references.mtp_parts import (
     scales,
 )
 from support.references.numerics import Array, Tensors, below, rms_norm, weight
-from support.references.rope import inverse_frequencies
+from support.references.rope import (
+    inverse_frequencies,
+    yarn_frequencies,
+    yarn_scale,
+)
 from support.references.tiny_files import Draws
 
 _LATENT: Config = {
@@ -48,24 +53,33 @@ def _latent_tensors(
     nope, turned = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     narrow, values = config["q_lora_rank"], config["v_head_dim"]
     shapes = {
-        "q_a_proj": (narrow, SIZE),
-        "q_b_proj": (heads * (nope + turned), narrow),
         "kv_a_proj_with_mqa": (rank + turned, SIZE),
         "kv_b_proj": (heads * (nope + values), rank),
         out: (SIZE, heads * values),
     }
-    norms = {"q_a_layernorm": narrow, "kv_a_layernorm": rank}
+    norms = {"kv_a_layernorm": rank}
+    if narrow is None:
+        shapes["q_proj"] = (heads * (nope + turned), SIZE)
+    else:
+        shapes["q_a_proj"] = (narrow, SIZE)
+        shapes["q_b_proj"] = (heads * (nope + turned), narrow)
+        norms["q_a_layernorm"] = narrow
     return {**matrices(draws, prefix, shapes), **scales(draws, prefix, norms)}
 
 
 def _attention(config: Config, **changes: Any) -> Latent:
     rope = config.get("rope_parameters") or config
+    dims, base = config["qk_rope_head_dim"], rope["rope_theta"]
     settings: dict[str, Any] = {
         "heads": config["num_attention_heads"],
         "nope": config["qk_nope_head_dim"],
         "rank": config["kv_lora_rank"],
-        "angles": inverse_frequencies(config["qk_rope_head_dim"], rope["rope_theta"]),
+        "angles": inverse_frequencies(dims, base),
     }
+    if "rope_scaling" in config:
+        scaling = config["rope_scaling"]
+        settings["angles"] = yarn_frequencies(dims, base, scaling)
+        settings["score_scale"] = yarn_scale(scaling)
     return Latent(**{**settings, **changes})
 
 
@@ -126,6 +140,19 @@ def _deepseek(module: str, **more: Any) -> Family:
 
 
 DEEPSEEK_V3 = _deepseek("deepseek_v3")
+DEEPSEEK_V3_YARN = _deepseek(
+    "deepseek_v3",
+    rope_scaling={
+        "type": "yarn",
+        "factor": 8,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 2,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+)
+DEEPSEEK_V3_WIDE_QUERIES = _deepseek("deepseek_v3", q_lora_rank=None)
 DEEPSEEK_V32 = _deepseek("deepseek_v32", **_SPARSE)
 GLM_MOE_DSA = _deepseek(
     "glm_moe_dsa",
@@ -193,16 +220,20 @@ LONGCAT_FLASH = Family(
     copies={"model.mtp.embed_tokens.weight": "embedding"},
 )
 
-# Ling 2.5 ---------------------------------------------------------------------
+# Ling 2.5 and 3 ---------------------------------------------------------------
 
 
 def _make_bailing(draws: Draws, config: Config, layer: int) -> Named:
     prefix = f"model.layers.{config['num_hidden_layers']}."
-    return {
+    made = {
         **layer_norms(draws, prefix),
         **_latent_tensors(draws, f"{prefix}attention.", config, out="dense"),
         **deepseek_experts(draws, f"{prefix}mlp.", config, bias="expert_bias"),
     }
+    if _is_gated(config):
+        gate = draws.matrix(config["num_attention_heads"], SIZE)
+        made[f"{prefix}attention.g_proj.weight"] = gate
+    return made
 
 
 def _run_bailing(tensors: Tensors, config: Config, layer: int, x: Array) -> Array:
@@ -210,24 +241,49 @@ def _run_bailing(tensors: Tensors, config: Config, layer: int, x: Array) -> Arra
         below(tensors, f"model.layers.{config['num_hidden_layers']}."),
         x,
         epsilon(config),
-        _attention(config, out="dense"),
+        _attention(config, out="dense", gated=_is_gated(config)),
         deepseek_mixture(config, bias="gate.expert_bias"),
         attention_name="attention",
     )
 
 
+def _is_gated(config: Config) -> bool:
+    return bool(config["model_type"] == "bailing_moe_v3")
+
+
+_LING: Config = {
+    **_LATENT,
+    **LING_EXPERTS,
+    "head_dim": 8,
+    "layer_group_size": 2,
+}
 BAILING_HYBRID = Family(
     "bailing_hybrid",
     {
-        **_LATENT,
-        **LING_EXPERTS,
+        **_LING,
         "model_type": "bailing_hybrid",
-        "head_dim": 8,
-        "layer_group_size": 2,
         "group_norm_size": 1,
         "partial_rotary_factor": 0.5,
     },
     bailing_names,
     _make_bailing,
     _run_bailing,
+)
+BAILING_MOE_V3 = Family(
+    "bailing_moe_v3",
+    {
+        **_LING,
+        "model_type": "bailing_moe_v3",
+        "moe_shared_expert_intermediate_size": 16,
+        "short_conv_kernel_size": 4,
+    },
+    bailing_names,
+    _make_bailing,
+    _run_bailing,
+)
+# transformers' module for heads expects the last norm under this name.
+BAILING_MOE_V3_SHARED_HEAD = dataclasses.replace(
+    BAILING_MOE_V3,
+    config={**BAILING_MOE_V3.config, "q_lora_rank": None},
+    names=numbered_names,
 )

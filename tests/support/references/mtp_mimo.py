@@ -1,5 +1,9 @@
 """Heads of MiMo-7B and MiMo-V2-Flash."""
 
+import dataclasses
+
+import numpy as np
+
 from support.references.attention import Grouped
 from support.references.mtp import Config, Family, Named, Names, epsilon
 from support.references.mtp_parts import (
@@ -14,7 +18,7 @@ from support.references.mtp_parts import (
     residual,
     scales,
 )
-from support.references.numerics import Array, Tensors, below
+from support.references.numerics import Array, Tensors, below, weight
 from support.references.rope import inverse_frequencies
 from support.references.tiny_files import Draws
 
@@ -93,6 +97,14 @@ def _make_mimo_v2(draws: Draws, config: Config, layer: int) -> Named:
     }
 
 
+def _make_mimo_v2_pro(draws: Draws, config: Config, layer: int) -> Named:
+    """Return the same with one projection for queries, keys and values."""
+    made = _make_mimo_v2(draws, config, layer)
+    prefix = f"model.mtp.layers.{layer}.self_attn."
+    parts = [made.pop(f"{prefix}{which}_proj.weight") for which in "qkv"]
+    return {**made, f"{prefix}qkv_proj.weight": np.concatenate(parts)}
+
+
 def _run_mimo_v2(tensors: Tensors, config: Config, layer: int, x: Array) -> Array:
     turned = int(config["partial_rotary_factor"] * config["swa_head_dim"])
     attention = Grouped(
@@ -102,8 +114,15 @@ def _run_mimo_v2(tensors: Tensors, config: Config, layer: int, x: Array) -> Arra
         window=config["sliding_window_size"],
         value_scale=config["attention_value_scale"],
     )
+    block = below(tensors, f"model.mtp.layers.{layer}.")
+    fused = "self_attn.qkv_proj.weight"
+    if fused in block:
+        sizes = [head * config["swa_head_dim"] for head in (4, 4 + 2)]
+        parts = np.split(weight(block, fused), sizes)
+        for which, part in zip("qkv", parts, strict=True):
+            block[f"self_attn.{which}_proj.weight"] = part
     return residual(
-        below(tensors, f"model.mtp.layers.{layer}."),
+        block,
         x,
         epsilon(config),
         attention,
@@ -141,3 +160,4 @@ MIMO_V2_FLASH = Family(
     used=1,
     state="before_norm",
 )
+MIMO_V2_PRO = dataclasses.replace(MIMO_V2_FLASH, make=_make_mimo_v2_pro)

@@ -1,5 +1,7 @@
 """Heads of Nemotron-H: attention, then experts, as two layers."""
 
+from typing import Any
+
 import numpy as np
 
 from support.references.attention import Grouped
@@ -11,6 +13,7 @@ from support.references.mtp_parts import (
     SIZE,
     grouped_tensors,
     matrices,
+    own_number,
     scales,
 )
 from support.references.numerics import Array, Tensors, below, rms_norm, weight
@@ -30,7 +33,8 @@ def _make_nemotron(draws: Draws, config: Config, layer: int) -> Named:
     first, second = "mtp.layers.0.", "mtp.layers.1."
     inner, latent = config["moe_intermediate_size"], config.get("moe_latent_size")
     shared = config["moe_shared_expert_intermediate_size"]
-    experts, width = config["n_routed_experts"], latent or SIZE
+    experts = own_number(config, "n_routed_experts")
+    width = latent or SIZE
     made = {
         **scales(draws, first, {"norm": SIZE}),
         **scales(draws, second, {"norm": SIZE}),
@@ -70,7 +74,7 @@ def _run_nemotron(tensors: Tensors, config: Config, layer: int, x: Array) -> Arr
     return np.asarray(x + squared_relu(below(second, "mixer."), router, normed))
 
 
-def _nemotron(latent: int | None) -> Family:
+def _nemotron(latent: int | None, **more: Any) -> Family:
     return Family(
         "nemotron_h",
         {
@@ -93,6 +97,7 @@ def _nemotron(latent: int | None) -> Family:
             "use_conv_bias": True,
             "moe_shared_expert_intermediate_size": 24,
             "moe_latent_size": latent,
+            **more,
         },
         _nemotron_names,
         _make_nemotron,
@@ -101,3 +106,4 @@ def _nemotron(latent: int | None) -> Family:
 
 
 NEMOTRON_H, NEMOTRON_H_LATENT = _nemotron(None), _nemotron(12)
+NEMOTRON_H_FEWER_EXPERTS = _nemotron(None, mtp_n_routed_experts=4)

@@ -216,6 +216,12 @@ def deepseek_mixture(
     return lambda tensors, x: with_shared(tensors, router, x)
 
 
+def own_number(config: Config, name: str) -> int:
+    """Return a number that a head may have of its own, after "mtp_"."""
+    own = f"mtp_{name}"
+    return int(config[own if own in config else name])
+
+
 def numbered_names(config: Config, layer: int) -> Names:
     """Return DeepSeek's names: the head is the layer after the last."""
     prefix = f"model.layers.{config['num_hidden_layers'] + layer}."

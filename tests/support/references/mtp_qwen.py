@@ -1,5 +1,7 @@
 """Heads of Qwen3-Next and Qwen3.5, and of EXAONE MoE, which has their names."""
 
+from typing import Any
+
 import numpy as np
 
 from support.references.moe import Router, with_gated_shared
@@ -13,6 +15,7 @@ from support.references.mtp_parts import (
     grouped_tensors,
     layer_norms,
     mlp_tensors,
+    own_number,
     qwen_names,
     residual,
 )
@@ -61,7 +64,8 @@ def _make_qwen(draws: Draws, config: Config, layer: int) -> Named:
     )
     if "num_experts" not in config:
         return made | mlp_tensors(draws, f"{prefix}mlp.", config["intermediate_size"])
-    experts, inner = config["num_experts"], config["moe_intermediate_size"]
+    experts = own_number(config, "num_experts")
+    inner = config["moe_intermediate_size"]
     shared = config["shared_expert_intermediate_size"]
     made |= mlp_tensors(draws, f"{prefix}mlp.shared_expert.", shared)
     made[f"{prefix}mlp.shared_expert_gate.weight"] = draws.matrix(1, SIZE)
@@ -78,7 +82,10 @@ def _run_qwen(tensors: Tensors, config: Config, layer: int, x: Array) -> Array:
     attention = grouped(config, gate="queries")
     mlp = dense
     if "num_experts" in config:
-        router = Router(top=config["num_experts_per_tok"], score="softmax")
+        router = Router(
+            top=own_number(config, "num_experts_per_tok"),
+            score="softmax",
+        )
 
         def mlp(tensors: Tensors, x: Array) -> Array:
             return with_gated_shared(tensors, router, x)
@@ -116,17 +123,15 @@ QWEN3_5_TIED = _qwen(
         },
     },
 )
-QWEN3_5_MOE = _qwen(
-    "qwen3_5_moe",
-    {
-        "model_type": "qwen3_5_moe",
-        "text_config": {
-            **_QWEN35,
-            **_QWEN_EXPERTS,
-            "model_type": "qwen3_5_moe_text",
-        },
-    },
-)
+
+
+def _qwen_moe(**more: Any) -> Family:
+    text = {**_QWEN35, **_QWEN_EXPERTS, "model_type": "qwen3_5_moe_text", **more}
+    return _qwen("qwen3_5_moe", {"model_type": "qwen3_5_moe", "text_config": text})
+
+
+QWEN3_5_MOE = _qwen_moe()
+QWEN3_5_MOE_OTHER_EXPERTS = _qwen_moe(mtp_num_experts=4, mtp_num_experts_per_tok=3)
 
 
 def _make_exaone(draws: Draws, config: Config, layer: int) -> Named:

@@ -2,19 +2,20 @@
 
 import dataclasses
 
+import numpy as np
+
 from support.references.attention import Grouped
 from support.references.mtp import Config, Family, Named, Names, epsilon
 from support.references.mtp_parts import (
     ORDINARY,
     SIZE,
-    dense,
     grouped_tensors,
     layer_norms,
     mlp_tensors,
     residual,
 )
-from support.references.numerics import Array, Tensors, below
-from support.references.rope import inverse_frequencies
+from support.references.numerics import Array, Tensors, below, linear, silu
+from support.references.rope import inverse_frequencies, llama3_frequencies
 from support.references.tiny_files import Draws
 
 
@@ -64,16 +65,28 @@ def _run_step(tensors: Tensors, config: Config, layer: int, x: Array) -> Array:
     heads, kv_heads = _step_heads(config, index)
     turned = int(config["head_dim"] * config["partial_rotary_factors"][index])
     sliding = config["layer_types"][index] == "sliding_attention"
+    angles = inverse_frequencies(turned, config["rope_theta"][index])
+    if config["layer_types"][index] in config["yarn_only_types"]:
+        scaling = config["rope_scaling"]
+        angles = llama3_frequencies(turned, config["rope_theta"][index], scaling)
     attention = Grouped(
         heads=heads,
         kv_heads=kv_heads,
         eps=epsilon(config),
-        angles=inverse_frequencies(turned, config["rope_theta"][index]),
+        angles=angles,
         window=config["sliding_window"] if sliding else None,
         gate="heads",
     )
     block = below(tensors, f"model.layers.{index}.")
-    return residual(block, x, epsilon(config), attention, dense)
+    limits = config["swiglu_limits_shared"]
+    limit = (limits[index] if limits else 0) or np.inf
+
+    def mlp(tensors: Tensors, x: Array) -> Array:
+        gate = np.minimum(silu(linear(tensors, "gate_proj", x)), limit)
+        wide = gate * np.clip(linear(tensors, "up_proj", x), -limit, limit)
+        return linear(tensors, "down_proj", wide)
+
+    return residual(block, x, epsilon(config), attention, mlp)
 
 
 STEP3P5 = Family(
@@ -94,6 +107,15 @@ STEP3P5 = Family(
         ],
         "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5, 1.0],
         "rope_theta": [5000.0, 10000.0, 10000.0, 5000.0, 10000.0],
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 8.0,
+            "original_max_position_embeddings": 256,
+        },
+        "yarn_only_types": ["full_attention"],
+        "swiglu_limits_shared": None,
         "attention_other_setting": {
             "num_attention_heads": 6,
             "num_attention_groups": 3,
@@ -114,3 +136,7 @@ STEP3P5 = Family(
     recycles="before_norm",
 )
 STEP3P5_INFIX = dataclasses.replace(STEP3P5, names=_infix_names)
+STEP3P5_CLAMPED = dataclasses.replace(
+    STEP3P5,
+    config={**STEP3P5.config, "swiglu_limits_shared": [0.0, 0.2, 0.3, 0.0, 0.6]},
+)

@@ -33,6 +33,31 @@ def llama3_frequencies(dims: int, base: float, scaling: dict[str, Any]) -> Array
     return np.asarray(angles * ((1 - smooth) / scaling["factor"] + smooth))
 
 
+def yarn_frequencies(dims: int, base: float, scaling: dict[str, Any]) -> Array:
+    """Return YaRN's angles (arXiv 2309.00071): slow pairs slower by a factor.
+
+    Between the pairs that turn beta_fast and beta_slow times within the old context,
+    by their number, a ramp. Only where mscale and mscale_all_dim are equal: features
+    are then not scaled, and `yarn_scale` has the scale of scores.
+    """
+    assert scaling["mscale"] == scaling["mscale_all_dim"]
+
+    def pair(turns: float) -> float:
+        ratio = scaling["original_max_position_embeddings"] / (turns * 2 * np.pi)
+        return float(dims * np.log(ratio) / (2 * np.log(base)))
+
+    low = max(np.floor(pair(scaling["beta_fast"])), 0)
+    high = min(np.ceil(pair(scaling["beta_slow"])), dims - 1)
+    slow = np.clip((np.arange(dims // 2) - low) / (high - low), 0, 1)
+    angles = inverse_frequencies(dims, base)
+    return np.asarray(angles * (1 - slow) + angles / scaling["factor"] * slow)
+
+
+def yarn_scale(scaling: dict[str, Any]) -> float:
+    """Return what scores are multiplied by."""
+    return float((0.1 * scaling["mscale_all_dim"] * np.log(scaling["factor"]) + 1) ** 2)
+
+
 def rotate(x: Array, positions: Ids, frequencies: Array, *, pairs: bool) -> Array:
     """Turn the first features of each head by position times frequency.
 
