@@ -14,6 +14,7 @@ from mlx_speculation.engine.mtp import MtpDraft, MtpDrafter
 from mlx_speculation.engine.results import Chunk, Result
 from mlx_speculation.engine.statistics import DrafterFault, SourceCounts, Statistics
 from mlx_speculation.engine.stream import Stream
+from mlx_speculation.engine.vocabulary import reduced_vocabulary
 
 __all__ = [
     "Anchor",
@@ -33,4 +34,5 @@ __all__ = [
     "SpeculativeGenerator",
     "Statistics",
     "Stream",
+    "reduced_vocabulary",
 ]

@@ -1,12 +1,13 @@
 """The drafter that is a smaller model with the target's token ids."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import mlx.core as mx
 
 from mlx_speculation.engine.drafting import Choose, Draft
 from mlx_speculation.engine.sequence import Sequence
-from mlx_speculation.models import Lane, LaneRound
+from mlx_speculation.models import Lane, LaneRound, ReducedOutput
 from mlx_speculation.samplers import Chosen
 
 # After a round the lane lags one or two tokens behind. A longer lag is a prompt, or
@@ -25,6 +26,8 @@ class DraftModel:
             depend on what is drawn from them but through the tokens drafted before,
             so that no drawn token is dropped for what it is. Costs a wait for the
             device at each token but the first.
+        reduced: the draft model's output layer for some token ids, to draft from those
+            only; None: from all.
     """
 
     def __init__(
@@ -33,12 +36,14 @@ class DraftModel:
         lane: Lane | None = None,
         *,
         confidence: float = 0.0,
+        reduced: ReducedOutput | None = None,
     ) -> None:
         self._make_lane = make_lane
         self._first_lane = lane
         self._lane = lane or make_lane()
         self._round: LaneRound | None = None
         self._confidence = confidence
+        self._reduced = reduced
         self._lag = 0
         self._fed = 0
 
@@ -66,7 +71,7 @@ class DraftModel:
         certainty = mx.array(1.0)
         reads = 0
         for _ in range(limit):
-            logits = self._round.forward(inputs)[-1:]
+            logits = self._logits(self._round, inputs)
             self._fed = len(chosen)
             if self._confidence:
                 certainty = certainty * largest_probability(logits)
@@ -74,10 +79,17 @@ class DraftModel:
                 if chosen and float(certainty) < self._confidence:
                     break
             ahead = Draft.of(chosen).tokens if chosen else None
-            chosen.append(choose(logits, sequence.rows(ahead)))
+            ids = None if self._reduced is None else self._reduced.ids
+            chosen.append(choose(logits, sequence.rows(ahead), ids))
             inputs = chosen[-1].tokens
             mx.async_eval(inputs)  # runs while the next step's graph is built
         return Draft.of(chosen, source="model", reads=reads)
+
+    def _logits(self, lane_round: LaneRound, tokens: mx.array) -> mx.array:
+        """Feed tokens and return the last one's logits, [1, vocab] or [1, n]."""
+        reduced = self._reduced
+        with nullcontext() if reduced is None else reduced.only():
+            return lane_round.forward(tokens)[-1:]
 
     def _catch_up(self, sequence: Sequence) -> None:
         """Feed committed text that is too long for a round, all but the last token."""

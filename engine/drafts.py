@@ -17,7 +17,7 @@ from mlx_speculation.engine.lookup import LookupDrafter
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import DrafterFault
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import Lane, Sliding
+from mlx_speculation.models import Lane, ReducedOutput, Sliding
 
 MODEL_LENGTH = 4
 # A lookup costs nothing, and drafts as many tokens as its match is long.
@@ -189,6 +189,7 @@ def make_draft_model(
     draft_cache: list[Any] | None,
     sequence: Sequence,
     confidence: float,
+    reduced: ReducedOutput | None = None,
 ) -> DraftModel:
     """Return the drafter of one stream that drafts with a model.
 
@@ -199,16 +200,18 @@ def make_draft_model(
         draft_cache: the caller's caches of the draft model, or None.
         sequence: the tokens that are known.
         confidence: see `DraftModel`.
+        reduced: see `DraftModel`.
     """
     make = partial(Lane, draft, sliding=sliding)
+    options: dict[str, Any] = {"confidence": confidence, "reduced": reduced}
     if draft_cache is None:
-        return DraftModel(make, make(), confidence=confidence)
+        return DraftModel(make, make(), **options)
     check_supported(draft_cache)
     check_single(draft_cache)
     _check_apart(target.caches, draft_cache)
     seen = _checked_lag(position(draft_cache), target.seen, sequence.start)
     lane = Lane(draft, draft_cache, seen, sliding=sliding)
-    return DraftModel(make, lane, confidence=confidence)
+    return DraftModel(make, lane, **options)
 
 
 def _checked_lag(held: int | None, seen: int, start: int) -> int:

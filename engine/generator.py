@@ -45,6 +45,7 @@ from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import Statistics
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.engine.text import TextStream
+from mlx_speculation.engine.vocabulary import ReducedDrafts, checked_vocabulary
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import (
     Contract,
@@ -112,6 +113,8 @@ class SpeculativeGenerator:
         prefix_cache: keeps what requests leave in the caches, for later ones that
             begin alike; a `PrefixCache` of this target and draft only. Requests with
             a `prompt_cache` of their own pass it by.
+        draft_vocabulary: token ids that a draft model or an MTP head drafts from, see
+            `reduced_vocabulary`; the text may hold every other one. None: all.
 
     Raises:
         InvalidRequestError: an argument is out of range or of the wrong kind.
@@ -129,6 +132,7 @@ class SpeculativeGenerator:
         acceptance: Acceptance = "keyed",
         sliding: Sliding = "slack",
         prefix_cache: PrefixCache | None = None,
+        draft_vocabulary: Iterable[int] | None = None,
     ) -> None:
         if acceptance not in get_args(Acceptance):
             raise InvalidRequestError(
@@ -165,6 +169,11 @@ class SpeculativeGenerator:
             self._lane(module)  # refuses unknown caches now, not at the first stream
             check_draft_width(logit_width(module), highest_id)
         check_head_ids(self._draft, highest_id)
+        self._reduced = ReducedDrafts(self._draft)
+        if draft_vocabulary is not None:
+            vocabulary = checked_vocabulary(draft_vocabulary, highest_id + 1)
+            self._reduced = ReducedDrafts.make(self._draft, vocabulary)
+            self._draft = self._reduced.draft
         if prefix_cache is not None:
             for module in models:
                 check_resumable(module)
@@ -186,6 +195,7 @@ class SpeculativeGenerator:
         prefix_cache: PrefixCache | None = None,
         contract: Contract | None = None,
         quantize_draft: int | None = None,
+        draft_vocabulary: Iterable[int] | None = None,
     ) -> "SpeculativeGenerator":
         """Load a target, and a draft model where `draft` names one.
 
@@ -203,6 +213,7 @@ class SpeculativeGenerator:
             contract: what the head was trained with; a probe finds it when omitted.
             quantize_draft: bits in which to hold the weights of the draft or head that
                 is loaded, 2, 3, 4, 5, 6 or 8; those of the target stay as they are.
+            draft_vocabulary: see the constructor.
 
         Raises:
             ModelFolderError: a folder is not a model, or has no whole head, or its
@@ -240,6 +251,7 @@ class SpeculativeGenerator:
             acceptance=acceptance,
             sliding=sliding,
             prefix_cache=prefix_cache,
+            draft_vocabulary=draft_vocabulary,
         )
         made._notices = choice.notices
         for said in choice.notices:
@@ -431,6 +443,7 @@ class SpeculativeGenerator:
                 draft_cache,
                 sequence,
                 self._draft_confidence,
+                self._reduced.of(model),
             )
 
         def follow(head: Following) -> Drafter:

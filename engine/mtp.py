@@ -12,6 +12,7 @@ Slots m to n-1, the refresh and the first draft, are one batch, of which only th
 row is more than keys and values. See `models/mtp_slots.py` for what stays.
 """
 
+from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from mlx_speculation.models import (
     MtpHead,
     MtpSlots,
     OnTarget,
+    ReducedEnds,
     States,
     load_mtp_head,
 )
@@ -49,17 +51,23 @@ class MtpDraft:
     Args:
         model: the target.
         head: its head.
+        ids: token ids to draft from, such as `reduced_vocabulary` returns; None: all.
 
     Raises:
-        UnsupportedModelError: the target does not show the states that the head reads.
+        UnsupportedModelError: the target does not show the states that the head reads,
+            or cannot have fewer logits.
     """
 
-    def __init__(self, model: nn.Module, head: MtpHead) -> None:
+    def __init__(
+        self, model: nn.Module, head: MtpHead, *, ids: SequenceOf[int] | None = None
+    ) -> None:
         self._before = head.contract.hidden == "before_norm"
         self._taps = HiddenStates(
             model, before_norm=self._before, after_norm=not self._before
         )
-        self.model, self.mtp = model, Mtp(head, self._taps)
+        self._ids = None if ids is None else mx.array(list(ids), mx.uint32)
+        ends = self._taps if ids is None else ReducedEnds(self._taps, ids)
+        self.model, self.mtp = model, Mtp(head, ends, ids=self._ids)
         self._head = head
 
     @classmethod
@@ -86,11 +94,15 @@ class MtpDraft:
         """The head's own; embedding and output layer of the target are not in it."""
         return self._head
 
+    def reduced(self, ids: SequenceOf[int]) -> "MtpDraft":
+        """Return a draft of the same head that drafts from some token ids only."""
+        return MtpDraft(self.model, self._head, ids=ids)
+
     def for_stream(self, target: Lane, sequence: Sequence) -> "MtpDrafter":
         """Return the drafter of one stream, which follows the target's lane."""
         committed = CommittedStates(self._taps, self._select)
         target.follower = committed
-        return MtpDrafter(self.mtp, sequence, committed)
+        return MtpDrafter(self.mtp, sequence, committed, ids=self._ids)
 
     def _select(self, found: States) -> mx.array:
         return found.before_norm if self._before else found.after_norm

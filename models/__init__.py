@@ -32,6 +32,7 @@ from mlx_speculation.models.pairing import (
 from mlx_speculation.models.parts import Parts
 from mlx_speculation.models.quantizing import check_bits, quantize_weights, weight_bytes
 from mlx_speculation.models.recording import Recorders
+from mlx_speculation.models.reduced_output import ReducedEnds, ReducedOutput
 from mlx_speculation.models.restore_points import RestorePoints
 from mlx_speculation.models.rows import check_causal, check_resumable
 from mlx_speculation.models.running import mlx_lm_speed, wired
@@ -58,6 +59,8 @@ __all__ = [
     "Parts",
     "Read",
     "Recorders",
+    "ReducedEnds",
+    "ReducedOutput",
     "RestorePoints",
     "SharedKv",
     "Sliding",

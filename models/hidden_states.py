@@ -32,7 +32,7 @@ import mlx.nn as nn
 from mlx_speculation.errors import InvalidRequestError, SpeculationClosedError
 from mlx_speculation.models.finding import find_parts
 from mlx_speculation.models.instances import Hooked
-from mlx_speculation.models.observing import OBSERVED, observing
+from mlx_speculation.models.observing import OBSERVED, Observer, observing
 from mlx_speculation.models.substitution import input_of, logits_of
 from mlx_speculation.models.taps import AFTER, BEFORE, Key, Notes, States, tap_for
 
@@ -127,7 +127,7 @@ class HiddenStates:
         rows: mx.array = self.parts.embedding(tokens)
         return rows
 
-    def head(self, hidden: mx.array) -> mx.array:
+    def head(self, hidden: mx.array, *, only: Observer | None = None) -> mx.array:
         """Return the logits that the model makes of hidden states after its norm.
 
         Everything is done that the model does: scales, soft caps, masked ids. Four
@@ -137,6 +137,7 @@ class HiddenStates:
 
         Args:
             hidden: [batch, positions, dim], of any origin.
+            only: a `ReducedOutput` of this model, for the logits of its ids alone.
 
         Returns:
             [batch, positions, vocab]
@@ -150,7 +151,7 @@ class HiddenStates:
         # Not `or`: a module without parameters is an empty dict.
         where = self.parts.norm if self.parts.trunk is None else self.parts.trunk
         assert where is not None
-        return logits_of(self.parts.model, where, hidden)
+        return logits_of(self.parts.model, where, hidden, only)
 
     def remove(self) -> None:
         """Give every module its own class back, unless another owner needs the hook."""

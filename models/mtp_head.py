@@ -15,6 +15,7 @@ import mlx.nn as nn
 
 from mlx_speculation.models.mtp_blocks import Block
 from mlx_speculation.models.mtp_families import Contract
+from mlx_speculation.models.slicing import sliced
 
 
 class MtpLayer(nn.Module):
@@ -169,10 +170,20 @@ class Mtp:
         head: the head.
         ends: what embeds tokens and makes logits; where the head has its own, it is
             not asked.
+        ids: make logits of these token ids only, uint32 [n], where the layers have
+            output layers of their own; `ends` is to do the same. None: of all.
     """
 
-    def __init__(self, head: MtpHead, ends: Ends) -> None:
+    def __init__(
+        self, head: MtpHead, ends: Ends, *, ids: mx.array | None = None
+    ) -> None:
         self.head, self._ends = head, ends
+        own: list[nn.Module | None] = [
+            layer.output if "output" in layer else None for layer in head.layers
+        ]
+        if ids is not None:
+            own = [None if layer is None else sliced(layer, ids) for layer in own]
+        self._outputs = own
 
     def rows(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
@@ -188,7 +199,7 @@ class Mtp:
             layer: which layer of the head.
         """
         module = self.head.layers[layer]
-        return self._output(module, module.run(self._x(module, hidden, tokens), caches))
+        return self._output(layer, module.run(self._x(module, hidden, tokens), caches))
 
     def step(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
@@ -201,7 +212,7 @@ class Mtp:
         x = self._x(module, hidden, tokens)
         if x.shape[1] > 1:
             module.run(x[:, :-1], caches)  # never evaluated but for keys and values
-        return self._output(module, module.run(x[:, -1:], caches))
+        return self._output(layer, module.run(x[:, -1:], caches))
 
     def history(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
@@ -215,8 +226,14 @@ class Mtp:
         embedded = layer.embedding(tokens) if own else self._ends.embed(tokens)
         return layer.joined(hidden, embedded)
 
-    def _output(self, layer: MtpLayer, states: mx.array) -> MtpOutput:
-        normed = layer.final(states) if "final" in layer else states
+    def _output(self, layer: int, states: mx.array) -> MtpOutput:
+        module, own = self.head.layers[layer], self._outputs[layer]
+        normed = module.final(states) if "final" in module else states
         after = self.head.contract.recycled == "after_norm"
-        logits = layer.output(normed) if "output" in layer else self._ends.head(normed)
+        logits = self._ends.head(normed) if own is None else _applied(own, normed)
         return MtpOutput(normed if after else states, logits)
+
+
+def _applied(layer: Any, x: mx.array) -> mx.array:
+    found: mx.array = layer(x)
+    return found

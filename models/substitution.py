@@ -63,7 +63,12 @@ class _Result(Observer):
             self.found = result
 
 
-def logits_of(model: nn.Module, module: nn.Module, result: mx.array) -> mx.array:
+def logits_of(
+    model: nn.Module,
+    module: nn.Module,
+    result: mx.array,
+    also: Observer | None = None,
+) -> mx.array:
     """Return the logits that a model makes when a module returns `result`.
 
     Args:
@@ -71,9 +76,11 @@ def logits_of(model: nn.Module, module: nn.Module, result: mx.array) -> mx.array
         module: the trunk or the final norm. What a forward does before it is built
             and thrown away, and never evaluated; before a trunk that is nothing.
         result: [batch, positions, dim]
+        also: who else observes what is done to it.
     """
     instead = _Instead(module, result)
-    with observing(instead, alone=True):
+    others = () if also is None else (also,)
+    with observing(instead, *others, alone=True):
         logits: mx.array = model(mx.zeros(result.shape[:2], mx.int32))
     _check(instead.given, model, module)
     return logits

@@ -144,6 +144,7 @@ def test_the_public_names_are_pinned() -> None:
         "lark",
         "load",
         "pure",
+        "reduced_vocabulary",
         "regex",
     ]
 

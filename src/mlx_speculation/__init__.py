@@ -38,7 +38,12 @@ from mlx_speculation.errors import (
 if TYPE_CHECKING:
     from mlx_speculation.caches import PrefixCache, Speculation
     from mlx_speculation.demo import demo_models
-    from mlx_speculation.engine import Cascade, LookupDrafter, SpeculativeGenerator
+    from mlx_speculation.engine import (
+        Cascade,
+        LookupDrafter,
+        SpeculativeGenerator,
+        reduced_vocabulary,
+    )
     from mlx_speculation.models import Contract, json_schema, lark, load, regex
     from mlx_speculation.samplers import (
         Constraint,
@@ -89,6 +94,7 @@ __all__ = [
     "lark",
     "load",
     "pure",
+    "reduced_vocabulary",
     "regex",
 ]
 
@@ -113,6 +119,7 @@ _HOMES = {
     "lark": "mlx_speculation.models",
     "load": "mlx_speculation.models",
     "pure": "mlx_speculation.samplers",
+    "reduced_vocabulary": "mlx_speculation.engine",
     "regex": "mlx_speculation.models",
 }
 

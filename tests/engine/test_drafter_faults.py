@@ -171,6 +171,27 @@ def test_the_next_text_has_a_drafter_again(kind: str) -> None:
     assert result.stats.drafts > 0
 
 
+@pytest.mark.parametrize("how", ["before", "after", "huge", "too many"])
+def test_what_a_failed_drafter_did_is_undone(how: str) -> None:
+    drafter = ScriptedDrafter([], 0.0)
+    generator = SpeculativeGenerator(
+        target_of("custom"), byte_tokenizer(), draft=drafter
+    )
+    generated(generator, broken(ScriptedDrafter, "propose", 2, how))
+    assert drafter.calls[-1] == "discard"
+    caches = make_prompt_cache(small())
+    generator = SpeculativeGenerator(
+        target_of("model"), byte_tokenizer(), draft=small()
+    )
+    fault = broken(DraftModel, "propose", 2, how)
+    result, _, _ = generated(generator, fault, draft_cache=caches)
+    held = result.cached_tokens[: caches[0].offset]
+    twin = Lane(small())
+    twin.feed(held, step=1)
+    assert len(PROMPT) - 1 <= len(held) < len(PROMPT) + 12
+    assert_same_content(content(twin.caches), content(caches))
+
+
 def build_of_llama(kind: str) -> nn.Module | None:
     """Return the target where its rows are the same bit for bit at every width."""
     return None if kind == "mtp" else target_of(kind)
