@@ -259,7 +259,9 @@ def test_a_place_is_looked_at_once_in_a_round(monkeypatch: pytest.MonkeyPatch) -
     assert calls == {"allowed": 11, "advance": 10, "fork": 10}
 
 
-@pytest.mark.parametrize("wrong", [np.array([1, 4]), np.ones((1, 7), dtype=np.bool_)])
+@pytest.mark.parametrize(
+    "wrong", [np.array([1, 4]), np.ones((1, 7), dtype=np.bool_), np.array(True)]
+)
 def test_a_mask_of_another_kind_is_refused(
     wrong: NDArray[np.bool_], monkeypatch: pytest.MonkeyPatch
 ) -> None:

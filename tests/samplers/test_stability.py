@@ -11,7 +11,9 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers import Chooser, Rows, Sampling, Verifier
-from mlx_speculation.samplers.noise import CHOICE, gumbel, stream_key
+from mlx_speculation.samplers import noise as noise_module
+from mlx_speculation.samplers.noise import CHOICE, GumbelNoise, gumbel, stream_key
+from mlx_speculation.samplers.sampling import SMALLEST_TEMPERATURE
 
 # Of seed 12345678901234567890, which fills both words: positions 0, 1 and 100,000.
 NOISE = [
@@ -77,3 +79,28 @@ def test_values_that_are_passed_around_cannot_be_changed(value: Any) -> None:
 def test_a_share_is_from_0_to_1(name: str, wrong: float) -> None:
     with pytest.raises(InvalidRequestError, match=f"{name} is {wrong}"):
         Sampling(**{name: wrong})  # type: ignore[arg-type]
+
+
+def test_the_smallest_temperature_draws_by_chance() -> None:
+    assert not Sampling(temperature=SMALLEST_TEMPERATURE).greedy
+    assert Sampling(temperature=SMALLEST_TEMPERATURE * 0.999).greedy
+
+
+@pytest.mark.parametrize("width", [40, 4096, 32_768])
+def test_noise_of_a_long_text_is_forgotten(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is held does not grow, and blocks of many positions are drawn once."""
+    drawn: list[int] = []
+
+    def counted(key: mx.array, positions: mx.array, width: int) -> mx.array:
+        drawn.append(positions.shape[0])
+        return gumbel(key, positions, width)
+
+    monkeypatch.setattr(noise_module, "gumbel", counted)
+    noise = GumbelNoise(stream_key(1, CHOICE), width)
+    for start in range(500):
+        noise.rows(range(start, start + 5))
+        assert len(noise._drawn) <= 2
+    assert set(drawn) == {min(noise_module.MOST_ROWS, 2**20 // width)}
+    assert len(drawn) <= 504 / drawn[0] + 1

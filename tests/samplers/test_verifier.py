@@ -179,6 +179,35 @@ def test_a_restricted_vocabulary_chooses_as_the_whole_one_without_the_rest(
         assert mx.array_equal(given_ids.probs, expected.probs).item()
 
 
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+def test_a_rejected_draft_is_not_emitted(acceptance: Acceptance) -> None:
+    """The draft's law and the target's have no token in common."""
+    draft_law = mx.zeros((3, WIDTH)).at[:, 2].add(1.0)
+    logits = mx.full((4, WIDTH), -30.0).at[:, 7].add(60.0)
+    verifier = verifier_of({"temperature": 1.0, "seed": 5}, acceptance)
+    drafted = mx.array([2, 2, 2], mx.uint32)
+    verified = verifier.verify(logits, Rows(KNOWN, drafted, 4), drafted, draft_law)
+    assert emitted(verified) == [7]
+
+
+@given(data=st.data(), count=st.integers(1, 6))
+def test_some_rows_are_those_rows(data: st.DataObject, count: int) -> None:
+    ahead = mx.array(list(range(20, 20 + count)), mx.uint32)
+    allowed = mx.random.uniform(shape=(count, WIDTH), key=mx.random.key(count)) > 0.5
+    rows = Rows(KNOWN, ahead, count, 3, allowed)
+    index = data.draw(st.integers(0, count - 1))
+    some = data.draw(st.integers(1, count - index))
+    part = rows.some(index, some)
+    assert part.count == some
+    assert part.positions == rows.positions[index : index + some]
+    assert part.allowed is not None
+    assert mx.array_equal(part.allowed, allowed[index : index + some])
+    widest = max(part.lengths)
+    whole = [*KNOWN, *ahead.tolist()]  # type: ignore[misc]
+    held: Any = [] if part.ahead is None else part.ahead.tolist()
+    assert [*part.known, *held] == whole[:widest]
+
+
 def test_the_drafts_temperature_changes_its_law_and_no_keyed_token() -> None:
     logits, rows = logits_of(5, 1), Rows(KNOWN)
     laws, texts = [], set()
