@@ -4,7 +4,7 @@ It knows models, caches and samplers through their own words. Nothing but the fr
 door and the scripts imports it.
 """
 
-from mlx_speculation.engine.assistant import Anchor, AssistantDraft, AssistantDrafter
+from mlx_speculation.engine.assistant import AssistantDraft, AssistantDrafter
 from mlx_speculation.engine.cascade import Cascade
 from mlx_speculation.engine.drafting import Draft, Drafter
 from mlx_speculation.engine.eagle import EagleDraft
@@ -17,7 +17,6 @@ from mlx_speculation.engine.stream import Stream
 from mlx_speculation.engine.vocabulary import reduced_vocabulary
 
 __all__ = [
-    "Anchor",
     "AssistantDraft",
     "AssistantDrafter",
     "Cascade",

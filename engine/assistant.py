@@ -15,7 +15,7 @@ no array of them is held when that writes.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol, get_args
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,6 +24,7 @@ from mlx_speculation.engine.drafting import Choose, Draft
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import (
+    Anchor,
     Assistant,
     AssistantOutput,
     CommittedStates,
@@ -32,10 +33,12 @@ from mlx_speculation.models import (
     Read,
     SharedKv,
     load_assistant,
+    position_of,
+    probe_anchor,
+    starts_for,
 )
 from mlx_speculation.samplers import Chosen
 
-Anchor = Literal["state", "token"]
 SOURCE = "assistant"
 
 
@@ -84,21 +87,41 @@ class AssistantDraft:
                 f"The assistant takes states of {wide} numbers, and the target's have "
                 f"{dim}. Choose the assistant that belongs to this model."
             )
-        self.model, self.assistant, self.anchor = model, assistant, anchor
+        self.model, self.assistant = model, assistant
+        self.anchor: Anchor = anchor
         self.step: Step = assistant.step
         self.shared = SharedKv(model, assistant)
 
     @classmethod
     def from_folder(
-        cls, folder: str | Path, model: nn.Module, *, anchor: Anchor = "state"
+        cls,
+        folder: str | Path,
+        model: nn.Module,
+        *,
+        anchor: Anchor | None = None,
+        tokenizer: Any = None,
     ) -> "AssistantDraft":
         """Load an assistant from a folder of its own.
 
+        Args:
+            folder: the assistant's.
+            model: the target.
+            anchor: see the class. When omitted, the target writes about 64 tokens, and
+                the assistant guesses them from either place; "token" is taken only if
+                it is surely better. Without a tokenizer it is "state".
+            tokenizer: the target's.
+
         Raises:
             ModelFolderError: the folder holds none, or not all of one.
+            ContractError: the assistant guesses no better than by chance.
             UnsupportedModelError: it belongs to another target.
         """
-        return cls(model, load_assistant(folder), anchor=anchor)
+        assistant = load_assistant(folder)
+        draft = cls(model, assistant, anchor=anchor or "state")  # checks the fit
+        if anchor is None and tokenizer is not None:
+            scores = probe_anchor(assistant, model, starts_for(tokenizer))
+            draft.anchor = next(iter(scores))
+        return draft
 
     @property
     def own_weights(self) -> nn.Module:
@@ -200,7 +223,7 @@ class AssistantDrafter:
         # A step on its way may have written the newest token's position already.
         behind = target.seen - (len(self._tokens) - 1)
         read, stop = draft.shared.read(target.caches, behind)
-        position = stop - 1 if draft.anchor == "state" else stop
+        position = position_of(draft.anchor, stop)
         for _ in range(count):
             out = draft.step(draft.embed(token), state, read, position)
             token, state = choose_next(out), out.state

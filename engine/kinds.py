@@ -76,7 +76,9 @@ def _load_eagle(offer: Offer) -> EagleDraft:
 
 
 def _load_assistant(offer: Offer) -> AssistantDraft:
-    return AssistantDraft.from_folder(offer.folder, offer.model)
+    return AssistantDraft.from_folder(
+        offer.folder, offer.model, tokenizer=offer.tokenizer
+    )
 
 
 def _load_model(offer: Offer) -> nn.Module:

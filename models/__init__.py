@@ -6,6 +6,12 @@ It knows mlx-lm's models and tokenizers. It does not know how tokens are chosen.
 from mlx_speculation.models.assistant import Assistant, AssistantOutput, Read
 from mlx_speculation.models.assistant_config import is_assistant
 from mlx_speculation.models.assistant_loading import load_assistant
+from mlx_speculation.models.assistant_probe import (
+    Anchor,
+    position_of,
+    probe_anchor,
+    starts_for,
+)
 from mlx_speculation.models.committed import CommittedStates
 from mlx_speculation.models.contract_fields import contract_of
 from mlx_speculation.models.eagle_config import LayerIds, is_eagle
@@ -40,6 +46,7 @@ from mlx_speculation.models.shared_kv import SharedKv
 from mlx_speculation.models.taps import States
 
 __all__ = [
+    "Anchor",
     "Assistant",
     "AssistantOutput",
     "CommittedStates",
@@ -85,10 +92,13 @@ __all__ = [
     "mlx_lm_speed",
     "model_folder",
     "notice",
+    "position_of",
+    "probe_anchor",
     "quantize_weights",
     "read_config",
     "read_pair",
     "regex",
+    "starts_for",
     "usual_contract",
     "weight_bytes",
     "wired",

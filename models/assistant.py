@@ -98,15 +98,25 @@ class Assistant(nn.Module):
             read: what each kind of layer sees.
             position: where in the target's text the queries stand.
         """
+        hidden = self.run(embedded, state, read, position)
+        logits, ids = self.logits(hidden[:, 0])
+        return AssistantOutput(self.post_projection(hidden), logits, ids)
+
+    def run(
+        self, embedded: mx.array, state: mx.array, read: Read, position: int
+    ) -> mx.array:
+        """Return what a step makes its logits of, [batch, 1, dim].
+
+        Takes what `step` takes, of several texts.
+        """
         x = self.pre_projection(mx.concatenate([embedded, state], axis=-1))
         for layer in self.layers:
             x, _, _ = layer(x, shared_kv=read[layer.layer_type], offset=position)
-        hidden = self.norm(x)
-        logits, ids = self._logits(hidden[0])
-        return AssistantOutput(self.post_projection(hidden), logits, ids)
+        normed: mx.array = self.norm(x)
+        return normed
 
-    def _logits(self, hidden: mx.array) -> tuple[mx.array, mx.array | None]:
-        """Return logits [1, n] of a state [1, dim], and the tokens they are of."""
+    def logits(self, hidden: mx.array) -> tuple[mx.array, mx.array | None]:
+        """Return logits [1, n] of what `run` made, [1, dim], and their tokens."""
         if "masked_embedding" not in self:
             return self.embed_tokens.as_linear(hidden), None
         ids = self.masked_embedding.candidates(hidden)

@@ -32,7 +32,13 @@ from mlx_speculation.errors import (
     UnsupportedCacheError,
     UnsupportedModelError,
 )
-from mlx_speculation.models import Assistant, Lane
+from mlx_speculation.models import (
+    Assistant,
+    Lane,
+    assistant_probe,
+    probe_anchor,
+    starts_for,
+)
 from mlx_speculation.models.assistant_config import read_assistant_settings
 from support.assistant_checkpoints import HEADS, TARGETS, WINDOW, config_of, make
 from support.assistant_oracles import OracleStep
@@ -451,3 +457,22 @@ def test_the_trained_assistant_is_often_right(temperature: float) -> None:
     assert drafted.tokens == plain.tokens
     assert set(drafted.stats.sources) == {"assistant"}
     assert drafted.stats.acceptance_rate > 0.3
+
+
+def test_the_probe_leaves_the_trained_assistant_where_it_was_trained() -> None:
+    assert demo()._draft.anchor == "state"  # type: ignore[union-attr]
+
+
+def test_the_probe_finds_another_anchor_where_it_is_surely_better(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The usual one is moved away: keys are then seen from hundreds of positions on."""
+
+    def moved(anchor: Any, known: int) -> int:
+        return known - 1 + (700 if anchor == "state" else 0)
+
+    draft: Any = demo()._draft
+    starts = starts_for(demo().tokenizer)
+    monkeypatch.setattr(assistant_probe, "position_of", moved)
+    scores = probe_anchor(draft.assistant, draft.model, starts)
+    assert list(scores) == ["token", "state"]
