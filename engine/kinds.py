@@ -21,6 +21,7 @@ from mlx_speculation.models import (
     check_same_ids,
     is_assistant,
     is_eagle,
+    is_split_head,
     load,
     model_folder,
     read_config,
@@ -67,7 +68,11 @@ class Kind:
 
 def _load_mtp(offer: Offer) -> MtpDraft:
     return MtpDraft.from_folder(
-        offer.target, offer.model, contract=offer.contract, tokenizer=offer.tokenizer
+        offer.target,
+        offer.model,
+        contract=offer.contract,
+        tokenizer=offer.tokenizer,
+        split=None if offer.folder == offer.target else offer.folder,
     )
 
 
@@ -88,7 +93,7 @@ def _load_model(offer: Offer) -> nn.Module:
 
 
 KINDS: tuple[Kind, ...] = (
-    Kind("mtp", lambda config: False, _load_mtp, contract=True),
+    Kind("mtp", is_split_head, _load_mtp, contract=True),
     Kind("eagle", is_eagle, _load_eagle),
     Kind("assistant", is_assistant, _load_assistant),
     Kind("model", lambda config: True, _load_model, whole=True),

@@ -78,9 +78,12 @@ class MtpDraft:
         *,
         contract: Contract | None = None,
         tokenizer: Any = None,
+        split: Path | None = None,
     ) -> "MtpDraft":
         """Load the head that is in a target's folder; see `load_mtp_head`."""
-        head = load_mtp_head(folder, model, contract=contract, tokenizer=tokenizer)
+        head = load_mtp_head(
+            folder, model, contract=contract, tokenizer=tokenizer, split=split
+        )
         return cls(model, head)
 
     def check_ids(self, highest: int) -> None:

@@ -25,6 +25,7 @@ from mlx_speculation.models.loading import check_model_folder, load, model_folde
 from mlx_speculation.models.model_config import read_config
 from mlx_speculation.models.mtp_contracts import load_mtp_head, usual_contract
 from mlx_speculation.models.mtp_families import Contract
+from mlx_speculation.models.mtp_files import is_split_head
 from mlx_speculation.models.mtp_head import Mtp, MtpHead, MtpOutput
 from mlx_speculation.models.mtp_slots import MtpSlots, OnTarget
 from mlx_speculation.models.notices import notice
@@ -82,6 +83,7 @@ __all__ = [
     "find_parts",
     "is_assistant",
     "is_eagle",
+    "is_split_head",
     "json_schema",
     "lark",
     "load",

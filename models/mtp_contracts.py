@@ -3,7 +3,7 @@
 Where that comes from, the first that there is:
 
     1. the caller names it
-    2. a pack's own files say it
+    2. a pack's own files say it; a probe finds how norms are stored, if they do not
     3. a probe found it before, for the same target and head
     4. a probe finds it now, and it is saved
 """
@@ -31,6 +31,7 @@ from mlx_speculation.models.mtp_loading import (
 from mlx_speculation.models.mtp_probe import HeadProbe, Probed, described, probe
 from mlx_speculation.models.mtp_transforms import Weights
 from mlx_speculation.models.own_text import STARTS, OwnText
+from mlx_speculation.models.pack_contracts import pack_contract
 from mlx_speculation.models.saved_contracts import Pair, SavedContracts
 
 
@@ -40,6 +41,7 @@ def load_mtp_head(
     *,
     contract: Contract | None = None,
     tokenizer: Any = None,
+    split: Path | None = None,
 ) -> MtpHead:
     """Load the MTP head that belongs to a target.
 
@@ -50,6 +52,7 @@ def load_mtp_head(
             about 64 tokens and the head guesses them by each convention that may be
             meant; the best one is kept, and saved for the next time.
         tokenizer: the target's, for that; read from the folder when omitted.
+        split: the head's own folder, if it is not in the target's.
 
     Returns:
         The head; on a Linux CPU in float32, dequantized where it was quantized.
@@ -60,7 +63,11 @@ def load_mtp_head(
         ModelFolderError: the folder has no head, it is not complete, or a contract
             is named and how norms are stored cannot be told.
     """
-    found = find_mtp_head(folder, model)
+    found = find_mtp_head(folder, model, split=split)
+    pack = None
+    if contract is None and split is None:
+        pack = pack_contract(found.folder, found.config)
+        contract = pack if found.norms is not None else None
     if contract is not None:
         return _ready(*build_mtp_head(found, model, decided(contract, found)))
     saved = SavedContracts(_folder_of(found), _pair(found))
@@ -68,10 +75,11 @@ def load_mtp_head(
     if kept is not None:
         return _ready(*build_mtp_head(found, model, decided(kept[0], found)))
     norms = found.norms
-    usual = decided(replace(found.family.contract, norms=norms or "stored"), found)
+    usual = replace(pack or found.family.contract, norms=norms or "stored")
+    usual = decided(usual, found)
     head, stored = build_mtp_head(found, model, usual)
     head = _ready(head, stored)
-    free = free_fields(found, head, norms is not None)
+    free = free_fields(found, head, norms is not None) if pack is None else ["norms"]
     result = _probed(found, model, head, stored, usual, free, tokenizer)
     saved.save(result.contract, _scores(result))
     return head

@@ -102,6 +102,8 @@ class MtpFamily:
             "chained": layer k makes draft k, from the output of layer k - 1 at the
             same slot; "first": several are stored, and the first is used like one.
         depth: the most drafts that a layer which is applied again is good for.
+        split_rules: likewise as `rules`, for a head in a folder of its own in the
+            dialect of mlx-vlm; None: the same names, perhaps without "mtp.".
     """
 
     name: str
@@ -113,16 +115,19 @@ class MtpFamily:
     plus_one: bool = False
     layers: Literal["one", "chained", "first"] = "one"
     depth: int | None = None
+    split_rules: Mapping[str, str | None] | None = None
 
-    def place(self, name: str, trunk: int) -> "Place | None":
+    def place(self, name: str, trunk: int, *, split: bool = False) -> "Place | None":
         """Return where a tensor of a file belongs; None: it is none of the head's.
 
         Args:
             name: as it stands in the file.
             trunk: how many layers the target has.
+            split: whether by `split_rules`.
         """
         core = without_wrappers(name)
-        for begin, canonical in self.rules.items():
+        rules = self.split_rules if split and self.split_rules else self.rules
+        for begin, canonical in rules.items():
             match = _pattern(begin).match(core)
             if match is None:
                 continue
@@ -195,6 +200,26 @@ _DEEPSEEK_NAMES: dict[str, str | None] = {
     "layers.{k}.": "layers.{k}.blocks.0.",
 }
 
+# A head of GLM inside of its target in the dialect of MTPLX,
+_GLM_NAMES: dict[str, str | None] = {
+    **_DEEPSEEK_NAMES,
+    "mtp.{k}.eh_proj.": "layers.{k}.proj.",
+    "mtp.{k}.enorm.": "layers.{k}.norm_e.",
+    "mtp.{k}.hnorm.": "layers.{k}.norm_h.",
+    "mtp.{k}.norm.": "layers.{k}.final.",
+    "mtp.{k}.block.": "layers.{k}.blocks.0.",
+}
+# and in a folder of its own in that of mlx-vlm.
+_GLM_SPLIT: dict[str, str | None] = {
+    "eh_proj.": "layers.0.proj.",
+    "enorm.": "layers.0.norm_e.",
+    "hnorm.": "layers.0.norm_h.",
+    "shared_head_norm.": "layers.0.final.",
+    "mtp_block.": "layers.0.blocks.0.",
+    "embed_tokens.": None,
+    "lm_head.": None,
+}
+
 _BAILING_NAMES: dict[str, str | None] = {
     "layers.{k}.eh_proj.": "layers.{k}.proj.",
     "layers.{k}.enorm.": "layers.{k}.norm_e.",
@@ -246,14 +271,15 @@ FAMILIES: tuple[MtpFamily, ...] = (
     MtpFamily(
         name="GLM-4.5 to 4.7",
         modules=("glm4_moe",),
-        rules=_DEEPSEEK_NAMES,
+        rules=_GLM_NAMES,
         after_trunk=True,
         build=mtp_blocks.glm4_moe,
     ),
     MtpFamily(
         name="GLM-4.7-Flash",
         modules=("glm4_moe_lite",),
-        rules=_DEEPSEEK_NAMES,
+        rules=_GLM_NAMES,
+        split_rules=_GLM_SPLIT,
         after_trunk=True,
         build=mtp_blocks.glm4_moe_lite,
     ),

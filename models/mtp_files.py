@@ -36,6 +36,7 @@ INDEX = "model.safetensors.index.json"
 SHARDS = "model*.safetensors"
 # Targets of no known family, whose heads are stored as layers after the last.
 _LAYERS_BEHIND = ("bailing_moe_linear",)
+SPLIT = "_mtp"
 DECLARED = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_modules")
 
 
@@ -113,6 +114,41 @@ def find_head(
     if not found.tensors:
         raise ModelFolderError(_none_message(folder, config, family, trunk))
     return HeadFiles(found.tensors, tuple(found.skipped), True, "the shards")
+
+
+def is_split_head(config: dict[str, Any]) -> bool:
+    """Return whether a folder with this config.json holds a head, and no target.
+
+    mlx-vlm splits checkpoints into such folders, for example of type "qwen3_5_mtp".
+    """
+    return str(config.get("model_type", "")).endswith(SPLIT)
+
+
+def find_split_head(folder: Path, family: MtpFamily, trunk: int) -> HeadFiles:
+    """Find a head in a folder of its own.
+
+    Args:
+        folder: the head's.
+        family: the target's.
+        trunk: how many layers the target has.
+
+    Raises:
+        ModelFolderError: there is none of that family, or a file cannot be read.
+    """
+    kind = str(read_json(folder / "config.json").get("model_type"))
+    if kind.removesuffix(SPLIT) not in family.modules:
+        raise ModelFolderError(
+            f"The head in {str(folder)!r} is of type {kind!r}, and the target takes "
+            f"{' or '.join(name + SPLIT for name in family.modules)}. Choose the head "
+            "that was split from this target."
+        )
+    found = _held(shards(folder), family, trunk, bare=True, split=True)
+    if not found.tensors:
+        raise ModelFolderError(
+            f"{str(folder)!r} holds no MTP head of the {family.name} family that is "
+            "known. Split it again, or take the original checkpoint."
+        )
+    return HeadFiles(found.tensors, tuple(found.skipped), False, str(folder))
 
 
 def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
@@ -205,7 +241,12 @@ def _shards_with_head(folder: Path, family: MtpFamily, trunk: int) -> list[Path]
 
 
 def _held(
-    files: Iterable[Path], family: MtpFamily, trunk: int, *, bare: bool = False
+    files: Iterable[Path],
+    family: MtpFamily,
+    trunk: int,
+    *,
+    bare: bool = False,
+    split: bool = False,
 ) -> _Found:
     """Return what of a head some files hold.
 
@@ -214,11 +255,12 @@ def _held(
         family: the target's.
         trunk: how many layers the target has.
         bare: whether names may lack their first part, "mtp.".
+        split: whether the family's names in split folders count.
     """
     found = _Found()
     for file in files:
         shapes = header(file)[0]
-        places = {name: family.place(name, trunk) for name in shapes}
+        places = {name: family.place(name, trunk, split=split) for name in shapes}
         if bare and not any(places.values()):
             places = {name: family.place(f"mtp.{name}", trunk) for name in shapes}
         for name, place in places.items():

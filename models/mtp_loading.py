@@ -23,7 +23,13 @@ from mlx_speculation.models.mtp_families import (
     module_of,
     without_wrappers,
 )
-from mlx_speculation.models.mtp_files import HeadFiles, find_head, header, shards
+from mlx_speculation.models.mtp_files import (
+    HeadFiles,
+    find_head,
+    find_split_head,
+    header,
+    shards,
+)
 from mlx_speculation.models.mtp_head import MtpHead, MtpLayer
 from mlx_speculation.models.mtp_transforms import (
     Weights,
@@ -54,6 +60,7 @@ class FoundHead:
         family: the target's.
         trunk: how many layers the target has.
         files: where the tensors are.
+        split: the head's own folder, if it has one.
     """
 
     folder: Path
@@ -61,15 +68,25 @@ class FoundHead:
     family: MtpFamily
     trunk: int
     files: HeadFiles
+    split: Path | None = None
 
     @property
     def norms(self) -> Norms | None:
         """How its norms are stored, if that can be told."""
+        if self.split is not None and _of_mlx(self.split):
+            return "stored"
         return stored_norms(self.folder, self.config, self.family, self.files)
 
 
-def find_mtp_head(folder: str | Path, model: nn.Module) -> FoundHead:
+def find_mtp_head(
+    folder: str | Path, model: nn.Module, *, split: Path | None = None
+) -> FoundHead:
     """Find the head that belongs to a target; only headers are read.
+
+    Args:
+        folder: the target's folder.
+        model: the target, loaded from it.
+        split: the head's own folder, if it is not in the target's.
 
     Raises:
         UnsupportedModelError: the target is of no family whose heads are known.
@@ -84,6 +101,9 @@ def find_mtp_head(folder: str | Path, model: nn.Module) -> FoundHead:
         )
     config = read_config(folder)
     trunk = len(model.layers)
+    if split is not None:
+        files = find_split_head(split, family, trunk)
+        return FoundHead(folder, config, family, trunk, files, split)
     files = find_head(folder, config, family, trunk)
     return FoundHead(folder, config, family, trunk, files)
 
@@ -177,6 +197,11 @@ def stored_norms(
     if any(nested(config, *place) in _PLUS_ONE_FLAGS for place in _FLAG_PLACES):
         return "plus_one"
     return None
+
+
+def _of_mlx(folder: Path) -> bool:
+    """Return whether all shards say that they are in mlx's form."""
+    return all(header(file)[1].get("format") == "mlx" for file in shards(folder))
 
 
 def _original(folder: Path) -> bool:
