@@ -29,6 +29,7 @@ from transformers.models.llama.modeling_llama import (
 
 from support.references import dflash, eagle3, gemma4_assistant
 from support.references.numerics import Array, below
+from support.torch_gemma import KV_SHARING_MODES
 from support.torch_heads import fill, to_torch
 
 TOLERANCE = 1e-5
@@ -39,14 +40,12 @@ def assert_close(reference: Array, theirs: Any) -> None:
     assert np.abs(reference - values).max() <= TOLERANCE * np.abs(values).max()
 
 
-@pytest.fixture(name="shared_layers")
-def _shared_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let transformers 5.23 build assistants: it refuses layers that all reuse."""
-    modes = property(lambda config: ["reuse"] * config.num_hidden_layers)
-    monkeypatch.setattr(Gemma4TextConfig, "kv_sharing_modes", modes)
+@pytest.fixture(name="_shared_layers")
+def _let_layers_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gemma4TextConfig, "kv_sharing_modes", KV_SHARING_MODES)
 
 
-@pytest.mark.usefixtures("shared_layers")
+@pytest.mark.usefixtures("_shared_layers")
 @pytest.mark.parametrize("centroids", [None, 16])
 @pytest.mark.parametrize(("kv_heads", "global_kv_heads"), [(1, None), (2, 1)])
 @pytest.mark.parametrize(("full", "sliding"), [(20, 16), (5, 5)])

@@ -1,0 +1,118 @@
+"""Gemma 4 assistants on their targets against transformers' own pair, on torch."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+import torch
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from transformers import (
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+)
+
+from mlx_speculation.models import SharedKv, load_assistant
+from support.references import gemma4_assistant
+from support.tiny_models import TINY_MODELS, build_tiny
+from support.torch_gemma import KV_SHARING_MODES
+from support.torch_heads import fill
+
+TOLERANCE = 1e-4
+WINDOW = 16
+# As the small ones are: layers share, and add embeddings of their own. As the large
+# ones are: none shares, and in full layers values are keys.
+SMALL: dict[str, Any] = {"use_double_wide_mlp": False}
+LARGE: dict[str, Any] = {
+    **SMALL,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+}
+
+
+@pytest.fixture(name="_shared_layers")
+def _let_layers_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gemma4TextConfig, "kv_sharing_modes", KV_SHARING_MODES)
+
+
+def build_pair(changes: dict[str, Any]) -> tuple[nn.Module, Any]:
+    """Return the same target from mlx-lm and from transformers."""
+    tiny = TINY_MODELS["gemma4_text"]
+    args = {**tiny.args, **changes, "final_logit_softcapping": 30.0}
+    model = build_tiny(dataclasses.replace(tiny, args=args))
+    kinds = [layer.layer_type for layer in model.layers]
+    theirs: Any = Gemma4ForCausalLM(Gemma4TextConfig(**args, layer_types=kinds))
+    flat = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+    weights = {name: np.array(value) for name, value in flat}
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    fill(theirs, weights)
+    return model, theirs
+
+
+@pytest.mark.usefixtures("_shared_layers")
+@pytest.mark.parametrize("changes", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("tokens", [5, WINDOW, 41])
+@pytest.mark.parametrize("centroids", [None, 16])
+def test_drafts_on_the_target_equal_those_of_transformers(
+    tmp_path: Path, changes: dict[str, Any], tokens: int, centroids: int | None
+) -> None:
+    model, target = build_pair(changes)
+    tensors, config = gemma4_assistant.write_tiny(
+        tmp_path,
+        3,
+        global_head_dim=16,
+        kv_heads=2,
+        global_kv_heads=changes.get("num_global_key_value_heads"),
+        centroids=centroids,
+    )
+    assistant = load_assistant(tmp_path)
+    # transformers sees `sliding_window` keys and one more.
+    config["text_config"]["sliding_window"] = WINDOW - 1
+    theirs: Any = Gemma4AssistantForCausalLM(Gemma4AssistantConfig(**config))
+    fill(theirs, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})
+    ids = np.random.default_rng(4).integers(0, 256, tokens + 1)
+
+    caches = make_prompt_cache(model)
+    hidden = model.model(mx.array(ids[:-1])[None], cache=caches)[:, -1:]
+    read, stop = SharedKv(model, assistant).read(caches, behind=0)
+    with torch.no_grad():
+        out = target.model(
+            torch.tensor(ids[:-1])[None], return_shared_kv_states=True, use_cache=False
+        )
+    state = out.last_hidden_state[:, -1:]
+    assert_close(hidden, state)
+    assert stop == tokens
+    token = int(ids[-1])
+    for _ in range(3):
+        embedded = model.model.embed_tokens(mx.array([[token]])) * 8.0
+        found = assistant.step(embedded, hidden, read, stop - 1)
+        with torch.no_grad():
+            # Their embedding layer has the scale.
+            scaled = target.get_input_embeddings()(torch.tensor([[token]]))
+            wanted = theirs(
+                inputs_embeds=torch.cat([scaled, state], dim=-1),
+                position_ids=torch.tensor([[stop - 1]]),
+                shared_kv_states=dict(out.shared_kv_states),
+            )
+        logits = wanted.logits[0]
+        columns = slice(None) if found.ids is None else np.array(found.ids)
+        assert_close(found.logits, logits[:, columns])
+        assert_close(found.state, wanted.last_hidden_state)
+        # Both go on from theirs, or the errors of float32 add up.
+        state = wanted.last_hidden_state
+        hidden = mx.array(state.numpy())
+        token = int(logits.argmax())
+
+
+def assert_close(ours: mx.array, theirs: Any) -> None:
+    wanted = theirs.detach().numpy().astype(np.float64)
+    error = np.abs(np.array(ours).astype(np.float64) - wanted).max()
+    assert error <= TOLERANCE * np.abs(wanted).max()
