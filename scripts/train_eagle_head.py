@@ -7,11 +7,15 @@ The head reads the outputs of layers 1, 3 and 5 and drafts from the 1,792 most f
 of 2,048 token ids. It is unrolled six times in training, since a draft is made from
 drafts. Corpus, tokenizer and held-out split are those of train_demo_models.py.
 
-    python scripts/train_eagle_head.py --work .train --out out --seconds 240
+The bundled head took 252 s for 2,592 steps of 32 x 1,024 tokens, after 73 s for the
+target's own texts and 68 s to compile. Mean accepted tokens on held-out text, of four
+and of eight drafts: code 3.03 and 4.94, prose 2.64 and 3.92, edit pairs 3.05 and 4.95.
+
+    python scripts/train_eagle_head.py --work .train --out out --seconds 270
 
 The tokens are prepared in `--work` where they are missing (half a minute); then follow
-the target's own texts (a minute), as many steps as fit into `--seconds`, and the
-agreement on held-out text. It writes `out/eagle` (config.json, model.safetensors) and
+the target's own texts, as many steps as fit into `--seconds`, and the agreement on
+held-out text. It writes `out/eagle` (config.json, model.safetensors) and
 `out/eagle.json`, whose `steps` repeat the run exactly:
 
     python scripts/train_eagle_head.py --work .train --out out --steps STEPS

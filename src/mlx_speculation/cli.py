@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mlx_speculation.blas import BlasName, use_blas
-from mlx_speculation.demo import DemoPrompt, demo_models, demo_prompts
+from mlx_speculation.demo import DEMO_TARGETS, DemoPrompt, demo_models, demo_prompts
 from mlx_speculation.errors import SpeculationError
 
 if TYPE_CHECKING:
@@ -126,8 +126,9 @@ def demo(
     console.print(f"BLAS: {use_blas(blas).detail}", style="dim", highlight=False)
     from mlx_speculation import SpeculativeGenerator
 
-    targets = demo_models()
-    draft = targets.pop("draft")
+    folders = demo_models()
+    draft = folders["draft"]
+    targets = {name: folders[name] for name in DEMO_TARGETS if name in folders}
     prompts = _one_per_group(demo_prompts())
     comparisons = []
     for name, path in targets.items():

@@ -1,8 +1,8 @@
 """The demonstration models and prompts that are bundled with this package.
 
 Three small targets, one per kind of cache, one draft model that shares their tokenizer,
-and an assistant of the sliding target. This module knows where they are; it loads none
-of them.
+an assistant of the sliding target, and an EAGLE-3 head of the dense one. This module
+knows where they are; it loads none of them.
 """
 
 import json
@@ -12,7 +12,8 @@ from pathlib import Path
 from mlx_speculation.errors import DemoModelsMissingError
 
 _FOLDER = Path(__file__).parent
-_MODELS = ("dense", "sliding", "hybrid", "draft", "assistant")
+DEMO_TARGETS = ("dense", "sliding", "hybrid")
+_MODELS = (*DEMO_TARGETS, "draft", "assistant", "eagle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,8 @@ def demo_models() -> dict[str, Path]:
     """Return the folders of the bundled models, by name.
 
     They are "dense", "sliding" and "hybrid", the targets; "draft", a model that drafts
-    for all three; and "assistant", which drafts for the sliding one.
+    for all three; "assistant", which drafts for the sliding one; and "eagle", for the
+    dense one.
 
     Raises:
         DemoModelsMissingError: A folder is not in this installation.
