@@ -6,6 +6,7 @@ door and the scripts imports it.
 
 from mlx_speculation.engine.assistant import AssistantDraft, AssistantDrafter
 from mlx_speculation.engine.cascade import Cascade
+from mlx_speculation.engine.dflash import DFlashDraft
 from mlx_speculation.engine.drafting import Draft, Drafter
 from mlx_speculation.engine.eagle import EagleDraft
 from mlx_speculation.engine.generator import SpeculativeGenerator
@@ -21,6 +22,7 @@ __all__ = [
     "AssistantDrafter",
     "Cascade",
     "Chunk",
+    "DFlashDraft",
     "Draft",
     "Drafter",
     "DrafterFault",

@@ -5,14 +5,14 @@ is what a slot begins with, which is made of three layers of the target, and tha
 may know a part of the token ids only.
 """
 
+from functools import partial
 from pathlib import Path
 
 import mlx.nn as nn
 
-from mlx_speculation.engine.following import check_embedding
+from mlx_speculation.engine.following import check_drafted, check_embedding
 from mlx_speculation.engine.mtp import MtpDrafter
 from mlx_speculation.engine.sequence import Sequence
-from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import (
     CommittedStates,
     Eagle,
@@ -20,6 +20,7 @@ from mlx_speculation.models import (
     HiddenStates,
     Lane,
     LayerIds,
+    MtpSlots,
     load_eagle_head,
 )
 
@@ -68,12 +69,7 @@ class EagleDraft:
         head = self._head
         if "embed_tokens" in head:
             check_embedding(head.embed_tokens, "EAGLE-3 head", highest)
-        drafted = None if head.ids is None else int(head.ids.max())
-        if drafted is not None and drafted > highest:
-            raise InvalidRequestError(
-                f"The EAGLE-3 head drafts token ids up to {drafted}, and the target's "
-                f"go up to {highest}. Choose the head of this target."
-            )
+        check_drafted(head.ids, "EAGLE-3 head", highest)
 
     @property
     def own_weights(self) -> nn.Module:
@@ -84,5 +80,11 @@ class EagleDraft:
         """Return the drafter of one stream, which follows the target's lane."""
         committed = CommittedStates(self._taps, self.eagle.states)
         target.follower = committed
-        ids = self.eagle.head.ids
-        return MtpDrafter(self.eagle, sequence, committed, source="eagle", ids=ids)
+        return MtpDrafter(
+            partial(MtpSlots, self.eagle),
+            sequence,
+            committed,
+            depth=self.eagle.head.depth,
+            source="eagle",
+            ids=self.eagle.head.ids,
+        )

@@ -2,6 +2,7 @@
 
 from typing import Any, Protocol, runtime_checkable
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.engine.drafting import Drafter
@@ -45,5 +46,21 @@ def check_embedding(module: Any, name: str, highest: int) -> None:
     if rows <= highest:
         raise InvalidRequestError(
             f"The {name} has {rows} embeddings, and the target's token ids go up to "
+            f"{highest}. Choose the head of this target."
+        )
+
+
+def check_drafted(ids: mx.array | None, name: str, highest: int) -> None:
+    """Refuse a reduced vocabulary that has ids which the target lacks.
+
+    Args:
+        ids: the target's ids of the logits, uint32 [n]; None: all.
+        name: whose they are, for the message.
+        highest: the target's largest id.
+    """
+    drafted = 0 if ids is None else int(ids.max())
+    if drafted > highest:
+        raise InvalidRequestError(
+            f"The {name} drafts token ids up to {drafted}, and the target's go up to "
             f"{highest}. Choose the head of this target."
         )

@@ -97,8 +97,8 @@ class SpeculativeGenerator:
         model: an mlx-lm model.
         tokenizer: its tokenizer, mlx-lm's wrapper or a Hugging Face one.
         draft: an mlx-lm model with the same token ids, "lookup" or a `LookupDrafter`,
-            an `MtpDraft`, an `EagleDraft`, a `Cascade`, a `Drafter` of your own, or
-            None for plain decoding.
+            an `MtpDraft`, `EagleDraft` or `DFlashDraft`, a `Cascade`, a `Drafter` of
+            your own, or None for plain decoding.
         draft_length: tokens drafted in a round; None takes 4, or 8 where the draft is
             looked up, and 0 is plain decoding.
         draft_confidence: a draft model stops before a token where the product of its

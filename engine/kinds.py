@@ -12,6 +12,7 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_speculation.engine.assistant import AssistantDraft
+from mlx_speculation.engine.dflash import DFlashDraft
 from mlx_speculation.engine.eagle import EagleDraft
 from mlx_speculation.engine.mtp import MtpDraft
 from mlx_speculation.errors import InvalidRequestError
@@ -20,6 +21,7 @@ from mlx_speculation.models import (
     check_model_folder,
     check_same_ids,
     is_assistant,
+    is_dflash,
     is_eagle,
     is_split_head,
     load,
@@ -76,6 +78,10 @@ def _load_mtp(offer: Offer) -> MtpDraft:
     )
 
 
+def _load_dflash(offer: Offer) -> DFlashDraft:
+    return DFlashDraft.from_folder(offer.folder, offer.model)
+
+
 def _load_eagle(offer: Offer) -> EagleDraft:
     return EagleDraft.from_folder(offer.folder, offer.model)
 
@@ -94,6 +100,7 @@ def _load_model(offer: Offer) -> nn.Module:
 
 KINDS: tuple[Kind, ...] = (
     Kind("mtp", is_split_head, _load_mtp, contract=True),
+    Kind("dflash", is_dflash, _load_dflash),
     Kind("eagle", is_eagle, _load_eagle),
     Kind("assistant", is_assistant, _load_assistant),
     Kind("model", lambda config: True, _load_model, whole=True),

@@ -12,7 +12,9 @@ Slots m to n-1, the refresh and the first draft, are one batch, of which only th
 row is more than keys and values. See `models/mtp_slots.py` for what stays.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,8 @@ from mlx_speculation.models import (
     Mtp,
     MtpHead,
     MtpSlots,
-    OnTarget,
     ReducedEnds,
+    Slots,
     States,
     load_mtp_head,
 )
@@ -105,7 +107,9 @@ class MtpDraft:
         """Return the drafter of one stream, which follows the target's lane."""
         committed = CommittedStates(self._taps, self._select)
         target.follower = committed
-        return MtpDrafter(self.mtp, sequence, committed, ids=self._ids)
+        slots = partial(MtpSlots, self.mtp)
+        depth = self.mtp.head.depth
+        return MtpDrafter(slots, sequence, committed, depth=depth, ids=self._ids)
 
     def _select(self, found: States) -> mx.array:
         return found.before_norm if self._before else found.after_norm
@@ -118,26 +122,28 @@ class MtpDrafter:
     tokens out of a passed cache or a prefix cache are not in its history.
 
     Args:
-        mtp: the head on its target.
+        new_slots: makes caches of the head that begin at a slot.
         sequence: the known tokens.
         committed: the states that were committed and not read yet.
+        depth: the most drafts that the head is good for; None: any number.
         source: the kind of drafter, which the statistics count by.
         ids: the target's ids of the head's logits, uint32 [n]; None: all.
     """
 
     def __init__(
         self,
-        mtp: OnTarget,
+        new_slots: Callable[[int], Slots],
         sequence: Sequence,
         committed: CommittedStates,
         *,
+        depth: int | None = None,
         source: str = "mtp",
         ids: mx.array | None = None,
     ) -> None:
-        self._mtp, self._tokens = mtp, sequence.tokens
-        self._source, self._ids = source, ids
+        self._new_slots, self._tokens = new_slots, sequence.tokens
+        self._depth, self._source, self._ids = depth, source, ids
         self._committed = committed
-        self._slots = MtpSlots(mtp)
+        self._slots = new_slots(0)
         committed.after_chunk(self._catch_up)
 
     @property
@@ -159,7 +165,6 @@ class MtpDrafter:
         newest = len(self._tokens) - 1
         if not self._committed.start < newest <= self._committed.stop:
             return Draft(mx.array([], mx.uint32), source=self._source)
-        depth = self._mtp.head.depth
         chosen: list[Chosen] = []
 
         def choose_next(logits: mx.array) -> mx.array:
@@ -176,7 +181,7 @@ class MtpDrafter:
             newest,
             tokens_of,
             choose_next,
-            limit if depth is None else min(limit, depth),
+            limit if self._depth is None else min(limit, self._depth),
         )
         return Draft.of(chosen, source=self._source)
 
@@ -204,7 +209,7 @@ class MtpDrafter:
         """
         committed = self._committed
         if committed.start > self._slots.end or committed.stop < self._slots.end:
-            self._slots = MtpSlots(self._mtp, committed.start)
+            self._slots = self._new_slots(committed.start)
         committed.drop(self._slots.end)
         stop = min(len(self._tokens) - 2, committed.stop)
         lag = max(stop - self._slots.end, self._slots.lag)
@@ -214,7 +219,7 @@ class MtpDrafter:
         try:
             self._slots.feed(hidden, stop, self._known_pairs)
         except BaseException:
-            self._slots = MtpSlots(self._mtp, committed.stop)
+            self._slots = self._new_slots(committed.stop)
             raise
         committed.drop(stop)
         mx.eval(committed.arrays)

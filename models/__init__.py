@@ -14,6 +14,10 @@ from mlx_speculation.models.assistant_probe import (
 )
 from mlx_speculation.models.committed import CommittedStates
 from mlx_speculation.models.contract_fields import contract_of
+from mlx_speculation.models.dflash_config import is_dflash
+from mlx_speculation.models.dflash_context import DFlashContext
+from mlx_speculation.models.dflash_head import DFlash, DFlashHead
+from mlx_speculation.models.dflash_loading import load_dflash
 from mlx_speculation.models.eagle_config import LayerIds, is_eagle
 from mlx_speculation.models.eagle_head import Eagle, EagleHead
 from mlx_speculation.models.eagle_loading import load_eagle_head
@@ -27,7 +31,7 @@ from mlx_speculation.models.mtp_contracts import load_mtp_head, usual_contract
 from mlx_speculation.models.mtp_families import Contract
 from mlx_speculation.models.mtp_files import is_split_head
 from mlx_speculation.models.mtp_head import Mtp, MtpHead, MtpOutput
-from mlx_speculation.models.mtp_slots import MtpSlots, OnTarget
+from mlx_speculation.models.mtp_slots import MtpSlots, OnTarget, Slots
 from mlx_speculation.models.notices import notice
 from mlx_speculation.models.pair_files import PairFile, read_pair
 from mlx_speculation.models.pairing import (
@@ -52,6 +56,9 @@ __all__ = [
     "AssistantOutput",
     "CommittedStates",
     "Contract",
+    "DFlash",
+    "DFlashContext",
+    "DFlashHead",
     "Eagle",
     "EagleHead",
     "HiddenStates",
@@ -72,6 +79,7 @@ __all__ = [
     "RestorePoints",
     "SharedKv",
     "Sliding",
+    "Slots",
     "States",
     "TokenIds",
     "check_bits",
@@ -82,12 +90,14 @@ __all__ = [
     "contract_of",
     "find_parts",
     "is_assistant",
+    "is_dflash",
     "is_eagle",
     "is_split_head",
     "json_schema",
     "lark",
     "load",
     "load_assistant",
+    "load_dflash",
     "load_eagle_head",
     "load_mtp_head",
     "logit_width",

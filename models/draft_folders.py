@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_speculation.errors import ModelFolderError
@@ -16,7 +17,6 @@ from mlx_speculation.models.mtp_transforms import Weights, quantize_like, shapes
 
 Config = dict[str, Any]
 _SHOWN = 6
-_KINDS = {int: int, float: (int, float), bool: bool}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +142,52 @@ def read_tensors(folder: Path, name: str) -> Weights:
         held: Any = mx.load(str(file))
         found |= {each.removeprefix("model."): value for each, value in held.items()}
     return {n: v for n, v in found.items() if not n.endswith("rotary_emb.inv_freq")}
+
+
+def take_draft_ids(weights: Weights, vocab: int, drafter: str) -> mx.array | None:
+    """Take d2t and t2d out of the weights, and return the target's ids of the logits.
+
+    The id of column i is i + d2t[i].
+
+    Args:
+        weights: the tensors, from which the two are taken.
+        vocab: how many ids the target has.
+        drafter: its name, for messages.
+
+    Raises:
+        ModelFolderError: columns share an id, or the target lacks one.
+    """
+    shifts, known = weights.pop("d2t", None), weights.pop("t2d", None)
+    if shifts is None:
+        return None
+    ids = np.array(shifts).astype(np.int64) + np.arange(shifts.size)
+    right = ids.size > 0 and ids.min() >= 0 and ids.max() < vocab
+    if shifts.ndim != 1 or not right or np.unique(ids).size != ids.size:
+        raise ModelFolderError(
+            f"d2t of the {drafter} maps {ids.size} columns to "
+            f"{np.unique(ids).size} ids from {ids.min(initial=0)} to "
+            f"{ids.max(initial=0)}, and each has to have an id of its own below "
+            f"{vocab}. Choose the head of this target."
+        )
+    if known is not None:
+        named = np.flatnonzero(np.array(known))
+        if not np.array_equal(named, np.sort(ids)):
+            raise ModelFolderError(
+                f"t2d of the {drafter} names {named.size} ids and d2t {ids.size}, and "
+                "they should be the same. Take a whole checkpoint."
+            )
+    return mx.array(ids.astype(np.uint32))
+
+
+def rows_of(weights: Weights, name: str) -> int | None:
+    """Return how many rows the weight of a layer has; None: there is none."""
+    found = weights.get(f"{name}.weight")
+    return None if found is None else int(found.shape[0])
+
+
+def biased(weights: Weights) -> frozenset[str]:
+    """Return the names of layers that have a bias, without what is before them."""
+    return frozenset(n.split(".")[-2] for n in weights if n.endswith(".bias"))
 
 
 def load_into(module: nn.Module, weights: Weights, name: str) -> None:

@@ -9,10 +9,15 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models.draft_folders import load_into, read_tensors
+from mlx_speculation.models.draft_folders import (
+    biased,
+    load_into,
+    read_tensors,
+    rows_of,
+    take_draft_ids,
+)
 from mlx_speculation.models.eagle_config import (
     NAME,
     EagleSettings,
@@ -72,18 +77,16 @@ def load_eagle_head(
     layers = target_layers(config, len(parts.layers), layer_ids)
     weights = _renamed(read_tensors(folder, NAME))
     vocab = logit_width(model)
-    ids = _draft_ids(weights, vocab)
+    ids = take_draft_ids(weights, vocab, NAME)
     _check(settings, weights, layers, parts.dim, ids, vocab)
     head = EagleHead(
         settings,
         len(layers),
         ids=ids,
-        output=_rows(weights, "lm_head"),
-        embedding=_rows(weights, "embed_tokens"),
+        output=rows_of(weights, "lm_head"),
+        embedding=rows_of(weights, "embed_tokens"),
         norms=_norms(weights),
-        biases=frozenset(
-            name.split(".")[-2] for name in weights if name.endswith(".bias")
-        ),
+        biases=biased(weights),
     )
     load_into(head, weights, NAME)
     return LoadedEagle(head, layers)
@@ -102,38 +105,6 @@ def _renamed(weights: Weights) -> Weights:
             "which is not known here. Choose a head that drafts in a chain."
         )
     return found
-
-
-def _draft_ids(weights: Weights, vocab: int) -> mx.array | None:
-    """Take d2t and t2d out of the weights, and return the target's ids of the logits.
-
-    The id of column i is i + d2t[i].
-    """
-    shifts, known = weights.pop("d2t", None), weights.pop("t2d", None)
-    if shifts is None:
-        return None
-    ids = np.array(shifts).astype(np.int64) + np.arange(shifts.size)
-    right = ids.size > 0 and ids.min() >= 0 and ids.max() < vocab
-    if shifts.ndim != 1 or not right or np.unique(ids).size != ids.size:
-        raise ModelFolderError(
-            f"d2t of the {NAME} maps {ids.size} columns to "
-            f"{np.unique(ids).size} ids from {ids.min(initial=0)} to "
-            f"{ids.max(initial=0)}, and each has to have an id of its own below "
-            f"{vocab}. Choose the head of this target."
-        )
-    if known is not None:
-        named = np.flatnonzero(np.array(known))
-        if not np.array_equal(named, np.sort(ids)):
-            raise ModelFolderError(
-                f"t2d of the {NAME} names {named.size} ids and d2t {ids.size}, which "
-                "should be the same ids. Take a whole checkpoint."
-            )
-    return mx.array(ids.astype(np.uint32))
-
-
-def _rows(weights: Weights, name: str) -> int | None:
-    found = weights.get(f"{name}.weight")
-    return None if found is None else int(found.shape[0])
 
 
 def _norms(weights: Weights) -> frozenset[str]:
@@ -161,7 +132,7 @@ def _check(
             _refuse(
                 "hidden_size", own, f"without an {name} of its own it has to be {dim}"
             )
-    columns = _rows(weights, "lm_head") or vocab
+    columns = rows_of(weights, "lm_head") or vocab
     if columns != (vocab if ids is None else ids.size):
         told = "no d2t" if ids is None else f"a d2t of {ids.size}"
         raise ModelFolderError(

@@ -72,6 +72,49 @@ class OnTarget(Protocol):
         ...
 
 
+class Slots(Protocol):
+    """The caches of a head, and rounds over the slots that follow: `MtpSlots`.
+
+    Attributes:
+        first: the first slot that they hold.
+    """
+
+    first: int
+
+    @property
+    def end(self) -> int:
+        """The slot that comes next."""
+        ...
+
+    @property
+    def lag(self) -> int:
+        """How many slots a layer is behind the first one."""
+        ...
+
+    def feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
+        """Write slots of committed text, and keep them."""
+        ...
+
+    def draft(
+        self,
+        hidden: mx.array,
+        stop: int,
+        tokens_of: TokensOf,
+        choose: Callable[[mx.array], mx.array],
+        count: int,
+    ) -> None:
+        """Open a round: write slots of committed text, and draft behind them."""
+        ...
+
+    def commit(self) -> None:
+        """Keep what of the round is of committed text."""
+        ...
+
+    def rollback(self) -> None:
+        """Undo the round, also after its commit. Never raises."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Held:
     """What the caches hold.

@@ -19,7 +19,7 @@ from mlx_speculation.engine import mtp as mtp_module
 from mlx_speculation.engine.drafting import Choose
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.errors import InvalidRequestError, ModelFolderError
-from mlx_speculation.models import HiddenStates, LayerIds
+from mlx_speculation.models import Eagle, HiddenStates, load_eagle_head
 from support.eagle_checkpoints import DIALECTS, draft_ids, write_eagle
 from support.identity import GREEDY, SAMPLED, plain_text, prompt_of
 from support.mtp_oracles import OracleMtp, held_tokens
@@ -29,7 +29,6 @@ from support.tiny_tokenizer import byte_tokenizer
 PROMPT, TOKENS = 40, 24  # more than a window of 16
 # Dense, hybrid, sliding with full layers, sliding alone.
 TARGETS = ("llama", "qwen3_5", "gemma3_text", "llama(sliding)")
-READINGS: tuple[LayerIds, ...] = ("layers", "tuple")
 LAYERS = {"qwen3_5": (1, 3, 4), "gemma3_text": (1, 2, 4)}
 
 
@@ -281,7 +280,7 @@ def test_the_trained_head_is_as_right_as_in_its_training() -> None:
     )
     texts = [prompt.text for prompt in demo_prompts() if prompt.group == "edit"]
     accepted = rounds = 0
-    for text in texts[:2]:
+    for text in texts[:1]:
         expected = made.generate(text, max_tokens=32, draft_length=0).tokens
         result = made.generate(text, max_tokens=32)
         assert result.tokens == expected
@@ -291,42 +290,33 @@ def test_the_trained_head_is_as_right_as_in_its_training() -> None:
     assert accepted / rounds > 2.5
 
 
+@pytest.mark.slow
 def test_other_layers_than_the_trained_ones_are_less_right() -> None:
-    """What the list of layers means shows in the agreement: 0.913 against 0.870.
+    """What the list of layers means shows in the agreement on held-out text.
 
-    The head is given the target's own text, and its first drafts are compared.
+    On the target's own text it was 0.913 against 0.870, of 1,536 first drafts.
     """
     model, tokenizer = load(demo_models()["dense"])
-    prompts = [p.text for p in demo_prompts() if p.group in ("code", "prose")]
-    plain = SpeculativeGenerator(model, tokenizer)
-    found: dict[str, list[float]] = {"layers": [], "tuple": []}
-    drafts = {
-        reading: EagleDraft.from_folder(demo_models()["eagle"], model, layer_ids=reading)
-        for reading in READINGS
-    }
-    assert drafts["tuple"].eagle.layers == (0, 2, 4)
-    for text in prompts[::6]:
-        ids = tokenizer.encode(text)
-        tokens = ids + plain.generate(ids, max_tokens=96).tokens
-        for reading, draft in drafts.items():
-            found[reading] += agreement(draft, tokens, len(ids))
-    right, wrong = (sum(flags) / len(flags) for flags in found.values())
-    assert right > 0.85
-    assert right > wrong + 0.02
-
-
-def agreement(draft: EagleDraft, tokens: list[int], start: int) -> list[float]:
-    """Return for each token from `start` on whether a first draft would be it."""
-    eagle = draft.eagle
-    taps = HiddenStates(draft.model, layers=eagle.layers)
-    with taps.collect() as states:
-        draft.model(mx.array([tokens[:-1]]))
-    hidden = eagle.states(states)[:, :-1]
-    out = eagle.rows(hidden, mx.array([tokens[1:-1]]), eagle.head.new_caches()[0])
-    assert eagle.head.ids is not None
-    chosen = eagle.head.ids[mx.argmax(out.logits[0], axis=-1)]
-    same: Any = (chosen == mx.array(tokens[2:])).tolist()
-    return [float(each) for each in same[start - 2 :]]
+    taps = HiddenStates(model, layers=range(6))
+    head, layers = load_eagle_head(demo_models()["eagle"], model)
+    assert head.ids is not None
+    readings = [Eagle(head, taps, layers), Eagle(head, taps, (0, 2, 4))]
+    same, count = [0, 0], 0
+    for prompt in [p for p in demo_prompts() if p.group in ("code", "prose")][::8]:
+        tokens = mx.array([tokenizer.encode(prompt.text)])
+        with taps.collect() as states:
+            wanted = mx.argmax(model(tokens)[0, 1:], axis=-1)
+        count += wanted.size
+        for index, eagle in enumerate(readings):
+            hidden = eagle.states(states)[:, :-1]
+            out = eagle.rows(hidden, tokens[:, 1:], head.new_caches()[0])
+            chosen = head.ids[mx.argmax(out.logits[0], axis=-1)]
+            found: Any = (chosen == wanted).sum().item()
+            same[index] += found
+    right, wrong = (each / count for each in same)
+    assert layers == (1, 3, 5)
+    assert right > 0.6
+    assert right > wrong + 0.03, (right, wrong, count)
 
 
 def test_heads_of_other_models_and_ids_are_refused() -> None:

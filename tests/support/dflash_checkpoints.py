@@ -1,0 +1,105 @@
+"""Tiny random DFlash drafters, laid out on disk as real ones are."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+DIM, MLP, HEADS, KV_HEADS, HEAD_DIM, VOCAB, BLOCK = 64, 96, 4, 2, 16, 256, 5
+# What config.json has on top of the usual.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "sliding": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 12,
+    },
+    "not causal": {
+        "layer_types": ["sliding_attention", "sliding_attention"],
+        "sliding_window": 12,
+        "dflash_config": {"causal": False},
+    },
+    "swa keys": {"dflash_config": {"use_swa": True, "swa_window_size": 9}},
+    "own ends": {},
+}
+
+
+def config_of(variant: str, layers: tuple[int, ...]) -> dict[str, Any]:
+    """Return config.json of a drafter that reads these layers of its target."""
+    extra = dict(VARIANTS[variant])
+    own = {"mask_token_id": VOCAB - 1, "target_layer_ids": list(layers)}
+    own |= extra.pop("dflash_config", {})
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "hidden_size": DIM,
+        "intermediate_size": MLP,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "num_hidden_layers": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "vocab_size": VOCAB,
+        "block_size": BLOCK,
+        "dflash_config": own,
+        **extra,
+    }
+
+
+def tensors_of(variant: str, features: int, seed: int = 0) -> dict[str, mx.array]:
+    """Return random tensors of a drafter, under the names of files."""
+    rng = np.random.default_rng(seed)
+
+    def matrix(rows: int, columns: int) -> mx.array:
+        values = rng.standard_normal((rows, columns)) * (2.0 / columns**0.5)
+        return mx.array(values.astype(np.float32))
+
+    def vector(size: int) -> mx.array:
+        return mx.array((1 + 0.3 * rng.standard_normal(size)).astype(np.float32))
+
+    wide, narrow = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    found = {
+        "fc.weight": matrix(DIM, features * DIM),
+        "hidden_norm.weight": vector(DIM),
+        "norm.weight": vector(DIM),
+    }
+    for i in range(2):
+        layer = f"layers.{i}."
+        found |= {
+            f"{layer}input_layernorm.weight": vector(DIM),
+            f"{layer}post_attention_layernorm.weight": vector(DIM),
+            f"{layer}self_attn.q_proj.weight": matrix(wide, DIM),
+            f"{layer}self_attn.k_proj.weight": matrix(narrow, DIM),
+            f"{layer}self_attn.v_proj.weight": matrix(narrow, DIM),
+            f"{layer}self_attn.o_proj.weight": matrix(DIM, wide),
+            f"{layer}self_attn.q_norm.weight": vector(HEAD_DIM),
+            f"{layer}self_attn.k_norm.weight": vector(HEAD_DIM),
+            f"{layer}mlp.gate_proj.weight": matrix(MLP, DIM),
+            f"{layer}mlp.up_proj.weight": matrix(MLP, DIM),
+            f"{layer}mlp.down_proj.weight": matrix(DIM, MLP),
+        }
+    if variant == "own ends":
+        ids = np.arange(1, VOCAB, 3)
+        found["embed_tokens.weight"] = matrix(VOCAB, DIM)
+        found["lm_head.weight"] = matrix(ids.size, DIM)
+        found["d2t"] = mx.array(ids - np.arange(ids.size))
+        found["t2d"] = mx.array(np.isin(np.arange(VOCAB), ids))
+        found = {f"model.{name}": value for name, value in found.items()}
+    return found
+
+
+def write_dflash(
+    folder: Path, variant: str, layers: tuple[int, ...] = (0, 1, 3), seed: int = 0
+) -> Path:
+    """Write a drafter, and return its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.dumps(config_of(variant, layers))
+    (folder / "config.json").write_text(config, encoding="utf-8")
+    tensors = tensors_of(variant, len(layers), seed)
+    mx.save_safetensors(
+        str(folder / "model.safetensors"), tensors, metadata={"format": "pt"}
+    )
+    return folder
