@@ -4,6 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from support.mtp_bench import SLOTS, Bench, assert_close, ids, make_bench, states
 from support.references.mtp_all import FAMILIES
@@ -66,6 +68,35 @@ def test_heads_equal_the_mtp_module_of_transformers(tmp_path: Path, name: str) -
         out = mtp.rows(states(hidden), ids(tokens), caches, layer=layer)
         assert_close(out.logits, logits)
         hidden = expected.recycled
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", "qwen3_5", "qwen3_5_tied", "qwen3_5_moe"]
+)
+def test_target_and_head_of_one_folder_equal_those_of_transformers(
+    tmp_path: Path, name: str
+) -> None:
+    here = make_bench(tmp_path, FAMILIES[name])
+    tokens = here.tokens[: SLOTS + 1]
+    target = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        theirs = target.eval()(torch.tensor(tokens)[None], output_hidden_states=True)
+    model, mtp = here.folder.model, here.load()
+    assert_close(model(ids(tokens)), theirs.logits[0].numpy())
+    normed = theirs.hidden_states[-1][0].numpy().astype(np.float64)
+    ours = model.model(ids(tokens))
+    assert_close(ours, normed)
+    expected = torch_rows(
+        name,
+        here.family,
+        here.folder.tensors,
+        normed[:-1],
+        tokens[1:],
+        embedding=here.embedding,
+        head=here.head,
+    )
+    out = mtp.rows(ours[:, :-1], ids(tokens[1:]), mtp.head.new_caches()[0])
+    assert_close(out.logits, expected.logits)
 
 
 def own_head(here: Bench, layer: int) -> Array:
