@@ -9,6 +9,7 @@ total variation of 0.05, and 1,112 one of 0.15 (the size goes with its square). 
 expected less than five times count as one outcome. The controls are off by more.
 """
 
+import warnings
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -21,11 +22,19 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
-from mlx_speculation import Cascade, LookupDrafter, Sampling, SpeculativeGenerator
+from mlx_speculation import (
+    Cascade,
+    DrafterFaultWarning,
+    LookupDrafter,
+    Sampling,
+    SpeculativeGenerator,
+)
 from mlx_speculation.engine import Drafter
+from mlx_speculation.models import quantize_weights
 from mlx_speculation.samplers import Acceptance, verifier
 from mlx_speculation.samplers import Sampling as Options
 from mlx_speculation.samplers.laws import Verdict
+from support.broken_drafters import nan_logits
 from support.tiny_models import TINY_MODELS, build_tiny
 from support.tiny_tokenizer import letter_tokenizer
 
@@ -42,6 +51,15 @@ def models() -> tuple[nn.Module, nn.Module]:
     shallow = replace(tiny, args=tiny.args | {"num_hidden_layers": 1})
     target, draft = (build_tiny(shallow, seed=seed, vocab=VOCAB) for seed in (0, 3))
     return target, draft
+
+
+@cache
+def quantized_draft() -> nn.Module:
+    tiny = TINY_MODELS["llama"]
+    shallow = replace(tiny, args=tiny.args | {"num_hidden_layers": 1})
+    draft = build_tiny(shallow, seed=3, vocab=VOCAB)
+    quantize_weights(draft, 4)
+    return draft
 
 
 def joint_law(options: Options) -> NDArray[np.float64]:
@@ -65,12 +83,15 @@ def joint_law(options: Options) -> NDArray[np.float64]:
 
 
 def count_texts(
-    generator: SpeculativeGenerator, options: dict[str, Any], samples: int
+    generator: SpeculativeGenerator,
+    options: dict[str, Any],
+    samples: int,
+    first: int = 0,
 ) -> NDArray[np.int64]:
-    """Generate from as many seeds, and count the texts."""
+    """Generate from as many seeds, from the first on, and count the texts."""
     places = {text: place for place, text in enumerate(TEXTS)}
     counts = np.zeros(len(TEXTS), dtype=np.int64)
-    for seed in range(samples):
+    for seed in range(first, first + samples):
         result = generator.generate(
             PROMPT,
             max_tokens=EMITTED + 2,  # so that the third is not the last of a budget
@@ -108,6 +129,8 @@ def generator_of(
         "early stops": draft,
         "lookup": lookup,
         "cascade": Cascade(lookup, draft),
+        "three ids": draft,
+        "four bits": quantized_draft(),
     }
     return SpeculativeGenerator(
         target,
@@ -115,6 +138,7 @@ def generator_of(
         draft=drafts[drafting],
         draft_length=3,
         draft_confidence=0.4 if drafting == "early stops" else 0.0,
+        draft_vocabulary=[0, 1, 3] if drafting == "three ids" else None,
         acceptance=acceptance,
     )
 
@@ -152,7 +176,9 @@ def test_the_first_three_tokens_follow_the_targets_joint_law(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafting", ["early stops", "lookup", "cascade"])
+@pytest.mark.parametrize(
+    "drafting", ["early stops", "lookup", "cascade", "three ids", "four bits"]
+)
 @pytest.mark.parametrize("acceptance", get_args(Acceptance))
 def test_drafts_of_any_length_and_source_leave_the_law_as_it_is(
     acceptance: Acceptance, drafting: str
@@ -160,6 +186,22 @@ def test_drafts_of_any_length_and_source_leave_the_law_as_it_is(
     """A lookup proposes nothing now and then; rounds behind a step are among these."""
     options = CASES["plain law"]
     counts = count_texts(generator_of(acceptance, drafting), options, 2_502)
+    assert excess(counts, joint_law(Options(**options))) < 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+def test_a_drafters_nan_leaves_the_law_as_it_is(acceptance: Acceptance) -> None:
+    """The round that it comes in goes on; then the draft is set aside."""
+    options = CASES[PLAIN]
+    generator, counts = generator_of(acceptance), np.zeros(len(TEXTS), dtype=np.int64)
+    _, draft = models()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DrafterFaultWarning)
+        for nth in (1, 2, 3):
+            for seed in range(834):
+                with nan_logits(draft, nth):
+                    counts += count_texts(generator, options, 1, first=3 * seed + nth)
     assert excess(counts, joint_law(Options(**options))) < 1
 
 
