@@ -3,7 +3,7 @@
 Faults that were tried, and that these tests find: pairs shifted by a position; guesses
 compared with the token before; norms of the last candidate left on the head; a second
 draft on slots of earlier drafts; a field that is free and not tried; the scores of the
-first draft used for what is recycled; the target's own caches used.
+first draft used for what is recycled; no combinations tried.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlx_speculation.errors import ContractError
@@ -20,6 +21,7 @@ from mlx_speculation.models.mtp_families import MIXED_NORMS, Norms
 from mlx_speculation.models.mtp_probe import HeadProbe, probe
 from mlx_speculation.models.mtp_transforms import norms_of
 from mlx_speculation.models.own_text import OwnText
+from mlx_speculation.models.probing import Score
 from support.mtp_checkpoints import LAYOUTS, family, flat, make
 from support.trained_head import Truth, trained
 
@@ -127,6 +129,37 @@ def test_the_head_of_another_model_is_refused_with_its_scores() -> None:
     for said in ("hidden after_norm", "hidden_first", "plus_one", "agrees", "chance"):
         assert said in message
     assert message.count("log-probability") >= 8
+
+
+class OneRight:
+    """A trial in which a single contract guesses anything."""
+
+    def __init__(self, right: Contract) -> None:
+        self.right, self.assumed = right, Contract()
+
+    def first(self, contract: Contract) -> Score:
+        right = contract == replace(self.right, recycled=contract.recycled)
+        return Score(np.full(40, -1.0 if right else -7.0), 0.8 * right, 0.02)
+
+    def second(self, contract: Contract) -> Score:
+        return Score(np.full(40, -1.0 if contract == self.right else -7.0), 0.5, 0.02)
+
+    def assume(self, contract: Contract) -> None:
+        self.assumed = contract
+
+
+@pytest.mark.parametrize("order", ["embedding_first", "hidden_first"])
+@pytest.mark.parametrize("side", ["after_norm", "before_norm"])
+@pytest.mark.parametrize("norms", ["stored", "plus_one", MIXED_NORMS])
+def test_a_contract_that_differs_in_everything_is_found(
+    order: Any, side: Any, norms: Norms
+) -> None:
+    """No single change is better, so that all combinations have to be tried."""
+    right = Contract(side, side, order, norms)
+    trial = OneRight(right)
+    usual = Contract(norms="stored")
+    result = probe(trial, usual, ALL, source="the test")  # type: ignore[arg-type]
+    assert result.contract == trial.assumed == right
 
 
 def test_the_target_and_its_caches_stay_as_they_are() -> None:

@@ -173,6 +173,24 @@ def _ours(name: str) -> bool:
     return whole and len(BROKEN[name]) < 60000 and value["version"] == 1
 
 
+def test_a_failure_while_writing_leaves_the_old_file(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = Contract(norms="stored")
+    saved = SavedContracts(tmp_path, PAIR)
+    saved.save(old, {})
+    before = (tmp_path / NAME).read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert saved.save(Contract(norms="plus_one"), {}) is None
+    assert (tmp_path / NAME).read_bytes() == before
+    assert files_in(tmp_path) == {NAME}
+
+
 @given(st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_change_of_a_file_makes_another_contract_count(
