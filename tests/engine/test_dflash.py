@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_speculation import Sampling, SpeculativeGenerator, demo_models
 from mlx_speculation.engine import DFlashDraft, Draft, MtpDrafter
@@ -17,7 +17,8 @@ from mlx_speculation.engine import mtp as mtp_module
 from mlx_speculation.engine.drafting import Choose
 from mlx_speculation.engine.sequence import Sequence as Tokens
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models import HiddenStates
+from mlx_speculation.models import HiddenStates, Lane
+from mlx_speculation.samplers import Chosen
 from support.dflash_checkpoints import BLOCK, DIM, VARIANTS, VOCAB, write_dflash
 from support.identity import GREEDY, SAMPLED, plain_text, prompt_of
 from support.tiny_models import build
@@ -275,6 +276,53 @@ def test_drafts_are_those_of_a_drafter_that_starts_over_each_time(
     assert not result.stats.drafter_faults
     assert result.tokens == text[PROMPT : PROMPT + 8]
     assert made[0].checked >= 2
+
+
+def test_a_round_that_is_discarded_has_not_been() -> None:
+    draft, text = draft_of("sliding", "llama"), text_of("llama", 0.0)
+    sequence = Tokens(text[:PROMPT])
+    lane = Lane(draft.model)
+    drafter = draft.for_stream(lane, sequence)
+    lane.feed(sequence.tokens[:-1])
+    drafter.begin(sequence)
+
+    def choose(logits: mx.array, rows: Any, ids: Any = None) -> Chosen:
+        return Chosen(mx.argmax(logits, axis=-1).astype(mx.uint32))
+
+    first = drafter.propose(sequence, 3, choose).tokens.tolist()
+    drafter.discard()
+    assert drafter.history == range(0)
+    assert drafter.propose(sequence, 3, choose).tokens.tolist() == first
+    drafter.settle(2)
+    assert drafter.history == range(PROMPT - 1)
+    drafter.discard()
+    assert drafter.history == range(0)
+    assert drafter.propose(sequence, 3, choose).tokens.tolist() == first
+    drafter.settle(0)
+    with lane.begin() as lane_round:
+        lane_round.forward(mx.array(text[PROMPT - 1 : PROMPT + 2]))
+        lane_round.commit(2)
+    sequence.tokens += text[PROMPT : PROMPT + 2]
+    later = drafter.propose(sequence, 3, choose).tokens.tolist()
+    assert later == from_nothing(draft, sequence, 3, choose)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_passed_cache_costs_the_first_draft_alone(named: bool) -> None:
+    """Its positions are not in the context, which begins behind them."""
+    text, model = text_of("llama", 0.0), target_of("llama")
+    plain = SpeculativeGenerator(model, byte_tokenizer())
+    caches = make_prompt_cache(model)
+    plain.generate(text[:PROMPT], max_tokens=0, prompt_cache=caches)
+    result = generator("llama", draft_of("sliding", "llama")).generate(
+        text[PROMPT : PROMPT + 1],
+        max_tokens=TOKENS,
+        prompt_cache=caches,
+        cached_tokens=text[:PROMPT] if named else None,
+    )
+    assert result.tokens == text[PROMPT + 1 : PROMPT + 1 + TOKENS]
+    assert not result.stats.drafter_faults
+    assert result.stats.drafted >= TOKENS // 2
 
 
 def test_a_folder_with_a_drafter_is_known_by_its_config(tmp_path: Path) -> None:
