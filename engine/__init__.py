@@ -10,6 +10,7 @@ from mlx_speculation.engine.dflash import DFlashDraft
 from mlx_speculation.engine.drafting import Draft, Drafter
 from mlx_speculation.engine.eagle import EagleDraft
 from mlx_speculation.engine.generator import SpeculativeGenerator
+from mlx_speculation.engine.lengths import Lengths, Outcome, Plan
 from mlx_speculation.engine.lookup import LookupDrafter
 from mlx_speculation.engine.mtp import MtpDraft, MtpDrafter
 from mlx_speculation.engine.results import Chunk, Result
@@ -27,9 +28,12 @@ __all__ = [
     "Drafter",
     "DrafterFault",
     "EagleDraft",
+    "Lengths",
     "LookupDrafter",
     "MtpDraft",
     "MtpDrafter",
+    "Outcome",
+    "Plan",
     "Result",
     "SourceCounts",
     "SpeculativeGenerator",

@@ -26,6 +26,7 @@ import mlx.core as mx
 
 from mlx_speculation.engine.drafting import NOTHING, Choices, Draft, Drafter
 from mlx_speculation.engine.in_turn import decide_in_turn
+from mlx_speculation.engine.lengths import Lengths, Outcome, Plan
 from mlx_speculation.engine.masking import Masks
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import Statistics
@@ -43,7 +44,8 @@ class Decoder:
         sequence: the known tokens; grows with every round.
         verifier: decides for the request.
         drafter: proposes; None for plain decoding.
-        draft_length: tokens to propose in a round.
+        lengths: decides how many tokens to propose in a round.
+        explain: keep each round's plan and what became of it in `decisions`.
         top: report log-probabilities, and this many of the most probable ids; None:
             report nothing.
         masks: what the request's constraint allows, if it has one.
@@ -57,10 +59,11 @@ class Decoder:
         sequence: Sequence,
         verifier: Verifier,
         drafter: Drafter | None,
-        draft_length: int,
+        lengths: Lengths,
         top: int | None = None,
         masks: Masks | None = None,
         statistics: Statistics | None = None,
+        explain: bool = False,
     ) -> None:
         self.statistics = statistics or Statistics()
         self._target = target
@@ -71,7 +74,11 @@ class Decoder:
         self._processors = verifier.chooser.processors
         self._in_turn = not self._processors.parallel
         self._drafter = drafter
-        self._draft_length = draft_length
+        self._drafter_begun = False
+        self._lengths = lengths
+        self.decisions: list[tuple[Plan, Outcome]] | None = [] if explain else None
+        self._plan: Plan | None = None
+        self._following: Plan | None = None
         self._in_flight: Submitted | None = None
         self._next_token: int | None = None
 
@@ -91,15 +98,18 @@ class Decoder:
         return self._target.seen
 
     def prefill(self) -> None:
-        """Feed all known tokens but the last, which the first round feeds.
-
-        The drafter begins here too, with its own look at the prompt.
-        """
+        """Feed all known tokens but the last, which the first round feeds."""
         started = time.perf_counter()
         self._target.feed(self._sequence.tokens[self._target.seen : -1])
-        if self._drafter is not None:
-            self._drafter.begin(self._sequence)
         self.statistics.prefill_seconds += time.perf_counter() - started
+
+    def _begin_drafting(self, drafter: Drafter) -> None:
+        """Let the drafter have its own look at the prompt, when it is first asked."""
+        if not self._drafter_begun:
+            started = time.perf_counter()
+            drafter.begin(self._sequence)
+            self._drafter_begun = True
+            self.statistics.prefill_seconds += time.perf_counter() - started
 
     def next_round(self, budget: int, cut: MakeCut) -> str | None:
         """Run one round and commit it.
@@ -120,18 +130,46 @@ class Decoder:
         if self._masks is not None:
             self._masks.text.check()
         before = self._processors.fork()
+        context, steady = self._target.seen, self._in_flight is not None
+        limit = budget - 1 - steady  # a step's token is emitted too, and not known yet
+        if self._plan is None:  # else it was made before, or its round has failed
+            self._plan = self._lengths.plan(context, limit)
+        if self._plan.length == 0 and self._following is None:
+            self._following = self._lengths.plan(context + 1, budget - 2)
+        plan = self._plan
+        counts = self.statistics
+        drafted, accepted = counts.drafted, counts.accepted
         try:
-            return self._run_round(budget, cut)
+            if self._drafter is not None and plan.length:
+                self._begin_drafting(self._drafter)
+            started = time.perf_counter()
+            length = min(plan.length, limit)
+            reason = self._run_round(length, cut)
+            seconds = time.perf_counter() - started
         except BaseException:
             self._processors.restore(before)
             raise
+        self._plan, self._following = self._following, None
+        outcome = Outcome(
+            counts.drafted - drafted, counts.accepted - accepted, seconds, steady
+        )
+        self._lengths.note(context, plan, outcome)
+        if self.decisions is not None:
+            self.decisions.append((plan, outcome))
+        return reason
 
-    def _run_round(self, budget: int, cut: MakeCut) -> str | None:
+    def end(self) -> None:
+        """Let the draft lengths learn from the stream as a whole."""
+        self._lengths.end()
+
+    def _run_round(self, length: int, cut: MakeCut) -> str | None:
+        """Run a round with at most `length` drafted tokens."""
         drafter, step = self._drafter, self._in_flight
-        ahead = 0 if step is None else 1  # emitted too, and not known yet
-        length = min(self._draft_length, budget - 1 - ahead)
+        ahead = 0 if step is None else 1
         if drafter is None or length <= 0:
-            return self._round_without_draft(cut)
+            following = self._following
+            drafts_next = following is not None and following.length > 0
+            return self._round_without_draft(cut, submit_next=not drafts_next)
         known, seen = len(self._sequence.tokens), self._target.seen
         try:
             draft = self._propose(drafter, ahead + length)
@@ -182,12 +220,15 @@ class Decoder:
         except NonFiniteLogitsError:
             return None
 
-    def _round_without_draft(self, make_cut: MakeCut) -> str | None:
+    def _round_without_draft(
+        self, make_cut: MakeCut, *, submit_next: bool = True
+    ) -> str | None:
         if not self._in_turn:
-            return self._plain_round(make_cut)
+            return self._plain_round(make_cut, submit_next=submit_next)
         return self._round_in_turn(Draft(mx.zeros((0,), mx.uint32)), make_cut)
 
-    def _plain_round(self, make_cut: MakeCut) -> str | None:
+    def _plain_round(self, make_cut: MakeCut, *, submit_next: bool) -> str | None:
+        """Run a step and, unless a draft is to follow, submit the next one."""
         started = time.perf_counter()
         step = self._in_flight
         fresh: Submitted | None = None
@@ -196,8 +237,9 @@ class Decoder:
             if step is None:
                 unseen = mx.array(self._sequence.tokens[self._target.seen :])
                 step = fresh = self._submit_step(unseen)
-            chosen = step.verified.tokens
-            following = self._submit_step(chosen, ahead=chosen)
+            if submit_next:
+                chosen = step.verified.tokens
+                following = self._submit_step(chosen, ahead=chosen)
             verdict = read(step)
             cut = make_cut(self._emitted(verdict))
         except BaseException as error:
@@ -211,6 +253,7 @@ class Decoder:
             raise
         self._sequence.tokens += verdict.emitted
         self._in_flight = following
+        self._next_token = None
         self._follow(verdict.emitted)
         self.statistics.count(drafted=0, accepted=0, emitted=1)
         self.statistics.verify_seconds += time.perf_counter() - started

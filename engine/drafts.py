@@ -19,9 +19,9 @@ from mlx_speculation.engine.statistics import DrafterFault
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane, ReducedOutput, Sliding
 
-MODEL_LENGTH = 4
+MODEL_LENGTH = 8
 # A lookup costs nothing, and drafts as many tokens as its match is long.
-LOOKUP_LENGTH = 8
+LOOKUP_LENGTH = 16
 
 MakeModel = Callable[[nn.Module], DraftModel]
 Follow = Callable[[Following], Drafter]
@@ -160,8 +160,8 @@ def remember(drafter: Any, tokens: SequenceOf[int]) -> None:
             member.remember(tokens)
 
 
-def usual_length(draft: Any) -> int:
-    """Return how many tokens are drafted in a round where nobody has said so."""
+def longest_length(draft: Any) -> int:
+    """Return how many tokens are drafted in a round at most, if nobody has said so."""
     lookup = any(isinstance(member, LookupDrafter) for member in members(draft))
     return LOOKUP_LENGTH if lookup else MODEL_LENGTH
 

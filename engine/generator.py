@@ -27,7 +27,6 @@ from mlx_speculation.engine.drafts import (
     models_of,
     remember,
     serves_one_stream,
-    usual_length,
 )
 from mlx_speculation.engine.following import Following
 from mlx_speculation.engine.kinds import (
@@ -37,7 +36,9 @@ from mlx_speculation.engine.kinds import (
     draft_folder,
     kind_named,
 )
+from mlx_speculation.engine.lengths import Lengths
 from mlx_speculation.engine.masking import Masks
+from mlx_speculation.engine.measured_lengths import Filler, MeasuredLengths
 from mlx_speculation.engine.prefixes import Prefixes
 from mlx_speculation.engine.prompts import Prompts
 from mlx_speculation.engine.results import Result
@@ -75,6 +76,7 @@ from mlx_speculation.samplers import (
 
 # Drafts that are named, and not loaded from a folder of their own.
 NAMED = ("auto", "lookup", "mtp")
+CostTable = dict[int, dict[int, float]]
 
 
 class SpeculativeGenerator:
@@ -99,8 +101,10 @@ class SpeculativeGenerator:
         draft: an mlx-lm model with the same token ids, "lookup" or a `LookupDrafter`,
             an `MtpDraft`, `EagleDraft` or `DFlashDraft`, a `Cascade`, a `Drafter` of
             your own, or None for plain decoding.
-        draft_length: tokens drafted in a round; None takes 4, or 8 where the draft is
-            looked up, and 0 is plain decoding.
+        draft_length: tokens drafted in a round; 0 is plain decoding. None: as many as
+            pay, by what rounds cost here and what is accepted, see `calibrate`. The
+            timing of rounds then decides where drafts end: with `acceptance="keyed"`
+            that changes nothing else, with the other rules the text of a seed.
         draft_confidence: a draft model stops before a token where the product of its
             largest probabilities falls below this; 0: never. See `DraftModel`.
         acceptance: "keyed", the rule under which the draft cannot change the text of
@@ -154,9 +158,7 @@ class SpeculativeGenerator:
         self._draft = checked_draft(draft, model)
         if draft is not None:
             check_causal(model)
-        if draft_length is None:
-            draft_length = usual_length(self._draft)
-        self._draft_length = _checked_length(draft_length)
+        self._lengths = MeasuredLengths(model, self._draft, sliding, draft_length)
         self._draft_confidence = checked_confidence(draft_confidence)
         self._model, self._tokenizer = model, wrapped(tokenizer)
         self._ids = TokenIds.of(tokenizer)
@@ -273,6 +275,42 @@ class SpeculativeGenerator:
         """The target's tokenizer, in mlx-lm's wrapper."""
         return self._tokenizer
 
+    @property
+    def draft_length(self) -> int | None:
+        """The tokens drafted in a round; None: as many as pay, by measurement."""
+        return self._lengths.usual
+
+    def calibrate(self, contexts: SequenceOf[int] = (64,)) -> CostTable:
+        """Measure what rounds cost here, by draft length, and keep it in a file.
+
+        It takes some 60 rounds for each context. Without it the first stream measures
+        what it needs in its own rounds, at the price of some speed.
+
+        Args:
+            contexts: numbers of tokens in the caches to measure at. Costs between 512,
+                1,024, 2,048 ... tokens are taken for equal, and those of a context
+                that was never met for those of the nearest.
+
+        Returns:
+            Seconds of a round by context bucket (0: up to 512 tokens, 1: up to 1,024)
+            and draft length.
+
+        Raises:
+            InvalidRequestError: there is no draft, or a context is not at least 1.
+        """
+        generator = self
+        if self._draft is not None and self._lengths.looks_up:
+            generator = SpeculativeGenerator(
+                self._model, self._tokenizer, draft=Filler(), sliding=self._sliding
+            )
+
+        def start(prompt: list[int], lengths: Lengths) -> Stream:
+            return generator.stream(
+                prompt, max_tokens=1 << 20, stop_tokens=(), draft_length=lengths
+            )
+
+        return self._lengths.calibrate(start, contexts)
+
     def generate(self, prompt: str | SequenceOf[int], **options: Any) -> Result:
         """Generate to the end; takes what `stream` takes."""
         stream = self.stream(prompt, **options)
@@ -288,12 +326,13 @@ class SpeculativeGenerator:
         sampling: Sampling | None = None,
         stop: str | SequenceOf[str] = (),
         stop_tokens: Collection[int] | None = None,
-        draft_length: int | None = None,
+        draft_length: int | Lengths | None = None,
         prompt_cache: list[Any] | None = None,
         cached_tokens: Iterable[int] | None = None,
         draft_cache: list[Any] | None = None,
         logprobs: int | None = None,
         constraint: Constraint | None = None,
+        explain: bool = False,
     ) -> Stream:
         """Start a generation; nothing runs before the first chunk is asked for.
 
@@ -303,7 +342,8 @@ class SpeculativeGenerator:
             sampling: how tokens are chosen; greedy when omitted.
             stop: texts that end the generation; the text is cut before them.
             stop_tokens: ids that end it; the tokenizer's own when omitted.
-            draft_length: overrides the generator's.
+            draft_length: overrides the generator's; a `Lengths` of your own is asked
+                before each round.
             prompt_cache: the caller's mlx-lm caches of the target; `prompt` follows
                 what they hold. They are written to.
             cached_tokens: the ids that `prompt_cache` holds. Without it the caches'
@@ -317,14 +357,14 @@ class SpeculativeGenerator:
                 `json_schema(...)`. The text fits it where it ends with "stop", unless
                 a stop string has cut it. Stop tokens come where it may end, and where
                 nothing else may come it ends without one.
+            explain: keep each round's draft length, and what it was chosen by, in
+                `stream.decisions`.
 
         Raises:
             InvalidRequestError: names the two values that do not fit.
             ConstraintError: the constraint fails before the first token.
         """
         sampling = (sampling or Sampling()).with_seed()
-        length = self._draft_length if draft_length is None else draft_length
-        _checked_length(length)
         if not _is_count(max_tokens):
             raise InvalidRequestError(
                 f"max_tokens is {max_tokens!r}, and 0 or more is needed."
@@ -357,6 +397,7 @@ class SpeculativeGenerator:
         end_ids = frozenset(int(token) for token in ends if token is not None)
         masks = None if constraint is None else self._masks(constraint, end_ids)
         assert sampling.seed is not None
+        lengths = self._lengths.for_stream(draft_length)
         own_caches = prompt_cache is not None or draft_cache is not None
         stream = Stream(
             decoder=Decoder(
@@ -364,7 +405,8 @@ class SpeculativeGenerator:
                 sequence=sequence,
                 verifier=Verifier(chooser, self._acceptance),
                 drafter=drafter,
-                draft_length=length,
+                lengths=lengths,
+                explain=explain,
                 top=logprobs,
                 masks=masks,
                 statistics=statistics,
@@ -375,7 +417,7 @@ class SpeculativeGenerator:
             seed=sampling.seed,
             hold_all=prompt_cache is not None,
             running=self._running(),
-            prefixes=None if own_caches else self._prefixes(target, drafter, length),
+            prefixes=None if own_caches else self._prefixes(target, drafter, lengths),
             remember=partial(remember, drafter),
         )
         if serves_one_stream(self._draft):
@@ -392,7 +434,7 @@ class SpeculativeGenerator:
         return Masks(Constrained(constraint, usable=usable, ends=ends))
 
     def _prefixes(
-        self, target: Lane, drafter: Drafter | None, length: int
+        self, target: Lane, drafter: Drafter | None, lengths: Lengths
     ) -> Prefixes | None:
         """Return a stream's view of the prefix cache, if there is one."""
         if self._prefix_cache is None:
@@ -401,7 +443,7 @@ class SpeculativeGenerator:
         def lanes() -> list[Lane | None]:
             return [target, *lanes_of(drafter)]
 
-        return Prefixes(self._prefix_cache, lanes, reach=length + 2)
+        return Prefixes(self._prefix_cache, lanes, reach=lengths.longest + 2)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -451,14 +493,6 @@ class SpeculativeGenerator:
 
         note = statistics.drafter_faults.append
         return drafter_of_stream(draft, make, follow, note, target)
-
-
-def _checked_length(length: int) -> int:
-    if not _is_count(length):
-        raise InvalidRequestError(
-            f"draft_length is {length!r}, and a whole number of at least 0 is needed."
-        )
-    return length
 
 
 def _is_count(value: Any) -> bool:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 
 from mlx_speculation.engine.decoding import Decoder
+from mlx_speculation.engine.lengths import Outcome, Plan
 from mlx_speculation.engine.prefixes import Prefixes
 from mlx_speculation.engine.results import Chunk, LogProb, Result
 from mlx_speculation.engine.sequence import Sequence
@@ -71,6 +72,20 @@ class Stream:
     def stats(self) -> Statistics:
         """Counts and times so far."""
         return self._decoder.statistics
+
+    @property
+    def decisions(self) -> list[tuple[Plan, Outcome]]:
+        """Each round's plan, with what it was chosen by, and what became of it.
+
+        Raises:
+            SpeculationError: the stream was not started with `explain=True`.
+        """
+        if self._decoder.decisions is None:
+            raise SpeculationError(
+                "The stream keeps no decisions, since explain was False. Start it with "
+                "explain=True."
+            )
+        return self._decoder.decisions
 
     @property
     def seed(self) -> int:
@@ -186,6 +201,7 @@ class Stream:
         known = self._hold_all and reason != "error"
         self._ready.clear()
         self._open.close()
+        self._decoder.end()
         self._result = Result(
             text="".join(chunk.text for chunk in self._yielded),
             tokens=[chunk.token for chunk in self._yielded],

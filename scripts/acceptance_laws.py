@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from mlx_speculation.engine.decoding import Decoder
 from mlx_speculation.engine.draft_model import DraftModel
+from mlx_speculation.engine.lengths import FixedLengths
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import Statistics
 from mlx_speculation.engine.verdicts import Cut
@@ -97,7 +98,7 @@ def watch(
         sequence=sequence,
         verifier=verifier,
         drafter=DraftModel(lambda: Lane(draft, sliding="slack")),
-        draft_length=k,
+        lengths=FixedLengths(k),
     )
     decoder.prefill()
     while (left := job.tokens - decoder.statistics.emitted) > 0:

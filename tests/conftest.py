@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from mlx_speculation.engine import measured_lengths
 from support.cache_twins import Mixers
 from support.hooked_mixers import hooked_mixers
 
@@ -30,6 +31,28 @@ settings.register_profile(
 )
 # The option --hypothesis-profile overrides this.
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _fixed_lengths() -> None:
+    """Let no test depend on how long a round takes, unless it asks for that."""
+    measured_lengths.USUAL_LENGTH = 4
+
+
+@pytest.fixture(name="measured", scope="module")
+def _measured() -> Iterator[None]:
+    measured_lengths.USUAL_LENGTH = None
+    yield
+    measured_lengths.USUAL_LENGTH = 4
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_measurements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let no test read or write what this machine has measured."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("measurements")
+        patch.setenv("MLX_SPECULATION_CACHE", str(folder))
+        yield
 
 
 @pytest.fixture(name="note_rounds")

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,3 +95,15 @@ def test_demo_fails_where_a_text_really_differs(
     done = in_process.invoke(cli.app, ["demo", "--max-tokens", "2"])
     assert done.exit_code == 1
     assert "not at 3" in done.stdout
+
+
+def test_calibrate_prints_what_rounds_cost(
+    in_process: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
+    options = ["calibrate", str(demo_models()["draft"]), "--draft", "lookup"]
+    done = in_process.invoke(cli.app, options)
+    assert done.exit_code == 0, done.output
+    assert "plain" in done.stdout
+    assert "512" in done.stdout
+    assert len(list((tmp_path / "costs").glob("*.json"))) == 1

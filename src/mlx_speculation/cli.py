@@ -1,4 +1,4 @@
-"""The command line: `mlx-speculation generate` and `mlx-speculation demo`.
+"""The command line: `mlx-speculation` with `generate`, `calibrate` and `demo`.
 
 Thin: options in, text and tables out. mlx is imported inside the commands only,
 after the BLAS is chosen.
@@ -37,7 +37,8 @@ DraftLength = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Tokens drafted per round: 4, or 8 for lookups; 0 is plain decoding.",
+        help="Tokens drafted per round; 0 is plain decoding. By default as many as pay "
+        "here, by measurement.",
     ),
 ]
 
@@ -116,6 +117,37 @@ def generate(
 
 
 @app.command()
+def calibrate(
+    model: Annotated[str, typer.Argument(help="Folder or repository of the target.")],
+    draft: Annotated[
+        str, typer.Option(help="As in `generate`; what is measured with the target.")
+    ],
+    context: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Tokens in the caches; by default 64. Repeatable."),
+    ] = None,
+    blas: Blas = "auto",
+) -> None:
+    """Measure what rounds cost here by draft length, and keep it for later runs."""
+    report = Console(stderr=True)
+    report.print(f"BLAS: {use_blas(blas).detail}", style="dim", highlight=False)
+    from mlx_speculation import SpeculativeGenerator
+
+    generator = SpeculativeGenerator.from_pretrained(model, draft=draft)
+    with report.status("measuring"):
+        costs = generator.calibrate(contexts=context or [64])
+    lengths = sorted({length for table in costs.values() for length in table})
+    table = Table(title="Milliseconds of a round by draft length")
+    table.add_column("context up to")
+    for length in lengths:
+        table.add_column("plain" if length == 0 else str(length), justify="right")
+    for bucket, seconds in costs.items():
+        cells = [f"{seconds[n] * 1e3:.1f}" if n in seconds else "-" for n in lengths]
+        table.add_row(f"{512 * 2**bucket}", *cells)
+    Console().print(table)
+
+
+@app.command()
 def demo(
     max_tokens: Annotated[int, typer.Option(min=2)] = 128,
     draft_length: DraftLength = None,
@@ -135,6 +167,8 @@ def demo(
         generator = SpeculativeGenerator.from_pretrained(
             path, draft=draft, draft_length=draft_length
         )
+        if draft_length is None:
+            generator.calibrate()
         for length in (0, None):
             generator.generate(prompts[0].text, max_tokens=8, draft_length=length)
         for prompt in prompts:

@@ -21,7 +21,8 @@ Each class also derives from the built-in exception in brackets, so `except
 ValueError` works for callers that do not know this package. Who raises one
 composes its message: what is wrong, the two values, what to do.
 
-`DrafterFaultWarning` and `DraftNotice` are no errors: the text goes on.
+`DrafterFaultWarning`, `DraftNotice` and `CostFileWarning` are no errors: the text goes
+on.
 """
 
 
@@ -105,6 +106,10 @@ class BlasError(SpeculationError, RuntimeError):
 
 class DraftNotice(UserWarning):
     """Said once when a draft is not the one that was asked for, or why it is not."""
+
+
+class CostFileWarning(UserWarning):
+    """A file of measured costs could not be used; they are measured again."""
 
 
 class DrafterFaultWarning(RuntimeWarning):

@@ -96,7 +96,7 @@ def test_without_a_head_a_lookup_is_taken_and_said_once(tmp_path: Path) -> None:
     assert "of no family whose MTP heads are known" in notices[0]
     assert isinstance(made._draft, LookupDrafter)
     assert result.tokens == plain_text(model, prompt_of(20), 12)
-    assert made._draft_length == 8
+    assert made.draft_length is None
 
 
 def test_a_declared_head_that_is_not_there_is_said(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_the_model_that_a_folder_names_drafts(where: str, tmp_path: Path) -> Non
     longer = SpeculativeGenerator.from_pretrained(
         tmp_path / "target", draft_length=5, **AUTO
     )
-    assert longer._draft_length == 5
+    assert longer.draft_length == 5
 
 
 def test_a_lookup_that_is_named_is_no_fall_back(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_lookup_that_is_named_is_no_fall_back(tmp_path: Path) -> None:
         made = SpeculativeGenerator.from_pretrained(tmp_path, **AUTO)
     assert notices == list(made.notices) == []
     assert isinstance(made._draft, LookupDrafter)
-    assert made._draft_length == 3
+    assert made.draft_length == 3
 
 
 def test_a_contract_in_the_file_counts_as_a_named_one(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_named_head_that_the_probe_refuses_falls_back(tmp_path: Path) -> None:
         generator = SpeculativeGenerator.from_pretrained(made.folder, **AUTO)
     assert "by no convention" in notices[0]
     assert isinstance(generator._draft, LookupDrafter)
-    assert generator._draft_length == 1
+    assert generator.draft_length == 1
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from mlx_speculation import (
 from mlx_speculation.engine.decoding import Decoder
 from mlx_speculation.engine.draft_model import DraftModel
 from mlx_speculation.engine.drafting import Choose, Draft
+from mlx_speculation.engine.lengths import FixedLengths
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.verdicts import Cut, Emitted
 from mlx_speculation.models import Lane, LaneRound
@@ -91,13 +92,13 @@ def test_the_models_caches_stay_right_between_turns(name: str, fails: bool) -> N
         sequence=sequence,
         verifier=Verifier(Chooser(SAMPLED, 256)),
         drafter=Cascade(SometimesDrafter(PROMPT + text, turns * 2), drafter),
-        draft_length=5,
+        lengths=FixedLengths(5),
     )
     decoder.prefill()
-    for turn in turns:
+    for number, turn in enumerate(turns):
         before = drafter.lane.seen
         held = content(drafter.lane.caches)
-        if fails and turn:
+        if fails and turn and number:  # the first round feeds the draft its prompt
             _fail(decoder)
             assert_same_content(held, content(drafter.lane.caches))
             assert drafter.lane.seen == before
@@ -110,9 +111,7 @@ def test_the_models_caches_stay_right_between_turns(name: str, fails: bool) -> N
             assert_same_content(content(twin.caches), content(drafter.lane.caches))
     assert sequence.tokens[len(PROMPT) :][:TOKENS] == text[: len(sequence.tokens) - 21]
     assert decoder.statistics.acceptance_rate == 1.0
-    assert set(decoder.statistics.sources) == (
-        {"model"} if fails else {"drafter", "model"}
-    )
+    assert set(decoder.statistics.sources) == {"drafter", "model"}
     del generator
 
 

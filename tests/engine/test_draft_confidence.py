@@ -9,6 +9,7 @@ import pytest
 from mlx_speculation import InvalidRequestError, SpeculativeGenerator
 from mlx_speculation.engine.decoding import Decoder
 from mlx_speculation.engine.draft_model import DraftModel
+from mlx_speculation.engine.lengths import FixedLengths
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.verdicts import Cut, Emitted
 from mlx_speculation.models import Lane
@@ -48,7 +49,7 @@ def decoder_of(
         sequence=sequence,
         verifier=Verifier(Chooser(sampling, 256)),
         drafter=drafter,
-        draft_length=LENGTH,
+        lengths=FixedLengths(LENGTH),
     )
     decoder.prefill()
     return decoder, drafter, sequence

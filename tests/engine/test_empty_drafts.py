@@ -20,6 +20,7 @@ from mlx_speculation.caches import Speculation
 from mlx_speculation.engine import decoding
 from mlx_speculation.engine.decoding import Decoder
 from mlx_speculation.engine.drafting import Choose, Draft
+from mlx_speculation.engine.lengths import FixedLengths
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.verdicts import Cut, Emitted
 from mlx_speculation.models import Lane, LaneRound
@@ -72,7 +73,7 @@ class Run:
             sequence=self.sequence,
             verifier=Verifier(Chooser(SAMPLED, 256)),
             drafter=self.drafter,
-            draft_length=4,
+            lengths=FixedLengths(4),
         )
         self.decoder.prefill()
 

@@ -17,6 +17,7 @@ from mlx_speculation.caches import Speculation
 from mlx_speculation.engine import SpeculativeGenerator, decoding
 from mlx_speculation.engine.decoding import Decoder
 from mlx_speculation.engine.draft_model import DraftModel
+from mlx_speculation.engine.lengths import FixedLengths
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.verdicts import Cut, Emitted
 from mlx_speculation.errors import NonFiniteLogitsError
@@ -50,7 +51,7 @@ class Run:
             sequence=self.sequence,
             verifier=Verifier(Chooser(Sampling(temperature=0.7, seed=5), 256)),
             drafter=self.drafter,
-            draft_length=length,
+            lengths=FixedLengths(length),
         )
         self.decoder.prefill()
 

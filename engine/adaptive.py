@@ -1,0 +1,230 @@
+"""The draft length with the most tokens per second, by measured costs and acceptance.
+
+    speed(k) = (1 + r0 + r0 r1 + ... + r0 ... r(k-1)) / seconds(k)
+
+Every k is searched, since cost goes in steps. Where plain decoding is the fastest,
+drafting is parked, and tried again for a few rounds now and then. What such trials cost
+beside plain decoding, catching up of a draft's caches included, stays below a share of
+the time; so it is when drafting pays little and the plain step is measured again.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mlx_speculation.engine.acceptance_rates import AcceptanceRates
+from mlx_speculation.engine.lengths import Option, Outcome, Plan, Reason
+from mlx_speculation.engine.round_costs import RoundCosts
+
+LONGEST = 8
+# Up to here every length is measured, beyond it every fourth.
+SHORT = 8
+# The share of the time that may go into trials, and what a stream may try at once, in
+# plain steps: a new text may be drafted well where the last one was not.
+TRIAL_SHARE = 0.015
+FIRST_TRIAL = 4.0
+TRIAL_ROUNDS = 3
+# What was learnt counts for so many rounds in a new stream, and in a trial.
+KNOWN_WEIGHT = 4.0
+TRIAL_WEIGHT = 4.0
+FEW_STEPS = 64
+# Rounds until another length that is nearly as good is measured again, and how near.
+REVIEW_ROUNDS = 32
+REVIEW_SPEED = 0.75
+# Lengths are measured in this order, those between follow.
+_MEASURED_FIRST = (0, 4, 1, 8, 2)
+
+
+@dataclass(slots=True)
+class _Run:
+    """Rounds of one length, one after the other, to learn from."""
+
+    length: int
+    reason: Reason
+    left: int
+
+
+class AdaptiveLengths:
+    """Decides the draft lengths of one stream.
+
+    Args:
+        costs: what rounds cost; shared by the streams of a generator.
+        rates: what drafts of the last stream were accepted; updated at the end.
+        longest: no draft is longer.
+        thorough: measure every length first, also those that cannot pay.
+        at_end: called when the stream has ended.
+    """
+
+    def __init__(
+        self,
+        costs: RoundCosts,
+        rates: AcceptanceRates,
+        longest: int = LONGEST,
+        *,
+        thorough: bool = False,
+        at_end: Callable[[], None] | None = None,
+    ) -> None:
+        self.costs, self.rates = costs, rates.loosened(KNOWN_WEIGHT)
+        self._known = rates
+        self._longest = longest
+        self._thorough = thorough
+        self._at_end = at_end
+        self._run: _Run | None = None
+        self._begun = False
+        self._elapsed = 0.0
+        self._spent: float | None = None
+        self._lag = 0  # plain steps that a draft has not read
+        self._caught_up = 0  # of such steps, all that were read, and their seconds
+        self._catch_up_seconds = 0.0
+        self._since_review = 0
+        self._reviewed: dict[int, int] = {}
+        self._rounds = 0
+
+    @property
+    def longest(self) -> int:
+        """No plan is longer."""
+        return self._longest
+
+    def plan(self, context: int, limit: int) -> Plan:
+        """Return the next round's plan; see `Lengths`."""
+        longest = min(limit, self._longest)
+        if not self._begun:
+            self._begun = True
+            return Plan(0, "first")
+        if longest <= 0:
+            return Plan(0, "budget")
+        run = self._next_run(context, longest)
+        if run is not None:
+            run.left -= 1
+            return Plan(min(run.length, longest), run.reason)
+        options = self._options(context, longest)
+        best = max(options, key=lambda option: option.speed)
+        return Plan(best.length, "best" if best.length else "plain", tuple(options))
+
+    def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
+        """Learn from a round; see `Lengths`."""
+        self._rounds += 1
+        self._since_review += 1
+        self._elapsed += outcome.seconds
+        lag, self._lag = self._lag, 0 if outcome.drafted else self._lag + 1
+        if outcome.drafted:
+            self.rates.note(outcome.drafted, outcome.accepted)
+        if outcome.drafted and lag > 1:
+            self._note_catch_up(context, outcome, lag)
+        elif outcome.steady == (outcome.drafted == 0):
+            self.costs.note(context, outcome.drafted, outcome.seconds)
+            self._reviewed[outcome.drafted] = self._rounds
+        elif outcome.steady and 0 in self.costs.lengths(context):
+            step = self.costs.seconds(context, 0)  # was on its way, and is in the time
+            own = max(outcome.seconds - step, 0.1 * outcome.seconds)
+            self.costs.note(context, outcome.drafted, own)
+        if plan.reason == "probe" and 0 in self.costs.lengths(context):
+            behind = outcome.steady and outcome.drafted > 0
+            emitted = outcome.accepted + 1 + behind
+            lost = outcome.seconds - emitted / self._best_speed(context)
+            self._spent = (self._spent or 0.0) + max(0.0, lost)
+
+    def end(self) -> None:
+        """Leave what was learnt to the next stream."""
+        self._known.take(self.rates)
+        if self._at_end is not None:
+            self._at_end()
+
+    def _note_catch_up(self, context: int, outcome: Outcome, lag: int) -> None:
+        if outcome.drafted in self.costs.lengths(context):
+            more = outcome.seconds - self.costs.seconds(context, outcome.drafted)
+            self._catch_up_seconds += max(0.0, more)
+            self._caught_up += lag
+
+    def _options(self, context: int, longest: int) -> list[Option]:
+        expected = self.rates.expected(longest)
+        return [
+            Option(length, tokens, self.costs.seconds(context, length))
+            for length, tokens in enumerate(expected)
+        ]
+
+    def _best_speed(self, context: int) -> float:
+        return max(o.speed for o in self._options(context, self._longest))
+
+    def _next_run(self, context: int, longest: int) -> _Run | None:
+        """Return the run that goes on, or a new one, if there is something to learn."""
+        if self._run is not None and self._run.left > 0:
+            return self._run
+        self._run = self._measurement(context, longest) or self._trial(context, longest)
+        return self._run
+
+    def measured(self, context: int) -> bool:
+        """Whether there is no length left to measure."""
+        return self._measurement(context, self._longest) is None
+
+    def _measurement(self, context: int, longest: int) -> _Run | None:
+        """Return rounds that measure a length whose cost is not known.
+
+        The first of them reads what the draft has missed, or has nothing on its way,
+        and is not counted. Lengths take turns, so that none of them meets a busy
+        machine alone, but for the plain step, which the others are compared with.
+        """
+        known = self.costs.lengths(context)
+        order = [*_MEASURED_FIRST, *range(1, SHORT + 1), *range(SHORT, longest + 1, 4)]
+        missing = [
+            length
+            for length in order
+            if length <= longest
+            and length not in known
+            and (not length or self._thorough or self._may_pay(context, length))
+        ]
+        if not missing:
+            return None
+        if missing[0] == 0:
+            return _Run(0, "measure", 2)
+        fewest = min(missing, key=lambda n: self.costs.sampled(context, n))
+        return _Run(fewest, "measure", 2)
+
+    def _may_pay(self, context: int, length: int) -> bool:
+        """Whether a draft pays when every token of it is accepted."""
+        if 0 not in self.costs.lengths(context):
+            return True
+        plain = self.costs.seconds(context, 0)
+        return (length + 1) * plain > self.costs.seconds(context, length)
+
+    def _trial(self, context: int, longest: int) -> _Run | None:
+        """Return rounds off the best length that may show a better one."""
+        options = self._options(context, longest)
+        best = max(options, key=lambda option: option.speed)
+        plain = options[0]
+        if best.length:
+            return self._review(best, options)
+        paying = [o for o in options[1:] if self._may_pay(context, o.length)]
+        if not paying:
+            return None
+        if self._spent is None:
+            self._spent = -FIRST_TRIAL * plain.seconds
+        tried = max(paying, key=lambda option: option.speed)
+        lost = TRIAL_ROUNDS * (tried.seconds - tried.tokens * plain.seconds)
+        # A few steps are read for little, and would tell more of noise than of a rate.
+        # What it really takes is in what was spent, so that too low a rate delays the
+        # trial after this one, while too high a one would end all trials.
+        rate = self._catch_up_seconds / (self._caught_up + FEW_STEPS)
+        rate = min(rate, TRIAL_SHARE / 2 * plain.seconds)
+        lost += self._lag * rate + plain.seconds
+        if self._spent + lost > TRIAL_SHARE * self._elapsed:
+            return None
+        self.rates = self.rates.loosened(TRIAL_WEIGHT)
+        return _Run(tried.length, "probe", TRIAL_ROUNDS)
+
+    def _review(self, best: Option, options: list[Option]) -> _Run | None:
+        """Return rounds of a length that is nearly as good, the longest not measured.
+
+        Its cost may be lower than it was, and nothing else would show it.
+        """
+        if self._since_review < REVIEW_ROUNDS:
+            return None
+        near = [
+            option
+            for option in options
+            if option is not best and option.speed > REVIEW_SPEED * best.speed
+        ]
+        self._since_review = 0
+        if not near:
+            return None
+        oldest = min(near, key=lambda o: self._reviewed.get(o.length, 0))
+        return _Run(oldest.length, "probe", 3 if oldest.length == 0 else 1)

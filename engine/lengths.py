@@ -1,0 +1,127 @@
+"""How many tokens to draft in a round: what decides it, and what it is told.
+
+Knows neither models nor tokens: a plan is made from counts and seconds alone.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+Reason = Literal["fixed", "first", "best", "plain", "measure", "probe", "budget"]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One draft length, as it was judged.
+
+    Attributes:
+        length: tokens to draft.
+        tokens: what a round is expected to commit, correction or bonus included.
+        seconds: what it is expected to take.
+    """
+
+    length: int
+    tokens: float
+    seconds: float
+
+    @property
+    def speed(self) -> float:
+        """Expected tokens per second."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How many tokens to draft in the next round, and why.
+
+    Attributes:
+        length: tokens to draft; 0 is a plain step.
+        reason: "fixed": the caller named it. "first": a plain step, so that the first
+            token does not wait for a draft. "best" and "plain": the best of the
+            options. "measure": its cost is not known. "probe": whether it pays by now
+            is not known. "budget": no more than one token is wanted.
+        options: what was compared, by length.
+    """
+
+    length: int
+    reason: Reason
+    options: tuple[Option, ...] = ()
+
+    def __str__(self) -> str:
+        compared = "  ".join(
+            f"{o.length}: {o.tokens:.2f} in {o.seconds * 1e3:.1f} ms"
+            for o in self.options
+        )
+        return f"draft {self.length} ({self.reason})" + (compared and f"  {compared}")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a round.
+
+    Attributes:
+        drafted: tokens that were drafted; fewer than planned is possible.
+        accepted: those accepted, before a cut at a stop.
+        seconds: its time, drafting included.
+        steady: whether a plain step had been submitted during the round before, as in
+            a long run of plain steps. A draft behind such a step is another matter
+            again, and says nothing of what either costs.
+    """
+
+    drafted: int
+    accepted: int
+    seconds: float
+    steady: bool = False
+
+
+@runtime_checkable
+class Lengths(Protocol):
+    """Decides the draft lengths of one stream.
+
+    The calls alternate: `plan`, then `note` for the round that followed the plan. Of
+    plain steps the next plan is asked for before the step is noted. A round that
+    failed is not noted, and its plan holds for the next.
+    """
+
+    @property
+    def longest(self) -> int:
+        """No plan is longer."""
+        ...
+
+    def plan(self, context: int, limit: int) -> Plan:
+        """Return the next round's plan.
+
+        Args:
+            context: how many tokens the target's caches hold.
+            limit: the most that the budget leaves room for.
+        """
+        ...
+
+    def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
+        """Learn from a round."""
+        ...
+
+    def end(self) -> None:
+        """Learn from the stream as a whole, once it has ended."""
+        ...
+
+
+class FixedLengths:
+    """The same length in every round: reproducible, whatever it costs."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    @property
+    def longest(self) -> int:
+        """The length."""
+        return self._length
+
+    def plan(self, context: int, limit: int) -> Plan:
+        """Return the length, as far as there is room for it."""
+        return Plan(max(0, min(self._length, limit)), "fixed")
+
+    def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
+        """Learn nothing."""
+
+    def end(self) -> None:
+        """Learn nothing."""

@@ -1,0 +1,172 @@
+"""Draft lengths of one generator's streams: what they share, and calibration."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation.engine.acceptance_rates import AcceptanceRates
+from mlx_speculation.engine.adaptive import AdaptiveLengths
+from mlx_speculation.engine.cheaper import own_weights
+from mlx_speculation.engine.cost_files import Known, shape_of
+from mlx_speculation.engine.drafting import Choose, Draft
+from mlx_speculation.engine.drafts import longest_length, members
+from mlx_speculation.engine.following import Following
+from mlx_speculation.engine.lengths import FixedLengths, Lengths
+from mlx_speculation.engine.lookup import LookupDrafter
+from mlx_speculation.engine.round_costs import RoundCosts
+from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.stream import Stream
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models import Sliding
+
+# The length where nobody has named one; None: by measurement. The tests name one, as
+# no test may depend on how long a round takes.
+USUAL_LENGTH: int | None = None
+# A calibration ends without all lengths when a drafter does not draft as asked.
+MOST_ROUNDS = 300
+CALIBRATION_SAMPLES = 5
+
+
+class Filler:
+    """Proposes the last token again, as often as it is asked to.
+
+    Stands for a lookup in a calibration: what a lookup proposes depends on the text,
+    what it costs does not.
+    """
+
+    def begin(self, sequence: Sequence) -> None:
+        """Do nothing."""
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        """Propose `limit` tokens."""
+        return Draft(mx.array(sequence.tokens[-1:] * limit, mx.uint32), source="filler")
+
+    def settle(self, accepted: int) -> None:
+        """Do nothing."""
+
+    def discard(self) -> None:
+        """Do nothing."""
+
+
+# Starts a stream on a prompt with a policy of its own.
+Start = Callable[[list[int], Lengths], Stream]
+
+
+class MeasuredLengths:
+    """Hands out a policy for each stream.
+
+    Args:
+        model: the target.
+        draft: what drafts for it, as the generator has checked it; None: nothing.
+        sliding: what stands for sliding windows.
+        usual: the length of streams that name none; None: by measurement.
+
+    Raises:
+        InvalidRequestError: the usual length is not a number of tokens.
+    """
+
+    def __init__(
+        self, model: nn.Module, draft: Any, sliding: Sliding, usual: int | None
+    ) -> None:
+        self.usual = _checked(usual)
+        self._model, self._draft, self._sliding = model, draft, sliding
+        self._longest = longest_length(draft)
+        self._known: Known | None = None
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether every draft comes from a lookup."""
+        return all(isinstance(member, LookupDrafter) for member in members(self._draft))
+
+    def for_stream(self, length: int | Lengths | None) -> Lengths:
+        """Return the policy of a stream; None: the usual one.
+
+        Raises:
+            InvalidRequestError: it is not a number of tokens.
+        """
+        if isinstance(length, Lengths):
+            return length
+        length = self.usual if length is None else _checked(length)
+        length = USUAL_LENGTH if length is None else length
+        if self._draft is None or length is not None:
+            return FixedLengths(length or 0)
+        known = self._read()
+        return AdaptiveLengths(
+            known.costs, known.rates, self._longest, at_end=known.save_if_new
+        )
+
+    def calibrate(
+        self, start: Start, contexts: SequenceOf[int]
+    ) -> dict[int, dict[int, float]]:
+        """Measure every length at these contexts, see the generator's `calibrate`."""
+        if self._draft is None:
+            raise InvalidRequestError(
+                "The generator has no draft, and there is nothing to calibrate. Pass "
+                "one as draft=..."
+            )
+        wrong = [context for context in contexts if context < 1]
+        if wrong or not contexts:
+            raise InvalidRequestError(
+                f"contexts is {list(contexts)}, and at least one number of tokens from "
+                "1 is needed."
+            )
+        known = self._read()
+        fresh = RoundCosts(samples=CALIBRATION_SAMPLES)
+        for context in sorted(contexts):
+            self._measure(start, context, fresh)
+        known.costs.take(fresh)
+        known.save()
+        return known.costs.table()
+
+    def _measure(self, start: Start, context: int, fresh: RoundCosts) -> None:
+        """Run rounds until every length was measured."""
+        policy = AdaptiveLengths(fresh, AcceptanceRates(), self._longest, thorough=True)
+        # What the tokens are does not matter.
+        prompt = [1 + index % 7 for index in range(context)]
+        rounds = 0
+        with start(prompt, policy) as stream:
+            for _ in stream:
+                done = stream.stats.rounds
+                if done > rounds and policy.measured(context):
+                    break
+                rounds = done
+                if rounds > MOST_ROUNDS:
+                    break
+
+    def _read(self) -> Known:
+        if self._known is None:
+            self._known = Known.read(self._key())
+        return self._known
+
+    def _key(self) -> dict[str, Any] | None:
+        """Return what the costs belong to; None where a draft cannot be told."""
+        names = [_name(member) for member in members(self._draft)]
+        if not all(names):
+            return None
+        return {
+            "target": shape_of(self._model),
+            "draft": names,
+            "sliding": self._sliding,
+        }
+
+
+def _name(member: Any) -> str:
+    """Return what a draft costs by: its kind, or its shape."""
+    if isinstance(member, LookupDrafter):
+        return "lookup"
+    if isinstance(member, nn.Module | Following):
+        return shape_of(own_weights(member))
+    return ""
+
+
+def _checked(length: Any) -> int | None:
+    whole = isinstance(length, int) and not isinstance(length, bool)
+    if length is None or (whole and length >= 0):
+        return length if length is None else int(length)
+    raise InvalidRequestError(
+        f"draft_length is {length!r}, and a whole number of at least 0 is needed, or "
+        "None for lengths by measurement."
+    )

@@ -1,0 +1,154 @@
+"""What a round costs, by the number of drafted tokens and the length of the context.
+
+Only ratios decide a draft length, so a machine that becomes slower as a whole changes
+nothing. An observed time therefore moves a factor that all costs share, and the cost
+of its own length a little:
+
+    ratio = observed / expected, at most LARGEST_CHANGE either way
+    all   = all * ratio ** SHARED
+    own   = own * ratio ** own share, large at first and after a long time without
+            one, never below SLOWEST
+"""
+
+import math
+from collections.abc import Mapping
+from statistics import median
+
+SAMPLES = 3
+LARGEST_CHANGE = 1.5
+SHARED = 0.1
+SLOWEST = 0.03
+# Contexts up to here cost about the same; beyond it every doubling is a bucket.
+SHORT_CONTEXT = 512
+# Where only plain steps are known, a drafted token is taken for so many of them.
+GUESSED_SHARE = 0.25
+# A cost out of a file or another bucket moves like one that was seen so often.
+SETTLED = 6
+
+
+def bucket_of(context: int) -> int:
+    """Return the bucket of a number of tokens: 0 up to 512, 1 up to 1,024, ..."""
+    return max(0, math.ceil(math.log2(max(1, context) / SHORT_CONTEXT)))
+
+
+class _Cost:
+    """One length's cost: samples at first, then an average."""
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self.samples: list[float] = []
+        self.seconds = seconds
+        self.noted = 0
+        self.count = 0 if seconds is None else SETTLED
+
+
+class RoundCosts:
+    """Costs in seconds by context bucket and draft length; 0 is a plain step.
+
+    Args:
+        known: seconds by bucket and length, as `table` returns them.
+        samples: a cost is a median of so many rounds before it is believed.
+    """
+
+    def __init__(
+        self,
+        known: Mapping[int, Mapping[int, float]] | None = None,
+        *,
+        samples: int = SAMPLES,
+    ) -> None:
+        self._samples = samples
+        self._buckets: dict[int, dict[int, _Cost]] = {
+            bucket: {length: _Cost(seconds) for length, seconds in costs.items()}
+            for bucket, costs in (known or {}).items()
+        }
+        self._notes = 0
+        self._all = 0.0  # the logarithm of the factor that all costs share
+
+    def table(self) -> dict[int, dict[int, float]]:
+        """Return what is known, in seconds."""
+        factor = math.exp(self._all)
+        return {
+            bucket: {
+                length: cost.seconds * factor
+                for length, cost in sorted(costs.items())
+                if cost.seconds is not None
+            }
+            for bucket, costs in sorted(self._buckets.items())
+        }
+
+    def take(self, other: "RoundCosts") -> None:
+        """Take over what other costs know, in place of what is known here."""
+        for bucket, costs in other.table().items():
+            factor = math.exp(self._all)
+            own = self._buckets.setdefault(bucket, {})
+            own |= {n: _Cost(seconds / factor) for n, seconds in costs.items()}
+
+    def lengths(self, context: int) -> list[int]:
+        """Return the lengths whose cost is known, in order."""
+        costs = self._at(context)
+        return sorted(n for n, cost in costs.items() if cost.seconds is not None)
+
+    def sampled(self, context: int, length: int) -> int:
+        """Return how many rounds were measured of a length that is not known yet."""
+        cost = self._at(context).get(length)
+        return len(cost.samples) if cost else 0
+
+    def seconds(self, context: int, length: int) -> float:
+        """Return a round's cost; between known lengths by straight lines.
+
+        The cost of a plain step has to be known.
+        """
+        costs, known = self._at(context), self.lengths(context)
+
+        def at(n: int) -> float:
+            seconds = costs[n].seconds
+            assert seconds is not None
+            return seconds
+
+        factor = math.exp(self._all)
+        if length in known:
+            return at(length) * factor
+        above = next((n for n in known if n > length), None)
+        below = [n for n in known if n < length]
+        if above is not None:
+            first, second = below[-1], above
+        elif len(below) > 1:
+            first, second = below[-2:]
+        else:
+            return at(0) * (1 + GUESSED_SHARE * length) * factor
+        slope = (at(second) - at(first)) / (second - first)
+        return max(at(first) + slope * (length - first), at(below[-1])) * factor
+
+    def note(self, context: int, length: int, seconds: float) -> None:
+        """Learn from a round that took `seconds`."""
+        self._notes += 1
+        cost = self._at(context).setdefault(length, _Cost())
+        factor = math.exp(self._all)
+        if cost.seconds is None:
+            cost.samples.append(seconds / factor)
+            if len(cost.samples) >= self._samples:
+                cost.seconds = median(cost.samples)
+            return
+        most = math.log(LARGEST_CHANGE)
+        change = math.log(max(seconds, 1e-9) / (cost.seconds * factor))
+        change = max(-most, min(most, change))
+        self._all += SHARED * change
+        cost.count += 1
+        # What was not measured for long is worth less than what is seen now.
+        stale = min(0.2, 0.002 * (self._notes - cost.noted))
+        cost.noted = self._notes
+        cost.seconds *= math.exp(max(SLOWEST, 0.3 / cost.count, stale) * change)
+
+    def _at(self, context: int) -> dict[int, _Cost]:
+        """Return a bucket; a new one begins with what the nearest one knows."""
+        bucket = bucket_of(context)
+        if bucket not in self._buckets:
+            costs: dict[int, _Cost] = {}
+            if self._buckets:
+                nearest = min(self._buckets, key=lambda b: (abs(b - bucket), b))
+                costs = {
+                    length: _Cost(cost.seconds)
+                    for length, cost in self._buckets[nearest].items()
+                    if cost.seconds is not None
+                }
+            self._buckets[bucket] = costs
+        return self._buckets[bucket]

@@ -1,0 +1,265 @@
+"""Draft lengths by measurement, on simulated machines whose best length is known.
+
+The tests fail for each of these faults, made by hand: acceptance never forgotten; a
+trial without limit, or none; costs that follow every outlier; catching up charged to a
+length; a length never measured again; plans that ignore the budget.
+"""
+
+import statistics
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_speculation.engine.acceptance_rates import AcceptanceRates
+from mlx_speculation.engine.adaptive import AdaptiveLengths
+from mlx_speculation.engine.lengths import FixedLengths, Lengths, Outcome
+from mlx_speculation.engine.round_costs import RoundCosts
+from support.length_worlds import Rates, World, simulate
+
+WORLDS = {
+    # Of a plain step, by drafted tokens; as measured, but for the last.
+    "blas": World([1, 1.35, 1.5, 1.65, 1.8, 1.95, 2.1, 2.25, 2.4], catch_up=0.01),
+    "linear": World([1 + 1.1 * k for k in range(9)], catch_up=0.03),
+    "steps": World([1, 2.9, 3.1, 3.2, 1.9, 2.1, 2.2, 2.3, 2.4]),
+    "cheap": World([1, 1.1, 1.2, 1.25, 1.3, 1.35, 1.4, 1.45, 1.5]),
+}
+RATES: dict[str, Rates] = {
+    "wrong": [0.0] * 8,
+    "bad": [0.2] * 8,
+    "fair": [0.5] * 8,
+    "good": [0.8] * 8,
+    "great": [0.95] * 8,
+    "falling": [0.9, 0.7, 0.4, 0.2, 0.1, 0.1, 0.1, 0.1],
+}
+TOKENS = 1000
+SEEDS = 6
+
+
+def calibrated(world: World) -> RoundCosts:
+    return RoundCosts({0: dict(enumerate(world.seconds))})
+
+
+def share_of_best(world: World, rates: Rates, costs: RoundCosts, seed: int) -> float:
+    """Return the speed over that of the best fixed length, luck left out."""
+    policy = AdaptiveLengths(costs, AcceptanceRates(), world.longest)
+    run = simulate(policy, world, lambda _: rates, TOKENS, seed)
+    return run.expected / run.seconds / world.best_speed(rates)[1]
+
+
+@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_it_is_nearly_as_fast_as_the_best_fixed_length(world: str, rates: str) -> None:
+    shares = [
+        share_of_best(WORLDS[world], RATES[rates], calibrated(WORLDS[world]), seed)
+        for seed in range(SEEDS)
+    ]
+    assert statistics.mean(shares) >= 0.97
+    assert min(shares) >= 0.92
+
+
+@pytest.mark.parametrize("rates", RATES)
+def test_drafts_that_cannot_pay_are_never_tried(rates: str) -> None:
+    world = WORLDS["linear"]
+    policy = AdaptiveLengths(calibrated(world), AcceptanceRates(), world.longest)
+    run = simulate(policy, world, lambda _: RATES[rates], TOKENS, 1)
+    assert set(run.rounds) == {0}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_first_stream_measures_what_it_needs(world: str) -> None:
+    costs = RoundCosts()
+    shares = [
+        share_of_best(WORLDS[world], RATES["fair"], costs, seed) for seed in range(3)
+    ]
+    assert shares[0] >= 0.85
+    assert shares[2] >= 0.95  # the others know
+    assert 0 in costs.table()[0]
+    assert 4 in costs.table()[0]
+
+
+@pytest.mark.parametrize("world", ["blas", "steps", "cheap"])
+def test_it_follows_a_text_that_changes(world: str) -> None:
+    """From text that nothing drafts to text that every draft hits, and back."""
+    machine = WORLDS[world]
+
+    def rates(token: int) -> Rates:
+        return RATES["great"] if token // 2000 % 2 else RATES["wrong"]
+
+    policy = AdaptiveLengths(calibrated(machine), AcceptanceRates(), machine.longest)
+    run = simulate(policy, machine, rates, 8000, 2)
+    _, fast = machine.best_speed(RATES["great"])
+    ideal = 4000 / fast + 4000 * machine.seconds[0]
+    assert run.seconds <= ideal / 0.9
+
+
+def test_requests_of_different_kinds_take_their_own_lengths() -> None:
+    machine, known = WORLDS["blas"], AcceptanceRates()
+    ideal = spent = 0.0
+    for number in range(20):
+        rates = RATES[["good", "bad", "fair", "falling"][number % 4]]
+        policy = AdaptiveLengths(calibrated(machine), known, machine.longest)
+        run = simulate(policy, machine, partial(_always, rates), 256, number)
+        ideal += run.expected / machine.best_speed(rates)[1]
+        spent += run.seconds
+    assert ideal / spent >= 0.95
+
+
+def _always(rates: Rates, token: int) -> Rates:
+    return rates
+
+
+def test_a_machine_that_becomes_slower_as_a_whole_changes_nothing() -> None:
+    costs = RoundCosts({0: {0: 1.0, 4: 2.0}})
+    for _ in range(200):
+        costs.note(10, 4, 6.0)
+        costs.note(10, 0, 3.0)
+    table = costs.table()[0]
+    assert table[4] / table[0] == pytest.approx(2.0, rel=0.02)
+    assert table[0] == pytest.approx(3.0, rel=0.02)
+
+
+def test_a_cost_that_has_changed_is_found() -> None:
+    """Long drafts have become cheap, and only another look at them shows it."""
+    before = World([1, 1.3, 1.6, 1.9, 2.2, 2.5, 2.8, 3.1, 3.4])
+    now = World([1, 1.3, 1.6, 1.9, 2.2, 2.3, 2.4, 2.5, 2.6])
+    policy = AdaptiveLengths(calibrated(before), AcceptanceRates(), 8)
+    simulate(policy, now, lambda _: RATES["good"], 12_000, 3)
+    long, short = (policy.costs.seconds(12_000, length) for length in (8, 4))
+    assert long / short < (3.4 / 2.2) * 0.9
+
+
+def test_an_outlier_hardly_moves_a_cost() -> None:
+    costs = RoundCosts({0: {0: 1.0, 4: 2.0}})
+    costs.note(10, 4, 2000.0)
+    table = costs.table()[0]
+    assert table[4] / table[0] < 2.0 * 1.05
+
+
+def test_catching_up_is_charged_to_no_length() -> None:
+    policy = AdaptiveLengths(RoundCosts({0: {0: 1.0, 4: 1.5}}), AcceptanceRates())
+    plan = policy.plan(0, 100)
+    for _ in range(50):
+        policy.note(0, plan, Outcome(0, 0, 1.0, steady=True))
+    policy.note(0, plan, Outcome(4, 4, 50.0))
+    assert policy.costs.table()[0][4] == pytest.approx(1.5, rel=1e-6)
+
+
+@given(
+    costs=st.lists(st.floats(0.05, 2.0), min_size=1, max_size=8),
+    rates=st.lists(st.floats(0, 1), min_size=8, max_size=8),
+    tokens=st.integers(1, 300),
+    seed=st.integers(0, 2**31),
+    fresh=st.booleans(),
+)
+@settings(max_examples=60)
+def test_any_machine_and_text_end_within_the_budget(
+    costs: list[float], rates: list[float], tokens: int, seed: int, fresh: bool
+) -> None:
+    """No plan exceeds the budget or the longest length, and every round is noted."""
+    world = World([1.0, *(1 + sum(costs[: k + 1]) for k in range(len(costs)))])
+    known = RoundCosts() if fresh else calibrated(world)
+    policy = AdaptiveLengths(known, AcceptanceRates(), world.longest)
+    checked = _Checked(policy)
+    run = simulate(checked, world, lambda _: rates, tokens, seed)
+    assert run.tokens == tokens or run.tokens > tokens
+    assert checked.noted == sum(run.rounds.values())
+
+
+class _Checked:
+    """A policy whose plans are checked."""
+
+    def __init__(self, policy: Lengths) -> None:
+        self._policy = policy
+        self.noted = 0
+
+    @property
+    def longest(self) -> int:
+        return self._policy.longest
+
+    def plan(self, context: int, limit: int):  # type: ignore[no-untyped-def]
+        plan = self._policy.plan(context, limit)
+        assert 0 <= plan.length <= max(0, min(limit, self.longest))
+        assert str(plan.length) in str(plan)
+        return plan
+
+    def note(self, context, plan, outcome) -> None:  # type: ignore[no-untyped-def]
+        self.noted += 1
+        self._policy.note(context, plan, outcome)
+
+    def end(self) -> None:
+        self._policy.end()
+
+
+def test_the_same_rounds_give_the_same_plans() -> None:
+    world = WORLDS["blas"]
+    runs = [
+        simulate(
+            AdaptiveLengths(calibrated(world), AcceptanceRates(), 8),
+            world,
+            lambda _: RATES["fair"],
+            500,
+            7,
+        )
+        for _ in range(2)
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_expected_tokens_of_a_chain() -> None:
+    """Rates 0.5 and 0.5: 1 + 0.5 + 0.25."""
+    rates = AcceptanceRates([0.5, 0.5], weight=1e9)
+    assert rates.expected(2) == pytest.approx([1, 1.5, 1.75])
+
+
+def test_rates_count_positions_up_to_the_first_rejection() -> None:
+    rates = AcceptanceRates()
+    for _ in range(400):
+        rates.note(drafted=3, accepted=1)
+    first, second, third = rates.rates(3)
+    assert first > 0.97
+    assert second < 0.06
+    assert third == pytest.approx(second)  # never tried: as the one before
+    assert rates.known == 2
+
+
+def test_loosened_rates_are_the_same_and_move_sooner() -> None:
+    rates = AcceptanceRates([0.9], weight=30)
+    loose = rates.loosened(2)
+    assert loose.rates(1)[0] == pytest.approx(rates.rates(1)[0], abs=0.07)
+    for one in (rates, loose):
+        one.note(drafted=1, accepted=0)
+    assert loose.rates(1)[0] < rates.rates(1)[0] - 0.1
+
+
+def test_fixed_lengths_give_way_to_the_budget_alone() -> None:
+    fixed = FixedLengths(4)
+    assert [fixed.plan(0, limit).length for limit in (9, 4, 2, 0, -1)] == [
+        4,
+        4,
+        2,
+        0,
+        0,
+    ]
+    assert fixed.longest == 4
+
+
+def test_costs_of_an_unknown_context_are_those_of_the_nearest() -> None:
+    costs = RoundCosts({0: {0: 1.0, 2: 2.0}, 3: {0: 4.0, 2: 9.0}})
+    assert costs.seconds(600, 2) == 2.0
+    assert costs.seconds(100_000, 0) == 4.0
+    assert costs.seconds(100_000, 1) == 6.5  # between two lengths
+
+
+def test_costs_beyond_the_longest_known_go_on_as_before() -> None:
+    costs = RoundCosts({0: {0: 1.0, 2: 2.0, 4: 3.0}})
+    assert costs.seconds(0, 8) == pytest.approx(5.0)
+
+
+def test_a_cost_is_a_median_of_its_first_rounds() -> None:
+    costs = RoundCosts()
+    for seconds in (1.0, 50.0, 1.2):
+        assert not costs.lengths(0)
+        costs.note(0, 0, seconds)
+    assert costs.table() == {0: {0: pytest.approx(1.2)}}

@@ -1,0 +1,210 @@
+"""Draft lengths that change from round to round leave the text as it is.
+
+A plan of 0 that a draft follows submits nothing ahead; one that a plain step follows
+does. Hypothesis draws the plans, so every order of the two is met.
+"""
+
+from functools import cache
+
+import mlx.nn as nn
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_speculation import InvalidRequestError, LookupDrafter, SpeculativeGenerator
+from mlx_speculation.engine import Stream
+from mlx_speculation.engine.lengths import Outcome, Plan
+from mlx_speculation.errors import SpeculationError
+from mlx_speculation.samplers import Chooser
+from support.drafters import ScriptedDrafter
+from support.identity import GREEDY, SAMPLED, assert_same_text
+from support.tiny_models import build
+from support.tiny_tokenizer import byte_tokenizer
+
+pytestmark = pytest.mark.usefixtures("measured")
+MODELS = ("llama", "gemma3_text", "qwen3_5")
+PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
+TOKENS = 40
+KINDS = ("model", "right", "random", "lookup")
+
+
+class Planned:
+    """Plans from a list, over and over."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self._lengths = lengths
+        self.planned: list[Plan] = []
+        self.noted: list[tuple[Plan, Outcome]] = []
+        self.ended = 0
+
+    @property
+    def longest(self) -> int:
+        return max(self._lengths)
+
+    def plan(self, context: int, limit: int) -> Plan:
+        length = self._lengths[len(self.planned) % len(self._lengths)]
+        self.planned.append(Plan(max(0, min(length, limit)), "fixed"))
+        return self.planned[-1]
+
+    def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
+        self.noted.append((plan, outcome))
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+@cache
+def known(name: str, sampled: bool) -> tuple[nn.Module, list[int]]:
+    model = build(name)
+    plain = SpeculativeGenerator(model, byte_tokenizer())
+    sampling = SAMPLED if sampled else GREEDY
+    return model, plain.generate(PROMPT, max_tokens=TOKENS, sampling=sampling).tokens
+
+
+def drafted(kind: str, name: str, sampled: bool) -> SpeculativeGenerator:
+    model, text = known(name, sampled)
+    rights = {"right": 1.0, "random": 0.6}
+    if kind == "lookup":
+        noisy = [t if i % 7 else (t + 1) % 256 for i, t in enumerate(text)]
+        draft: object = LookupDrafter(
+            corpus=[PROMPT + noisy], minimum_match=1, tokens_per_match=3
+        )
+    elif kind == "model":
+        draft = build(name)
+    else:
+        draft = ScriptedDrafter(PROMPT + text, rights[kind], ragged=True, least=0)
+    return SpeculativeGenerator(model, byte_tokenizer(), draft=draft)  # type: ignore[arg-type]
+
+
+def run(generator: SpeculativeGenerator, lengths: Planned, sampled: bool) -> Stream:
+    stream = generator.stream(
+        PROMPT,
+        max_tokens=TOKENS,
+        sampling=SAMPLED if sampled else GREEDY,
+        draft_length=lengths,
+    )
+    for _ in stream:
+        pass
+    return stream
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MODELS)
+@given(
+    lengths=st.lists(st.integers(0, 5), min_size=1, max_size=9), sampled=st.booleans()
+)
+@settings(max_examples=6)
+def test_the_text_is_the_same(
+    name: str, kind: str, lengths: list[int], sampled: bool
+) -> None:
+    model, text = known(name, sampled)
+    planned = Planned(lengths)
+    stream = run(drafted(kind, name, sampled), planned, sampled)
+    sampling = SAMPLED if sampled else GREEDY
+    assert_same_text(
+        model,
+        Chooser(sampling, 256),
+        PROMPT,
+        text,
+        stream.result.tokens,
+        width=planned.longest + 2,
+        bitwise=name != "gemma3_text",
+    )
+    assert len(planned.noted) <= len(planned.planned) <= len(planned.noted) + 1
+    assert planned.ended == 1
+    assert sum(o.drafted for _, o in planned.noted) == stream.stats.drafted
+    assert sum(o.accepted for _, o in planned.noted) == stream.stats.accepted
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_callers_caches_hold_the_text_whatever_the_lengths(name: str) -> None:
+    model, text = known(name, False)
+    cache = make_prompt_cache(model)
+    generator = drafted("random", name, False)
+    first = generator.generate(
+        PROMPT, max_tokens=17, prompt_cache=cache, draft_length=Planned([0, 2, 0, 0, 3])
+    )
+    assert first.next_token is not None
+    more = generator.generate(
+        [first.next_token],
+        max_tokens=TOKENS - 18,
+        prompt_cache=cache,
+        cached_tokens=first.cached_tokens,
+        draft_length=Planned([3, 0]),
+    )
+    assert [*first.tokens, first.next_token, *more.tokens] == text
+
+
+def test_a_step_is_steady_only_behind_another() -> None:
+    """Plans 0 0 2 0 2: the first is not, the second is, and none behind a draft."""
+    generator = SpeculativeGenerator(
+        known("llama", False)[0],
+        byte_tokenizer(),
+        draft=ScriptedDrafter(PROMPT + known("llama", False)[1], 1.0),
+    )
+    planned = Planned([0, 0, 2, 0, 2])
+    run(generator, planned, False)
+    seen = [(o.drafted, o.steady) for _, o in planned.noted[:5]]
+    assert seen == [(0, False), (0, True), (2, False), (0, False), (2, False)]
+
+
+def test_a_draft_behind_a_step_is_told_from_others() -> None:
+    """An empty draft becomes a step with the next one ahead of the next draft."""
+    generator = drafted("lookup", "llama", False)
+    planned = Planned([4])
+    run(generator, planned, False)
+    kinds = {(o.drafted > 0, o.steady) for _, o in planned.noted}
+    assert (True, True) in kinds or (False, True) in kinds
+
+
+def test_lengths_by_measurement_keep_the_text_and_explain_themselves() -> None:
+    model, text = known("llama", False)
+    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=build("qwen3"))
+    stream = generator.stream(PROMPT, max_tokens=TOKENS, explain=True)
+    for _ in stream:
+        pass
+    assert stream.result.tokens == text
+    plans = [plan for plan, _ in stream.decisions]
+    assert plans[0].reason == "first"
+    assert {plan.reason for plan in plans} >= {"first", "measure"}
+    assert len(plans) == stream.stats.rounds
+
+
+def test_decisions_that_nobody_asked_for_are_not_kept() -> None:
+    stream = drafted("model", "llama", False).stream(PROMPT, max_tokens=2)
+    with pytest.raises(SpeculationError, match="explain=True"):
+        _ = stream.decisions
+
+
+def test_calibration_measures_every_length_and_keeps_it() -> None:
+    model, small = build("llama"), build("llama")
+    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=small)
+    table = generator.calibrate(contexts=[8])
+    assert set(table) == {0}
+    assert sorted(table[0]) == list(range(9))
+    assert all(seconds > 0 for seconds in table[0].values())
+    other = SpeculativeGenerator(model, byte_tokenizer(), draft=small)
+    stream = other.stream(PROMPT, max_tokens=TOKENS, explain=True)
+    for _ in stream:
+        pass
+    assert "measure" not in {plan.reason for plan, _ in stream.decisions}
+
+
+def test_a_lookup_is_calibrated_too() -> None:
+    generator = SpeculativeGenerator(build("llama"), byte_tokenizer(), draft="lookup")
+    table = generator.calibrate(contexts=[30])
+    assert {0, 4, 8, 16} <= set(table[0])
+
+
+def test_without_a_draft_there_is_nothing_to_calibrate() -> None:
+    generator = SpeculativeGenerator(build("llama"), byte_tokenizer())
+    with pytest.raises(InvalidRequestError, match="no draft"):
+        generator.calibrate()
+
+
+@pytest.mark.parametrize("contexts", [[], [0], [5, -1]])
+def test_contexts_are_numbers_of_tokens(contexts: list[int]) -> None:
+    generator = SpeculativeGenerator(build("llama"), byte_tokenizer(), draft="lookup")
+    with pytest.raises(InvalidRequestError, match="contexts"):
+        generator.calibrate(contexts)
