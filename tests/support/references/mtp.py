@@ -85,6 +85,11 @@ class Family:
     copies: Mapping[str, Literal["embedding", "head"]] = field(default_factory=dict)
 
     @property
+    def chains(self) -> bool:
+        """Whether draft k is made by layer k, not by the first applied again."""
+        return (self.used or self.layers) > 1
+
+    @property
     def text(self) -> Config:
         """The part of the config that tells of the language model."""
         return dict(self.config.get("text_config", self.config))
