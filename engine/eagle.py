@@ -7,6 +7,7 @@ may know a part of the token ids only.
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.nn as nn
 
@@ -21,7 +22,12 @@ from mlx_speculation.models import (
     Lane,
     LayerIds,
     MtpSlots,
+    find_parts,
+    layer_readings,
     load_eagle_head,
+    probe_layers,
+    read_config,
+    starts_for,
 )
 
 
@@ -52,7 +58,12 @@ class EagleDraft:
 
     @classmethod
     def from_folder(
-        cls, folder: str | Path, model: nn.Module, *, layer_ids: LayerIds | None = None
+        cls,
+        folder: str | Path,
+        model: nn.Module,
+        *,
+        layer_ids: LayerIds | None = None,
+        tokenizer: Any = None,
     ) -> "EagleDraft":
         """Load a head; see `load_eagle_head`.
 
@@ -60,9 +71,23 @@ class EagleDraft:
             folder: the head's.
             model: the target.
             layer_ids: what the list of layers in config.json counts: "layers", or
-                "tuple", in which 0 is the embedding. By its place when omitted.
+                "tuple", in which 0 is the embedding. When omitted, the target writes
+                about 64 tokens, and the head guesses them from either layers; those
+                that the place of the list does not name are taken only if they are
+                surely better. Without a tokenizer the place decides.
+            tokenizer: the target's.
+
+        Raises:
+            ModelFolderError: the folder holds no such head, or not all of one.
+            ContractError: the head guesses no better than by chance.
         """
-        return cls(model, *load_eagle_head(folder, model, layer_ids=layer_ids))
+        head, layers = load_eagle_head(folder, model, layer_ids=layer_ids)
+        if layer_ids is None and tokenizer is not None:
+            config = read_config(Path(folder).expanduser())
+            readings = layer_readings(config, len(find_parts(model).layers))
+            scores = probe_layers(head, model, readings, starts_for(tokenizer))
+            layers = readings[next(iter(scores))]
+        return cls(model, head, layers)
 
     def check_ids(self, highest: int) -> None:
         """Refuse a head of other token ids; see `Following`."""

@@ -83,7 +83,7 @@ def _load_dflash(offer: Offer) -> DFlashDraft:
 
 
 def _load_eagle(offer: Offer) -> EagleDraft:
-    return EagleDraft.from_folder(offer.folder, offer.model)
+    return EagleDraft.from_folder(offer.folder, offer.model, tokenizer=offer.tokenizer)
 
 
 def _load_assistant(offer: Offer) -> AssistantDraft:

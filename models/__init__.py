@@ -18,9 +18,10 @@ from mlx_speculation.models.dflash_config import is_dflash
 from mlx_speculation.models.dflash_context import DFlashContext
 from mlx_speculation.models.dflash_head import DFlash, DFlashHead
 from mlx_speculation.models.dflash_loading import load_dflash
-from mlx_speculation.models.eagle_config import LayerIds, is_eagle
+from mlx_speculation.models.eagle_config import LayerIds, is_eagle, layer_readings
 from mlx_speculation.models.eagle_head import Eagle, EagleHead
 from mlx_speculation.models.eagle_loading import load_eagle_head
+from mlx_speculation.models.eagle_probe import probe_layers
 from mlx_speculation.models.finding import find_parts
 from mlx_speculation.models.grammars import json_schema, lark, regex
 from mlx_speculation.models.hidden_states import HiddenStates
@@ -95,6 +96,7 @@ __all__ = [
     "is_split_head",
     "json_schema",
     "lark",
+    "layer_readings",
     "load",
     "load_assistant",
     "load_dflash",
@@ -106,6 +108,7 @@ __all__ = [
     "notice",
     "position_of",
     "probe_anchor",
+    "probe_layers",
     "quantize_weights",
     "read_config",
     "read_pair",

@@ -9,6 +9,7 @@ the head reads is said in two ways, and a number means another layer in each:
     "layers"   i is the output of layer i. So inside of eagle_config
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -123,6 +124,25 @@ def target_layers(
             f"{ids} is meant: layer_ids='layers' or 'tuple'."
         )
     return layers
+
+
+def layer_readings(config: Config, trunk: int) -> dict[LayerIds, tuple[int, ...]]:
+    """Return the layers that each reading of the list names, the usual one first.
+
+    One that names layers which the target lacks is left out, and so is the list's
+    other reading where there is no list.
+
+    Raises:
+        ModelFolderError: the usual one does.
+    """
+    inside, outside = nested(config, "eagle_config", _LIST), config.get(_LIST)
+    usual: LayerIds = "tuple" if inside is None else "layers"
+    other: LayerIds = "layers" if inside is None else "tuple"
+    found: dict[LayerIds, tuple[int, ...]] = {usual: target_layers(config, trunk)}
+    if inside is not None or outside is not None:
+        with suppress(ModelFolderError):
+            found[other] = target_layers(config, trunk, other)
+    return found
 
 
 def _are_ids(ids: Any) -> bool:

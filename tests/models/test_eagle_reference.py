@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from mlx_speculation.engine import EagleDraft
 from mlx_speculation.models import HiddenStates
@@ -36,12 +37,15 @@ CASES: dict[str, dict[str, Any]] = {
     "whole vocabulary": {"draft_vocab": None},
     "target's head": {"draft_vocab": None, "own_head": False},
     "llama3 rotation": {"rope_scaling": LLAMA3},
+    "joined norm": {},
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_rows_and_drafts_are_those_of_the_reference(case: str, tmp_path: Path) -> None:
     tensors, config = eagle3.write_tiny(tmp_path, seed=3, **CASES[case])
+    if case == "joined norm":
+        _add_joined_norm(tmp_path, tensors)
     draft = EagleDraft.from_folder(tmp_path, target())
     layers = eagle3.feature_layers(config, 8)
     assert list(draft.eagle.layers) == layers
@@ -62,6 +66,13 @@ def test_rows_and_drafts_are_those_of_the_reference(case: str, tmp_path: Path) -
     drafted = eagle3.draft(tensors, config, features, paired, DRAFTS, **tables())
     assert greedy_drafts(draft, states, tokens) == drafted
     assert_close(eagle.states(states), eagle3.project(tensors, config, features))
+
+
+def _add_joined_norm(folder: Path, tensors: dict[str, Any]) -> None:
+    """Give a head a norm over the joined outputs of layers."""
+    scale = np.random.default_rng(9).uniform(0.5, 1.5, 3 * 64).astype(np.float32)
+    tensors["input_norm.weight"] = scale
+    save_file(tensors, folder / "model.safetensors")
 
 
 def greedy_drafts(draft: EagleDraft, states: Any, tokens: list[int]) -> list[int]:
