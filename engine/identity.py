@@ -94,8 +94,20 @@ def find_parting(
     got: Sequence[int],
     *,
     width: int,
+    places: int | None = None,
 ) -> Parting | None:
-    """Return where two texts part and how near a tie is there; None: they are equal."""
+    """Return where two texts part and how near a tie is there; None: they are equal.
+
+    Args:
+        model: the target.
+        chooser: what chose the tokens.
+        prompt: token ids.
+        expected: the text by single rows.
+        got: the text by rows of several widths.
+        width: the most rows of a forward.
+        places: of a block to try, in which the row may have stood; None: all. Fewer
+            are quicker, and may find a smaller difference than there was.
+    """
     pairs = enumerate(zip_longest(expected, got))
     different = next(((i, one, two) for i, (one, two) in pairs if one != two), None)
     if different is None:
@@ -106,7 +118,7 @@ def find_parting(
     # Nobody noted at which place of a block the row was: try each of them.
     wide = [
         deciding_row(model, shared, len(prompt), first=first, width=width)
-        for first in range(1, width + 1)
+        for first in range(1, min(width, places or width) + 1)
     ]
     difference = max(float(mx.abs(single - row).max()) for row in wide)
     return weigh(chooser, single, Rows(shared), (index, one, two), difference)

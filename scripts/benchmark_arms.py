@@ -174,8 +174,8 @@ def make_arms(models: Models, lengths: list[int]) -> list[Arm]:
     return arms
 
 
-def ours(generator: SpeculativeGenerator, length: int, job: Job) -> Run:
-    """Run a job with one of our generators."""
+def ours(generator: SpeculativeGenerator, length: int | None, job: Job) -> Run:
+    """Run a job with one of our generators; None: the generator's usual length."""
     stream = generator.stream(
         job.prompt,
         max_tokens=job.tokens,

@@ -132,13 +132,15 @@ def run_case(
     jobs: Sequence[Job],
     repeats: int,
     progress: Callable[[str], None],
+    *,
+    places: int | None = None,
 ) -> None:
     """Run the warm-up and all passes; fill the case's series.
 
     Raises:
         AssertionError: a text that must be equal to plain decoding is not.
     """
-    checker = Checker(case, models, progress)
+    checker = Checker(case, models, progress, places)
     progress(f"{case}: warm-up")
     short = replace(jobs[0], tokens=min(jobs[0].tokens, WARM_UP_TOKENS))
     checker.check(short, 0, _run_pass(case.series, short, 0, counted=False))
@@ -165,8 +167,13 @@ class Checker:
     """Compares the texts of a case with our plain decoding, each of them once."""
 
     def __init__(
-        self, case: Case, models: Models, progress: Callable[[str], None]
+        self,
+        case: Case,
+        models: Models,
+        progress: Callable[[str], None],
+        places: int | None = None,
     ) -> None:
+        self._places = places
         self._case = case
         self._models = models
         self._progress = progress
@@ -201,6 +208,7 @@ class Checker:
             expected,
             got,
             width=arm.draft_length + 1,
+            places=self._places,
         )
         assert parting is not None
         line = f"{self._case}: {arm.name}, prompt {prompt}: {parting}"

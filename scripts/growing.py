@@ -40,6 +40,7 @@ class Growth:
 
 
 SHAPES = {
+    "as it is": Growth(width=1, layers=6),
     "1B": Growth(width=4, layers=22),
     "8B": Growth(width=8, layers=44),
 }
