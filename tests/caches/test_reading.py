@@ -92,6 +92,7 @@ def test_rows_of_a_shared_snapshot_are_read_too() -> None:
     cache.update_and_fetch(*tagged(0, 5))
     held = snapshot([cache])
     assert type(cache) is not KVCache
+    check_readable(cache, 0)
     assert positions(cache, 5, 3) == [2, 3, 4]
     del held
 
