@@ -32,7 +32,7 @@ FEWEST_PLACES = 16
 # A candidate replaces the usual one if it is better by so many standard errors, and by
 # so many nats.
 CERTAINTY = 2.0
-LEAST_GAIN = 1e-3
+LEAST_GAIN = 0.01
 _FLOOR = -50.0
 
 Candidate = TypeVar("Candidate", bound=Hashable)

@@ -75,7 +75,8 @@ def trained(truth: Truth = "as trained") -> Trained:
     if truth == "before_norm":
         contract = Contract("before_norm", "before_norm", norms="stored")
     taps = HiddenStates(model, before_norm=True, after_norm=True)
-    text = OwnText.of(model, taps, [tokenizer.encode(start) for start in STARTS])
+    starts = [tokenizer.encode(start) for start in STARTS]
+    text = OwnText.of(model, taps, starts, steps=12)  # a few less, to be quick
     return Trained(model, tokenizer, head, stored, taps, text, contract)
 
 
