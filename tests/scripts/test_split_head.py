@@ -148,7 +148,12 @@ def test_what_cannot_be_split_is_refused_and_leaves_nothing(tmp_path: Path) -> N
     with pytest.raises(ModelFolderError, match="of no family"):
         split_head(demo_models()["dense"], tmp_path / "again")
     shard: Any = made.folder / "model-00002-of-00002.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-1])
+    whole = shard.read_bytes()
+    save(shard, {n: v.astype(mx.int64) for n, v in made.tensors.items()})
+    shard.write_bytes(shard.read_bytes().replace(b'"I64"', b'"C64"'))
+    with pytest.raises(ModelFolderError, match="is of dtype C64, and"):
+        split_head(made.folder, tmp_path / "again")
+    shard.write_bytes(whole[:-1])
     (made.folder / "model.safetensors.index.json").unlink()
     with pytest.raises(ModelFolderError, match="cannot be read"):
         split_head(made.folder, tmp_path / "again")
