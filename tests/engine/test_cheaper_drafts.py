@@ -23,9 +23,16 @@ from mlx_speculation import (
     SpeculativeGenerator,
     reduced_vocabulary,
 )
-from mlx_speculation.engine import MtpDraft
+from mlx_speculation.engine import EagleDraft, MtpDraft
+from mlx_speculation.engine.cheaper import own_weights
 from mlx_speculation.engine.drafting import Choices, Draft
-from mlx_speculation.models import Contract, load, weight_bytes, wrapped
+from mlx_speculation.models import (
+    Contract,
+    load,
+    quantize_weights,
+    weight_bytes,
+    wrapped,
+)
 from support.eagle_checkpoints import write_eagle
 from support.identity import GREEDY, SAMPLED, prompt_of
 from support.mtp_checkpoints import LAYOUTS, family, flat, make, write
@@ -99,11 +106,20 @@ def test_a_quantized_head_leaves_the_text(tmp_path: Path, name: str) -> None:
 
 
 def test_a_quantized_eagle_head_leaves_the_text(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "llama", "llama")
-    write_eagle(tmp_path / "eagle", "vllm")
-    generator = same_text(folder, draft=tmp_path / "eagle", quantize_draft=4)
-    draft: Any = generator._draft
-    assert isinstance(draft.own_weights.fc, nn.QuantizedLinear)
+    model = build("llama")
+    folder = write_eagle(tmp_path / "eagle", "vllm")
+    draft = EagleDraft.from_folder(folder, model, layer_ids="tuple")
+    whole = weight_bytes(model)
+    quantize_weights(own_weights(draft), 4)
+    head: Any = draft.own_weights
+    assert isinstance(head.fc, nn.QuantizedLinear)
+    assert weight_bytes(model) == whole
+    options: dict[str, Any] = {"max_tokens": TOKENS, "sampling": SAMPLED}
+    plain = SpeculativeGenerator(model, byte_tokenizer())
+    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=draft)
+    result = generator.generate(PROMPT, **options)
+    assert result.tokens == plain.generate(PROMPT, **options).tokens
+    assert result.stats.drafted > TOKENS // 2
 
 
 IDS = list(range(0, 256, 3))
