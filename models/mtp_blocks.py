@@ -82,7 +82,12 @@ def deepseek_v3(args: Any, config: Config, k: int) -> list[Block]:
 
 
 def deepseek_v32(args: Any, config: Config, k: int) -> list[Block]:
-    """DeepSeek V3.2 and GLM-5: the same with an indexer, which has a cache too."""
+    """DeepSeek V3.2 and GLM-5: the same with an indexer, which has a cache too.
+
+    It chooses positions anew for each draft, also where the config has
+    index_share_for_mtp_iteration: past index_topk positions drafts may differ from
+    those of engines that keep the first draft's choice, and cost a little more.
+    """
     layer = _models("deepseek_v32").DeepseekV32DecoderLayer
     return [Block(layer(_all_experts(args), k), _pair, mask_array=True)]
 
