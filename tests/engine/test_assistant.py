@@ -117,6 +117,20 @@ def test_an_assistant_leaves_the_text_as_plain_decoding_has_it(
         assert plain_text(make(name).target, text[:PROMPT], TOKENS) == result.tokens
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_text_model_inside_of_another_has_an_assistant(temperature: float) -> None:
+    """As Gemma 4 is published."""
+    sampling = _sampling(temperature)
+    plain, drafted = (
+        generator("wrapped", draft).generate(
+            prompt_of(PROMPT), max_tokens=TOKENS, sampling=sampling
+        )
+        for draft in (None, draft_of("wrapped"))
+    )
+    assert drafted.tokens == plain.tokens
+    assert drafted.stats.drafted > 0
+
+
 @pytest.mark.parametrize(("sliding", "anchor"), [*zip(SLIDING, ANCHORS, strict=True)])
 @pytest.mark.parametrize("length", _mostly(3, 1, 6))
 @pytest.mark.parametrize("name", TARGETS)

@@ -174,6 +174,14 @@ def test_a_config_that_is_not_understood_is_refused(
         read_assistant_settings(config)
 
 
+@pytest.mark.parametrize("name", ["gemma4_assistant", "gemma4_unified_assistant"])
+def test_both_kinds_of_assistants_are_known(name: str) -> None:
+    config = {**config_of("shared"), "model_type": name}
+    assert is_assistant(config)
+    assert read_assistant_settings(config).target_dim == 64
+    assert not is_assistant({"model_type": "gemma4"})
+
+
 def test_files_that_do_not_say_that_all_layers_share_are_read() -> None:
     """`num_kv_shared_layers` is 0 in some."""
     config = config_of("shared", num_kv_shared_layers=0)

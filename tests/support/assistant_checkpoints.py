@@ -38,7 +38,13 @@ TARGETS: dict[str, TinyModel] = {
 # Heads that are wide enough for quantized caches.
 _WIDE = {"head_dim": 32, "global_head_dim": 32, "attention_k_eq_v": False}
 QUANTIZABLE = replace(_GEMMA4, args={**_GEMMA4.args, **_UNSHARED, **_WIDE})
-_ALL = {**TARGETS, "quantizable": QUANTIZABLE}
+# What the text models of real checkpoints stand in.
+WRAPPED = replace(
+    _GEMMA4,
+    module="gemma4",
+    args={"model_type": "gemma4", "vocab_size": 256, "text_config": _GEMMA4.args},
+)
+_ALL = {**TARGETS, "quantizable": QUANTIZABLE, "wrapped": WRAPPED}
 HEADS = ("dense", "centroids")
 DIM, VOCAB, WINDOW = 64, 256, 16
 
@@ -67,6 +73,7 @@ def config_of(name: str, head: str = "dense", **text: Any) -> dict[str, Any]:
         text: other values in text_config.
     """
     args = _ALL[name].args
+    args = args.get("text_config", args)
     proportional = name != "gemma3"
     full: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6}
     if proportional:
