@@ -58,7 +58,7 @@ def benchmark(
     ] = None,
     ids: Annotated[
         list[int] | None,
-        typer.Option(help="Sizes of vocabularies; by default 1024 and 512."),
+        typer.Option(help="Sizes of vocabularies; by default 1536 and 1024."),
     ] = None,
     length: Annotated[int, typer.Option(min=1, help="Tokens drafted in a round.")] = 4,
     prompts: Annotated[int, typer.Option(min=1, help="Of each group.")] = 12,
@@ -78,7 +78,7 @@ def benchmark(
     folder = demo_models().get(target, Path(target))
     bench = Bench.load(folder)
     small = Path(draft) if draft is not None else demo_models()["draft"]
-    variants = _variants(bench, small, bits or [8, 4], ids or [1024, 512])
+    variants = _variants(bench, small, bits or [8, 4], ids or [1536, 1024])
     _time(bench, variants, length, turns)
     for variant in variants:
         _count(bench, variant, length, prompts, tokens, temperature)
