@@ -72,9 +72,11 @@ def generator(name: str, draft: Any, **options: Any) -> SpeculativeGenerator:
     )
 
 
+OTHERS = [dialect for dialect in DIALECTS if dialect != "specforge"]
 CASES = [
     *(("specforge", name) for name in TARGETS),
-    *((dialect, "qwen3_5") for dialect in DIALECTS if dialect != "specforge"),
+    # The authors' files name no layers, and the usual ones need seven.
+    *((dialect, "qwen3_5" if dialect == "authors" else "llama") for dialect in OTHERS),
 ]
 
 
