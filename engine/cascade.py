@@ -2,9 +2,7 @@
 
 from typing import Any
 
-import mlx.core as mx
-
-from mlx_speculation.engine.drafting import Choose, Draft, Drafter
+from mlx_speculation.engine.drafting import NOTHING, Choose, Draft, Drafter
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.errors import InvalidRequestError
 
@@ -44,11 +42,12 @@ class Cascade:
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
         """Return the first draft that is not empty."""
-        draft = Draft(mx.array([], mx.uint32))
+        draft = NOTHING  # stays so where none is asked any more
         for drafter in self._drafters:
             self._asked = drafter
-            draft = drafter.propose(sequence, limit, choose)
-            if draft.length:
+            found = drafter.propose(sequence, limit, choose)
+            draft = draft if found is NOTHING else found
+            if found.length:
                 break
             drafter.discard()
         return draft

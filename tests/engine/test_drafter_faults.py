@@ -436,6 +436,23 @@ def test_an_empty_draft_is_an_answer_and_is_counted() -> None:
     assert drafter.calls.count("propose") == stats.empty_drafts + stats.drafts
 
 
+def test_empty_drafts_of_a_cascade_count_while_a_member_is_asked() -> None:
+    drafter = ScriptedDrafter([], 1.0, ragged=True, least=0)
+    generator = SpeculativeGenerator(
+        target_of("custom"), byte_tokenizer(), draft=Cascade(drafter, small())
+    )
+    options: dict[str, Any] = {"draft_length": 1}
+    result, _, _ = generated(
+        generator, broken(DraftModel, "begin", 1, "before"), **options
+    )
+    assert result.stats.empty_drafts > 0
+    with broken(ScriptedDrafter, "begin", 1, "before"):
+        result, _, _ = generated(
+            generator, broken(DraftModel, "begin", 1, "before"), **options
+        )
+    assert result.stats.empty_drafts == result.stats.drafts == 0
+
+
 def test_a_drafter_that_was_set_aside_leaves_pipelined_plain_steps() -> None:
     generator = SpeculativeGenerator(
         target_of("model"), byte_tokenizer(), draft=small(), draft_length=3
