@@ -105,7 +105,9 @@ def parameters_of(model: nn.Module) -> int:
 
 def _dense(model: qwen3.Model) -> dict[str, mx.array]:
     """Return the parameters in float32, not quantized, and leave the model alone."""
-    if any(".scales" in name for name, _ in tree_flatten(model.parameters())):
+    stored: Any = tree_flatten(model.parameters())
+    dense: nn.Module = model
+    if any(".scales" in name for name, _ in stored):
         copy = qwen3.Model(model.args)
         config = next(
             {"group_size": module.group_size, "bits": module.bits}
@@ -115,8 +117,8 @@ def _dense(model: qwen3.Model) -> dict[str, mx.array]:
         nn.quantize(copy, **config)
         copy.update(model.parameters())
         copy.set_dtype(mx.float32)
-        model = dequantize_model(copy)
-    found: Any = tree_flatten(model.parameters())
+        dense = dequantize_model(copy)
+    found: Any = tree_flatten(dense.parameters())
     return {name: value.astype(mx.float32) for name, value in found}
 
 
