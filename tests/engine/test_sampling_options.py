@@ -32,6 +32,7 @@ from mlx_speculation import InvalidRequestError, Sampling, SpeculativeGenerator,
 from mlx_speculation.engine import decoding
 from mlx_speculation.engine.results import Result
 from support.drafters import ScriptedDrafter
+from support.planned_lengths import Planned
 from support.tiny_models import TINY_MODELS, build_tiny
 from support.tiny_tokenizer import letter_tokenizer
 
@@ -117,14 +118,18 @@ def draft_of(kind: str, text: list[int]) -> Any:
 
 
 def generate(
-    draft: Any, length: int, options: dict[str, Any], users: list[Any], **more: Any
+    draft: Any,
+    length: int | list[int],
+    options: dict[str, Any],
+    users: list[Any],
+    **more: Any,
 ) -> Result:
-    generator = SpeculativeGenerator(
-        model_of(0), letter_tokenizer(VOCAB), draft=draft, draft_length=length
-    )
+    """Generate with drafts of one length, or of lengths from a list."""
+    generator = SpeculativeGenerator(model_of(0), letter_tokenizer(VOCAB), draft=draft)
     return generator.generate(
         PROMPT,
         max_tokens=TOKENS,
+        draft_length=Planned(length) if isinstance(length, list) else length,
         sampling=Sampling(**options, logits_processors=tuple(users)),
         logprobs=2,
         **{"stop_tokens": ()} | more,
@@ -143,7 +148,11 @@ def assert_same(got: Result, expected: Result) -> None:
 
 
 def check(
-    options: dict[str, Any], kind: str, length: int, users: list[str], stops: set[int]
+    options: dict[str, Any],
+    kind: str,
+    length: int | list[int],
+    users: list[str],
+    stops: set[int],
 ) -> Result:
     plain, ours = ([USERS[name]() for name in users] for _ in range(2))
     expected = generate(None, 0, options, plain, stop_tokens=stops)
@@ -164,13 +173,17 @@ def check(
 @given(
     options=OPTIONS,
     kind=st.sampled_from(KINDS),
-    length=st.integers(0, 8),
+    length=st.integers(0, 8) | st.lists(st.integers(0, 6), min_size=2, max_size=6),
     users=st.sampled_from([[], ["pure"], ["forkable"], ["serial"], ["serial", "pure"]]),
     stops=st.sets(st.integers(0, VOCAB - 1), max_size=2),
 )
 @settings(max_examples=25)
 def test_any_drafter_leaves_text_calls_and_log_probabilities(
-    options: dict[str, Any], kind: str, length: int, users: list[str], stops: set[int]
+    options: dict[str, Any],
+    kind: str,
+    length: int | list[int],
+    users: list[str],
+    stops: set[int],
 ) -> None:
     check(options, kind, length, users, stops)
 

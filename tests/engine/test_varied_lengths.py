@@ -14,11 +14,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation import InvalidRequestError, LookupDrafter, SpeculativeGenerator
 from mlx_speculation.engine import Stream
-from mlx_speculation.engine.lengths import Outcome, Plan
 from mlx_speculation.errors import SpeculationError
 from mlx_speculation.samplers import Chooser
 from support.drafters import ScriptedDrafter
 from support.identity import GREEDY, SAMPLED, assert_same_text
+from support.planned_lengths import Planned
 from support.tiny_models import build
 from support.tiny_tokenizer import byte_tokenizer
 
@@ -27,31 +27,6 @@ MODELS = ("llama", "gemma3_text", "qwen3_5")
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
 TOKENS = 40
 KINDS = ("model", "right", "random", "lookup")
-
-
-class Planned:
-    """Plans from a list, over and over."""
-
-    def __init__(self, lengths: list[int]) -> None:
-        self._lengths = lengths
-        self.planned: list[Plan] = []
-        self.noted: list[tuple[Plan, Outcome]] = []
-        self.ended = 0
-
-    @property
-    def longest(self) -> int:
-        return max(self._lengths)
-
-    def plan(self, context: int, limit: int) -> Plan:
-        length = self._lengths[len(self.planned) % len(self._lengths)]
-        self.planned.append(Plan(max(0, min(length, limit)), "fixed"))
-        return self.planned[-1]
-
-    def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
-        self.noted.append((plan, outcome))
-
-    def end(self) -> None:
-        self.ended += 1
 
 
 @cache

@@ -1,0 +1,28 @@
+"""Draft lengths from a list."""
+
+from mlx_speculation.engine.lengths import Outcome, Plan
+
+
+class Planned:
+    """Plans from a list, over and over."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self._lengths = lengths
+        self.planned: list[Plan] = []
+        self.noted: list[tuple[Plan, Outcome]] = []
+        self.ended = 0
+
+    @property
+    def longest(self) -> int:
+        return max(self._lengths)
+
+    def plan(self, context: int, limit: int) -> Plan:
+        length = self._lengths[len(self.planned) % len(self._lengths)]
+        self.planned.append(Plan(max(0, min(length, limit)), "fixed"))
+        return self.planned[-1]
+
+    def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
+        self.noted.append((plan, outcome))
+
+    def end(self) -> None:
+        self.ended += 1
