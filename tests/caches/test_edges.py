@@ -4,7 +4,9 @@ Each of these was shown by a mutant that all other tests let live.
 """
 
 import json
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -12,12 +14,26 @@ from mlx_lm.models.cache import (
     ArraysCache,
     ConcatenateKVCache,
     KVCache,
+    QuantizedKVCache,
     RotatingKVCache,
 )
 
-from mlx_speculation import Speculation, UnsupportedCacheError
-from mlx_speculation.caches import snapshot, split
+from mlx_speculation import CacheFileError, Speculation, UnsupportedCacheError
+from mlx_speculation.caches import (
+    load_caches,
+    load_into,
+    native_files,
+    older_files,
+    running_points,
+    save_caches,
+    saved_fit,
+    snapshot,
+    split,
+)
 from mlx_speculation.caches.batch_kv import moved
+from mlx_speculation.caches.batch_rotating import SavedSlots
+from mlx_speculation.caches.field_checks import _check_groups, check_quantized
+from mlx_speculation.caches.fields import Leaf
 from mlx_speculation.caches.kv import even_out
 from mlx_speculation.caches.tensor_file import MAX_DIM, FlawError, read_header
 from mlx_speculation.caches.tensor_writer import write
@@ -133,3 +149,85 @@ def test_a_concatenated_cache_with_another_offset_is_refused(offset: int) -> Non
     cache.offset = offset
     with pytest.raises(UnsupportedCacheError, match="holds 3 rows"):
         Speculation([cache])
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("bits", [2, 4, 8])  # mlx-lm's cache packs no others
+def test_every_way_to_quantize_is_saved_and_loaded(
+    group: int, bits: int, tmp_path: Path
+) -> None:
+    cache = QuantizedKVCache(group_size=group, bits=bits)
+    keys = mx.random.normal((1, 2, 5, 256), key=mx.random.key(bits))
+    cache.update_and_fetch(keys, 2 * keys)
+    save_caches(tmp_path / "file.safetensors", [cache], tokens=[1, 2, 3, 4, 5])
+    [loaded] = load_caches(tmp_path / "file.safetensors").caches
+    assert (loaded.group_size, loaded.bits, loaded.offset) == (group, bits, 5)
+    for mine, theirs in zip(loaded.keys, cache.keys, strict=True):
+        assert mx.array_equal(mine[:, :, :5], theirs[:, :, :5])
+
+
+def test_a_file_of_another_kind_is_refused_by_both_names(tmp_path: Path) -> None:
+    ring, live = RotatingKVCache(max_size=8), KVCache()
+    ring.update_and_fetch(rows(3), rows(3))
+    save_caches(tmp_path / "file.safetensors", [ring], tokens=[1, 2, 3])
+    message = "the file has a RotatingKVCache and the live cache is KVCache"
+    with pytest.raises(CacheFileError, match=message):
+        load_into(tmp_path / "file.safetensors", [live])
+    assert live.offset == 0
+
+
+def test_the_error_says_how_long_a_header_may_be(tmp_path: Path) -> None:
+    entry = {**EMPTY, "shape": [0]}
+    length = len(json.dumps({"x": entry}))
+    with pytest.raises(FlawError, match=f"have {length + 1} bytes of {length}$"):
+        header_of(tmp_path, entry, more=1)
+
+
+def test_scales_of_another_number_of_rows_are_refused() -> None:
+    packed = mx.zeros((1, 1, 4, 8), mx.uint32)
+    scales = mx.zeros((1, 1, 3, 1))
+    arrays = {f"{name}.0": packed for name in ("keys", "values")}
+    arrays |= {f"{n}.{i}": scales for n in ("keys", "values") for i in (1, 2)}
+    numbers = {"group_size": 64, "bits": 4, "offset": 4}
+    with pytest.raises(FlawError, match="do not fit groups of 64"):
+        check_quantized(Leaf("QuantizedKVCache", numbers, arrays))
+
+
+def test_a_text_of_one_letter_is_a_text() -> None:
+    assert native_files._scalar(mx.array([65]), "string", "x") == "A"
+
+
+def test_a_layer_without_an_offset_is_said() -> None:
+    with pytest.raises(FlawError, match="has no offset"):
+        native_files._complete_layer(Leaf("LayerCache", {}, {}), "0", None)
+
+
+def test_numbers_that_do_not_belong_there_are_said() -> None:
+    with pytest.raises(FlawError, match="has numbers it should not"):
+        older_files._older_numbers("ArraysCache", {("0",): "1"}, "0")
+
+
+def test_neighbours_of_points_are_two_apart() -> None:
+    assert list(running_points._ends([0, 1, 5, 9])) == [(0, 5), (1, 9)]
+
+
+def test_fewer_last_tokens_are_alike() -> None:
+    two, three = mx.zeros((1, 2), mx.int32), mx.zeros((1, 3), mx.int32)
+    assert saved_fit._alike("ArraysCache", three, two)
+    assert not saved_fit._alike("ArraysCache", three.astype(mx.float32), two)
+
+
+def test_groups_hold_more_tokens_than_are_pending() -> None:
+    """3 groups of 1 token and 2 pending ones cannot make 5 tokens."""
+    pending = {"pending_kv": 2, "pending_gate": 2}
+    with pytest.raises(FlawError, match="do not make 5 tokens"):
+        _check_groups(5, {"compress_kv": 3, "index_k": 3, **pending})
+    _check_groups(5, {"compress_kv": 1, "index_k": 1, **pending})
+
+
+def test_a_block_of_saved_slots_begins_anywhere() -> None:
+    keys, values = rows(8), rows(8)
+    saved = SavedSlots(weakref.ref(keys), weakref.ref(values), 4, 10, rows(3))
+    cache = SimpleNamespace(keys=keys, values=values, _offset=11)
+    assert saved.holds(cache, 5)
+    assert not saved.holds(cache, 4)
