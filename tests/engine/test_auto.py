@@ -6,7 +6,6 @@ caller names one; the error of a named draft swallowed.
 """
 
 import json
-import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,12 +22,12 @@ from mlx_speculation import (
     ModelFolderError,
     Sampling,
     SpeculativeGenerator,
-    demo_models,
 )
 from mlx_speculation.engine import LookupDrafter, MtpDraft
 from mlx_speculation.engine.kinds import KINDS, kind_of
 from mlx_speculation.models import Contract
 from support import tiny_models
+from support.demo_folders import copy_of
 from support.identity import plain_text, prompt_of
 from support.mtp_checkpoints import flat, make, write, write_folder
 
@@ -66,7 +65,7 @@ def tiny(folder: Path, name: str = "llama") -> nn.Module:
 @pytest.fixture(name="hybrid", scope="module")
 def _hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo") / "hybrid"
-    return Path(shutil.copytree(demo_models()["hybrid"], folder))
+    return copy_of("hybrid", folder)
 
 
 @pytest.mark.parametrize("draft", ["auto", "mtp"])

@@ -6,17 +6,16 @@ with norms of another candidate.
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mlx_speculation import demo_models
 from mlx_speculation.errors import ContractError, ModelFolderError
 from mlx_speculation.models import Contract, load, load_mtp_head
 from mlx_speculation.models.saved_contracts import NAME
+from support.demo_folders import copy_of
 from support.mtp_checkpoints import LAYOUTS, family, flat, save, write
 from support.trained_head import trained
 
@@ -38,7 +37,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(name="hybrid")
 def _hybrid(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(demo_models()["hybrid"], tmp_path / "hybrid"))
+    return copy_of("hybrid", tmp_path / "hybrid")
 
 
 def test_a_probe_finds_the_contract_once_and_saves_it(hybrid: Path) -> None:

@@ -6,7 +6,6 @@ instead of the file; norms that lack their one and are not said to any more.
 """
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ from mlx_speculation.models import Contract, load
 from mlx_speculation.models.mtp_loading import read_mtp_head
 from mlx_speculation.models.splitting import SIDECAR, split_head
 from mlx_speculation.models.tensor_places import places_in
+from support.demo_folders import copy_of
 from support.identity import prompt_of
 from support.mtp_checkpoints import LAYOUTS, family, flat, save, write
 
@@ -161,7 +161,7 @@ def test_what_cannot_be_split_is_refused_and_leaves_nothing(tmp_path: Path) -> N
 
 
 def test_the_script_splits_and_says_what_it_did(tmp_path: Path) -> None:
-    shutil.copytree(demo_models()["hybrid"], tmp_path / "hybrid")
+    copy_of("hybrid", tmp_path / "hybrid")
     folders = [str(tmp_path / "hybrid"), str(tmp_path / "out")]
     command = [sys.executable, str(SCRIPT), *folders]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
