@@ -24,16 +24,22 @@ def check_quantized(bits: int, kind: Kind | None, draft: Any) -> None:
         )
 
 
+def own_module(draft: Any) -> nn.Module | None:
+    """Return the module of a draft, without what it shares with the target, if known."""
+    found = (
+        draft if isinstance(draft, nn.Module) else getattr(draft, "own_weights", None)
+    )
+    return found if isinstance(found, nn.Module) else None
+
+
 def own_weights(draft: Any) -> nn.Module:
     """Return the module of a loaded draft, without what it shares with the target.
 
     Raises:
         InvalidRequestError: the draft has none that is known.
     """
-    module = (
-        draft if isinstance(draft, nn.Module) else getattr(draft, "own_weights", None)
-    )
-    if isinstance(module, nn.Module):
+    module = own_module(draft)
+    if module is not None:
         return module
     raise InvalidRequestError(
         f"quantize_draft was passed, and the draft is a {type(draft).__name__}, which "

@@ -1,5 +1,6 @@
 """The front door: a target, perhaps a draft, and streams of text from them."""
 
+import copy
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -38,7 +39,7 @@ from mlx_speculation.engine.kinds import (
 )
 from mlx_speculation.engine.lengths import Lengths
 from mlx_speculation.engine.masking import Masks
-from mlx_speculation.engine.measured_lengths import Filler, MeasuredLengths
+from mlx_speculation.engine.measured_lengths import MeasuredLengths, measured_draft
 from mlx_speculation.engine.prefixes import Prefixes
 from mlx_speculation.engine.prompts import Prompts
 from mlx_speculation.engine.results import Result
@@ -298,11 +299,10 @@ class SpeculativeGenerator:
         Raises:
             InvalidRequestError: there is no draft, or a context is not at least 1.
         """
-        generator = self
-        if self._draft is not None and self._lengths.looks_up:
-            generator = SpeculativeGenerator(
-                self._model, self._tokenizer, draft=Filler(), sliding=self._sliding
-            )
+        # What it generates is of no use to later requests.
+        generator = copy.copy(self)
+        generator._prefix_cache = None
+        generator._draft = measured_draft(self._draft)
 
         def start(prompt: list[int], lengths: Lengths) -> Stream:
             return generator.stream(

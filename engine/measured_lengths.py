@@ -9,11 +9,11 @@ import mlx.nn as nn
 
 from mlx_speculation.engine.acceptance_rates import AcceptanceRates
 from mlx_speculation.engine.adaptive import AdaptiveLengths
-from mlx_speculation.engine.cheaper import own_weights
+from mlx_speculation.engine.cascade import Cascade
+from mlx_speculation.engine.cheaper import own_module
 from mlx_speculation.engine.cost_files import Known, shape_of
 from mlx_speculation.engine.drafting import Choose, Draft
 from mlx_speculation.engine.drafts import longest_length, members
-from mlx_speculation.engine.following import Following
 from mlx_speculation.engine.lengths import FixedLengths, Lengths
 from mlx_speculation.engine.lookup import LookupDrafter
 from mlx_speculation.engine.round_costs import RoundCosts
@@ -51,6 +51,14 @@ class Filler:
         """Do nothing."""
 
 
+def measured_draft(draft: Any) -> Any:
+    """Return a draft without its lookups, which draft by chance or not at all."""
+    others = [m for m in members(draft) if not isinstance(m, LookupDrafter)]
+    if len(others) > 1:
+        return Cascade(*others)
+    return others[0] if others else Filler()
+
+
 # Starts a stream on a prompt with a policy of its own.
 Start = Callable[[list[int], Lengths], Stream]
 
@@ -75,11 +83,6 @@ class MeasuredLengths:
         self._model, self._draft, self._sliding = model, draft, sliding
         self._longest = longest_length(draft)
         self._known: Known | None = None
-
-    @property
-    def looks_up(self) -> bool:
-        """Whether every draft comes from a lookup."""
-        return all(isinstance(member, LookupDrafter) for member in members(self._draft))
 
     def for_stream(self, length: int | Lengths | None) -> Lengths:
         """Return the policy of a stream; None: the usual one.
@@ -157,9 +160,8 @@ def _name(member: Any) -> str:
     """Return what a draft costs by: its kind, or its shape."""
     if isinstance(member, LookupDrafter):
         return "lookup"
-    if isinstance(member, nn.Module | Following):
-        return shape_of(own_weights(member))
-    return ""
+    module = own_module(member)
+    return "" if module is None else shape_of(module)
 
 
 def _checked(length: Any) -> int | None:

@@ -12,7 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_speculation import InvalidRequestError, LookupDrafter, SpeculativeGenerator
+from mlx_speculation import (
+    Cascade,
+    InvalidRequestError,
+    LookupDrafter,
+    PrefixCache,
+    SpeculativeGenerator,
+)
 from mlx_speculation.engine import Stream
 from mlx_speculation.errors import SpeculationError
 from mlx_speculation.samplers import Chooser
@@ -183,3 +189,36 @@ def test_contexts_are_numbers_of_tokens(contexts: list[int]) -> None:
     generator = SpeculativeGenerator(build("llama"), byte_tokenizer(), draft="lookup")
     with pytest.raises(InvalidRequestError, match="contexts"):
         generator.calibrate(contexts)
+
+
+def test_calibration_leaves_nothing_to_later_requests() -> None:
+    """What it generates is of no use, and would push out what is."""
+    prefixes, lookup = PrefixCache(max_bytes=1 << 20), LookupDrafter(earlier_tokens=999)
+    generator = SpeculativeGenerator(
+        build("llama"),
+        byte_tokenizer(),
+        draft=Cascade(lookup, build("llama")),
+        prefix_cache=prefixes,
+    )
+    generator.calibrate(contexts=[40])
+    assert prefixes.nbytes == 0
+    assert not any(index.tokens for index in lookup._earlier.indexes)
+    assert set(generator.calibrate(contexts=[8])[0]) >= {0, 4, 8}
+
+
+def test_a_head_of_the_users_own_kind_needs_no_name() -> None:
+    """Its costs are measured, and kept for this process alone."""
+
+    class Own:
+        def __init__(self, model: nn.Module) -> None:
+            self.model = model
+
+        def check_ids(self, highest: int) -> None:
+            """Fit any target."""
+
+        def for_stream(self, target: object, sequence: object) -> ScriptedDrafter:
+            return ScriptedDrafter(PROMPT + known("llama", False)[1], 1.0)
+
+    model, text = known("llama", False)
+    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=Own(model))  # type: ignore[arg-type]
+    assert generator.generate(PROMPT, max_tokens=TOKENS).tokens == text
