@@ -25,10 +25,10 @@ def check_quantized(bits: int, kind: Kind | None, draft: Any) -> None:
 
 
 def own_module(draft: Any) -> nn.Module | None:
-    """Return the module of a draft, without what it shares with the target, if known."""
-    found = (
-        draft if isinstance(draft, nn.Module) else getattr(draft, "own_weights", None)
-    )
+    """Return the module of a loaded draft; None: it has none that is known."""
+    if isinstance(draft, nn.Module):
+        return draft
+    found = getattr(draft, "own_weights", None)
     return found if isinstance(found, nn.Module) else None
 
 

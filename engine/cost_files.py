@@ -1,8 +1,7 @@
 """Measured costs and acceptance, kept from one process to the next.
 
-One file for each machine, mlx version, target and draft, in the folder that
-MLX_SPECULATION_CACHE names, else in mlx-speculation under XDG_CACHE_HOME or ~/.cache.
-What is in it can change how fast a text comes, never the text.
+One file for each machine, mlx version, target and draft; see `models.kept_files` for
+where. What is in it can change how fast a text comes, never the text.
 """
 
 import hashlib
@@ -10,7 +9,6 @@ import json
 import math
 import os
 import platform
-import tempfile
 import warnings
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -26,19 +24,11 @@ from mlx_speculation.blas import blas_in_use
 from mlx_speculation.engine.acceptance_rates import AcceptanceRates
 from mlx_speculation.engine.round_costs import RoundCosts
 from mlx_speculation.errors import CostFileWarning
+from mlx_speculation.models import cache_folder, write_json
 
 _VERSION = 1
 # A saved rate is a first guess, and counts for so many rounds.
 SAVED_WEIGHT = 8.0
-
-
-def cache_folder() -> Path:
-    """Return where measurements are kept."""
-    named = os.environ.get("MLX_SPECULATION_CACHE")
-    if named:
-        return Path(named)
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "mlx-speculation"
 
 
 def machine() -> dict[str, Any]:
@@ -87,11 +77,12 @@ class Known:
     @classmethod
     def read(cls, key: dict[str, Any] | None) -> "Known":
         """Return what is known under a key; nothing is kept under None."""
-        if key is None:
+        folder = cache_folder()
+        if key is None or folder is None:
             return cls.empty()
         key = {"machine": machine(), **key}
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-        path = cache_folder() / "costs" / f"{digest[:32]}.json"
+        path = folder / "costs" / f"{digest[:32]}.json"
         if not path.exists():
             return cls(RoundCosts(), AcceptanceRates(), path, key)
         try:
@@ -119,11 +110,7 @@ class Known:
             "rates": [round(rate, 4) for rate in rates],
         }
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.path.parent, suffix=".tmp")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(content, file, indent=1)
-            Path(name).replace(self.path)
+            write_json(self.path, content)
         except OSError as error:
             warnings.warn(
                 f"{self.path} cannot be written ({error}). What rounds cost is "

@@ -52,7 +52,7 @@ class Filler:
 
 
 def measured_draft(draft: Any) -> Any:
-    """Return a draft without its lookups, which draft by chance or not at all."""
+    """Return a draft without its lookups: what they propose depends on the text."""
     others = [m for m in members(draft) if not isinstance(m, LookupDrafter)]
     if len(others) > 1:
         return Cascade(*others)

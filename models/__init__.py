@@ -25,6 +25,7 @@ from mlx_speculation.models.eagle_probe import probe_layers
 from mlx_speculation.models.finding import find_parts
 from mlx_speculation.models.grammars import json_schema, lark, regex
 from mlx_speculation.models.hidden_states import HiddenStates
+from mlx_speculation.models.kept_files import cache_folder, write_json
 from mlx_speculation.models.lane import Lane, LaneRound, Sliding
 from mlx_speculation.models.loading import check_model_folder, load, model_folder
 from mlx_speculation.models.model_config import read_config
@@ -83,6 +84,7 @@ __all__ = [
     "Slots",
     "States",
     "TokenIds",
+    "cache_folder",
     "check_bits",
     "check_causal",
     "check_model_folder",
@@ -118,4 +120,5 @@ __all__ = [
     "weight_bytes",
     "wired",
     "wrapped",
+    "write_json",
 ]

@@ -3,7 +3,7 @@
 A file stands beside the head, or in a cache folder where nothing can be written there:
 
     <folder of the head>/mtp_contract.json
-    $XDG_CACHE_HOME/mlx-speculation/contracts/<hashes>.json      ~/.cache without it
+    <cache folder>/contracts/<hashes>.json        see `kept_files`
 
 It counts only while the hashes of target and head are those in it (`fingerprints` says
 what they cover). A file of a stranger, or one that is broken, is never trusted and
@@ -11,15 +11,14 @@ never written over: that is said, and the cache folder takes what is found.
 """
 
 import json
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.contract_fields import contract_of, fields_of
+from mlx_speculation.models.kept_files import cache_folder, write_json
 from mlx_speculation.models.mtp_families import Contract
 from mlx_speculation.models.notices import notice
 
@@ -115,20 +114,6 @@ class SavedContracts:
         return True
 
 
-def cache_folder() -> Path | None:
-    """Return the folder for what may be lost, by the XDG base directory rules.
-
-    None: nobody knows where the user's home is.
-    """
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not named.is_absolute():  # such a path is to be ignored, as the rules say
-        try:
-            named = Path.home() / ".cache"
-        except RuntimeError:
-            return None
-    return named / "mlx-speculation"
-
-
 def _object(file: Path) -> dict[str, Any] | None:
     """Return what a file of ours holds; None: there is none."""
     try:
@@ -156,16 +141,8 @@ def _object(file: Path) -> dict[str, Any] | None:
 
 def _write(file: Path, value: dict[str, Any]) -> bool:
     """Write a file as a whole, or leave everything as it was and return False."""
-    temporary = file.with_name(f".{file.name}.{os.urandom(8).hex()}.tmp")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("x", encoding="utf-8") as opened:
-            opened.write(json.dumps(value, indent=2) + "\n")
-            opened.flush()
-            os.fsync(opened.fileno())
-        temporary.replace(file)
+        write_json(file, value)
     except OSError:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
         return False
     return True

@@ -220,5 +220,5 @@ def test_a_head_of_the_users_own_kind_needs_no_name() -> None:
             return ScriptedDrafter(PROMPT + known("llama", False)[1], 1.0)
 
     model, text = known("llama", False)
-    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=Own(model))  # type: ignore[arg-type]
+    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=Own(model))
     assert generator.generate(PROMPT, max_tokens=TOKENS).tokens == text

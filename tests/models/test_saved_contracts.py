@@ -47,6 +47,7 @@ contracts = st.builds(
 
 @pytest.fixture(name="cache", autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("MLX_SPECULATION_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -97,6 +98,7 @@ def test_where_nothing_can_be_written_the_cache_folder_has_it(
 def test_a_cache_folder_that_is_not_absolute_is_ignored(
     named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("MLX_SPECULATION_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", named)
     monkeypatch.setenv("HOME", str(tmp_path / "me"))
     (tmp_path / "model" / NAME).mkdir(parents=True)  # in the place of the file
