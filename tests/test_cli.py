@@ -14,6 +14,7 @@ from mlx_speculation.demo import DemoPrompt
 from mlx_speculation.engine import identity
 from mlx_speculation.engine.identity import Parting
 
+DEMO = "mlx_speculation.cli.demo"
 PROMPT = "def add(first, second):\n"
 
 
@@ -31,7 +32,11 @@ def run(*options: str, text: str | None = None) -> "subprocess.CompletedProcess[
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
     """Run commands here; the BLAS is settled, because mlx is imported already."""
-    monkeypatch.setattr(cli, "use_blas", lambda name: BlasChoice("stock", name))
+    for command in ("generate", "calibrate", "demo"):
+        monkeypatch.setattr(
+            f"mlx_speculation.cli.{command}.use_blas",
+            lambda name: BlasChoice("stock", name),
+        )
     return CliRunner(env={"COLUMNS": "120"})
 
 
@@ -89,9 +94,9 @@ def test_demo_fails_where_a_text_really_differs(
 
     monkeypatch.setattr(identity, "find_parting", parted)
     draft = demo_models()["draft"]  # the smallest: the stock BLAS is slow
-    monkeypatch.setattr(cli, "demo_models", lambda: {"dense": draft, "draft": draft})
+    monkeypatch.setattr(f"{DEMO}.demo_models", lambda: {"dense": draft, "draft": draft})
     prompt = DemoPrompt("code", "a test", PROMPT)
-    monkeypatch.setattr(cli, "demo_prompts", lambda: [prompt])
+    monkeypatch.setattr(f"{DEMO}.demo_prompts", lambda: [prompt])
     done = in_process.invoke(cli.app, ["demo", "--max-tokens", "2"])
     assert done.exit_code == 1
     assert "not at 3" in done.stdout

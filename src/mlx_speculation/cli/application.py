@@ -1,0 +1,21 @@
+"""The application of all commands, each in a file of its own."""
+
+import typer
+
+from mlx_speculation.cli.calibrate import calibrate
+from mlx_speculation.cli.demo import demo
+from mlx_speculation.cli.generate import generate
+from mlx_speculation.cli.running import run
+
+app = typer.Typer(
+    help="Faster text from mlx-lm models, and the same text.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+for command in (generate, calibrate, demo):
+    app.command()(command)
+
+
+def main() -> None:
+    """Run the command line."""
+    run(app)

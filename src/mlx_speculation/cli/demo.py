@@ -1,0 +1,145 @@
+"""`demo`: the bundled models with and without a draft."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from mlx_speculation.blas import use_blas
+from mlx_speculation.cli.options import Blas, DraftLength
+from mlx_speculation.cli.tables import number, percent
+from mlx_speculation.demo import DEMO_TARGETS, DemoPrompt, demo_models, demo_prompts
+
+if TYPE_CHECKING:
+    from mlx_speculation import SpeculativeGenerator
+    from mlx_speculation.engine import Statistics
+    from mlx_speculation.engine.identity import Parting
+
+
+def demo(
+    max_tokens: Annotated[int, typer.Option(min=2)] = 128,
+    draft_length: DraftLength = None,
+    blas: Blas = "auto",
+) -> None:
+    """Run the bundled models with and without a draft, and compare text and speed."""
+    console = Console()
+    console.print(f"BLAS: {use_blas(blas).detail}", style="dim", highlight=False)
+    from mlx_speculation import SpeculativeGenerator
+
+    folders = demo_models()
+    draft = folders["draft"]
+    targets = {name: folders[name] for name in DEMO_TARGETS if name in folders}
+    prompts = _one_per_group(demo_prompts())
+    comparisons = []
+    for name, path in targets.items():
+        generator = SpeculativeGenerator.from_pretrained(
+            path, draft=draft, draft_length=draft_length
+        )
+        if draft_length is None:
+            generator.calibrate()
+        for length in (0, None):
+            generator.generate(prompts[0].text, max_tokens=8, draft_length=length)
+        for prompt in prompts:
+            console.rule(escape(f"{name}: {prompt.group}, from {prompt.source}"))
+            comparisons.append(_compare(name, prompt, generator, max_tokens))
+    console.print(_comparison_table(comparisons))
+    console.print(
+        "Plain is the faster of mlx-lm's loop and ours. Single runs: "
+        "scripts/benchmark.py measures with repeats.",
+        style="dim",
+    )
+    if not all(comparison.same for comparison in comparisons):
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """One prompt, continued by one target with and without its draft."""
+
+    target: str
+    group: str
+    plain_speed: float
+    stats: "Statistics"
+    parting: "Parting | None"
+
+    @property
+    def same(self) -> bool:
+        """Whether the texts are equal, or part where rounding decides."""
+        return self.parting is None or self.parting.near_tie
+
+    @property
+    def verdict(self) -> str:
+        """What the table says about the texts."""
+        if self.parting is None:
+            return "yes"
+        if self.parting.near_tie:
+            return f"near-tie at {self.parting.index}"
+        return f"[red]not at {self.parting.index}[/red]"
+
+
+def _compare(
+    target: str, prompt: DemoPrompt, generator: "SpeculativeGenerator", max_tokens: int
+) -> _Comparison:
+    """Stream the speculative text, then generate the plain one and compare."""
+    from mlx_speculation import Sampling
+    from mlx_speculation.engine.identity import find_parting
+    from mlx_speculation.models import TokenIds, mlx_lm_speed
+    from mlx_speculation.samplers import Chooser
+
+    stream = generator.stream(prompt.text, max_tokens=max_tokens, stop_tokens=())
+    for chunk in stream:
+        typer.echo(chunk.text, nl=False)
+    typer.echo()
+    result = stream.result
+    plain = generator.generate(
+        prompt.text, max_tokens=max_tokens, stop_tokens=(), draft_length=0
+    )
+    tokens = generator.tokenizer.encode(prompt.text)
+    theirs = mlx_lm_speed(generator.model, tokens, max_tokens)
+    return _Comparison(
+        target=target,
+        group=prompt.group,
+        plain_speed=max(plain.stats.tokens_per_second, theirs),
+        stats=result.stats,
+        parting=find_parting(
+            generator.model,
+            Chooser(Sampling(seed=0), TokenIds.of(generator.tokenizer).width),
+            tokens,
+            plain.tokens,
+            result.tokens,
+            width=1 + len(result.stats.reached),
+        ),
+    )
+
+
+def _comparison_table(comparisons: list[_Comparison]) -> Table:
+    table = Table(title="Plain and speculative decoding, tokens per second")
+    for column in ("target", "text"):
+        table.add_column(column)
+    for column in ("plain", "with draft", "ratio", "accepted", "accepted length"):
+        table.add_column(column, justify="right")
+    table.add_column("same tokens")
+    for row in comparisons:
+        table.add_row(
+            row.target,
+            row.group,
+            number(row.plain_speed),
+            number(row.stats.tokens_per_second),
+            number(row.stats.tokens_per_second / row.plain_speed),
+            percent(row.stats.acceptance_rate),
+            number(row.stats.mean_accepted_length),
+            row.verdict,
+        )
+    return table
+
+
+def _one_per_group(prompts: Iterable[DemoPrompt]) -> list[DemoPrompt]:
+    """Keep the first prompt of each group."""
+    first: dict[str, DemoPrompt] = {}
+    for prompt in prompts:
+        first.setdefault(prompt.group, prompt)
+    return list(first.values())
