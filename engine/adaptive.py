@@ -15,7 +15,6 @@ from mlx_speculation.engine.acceptance_rates import AcceptanceRates
 from mlx_speculation.engine.lengths import Option, Outcome, Plan, Reason
 from mlx_speculation.engine.round_costs import RoundCosts
 
-LONGEST = 8
 # Up to here every length is measured, beyond it every fourth.
 SHORT = 8
 # The share of the time that may go into trials, and what a stream may try at once, in
@@ -26,7 +25,7 @@ TRIAL_ROUNDS = 3
 # What was learnt counts for so many rounds in a new stream, and in a trial.
 KNOWN_WEIGHT = 4.0
 TRIAL_WEIGHT = 4.0
-FEW_STEPS = 64
+FEW_STEPS = 64  # steps that a draft has missed, and reads for next to nothing
 # Rounds until another length that is nearly as good is measured again, and how near.
 REVIEW_ROUNDS = 32
 REVIEW_SPEED = 0.75
@@ -58,7 +57,7 @@ class AdaptiveLengths:
         self,
         costs: RoundCosts,
         rates: AcceptanceRates,
-        longest: int = LONGEST,
+        longest: int,
         *,
         thorough: bool = False,
         at_end: Callable[[], None] | None = None,
@@ -76,8 +75,6 @@ class AdaptiveLengths:
         self._caught_up = 0  # of such steps, all that were read, and their seconds
         self._catch_up_seconds = 0.0
         self._since_review = 0
-        self._reviewed: dict[int, int] = {}
-        self._rounds = 0
 
     @property
     def longest(self) -> int:
@@ -102,7 +99,6 @@ class AdaptiveLengths:
 
     def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
         """Learn from a round; see `Lengths`."""
-        self._rounds += 1
         self._since_review += 1
         self._elapsed += outcome.seconds
         lag, self._lag = self._lag, 0 if outcome.drafted else self._lag + 1
@@ -112,12 +108,11 @@ class AdaptiveLengths:
             self._note_catch_up(context, outcome, lag)
         elif outcome.steady == (outcome.drafted == 0):
             self.costs.note(context, outcome.drafted, outcome.seconds)
-            self._reviewed[outcome.drafted] = self._rounds
         elif outcome.steady and 0 in self.costs.lengths(context):
             step = self.costs.seconds(context, 0)  # was on its way, and is in the time
             own = max(outcome.seconds - step, 0.1 * outcome.seconds)
             self.costs.note(context, outcome.drafted, own)
-        if plan.reason == "probe" and 0 in self.costs.lengths(context):
+        if plan.reason in ("trial", "review") and 0 in self.costs.lengths(context):
             behind = outcome.steady and outcome.drafted > 0
             emitted = outcome.accepted + 1 + behind
             lost = outcome.seconds - emitted / self._best_speed(context)
@@ -192,7 +187,7 @@ class AdaptiveLengths:
         best = max(options, key=lambda option: option.speed)
         plain = options[0]
         if best.length:
-            return self._review(best, options)
+            return self._review(context, best, options)
         paying = [o for o in options[1:] if self._may_pay(context, o.length)]
         if not paying:
             return None
@@ -209,9 +204,9 @@ class AdaptiveLengths:
         if self._spent + lost > TRIAL_SHARE * self._elapsed:
             return None
         self.rates = self.rates.loosened(TRIAL_WEIGHT)
-        return _Run(tried.length, "probe", TRIAL_ROUNDS)
+        return _Run(tried.length, "trial", TRIAL_ROUNDS)
 
-    def _review(self, best: Option, options: list[Option]) -> _Run | None:
+    def _review(self, context: int, best: Option, options: list[Option]) -> _Run | None:
         """Return rounds of a length that is nearly as good, the longest not measured.
 
         Its cost may be lower than it was, and nothing else would show it.
@@ -226,5 +221,5 @@ class AdaptiveLengths:
         self._since_review = 0
         if not near:
             return None
-        oldest = min(near, key=lambda o: self._reviewed.get(o.length, 0))
-        return _Run(oldest.length, "probe", 3 if oldest.length == 0 else 1)
+        oldest = min(near, key=lambda o: self.costs.noted(context, o.length))
+        return _Run(oldest.length, "review", 3 if oldest.length == 0 else 1)

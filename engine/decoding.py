@@ -253,7 +253,6 @@ class Decoder:
             raise
         self._sequence.tokens += verdict.emitted
         self._in_flight = following
-        self._next_token = None
         self._follow(verdict.emitted)
         self.statistics.count(drafted=0, accepted=0, emitted=1)
         self.statistics.verify_seconds += time.perf_counter() - started

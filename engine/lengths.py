@@ -6,7 +6,9 @@ Knows neither models nor tokens: a plan is made from counts and seconds alone.
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-Reason = Literal["fixed", "first", "best", "plain", "measure", "probe", "budget"]
+Reason = Literal[
+    "fixed", "first", "best", "plain", "measure", "trial", "review", "budget"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,9 @@ class Plan:
         length: tokens to draft; 0 is a plain step.
         reason: "fixed": the caller named it. "first": a plain step, so that the first
             token does not wait for a draft. "best" and "plain": the best of the
-            options. "measure": its cost is not known. "probe": whether it pays by now
-            is not known. "budget": no more than one token is wanted.
+            options. "measure": its cost is not known. "trial": drafting is parked, and
+            may pay by now. "review": it is nearly as good as the best, and was not
+            measured for long. "budget": no more than one token is wanted.
         options: what was compared, by length.
     """
 
@@ -63,8 +66,8 @@ class Outcome:
         accepted: those accepted, before a cut at a stop.
         seconds: its time, drafting included.
         steady: whether a plain step had been submitted during the round before, as in
-            a long run of plain steps. A draft behind such a step is another matter
-            again, and says nothing of what either costs.
+            a long run of plain steps. With drafts: that they stand behind such a step,
+            whose token and time are in the round too.
     """
 
     drafted: int
@@ -97,7 +100,7 @@ class Lengths(Protocol):
         ...
 
     def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
-        """Learn from a round."""
+        """Learn from a round, which is committed by now. Must not raise."""
         ...
 
     def end(self) -> None:

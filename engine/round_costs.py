@@ -92,6 +92,11 @@ class RoundCosts:
         cost = self._at(context).get(length)
         return len(cost.samples) if cost else 0
 
+    def noted(self, context: int, length: int) -> int:
+        """Return when a length was last measured, in rounds; 0 if never."""
+        cost = self._at(context).get(length)
+        return cost.noted if cost else 0
+
     def seconds(self, context: int, length: int) -> float:
         """Return a round's cost; between known lengths by straight lines.
 

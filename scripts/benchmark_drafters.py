@@ -21,7 +21,6 @@ The last line on standard output is one JSON object with everything.
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -31,8 +30,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_speculation.blas import BlasName, use_blas
+from mlx_speculation.cli import run
 from mlx_speculation.demo import demo_models, demo_prompts
-from mlx_speculation.errors import SpeculationError
 
 if TYPE_CHECKING:
     from drafter_list import Bench, Source
@@ -258,14 +257,5 @@ def _progress(line: str) -> None:
     typer.secho(line, err=True, dim=True)
 
 
-def main() -> None:
-    """Run; errors of the package become one line and status 1."""
-    try:
-        app()
-    except SpeculationError as error:
-        typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
-        sys.exit(1)
-
-
 if __name__ == "__main__":
-    main()
+    run(app)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_speculation.blas import use_blas
+from mlx_speculation.cli import run
 from mlx_speculation.demo import demo_models, demo_prompts
 
 if TYPE_CHECKING:
@@ -184,4 +185,4 @@ def _run(
 
 
 if __name__ == "__main__":
-    app()
+    run(app)

@@ -138,7 +138,7 @@ def test_an_outlier_hardly_moves_a_cost() -> None:
 
 
 def test_catching_up_is_charged_to_no_length() -> None:
-    policy = AdaptiveLengths(RoundCosts({0: {0: 1.0, 4: 1.5}}), AcceptanceRates())
+    policy = AdaptiveLengths(RoundCosts({0: {0: 1.0, 4: 1.5}}), AcceptanceRates(), 8)
     plan = policy.plan(0, 100)
     for _ in range(50):
         policy.note(0, plan, Outcome(0, 0, 1.0, steady=True))
