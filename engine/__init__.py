@@ -13,6 +13,7 @@ from mlx_speculation.engine.generator import SpeculativeGenerator
 from mlx_speculation.engine.lengths import Lengths, Outcome, Plan
 from mlx_speculation.engine.lookup import LookupDrafter
 from mlx_speculation.engine.mtp import MtpDraft, MtpDrafter
+from mlx_speculation.engine.origins import Origin
 from mlx_speculation.engine.results import Chunk, Result
 from mlx_speculation.engine.statistics import DrafterFault, SourceCounts, Statistics
 from mlx_speculation.engine.stream import Stream
@@ -32,6 +33,7 @@ __all__ = [
     "LookupDrafter",
     "MtpDraft",
     "MtpDrafter",
+    "Origin",
     "Outcome",
     "Plan",
     "Result",

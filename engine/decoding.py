@@ -325,7 +325,9 @@ class Decoder:
                 logits, rows, drafted, draft.probs, top=self._top
             )
             text = None if self._masks is None else self._masks.text
-            verdicts, reason = decide_in_turn(lane_round, turns, make_cut, text)
+            verdicts, reason = decide_in_turn(
+                lane_round, turns, make_cut, text, draft.length
+            )
             emitted = [token for verdict in verdicts for token in verdict.emitted]
             accepted = sum(verdict.accepted for verdict in verdicts)
             lane_round.prepare(len(fed) + accepted)

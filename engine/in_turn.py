@@ -17,6 +17,7 @@ def decide_in_turn(
     turns: Iterator[Verified],
     make_cut: MakeCut,
     text: Constrained | None,
+    drafted: int,
 ) -> tuple[list[Verdict], str | None]:
     """Decide rows up to a rejection, the end of the text, or the last one.
 
@@ -25,6 +26,7 @@ def decide_in_turn(
         turns: decides on the next row when it is asked for one.
         make_cut: gets each token when it is known.
         text: the text under its constraint, if there is one.
+        drafted: how many tokens were drafted.
 
     Returns:
         The verdict on each row, of one token, and why the text ends there or None.
@@ -32,7 +34,7 @@ def decide_in_turn(
     verdicts: list[Verdict] = []
     for verified in turns:
         verdicts.append(read(Submitted(lane_round, verified)))
-        emitted = Emitted.of(*verdicts)
+        emitted = Emitted.in_turn(verdicts, drafted)
         if text is not None:
             emitted = emitted.under(text)
         reason = make_cut(emitted.last).reason

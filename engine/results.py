@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from mlx_speculation.engine.origins import STEP, Origin
 from mlx_speculation.engine.statistics import Statistics
 
 
@@ -27,12 +28,14 @@ class Chunk:
         token: the token id; the last chunk's may be a stop token.
         finish_reason: "stop" or "length" in the last chunk, else None.
         logprob: how probable the token was, if the stream was asked for it.
+        origin: who wrote the token.
     """
 
     text: str
     token: int
     finish_reason: str | None = None
     logprob: LogProb | None = None
+    origin: Origin = STEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class Result:
             same caches, seed and `cached_tokens`, the text goes on as if it had not
             been interrupted. None where it is not known.
         logprobs: how probable each of `tokens` was; None if not asked for.
+        origins: who wrote each of `tokens`.
     """
 
     text: str
@@ -60,3 +64,4 @@ class Result:
     cached_tokens: list[int]
     next_token: int | None
     logprobs: list[LogProb] | None = None
+    origins: tuple[Origin, ...] = ()

@@ -211,6 +211,7 @@ class Stream:
             cached_tokens=self.cached_tokens,
             next_token=self._decoder.next_token() if known else None,
             logprobs=self._logprobs(),
+            origins=tuple(chunk.origin for chunk in self._yielded),
         )
 
         if self._prefixes is not None and reason == "error":
@@ -246,7 +247,8 @@ class Stream:
                 reason = "stop" if complete or stopped else "length"
                 text += rest
             logprob = emitted.log_probs[index] if emitted.log_probs else None
-            self._ready.append(Chunk(text, token, reason, logprob))
+            origin = emitted.origins[index]
+            self._ready.append(Chunk(text, token, reason, logprob, origin))
             if reason is not None:
                 break
         return Cut(len(self._ready), reason)

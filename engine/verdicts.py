@@ -1,10 +1,11 @@
 """A round's result: on its way, read, and cut."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_speculation.engine.origins import Origin, origin_of
 from mlx_speculation.engine.results import LogProb
 from mlx_speculation.errors import NonFiniteLogitsError
 from mlx_speculation.models import LaneRound
@@ -43,6 +44,15 @@ class Verdict:
         """The accepted tokens, then the correction or the bonus."""
         return self.tokens[: self.accepted + 1]
 
+    @property
+    def origins(self) -> list[Origin]:
+        """Who wrote each of the emitted tokens."""
+        drafted = len(self.tokens) - 1
+        return [
+            origin_of(index, self.accepted, drafted)
+            for index in range(self.accepted + 1)
+        ]
+
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
@@ -51,31 +61,51 @@ class Emitted:
     Attributes:
         tokens: in order, at least one.
         log_probs: of each token; empty if not asked for.
+        origins: who wrote each of them.
         complete: whether a constraint ends the text with the last one.
     """
 
     tokens: list[int]
     log_probs: list[LogProb]
+    origins: list[Origin]
     complete: bool = False
 
     @classmethod
     def of(cls, *verdicts: Verdict) -> "Emitted":
         """Put together what verdicts on successive rows have emitted."""
-        tokens = [token for verdict in verdicts for token in verdict.emitted]
         return cls(
-            tokens, [value for verdict in verdicts for value in verdict.log_probs]
+            [token for verdict in verdicts for token in verdict.emitted],
+            [value for verdict in verdicts for value in verdict.log_probs],
+            [origin for verdict in verdicts for origin in verdict.origins],
+        )
+
+    @classmethod
+    def in_turn(cls, verdicts: Sequence[Verdict], drafted: int) -> "Emitted":
+        """Put together verdicts on single rows, those of a draft and one more."""
+        accepted = sum(verdict.accepted for verdict in verdicts)
+        return cls(
+            [verdict.tokens[0] for verdict in verdicts],
+            [value for verdict in verdicts for value in verdict.log_probs],
+            [origin_of(row, accepted, drafted) for row in range(len(verdicts))],
         )
 
     @property
     def last(self) -> "Emitted":
         """The last one alone."""
-        return Emitted(self.tokens[-1:], self.log_probs[-1:], self.complete)
+        return Emitted(
+            self.tokens[-1:], self.log_probs[-1:], self.origins[-1:], self.complete
+        )
 
     def under(self, text: Constrained) -> "Emitted":
         """Return those that stay under a constraint."""
         followed = text.follow(self.tokens)
         keep = followed.keep
-        return Emitted(self.tokens[:keep], self.log_probs[:keep], followed.complete)
+        return Emitted(
+            self.tokens[:keep],
+            self.log_probs[:keep],
+            self.origins[:keep],
+            followed.complete,
+        )
 
 
 @dataclass(frozen=True, slots=True)
