@@ -1,0 +1,278 @@
+"""Plots of a comparison: tokens per second by draft length, acceptance by position.
+
+Knows neither models nor mlx: figures in, a picture out. matplotlib is the extra "plot",
+and is imported when a picture is drawn.
+
+Figures are those of one group of prompts, one panel each. A curve is one drafter:
+
+    measured    tokens per second at fixed draft lengths, with their spread
+    predicted   what costs by length and the acceptance by position let expect; dashed
+    adaptive    tokens per second with lengths by measurement; a line at the right
+    accepted    the share of drafts in which position i was accepted
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlx_speculation.errors import InvalidRequestError, MissingLibraryError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Told apart in print and by most colour-blind readers (Okabe and Ito).
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_MARKS = ("o", "s", "^", "D", "v", "P")
+# How plain decoding and other programs are drawn: as levels.
+_PLAIN = {"color": "0.1", "linewidth": 1.2}
+_OTHERS = ((0, (1, 1.5)), (0, (6, 1.5, 1, 1.5)), (0, (10, 3)), (0, (4, 1, 1, 1, 1, 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Tokens per second at one draft length: the median of some passes, and the ends.
+
+    Attributes:
+        length: tokens drafted in a round; 0 is plain decoding.
+        median: of the passes, in tokens per second.
+        low: the slowest pass.
+        high: the fastest pass.
+    """
+
+    length: int
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One drafter on one group of prompts.
+
+    Attributes:
+        name: in the legend; the same drafter has one colour in all panels.
+        measured: at fixed draft lengths, in order.
+        predicted: tokens per second by draft length, see `predicted_speeds`.
+        adaptive: tokens per second with lengths by measurement; None: not measured.
+        accepted: the share of drafts in which position i was accepted, from 0 to 1.
+    """
+
+    name: str
+    measured: Sequence[Measured]
+    predicted: Mapping[int, float]
+    adaptive: float | None
+    accepted: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One group of prompts at one temperature.
+
+    Attributes:
+        title: above it.
+        plain: tokens per second of plain decoding.
+        curves: one for each drafter.
+        others: tokens per second of other programs, by name.
+    """
+
+    title: str
+    plain: float
+    curves: Sequence[Curve]
+    others: Mapping[str, float]
+
+
+def predicted_speeds(
+    seconds: Mapping[int, float], accepted: Sequence[float], drafting: float = 1.0
+) -> dict[int, float]:
+    """Return the tokens per second that costs and acceptance let expect.
+
+        speed(k) = (1 + f (a_1 + ... + a_k)) / (f seconds(k) + (1 - f) seconds(0))
+
+    Args:
+        seconds: of a round by draft length; 0 is a plain step.
+        accepted: the share of drafts in which position i was accepted.
+        drafting: f, the share of rounds that have a draft; a lookup does not always
+            find one.
+
+    Returns:
+        Tokens per second for each length up to that of `accepted` whose cost is known.
+    """
+    found = {}
+    for length, cost in sorted(seconds.items()):
+        if length <= len(accepted):
+            tokens = 1 + drafting * sum(accepted[:length])
+            found[length] = tokens / (drafting * cost + (1 - drafting) * seconds[0])
+    return found
+
+
+def check_plot(path: str | Path) -> None:
+    """Refuse a picture that could not be written, before anything is measured for it.
+
+    Raises:
+        InvalidRequestError: the ending of `path` is none of a picture.
+        MissingLibraryError: matplotlib is not installed.
+    """
+    endings = _figure_class()().canvas.get_supported_filetypes()
+    if Path(path).suffix.removeprefix(".").lower() not in endings:
+        raise InvalidRequestError(
+            f"The picture is to be {Path(path).name!r}, and its ending has to be one "
+            f"of {', '.join(sorted(endings))}."
+        )
+
+
+def save_plot(
+    panels: Sequence[Panel], path: str | Path, *, title: str = "", columns: int = 3
+) -> None:
+    """Draw all panels into one picture; the ending of `path` decides its format.
+
+    Raises:
+        InvalidRequestError: there is no panel, or the ending is none of a picture.
+        MissingLibraryError: matplotlib is not installed.
+    """
+    check_plot(path)
+    draw(panels, title=title, columns=columns).savefig(path, dpi=130)
+
+
+def draw(panels: Sequence[Panel], *, title: str = "", columns: int = 3) -> "Figure":
+    """Return a figure of all panels: each is two axes, one above the other.
+
+    Args:
+        panels: from left to right, then down.
+        title: above everything.
+        columns: panels beside each other.
+
+    Raises:
+        InvalidRequestError: there is no panel.
+        MissingLibraryError: matplotlib is not installed.
+    """
+    if not panels:
+        raise InvalidRequestError("There are 0 panels, and at least 1 is needed.")
+    width = min(columns, len(panels))
+    height = -(-len(panels) // width)
+    size = (4.6 * width, 6.2 * height + 0.9)
+    figure: Figure = _figure_class()(figsize=size)
+    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
+    axes = figure.subplots(
+        2 * height, width, squeeze=False, height_ratios=[3, 2] * height
+    )
+    styles = _styles(panels)
+    for index in range(width * height):
+        row, column = divmod(index, width)
+        above, below = axes[2 * row, column], axes[2 * row + 1, column]
+        if index < len(panels):
+            _draw_speeds(above, panels[index], styles)
+            _draw_acceptance(below, panels[index], styles)
+        else:
+            above.set_axis_off()
+            below.set_axis_off()
+    figure.legend(
+        handles=_legend(styles, panels),
+        loc="outside lower center",
+        ncols=min(4, 1 + width),
+        frameon=False,
+    )
+    if title:
+        figure.suptitle(title)
+    return figure
+
+
+def _figure_class() -> Any:
+    """Return matplotlib's figure: without pyplot, no window and no global state."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise MissingLibraryError(
+            "Plots need matplotlib, which is not installed. Install it with: "
+            "pip install 'mlx-speculation[plot]'"
+        ) from error
+    return Figure
+
+
+def _styles(panels: Sequence[Panel]) -> dict[str, dict[str, Any]]:
+    """Return how each name is drawn: the same in all panels."""
+    drafters = dict.fromkeys(c.name for panel in panels for c in panel.curves)
+    others = dict.fromkeys(name for panel in panels for name in panel.others)
+    styles: dict[str, dict[str, Any]] = {
+        name: {"color": _COLOURS[index % 6], "marker": _MARKS[index % 6]}
+        for index, name in enumerate(drafters)
+    }
+    styles["plain"] = _PLAIN
+    for index, name in enumerate(others):
+        dashes = _OTHERS[index % len(_OTHERS)]
+        styles[name] = {"color": "0.4", "linewidth": 1.2, "linestyle": dashes}
+    return styles
+
+
+def _draw_speeds(axes: "Axes", panel: Panel, styles: Mapping[str, Any]) -> None:
+    """Draw measured points with bars, predicted lines, and levels of the others."""
+    longest = max(
+        [p.length for c in panel.curves for p in c.measured]
+        + [n for c in panel.curves for n in c.predicted]
+        + [1]
+    )
+    axes.axhline(panel.plain, **styles["plain"])
+    for name, speed in panel.others.items():
+        axes.axhline(speed, **styles[name])
+    shift = 0.09  # so that bars of several drafters stand beside each other
+    for index, curve in enumerate(panel.curves):
+        style = styles[curve.name]
+        offset = shift * (index - (len(panel.curves) - 1) / 2)
+        axes.errorbar(
+            [point.length + offset for point in curve.measured],
+            [point.median for point in curve.measured],
+            yerr=[
+                [point.median - point.low for point in curve.measured],
+                [point.high - point.median for point in curve.measured],
+            ],
+            linestyle="none",
+            elinewidth=1,
+            markersize=5,
+            **style,
+        )
+        lengths = sorted(curve.predicted)
+        speeds = [curve.predicted[length] for length in lengths]
+        axes.plot(lengths, speeds, linestyle="--", linewidth=1.2, color=style["color"])
+        if curve.adaptive is not None:
+            axes.plot(
+                longest + 1,
+                curve.adaptive,
+                markersize=9,
+                markeredgecolor="black",
+                **style,
+            )
+    axes.axvline(longest + 0.5, color="0.85", linewidth=1)
+    axes.set_xticks(
+        [*range(longest + 1), longest + 1], [*map(str, range(longest + 1)), "auto"]
+    )
+    axes.set_xlim(-0.4, longest + 1.5)
+    axes.set_ylim(bottom=0)
+    axes.set_title(panel.title, fontsize=11)
+    axes.set_xlabel("draft length")
+    axes.set_ylabel("tokens per second")
+
+
+def _draw_acceptance(axes: "Axes", panel: Panel, styles: Mapping[str, Any]) -> None:
+    """Draw the share of drafts in which each position was accepted."""
+    longest = max([len(curve.accepted) for curve in panel.curves] + [1])
+    for curve in panel.curves:
+        positions = range(1, len(curve.accepted) + 1)
+        shares = [100 * share for share in curve.accepted]
+        axes.plot(positions, shares, linewidth=1.2, markersize=4, **styles[curve.name])
+    axes.set_xticks(range(1, longest + 1))
+    axes.set_ylim(0, 103)
+    axes.set_xlabel("position in the draft")
+    axes.set_ylabel("accepted, % of drafts")
+    axes.grid(axis="y", color="0.9")
+
+
+def _legend(styles: Mapping[str, Any], panels: Sequence[Panel]) -> list[Any]:
+    """Return what the legend shows: drafters, levels, and what is predicted."""
+    from matplotlib.lines import Line2D
+
+    shown = [Line2D([], [], label=name, **style) for name, style in styles.items()]
+    if any(curve.predicted for panel in panels for curve in panel.curves):
+        label = "predicted by costs and acceptance"
+        shown.append(Line2D([], [], linestyle="--", color="0.3", label=label))
+    return shown

@@ -1,0 +1,116 @@
+"""What is drawn is what was given: points, bars, levels and predicted lines.
+
+Faults that were made by hand, and found here: a bar's ends swapped; acceptance as a
+share; the prediction one position off; a share of rounds without drafts left out; one
+colour for all; the plain level at another height.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.plots import (
+    Curve,
+    Measured,
+    Panel,
+    check_plot,
+    draw,
+    predicted_speeds,
+    save_plot,
+)
+
+POINTS = (Measured(1, 130.0, 120.0, 135.0), Measured(4, 220.0, 180.0, 230.0))
+MODEL = Curve("model", POINTS, {0: 100.0, 1: 140.0, 4: 210.0}, 205.0, (0.9, 0.5))
+LOOKUP = Curve("lookup", POINTS[1:], {}, None, (0.25,))
+
+
+def panel(title: str, plain: float, *curves: Curve) -> Panel:
+    return Panel(title, plain, curves, {"other": plain / 2})
+
+
+def points(line: Any) -> list[tuple[float, float]]:
+    return list(zip(line.get_xdata(), line.get_ydata(), strict=True))
+
+
+def test_measured_predicted_and_levels_stand_where_they_belong() -> None:
+    figure = draw([panel("one", 110.0, MODEL)], title="all")
+    speeds, accepted = figure.axes
+    assert speeds.get_title() == "one"
+    (bars,) = speeds.containers
+    marks, _, (ends,) = bars
+    assert points(marks) == [(1, 130), (4, 220)]
+    assert [[(x, y) for x, y in each] for each in ends.get_segments()] == [
+        [(1, 120), (1, 135)],
+        [(4, 180), (4, 230)],
+    ]
+    lines = {str(line.get_linestyle()): points(line) for line in speeds.lines}
+    assert lines["--"][:3] == [(0, 100), (1, 140), (4, 210)]
+    drawn = [points(line) for line in speeds.lines]
+    assert [(5, 205)] in drawn  # by measurement, right of the longest
+    assert [(0, 110), (1, 110)] in drawn
+    assert [(0, 55), (1, 55)] in drawn
+    assert points(accepted.lines[0]) == [(1, 90), (2, 50)]
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == [
+        "model",
+        "plain",
+        "other",
+        "predicted by costs and acceptance",
+    ]
+
+
+def test_a_drafter_has_one_colour_in_all_panels() -> None:
+    both, alone = panel("both", 1.0, MODEL, LOOKUP), panel("alone", 2.0, LOOKUP)
+    figure = draw([both, alone, both, both])
+    assert len(figure.axes) == 2 * 2 * 3  # the last two of six places are empty
+    below = [a for a in figure.axes if a.get_ylabel().startswith("accepted")]
+    colours = [[line.get_color() for line in axes.lines] for axes in below]
+    (model, lookup), (other,), *_ = colours
+    assert model != lookup == other
+    assert sum(axes.axison for axes in figure.axes) == 8
+
+
+def test_predicted_speeds_are_tokens_over_seconds() -> None:
+    seconds = {0: 1.0, 1: 2.0, 2: 3.0, 4: 5.0}
+    assert predicted_speeds(seconds, [0.5, 0.25]) == {
+        0: 1.0,
+        1: pytest.approx(1.5 / 2),
+        2: pytest.approx(1.75 / 3),
+    }
+    half = predicted_speeds(seconds, [0.5, 0.25], drafting=0.5)
+    assert half == {
+        0: 1.0,
+        1: pytest.approx((1 + 0.25) / 1.5),
+        2: pytest.approx((1 + 0.375) / 2),
+    }
+
+
+def test_a_picture_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "plot.png"
+    save_plot([panel("one", 1.0, MODEL)], path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"'plot\.txt'.* ending .*png"):
+        check_plot(tmp_path / "plot.txt")
+    with pytest.raises(InvalidRequestError, match="0 panels"):
+        save_plot([], tmp_path / "plot.png")
+
+
+def test_without_matplotlib_the_extra_is_named() -> None:
+    """And nothing but drawing needs it."""
+    code = (
+        "import sys; sys.modules['matplotlib.figure'] = None\n"
+        "from mlx_speculation import errors, plots\n"
+        "plots.predicted_speeds({0: 1.0}, [])\n"
+        "try:\n    plots.check_plot('plot.png')\n"
+        "except errors.MissingLibraryError as error:\n    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert "pip install 'mlx-speculation[plot]'" in done.stdout, done.stderr
