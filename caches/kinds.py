@@ -31,6 +31,7 @@ from mlx_speculation.caches.concatenated import ConcatenateJournal
 from mlx_speculation.caches.held_rows import WATCHED_TYPES, native_type
 from mlx_speculation.caches.isolated import isolate
 from mlx_speculation.caches.journal import Journal
+from mlx_speculation.caches.key_steps import KeySteps
 from mlx_speculation.caches.kv import KVJournal
 from mlx_speculation.caches.rotating import RotatingJournal
 from mlx_speculation.caches.sliding import SlidingKVCache
@@ -121,8 +122,16 @@ def _refuse(caches: Sequence[Any]) -> None:
     )
 
 
-def open_journal(leaf: Any, *, whole: bool, isolated: bool = False) -> Journal:
+def open_journal(
+    leaf: Any,
+    *,
+    whole: bool,
+    isolated: bool = False,
+    steps: KeySteps | None = None,
+) -> Journal:
     """Return a journal for a leaf that `check_supported` has passed."""
+    if steps is not None and native_type(leaf) is KVCache:
+        return KVJournal(leaf, steps)
     opened = JOURNALS[type(leaf)]
     if isolated:
         return isolate(leaf, lambda twin: opened(twin, whole))

@@ -16,22 +16,32 @@ from typing import Any
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
+from mlx_speculation.caches.key_steps import KeySteps, in_steps
+
 
 class KVJournal:
-    """Journal of one cache by length; the live cache itself is what the model sees."""
+    """Journal of one cache by length; the live cache itself is what the model sees.
 
-    __slots__ = ("_cache", "_start", "_was_empty")
+    With `steps` it sees a `KVCache` in whole steps of rows.
+    """
+
+    __slots__ = ("_cache", "_presented", "_start", "_was_empty")
     live = True
 
-    def __init__(self, cache: KVCache | QuantizedKVCache) -> None:
+    def __init__(
+        self, cache: KVCache | QuantizedKVCache, steps: KeySteps | None = None
+    ) -> None:
         self._cache = cache
+        self._presented = cache
+        if steps is not None and isinstance(cache, KVCache):
+            self._presented = in_steps(cache, steps)
         self._start = cache.offset
         self._was_empty = cache.keys is None
 
     @property
     def presented(self) -> KVCache | QuantizedKVCache:
-        """The live cache."""
-        return self._cache
+        """The live cache, or a view of it in whole steps."""
+        return self._presented
 
     @property
     def written(self) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 from mlx_speculation.caches.checked_writes import check_together
 from mlx_speculation.caches.journal import Keep
 from mlx_speculation.caches.keeps import check_range, numbers, per_row, shown
+from mlx_speculation.caches.key_steps import KeySteps
 from mlx_speculation.caches.kinds import check_supported, open_journal, presented
 from mlx_speculation.errors import (
     InvalidRequestError,
@@ -52,6 +53,9 @@ class Speculation:
             rank, batch, head count or dtype are refused; see `caches/checked_writes.py`
             for what is compared in an empty cache. Its price is a copy of every
             buffer at the first write; see `caches/isolated.py`.
+        key_steps: show the model keys in whole steps of rows where that is faster, see
+            `caches/key_steps.py`; only for models that have been tried, and not with
+            `isolated`.
 
     Raises:
         UnsupportedCacheError: a cache is of an unknown kind, or with `isolated` holds
@@ -66,12 +70,15 @@ class Speculation:
         whole: bool = False,
         rerun: Rerun | None = None,
         isolated: bool = False,
+        key_steps: bool = False,
     ) -> None:
         self._whole = whole
         self._rerun = rerun
         found = check_supported(caches)
+        steps = KeySteps() if key_steps and not isolated else None
         self._leaves = [
-            open_journal(leaf, whole=whole, isolated=isolated) for leaf in found
+            open_journal(leaf, whole=whole, isolated=isolated, steps=steps)
+            for leaf in found
         ]
         if isolated:
             check_together([journal.presented for journal in self._leaves])

@@ -26,6 +26,7 @@ from mlx_speculation.caches import (
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models.committed import CommittedStates
 from mlx_speculation.models.hidden_states import HiddenStates
+from mlx_speculation.models.key_steps import takes_key_steps
 from mlx_speculation.models.recording import noting_reruns
 from mlx_speculation.models.restore_points import RestorePoints
 from mlx_speculation.models.taps import States
@@ -70,6 +71,7 @@ class Lane:
         self.points: RestorePoints | None = None
         self.taps: HiddenStates | None = None
         self.follower: CommittedStates | None = None
+        self.key_steps = takes_key_steps(model)
         check_supported(self.caches)
         check_single(self.caches)
         if len(self.caches) != len(own):
@@ -148,7 +150,12 @@ class LaneRound:
         self._hidden = None if self._taps is None else self._taps.states()
         # Bound to no method of this object: a cycle would keep old states alive.
         rerun = None if whole else partial(_feed_again, lane, self._fed)
-        self._speculation = Speculation(lane.caches, whole=whole, rerun=rerun)
+        self._speculation = Speculation(
+            lane.caches,
+            whole=whole,
+            rerun=rerun,
+            key_steps=lane.key_steps and not whole,
+        )
         self._committed = 0
         self._prepared: int | None = None
         self._mixers_ran = False

@@ -220,7 +220,7 @@ class MtpSlots:
         for layer in range(layers):
             joined = _joined(waiting[layer], inputs) if layer else inputs
             assert joined is not None
-            speculation = Speculation(self._caches[layer])
+            speculation = Speculation(self._caches[layer], key_steps=True)
             self._round.append(speculation)
             # Whole rows where the next layer reads them, in this round or a later one.
             whole = layer + 1 < len(ends)

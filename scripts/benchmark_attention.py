@@ -75,7 +75,7 @@ def _arms(
         count = first + call
         room = -(-count // step) * step
         seen = create_causal_mask(width, count - width)
-        return attend(room, mx.pad(seen, ((0, 0), (0, room - count))))
+        return attend(room, mx.pad(seen, [(0, 0), (0, room - count)]))
 
     return {
         "new": lambda first, call: attend(first + call, causal),

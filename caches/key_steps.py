@@ -1,0 +1,116 @@
+"""Keys and values shown in whole steps of rows, with a mask for what is not filled.
+
+On CUDA, mlx has cuDNN compute attention of two and more rows, and cuDNN makes a plan,
+of some 40 ms, for each pair of row count and key count that it has not met. A verify
+meets a new key count in every round. In whole steps the same few plans do:
+
+    offset 300, the model writes 3 rows     native: 303 keys, "causal"
+                                            here: 512 keys, bool mask [3, 512]
+
+What lies behind the written rows is zeros or rows that were taken back; its weights
+in the attention are 0. Rows that are not finite would be felt all the same: the logits
+are then not finite either, which every round checks.
+
+A cache is shown so only to models that have been tried (`models/key_steps.py`): the
+mask has to come from `make_mask` of a cache in the same round, and to be applied to
+all that `update_and_fetch` returns.
+"""
+
+import os
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import KVCache
+
+STEP = 256
+
+
+def pays(dtype: mx.Dtype) -> bool:
+    """Whether attention with these keys comes from cuDNN here."""
+    return (
+        dtype in (mx.float16, mx.bfloat16)
+        and os.environ.get("MLX_CUDA_USE_CUDNN_SDPA") != "0"
+        and mx.default_device().type == mx.DeviceType.gpu
+        and mx.cuda.is_available()
+    )
+
+
+class KeySteps:
+    """What the layers of one round have in common.
+
+    Attributes:
+        end: the offset behind the rows for which a mask in whole steps was made last;
+            None: the last mask was a native one.
+    """
+
+    __slots__ = ("end",)
+
+    def __init__(self) -> None:
+        self.end: int | None = None
+
+
+class SteppedKVCache(KVCache):
+    """A live `KVCache` that shows whole steps of rows; it shares its `__dict__`."""
+
+    __slots__ = ("_live", "_steps")
+    _live: KVCache
+    _steps: KeySteps
+
+    def make_mask(
+        self,
+        N: int,  # noqa: N803  models may name it
+        return_array: bool = False,
+        window_size: int | None = None,
+    ) -> Any:
+        """Return a mask [N, shown keys] for two and more rows, else the native one."""
+        keys: Any = self.keys
+        if N == 1 or keys is None or not pays(keys.dtype):
+            self._steps.end = None
+            return self._live.make_mask(
+                N, return_array=return_array, window_size=window_size
+            )
+        self._steps.end = end = self.offset + N
+        mask = create_causal_mask(N, self.offset, window_size=window_size)
+        return mx.pad(mask, [(0, 0), (0, _whole(end) - end)])
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        """Write as the live cache does, then show what the mask was made for.
+
+        Args:
+            keys: [batch, heads, rows, key dim].
+            values: [batch, heads, rows, value dim].
+        """
+        self._live.update_and_fetch(keys, values)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Return the rows held, and with a mask in whole steps those up to its end."""
+        live: Any = self._live
+        if self._steps.end != live.offset:
+            shown: tuple[mx.array, mx.array] = live.keys_and_values()
+            return shown
+        room = _whole(live.offset)
+        if live.keys.shape[2] < room:
+            live.keys = _with_room(live.keys, live.offset, room)
+            live.values = _with_room(live.values, live.offset, room)
+        return live.keys[..., :room, :], live.values[..., :room, :]
+
+
+def in_steps(cache: KVCache, steps: KeySteps) -> SteppedKVCache:
+    """Return what a model gets in the place of `cache`."""
+    shown = object.__new__(SteppedKVCache)
+    shown.__dict__ = cache.__dict__
+    shown._live, shown._steps = cache, steps
+    return shown
+
+
+def _whole(rows: int) -> int:
+    return -(-rows // STEP) * STEP
+
+
+def _with_room(held: mx.array, rows: int, room: int) -> mx.array:
+    """Return a buffer of `room` rows that begins with the first `rows` of `held`."""
+    batch, heads, _, dim = held.shape
+    more = mx.zeros((batch, heads, room - rows, dim), held.dtype)
+    return mx.concatenate([held[..., :rows, :], more], axis=2)

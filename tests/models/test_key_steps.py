@@ -1,0 +1,132 @@
+"""Models compute the same from keys in whole steps as from the native ones.
+
+Whole steps are for CUDA. Here they are switched on by hand, with short steps, so that
+buffers grow and steps are passed.
+
+Faults that were made by hand, and found here: the mask is one column short, or lets a
+row see the one after it; a window is left out of the mask; the buffer is not given more
+room; rows that were taken back are shown; a mask of one row counts as one in steps.
+"""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from mlx_speculation.caches import Speculation, key_steps
+from mlx_speculation.models.key_steps import TRIED, takes_key_steps
+from support.cache_twins import read
+from support.tiny_models import TINY_MODELS, build
+
+STEP = 8
+NAMES = [name for name, tiny in TINY_MODELS.items() if tiny.module in TRIED]
+
+
+@pytest.fixture(autouse=True)
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_steps, "STEP", STEP)
+    monkeypatch.setattr(key_steps, "pays", lambda dtype: True)
+    monkeypatch.setattr(KVCache, "step", 5)
+
+
+def test_each_model_that_counts_as_tried_is_tried_here() -> None:
+    assert {TINY_MODELS[name].module for name in NAMES} == TRIED
+
+
+def test_other_models_get_the_native_keys() -> None:
+    class Model(type(build("llama"))):  # type: ignore[misc]
+        """A model of one's own, with attention of its own perhaps."""
+
+    model = build("llama")
+    assert takes_key_steps(model)
+    assert not takes_key_steps(Model(model.args))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rounds_in_whole_steps_compute_what_native_rounds_do(name: str) -> None:
+    """Rounds of several widths, parts of them kept, past windows and many steps."""
+    model = build(name)
+    lanes = [make_prompt_cache(model) for _ in range(2)]
+    prompt = mx.array([[(7 * i * i + 3 * i) % 256 for i in range(6)]])
+    for caches in lanes:
+        mx.eval(model(prompt, cache=caches))
+    stepped = 0
+    for number in range(24):
+        width = (4, 1, 7, 2, 3)[number % 5]
+        tokens = mx.array([[(11 * number + 5 * i) % 256 for i in range(width)]])
+        found = []
+        for caches, steps in zip(lanes, (False, True), strict=True):
+            with Speculation(caches, whole=True, key_steps=steps) as speculation:
+                found.append(model(tokens, cache=speculation.caches))
+                mx.eval(found[-1])
+                speculation.commit(width)
+            stepped += steps and width > 1
+        one, other = read(found)
+        np.testing.assert_allclose(other, one, rtol=0, atol=2e-4)
+    assert stepped
+
+
+@given(
+    widths=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12)), max_size=12),
+    prompt=st.integers(1, 20),
+    window=st.sampled_from([None, 6]),
+)
+def test_what_is_kept_is_what_native_rounds_keep(
+    widths: list[tuple[int, int]], prompt: int, window: int | None
+) -> None:
+    """Also where rows are taken back and written again, and a buffer has to grow."""
+    caches = KVCache(), KVCache()
+    noise = mx.random.normal((1, 2, 400, 4), key=mx.random.key(3))
+    at = prompt
+    for cache in caches:
+        cache.update_and_fetch(noise[..., :at, :], noise[..., :at, :])
+    for width, kept in widths:
+        rows = noise[..., at : at + width, :]
+        shown = []
+        for cache, steps in zip(caches, (False, True), strict=True):
+            with Speculation([cache], key_steps=steps) as speculation:
+                (seen,) = speculation.caches
+                mask = seen.make_mask(width, return_array=True, window_size=window)
+                keys, values = seen.update_and_fetch(rows, rows)
+                if steps and width > 1:
+                    assert keys.shape[2] == -(-(at + width) // STEP) * STEP
+                    assert mask.shape == (width, keys.shape[2])
+                    native = create_causal_mask(width, at, window_size=window)
+                    assert mx.array_equal(mask[:, : at + width], native)
+                    assert not mask[:, at + width :].any()
+                shown.append((keys[..., : at + width, :], values[..., : at + width, :]))
+                speculation.commit(min(kept, width))
+        for one, other in zip(*shown, strict=True):
+            assert mx.array_equal(one, other)
+        at = caches[0].offset
+        assert caches[1].offset == at
+        for one, other in zip(*(c.keys_and_values() for c in caches), strict=True):
+            assert mx.array_equal(one, other)
+
+
+def test_a_model_that_asks_for_no_mask_gets_the_native_rows() -> None:
+    cache = KVCache()
+    rows = mx.ones((1, 1, 3, 4))
+    cache.update_and_fetch(rows, rows)
+    with Speculation([cache], key_steps=True) as speculation:
+        keys, _ = speculation.caches[0].update_and_fetch(rows, rows)
+        assert keys.shape[2] == 6
+        for n in (3, 1):
+            speculation.caches[0].make_mask(n, False, None)
+        one = rows[..., :1, :]
+        for held in (7, 8, 9):
+            keys, _ = speculation.caches[0].update_and_fetch(one, one)
+            assert keys.shape[2] == held
+
+
+def test_nothing_changes_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert not key_steps.pays(mx.float32)
+    cache = KVCache()
+    rows = mx.ones((1, 1, 3, 4))
+    cache.update_and_fetch(rows, rows)
+    with Speculation([cache], key_steps=True) as speculation:
+        assert speculation.caches[0].make_mask(2, False, None) == "causal"
