@@ -9,7 +9,8 @@ ids, so that the output layer costs less than a real model's.
 The arms take turns on the same prompts, texts are checked first, and ratios are to the
 faster plain decoding in the same pass, all as in benchmark.py: plain decoding, ours and
 mlx-lm's; the draft model of 1.7 M parameters and, where asked for, one grown to 6 % of
-8 B, at fixed lengths and by measurement (k=auto, after `calibrate`); lookups.
+8 B, at fixed lengths and by measurement (k=auto, after `calibrate`); the EAGLE-3 head
+of one layer, which stands for MTP heads too; lookups.
 
 The last line on standard output is one JSON object with everything.
 
@@ -29,7 +30,6 @@ from mlx_speculation.cli import run
 from mlx_speculation.demo import demo_models, demo_prompts
 
 if TYPE_CHECKING:
-    import mlx.nn as nn
     from benchmark_arms import Arm, Models
     from benchmark_case import Case
 
@@ -71,7 +71,8 @@ def benchmark(
     models, drafts, sizes = _models(shape, bits, draft_shape or ["small"])
     cases = []
     lengths = draft_length or [2, 4, 6, 8]
-    arms = list(_arms(models, drafts, lengths, mlx_lm_speculation))
+    costs: dict[str, Any] = {}
+    arms = list(_arms(models, drafts, lengths, costs, mlx_lm_speculation))
     for name in group or GROUPS:
         case = _run(models, arms, (name, temperature), context, tokens, repeats)
         if case is not None:
@@ -84,6 +85,7 @@ def benchmark(
         "context": context,
         "tokens": tokens,
         "repeats": repeats,
+        "round_ms": costs,
     }
     report = {"grown": settings, "machine": machine(), "versions": versions()}
     print(json.dumps({**report, "results": as_json(cases)}))
@@ -91,11 +93,11 @@ def benchmark(
 
 def _models(
     shape: str, bits: int, draft_shapes: list[str]
-) -> "tuple[Models, dict[str, nn.Module], dict[str, int]]":
+) -> "tuple[Models, dict[str, Any], dict[str, int]]":
     """Return the grown target with its first draft, all drafts, and their sizes."""
     import mlx.nn as nn
     from benchmark_arms import Models
-    from growing import DRAFT_SHAPES, SHAPES, grow, parameters_of
+    from growing import DRAFT_SHAPES, SHAPES, fit_head, grow, parameters_of
 
     from mlx_speculation import SpeculativeGenerator, load
 
@@ -107,15 +109,17 @@ def _models(
     if bits != 16:
         nn.quantize(target, group_size=BITS_GROUP, bits=bits)
         target.eval()
-    drafts: dict[str, nn.Module] = {}
+    drafts: dict[str, Any] = {}
     for name in draft_shapes:
         draft: Any = load(folders["draft"])[0]
         if name != "small":
             draft = grow(draft, DRAFT_SHAPES[name])
         drafts[name] = draft
         sizes[name] = parameters_of(draft)
-    typer.secho(f"parameters: {sizes}", err=True)
     first = next(iter(drafts.values()))
+    drafts["eagle"] = fit_head(folders["eagle"], small, target)
+    sizes["eagle"] = parameters_of(drafts["eagle"].own_weights)
+    typer.secho(f"parameters: {sizes}", err=True)
     models = Models(
         target,
         first,
@@ -127,8 +131,9 @@ def _models(
 
 def _arms(
     models: "Models",
-    drafts: "dict[str, nn.Module]",
+    drafts: dict[str, Any],
     lengths: list[int],
+    costs: dict[str, Any],
     mlx_lm_speculation: bool,
 ) -> Iterator["Arm"]:
     """Yield all arms; the first two are plain decoding."""
@@ -144,8 +149,8 @@ def _arms(
         for length in lengths:
             yield Arm("ours", length, partial(ours, generator, length), kind)
         table = generator.calibrate()
-        costs = {n: round(seconds * 1e3, 2) for n, seconds in table[0].items()}
-        typer.secho(f"{kind}: milliseconds of a round by length: {costs}", err=True)
+        costs[kind] = {n: round(seconds * 1e3, 2) for n, seconds in table[0].items()}
+        typer.secho(f"{kind}: ms of a round by length: {costs[kind]}", err=True)
         yield Arm("ours", 8, partial(ours, generator, None), f"{kind} auto")
     if mlx_lm_speculation:
         yield from (a for a in make_arms(models, lengths)[2:] if a.engine == "mlx-lm")

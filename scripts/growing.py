@@ -14,9 +14,13 @@ what a layer costs.
 
 Exact in float32 up to the order of sums; t is a power of two, so W / t is exact in
 every floating point type. Knows the layout of mlx-lm's qwen3 alone.
+
+An EAGLE-3 head of the small model keeps its size: it reads the t copies of each state
+as their mean, and gets an embedding of its own, the small model's.
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -24,6 +28,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 from mlx_lm.utils import dequantize_model
+
+from mlx_speculation.engine import EagleDraft
+from mlx_speculation.models import load_eagle_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +96,26 @@ def grow(
                 _set(larger, f"model.layers.{layer}.{own}", more)
     larger.eval()
     return larger
+
+
+def fit_head(
+    folder: Path, small: qwen3.Model, larger: qwen3.Model, dtype: mx.Dtype = mx.bfloat16
+) -> EagleDraft:
+    """Return the small model's EAGLE-3 head as a draft of the model grown from it."""
+    loaded = load_eagle_head(folder, small)
+    head: Any = dequantize_model(loaded.head)
+    width = larger.args.hidden_size // small.args.hidden_size
+    parts = mx.split(head.fc.weight, len(loaded.layers), axis=1)
+    read = mx.concatenate([mx.tile(part, [1, width]) / width for part in parts], axis=1)
+    outputs, inputs = read.shape
+    head.fc = nn.Linear(inputs, outputs, bias=False)
+    head.fc.weight = read
+    embedding = _dense(small)["model.embed_tokens.weight"]
+    head.embed_tokens = nn.Embedding(*embedding.shape)
+    head.embed_tokens.weight = embedding
+    head.set_dtype(dtype)
+    mx.eval(head.parameters())
+    return EagleDraft(larger, head, loaded.layers)
 
 
 def parameters_of(model: nn.Module) -> int:

@@ -9,14 +9,16 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_speculation import load
+from mlx_speculation import SpeculativeGenerator, load
 from mlx_speculation.demo import demo_models
+from mlx_speculation.engine import EagleDraft
 
 SCRIPTS = str(Path(__file__).parents[2] / "scripts")
 sys.path.insert(0, SCRIPTS)
 growing = importlib.import_module("growing")
 sys.path.remove(SCRIPTS)
 Growth, grow, parameters_of = growing.Growth, growing.grow, growing.parameters_of
+fit_head = growing.fit_head
 
 IDS = mx.array([[(37 * i * i + 11) % 2000 for i in range(24)]])
 
@@ -63,3 +65,21 @@ def test_a_quantized_model_is_grown_from_its_values() -> None:
 def test_other_growths_are_refused(small: Any, growth: Any) -> None:
     with pytest.raises(ValueError, match="power of two"):
         grow(small, growth)
+
+
+def test_a_head_drafts_for_the_grown_model_what_it_drafts_for_the_small_one() -> None:
+    folders = demo_models()
+    small: Any
+    small, tokenizer = load(folders["dense"])
+    larger = grow(small, Growth(2, 8), mx.float32)
+    heads = {
+        EagleDraft.from_folder(folders["eagle"], small): small,
+        fit_head(folders["eagle"], small, larger, mx.float32): larger,
+    }
+    found = []
+    for head, model in heads.items():
+        generator = SpeculativeGenerator(model, tokenizer, draft=head, draft_length=4)
+        result = generator.generate("def add(a, b):", max_tokens=60, stop_tokens=())
+        found.append((result.tokens, result.stats.drafted, result.stats.accepted))
+    assert found[0] == found[1]
+    assert found[0][2] > 20
