@@ -109,6 +109,7 @@ def test_only_the_front_door_and_scripts_import_the_engine() -> None:
 
 def test_the_public_names_are_pinned() -> None:
     assert mlx_speculation.__all__ == [
+        "AssistantDraft",
         "BlasError",
         "CacheFileError",
         "Cascade",
@@ -118,14 +119,17 @@ def test_the_public_names_are_pinned() -> None:
         "Contract",
         "ContractError",
         "CostFileWarning",
+        "DFlashDraft",
         "DemoModelsMissingError",
         "DraftNotice",
         "DrafterFaultWarning",
+        "EagleDraft",
         "ForkableProcessor",
         "InvalidRequestError",
         "LookupDrafter",
         "MissingLibraryError",
         "ModelFolderError",
+        "MtpDraft",
         "NonFiniteLogitsError",
         "PrefixCache",
         "Sampling",

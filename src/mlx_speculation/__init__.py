@@ -40,8 +40,12 @@ if TYPE_CHECKING:
     from mlx_speculation.caches import PrefixCache, Speculation
     from mlx_speculation.demo import demo_models
     from mlx_speculation.engine import (
+        AssistantDraft,
         Cascade,
+        DFlashDraft,
+        EagleDraft,
         LookupDrafter,
+        MtpDraft,
         SpeculativeGenerator,
         reduced_vocabulary,
     )
@@ -60,6 +64,7 @@ if TYPE_CHECKING:
 __version__ = version("mlx-speculation")
 
 __all__ = [
+    "AssistantDraft",
     "BlasError",
     "CacheFileError",
     "Cascade",
@@ -69,14 +74,17 @@ __all__ = [
     "Contract",
     "ContractError",
     "CostFileWarning",
+    "DFlashDraft",
     "DemoModelsMissingError",
     "DraftNotice",
     "DrafterFaultWarning",
+    "EagleDraft",
     "ForkableProcessor",
     "InvalidRequestError",
     "LookupDrafter",
     "MissingLibraryError",
     "ModelFolderError",
+    "MtpDraft",
     "NonFiniteLogitsError",
     "PrefixCache",
     "Sampling",
@@ -103,12 +111,16 @@ __all__ = [
 # Where each lazy name lives. A new one goes here, into __all__ and, for type
 # checkers, under TYPE_CHECKING above.
 _HOMES = {
+    "AssistantDraft": "mlx_speculation.engine",
     "Cascade": "mlx_speculation.engine",
     "Constraint": "mlx_speculation.samplers",
     "ConstraintState": "mlx_speculation.samplers",
     "Contract": "mlx_speculation.models",
+    "DFlashDraft": "mlx_speculation.engine",
+    "EagleDraft": "mlx_speculation.engine",
     "ForkableProcessor": "mlx_speculation.samplers",
     "LookupDrafter": "mlx_speculation.engine",
+    "MtpDraft": "mlx_speculation.engine",
     "PrefixCache": "mlx_speculation.caches",
     "Sampling": "mlx_speculation.samplers",
     "Speculation": "mlx_speculation.caches",
