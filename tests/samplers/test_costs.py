@@ -1,0 +1,70 @@
+"""What choosing costs, where no value would show it: how often, how much, not how long.
+
+Each is a mutant that every other test let pass.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_speculation.samplers import noise
+from mlx_speculation.samplers.rows import KnownTokens, Rows
+
+
+def test_the_draw_of_a_width_is_traced_once() -> None:
+    assert noise._gumbel(48) is noise._gumbel(48)
+
+
+@pytest.mark.skipif(
+    mx.default_device().type == mx.DeviceType.gpu, reason="a GPU draws them all"
+)
+@pytest.mark.parametrize(
+    ("width", "count", "few"),
+    [
+        (151_936, 50, True),
+        (151_936, 9_496, True),
+        (151_936, 9_497, False),
+        (16_384, 1, True),
+        (16_383, 1, False),
+        (4_096, 50, False),
+    ],
+)
+def test_noise_of_few_ids_is_drawn_for_those_alone(
+    width: int, count: int, few: bool
+) -> None:
+    drawn = noise.GumbelNoise(noise.stream_key(0, noise.CHOICE), width)
+    assert drawn.prefers_few(count) is few
+
+
+def test_a_growing_text_is_moved_seldom() -> None:
+    held, text = KnownTokens(), [0] * 100
+    buffers = [held._held]
+    for token in range(5_000):
+        text.append(token)
+        held.since(text)
+        if held._held is not buffers[-1]:
+            buffers.append(held._held)
+    assert len(buffers) <= 6
+
+
+class Counting(KnownTokens):
+    """Notes how many tokens it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+
+    def since(self, known: Sequence[int], begin: int = 0) -> Any:
+        found = super().since(known, begin)
+        self.asked.append(len(found))
+        return found
+
+
+def test_a_window_reads_no_more_of_the_text_than_it_shows() -> None:
+    held = Counting()
+    rows = Rows(list(range(1_000)), mx.array([1, 2, 3], mx.uint32), count=4)
+    rows.windows(20, held)
+    rows.windows(0, held)
+    assert held.asked == [20, 1_000]
