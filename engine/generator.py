@@ -199,6 +199,7 @@ class SpeculativeGenerator:
         contract: Contract | None = None,
         quantize_draft: int | None = None,
         draft_vocabulary: Iterable[int] | None = None,
+        adapter_path: str | Path | None = None,
     ) -> "SpeculativeGenerator":
         """Load a target, and a draft model where `draft` names one.
 
@@ -217,6 +218,8 @@ class SpeculativeGenerator:
             quantize_draft: bits in which to hold the weights of the draft or head that
                 is loaded, 2, 3, 4, 5, 6 or 8; those of the target stay as they are.
             draft_vocabulary: see the constructor.
+            adapter_path: a folder of adapter weights for the target, as mlx_lm.lora
+                writes them.
 
         Raises:
             ModelFolderError: a folder is not a model, or has no whole head, or its
@@ -235,7 +238,7 @@ class SpeculativeGenerator:
         if quantize_draft is not None:
             check_quantized(quantize_draft, kind, draft)
         check_model_folder(path_or_repo)
-        model, tokenizer = load(path_or_repo)
+        model, tokenizer = load(path_or_repo, adapter_path=adapter_path)
         own = model_folder(path_or_repo)
         choice = Choice(draft)
         if draft == "auto":

@@ -10,6 +10,7 @@ from mlx_lm.utils import (
     _download,
     _get_classes,
     dequantize_model,
+    load_adapters,
     load_model,
     load_tokenizer,
 )
@@ -18,6 +19,7 @@ from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.instances import derived, plain_class
 from mlx_speculation.models.mtp_files import is_leftover, sidecar_names
 
+ADAPTER = ("adapter_config.json", "adapters.safetensors")
 NEEDED = ("config.json", "tokenizer_config.json")
 
 
@@ -78,10 +80,21 @@ def model_folder(path_or_repo: str | Path) -> Path:
     """
     check_model_folder(path_or_repo)
     folder = Path(path_or_repo).expanduser()
-    return folder if folder.exists() else Path(_download(str(path_or_repo)))
+    if folder.exists():
+        return folder
+    try:
+        return Path(_download(str(path_or_repo)))
+    except Exception as error:  # the hub raises of many kinds
+        raise ModelFolderError(
+            f"The repository {str(path_or_repo)!r} could not be fetched: "
+            f"{type(error).__name__}: {_shortened(error)}. Check its name and the "
+            "network, or pass the path of a folder."
+        ) from error
 
 
-def load(path_or_repo: str | Path) -> tuple[nn.Module, Any]:
+def load(
+    path_or_repo: str | Path, *, adapter_path: str | Path | None = None
+) -> tuple[nn.Module, Any]:
     """Load a model with mlx-lm, plus what this device needs.
 
     Tensors of an MTP head beside the model's own are left out, also where mlx-lm would
@@ -89,17 +102,21 @@ def load(path_or_repo: str | Path) -> tuple[nn.Module, Any]:
 
     Args:
         path_or_repo: a folder in mlx-lm's layout, or the name of a repository.
+        adapter_path: a folder of adapter weights that mlx_lm.lora made for it.
 
     Returns:
         The model and mlx-lm's tokenizer wrapper. On a Linux CPU the weights are
         float32, dequantized where they were quantized; elsewhere as on disk.
 
     Raises:
-        ModelFolderError: the folder is not a model, or mlx-lm could not read it.
+        ModelFolderError: the folder is not a model, or mlx-lm could not read it, or
+            the adapter.
     """
     check_model_folder(path_or_repo)
+    if adapter_path is not None:
+        _check_adapter(Path(adapter_path).expanduser())
+    folder = model_folder(path_or_repo)
     try:
-        folder = model_folder(path_or_repo)
         model, config = _load_trunk(folder)
         ends = config.get("eos_token_id")
         tokenizer = load_tokenizer(folder, eos_token_ids=ends)
@@ -108,7 +125,39 @@ def load(path_or_repo: str | Path) -> tuple[nn.Module, Any]:
             f"mlx-lm {mlx_lm.__version__} could not load {str(path_or_repo)!r}: "
             f"{type(error).__name__}: {error}. Check the folder with mlx_lm.generate."
         ) from error
+    if adapter_path is not None:
+        model = _adapted(model, Path(adapter_path).expanduser())
     return (to_float32(model) if runs_on_linux_cpu() else model), tokenizer
+
+
+def _check_adapter(folder: Path) -> None:
+    """Refuse a folder that holds no adapter."""
+    missing = [name for name in ADAPTER if not (folder / name).is_file()]
+    if missing:
+        raise ModelFolderError(
+            f"The adapter {str(folder)!r} lacks {', '.join(missing)}. Pass the folder "
+            "that mlx_lm.lora has written (--adapter-path)."
+        )
+
+
+def _adapted(model: nn.Module, folder: Path) -> nn.Module:
+    """Return a model with an adapter's layers."""
+    try:
+        model = load_adapters(model, str(folder))
+    except Exception as error:
+        raise ModelFolderError(
+            f"mlx-lm {mlx_lm.__version__} could not load the adapter {str(folder)!r}: "
+            f"{type(error).__name__}: {_shortened(error)}. Check that it was made for "
+            "this model."
+        ) from error
+    model.eval()
+    return model
+
+
+def _shortened(error: Exception) -> str:
+    """Return what an error says, on one line."""
+    line = " ".join(str(error).split()) or repr(error)
+    return (line if len(line) <= 300 else f"{line[:300]} ...").rstrip(".")
 
 
 def _load_trunk(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
