@@ -151,6 +151,15 @@ class AdaptiveLengths:
         """Whether there is no length left to measure."""
         return self._measurement(context, self._longest) is None
 
+    def progress(self, context: int) -> tuple[int, int]:
+        """Return how many lengths are measured, in rounds, and how many there are."""
+        known, each = self.costs.lengths(context), self.costs.samples
+        lengths = _to_measure(self._longest)
+        done = sum(
+            each if n in known else self.costs.sampled(context, n) for n in lengths
+        )
+        return done, each * len(lengths)
+
     def _measurement(self, context: int, longest: int) -> _Run | None:
         """Return rounds that measure a length whose cost is not known.
 
@@ -159,12 +168,10 @@ class AdaptiveLengths:
         machine alone, but for the plain step, which the others are compared with.
         """
         known = self.costs.lengths(context)
-        order = [*_MEASURED_FIRST, *range(1, SHORT + 1), *range(SHORT, longest + 1, 4)]
         missing = [
             length
-            for length in order
-            if length <= longest
-            and length not in known
+            for length in _to_measure(longest)
+            if length not in known
             and (not length or self._thorough or self._may_pay(context, length))
         ]
         if not missing:
@@ -223,3 +230,9 @@ class AdaptiveLengths:
             return None
         oldest = min(near, key=lambda o: self.costs.noted(context, o.length))
         return _Run(oldest.length, "review", 3 if oldest.length == 0 else 1)
+
+
+def _to_measure(longest: int) -> list[int]:
+    """Return the lengths whose costs are measured, in this order."""
+    order = [*_MEASURED_FIRST, *range(1, SHORT + 1), *range(SHORT, longest + 1, 4)]
+    return list(dict.fromkeys(length for length in order if length <= longest))

@@ -39,7 +39,11 @@ from mlx_speculation.engine.kinds import (
 )
 from mlx_speculation.engine.lengths import Lengths
 from mlx_speculation.engine.masking import Masks
-from mlx_speculation.engine.measured_lengths import MeasuredLengths, measured_draft
+from mlx_speculation.engine.measured_lengths import (
+    MeasuredLengths,
+    Progress,
+    measured_draft,
+)
 from mlx_speculation.engine.prefixes import Prefixes
 from mlx_speculation.engine.prompts import Prompts
 from mlx_speculation.engine.results import Result
@@ -284,7 +288,12 @@ class SpeculativeGenerator:
         """The tokens drafted in a round; None: as many as pay, by measurement."""
         return self._lengths.usual
 
-    def calibrate(self, contexts: SequenceOf[int] = (64,)) -> CostTable:
+    def calibrate(
+        self,
+        contexts: SequenceOf[int] = (64,),
+        *,
+        progress: Progress | None = None,
+    ) -> CostTable:
         """Measure what rounds cost here, by draft length, and keep it in a file.
 
         It takes some 60 rounds for each context. Without it the first stream measures
@@ -294,6 +303,7 @@ class SpeculativeGenerator:
             contexts: numbers of tokens in the caches to measure at. Costs between 512,
                 1,024, 2,048 ... tokens are taken for equal, and those of a context
                 that was never met for those of the nearest.
+            progress: called with the number of measured rounds, and of all.
 
         Returns:
             Seconds of a round by context bucket (0: up to 512 tokens, 1: up to 1,024)
@@ -312,7 +322,7 @@ class SpeculativeGenerator:
                 prompt, max_tokens=1 << 20, stop_tokens=(), draft_length=lengths
             )
 
-        return self._lengths.calibrate(start, contexts)
+        return self._lengths.calibrate(start, contexts, progress)
 
     def generate(self, prompt: str | SequenceOf[int], **options: Any) -> Result:
         """Generate to the end; takes what `stream` takes."""

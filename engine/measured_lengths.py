@@ -59,6 +59,8 @@ def measured_draft(draft: Any) -> Any:
     return others[0] if others else Filler()
 
 
+# Called with how much is done, and of how much.
+Progress = Callable[[int, int], None]
 # Starts a stream on a prompt with a policy of its own.
 Start = Callable[[list[int], Lengths], Stream]
 
@@ -102,7 +104,10 @@ class MeasuredLengths:
         )
 
     def calibrate(
-        self, start: Start, contexts: SequenceOf[int]
+        self,
+        start: Start,
+        contexts: SequenceOf[int],
+        progress: Progress | None = None,
     ) -> dict[int, dict[int, float]]:
         """Measure every length at these contexts, see the generator's `calibrate`."""
         if self._draft is None:
@@ -118,13 +123,20 @@ class MeasuredLengths:
             )
         known = self._read()
         fresh = RoundCosts(samples=CALIBRATION_SAMPLES)
-        for context in sorted(contexts):
-            self._measure(start, context, fresh)
+        for number, context in enumerate(sorted(contexts)):
+
+            def report(done: int, total: int, before: int = number) -> None:
+                if progress is not None:
+                    progress(before * total + done, len(contexts) * total)
+
+            self._measure(start, context, fresh, report)
         known.costs.take(fresh)
         known.save()
         return known.costs.table()
 
-    def _measure(self, start: Start, context: int, fresh: RoundCosts) -> None:
+    def _measure(
+        self, start: Start, context: int, fresh: RoundCosts, report: Progress
+    ) -> None:
         """Run rounds until every length was measured."""
         policy = AdaptiveLengths(fresh, AcceptanceRates(), self._longest, thorough=True)
         # What the tokens are does not matter.
@@ -136,6 +148,7 @@ class MeasuredLengths:
                 if done > rounds and policy.measured(context):
                     break
                 rounds = done
+                report(*policy.progress(context))
                 if rounds > MOST_ROUNDS:
                     break
 

@@ -47,6 +47,9 @@ class RoundCosts:
     Args:
         known: seconds by bucket and length, as `table` returns them.
         samples: a cost is a median of so many rounds before it is believed.
+
+    Attributes:
+        samples: likewise.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class RoundCosts:
         *,
         samples: int = SAMPLES,
     ) -> None:
-        self._samples = samples
+        self.samples = samples
         self._buckets: dict[int, dict[int, _Cost]] = {
             bucket: {length: _Cost(seconds) for length, seconds in costs.items()}
             for bucket, costs in (known or {}).items()
@@ -130,7 +133,7 @@ class RoundCosts:
         factor = math.exp(self._all)
         if cost.seconds is None:
             cost.samples.append(seconds / factor)
-            if len(cost.samples) >= self._samples:
+            if len(cost.samples) >= self.samples:
                 cost.seconds = median(cost.samples)
             return
         most = math.log(LARGEST_CHANGE)

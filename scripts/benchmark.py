@@ -135,7 +135,9 @@ def benchmark(
 
 def _report(settings: Settings, chosen: BlasChoice) -> str:
     """Run all cases, print their tables and return the JSON object."""
-    from benchmark_report import as_json, machine, print_case, print_summary, versions
+    from benchmark_report import as_json, print_case, print_summary
+
+    from mlx_speculation.environment import machine, versions
 
     cases: list[Case] = []
     plain: list[PlainRatio] = []

@@ -71,8 +71,9 @@ def benchmark(
     """Time draft steps by turns, and count what is accepted."""
     chosen = use_blas(blas)
     _progress(f"BLAS: {chosen.detail}")
-    from benchmark_report import machine, versions
     from drafter_list import Bench
+
+    from mlx_speculation.environment import machine, versions
 
     folder = demo_models().get(target, Path(target))
     bench = Bench.load(folder)

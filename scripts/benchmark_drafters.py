@@ -162,7 +162,7 @@ class Line:
 
 def _report(settings: Settings) -> dict[str, Any]:
     """Run everything, print the table and return the JSON values."""
-    from benchmark_report import machine, versions
+    from mlx_speculation.environment import machine, versions
 
     lines: list[Line] = []
     for target in settings.targets:

@@ -66,7 +66,9 @@ def benchmark(
 ) -> None:
     """Measure plain and speculative decoding on a grown model."""
     use_blas("auto")
-    from benchmark_report import as_json, machine, print_case, versions
+    from benchmark_report import as_json, print_case
+
+    from mlx_speculation.environment import machine, versions
 
     models, drafts, sizes = _models(shape, bits, draft_shape or ["small"])
     cases = []

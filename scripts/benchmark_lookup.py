@@ -124,8 +124,10 @@ class Settings:
 def _report(settings: Settings) -> dict[str, Any]:
     """Run everything, print the tables and return the JSON values."""
     from benchmark_arms import Models
-    from benchmark_report import as_json, machine, print_case, versions
+    from benchmark_report import as_json, print_case
     from lookup_costs import measure_costs
+
+    from mlx_speculation.environment import machine, versions
 
     cases: list[Case] = []
     costs: list[Cost] = []

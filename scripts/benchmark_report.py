@@ -1,57 +1,14 @@
 """The tables of the benchmark and its JSON object."""
 
-import os
-import platform
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 from benchmark_case import Case, Series, Spread
 from benchmark_plain import PlainRatio
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-
-PACKAGES = ("mlx", "mlx-lm", "transformers", "mlx-speculation")
-
-
-def machine() -> dict[str, Any]:
-    """Describe what the figures were measured on."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    return {
-        "cpu": _cpu_model(),
-        "cores": cores,
-        "platform": platform.platform(),
-        "device": str(mx.default_device()),
-        "device_name": mx.device_info().get("device_name"),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that decide the figures."""
-    return {
-        "python": platform.python_version(),
-        **{package: version(package) for package in PACKAGES},
-    }
-
-
-def _cpu_model() -> str:
-    if sys.platform == "darwin":
-        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True
-        ).stdout.strip()
-    info = Path("/proc/cpuinfo")
-    for line in info.read_text().splitlines() if info.is_file() else ():
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def text_of(series: Series, temperature: float) -> str:

@@ -110,10 +110,10 @@ def benchmark(
 ) -> None:
     """Measure the rounds of sliding windows, after checking their attention."""
     chosen = use_blas(blas)
-    from benchmark_report import machine, versions
     from sliding_arms import Shape
 
     from mlx_speculation.caches.sliding import default_slack
+    from mlx_speculation.environment import machine, versions
 
     cases: list[Case] = []
     for size, rows in product(window or WINDOWS, width or WIDTHS):

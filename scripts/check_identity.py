@@ -34,6 +34,7 @@ from mlx_speculation.cli import run
 from mlx_speculation.demo import demo_models, demo_prompts
 
 if TYPE_CHECKING:
+    from mlx_speculation.engine.row_verdicts import First
     from mlx_speculation.engine.verifying import Place
 
 BUNDLED = ("dense", "sliding", "hybrid", "draft")
@@ -74,14 +75,17 @@ def check_identity(
         )
     chosen = use_blas(blas)
     typer.secho(f"BLAS: {chosen.detail}", err=True, dim=True)
-    from benchmark_report import machine, versions
+    from mlx_speculation.engine.row_verdicts import judge
+    from mlx_speculation.environment import machine, versions
 
     folder = demo_models()[model] if model in BUNDLED else model
     text = demo_prompts()[0].text if prompt is None else prompt
     options = {"draft_length": draft_length, "places": places, "seed": seed}
     found = _compare(folder, text, tokens, sliding=sliding, **options)
-    result = _result(found, tolerance)
-    _print(result)
+    result = judge(found, tolerance)
+    if result.first is not None:
+        print(f"first: {result.first}")
+    print(result)
     report = {
         "machine": machine(),
         "versions": versions(),
@@ -93,14 +97,18 @@ def check_identity(
             "tolerance": tolerance,
             "sliding": sliding,
         },
-        **result,
+        "verdict": result.verdict,
+        "rows": result.rows,
+        "differing_rows": result.differing_rows,
+        "first": _flat(result.first),
+        "largest_difference": result.largest_difference,
         "places": [asdict(place) for place in found],
     }
     line = json.dumps(report)
     if json_file is not None:
         json_file.write_text(line + "\n", encoding="utf-8")
     print(line)
-    if result["verdict"] == "different":
+    if result.verdict == "different":
         raise typer.Exit(1)
 
 
@@ -127,43 +135,11 @@ def _compare(
     return found
 
 
-def _result(found: list["Place"], tolerance: float) -> dict[str, Any]:
-    """Return the verdict and the first row that differs."""
-    differing = [(p.position, row) for p in found for row in p.rows if row.differs]
-    largest = max(place.difference for place in found)
-    if any(row.margin > tolerance for _, row in differing):
-        verdict = "different"
-    elif differing:
-        verdict = "near-ties"
-    else:
-        verdict = "same choices" if largest else "identical"
-    first = None
-    if differing:
-        position, row = differing[0]
-        first = {"position": position, **asdict(row)}
-    return {
-        "verdict": verdict,
-        "rows": sum(len(place.rows) for place in found),
-        "differing_rows": len(differing),
-        "first": first,
-        "largest_difference": largest,
-    }
-
-
-def _print(result: dict[str, Any]) -> None:
-    """Print the verdict and the first row that differs."""
-    if (first := result["first"]) is not None:
-        print(
-            f"first: row {first['index']} of the draft after token {first['position']} "
-            f"chooses {first['at_once']} at once and {first['one_by_one']} one by one; "
-            f"the two best differ by {first['margin']:.3g} there, the logits by "
-            f"{first['difference']:.3g}"
-        )
-    print(
-        f"{result['verdict']}: {result['differing_rows']} of {result['rows']} rows "
-        "choose another token, the largest difference of a logit is "
-        f"{result['largest_difference']:.3g}"
-    )
+def _flat(first: "First | None") -> dict[str, Any] | None:
+    """Return the first row that differs with its position, as JSON has it."""
+    if first is None:
+        return None
+    return {"position": first.position, **asdict(first.row)}
 
 
 if __name__ == "__main__":

@@ -32,11 +32,10 @@ def run(*options: str, text: str | None = None) -> "subprocess.CompletedProcess[
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
     """Run commands here; the BLAS is settled, because mlx is imported already."""
-    for command in ("generate", "calibrate", "demo"):
-        monkeypatch.setattr(
-            f"mlx_speculation.cli.{command}.use_blas",
-            lambda name: BlasChoice("stock", name),
-        )
+    monkeypatch.setattr(
+        "mlx_speculation.cli.opening.use_blas",
+        lambda name: BlasChoice("stock", name),
+    )
     return CliRunner(env={"COLUMNS": "120"})
 
 

@@ -25,10 +25,8 @@ def _adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.freeze()
     linear_to_lora_layers(model, 1, LORA)
     mx.random.seed(0)
-    weights = {
-        name: 0.05 * mx.random.normal(value.shape)
-        for name, value in tree_flatten(model.trainable_parameters())
-    }
+    trainable: Any = tree_flatten(model.trainable_parameters())
+    weights = {name: 0.05 * mx.random.normal(value.shape) for name, value in trainable}
     mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
     config = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": LORA}
     (folder / "adapter_config.json").write_text(json.dumps(config))

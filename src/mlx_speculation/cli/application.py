@@ -5,7 +5,8 @@ import typer
 from mlx_speculation.cli.calibrate import calibrate
 from mlx_speculation.cli.demo import demo
 from mlx_speculation.cli.generate import generate
-from mlx_speculation.cli.running import run
+from mlx_speculation.cli.groups import flattened
+from mlx_speculation.cli.running import guarded, run
 
 app = typer.Typer(
     help="Faster text from mlx-lm models, and the same text.",
@@ -13,7 +14,7 @@ app = typer.Typer(
     add_completion=False,
 )
 for command in (generate, calibrate, demo):
-    app.command()(command)
+    app.command()(guarded(flattened(command)))
 
 
 def main() -> None:

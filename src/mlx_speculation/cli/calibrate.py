@@ -3,32 +3,55 @@
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from mlx_speculation.blas import use_blas
-from mlx_speculation.cli.options import Blas
+from mlx_speculation.cli.opening import begin, open_pair
+from mlx_speculation.cli.options import DRAFT, Blas, Json, Model, PairOptions
+from mlx_speculation.cli.screen import Screen
+from mlx_speculation.environment import versions
 
 
 def calibrate(
-    model: Annotated[str, typer.Argument(help="Folder or repository of the target.")],
+    model: Model,
     draft: Annotated[
-        str, typer.Option(help="As in `generate`; what is measured with the target.")
+        str,
+        typer.Option(
+            "--draft",
+            "--draft-model",
+            rich_help_panel=DRAFT,
+            help="As in `generate`; what is measured with the target.",
+        ),
     ],
     context: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Tokens in the caches; by default 64. Repeatable."),
+        typer.Option(
+            min=1,
+            max=1 << 22,
+            help="Tokens in the caches; by default 64. Repeatable.",
+        ),
     ] = None,
     blas: Blas = "auto",
+    json: Json = False,
 ) -> None:
     """Measure what rounds cost here by draft length, and keep it for later runs."""
-    report = Console(stderr=True)
-    report.print(f"BLAS: {use_blas(blas).detail}", style="dim", highlight=False)
-    from mlx_speculation import SpeculativeGenerator
+    screen = Screen(json=json)
+    chosen = begin(blas, screen)
+    generator = open_pair(PairOptions(model=model, draft=draft), screen)
+    with screen.progress("measuring lengths") as report:
+        costs = generator.calibrate(contexts=context or [64], progress=report)
+    screen.table(_table(costs))
+    screen.object(
+        command="calibrate",
+        model=model,
+        draft=draft,
+        seconds_by_context={512 * 2**bucket: own for bucket, own in costs.items()},
+        notices=generator.notices,
+        blas=chosen,
+        versions=versions(),
+    )
 
-    generator = SpeculativeGenerator.from_pretrained(model, draft=draft)
-    with report.status("measuring"):
-        costs = generator.calibrate(contexts=context or [64])
+
+def _table(costs: dict[int, dict[int, float]]) -> Table:
     lengths = sorted({length for table in costs.values() for length in table})
     table = Table(title="Milliseconds of a round by draft length")
     table.add_column("context up to")
@@ -37,4 +60,4 @@ def calibrate(
     for bucket, seconds in costs.items():
         cells = [f"{seconds[n] * 1e3:.1f}" if n in seconds else "-" for n in lengths]
         table.add_row(f"{512 * 2**bucket}", *cells)
-    Console().print(table)
+    return table

@@ -2,15 +2,15 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mlx_speculation.blas import use_blas
-from mlx_speculation.cli.options import Blas, DraftLength
+from mlx_speculation.cli.opening import as_object, begin
+from mlx_speculation.cli.options import Blas, DraftLength, Json
+from mlx_speculation.cli.screen import Screen
 from mlx_speculation.cli.tables import number, percent
 from mlx_speculation.demo import DEMO_TARGETS, DemoPrompt, demo_models, demo_prompts
 
@@ -24,10 +24,11 @@ def demo(
     max_tokens: Annotated[int, typer.Option(min=2)] = 128,
     draft_length: DraftLength = None,
     blas: Blas = "auto",
+    json: Json = False,
 ) -> None:
     """Run the bundled models with and without a draft, and compare text and speed."""
-    console = Console()
-    console.print(f"BLAS: {use_blas(blas).detail}", style="dim", highlight=False)
+    screen = Screen(json=json)
+    begin(blas, screen)
     from mlx_speculation import SpeculativeGenerator
 
     folders = demo_models()
@@ -40,17 +41,22 @@ def demo(
             path, draft=draft, draft_length=draft_length
         )
         if draft_length is None:
-            generator.calibrate()
+            with screen.busy(f"calibrating {name}"):
+                generator.calibrate()
         for length in (0, None):
             generator.generate(prompts[0].text, max_tokens=8, draft_length=length)
         for prompt in prompts:
-            console.rule(escape(f"{name}: {prompt.group}, from {prompt.source}"))
-            comparisons.append(_compare(name, prompt, generator, max_tokens))
-    console.print(_comparison_table(comparisons))
-    console.print(
+            if not json:
+                title = escape(f"{name}: {prompt.group}, from {prompt.source}")
+                screen.out.rule(title)
+            comparisons.append(_compare(name, prompt, generator, max_tokens, screen))
+    screen.table(_comparison_table(comparisons))
+    screen.say(
         "Plain is the faster of mlx-lm's loop and ours. Single runs: "
-        "scripts/benchmark.py measures with repeats.",
-        style="dim",
+        "`mlx-speculation benchmark` measures your own pair with repeats."
+    )
+    screen.object(
+        command="demo", comparisons=[comparison.object for comparison in comparisons]
     )
     if not all(comparison.same for comparison in comparisons):
         raise typer.Exit(1)
@@ -62,6 +68,7 @@ class _Comparison:
 
     target: str
     group: str
+    text: str
     plain_speed: float
     stats: "Statistics"
     parting: "Parting | None"
@@ -70,6 +77,19 @@ class _Comparison:
     def same(self) -> bool:
         """Whether the texts are equal, or part where rounding decides."""
         return self.parting is None or self.parting.near_tie
+
+    @property
+    def object(self) -> dict[str, Any]:
+        """The comparison for JSON."""
+        return {
+            "target": self.target,
+            "group": self.group,
+            "text": self.text,
+            "plain_tokens_per_second": self.plain_speed,
+            "same": self.same,
+            "parting": self.parting,
+            "statistics": as_object(self.stats),
+        }
 
     @property
     def verdict(self) -> str:
@@ -82,7 +102,11 @@ class _Comparison:
 
 
 def _compare(
-    target: str, prompt: DemoPrompt, generator: "SpeculativeGenerator", max_tokens: int
+    target: str,
+    prompt: DemoPrompt,
+    generator: "SpeculativeGenerator",
+    max_tokens: int,
+    screen: Screen,
 ) -> _Comparison:
     """Stream the speculative text, then generate the plain one and compare."""
     from mlx_speculation import Sampling
@@ -92,8 +116,8 @@ def _compare(
 
     stream = generator.stream(prompt.text, max_tokens=max_tokens, stop_tokens=())
     for chunk in stream:
-        typer.echo(chunk.text, nl=False)
-    typer.echo()
+        screen.text(chunk.text)
+    screen.text("\n")
     result = stream.result
     plain = generator.generate(
         prompt.text, max_tokens=max_tokens, stop_tokens=(), draft_length=0
@@ -103,6 +127,7 @@ def _compare(
     return _Comparison(
         target=target,
         group=prompt.group,
+        text=result.text,
         plain_speed=max(plain.stats.tokens_per_second, theirs),
         stats=result.stats,
         parting=find_parting(

@@ -1,63 +1,166 @@
 """`generate`: continues a prompt."""
 
-import sys
-from typing import Annotated
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mlx_speculation.blas import use_blas
-from mlx_speculation.cli.options import Blas, DraftLength
+from mlx_speculation.cli.opening import as_object, begin, open_pair
+from mlx_speculation.cli.options import (
+    TEMPLATE,
+    EndOptions,
+    Json,
+    PairOptions,
+    SamplingOptions,
+)
+from mlx_speculation.cli.running import INTERRUPTED
+from mlx_speculation.cli.screen import Screen
+from mlx_speculation.cli.sources import (
+    check_output,
+    read_json_file,
+    read_prompt,
+    write_output,
+)
 from mlx_speculation.cli.tables import number, percent
+from mlx_speculation.cli.templates import TemplateOptions, encode
+from mlx_speculation.environment import versions
+
+if TYPE_CHECKING:
+    from mlx_speculation import Constraint, SpeculativeGenerator
+    from mlx_speculation.engine import Chunk, Result, Stream
+
+ALTERNATIVES = 5
+Prompt = Annotated[
+    str | None,
+    typer.Option(
+        "--prompt",
+        "-p",
+        rich_help_panel=TEMPLATE,
+        help="The text to continue; by default, and with '-', standard input.",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions:
+    """What becomes of the text."""
+
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(help="A file with a JSON schema that the text has to fit."),
+    ] = None
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write a page here that shows who wrote each token."),
+    ] = None
+    colour: Annotated[
+        bool,
+        typer.Option("--colour", "--color", help="Show accepted tokens in green."),
+    ] = False
+
+    def check(self) -> Any:
+        """Return the schema, if there is one, once all files are seen to be usable."""
+        if self.html is not None:
+            check_output("--html", self.html)
+        if self.json_schema is None:
+            return None
+        return read_json_file("--json-schema", self.json_schema)
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="Folder or repository of the target.")],
-    draft: Annotated[
+    pair: PairOptions,
+    template: TemplateOptions,
+    sampling: SamplingOptions,
+    end: EndOptions,
+    output: OutputOptions,
+    prompt: Prompt = None,
+    prefill_response: Annotated[
         str | None,
-        typer.Option(
-            help="Folder or repository of a draft, 'mtp', 'lookup', or 'auto' for what "
-            "the target's folder offers."
-        ),
+        typer.Option(rich_help_panel=TEMPLATE, help="How the answer begins."),
     ] = None,
-    prompt: Annotated[
-        str | None,
-        typer.Option(help="The text to continue; by default, standard input."),
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1)] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="0: off.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    draft_length: DraftLength = None,
-    quantize_draft: Annotated[
-        int | None,
-        typer.Option(help="Hold the draft's weights in 2, 3, 4, 5, 6 or 8 bits."),
-    ] = None,
-    blas: Blas = "auto",
+    json: Json = False,
 ) -> None:
     """Continue a prompt; text on standard output, statistics on standard error."""
-    text = _read_prompt(prompt)
-    report = Console(stderr=True)
-    report.print(f"BLAS: {use_blas(blas).detail}", style="dim", highlight=False)
-    from mlx_speculation import Sampling, SpeculativeGenerator
-
-    generator = SpeculativeGenerator.from_pretrained(
-        model, draft=draft, draft_length=draft_length, quantize_draft=quantize_draft
-    )
+    screen = Screen(json=json)
+    schema = output.check()
+    template.check()
+    said = read_prompt(prompt)
+    blas = begin(pair.blas, screen)
+    sampling.check()
+    generator = open_pair(pair, screen)
+    text, rendered = _prompt_text(generator, template, said, prefill_response)
+    tokens = encode(generator.tokenizer, text, rendered=rendered)
     stream = generator.stream(
-        text,
-        max_tokens=max_tokens,
-        sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
+        tokens,
+        max_tokens=end.max_tokens,
+        sampling=sampling.sampling(generator.tokenizer),
+        stop=end.stop or (),
+        stop_tokens=end.stop_tokens(generator.tokenizer),
+        logprobs=ALTERNATIVES if output.html is not None else None,
+        constraint=_constraint(schema, generator),
     )
-    for chunk in stream:
-        typer.echo(chunk.text, nl=False)
-    typer.echo()
-    stats = stream.result.stats
+    chunks: list[Chunk] = []
+    interrupted = show(stream, screen, chunks, colour=output.colour)
+    screen.text("\n")
+    result = stream.result
+    ended = "interrupted" if interrupted else result.finish_reason
+    screen.table(summary(result, ended), result=False)
+    if output.html is not None:
+        page = _page(pair, generator, text, result, chunks, ended)
+        write_output("--html", output.html, page)
+        screen.say(f"the page is {output.html}")
+    screen.object(
+        command="generate",
+        model=pair.model,
+        draft=pair.draft,
+        prompt_tokens=len(tokens),
+        text=result.text,
+        tokens=result.tokens,
+        origins=[[origin.writer, origin.place] for origin in result.origins],
+        finish_reason=ended,
+        seed=result.seed,
+        statistics=as_object(result.stats),
+        notices=generator.notices,
+        blas=blas,
+        versions=versions(),
+    )
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def show(
+    stream: "Stream", screen: Screen, chunks: list["Chunk"], *, colour: bool = False
+) -> bool:
+    """Print a stream's text as it comes; return whether Ctrl-C has ended it.
+
+    Args:
+        stream: ends when this returns, with its caches at what they name.
+        screen: where to.
+        chunks: gets every chunk.
+        colour: show accepted tokens in green.
+    """
+    with stream:
+        try:
+            for chunk in stream:
+                chunks.append(chunk)
+                green = colour and chunk.origin.writer == "accepted"
+                text = chunk.text
+                shown = typer.style(text, fg="green") if green and text else text
+                screen.text(shown)
+        except KeyboardInterrupt:
+            return True
+    return False
+
+
+def summary(result: "Result", ended: str) -> Table:
+    """Return what a generation counted, as a table."""
+    stats = result.stats
     table = Table("statistic", "value", title="Statistics")
-    table.add_row("tokens", str(len(stream.result.tokens)))
-    table.add_row("finish reason", str(stream.result.finish_reason))
+    table.add_row("tokens", str(len(result.tokens)))
+    table.add_row("finish reason", ended)
     table.add_row("tokens per second", number(stats.tokens_per_second))
     for name in ("rounds", "drafts", "drafted", "accepted"):
         table.add_row(name, str(getattr(stats, name)))
@@ -66,14 +169,49 @@ def generate(
     table.add_row(
         "accepted per position", " ".join(map(percent, stats.accepted_per_position))
     )
+    if stats.reused:
+        table.add_row("tokens not read again", str(stats.reused))
     for fault in stats.drafter_faults:
         table.add_row(f"{fault.drafter} set aside", escape(fault.reason))
-    report.print(table)
+    return table
 
 
-def _read_prompt(prompt: str | None) -> str:
-    if prompt is not None:
-        return prompt
-    if sys.stdin.isatty():
-        raise typer.BadParameter("give --prompt, or a text on standard input")
-    return sys.stdin.read()
+def _prompt_text(
+    generator: "SpeculativeGenerator",
+    template: TemplateOptions,
+    said: str,
+    prefill: str | None,
+) -> tuple[str, bool]:
+    """Return the text to continue, and whether a template has made it."""
+    if template.applies(generator.tokenizer):
+        message = [{"role": "user", "content": said}]
+        return template.render(generator.tokenizer, message, prefill), True
+    return said + (prefill or ""), False
+
+
+def _constraint(schema: Any, generator: "SpeculativeGenerator") -> "Constraint | None":
+    if schema is None:
+        return None
+    from mlx_speculation import json_schema
+
+    # Small models write whitespace without end where they may.
+    return json_schema(schema, generator.tokenizer, compact=True)
+
+
+def _page(
+    pair: PairOptions,
+    generator: "SpeculativeGenerator",
+    prompt: str,
+    result: "Result",
+    chunks: list["Chunk"],
+    ended: str,
+) -> str:
+    from mlx_speculation.cli.pages import PageFacts, page_of
+
+    facts = PageFacts(
+        model=Path(pair.model).name,
+        draft=None if pair.draft is None else Path(pair.draft).name,
+        finish_reason=ended,
+        prompt=prompt,
+    )
+    return page_of(facts, result, chunks, generator.tokenizer)

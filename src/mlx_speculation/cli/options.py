@@ -1,10 +1,20 @@
-"""Options that several commands share."""
+"""Options that several commands share, in groups."""
 
-from typing import Annotated
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mlx_speculation.blas import BlasName
+from mlx_speculation.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from mlx_speculation import Sampling
+
+DRAFT = "Draft and its length"
+CHANCE = "Sampling, as mlx-lm names it"
+TEMPLATE = "Prompt and chat template"
 
 Blas = Annotated[
     BlasName,
@@ -13,8 +23,168 @@ Blas = Annotated[
 DraftLength = Annotated[
     int | None,
     typer.Option(
+        "--draft-length",
+        "--num-draft-tokens",
         min=0,
+        rich_help_panel=DRAFT,
         help="Tokens drafted per round; 0 is plain decoding. By default as many as pay "
         "here, by measurement.",
     ),
 ]
+Json = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON object, and nothing else, on stdout."),
+]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="Folder or repository of the target, as mlx-lm takes it.",
+        show_default=False,
+    ),
+]
+MaxTokens = Annotated[
+    int, typer.Option("--max-tokens", "-m", min=1, help="Tokens to generate at most.")
+]
+
+
+def number(name: str, help: str, **more: Any) -> Any:
+    """Make an option for a number of the sampling."""
+    return typer.Option(*name.split(), rich_help_panel=CHANCE, help=help, **more)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairOptions:
+    """A target with its draft, and what they run on."""
+
+    model: Model
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            "--draft",
+            "--draft-model",
+            rich_help_panel=DRAFT,
+            help="Folder or repository of a draft, 'mtp', 'lookup', or 'auto' for what "
+            "the target's folder offers.",
+        ),
+    ] = None
+    draft_length: DraftLength = None
+    draft_confidence: Annotated[
+        float,
+        typer.Option(
+            rich_help_panel=DRAFT,
+            help="A draft model stops where it is less sure than this; 0: never.",
+        ),
+    ] = 0.0
+    quantize_draft: Annotated[
+        int | None,
+        typer.Option(
+            rich_help_panel=DRAFT,
+            help="Hold the draft's weights in 2, 3, 4, 5, 6 or 8 bits.",
+        ),
+    ] = None
+    adapter_path: Annotated[
+        Path | None,
+        typer.Option(help="Folder of an adapter of the target, made by mlx_lm.lora."),
+    ] = None
+    blas: Blas = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are chosen."""
+
+    temperature: Annotated[
+        float, number("--temperature --temp", "0 takes the most probable token.")
+    ] = 0.0
+    top_p: Annotated[float, number("--top-p", "0: off.")] = 0.0
+    min_p: Annotated[float, number("--min-p", "0: off.")] = 0.0
+    min_tokens_to_keep: Annotated[
+        int, number("--min-tokens-to-keep", "What min-p leaves at least.")
+    ] = 1
+    top_k: Annotated[int, number("--top-k", "0: off.")] = 0
+    xtc_probability: Annotated[
+        float, number("--xtc-probability", "How often XTC drops the likeliest tokens.")
+    ] = 0.0
+    xtc_threshold: Annotated[
+        float, number("--xtc-threshold", "XTC drops tokens likelier than this.")
+    ] = 0.1
+    repetition_penalty: Annotated[
+        float | None, number("--repetition-penalty", "Divides earlier tokens' logits.")
+    ] = None
+    repetition_context_size: Annotated[
+        int, number("--repetition-context-size", "How far back it looks; 0: all.")
+    ] = 20
+    presence_penalty: Annotated[
+        float | None, number("--presence-penalty", "Subtracted once from them.")
+    ] = None
+    presence_context_size: Annotated[
+        int, number("--presence-context-size", "How far back it looks; 0: all.")
+    ] = 20
+    frequency_penalty: Annotated[
+        float | None, number("--frequency-penalty", "Subtracted per occurrence.")
+    ] = None
+    frequency_context_size: Annotated[
+        int, number("--frequency-context-size", "How far back it looks; 0: all.")
+    ] = 20
+    seed: Annotated[int | None, number("--seed", "Makes sampling repeatable.")] = None
+
+    def check(self) -> None:
+        """Refuse values that are out of range, before anything is loaded.
+
+        Raises:
+            InvalidRequestError: names the first.
+        """
+        self._options()
+
+    def sampling(self, tokenizer: Any) -> "Sampling":
+        """Return them as the library's options.
+
+        Args:
+            tokenizer: names the ids that XTC never drops: a line's and the text's end.
+
+        Raises:
+            InvalidRequestError: a value is out of its range.
+        """
+        if not self.xtc_probability:
+            return self._options()
+        line = tokenizer.encode("\n", add_special_tokens=False)
+        special = [int(token) for token in (*line, *tokenizer.eos_token_ids)]
+        return self._options(xtc_special_tokens=special)
+
+    def _options(self, **more: Any) -> "Sampling":
+        from mlx_speculation import Sampling
+
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Sampling(**given, **more)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndOptions:
+    """What ends a text."""
+
+    max_tokens: MaxTokens = 256
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="A text to end before. Repeatable.", show_default=False),
+    ] = None
+    extra_eos_token: Annotated[
+        list[str] | None,
+        typer.Option(help="A token that ends the text. Repeatable."),
+    ] = None
+
+    def stop_tokens(self, tokenizer: Any) -> set[int]:
+        """Return the ids that end a text.
+
+        Raises:
+            InvalidRequestError: an extra one is no token of the tokenizer.
+        """
+        vocabulary = tokenizer.get_vocab() if self.extra_eos_token else {}
+        ends = {int(token) for token in tokenizer.eos_token_ids if token is not None}
+        for token in self.extra_eos_token or ():
+            if token not in vocabulary:
+                raise InvalidRequestError(
+                    f"--extra-eos-token is {token!r}, and the tokenizer has no such "
+                    f"token among its {len(vocabulary)}. For a longer text use --stop."
+                )
+            ends.add(int(vocabulary[token]))
+        return ends

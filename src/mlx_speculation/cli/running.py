@@ -1,14 +1,123 @@
-"""Running an application of typer, so that errors end it as a user expects."""
+"""Running commands, so that what goes wrong ends them as a user expects.
+
+    what                                 standard error            status
+    an error of this package             one line, "error: ..."    1
+    mlx or a package of it is missing    one line, what to do      1
+    wrong usage                          typer's box               2
+    Ctrl-C                               what was done so far      130
+    a reader that left, as in `| head`   nothing                   141
+
+Warnings of this package are lines too. Anything else is a fault of ours, and keeps its
+traceback.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TextIO
 
 import typer
 
-from mlx_speculation.errors import SpeculationError
+from mlx_speculation.errors import (
+    CostFileWarning,
+    DrafterFaultWarning,
+    DraftNotice,
+    SpeculationError,
+)
+
+FAILED, INTERRUPTED, READER_LEFT = 1, 130, 141
+_NOTES = (CostFileWarning, DrafterFaultWarning, DraftNotice)
 
 
 def run(app: typer.Typer) -> None:
     """Run an application; errors of this package become one line and status 1."""
-    try:
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # what cannot be shown must not end a text
+            stream.reconfigure(errors="backslashreplace")
+    with _ending(_exit):
         app()
-    except SpeculationError as error:
-        typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
-        raise SystemExit(1) from error
+
+
+def guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that ends in a line and a status where a user is at fault."""
+
+    @wraps(command)
+    def safe(**values: Any) -> None:
+        with _ending(typer.Exit):
+            command(**values)
+
+    return safe
+
+
+def _exit(status: int) -> SystemExit:
+    return SystemExit(status)
+
+
+@contextmanager
+def _ending(leave: Callable[[int], Exception | SystemExit]) -> Iterator[None]:
+    """Turn what ends a command into a line and a status."""
+    with warnings.catch_warnings():
+        theirs = warnings.showwarning
+
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if issubclass(category, _NOTES):
+                note(str(message))
+            else:
+                theirs(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show
+        try:
+            yield
+        except SpeculationError as error:
+            fail(str(error))
+            raise leave(FAILED) from error
+        except KeyboardInterrupt as error:
+            fail("interrupted")
+            raise leave(INTERRUPTED) from error
+        except BrokenPipeError as error:
+            _drop_output()
+            raise leave(READER_LEFT) from error
+        except ImportError as error:
+            if (error.name or "").partition(".")[0] != "mlx" and "libmlx" not in str(
+                error
+            ):
+                raise
+            fail(_no_mlx(error))
+            raise leave(FAILED) from error
+
+
+def fail(message: str) -> None:
+    """Print an error as one line."""
+    typer.secho(f"error: {message}", err=True, fg=typer.colors.RED)
+
+
+def note(message: str) -> None:
+    """Print what a user should know, as one line."""
+    typer.secho(f"note: {message}", err=True, fg=typer.colors.YELLOW)
+
+
+def _no_mlx(error: ImportError) -> str:
+    extra = "" if sys.platform == "darwin" else "[cpu]"
+    gpu = "" if sys.platform == "darwin" else " or '.[cuda13]' with an NVIDIA GPU"
+    return (
+        f"mlx cannot be imported ({error}). It needs a backend: install "
+        f"'mlx-speculation{extra}' (from a checkout: pip install '.{extra}'){gpu}."
+    )
+
+
+def _drop_output() -> None:
+    """Let nothing more be written to a reader that has left, also not at the end."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):  # no real file, as in a test
+        return

@@ -1,0 +1,180 @@
+"""One HTML page of a generation: each token in the colour of who wrote it.
+
+The page needs nothing but itself. What a model wrote is escaped wherever it stands.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlx_speculation.engine import Chunk, Origin, Result
+
+_TEMPLATE = Path(__file__).with_name("page.html")
+_SHADES = 8  # of accepted tokens, by place; the last one is for all later places
+_CLASSES = {"accepted": "a", "correction": "c", "bonus": "b", "step": "s"}
+_WORDS = {
+    "correction": "correction: the target's own, after a rejected draft",
+    "bonus": "bonus: the target's own, after a draft accepted to its end",
+    "step": "plain step: the target's own, without a draft",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PageFacts:
+    """What a page says beside the generation.
+
+    Attributes:
+        model: the target's name.
+        draft: the draft's, or None.
+        finish_reason: why the text ended.
+        prompt: the text before it.
+    """
+
+    model: str
+    draft: str | None
+    finish_reason: str
+    prompt: str
+
+
+def page_of(
+    facts: PageFacts, result: "Result", chunks: Sequence["Chunk"], tokenizer: Any
+) -> str:
+    """Return the page as HTML.
+
+    Args:
+        facts: what is not in the result.
+        result: of the generation.
+        chunks: all of it, with log-probabilities where hovering shall show them.
+        tokenizer: says what the ids of alternatives stand for.
+    """
+    title = f"{facts.model}, " + (
+        "plain decoding" if facts.draft is None else f"drafted by {facts.draft}"
+    )
+    return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
+        title=escape(title),
+        heading=escape(title),
+        subtitle=escape(
+            f"mlx-speculation; finish reason: {facts.finish_reason}; "
+            f"seed: {result.seed}"
+        ),
+        numbers=_numbers(result),
+        legend=_legend(result),
+        prompt=escape(facts.prompt),
+        tokens=_spans(chunks),
+        footnote=escape(_footnote(chunks)),
+        details=_safe_json(_details(chunk, tokenizer) for chunk in chunks),
+    )
+
+
+def _numbers(result: "Result") -> str:
+    stats = result.stats
+    shown = {
+        "tokens": str(len(result.tokens)),
+        "rounds": str(stats.rounds),
+        "tokens per round": f"{stats.tokens_per_round:.2f}",
+        "drafted": str(stats.drafted),
+        "accepted": str(stats.accepted),
+        "acceptance rate": f"{stats.acceptance_rate:.0%}",
+        "mean accepted length": f"{stats.mean_accepted_length:.2f}",
+        "tokens per second": f"{stats.tokens_per_second:.1f}",
+    }
+    return "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+        for name, value in shown.items()
+    )
+
+
+def _legend(result: "Result") -> str:
+    """Return a row for each kind of writer that has written, with its share."""
+    counts = Counter(result.origins)
+    places = sorted(o.place for o in counts if o.place is not None)
+    keys = [o for place in places for o in counts if o.place == place]
+    for writer in ("correction", "bonus", "step"):
+        keys += [o for o in counts if o.writer == writer]
+    rows = []
+    for origin in keys:
+        count, share = counts[origin], counts[origin] / len(result.origins)
+        swatch = f'<span class="t swatch {_classes(origin)}"{_shade(origin)}>abc</span>'
+        rows.append(
+            f"<tr><td>{swatch}</td><td>{escape(_writer(origin))}</td>"
+            f'<td class="n">{count}</td><td class="n">{share:.0%}</td>'
+            f'<td class="bar"><i style="width:{share:.1%}"></i></td></tr>'
+        )
+    return "".join(rows)
+
+
+def _spans(chunks: Sequence["Chunk"]) -> str:
+    """Return the text, a span for each token; only marks are added, as <i>."""
+    spans = []
+    ends = [True, *(one.origin.place is None for one, _ in pairwise(chunks))]
+    for index, (chunk, first) in enumerate(zip(chunks, ends, strict=False)):
+        classes = f"t {_classes(chunk.origin)}{' first' if first else ''}"
+        text = escape(chunk.text).replace("\n", "<i>⏎</i>\n") or "<i>·</i>"
+        spans.append(
+            f'<span class="{classes}"{_shade(chunk.origin)} data-n="{index}" '
+            f'tabindex="0">{text}</span>'
+        )
+    return "".join(spans)
+
+
+def _details(chunk: "Chunk", tokenizer: Any) -> dict[str, Any]:
+    """Return what hovering over a token shows."""
+    logprob = chunk.logprob
+    top = () if logprob is None else logprob.top
+    return {
+        "id": chunk.token,
+        "shown": _shown(tokenizer, chunk.token),
+        "writer": _writer(chunk.origin),
+        "logprob": None if logprob is None else round(logprob.value, 6),
+        "top": [
+            [token, _shown(tokenizer, token), round(value, 6)]
+            for token, value in top
+            if value > -1e30  # forbidden ones have minus infinity, or almost
+        ],
+    }
+
+
+def _shown(tokenizer: Any, token: int) -> str:
+    """Return a token with quotes, and escapes for what cannot be seen."""
+    return json.dumps(tokenizer.decode([token]), ensure_ascii=False)
+
+
+def _writer(origin: "Origin") -> str:
+    if origin.place is not None:
+        return f"draft, accepted at place {origin.place + 1}"
+    return _WORDS[origin.writer]
+
+
+def _classes(origin: "Origin") -> str:
+    return _CLASSES[origin.writer]
+
+
+def _shade(origin: "Origin") -> str:
+    if origin.place is None:
+        return ""
+    return f' style="--i:{min(origin.place, _SHADES - 1)}"'
+
+
+def _footnote(chunks: Sequence["Chunk"]) -> str:
+    said = "A gap begins a round; ⏎ is a line break, · a token without text of its own."
+    if chunks and chunks[0].logprob is None:
+        return said
+    return (
+        f"{said} Hover over a token for its probability under the target, after "
+        "processors and before filters and temperature."
+    )
+
+
+def _safe_json(values: Iterable[Any]) -> str:
+    """Return JSON that may stand in a script element: no < or & is in it."""
+    text = json.dumps(list(values), allow_nan=False)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text

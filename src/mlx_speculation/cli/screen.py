@@ -1,0 +1,89 @@
+"""What commands show: tables, notes and progress on stderr, one JSON object on stdout.
+
+Progress is shown on a terminal only, and is gone when it has ended.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+Report = Callable[[int, int], None]
+
+
+class Screen:
+    """Where a command shows what it does.
+
+    Args:
+        json: print one JSON object on standard output, and no text or table there.
+    """
+
+    def __init__(self, *, json: bool = False) -> None:
+        self.json = json
+        self.notes = Console(stderr=True)
+        self.out = Console()
+
+    def say(self, line: str) -> None:
+        """Print a dim line on standard error."""
+        self.notes.print(line, style="dim", highlight=False, markup=False)
+
+    def text(self, text: str) -> None:
+        """Print a piece of text on standard output at once, unless JSON is printed."""
+        if not self.json:
+            typer.echo(text, nl=False)
+
+    def table(self, table: Any, *, result: bool = True) -> None:
+        """Print a table: a result on standard output, unless JSON is printed there."""
+        (self.out if result and not self.json else self.notes).print(table)
+
+    def object(self, **fields: Any) -> None:
+        """Print the JSON object, if it was asked for."""
+        if self.json:
+            typer.echo(json.dumps(plain(fields), allow_nan=False))
+
+    @contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Show that something of unknown length is going on."""
+        with self.progress(what):
+            yield
+
+    @contextmanager
+    def progress(self, what: str) -> Iterator[Report]:
+        """Show a bar; yields what is called with how much is done, of how much."""
+        bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            console=self.notes,
+            transient=True,
+            disable=not self.notes.is_terminal,
+        )
+        with bar:
+            task = bar.add_task(what, total=None)
+
+            def report(done: int, total: int) -> None:
+                bar.update(task, completed=done, total=total)
+
+            yield report
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it: no paths, no tuples, no infinite numbers."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(each) for each in value]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,132 @@
+"""What commands read and write beside models: prompts, schemas, pages."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from mlx_speculation.errors import InvalidRequestError
+
+
+def read_prompt(prompt: str | None) -> str:
+    """Return a prompt, from standard input where it is None or "-".
+
+    Raises:
+        InvalidRequestError: there is none, it is empty, or no UTF-8.
+    """
+    if prompt is None and sys.stdin.isatty():
+        raise InvalidRequestError(
+            "There is no prompt. Give --prompt, or a text on standard input."
+        )
+    text = _standard_input() if prompt in (None, "-") else str(prompt)
+    check_text("The prompt", text)
+    if not text:
+        raise InvalidRequestError(
+            "The prompt is empty, and at least one character is needed. Give --prompt "
+            "a text, or pipe one in."
+        )
+    return text
+
+
+def check_text(name: str, text: str) -> None:
+    """Refuse a text that is no UTF-8, as a command line may hold.
+
+    Raises:
+        InvalidRequestError: names the first byte that is none.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        wrong = ord(text[error.start]) & 0xFF
+        raise InvalidRequestError(
+            f"{name} is not UTF-8: byte 0x{wrong:02x} stands at character "
+            f"{error.start}. Convert it, for example with iconv."
+        ) from error
+
+
+def _standard_input() -> str:
+    source = getattr(sys.stdin, "buffer", None)
+    held = sys.stdin.read() if source is None else source.read()
+    return held if isinstance(held, str) else decoded("Standard input", held)
+
+
+def decoded(name: str, held: bytes) -> str:
+    """Return bytes as text.
+
+    Raises:
+        InvalidRequestError: they are no UTF-8.
+    """
+    try:
+        return held.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(
+            f"{name} is not UTF-8: byte 0x{held[error.start]:02x} stands at "
+            f"{error.start}. Convert it, for example with iconv."
+        ) from error
+
+
+def read_json_file(option: str, path: Path) -> Any:
+    """Return what a JSON file holds.
+
+    Raises:
+        InvalidRequestError: it cannot be read, or is no JSON.
+    """
+    try:
+        held = path.read_bytes()
+    except OSError as error:
+        raise InvalidRequestError(
+            f"{option} is {str(path)!r}, which cannot be read: {error.strerror}. Name "
+            "a file."
+        ) from error
+    return parsed_json(f"{option} {str(path)!r}", decoded(f"{str(path)!r}", held))
+
+
+def parsed_json(name: str, text: str) -> Any:
+    """Return what a JSON text says.
+
+    Raises:
+        InvalidRequestError: it is no JSON.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(
+            f"{name} is no JSON: {error}. Mend it, for example with python -m "
+            "json.tool."
+        ) from error
+
+
+def check_output(option: str, path: Path) -> None:
+    """Refuse a file that could not be written, before anything is generated for it.
+
+    Raises:
+        InvalidRequestError: it is a folder, or in none, or may not be written.
+    """
+    folder = path.absolute().parent
+    if path.is_dir():
+        found = "which is a folder"
+    elif not folder.is_dir():
+        found = f"and there is no folder {str(folder)!r}"
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        found = "which may not be written"
+    else:
+        return
+    raise InvalidRequestError(
+        f"{option} is {str(path)!r}, {found}. Name a file in a folder of yours."
+    )
+
+
+def write_output(option: str, path: Path, text: str) -> None:
+    """Write a text file.
+
+    Raises:
+        InvalidRequestError: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequestError(
+            f"{option} is {str(path)!r}, which cannot be written: {error.strerror}. "
+            "Name another file."
+        ) from error

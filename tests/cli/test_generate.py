@@ -1,0 +1,187 @@
+"""`generate`: its text, its JSON object, its page, and how it is interrupted."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_speculation import Sampling, SpeculativeGenerator, demo_models
+from mlx_speculation.engine import Chunk, Stream
+from support.commands import Commands
+from support.demo_folders import copy_of
+
+PROMPT = "def add(first, second):\n"
+DRAFT = str(demo_models()["draft"])
+PAIR = ["generate", DRAFT, "--draft", DRAFT, "--draft-length", "3"]
+
+
+@pytest.fixture(name="commands")
+def _commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
+    return Commands(monkeypatch)
+
+
+def test_the_json_object_holds_the_text_and_who_wrote_it(commands: Commands) -> None:
+    options = ["-p", PROMPT, "-m", "20", "--temp", "0.8", "--seed", "7", "--top-k", "9"]
+    found = commands.object(*PAIR, *options)
+    generator = SpeculativeGenerator.from_pretrained(DRAFT)
+    sampling = Sampling(temperature=0.8, seed=7, top_k=9)
+    plain = generator.generate(PROMPT, max_tokens=20, sampling=sampling)
+    assert (found["text"], found["tokens"]) == (plain.text, plain.tokens)
+    assert found["command"] == "generate"
+    assert found["finish_reason"] == plain.finish_reason
+    assert found["seed"] == 7
+    assert found["prompt_tokens"] == len(generator.tokenizer.encode(PROMPT))
+    stats = found["statistics"]
+    accepted = [place for writer, place in found["origins"] if writer == "accepted"]
+    assert 0 <= stats["accepted"] - len(accepted) <= 3
+    assert len(found["origins"]) == len(plain.tokens)
+    assert stats["acceptance_rate"] == stats["accepted"] / stats["drafted"]
+    assert found["versions"].keys() >= {"python", "mlx", "mlx-lm"}
+    assert found["blas"].keys() == {"name", "detail"}
+
+
+def test_stop_texts_and_tokens_end_the_text(commands: Commands) -> None:
+    plain = commands.object(*PAIR, "-p", PROMPT, "-m", 24)["text"]
+    middle = plain[5:8]
+    found = commands.object(*PAIR, "-p", PROMPT, "-m", 24, "--stop", middle)
+    assert found["text"] == plain[: plain.index(middle)]
+    assert found["finish_reason"] == "stop"
+    token = commands.object(*PAIR, "-p", PROMPT, "-m", 24)["tokens"][3]
+    name = SpeculativeGenerator.from_pretrained(DRAFT).tokenizer.convert_ids_to_tokens(
+        token
+    )
+    found = commands.object(*PAIR, "-p", PROMPT, "-m", 24, "--extra-eos-token", name)
+    assert found["finish_reason"] == "stop"
+    assert found["tokens"][-1] == token
+    assert found["tokens"].count(token) == 1
+
+
+def test_standard_input_is_the_prompt_and_a_dash_names_it(commands: Commands) -> None:
+    asked = commands(*PAIR, "-m", 6, "-p", PROMPT).stdout
+    assert commands(*PAIR, "-m", 6, text=PROMPT).stdout == asked
+    assert commands(*PAIR, "-m", 6, "-p", "-", text=PROMPT.encode()).stdout == asked
+
+
+def test_accepted_tokens_are_green_on_a_terminal(commands: Commands) -> None:
+    options = [*PAIR, "-p", PROMPT, "-m", "20"]
+    coloured = commands(*options, "--colour", colour=True).stdout
+    bare = commands(*options, colour=True).stdout
+    piped = commands(*options, "--color").stdout
+    assert coloured.count("\x1b[32m") > 3
+    assert "\x1b" not in bare + piped
+    assert bare == piped
+    green = "".join(part.split("\x1b[0m")[0] for part in coloured.split("\x1b[32m")[1:])
+    found = commands.object(*options)
+    accepted = sum(writer == "accepted" for writer, _ in found["origins"])
+    assert 0 < accepted < 20
+    assert 0 < len(green) < len(bare)
+
+
+def test_a_chat_template_makes_the_prompt(commands: Commands, tmp_path: Path) -> None:
+    folder = copy_of("draft", tmp_path / "chat")
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+        "{% if mood is defined %}[{{ mood }}]{% endif %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+    def text_of(*options: str) -> str:
+        return str(commands.object("generate", folder, "-m", 9, *options)["text"])
+
+    def raw(prompt: str) -> str:
+        return str(commands.object("generate", DRAFT, "-m", 9, "-p", prompt)["text"])
+
+    assert text_of("-p", "hi") == raw("<user>hi\n<assistant>")
+    assert text_of("-p", "hi", "--system-prompt", "Be brief.") == raw(
+        "<system>Be brief.\n<user>hi\n<assistant>"
+    )
+    assert text_of("-p", "hi", "--chat-template-config", '{"mood": "x"}') == raw(
+        "<user>hi\n[x]<assistant>"
+    )
+    assert text_of("-p", "hi", "--ignore-chat-template") == raw("hi")
+
+
+def test_a_schema_is_followed(commands: Commands, tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3}')
+    options = [*PAIR, "-p", "A list: ", "-m", "40", "--json-schema", str(file)]
+    found = commands.object(*options)
+    assert found["finish_reason"] == "stop"
+    assert set(json.loads(found["text"])) <= {"a", "b"}
+
+
+def test_a_page_is_written_and_named(commands: Commands, tmp_path: Path) -> None:
+    page = tmp_path / "out.html"
+    done = commands(*PAIR, "-p", PROMPT, "-m", 12, "--html", page)
+    assert done.exit_code == 0
+    held = page.read_text("utf-8")
+    tokens = commands.object(*PAIR, "-p", PROMPT, "-m", 12)["tokens"]
+    assert held.count(' data-n="') == len(tokens)
+    assert "probability under the target" in held
+    assert "the page is" in done.stderr
+
+
+def test_ctrl_c_keeps_what_there_is_and_ends_with_130(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    following = Stream.__next__
+
+    def interrupted(self: Stream) -> Chunk:
+        if self.stats.rounds >= 2:
+            raise KeyboardInterrupt
+        return following(self)
+
+    monkeypatch.setattr(Stream, "__next__", interrupted)
+    page = tmp_path / "out.html"
+    options = [*PAIR, "-p", PROMPT, "-m", "60", "--html", str(page)]
+    found = commands.object(*options, status=130)
+    assert found["finish_reason"] == "interrupted"
+    assert 0 < len(found["tokens"]) < 6
+    assert page.read_text("utf-8").count(' data-n="') == len(found["tokens"])
+    done = commands(*options)
+    assert done.exit_code == 130
+    assert done.stdout == found["text"] + "\n"
+    assert "interrupted" in done.stderr
+
+
+def endless() -> "subprocess.Popen[str]":
+    """Start a generation that only its reader ends."""
+    models = demo_models()
+    pair = ["generate", str(models["dense"]), "--draft", str(models["draft"])]
+    options = ["--draft-length", "4", "-p", PROMPT, "-m", "100000"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "mlx_speculation", *pair, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_real_ctrl_c_ends_with_a_summary() -> None:
+    with endless() as process:
+        assert process.stdout is not None
+        process.stdout.read(30)  # it generates now
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 130, told
+    assert "interrupted" in told
+    assert "acceptance rate" in told
+    assert "Traceback" not in told
+
+
+def test_a_reader_that_leaves_ends_it_quietly() -> None:
+    with endless() as process:
+        assert process.stdout is not None
+        assert process.stdout.read(5)
+        process.stdout.close()
+        assert process.stderr is not None
+        told = process.stderr.read()
+    assert process.returncode == 141, told
+    assert "Traceback" not in told
+    assert "Exception ignored" not in told

@@ -1,0 +1,60 @@
+"""The command line, run in this process, where mlx is imported already."""
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from mlx_speculation import cli
+from mlx_speculation.blas import BlasChoice
+
+
+class Commands:
+    """Runs commands; a traceback is an error of the test.
+
+    Args:
+        monkeypatch: takes the choice of the BLAS away, which was made before.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(
+            "mlx_speculation.cli.opening.use_blas",
+            lambda name: BlasChoice("stock", name),
+        )
+
+    def __call__(
+        self, *options: Any, text: str | bytes | None = None, colour: bool = False
+    ) -> Result:
+        """Run a command.
+
+        Args:
+            options: the command's name and its options.
+            text: standard input.
+            colour: whether standard output takes colours.
+        """
+        runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
+        done = runner.invoke(
+            cli.app, [str(option) for option in options], input=text, color=colour
+        )
+        ended = done.exception is None or isinstance(done.exception, SystemExit)
+        assert ended, repr(done.exception)
+        assert "Traceback" not in done.output
+        return done
+
+    def object(self, *options: Any, status: int = 0) -> dict[str, Any]:
+        """Run a command with --json, and return its object."""
+        done = self(*options, "--json")
+        assert done.exit_code == status, done.output
+        assert done.stdout.count("\n") == 1
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    def refused(self, *options: Any, text: str | bytes | None = None) -> str:
+        """Run a command that a user got wrong, and return its line."""
+        done = self(*options, text=text)
+        assert done.exit_code == 1, done.output
+        assert done.stdout == ""
+        lines = [line for line in done.stderr.splitlines() if "error: " in line]
+        assert len(lines) == 1, done.stderr
+        return lines[0].removeprefix("error: ")
