@@ -33,6 +33,7 @@ from mlx_speculation.models.mtp_contracts import load_mtp_head, usual_contract
 from mlx_speculation.models.mtp_families import Contract
 from mlx_speculation.models.mtp_files import is_split_head
 from mlx_speculation.models.mtp_head import Mtp, MtpHead, MtpOutput
+from mlx_speculation.models.mtp_loading import find_mtp_head
 from mlx_speculation.models.mtp_slots import MtpSlots, OnTarget, Slots
 from mlx_speculation.models.notices import notice
 from mlx_speculation.models.pair_files import PairFile, read_pair
@@ -91,6 +92,7 @@ __all__ = [
     "check_resumable",
     "check_same_ids",
     "contract_of",
+    "find_mtp_head",
     "find_parts",
     "is_assistant",
     "is_dflash",

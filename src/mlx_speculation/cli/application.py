@@ -3,9 +3,12 @@
 import typer
 
 from mlx_speculation.cli.calibrate import calibrate
+from mlx_speculation.cli.check import check
 from mlx_speculation.cli.demo import demo
+from mlx_speculation.cli.doctor import doctor
 from mlx_speculation.cli.generate import generate
 from mlx_speculation.cli.groups import flattened
+from mlx_speculation.cli.pair import pair
 from mlx_speculation.cli.running import guarded, run
 
 app = typer.Typer(
@@ -13,7 +16,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
-for command in (generate, calibrate, demo):
+for command in (generate, check, calibrate, pair, doctor, demo):
     app.command()(guarded(flattened(command)))
 
 

@@ -8,6 +8,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from mlx_speculation.cli.check import parting_of
 from mlx_speculation.cli.opening import as_object, begin
 from mlx_speculation.cli.options import Blas, DraftLength, Json
 from mlx_speculation.cli.screen import Screen
@@ -110,9 +111,7 @@ def _compare(
 ) -> _Comparison:
     """Stream the speculative text, then generate the plain one and compare."""
     from mlx_speculation import Sampling
-    from mlx_speculation.engine.identity import find_parting
-    from mlx_speculation.models import TokenIds, mlx_lm_speed
-    from mlx_speculation.samplers import Chooser
+    from mlx_speculation.models import mlx_lm_speed
 
     stream = generator.stream(prompt.text, max_tokens=max_tokens, stop_tokens=())
     for chunk in stream:
@@ -130,14 +129,7 @@ def _compare(
         text=result.text,
         plain_speed=max(plain.stats.tokens_per_second, theirs),
         stats=result.stats,
-        parting=find_parting(
-            generator.model,
-            Chooser(Sampling(seed=0), TokenIds.of(generator.tokenizer).width),
-            tokens,
-            plain.tokens,
-            result.tokens,
-            width=1 + len(result.stats.reached),
-        ),
+        parting=parting_of(generator, Sampling(seed=0), tokens, plain, result),
     )
 
 

@@ -76,6 +76,8 @@ def _ending(leave: Callable[[int], Exception | SystemExit]) -> Iterator[None]:
                 theirs(message, category, filename, lineno, file, line)
 
         warnings.showwarning = show
+        for category in _NOTES:
+            warnings.simplefilter("default", category)
         try:
             yield
         except SpeculationError as error:

@@ -40,8 +40,9 @@ class Screen:
             typer.echo(text, nl=False)
 
     def table(self, table: Any, *, result: bool = True) -> None:
-        """Print a table: a result on standard output, unless JSON is printed there."""
-        (self.out if result and not self.json else self.notes).print(table)
+        """Print a table, of a result on standard output; none beside JSON."""
+        if not self.json:
+            (self.out if result else self.notes).print(table)
 
     def object(self, **fields: Any) -> None:
         """Print the JSON object, if it was asked for."""

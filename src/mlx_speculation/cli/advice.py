@@ -1,0 +1,188 @@
+"""What is wrong with an installation, or slower than it could be, and what to do.
+
+It knows facts only, and asks no machine: `doctor` finds the facts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+Level = Literal["wrong", "slow", "note"]
+CUDNN = "MLX_CUDA_USE_CUDNN_SDPA"
+OLDEST_PYTHON = (3, 11)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What an installation is.
+
+    Attributes:
+        python: its version.
+        system: "linux" or "darwin", as sys.platform says.
+        packages: versions by name; None where one is not installed.
+        requirements: what this package asks for, as its metadata says.
+        mlx_error: why mlx cannot be imported, or None.
+        backend: what mlx computes on: "metal", "cuda", "cpu"; None without mlx.
+        gpus: how many NVIDIA GPUs the machine shows.
+        blas: what multiplies float32 on the CPU, in a few words.
+        openblas: whether that is OpenBLAS.
+        cores: how many this process may use.
+        environment: variables that matter.
+        cache_folder: where measured costs are kept; None: nowhere.
+        cache_writable: whether it can be written.
+    """
+
+    python: tuple[int, int, int]
+    system: str
+    packages: Mapping[str, str | None]
+    requirements: Sequence[str]
+    mlx_error: str | None = None
+    backend: str | None = None
+    gpus: int = 0
+    blas: str = ""
+    openblas: bool = False
+    cores: int | None = None
+    environment: Mapping[str, str]
+    cache_folder: str | None = None
+    cache_writable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One thing to do.
+
+    Attributes:
+        level: "wrong" if something does not work, "slow" if it could be faster, "note"
+            for what is missing and not needed.
+        found: what is so.
+        action: what to do about it.
+    """
+
+    level: Level
+    found: str
+    action: str
+
+
+def advice(facts: Facts) -> list[Advice]:
+    """Return what there is to say, the worst first."""
+    said = [*_versions(facts), *_backend(facts), *_speed(facts), *_notes(facts)]
+    order = ("wrong", "slow", "note")
+    return sorted(said, key=lambda each: order.index(each.level))
+
+
+def _versions(facts: Facts) -> list[Advice]:
+    said = []
+    if facts.python[:2] < OLDEST_PYTHON:
+        running = ".".join(map(str, facts.python))
+        said.append(
+            Advice(
+                "wrong",
+                f"Python is {running}, and 3.11 is the oldest that is supported",
+                "make an environment with Python 3.11, 3.12 or 3.13",
+            )
+        )
+    for text in facts.requirements:
+        wanted = Requirement(text)
+        if wanted.marker is not None:
+            continue  # of an extra
+        there = facts.packages.get(wanted.name)
+        if there is None:
+            said.append(
+                Advice(
+                    "wrong",
+                    f"{wanted.name} is not installed",
+                    f"pip install '{wanted}'",
+                )
+            )
+        elif not wanted.specifier.contains(Version(there), prereleases=True):
+            said.append(
+                Advice(
+                    "wrong",
+                    f"{wanted.name} is {there}, and {wanted.specifier} is supported",
+                    f"pip install '{wanted}'",
+                )
+            )
+    return said
+
+
+def _backend(facts: Facts) -> list[Advice]:
+    if facts.mlx_error is not None:
+        extra = "." if facts.system == "darwin" else ".[cpu]' or '.[cuda13]"
+        return [
+            Advice(
+                "wrong",
+                f"mlx cannot be imported: {facts.mlx_error}",
+                f"install a backend of mlx, from a checkout: pip install '{extra}'",
+            )
+        ]
+    if facts.gpus and facts.backend == "cpu":
+        return [
+            Advice(
+                "slow",
+                f"mlx computes on the CPU, and there are {facts.gpus} NVIDIA GPUs",
+                "make a new environment with pip install '.[cuda13]'",
+            )
+        ]
+    return []
+
+
+def _speed(facts: Facts) -> list[Advice]:
+    said = []
+    if facts.backend == "cpu" and facts.system == "linux" and not facts.openblas:
+        said.append(
+            Advice(
+                "slow",
+                f"float32 is multiplied by the {facts.blas}, where checking k drafts "
+                "costs k steps",
+                "install OpenBLAS: apt-get install libopenblas0-pthread (Debian, "
+                "Ubuntu), and leave --blas at auto",
+            )
+        )
+    if facts.backend == "cuda" and facts.environment.get(CUDNN) != "0":
+        said.append(
+            Advice(
+                "slow",
+                f"{CUDNN} is {facts.environment.get(CUDNN, 'not set')!r}: every round "
+                "of drafts waits about 40 ms for a cuDNN plan (docs/gpu.md)",
+                f"export {CUDNN}=0",
+            )
+        )
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        threads = facts.environment.get(name, "")
+        alone = threads.isdigit() and facts.cores is not None
+        if alone and facts.openblas and int(threads) > (facts.cores or 0):
+            said.append(
+                Advice(
+                    "slow",
+                    f"{name} is {threads}, and this process may use {facts.cores} "
+                    "cores",
+                    f"unset {name}",
+                )
+            )
+    return said
+
+
+def _notes(facts: Facts) -> list[Advice]:
+    said = []
+    if facts.packages.get("llguidance") is None:
+        said.append(
+            Advice(
+                "note",
+                "llguidance is not installed, so --json-schema cannot be used",
+                "pip install 'mlx-speculation[grammar]'",
+            )
+        )
+    if facts.cache_folder is None or not facts.cache_writable:
+        where = "nowhere" if facts.cache_folder is None else facts.cache_folder
+        said.append(
+            Advice(
+                "note",
+                f"what rounds cost cannot be kept ({where}), and is measured in each "
+                "process",
+                "set MLX_SPECULATION_CACHE to a folder of yours",
+            )
+        )
+    return said

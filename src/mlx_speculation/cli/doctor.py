@@ -1,0 +1,125 @@
+"""`doctor`: what is installed here, what is wrong, and what would make it faster."""
+
+import os
+import sys
+from importlib.metadata import requires
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.table import Table
+
+from mlx_speculation.blas import blas_in_use
+from mlx_speculation.cli.advice import CUDNN, Facts, advice
+from mlx_speculation.cli.opening import begin
+from mlx_speculation.cli.options import Json
+from mlx_speculation.cli.running import FAILED
+from mlx_speculation.cli.screen import Screen
+from mlx_speculation.environment import cores, cpu_model, installed
+
+PACKAGES = (
+    "mlx-speculation",
+    "mlx",
+    "mlx-metal",
+    "mlx-cpu",
+    "mlx-cuda-13",
+    "mlx-cuda-12",
+    "mlx-lm",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "typer",
+    "rich",
+    "llguidance",
+)
+VARIABLES = (CUDNN, "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MLX_SPECULATION_CACHE")
+
+
+def doctor(json: Json = False) -> None:
+    """Say what is installed here, what is wrong, and what would make it faster."""
+    screen = Screen(json=json)
+    begin("auto", screen)
+    facts, device = find_facts()
+    said = advice(facts)
+    screen.table(_table(facts, device))
+    lines = [f"{each.level}: {each.found}. To do: {each.action}." for each in said]
+    lines = lines or ["All is well: nothing is wrong, and nothing is known to be slow."]
+    screen.text("\n".join(lines) + "\n")
+    screen.object(
+        command="doctor", facts=facts, cpu=cpu_model(), device=device, advice=said
+    )
+    if any(each.level == "wrong" for each in said):
+        raise typer.Exit(FAILED)
+
+
+def find_facts() -> tuple[Facts, dict[str, Any]]:
+    """Return the facts of this installation, and what mlx says of its device."""
+    error, backend, device = _mlx()
+    folder, writable = _cache_folder() if error is None else (None, True)
+    blas = blas_in_use()
+    facts = Facts(
+        python=(sys.version_info[0], sys.version_info[1], sys.version_info[2]),
+        system=sys.platform,
+        packages={name: installed(name) for name in PACKAGES},
+        requirements=requires("mlx-speculation") or [],
+        mlx_error=error,
+        backend=backend,
+        gpus=len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
+        blas=blas,
+        openblas=blas.startswith("OpenBLAS"),
+        cores=cores(),
+        environment={n: os.environ[n] for n in VARIABLES if n in os.environ},
+        cache_folder=None if folder is None else str(folder),
+        cache_writable=writable,
+    )
+    return facts, device
+
+
+def _mlx() -> tuple[str | None, str | None, dict[str, Any]]:
+    """Return why mlx cannot be imported, its backend, and its device."""
+    try:
+        import mlx.core as mx
+
+        device = dict(mx.device_info())
+    except (ImportError, RuntimeError) as error:
+        return str(error), None, {}
+    if mx.metal.is_available():
+        backend = "metal"
+    elif mx.cuda.is_available():
+        backend = "cuda"
+    else:
+        backend = "cpu"
+    return None, backend, {"device": str(mx.default_device()), **device}
+
+
+def _cache_folder() -> tuple[Path | None, bool]:
+    """Return where findings are kept, and whether that can be written."""
+    from mlx_speculation.models import cache_folder
+
+    folder = cache_folder()
+    if folder is None:
+        return None, False
+    there = folder
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    return folder, there.is_dir() and os.access(there, os.W_OK)
+
+
+def _table(facts: Facts, device: dict[str, Any]) -> Table:
+    table = Table("what", "here", title="This installation")
+    table.add_row("Python", ".".join(map(str, facts.python)))
+    for name, there in facts.packages.items():
+        if there is not None:
+            table.add_row(name, there)
+    table.add_row("processor", f"{cpu_model()}, {facts.cores} cores")
+    table.add_row("mlx computes on", facts.backend or "nothing")
+    for name in ("device_name", "architecture", "memory_size"):
+        if name in device:
+            table.add_row(name.replace("_", " "), str(device[name]))
+    if facts.backend == "cpu":
+        table.add_row("BLAS", facts.blas)
+    for name, value in facts.environment.items():
+        table.add_row(name, value)
+    table.add_row("costs are kept in", facts.cache_folder or "nothing")
+    return table

@@ -1,0 +1,273 @@
+"""What a user can get wrong: a line that says so, a status, and never a traceback."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlx_speculation import demo_models
+from support.commands import Commands
+from support.demo_folders import copy_of
+
+DRAFT = str(demo_models()["draft"])
+PLAIN = ["generate", DRAFT, "-m", "2"]
+HI = [*PLAIN, "-p", "hi"]
+
+
+@pytest.fixture(name="commands")
+def _commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
+    return Commands(monkeypatch)
+
+
+NUMBERS = [
+    ("--temperature", "-1", "temperature is -1.0, and a finite number from 0"),
+    ("--temp", "nan", "temperature is nan, and a finite number from 0"),
+    ("--temp", "inf", "temperature is inf"),
+    ("--top-p", "1.5", "top_p is 1.5, and a finite number from 0 to 1"),
+    ("--min-p", "-0.1", "min_p is -0.1"),
+    ("--min-tokens-to-keep", "0", "min_tokens_to_keep is 0, and a whole number"),
+    ("--top-k", "-3", "top_k is -3, and a whole number of at least 0"),
+    ("--xtc-probability", "2", "xtc_probability is 2.0"),
+    ("--xtc-threshold", "0.7", "xtc_threshold is 0.7"),
+    ("--repetition-penalty", "-1", "repetition_penalty is -1.0"),
+    ("--repetition-context-size", "-1", "repetition_context_size is -1"),
+    ("--presence-penalty", "nan", "presence_penalty is nan"),
+    ("--frequency-penalty", "inf", "frequency_penalty is inf"),
+    ("--seed", "-1", "seed is -1, and a whole number of at least 0"),
+    ("--seed", str(2**64), f"the largest is {2**64 - 1}"),
+    ("--draft-confidence", "2", "draft_confidence is 2.0"),
+    ("--stop", "", "A stop string is empty. Leave it out."),
+    ("--extra-eos-token", "no such", "--extra-eos-token is 'no such', and the"),
+    ("--draft", "", "--draft is empty. Give a folder, 'mtp'"),
+    ("--draft", "nowhere", "There is no folder 'nowhere'"),
+    ("--draft", "mtp", "whose MTP heads are known"),
+    ("--quantize-draft", "7", "one of 2, 3, 4, 5, 6, 8 bits is needed"),
+    ("--adapter-path", "nowhere", "'nowhere' lacks adapter_config.json"),
+    ("--system-prompt", "x", "--system-prompt is given, and no chat template is used"),
+    ("--chat-template-config", "{", "--chat-template-config is no JSON"),
+    ("--chat-template-config", "[1]", "is [1], and a JSON object is needed"),
+    ("--chat-template-config", "{}", "no chat template is used: the tokenizer has"),
+    ("--json-schema", "nowhere.json", "'nowhere.json', which cannot be read: No such"),
+    ("--html", "nowhere/out.html", "--html is 'nowhere/out.html', and there is no"),
+    ("--html", ".", "--html is '.', which is a folder"),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "said"), NUMBERS)
+def test_a_bad_value_is_named(
+    commands: Commands, option: str, value: str, said: str
+) -> None:
+    assert said in commands.refused(*HI, option, value)
+
+
+USAGE = [
+    ([*HI, "--temperature", "warm"], "Invalid value for '--temperature'"),
+    ([*HI, "--max-tokens", "0"], "Invalid value for '--max-tokens'"),
+    ([*HI, "--draft-length", "-1"], "Invalid value for '--draft-length'"),
+    ([*HI, "--blas", "mkl"], "mkl"),
+    ([*HI, "--no-such-option"], "No such option"),
+    (["generate"], "Missing argument"),
+    (["no-such-command"], "No such command"),
+    (["calibrate", DRAFT], "Missing option"),
+    (
+        ["calibrate", DRAFT, "--draft", "lookup", "--context", "0"],
+        "Invalid value for '--context'",
+    ),
+    (["check", DRAFT, "--rows", "0"], "Invalid value for '--rows'"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), USAGE)
+def test_wrong_usage_is_explained(
+    commands: Commands, options: list[str], said: str
+) -> None:
+    done = commands(*options)
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.split())
+
+
+def test_models_that_are_none_are_refused(commands: Commands, tmp_path: Path) -> None:
+    def said(model: object) -> str:
+        return commands.refused("generate", model, "-p", "x")
+
+    assert "There is no folder 'nowhere'" in said("nowhere")
+    assert "lacks config.json, tokenizer_config.json, model" in said(tmp_path)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    assert "is a file, and a model is a folder" in said(file)
+
+    folder = copy_of("draft", tmp_path / "cut")
+    (folder / "model.safetensors").write_bytes(b"\x08")
+    assert "'" + str(folder) + "'" in said(folder)
+    (folder / "config.json").write_text("{")
+    assert "Error" in said(folder) or "cannot be read" in said(folder)
+
+    unknown = copy_of("draft", tmp_path / "unknown")
+    (unknown / "config.json").write_text('{"model_type": "perceptron"}')
+    assert "perceptron" in said(unknown)
+
+
+def test_a_repository_that_cannot_be_fetched(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    said = commands.refused("generate", "nobody/nothing", "-p", "x")
+    assert "The repository 'nobody/nothing' could not be fetched" in said
+    said = commands.refused(*HI, "--draft", "nobody/nothing")
+    assert "The repository 'nobody/nothing' could not be fetched" in said
+
+
+def test_a_draft_with_another_tokenizer_is_refused(
+    commands: Commands, tmp_path: Path
+) -> None:
+    folder = copy_of("draft", tmp_path / "other")
+    tokens = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    vocabulary: dict[str, int] = tokens["model"]["vocab"]
+    first, second = [name for name, i in vocabulary.items() if i in (500, 501)]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (folder / "tokenizer.json").write_text(json.dumps(tokens), "utf-8")
+    said = commands.refused(*HI, "--draft", folder)
+    assert "for the target and" in said
+    assert "Choose a draft that was trained with the target's tokenizer" in said
+
+
+def test_an_empty_prompt_is_refused(commands: Commands) -> None:
+    assert "The prompt is empty" in commands.refused(*PLAIN, "-p", "")
+    assert "The prompt is empty" in commands.refused(*PLAIN, text="")
+    assert "The prompt is empty" in commands.refused(*PLAIN, "-p", "-", text=b"")
+
+
+def test_input_that_is_no_utf8_is_refused(commands: Commands) -> None:
+    said = commands.refused(*PLAIN, text=b"abc\xff")
+    assert said.startswith("Standard input is not UTF-8: byte 0xff stands at 3")
+    said = commands.refused(*PLAIN, "-p", b"a\xfe".decode("utf-8", "surrogateescape"))
+    assert said.startswith("The prompt is not UTF-8: byte 0xfe stands at character 1")
+
+
+def test_schemas_that_cannot_be_used_are_refused(
+    commands: Commands, tmp_path: Path
+) -> None:
+    file = tmp_path / "schema.json"
+
+    def said(held: bytes) -> str:
+        file.write_bytes(held)
+        return commands.refused(*HI, "--json-schema", file)
+
+    assert "is no JSON" in said(b"{")
+    assert "is not UTF-8" in said(b"\xff")
+    assert "schema" in said(b'{"type": "no such type"}')
+    assert "schema" in said(b"3")
+    assert "is no JSON" in said(b"[" * 100_000)
+
+
+def test_a_template_that_refuses_is_a_line(commands: Commands, tmp_path: Path) -> None:
+    folder = copy_of("draft", tmp_path / "chat")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ raise_exception('no system message, please') }}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    said = commands.refused("generate", folder, "-p", "hi", "--system-prompt", "x")
+    assert "The chat template refused 2 messages" in said
+    assert "no system message, please" in said
+
+
+def test_a_page_that_may_not_be_written_is_refused_first(
+    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "out.html"
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    said = commands.refused(*HI, "--html", page)
+    assert "which may not be written" in said
+    assert not page.exists()
+
+
+def test_a_full_disk_is_a_line(
+    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    done = commands(*HI, "--html", tmp_path / "out.html")
+    assert done.exit_code == 1
+    assert "which cannot be written: No space left on device" in done.stderr
+
+
+def test_a_missing_library_is_a_line(
+    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    file = tmp_path / "schema.json"
+    file.write_text("{}")
+    said = commands.refused(*HI, "--json-schema", file)
+    assert "llguidance" in said
+
+
+def test_notes_are_lines_without_a_path_of_the_source(commands: Commands) -> None:
+    done = commands(*HI, "--draft", "auto")
+    assert done.exit_code == 0
+    assert "note: draft='auto' takes a lookup, since" in done.stderr
+    assert ".py:" not in done.stderr
+
+
+def test_mlx_without_a_backend_is_a_line(tmp_path: Path) -> None:
+    """On Linux `pip install mlx-speculation` alone brings an mlx that cannot load."""
+    package = tmp_path / "mlx"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "core.py").write_text(
+        "raise ImportError('libmlx.so: cannot open shared object file')"
+    )
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from mlx_speculation.cli import main\n"
+        "main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *HI], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("error: mlx cannot be imported (libmlx.so: cannot open")
+    assert "pip install" in said
+
+
+VALUES = st.one_of(
+    st.integers().map(str),
+    st.floats().map(str),
+    st.text(st.characters(exclude_characters="\0"), max_size=12),
+    st.sampled_from(["", "-", "nan", "-inf", "1e400", "{}", "[]", "null", "/", "."]),
+)
+NUMBERS_ASKED = """temperature top-p min-p min-tokens-to-keep top-k xtc-probability
+    xtc-threshold repetition-penalty repetition-context-size presence-penalty
+    presence-context-size frequency-penalty frequency-context-size seed draft-length
+    draft-confidence quantize-draft"""
+TEXTS_ASKED = """stop extra-eos-token draft adapter-path system-prompt html prompt
+    chat-template-config prefill-response json-schema"""
+OPTIONS = st.sampled_from(
+    [f"--{n}" for n in (*NUMBERS_ASKED.split(), *TEXTS_ASKED.split())]
+)
+
+
+@given(options=st.lists(st.tuples(OPTIONS, VALUES), min_size=1, max_size=3))
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_value_of_an_option_is_a_traceback(
+    options: list[tuple[str, str]], commands: Commands, tmp_path: Path
+) -> None:
+    asked = [*PLAIN]
+    for option, value in options:
+        if option == "--html":  # whatever it is, it is written in the test's folder
+            shutil.rmtree(tmp_path / "pages", ignore_errors=True)
+            (tmp_path / "pages").mkdir()
+            value = str(tmp_path / "pages" / value.replace("/", "_")[:40])
+        asked += [f"{option}={value}"]
+    done = commands(*asked, text="def f(x):")
+    assert done.exit_code in (0, 1, 2), done.output
+    if done.exit_code == 1:
+        assert done.stderr.count("error: ") == 1

@@ -1,0 +1,275 @@
+"""`check`, `pair`, `doctor`, and JSON of `demo` and `calibrate`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_speculation import demo_models, models
+from mlx_speculation.cli.advice import Advice, Facts, advice
+from mlx_speculation.demo import DemoPrompt
+from support.commands import Commands
+from support.demo_folders import copy_of
+from support.wide import WrongInWideForwards
+
+DRAFT = str(demo_models()["draft"])
+PROMPT = "def add(first, second):\n"
+
+
+@pytest.fixture(name="commands")
+def _commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
+    return Commands(monkeypatch)
+
+
+CHECK = ["check", DRAFT, "-p", PROMPT, "--tokens", "12", "--places", "3", "--rows", "3"]
+
+
+def test_check_says_that_the_output_is_the_same(commands: Commands) -> None:
+    found = commands.object(*CHECK, "--draft", DRAFT, "--temp", "0.7", "--seed", "5")
+    assert found["same"] is True
+    assert found["rows"]["verdict"] in ("identical", "same choices")
+    assert found["rows"]["rows"] == 12
+    assert found["rows"]["first"] is None
+    assert [place["position"] for place in found["places"]] == [0, 4, 9]
+    text = found["text"]
+    assert (text["same"], text["parting"], text["tokens"]) == (True, None, 12)
+    assert text["seed"] == 5
+    assert text["statistics"]["drafted"] > 0
+    done = commands(*CHECK)
+    assert done.exit_code == 0
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "verdict: the output is the same"
+    assert lines[-2].startswith("rows: ")
+
+
+def test_check_names_the_first_difference_and_its_margin(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = models.load
+
+    def load_wrong(*arguments: Any, **options: Any) -> tuple[Any, Any]:
+        model, tokenizer = load(*arguments, **options)
+        return WrongInWideForwards(model, 2, 4), tokenizer
+
+    monkeypatch.setattr("mlx_speculation.engine.generator.load", load_wrong)
+    done = commands(*CHECK)
+    assert done.exit_code == 1
+    first, rows, verdict = done.stdout.splitlines()[-3:]
+    assert first.startswith("first: row 2 of the draft after token 0 chooses ")
+    assert "the two best differ by" in first
+    assert rows.startswith("rows: different: 3 of 12 rows")
+    assert verdict == "verdict: IT DIFFERS"
+    found = commands.object(*CHECK, status=1)
+    assert found["rows"]["first"]["position"] == 0
+    assert found["rows"]["first"]["row"]["margin"] > found["rows"]["tolerance"]
+    # Whoever calls that a tie has to say so.
+    assert commands(*CHECK, "--tolerance", "1e9").exit_code == 0
+
+
+def test_check_fails_where_the_texts_differ(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlx_speculation.engine import identity
+    from mlx_speculation.engine.identity import Parting
+
+    def parted(*_: Any, **__: Any) -> Parting:
+        return Parting(3, 1, 2, margin=0.5, difference=0.0, allowed=0.0, edge=1.0)
+
+    monkeypatch.setattr(identity, "find_parting", parted)
+    done = commands(*CHECK, "--draft", DRAFT)
+    assert done.exit_code == 1
+    assert "text: different: token 3 is 2 instead of 1" in done.stdout
+    assert commands.object(*CHECK, "--draft", DRAFT, status=1)["text"]["parting"]
+
+
+def test_check_refuses_a_text_shorter_than_a_draft(commands: Commands) -> None:
+    said = commands.refused("check", DRAFT, "--tokens", "2", "--rows", "3")
+    assert "--tokens is 2 and --rows 3" in said
+
+
+def test_pair_lists_a_head_and_what_auto_takes(
+    commands: Commands, tmp_path: Path
+) -> None:
+    folder = copy_of("hybrid", tmp_path / "hybrid")
+    found = commands.object("pair", folder)
+    offers = {offer["draft"]: offer for offer in found["offers"]}
+    assert offers["speculation.json"] == {
+        "draft": "speculation.json",
+        "usable": False,
+        "detail": "there is none",
+    }
+    assert offers["mtp"]["usable"] is True
+    assert "in the shards: 31 tensors, 1 layer" in offers["mtp"]["detail"]
+    assert offers["lookup"]["usable"] is True
+    assert found["auto"]["detail"].startswith("takes an MtpDraft: the head in the")
+
+
+def test_pair_says_why_auto_takes_a_lookup(commands: Commands) -> None:
+    found = commands.object("pair", DRAFT)
+    assert found["offers"][1]["usable"] is False
+    assert "takes a lookup: draft='auto' takes a lookup" in found["auto"]["detail"]
+    done = commands("pair", DRAFT)
+    assert "auto" in done.stdout
+
+
+def test_pair_reads_speculation_json(commands: Commands, tmp_path: Path) -> None:
+    folder = copy_of("dense", tmp_path / "dense")
+    copy_of("draft", tmp_path / "small")
+    file = folder / "speculation.json"
+    file.write_text('{"draft": "../small", "kind": "model", "draft_length": 3}')
+    found = commands.object("pair", folder)
+    said = found["offers"][0]
+    assert said["detail"] == "names '../small', kind model, draft_length 3"
+    takes = "takes a draft model, 3 tokens a round: speculation.json names it"
+    assert found["auto"]["detail"] == takes
+    file.write_text('{"draft": "../nowhere"}')
+    found = commands.object("pair", folder)
+    assert found["offers"][0]["usable"] is found["auto"]["usable"] is False
+    assert "there is no such folder" in found["auto"]["detail"]
+
+
+def test_pair_tries_a_named_folder(commands: Commands) -> None:
+    dense, eagle = demo_models()["dense"], demo_models()["eagle"]
+    found = commands.object("pair", dense, "--draft", eagle)
+    assert found["offers"][-1]["usable"] is True
+    assert "of kind 'eagle'" in found["offers"][-1]["detail"]
+    found = commands.object("pair", DRAFT, "--draft", "nowhere", status=1)
+    assert "There is no folder 'nowhere'" in found["offers"][-1]["detail"]
+    assert "There is no folder" in commands.refused("pair", "nowhere")
+
+
+def test_doctor_describes_this_installation(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "new" / "folder"))
+    found = commands.object("doctor")
+    facts = found["facts"]
+    assert facts["mlx_error"] is None
+    assert facts["packages"]["mlx-lm"].startswith("0.32.")
+    assert facts["backend"] in ("cpu", "cuda", "metal")
+    assert facts["cache_folder"] == str(tmp_path / "new" / "folder")
+    assert facts["cache_writable"] is True
+    assert not (tmp_path / "new").exists()
+    assert not [each for each in found["advice"] if each["level"] == "wrong"]
+    done = commands("doctor")
+    assert done.exit_code == 0
+    assert "mlx-lm" in done.stdout
+
+
+def facts(**changes: Any) -> Facts:
+    """Return an installation that is well, but for the changes."""
+    well: dict[str, Any] = {
+        "python": (3, 12, 1),
+        "system": "linux",
+        "packages": {"mlx": "0.32.4", "mlx-lm": "0.32.2", "llguidance": "1.9.1"},
+        "requirements": ["mlx<0.33,>=0.32", "mlx-lm<0.33,>=0.32.2", 'x; extra == "y"'],
+        "backend": "cpu",
+        "blas": "OpenBLAS 0.3.21",
+        "openblas": True,
+        "cores": 4,
+        "environment": {},
+        "cache_folder": "somewhere",
+    }
+    return Facts(**{**well, **changes})
+
+
+CUDA = {"backend": "cuda", "openblas": False, "blas": "reference BLAS"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "said"),
+    [
+        ({"python": (3, 10, 4)}, "wrong", "Python is 3.10.4, and 3.11"),
+        (
+            {"packages": {"mlx": "0.33.0", "mlx-lm": "0.32.2", "llguidance": "1"}},
+            "wrong",
+            "mlx is 0.33.0, and <0.33,>=0.32 is supported",
+        ),
+        (
+            {"packages": {"mlx": "0.32.4", "mlx-lm": "0.31.9", "llguidance": "1"}},
+            "wrong",
+            "mlx-lm is 0.31.9",
+        ),
+        (
+            {"packages": {"mlx": "0.32.4", "llguidance": "1"}},
+            "wrong",
+            "mlx-lm is not installed",
+        ),
+        (
+            {"mlx_error": "libmlx.so: none", "backend": None},
+            "wrong",
+            "mlx cannot be imported: libmlx.so: none",
+        ),
+        (
+            {"openblas": False, "blas": "reference BLAS"},
+            "slow",
+            "float32 is multiplied by the reference BLAS",
+        ),
+        ({"gpus": 2}, "slow", "mlx computes on the CPU, and there are 2 NVIDIA GPUs"),
+        (CUDA, "slow", "MLX_CUDA_USE_CUDNN_SDPA is 'not set'"),
+        (
+            {**CUDA, "environment": {"MLX_CUDA_USE_CUDNN_SDPA": "1"}},
+            "slow",
+            "MLX_CUDA_USE_CUDNN_SDPA is '1'",
+        ),
+        (
+            {"environment": {"OPENBLAS_NUM_THREADS": "64"}},
+            "slow",
+            "OPENBLAS_NUM_THREADS is 64, and this process may use 4 cores",
+        ),
+        (
+            {"packages": {"mlx": "0.32.4", "mlx-lm": "0.32.2"}},
+            "note",
+            "llguidance is not installed",
+        ),
+        ({"cache_writable": False}, "note", "cannot be kept (somewhere)"),
+        ({"cache_folder": None}, "note", "cannot be kept (nowhere)"),
+    ],
+)
+def test_doctor_says_what_to_do(changes: Any, level: str, said: str) -> None:
+    (found,) = advice(facts(**changes))
+    assert found.level == level
+    assert said in found.found
+    assert found.action
+
+
+def test_doctor_is_content_where_all_is_well() -> None:
+    assert advice(facts()) == []
+    mac = facts(system="darwin", backend="metal", openblas=False, blas="Accelerate")
+    assert advice(mac) == []
+    off = {"MLX_CUDA_USE_CUDNN_SDPA": "0"}
+    assert advice(facts(**CUDA, environment=off)) == []
+
+
+def test_doctor_says_the_worst_first() -> None:
+    said = advice(facts(cache_folder=None, openblas=False, python=(3, 9, 0)))
+    assert [each.level for each in said] == ["wrong", "slow", "note"]
+
+
+def test_doctor_fails_where_something_is_wrong(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = [Advice("wrong", "the roof leaks", "mend it")]
+    monkeypatch.setattr("mlx_speculation.cli.doctor.advice", lambda facts: wrong)
+    done = commands("doctor")
+    assert done.exit_code == 1
+    assert done.stdout.splitlines()[-1] == "wrong: the roof leaks. To do: mend it."
+
+
+def test_calibrate_and_demo_print_one_object(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
+    found = commands.object("calibrate", DRAFT, "--draft", "lookup")
+    assert found["seconds_by_context"]["512"].keys() >= {"0", "1", "8"}
+    folders = {"dense": demo_models()["draft"], "draft": demo_models()["draft"]}
+    home = "mlx_speculation.cli.demo"
+    monkeypatch.setattr(f"{home}.demo_models", lambda: folders)
+    prompt = DemoPrompt("code", "a test", PROMPT)
+    monkeypatch.setattr(f"{home}.demo_prompts", lambda: [prompt])
+    found = commands.object("demo", "--max-tokens", "4", "--draft-length", "2")
+    (only,) = found["comparisons"]
+    assert only["same"] is True
+    assert only["group"] == "code"
+    assert json.dumps(only["text"])
