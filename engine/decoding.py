@@ -28,9 +28,17 @@ from mlx_speculation.engine.drafting import NOTHING, Choices, Draft, Drafter
 from mlx_speculation.engine.in_turn import decide_in_turn
 from mlx_speculation.engine.lengths import Lengths, Outcome, Plan
 from mlx_speculation.engine.masking import Masks
+from mlx_speculation.engine.round_clock import RoundClock
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import Statistics
-from mlx_speculation.engine.verdicts import Emitted, MakeCut, Submitted, Verdict, read
+from mlx_speculation.engine.verdicts import (
+    Emitted,
+    MakeCut,
+    Submitted,
+    Verdict,
+    read,
+    wait_for,
+)
 from mlx_speculation.errors import NonFiniteLogitsError
 from mlx_speculation.models import Lane, LaneRound
 from mlx_speculation.samplers import Rows, Verifier
@@ -45,7 +53,8 @@ class Decoder:
         verifier: decides for the request.
         drafter: proposes; None for plain decoding.
         lengths: decides how many tokens to propose in a round.
-        explain: keep each round's plan and what became of it in `decisions`.
+        explain: keep each round's plan and what became of it in `decisions`, and tell
+            the parts of its time apart exactly, see `engine.round_clock`.
         top: report log-probabilities, and this many of the most probable ids; None:
             report nothing.
         masks: what the request's constraint allows, if it has one.
@@ -76,11 +85,13 @@ class Decoder:
         self._drafter = drafter
         self._drafter_begun = False
         self._lengths = lengths
+        self._exact = explain
         self.decisions: list[tuple[Plan, Outcome]] | None = [] if explain else None
         self._plan: Plan | None = None
         self._following: Plan | None = None
         self._in_flight: Submitted | None = None
         self._next_token: int | None = None
+        self._clock = RoundClock()  # of the round that is running
 
     @property
     def reports(self) -> bool:
@@ -142,16 +153,20 @@ class Decoder:
         try:
             if self._drafter is not None and plan.length:
                 self._begin_drafting(self._drafter)
-            started = time.perf_counter()
-            length = min(plan.length, limit)
-            reason = self._run_round(length, cut)
-            seconds = time.perf_counter() - started
+            self._clock = RoundClock()
+            reason = self._run_round(min(plan.length, limit), cut)
+            seconds = self._clock.stop()
         except BaseException:
             self._processors.restore(before)
             raise
         self._plan, self._following = self._following, None
+        counts.spend(seconds)
         outcome = Outcome(
-            counts.drafted - drafted, counts.accepted - accepted, seconds, steady
+            counts.drafted - drafted,
+            counts.accepted - accepted,
+            seconds.total,
+            steady,
+            seconds,
         )
         self._lengths.note(context, plan, outcome)
         if self.decisions is not None:
@@ -229,7 +244,6 @@ class Decoder:
 
     def _plain_round(self, make_cut: MakeCut, *, submit_next: bool) -> str | None:
         """Run a step and, unless a draft is to follow, submit the next one."""
-        started = time.perf_counter()
         step = self._in_flight
         fresh: Submitted | None = None
         following: Submitted | None = None
@@ -239,8 +253,8 @@ class Decoder:
                 step = fresh = self._submit_step(unseen)
             if submit_next:
                 chosen = step.verified.tokens
-                following = self._submit_step(chosen, ahead=chosen)
-            verdict = read(step)
+                following = self._submit_step(chosen, behind=step)
+            verdict = read(step, self._clock)
             cut = make_cut(self._emitted(verdict))
         except BaseException as error:
             if following is not None:
@@ -255,24 +269,22 @@ class Decoder:
         self._in_flight = following
         self._follow(verdict.emitted)
         self.statistics.count(drafted=0, accepted=0, emitted=1)
-        self.statistics.verify_seconds += time.perf_counter() - started
         return cut.reason
 
     def _propose(self, drafter: Drafter, limit: int) -> Draft:
-        started = time.perf_counter()
+        self._clock.note("host")
         choices = Choices(self._verifier, self._masks)
         draft = drafter.propose(self._sequence, limit, choices)
         if draft.doubts is None:
             draft = choices.checked(draft, limit)
         if draft.length:
             mx.async_eval(*draft.arrays)  # runs while the target's graph is built
-        self.statistics.draft_seconds += time.perf_counter() - started
+        self._clock.note("draft")
         return draft
 
     def _drafted_round(
         self, drafter: Drafter, draft: Draft, make_cut: MakeCut
     ) -> str | None:
-        started = time.perf_counter()
         step, behind = self._in_flight, draft
         if step is None:
             fed = mx.array(self._sequence.tokens[self._target.seen :], mx.uint32)
@@ -281,10 +293,9 @@ class Decoder:
         states = self._processors.fork()
         with self._target.begin() as lane_round:
             submitted = self._submit_verify(lane_round, fed, behind, step)
-            before = [] if step is None else [read(step)]
+            before = [] if step is None else [read(step)]  # was waited for
             first = [token for verdict in before for token in verdict.emitted]
-            verdict = read(submitted)
-            verified = time.perf_counter()
+            verdict = read(submitted, self._clock)
             cut = make_cut(self._emitted(*before, verdict))
             emitted = (first + verdict.emitted)[: cut.keep]
             accepted = min(verdict.accepted, cut.keep - len(first))
@@ -303,8 +314,6 @@ class Decoder:
         all_held = len(first) + accepted == cut.keep
         self._next_token = verdict.tokens[accepted] if all_held else None
         self._count(draft, len(first), verdict.accepted, cut.keep)
-        self.statistics.verify_seconds += verified - started
-        self.statistics.host_seconds += time.perf_counter() - verified
         return cut.reason
 
     def _round_in_turn(
@@ -314,20 +323,22 @@ class Decoder:
 
         Nothing is submitted ahead; see `engine.in_turn`.
         """
-        started = time.perf_counter()
         fed = mx.array(self._sequence.tokens[self._target.seen :], mx.uint32)
         with self._target.begin(whole=draft.length == 0) as lane_round:
             logits = lane_round.forward(mx.concatenate([fed, draft.tokens]))
             logits = logits[-1 - draft.length :]
+            if draft.length:
+                self._clock.wait("draft", draft.tokens)
+            self._clock.submit("verify", logits)
+            self._clock.wait("verify", logits)
             drafted = draft.tokens if draft.length else None
             rows = self._rows(logits, drafted, draft.length + 1)
             turns = self._verifier.in_turn(
                 logits, rows, drafted, draft.probs, top=self._top
             )
             text = None if self._masks is None else self._masks.text
-            verdicts, reason = decide_in_turn(
-                lane_round, turns, make_cut, text, draft.length
-            )
+            verdicts, reason = decide_in_turn(turns, make_cut, text, draft.length)
+            self._clock.note("sampler")
             emitted = [token for verdict in verdicts for token in verdict.emitted]
             accepted = sum(verdict.accepted for verdict in verdicts)
             lane_round.prepare(len(fed) + accepted)
@@ -340,7 +351,6 @@ class Decoder:
         self._next_token = None
         self._count(draft, 0, accepted, len(emitted))
         self.statistics.reads += len(emitted) - 1 + (draft.length > 0)
-        self.statistics.verify_seconds += time.perf_counter() - started
         return reason
 
     def _emitted(self, *verdicts: Verdict) -> Emitted:
@@ -380,27 +390,40 @@ class Decoder:
         """Submit a forward over the fed tokens, or a step's choice, and the draft."""
         logits = lane_round.forward(mx.concatenate([fed, draft.tokens]))
         logits = logits[-1 - draft.length :]
+        clock = self._clock
+        if not self._exact:
+            clock.submit("verify", logits)  # runs while its choices' graph is built
+        if step is not None:
+            wait_for(step, clock)
+        clock.wait("draft", draft.tokens)
+        if self._exact:
+            clock.submit("verify", logits)
         ahead = draft.tokens if step is None else mx.concatenate([fed, draft.tokens])
         rows = self._rows(logits, ahead, draft.length + 1)
         verified = self._verifier.verify(
             logits, rows, draft.tokens, draft.probs, top=self._top
         )
-        mx.async_eval(*verified.arrays)
-        return Submitted(lane_round, verified)
+        if self._exact:
+            clock.wait("verify", logits)
+        clock.submit("sampler" if self._exact else "verify", *verified.arrays)
+        return Submitted(lane_round, logits, verified)
 
     def _submit_step(
-        self, unseen: mx.array, ahead: mx.array | None = None
+        self, unseen: mx.array, behind: Submitted | None = None
     ) -> Submitted:
-        """Submit a forward whose tokens all stay; `ahead` of them are not read yet."""
+        """Submit a forward whose tokens all stay, or are a step's that is not read."""
         with self._target.begin(whole=True) as lane_round:
             logits = lane_round.forward(unseen)
             if len(logits) > 1:
                 logits = logits[-1:]
-            rows = self._rows(logits, ahead)
+            if behind is not None and (self._exact or self._masks is not None):
+                wait_for(behind, self._clock)  # the masks would wait for its tokens
+            self._clock.submit("verify", logits)
+            rows = self._rows(logits, None if behind is None else unseen)
             verified = self._verifier.verify(logits, rows, top=self._top)
-            mx.async_eval(*verified.arrays)
+            self._clock.submit("verify", *verified.arrays)
             lane_round.commit(unseen.shape[0])
-        return Submitted(lane_round, verified)
+        return Submitted(lane_round, logits, verified)
 
     def _rows(self, logits: mx.array, ahead: mx.array | None, count: int = 1) -> Rows:
         """Return what precedes each of the target's rows, and what it may choose."""

@@ -7,13 +7,11 @@ accepted and does not end the text, and the host reads each decision.
 
 from collections.abc import Iterator
 
-from mlx_speculation.engine.verdicts import Emitted, MakeCut, Submitted, Verdict, read
-from mlx_speculation.models import LaneRound
+from mlx_speculation.engine.verdicts import Emitted, MakeCut, Verdict, verdict_of
 from mlx_speculation.samplers import Constrained, Verified
 
 
 def decide_in_turn(
-    lane_round: LaneRound,
     turns: Iterator[Verified],
     make_cut: MakeCut,
     text: Constrained | None,
@@ -22,7 +20,6 @@ def decide_in_turn(
     """Decide rows up to a rejection, the end of the text, or the last one.
 
     Args:
-        lane_round: the transaction of the forward.
         turns: decides on the next row when it is asked for one.
         make_cut: gets each token when it is known.
         text: the text under its constraint, if there is one.
@@ -33,7 +30,7 @@ def decide_in_turn(
     """
     verdicts: list[Verdict] = []
     for verified in turns:
-        verdicts.append(read(Submitted(lane_round, verified)))
+        verdicts.append(verdict_of(verified))
         emitted = Emitted.in_turn(verdicts, drafted)
         if text is not None:
             emitted = emitted.under(text)

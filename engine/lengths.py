@@ -6,6 +6,8 @@ Knows neither models nor tokens: a plan is made from counts and seconds alone.
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
+from mlx_speculation.engine.round_clock import NO_TIME, RoundSeconds
+
 Reason = Literal[
     "fixed", "first", "best", "plain", "measure", "trial", "review", "budget"
 ]
@@ -68,12 +70,14 @@ class Outcome:
         steady: whether a plain step had been submitted during the round before, as in
             a long run of plain steps. With drafts: that they stand behind such a step,
             whose token and time are in the round too.
+        parts: where the time went.
     """
 
     drafted: int
     accepted: int
     seconds: float
     steady: bool = False
+    parts: RoundSeconds = NO_TIME
 
 
 @runtime_checkable

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from mlx_speculation.engine.round_clock import RoundSeconds
+
 
 @dataclass(slots=True)
 class SourceCounts:
@@ -61,10 +63,13 @@ class Statistics:
         reused: prompt tokens that the prefix cache held, which the target did not
             read again.
         prefill_seconds: time from the start to the first round.
-        draft_seconds: host time spent proposing; the work may finish later.
-        verify_seconds: time from building the target's forward to reading its result,
-            which includes drafting that had not finished.
-        host_seconds: the rest of the rounds' time.
+        draft_seconds: time of the rounds until the drafted tokens are there.
+        verify_seconds: from there until the target's logits are there; in plain steps
+            all time until then. A replay of recurrent layers is computed with the
+            next forward and is in here.
+        sampler_seconds: from there until the tokens are chosen and counted.
+        host_seconds: time of the rounds in which the host works and nothing that it
+            waits for is on its way; see `engine.round_clock` for all four.
     """
 
     rounds: int = 0
@@ -83,6 +88,7 @@ class Statistics:
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    sampler_seconds: float = 0.0
     host_seconds: float = 0.0
 
     def count(
@@ -102,6 +108,13 @@ class Statistics:
             counts.drafts += 1
             counts.drafted += drafted
             counts.accepted += accepted
+
+    def spend(self, seconds: RoundSeconds) -> None:
+        """Add the time of a round."""
+        self.draft_seconds += seconds.draft
+        self.verify_seconds += seconds.verify
+        self.sampler_seconds += seconds.sampler
+        self.host_seconds += seconds.host
 
     @property
     def acceptance_rate(self) -> float:
@@ -125,8 +138,9 @@ class Statistics:
 
     @property
     def decode_seconds(self) -> float:
-        """Time of all rounds, without prefill."""
-        return self.draft_seconds + self.verify_seconds + self.host_seconds
+        """Time of all rounds, without prefill: the four parts together."""
+        device = self.draft_seconds + self.verify_seconds + self.sampler_seconds
+        return device + self.host_seconds
 
     @property
     def tokens_per_second(self) -> float:

@@ -5,8 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
+
 from mlx_speculation.engine.origins import Origin, origin_of
 from mlx_speculation.engine.results import LogProb
+from mlx_speculation.engine.round_clock import RoundClock
 from mlx_speculation.errors import NonFiniteLogitsError
 from mlx_speculation.models import LaneRound
 from mlx_speculation.samplers import Constrained, LogProbs, Verified
@@ -18,10 +21,12 @@ class Submitted:
 
     Attributes:
         lane_round: the transaction; committed already where there are no drafts.
+        logits: what it verifies, submitted before it.
         verified: what the target makes of its rows.
     """
 
     lane_round: LaneRound
+    logits: mx.array
     verified: Verified
 
 
@@ -125,13 +130,29 @@ class Cut:
 MakeCut = Callable[[Emitted], Cut]
 
 
-def read(submitted: Submitted) -> Verdict:
+def wait_for(submitted: Submitted, clock: RoundClock) -> None:
+    """Wait for the logits, then for what is made of them."""
+    clock.wait("verify", submitted.logits)
+    clock.wait("sampler", submitted.verified.tokens)
+
+
+def read(submitted: Submitted, clock: RoundClock | None = None) -> Verdict:
     """Read a round's result: the one place where the host waits.
+
+    Args:
+        submitted: what is on its way.
+        clock: looked at when the logits are there, and when the tokens are.
 
     Raises:
         NonFiniteLogitsError: a row holds a NaN, or no finite largest value.
     """
-    verified = submitted.verified
+    if clock is not None:
+        wait_for(submitted, clock)
+    return verdict_of(submitted.verified)
+
+
+def verdict_of(verified: Verified) -> Verdict:
+    """Read what a forward's rows were made of, see `read`."""
     tokens: Any = verified.tokens.tolist()  # waits; the others came with it
     normals: Any = verified.normalizers.tolist()
     unusable = sum(not math.isfinite(value) for value in normals)

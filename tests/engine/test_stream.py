@@ -359,7 +359,12 @@ def test_a_drafted_round_waits_for_the_device_once(
         counted(mx, wait)
     rounds = stream.stats.rounds
     list(stream)
-    assert waits == ["read"] * (stream.stats.rounds - rounds)
+    # One read, and looks at the clock when drafts, logits and tokens are there. The
+    # last round may have no room for a draft.
+    assert waits.count("read") == stream.stats.rounds - rounds
+    drafted, plain = ["eval", "read", "eval", "eval"], ["read", "eval", "eval"]
+    some = drafted * (waits.count("read") - 1)
+    assert waits in (some + drafted, some + plain)
 
 
 def test_a_drawn_seed_is_reported_and_repeats_the_text() -> None:
