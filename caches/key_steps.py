@@ -7,6 +7,9 @@ meets a new key count in every round. In whole steps the same few plans do:
     offset 300, the model writes 3 rows     native: 303 keys, "causal"
                                             here: 512 keys, bool mask [3, 512]
 
+Steps are of 512 rows, and past 4,096 an eighth of the largest power of two in the
+count, so that long texts meet few plans too and no more than an eighth is added.
+
 What lies behind the written rows is zeros or rows that were taken back; its weights
 in the attention are 0. Rows that are not finite would be felt all the same: the logits
 are then not finite either, which every round checks.
@@ -23,7 +26,8 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache
 
-STEP = 256
+STEP = 512
+PARTS = 8  # steps in a power of two, at the least
 
 
 def pays(dtype: mx.Dtype) -> bool:
@@ -106,7 +110,8 @@ def in_steps(cache: KVCache, steps: KeySteps) -> SteppedKVCache:
 
 
 def _whole(rows: int) -> int:
-    return -(-rows // STEP) * STEP
+    step = max(STEP, 2 ** (rows.bit_length() - 1) // PARTS)
+    return -(-rows // step) * step
 
 
 def _with_room(held: mx.array, rows: int, room: int) -> mx.array:

@@ -92,7 +92,7 @@ def test_what_is_kept_is_what_native_rounds_keep(
                 mask = seen.make_mask(width, return_array=True, window_size=window)
                 keys, values = seen.update_and_fetch(rows, rows)
                 if steps and width > 1:
-                    assert keys.shape[2] == -(-(at + width) // STEP) * STEP
+                    assert keys.shape[2] == key_steps._whole(at + width)
                     assert mask.shape == (width, keys.shape[2])
                     native = create_causal_mask(width, at, window_size=window)
                     assert mx.array_equal(mask[:, : at + width], native)
@@ -105,6 +105,18 @@ def test_what_is_kept_is_what_native_rounds_keep(
         assert caches[1].offset == at
         for one, other in zip(*(c.keys_and_values() for c in caches), strict=True):
             assert mx.array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("rows", "shown"),
+    [(1, 512), (512, 512), (513, 1024), (4_097, 4_608), (8_193, 9_216), (2**20, 2**20)],
+)
+def test_steps_grow_with_the_text(
+    monkeypatch: pytest.MonkeyPatch, rows: int, shown: int
+) -> None:
+    monkeypatch.undo()
+    assert key_steps._whole(rows) == shown
+    assert shown - rows < max(512, rows / 8)
 
 
 def test_a_model_that_asks_for_no_mask_gets_the_native_rows() -> None:
