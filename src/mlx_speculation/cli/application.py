@@ -3,6 +3,7 @@
 import typer
 
 from mlx_speculation.cli.calibrate import calibrate
+from mlx_speculation.cli.chat import chat
 from mlx_speculation.cli.check import check
 from mlx_speculation.cli.demo import demo
 from mlx_speculation.cli.doctor import doctor
@@ -16,7 +17,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
-for command in (generate, check, calibrate, pair, doctor, demo):
+for command in (generate, chat, check, calibrate, pair, doctor, demo):
     app.command()(guarded(flattened(command)))
 
 
