@@ -7,7 +7,7 @@ round of a speculative arm gives it no tokens for nothing.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +20,7 @@ from mlx_lm.generate import generate_step, generation_stream, speculative_genera
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_speculation import Sampling, SpeculativeGenerator, load
+from mlx_speculation.demo import DemoPrompt
 from mlx_speculation.engine import Statistics
 from mlx_speculation.models import TokenIds, check_same_ids, logit_width, wired
 from mlx_speculation.samplers import Chooser
@@ -46,6 +47,8 @@ class Run:
 
     Attributes:
         tokens: the generated token ids.
+        begun: when it was asked for, on the clock of `time.perf_counter`.
+        first_seconds: from then to the first token, prefill included.
         timed: how many of them arrived while the clock ran.
         seconds: what the clock showed at the last one.
         statistics: rounds, drafted and accepted tokens.
@@ -53,6 +56,8 @@ class Run:
     """
 
     tokens: list[int] = field(default_factory=list)
+    begun: float = field(default_factory=time.perf_counter)
+    first_seconds: float = 0.0
     timed: int = 0
     seconds: float = 0.0
     statistics: Statistics = field(default_factory=Statistics)
@@ -70,6 +75,7 @@ class Run:
             now = time.perf_counter()
             if not self.tokens:
                 started, first_round = now, number
+                self.first_seconds = now - self.begun
             self.tokens.append(token)
             self.timed += number != first_round
             self.seconds = now - started
@@ -113,6 +119,20 @@ class Models:
         )
 
 
+def jobs_of(
+    models: Models,
+    texts: Sequence[DemoPrompt],
+    tokens: int,
+    temperature: float,
+    seed: int,
+) -> list[Job]:
+    """Return a job for each text, with a seed of its own."""
+    return [
+        Job(models.encode(text.text), tokens, temperature, seed + index)
+        for index, text in enumerate(texts)
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Arm:
     """One way to decode.
@@ -122,18 +142,22 @@ class Arm:
         draft_length: tokens drafted in a round; 0 is plain decoding.
         decode: runs a job.
         draft: what drafts, where it is not the draft model.
+        auto: the length is chosen in each round, and this is the longest.
+        tolerance: how much its logits may differ from those of our models.
     """
 
     engine: str
     draft_length: int
     decode: Callable[[Job], Run]
     draft: str = ""
+    auto: bool = False
+    tolerance: float = 0.0
 
     @property
     def name(self) -> str:
         """The arm in the tables."""
-        length = self.draft_length
-        words = [self.engine, self.draft, f"k={length}" if length else "plain"]
+        length = f"k={self.draft_length}" if self.draft_length else "plain"
+        words = [self.engine, self.draft, "auto" if self.auto else length]
         return " ".join(word for word in words if word)
 
     def is_comparable(self, temperature: float) -> bool:
@@ -163,19 +187,17 @@ def plain_arms(models: Models) -> list[Arm]:
     ]
 
 
-def make_arms(models: Models, lengths: list[int]) -> list[Arm]:
-    """Make all arms; the first is our plain decoding."""
-    arms = plain_arms(models)
-    for length in lengths:
-        arms += [
-            Arm("ours", length, partial(ours, models.speculative, length)),
-            Arm("mlx-lm", length, partial(_mlx_lm_speculative, models, length)),
-        ]
-    return arms
+def mlx_lm_arms(models: Models, lengths: list[int]) -> list[Arm]:
+    """Make the arms of mlx-lm's own speculation."""
+    return [
+        Arm("mlx-lm", length, partial(_mlx_lm_speculative, models, length))
+        for length in lengths
+    ]
 
 
 def ours(generator: SpeculativeGenerator, length: int | None, job: Job) -> Run:
     """Run a job with one of our generators; None: the generator's usual length."""
+    run = Run()
     stream = generator.stream(
         job.prompt,
         max_tokens=job.tokens,
@@ -183,7 +205,7 @@ def ours(generator: SpeculativeGenerator, length: int | None, job: Job) -> Run:
         stop_tokens=(),
         draft_length=length,
     )
-    run = Run(statistics=stream.stats)
+    run.statistics = stream.stats
     return run.follow((chunk.token, stream.stats.rounds) for chunk in stream)
 
 

@@ -37,17 +37,27 @@ class Series:
 
     Attributes:
         arm: the arm.
-        speeds: tokens per second of each counted pass; empty after a failure.
+        runs: of each counted pass; empty after a failure.
         by_prompt: the counts of each prompt, once: they are the same in every pass.
         partings: where its texts part from our plain decoding, by prompt.
         failure: why there is no speed, or None.
     """
 
     arm: Arm
-    speeds: list[float] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
     by_prompt: dict[int, Statistics] = field(default_factory=dict)
     partings: dict[int, Parting] = field(default_factory=dict)
     failure: str | None = None
+
+    @property
+    def speeds(self) -> list[float]:
+        """Tokens per second of each counted pass."""
+        return [run.speed for run in self.runs]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that were generated against the clock."""
+        return sum(run.timed for run in self.runs)
 
     @property
     def statistics(self) -> Statistics:
@@ -64,22 +74,25 @@ class Series:
     @property
     def near_ties(self) -> list[Parting]:
         """The partings that rounding explains."""
-        return [parting for parting in self.partings.values() if parting.near_tie]
+        return [parting for parting in self.partings.values() if self._near(parting)]
 
     @property
     def wrong_from(self) -> int | None:
         """The first token that is wrong in any text, or None."""
-        wrong = [p.index for p in self.partings.values() if not p.near_tie]
+        wrong = [p.index for p in self.partings.values() if not self._near(p)]
         return min(wrong, default=None)
+
+    def _near(self, parting: Parting) -> bool:
+        return parting.near_tie or parting.margin <= 2 * self.arm.tolerance
 
     def add(self, run: Run, prompt: int, *, counted: bool) -> None:
         """Take the run of one pass."""
         if run.failure is not None:
-            self.failure, self.speeds = run.failure, []
+            self.failure, self.runs = run.failure, []
             return
         if counted:
             self.by_prompt.setdefault(prompt, run.statistics)
-            self.speeds.append(run.speed)
+            self.runs.append(run)
 
     def over(self, plain: "Series") -> Spread | None:
         """Return the ratio of speeds to another series, pass by pass."""
@@ -87,6 +100,15 @@ class Series:
             return None
         pairs = zip(self.speeds, plain.speeds, strict=True)
         return Spread.of([one / other for one, other in pairs])
+
+    def first_over(self, plain: "Series") -> Spread | None:
+        """Return the ratio of times to the first token, pass by pass."""
+        if not self.runs:
+            return None
+        pairs = zip(self.runs, plain.runs, strict=True)
+        return Spread.of(
+            [one.first_seconds / other.first_seconds for one, other in pairs]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +140,23 @@ class Case:
     @property
     def best(self) -> Series:
         """Our arm with the fixed draft length that is the fastest over plain."""
-        ours = [s for s in self.series if s.arm.engine == "ours" and s.arm.draft_length]
-        return max(ours, key=self._gain)
+        return max(self.of("ours", auto=False), key=self.gain)
 
-    def _gain(self, series: Series) -> float:
+    def of(
+        self, engine: str, *, draft: str | None = None, auto: bool | None = None
+    ) -> list[Series]:
+        """Return the arms of an engine that draft; None: of any draft, of both."""
+        return [
+            series
+            for series in self.series
+            if series.arm.engine == engine
+            and series.arm.draft_length
+            and draft in (None, series.arm.draft)
+            and auto in (None, series.arm.auto)
+        ]
+
+    def gain(self, series: Series) -> float:
+        """Return how much faster than plain an arm is; 0 where it failed."""
         ratio = series.over(self.plain)
         return ratio.median if ratio is not None else 0.0
 

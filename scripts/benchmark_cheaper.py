@@ -10,7 +10,7 @@ is a whole chain of `--length` steps behind a prompt, evaluated once, over its l
 The variants take turns, so that a slow moment of the machine meets all of them alike,
 and ratios are to the first one in the same turn. Bytes are those of all weights of the
 draft, and of the rows that are copied for a reduced vocabulary. Acceptance is counted
-on the prompts of benchmark.py, and every text is checked against plain decoding first.
+on the prompts of compare.py, and every text is checked against plain decoding first.
 
 The last line on standard output is one JSON object with everything.
 
@@ -28,10 +28,10 @@ from statistics import median, quantiles
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from benchmark_options import Blas, DraftModel, folder_of, progress, texts_of
 
-from mlx_speculation.blas import BlasName, use_blas
+from mlx_speculation.blas import use_blas
 from mlx_speculation.cli import run
-from mlx_speculation.demo import demo_models, demo_prompts
 
 if TYPE_CHECKING:
     from drafter_list import Bench
@@ -49,9 +49,7 @@ def benchmark(
     target: Annotated[str, typer.Option(help="A bundled target, or a folder.")] = (
         "dense"
     ),
-    draft: Annotated[
-        str | None, typer.Option(help="Folder of the draft; by default the bundled.")
-    ] = None,
+    draft: DraftModel = None,
     bits: Annotated[
         list[int] | None, typer.Option(help="By default 8 and 4; beside as loaded.")
     ] = None,
@@ -64,20 +62,16 @@ def benchmark(
     tokens: Annotated[int, typer.Option(min=1, help="Continued by each run.")] = 128,
     turns: Annotated[int, typer.Option(min=2, help="Chains timed.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    blas: Annotated[
-        BlasName, typer.Option(help="What multiplies float32 on a Linux CPU.")
-    ] = "auto",
+    blas: Blas = "auto",
 ) -> None:
     """Time draft steps by turns, and count what is accepted."""
     chosen = use_blas(blas)
-    _progress(f"BLAS: {chosen.detail}")
+    progress(f"BLAS: {chosen.detail}")
     from drafter_list import Bench
 
     from mlx_speculation.environment import machine, versions
 
-    folder = demo_models().get(target, Path(target))
-    bench = Bench.load(folder)
-    small = Path(draft) if draft is not None else demo_models()["draft"]
+    bench, small = Bench.load(folder_of(target)), folder_of(draft or "draft")
     variants = _variants(bench, small, bits or [8, 4], ids or [1536, 1024])
     _time(bench, variants, length, turns)
     for variant in variants:
@@ -199,7 +193,7 @@ def _time(bench: "Bench", variants: list[Variant], length: int, turns: int) -> N
     from mlx_speculation.models import Lane, ReducedOutput, TokenIds, find_parts
     from mlx_speculation.samplers import Chooser, Verifier
 
-    text = next(each.text for each in demo_prompts() if each.group == "code")
+    text = texts_of("code", 1)[0].text
     prompt = [int(token) for token in bench.plain.tokenizer.encode(text)]
     width = TokenIds.of(bench.tokenizer).width
     choices = Choices(Verifier(Chooser(Sampling(seed=0), width)))
@@ -247,12 +241,11 @@ def _count(
     )
     source = Source(variant.name, generator)
     for group in GROUPS:
-        _progress(f"{variant.name}: {group}")
-        texts = [each.text for each in demo_prompts() if each.group == group]
+        progress(f"{variant.name}: {group}")
         variant.counts[group] = Statistics()
-        for index, text in enumerate(texts[:prompts]):
+        for index, text in enumerate(texts_of(group, prompts)):
             sampling = Sampling(temperature=temperature, seed=index)
-            counts, _ = bench.checked_run(source, text, tokens, sampling, length)
+            counts, _ = bench.checked_run(source, text.text, tokens, sampling, length)
             variant.counts[group] = added(variant.counts[group], counts)
 
 
@@ -280,10 +273,6 @@ def _print(variants: list[Variant]) -> None:
             *(f"{each.mean_accepted_length:.2f}" for each in counts),
         )
     Console(highlight=False, width=120).print(table)
-
-
-def _progress(line: str) -> None:
-    typer.secho(line, err=True, dim=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Measures how often drafts are right: acceptance by position, for every drafter.
 
 For each target, each drafter that exists for it and each draft length the prompts of
-benchmark.py (held out of the models' training) are continued, and the text is checked
+compare.py (held out of the models' training) are continued, and the text is checked
 against plain decoding first. No time is measured, so a busy machine changes nothing.
 Drafters are the bundled draft model, the MTP head in the target's folder, the heads
 bundled for the target (drafter_list.py), a lookup, and a cascade of a lookup with long
@@ -28,18 +28,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from benchmark_options import (
+    GROUPS,
+    TARGETS,
+    TEMPERATURES,
+    Blas,
+    DraftModel,
+    Group,
+    Head,
+    Seed,
+    Target,
+    Temperature,
+    folder_of,
+    progress,
+    texts_of,
+)
 
-from mlx_speculation.blas import BlasName, use_blas
+from mlx_speculation.blas import use_blas
 from mlx_speculation.cli import run
-from mlx_speculation.demo import demo_models, demo_prompts
 
 if TYPE_CHECKING:
     from drafter_list import Bench, Source
 
     from mlx_speculation.engine import Statistics
 
-TARGETS = ["dense", "sliding", "hybrid"]
-GROUPS = ["code", "prose", "edit"]
 LENGTHS = list(range(1, 9))
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -47,24 +59,11 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def benchmark(
-    target: Annotated[
-        list[str] | None,
-        typer.Option(help="dense, sliding, hybrid, or a folder; by default all three."),
-    ] = None,
-    draft: Annotated[
-        str | None, typer.Option(help="Folder of the draft; by default the bundled.")
-    ] = None,
-    head: Annotated[
-        list[str] | None,
-        typer.Option(help="Folder of a further head of the target."),
-    ] = None,
-    group: Annotated[
-        list[str] | None,
-        typer.Option(help="code, prose or edit; by default all three."),
-    ] = None,
-    temperature: Annotated[
-        list[float] | None, typer.Option(min=0.0, help="By default 0 and 1.")
-    ] = None,
+    target: Target = None,
+    draft: DraftModel = None,
+    head: Head = None,
+    group: Group = None,
+    temperature: Temperature = None,
     length: Annotated[
         list[int] | None, typer.Option(min=1, help="Draft lengths; by default 1 to 8.")
     ] = None,
@@ -74,24 +73,18 @@ def benchmark(
         bool,
         typer.Option(help="1 prompt a group, 48 tokens, temperature 0, lengths 1 4 8."),
     ] = False,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    blas: Annotated[
-        BlasName, typer.Option(help="What multiplies float32 on a Linux CPU.")
-    ] = "auto",
+    seed: Seed = 0,
+    blas: Blas = "auto",
 ) -> None:
     """Count accepted tokens by position, after checking the text."""
-    if unknown := set(group or ()) - set(GROUPS):
-        raise typer.BadParameter(
-            f"the groups are {', '.join(GROUPS)}; there is no {min(unknown)!r}"
-        )
     chosen = use_blas(blas)
-    _progress(f"BLAS: {chosen.detail}")
+    progress(f"BLAS: {chosen.detail}")
     settings = Settings(
         target or TARGETS,
         draft,
         head or [],
         group or GROUPS,
-        temperature or ([0.0] if quick else [0.0, 1.0]),
+        temperature or ([0.0] if quick else TEMPERATURES),
         length or ([1, 4, 8] if quick else LENGTHS),
         1 if quick else prompts,
         min(tokens, 48) if quick else tokens,
@@ -183,15 +176,14 @@ def _lines_of(target: str, settings: Settings) -> Iterator[Line]:
     from drafter_list import Bench, sources_of
 
     name, bundled = Path(target).name, target in TARGETS
-    folder = demo_models()[target] if bundled else Path(target)
-    draft = settings.draft or demo_models()["draft"]
+    folder, draft = folder_of(target), folder_of(settings.draft or "draft")
     heads = [Path(head) for head in settings.heads]
     bench = Bench.load(folder)
-    sources = sources_of(bench, Path(draft), heads, target if bundled else None)
-    _progress(f"{name}: {', '.join(source.name for source in sources)}")
+    sources = sources_of(bench, draft, heads, target if bundled else None)
+    progress(f"{name}: {', '.join(source.name for source in sources)}")
     cases = product(sources, settings.groups, settings.temperatures, settings.lengths)
     for source, group, temperature, length in cases:
-        _progress(f"{name}: {source.name}, {group}, {temperature:g}, k={length}")
+        progress(f"{name}: {source.name}, {group}, {temperature:g}, k={length}")
         statistics, ties = _run(bench, source, group, temperature, length, settings)
         yield Line(name, source.name, group, temperature, length, statistics, ties)
 
@@ -211,8 +203,7 @@ def _run(
     from mlx_speculation.engine import Statistics
 
     total, ties = Statistics(), 0
-    texts = [text for text in demo_prompts() if text.group == group]
-    for index, text in enumerate(texts[: settings.prompts]):
+    for index, text in enumerate(texts_of(group, settings.prompts)):
         sampling = Sampling(temperature=temperature, seed=settings.seed + index)
         counts, parted = bench.checked_run(
             source, text.text, settings.tokens, sampling, length
@@ -251,10 +242,6 @@ def _print(lines: list[Line], longest: int) -> None:
             f" {counts.drafts}",
         )
     Console(highlight=False, width=110).print(table)
-
-
-def _progress(line: str) -> None:
-    typer.secho(line, err=True, dim=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ a little; acceptance is that of the grown model itself. Its vocabulary stays at 
 ids, so that the output layer costs less than a real model's.
 
 The arms take turns on the same prompts, texts are checked first, and ratios are to the
-faster plain decoding in the same pass, all as in benchmark.py: plain decoding, ours and
+faster plain decoding in the same pass, all as in compare.py: plain decoding, ours and
 mlx-lm's; the draft model of 1.7 M parameters and, where asked for, one grown to 6 % of
 8 B, at fixed lengths and by measurement (k=auto, after `calibrate`); the EAGLE-3 head
 of one layer, which stands for MTP heads too; lookups.
@@ -24,6 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from benchmark_options import GROUPS, Group, progress, texts_of
 
 from mlx_speculation.blas import use_blas
 from mlx_speculation.cli import run
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from benchmark_arms import Arm, Models
     from benchmark_case import Case
 
-GROUPS = ["code", "prose", "edit"]
 BITS_GROUP = 64
 # In half precision most texts part at a near-tie somewhere, and each place that is
 # tried decodes the text again.
@@ -53,7 +53,7 @@ def benchmark(
     draft_length: Annotated[
         list[int] | None, typer.Option(min=1, help="By default 2, 4, 6 and 8.")
     ] = None,
-    group: Annotated[list[str] | None, typer.Option(help="By default all.")] = None,
+    group: Group = None,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     context: Annotated[
         int, typer.Option(min=0, help="Tokens of other text before each prompt.")
@@ -139,7 +139,7 @@ def _arms(
     mlx_lm_speculation: bool,
 ) -> Iterator["Arm"]:
     """Yield all arms; the first two are plain decoding."""
-    from benchmark_arms import Arm, make_arms, ours, plain_arms
+    from benchmark_arms import Arm, mlx_lm_arms, ours, plain_arms
 
     from mlx_speculation import SpeculativeGenerator
 
@@ -153,9 +153,9 @@ def _arms(
         table = generator.calibrate()
         costs[kind] = {n: round(seconds * 1e3, 2) for n, seconds in table[0].items()}
         typer.secho(f"{kind}: ms of a round by length: {costs[kind]}", err=True)
-        yield Arm("ours", 8, partial(ours, generator, None), f"{kind} auto")
+        yield Arm("ours", 8, partial(ours, generator, None), kind, auto=True)
     if mlx_lm_speculation:
-        yield from (a for a in make_arms(models, lengths)[2:] if a.engine == "mlx-lm")
+        yield from mlx_lm_arms(models, lengths)
 
 
 def _run(
@@ -171,7 +171,7 @@ def _run(
     from benchmark_case import Case, Series, run_case
 
     group, temperature = what
-    texts = [text for text in demo_prompts() if text.group == group][:repeats]
+    texts = texts_of(group, repeats)
     before: list[int] = []
     while len(before) < context:
         for text in demo_prompts():
@@ -183,8 +183,7 @@ def _run(
     sources = [text.source for text in texts]
     case = Case("grown", group, temperature, sources, [Series(arm) for arm in arms])
     try:
-        say = partial(typer.secho, err=True, dim=True)
-        run_case(case, models, jobs, repeats, say, places=PLACES)
+        run_case(case, models, jobs, repeats, progress, places=PLACES)
     except AssertionError as error:
         typer.secho(f"no figures of {case}: {error}", err=True, fg=typer.colors.RED)
         return None

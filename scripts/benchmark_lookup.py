@@ -3,7 +3,7 @@
 First the host's part, without a model: microseconds for each token that is indexed and
 for each proposal, and bytes, at 100,000 tokens of context (lookup_costs.py).
 
-Then tokens per second on the prompts of benchmark.py, by the same rules: the text is
+Then tokens per second on the prompts of compare.py, by the same rules: the text is
 checked first, the arms take turns on the same prompts, ratios are to plain decoding in
 the same pass. The arms are plain decoding, ours and mlx-lm's; lookups with the suffix
 automaton and with n-grams; the draft model; and the cascade of a lookup with long
@@ -24,10 +24,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from benchmark_options import (
+    GROUPS,
+    TARGETS,
+    TEMPERATURES,
+    Blas,
+    DraftModel,
+    Group,
+    Seed,
+    Target,
+    Temperature,
+    folder_of,
+    progress,
+    texts_of,
+)
 
-from mlx_speculation.blas import BlasName, use_blas
+from mlx_speculation.blas import use_blas
 from mlx_speculation.cli import run
-from mlx_speculation.demo import demo_models, demo_prompts
 
 if TYPE_CHECKING:
     from benchmark_arms import Arm, Models
@@ -36,8 +49,6 @@ if TYPE_CHECKING:
 
     from mlx_speculation.engine import Drafter
 
-TARGETS = ["dense", "sliding", "hybrid"]
-GROUPS = ["code", "prose", "edit"]
 # What a lookup has to match before it goes before the draft model in the cascade.
 LONG_MATCH = 6
 
@@ -46,20 +57,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def benchmark(
-    target: Annotated[
-        list[str] | None,
-        typer.Option(help="dense, sliding, hybrid, or a folder; by default all three."),
-    ] = None,
-    draft: Annotated[
-        str | None, typer.Option(help="Folder of the draft; by default the bundled.")
-    ] = None,
-    group: Annotated[
-        list[str] | None,
-        typer.Option(help="code, prose or edit; by default all three."),
-    ] = None,
-    temperature: Annotated[
-        list[float] | None, typer.Option(min=0.0, help="By default 0 and 1.")
-    ] = None,
+    target: Target = None,
+    draft: DraftModel = None,
+    group: Group = None,
+    temperature: Temperature = None,
     draft_length: Annotated[
         int, typer.Option(min=1, help="The most tokens that a lookup drafts.")
     ] = 8,
@@ -74,19 +75,13 @@ def benchmark(
     context: Annotated[
         int, typer.Option(min=1000, help="Tokens of context for the host's part.")
     ] = 100_000,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    blas: Annotated[
-        BlasName, typer.Option(help="What multiplies float32 on a Linux CPU.")
-    ] = "auto",
+    seed: Seed = 0,
+    blas: Blas = "auto",
 ) -> None:
     """Measure what lookups cost and gain, after checking the text."""
-    if unknown := set(group or ()) - set(GROUPS):
-        raise typer.BadParameter(
-            f"the groups are {', '.join(GROUPS)}; there is no {min(unknown)!r}"
-        )
     chosen = use_blas(blas)
-    _progress(f"BLAS: {chosen.detail}")
-    cases = list(product(group or GROUPS, temperature or [0.0, 1.0]))
+    progress(f"BLAS: {chosen.detail}")
+    cases = list(product(group or GROUPS, temperature or TEMPERATURES))
     settings = Settings(
         target or TARGETS,
         draft or "draft",
@@ -132,9 +127,9 @@ def _report(settings: Settings) -> dict[str, Any]:
     cases: list[Case] = []
     costs: list[Cost] = []
     for name in settings.targets:
-        models = Models.load(_folder(name), _folder(settings.draft))
+        models = Models.load(folder_of(name), folder_of(settings.draft))
         if not costs:
-            _progress(f"indexing {settings.context} tokens")
+            progress(f"indexing {settings.context} tokens")
             costs = measure_costs(models.plain.tokenizer, settings.context)
             print_costs(costs)
         for case in _cases(Path(name).name, models, settings):
@@ -152,26 +147,17 @@ def _report(settings: Settings) -> dict[str, Any]:
 
 def _cases(name: str, models: "Models", settings: Settings) -> Iterator["Case"]:
     """Run the cases of one target."""
-    from benchmark_arms import Job
+    from benchmark_arms import jobs_of
     from benchmark_case import Case, Series, run_case
 
     arms = make_arms(models, *settings.lengths)
     for group, temperature in settings.cases:
-        texts = [text for text in demo_prompts() if text.group == group]
-        texts = texts[: settings.prompts]
-        jobs = [
-            Job(
-                models.encode(text.text),
-                settings.tokens,
-                temperature,
-                settings.seed + index,
-            )
-            for index, text in enumerate(texts)
-        ]
+        texts = texts_of(group, settings.prompts)
+        jobs = jobs_of(models, texts, settings.tokens, temperature, settings.seed)
         sources = [text.source for text in texts]
         series = [Series(arm) for arm in arms]
         case = Case(name, group, temperature, sources, series)
-        run_case(case, models, jobs, settings.repeats, _progress)
+        run_case(case, models, jobs, settings.repeats, progress)
         yield case
 
 
@@ -231,15 +217,6 @@ def print_costs(costs: list["Cost"]) -> None:
             f"{cost.bytes_per_token:.0f}",
         )
     Console(highlight=False, width=110).print(table)
-
-
-def _folder(name: str) -> Path | str:
-    """Return the folder of a bundled model, or the given one."""
-    return demo_models()[name] if name in (*TARGETS, "draft") else name
-
-
-def _progress(line: str) -> None:
-    typer.secho(line, err=True, dim=True)
 
 
 if __name__ == "__main__":

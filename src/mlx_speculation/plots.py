@@ -174,7 +174,7 @@ def draw(panels: Sequence[Panel], *, title: str = "", columns: int = 3) -> "Figu
         frameon=False,
     )
     if title:
-        figure.suptitle(title)
+        figure.suptitle(title, fontsize=11, fontweight="bold")
     return figure
 
 

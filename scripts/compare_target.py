@@ -1,0 +1,183 @@
+"""One target of the comparison: its drafters, arms, cases and pictures."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmark_arms import Arm, Job, Models, jobs_of, mlx_lm_arms, ours, plain_arms
+from benchmark_case import Case, Series, Spread, run_case
+from benchmark_options import TARGETS, folder_of, progress, texts_of
+from benchmark_plain import PlainRatio, measure_plain
+from drafter_list import Bench, Source, sources_of
+
+from mlx_speculation.plots import Curve, Measured, Panel, predicted_speeds
+
+if TYPE_CHECKING:
+    from compare import Settings
+
+# Tokens in the caches at which rounds are timed; the prompts have about 240.
+CONTEXT = 256
+FINALISTS = 2
+
+# Milliseconds of a round by draft length, 0 is a plain step, for each drafter.
+Costs = dict[str, dict[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A target with all arms.
+
+    Attributes:
+        name: of the target.
+        models: it, and the draft model.
+        arms: all; the first two are plain decoding.
+        costs: seconds of a round by drafter and draft length, calibrated.
+        note: what transformers' arms are, or why there are none.
+        settings: what to measure.
+    """
+
+    name: str
+    models: Models
+    arms: list[Arm]
+    costs: Costs
+    note: str
+    settings: "Settings"
+
+    @classmethod
+    def load(cls, name: str, settings: "Settings") -> "Compared":
+        """Load a target with its drafters, and calibrate each of them."""
+        folder, small = folder_of(name), folder_of(settings.draft_model)
+        models = Models.load(folder, small)
+        plain = models.plain
+        bench = Bench(folder, models.target, plain.tokenizer, plain)
+        heads = [Path(head) for head in settings.heads]
+        known = name if name in TARGETS else None
+        sources = [
+            source
+            for source in sources_of(bench, small, heads, known)
+            if source.name in settings.drafts
+        ]
+        costs: Costs = {}
+        arms = plain_arms(models)
+        for source in sources:
+            progress(f"{name}: {source.name} is calibrated")
+            costs[source.name] = source.generator.calibrate([CONTEXT])[0]
+            longest = max(costs[source.name])
+            arms += _arms_of(source, settings.draft_lengths, longest)
+        arms += mlx_lm_arms(models, settings.mlx_lm_lengths)
+        note = "transformers: no arms were asked for"
+        if settings.torch:
+            from torch_arms import torch_arms
+
+            text = texts_of(settings.groups[0], 1)[0].text
+            others, note = torch_arms(
+                models, folder, small, settings.torch_lengths, text
+            )
+            arms += others
+        return cls(folder.name, models, arms, costs, note, settings)
+
+    def plain_ratios(self) -> list[PlainRatio]:
+        """Measure our plain decoding against mlx-lm's, by turns."""
+        runs, seed = self.settings.plain_runs, self.settings.seed
+        prompt = self.models.encode(texts_of(self.settings.groups[0], 1)[0].text)
+        found = []
+        for temperature in self.settings.temperatures if runs else ():
+            progress(f"{self.name}, temperature {temperature:g}: plain decoding")
+            job = Job(prompt, self.settings.tokens, temperature, seed)
+            found.append(measure_plain(self.name, self.models, job, runs))
+        return found
+
+    def survey(self, group: str, temperature: float) -> Case:
+        """Run all arms on a few prompts."""
+        tokens, passes = self.settings.tokens, self.settings.passes
+        return self._case(group, temperature, self.arms, tokens, passes)
+
+    def final(self, survey: Case) -> Case:
+        """Run the arms that matter on more prompts."""
+        tokens, passes = self.settings.final_tokens, self.settings.final_passes
+        arms = [series.arm for series in finalists(survey)]
+        return self._case(survey.group, survey.temperature, arms, tokens, passes)
+
+    def _case(
+        self, group: str, temperature: float, arms: list[Arm], tokens: int, passes: int
+    ) -> Case:
+        texts, seed = texts_of(group, passes), self.settings.seed
+        jobs = jobs_of(self.models, texts, tokens, temperature, seed)
+        sources = [text.source for text in texts]
+        series = [Series(arm) for arm in arms]
+        case = Case(self.name, group, temperature, sources, series)
+        run_case(case, self.models, jobs, passes, progress)
+        return case
+
+    def panel(self, survey: Case) -> Panel:
+        """Return what a picture shows of a survey."""
+        others = {}
+        for engine, name in (
+            ("mlx-lm", "mlx-lm's speculation, best length"),
+            ("transformers", "transformers, assisted, best length"),
+        ):
+            best = best_of(survey, engine)
+            if best is not None:
+                others[name] = Spread.of(best.speeds).median
+        return Panel(
+            title=str(survey),
+            plain=Spread.of(survey.plain.speeds).median,
+            curves=[self._curve(survey, drafter) for drafter in self.costs],
+            others=others,
+        )
+
+    def _curve(self, survey: Case, drafter: str) -> Curve:
+        fixed = survey.of("ours", draft=drafter, auto=False)
+        (auto,) = survey.of("ours", draft=drafter, auto=True)
+        # The longest drafts tell the acceptance at every position.
+        counts = fixed[-1].statistics
+        drafting = counts.drafts / counts.rounds
+        accepted = counts.accepted_per_position
+        spreads = [(each.arm.draft_length, Spread.of(each.speeds)) for each in fixed]
+        return Curve(
+            name=drafter,
+            measured=[Measured(n, s.median, s.low, s.high) for n, s in spreads],
+            predicted=predicted_speeds(self.costs[drafter], accepted, drafting),
+            adaptive=Spread.of(auto.speeds).median,
+            accepted=accepted,
+        )
+
+
+def _arms_of(source: Source, lengths: list[int], longest: int) -> list[Arm]:
+    """Return the arms of a drafter: fixed lengths, and by measurement."""
+    generator = source.generator
+    arms = [
+        Arm("ours", length, partial(ours, generator, length), source.name)
+        for length in lengths
+    ]
+    auto = Arm("ours", longest, partial(ours, generator, None), source.name, auto=True)
+    return [*arms, auto]
+
+
+def best_of(case: Case, engine: str, draft: str | None = None) -> Series | None:
+    """Return an engine's fastest arm that drafts and whose text is not wrong."""
+    candidates = [
+        series
+        for series in case.of(engine, draft=draft)
+        if series.runs and series.wrong_from is None
+    ]
+    return max(candidates, key=case.gain, default=None)
+
+
+def finalists(survey: Case) -> list[Series]:
+    """Return the arms of a final, both plain ones first.
+
+    The best of our drafters at its best fixed lengths and by measurement; the draft
+    model at its best; mlx-lm's speculation at its best.
+    """
+    best = survey.best.arm.draft
+    fixed = sorted(
+        survey.of("ours", draft=best, auto=False), key=survey.gain, reverse=True
+    )
+    chosen = [*survey.series[:2], *fixed[:FINALISTS]]
+    chosen += survey.of("ours", draft=best, auto=True)
+    for other in (best_of(survey, "ours", "model"), best_of(survey, "mlx-lm")):
+        if other is not None and other not in chosen:
+            chosen.append(other)
+    return [Series(series.arm) for series in chosen]
