@@ -110,7 +110,7 @@ def in_steps(cache: KVCache, steps: KeySteps) -> SteppedKVCache:
 
 
 def _whole(rows: int) -> int:
-    step = max(STEP, 2 ** (rows.bit_length() - 1) // PARTS)
+    step = max(STEP, (1 << (rows.bit_length() - 1)) // PARTS)
     return -(-rows // step) * step
 
 
