@@ -5,6 +5,7 @@ It knows mlx-lm's caches. It does not know models, tokens, samplers or text.
 
 from mlx_speculation.caches.arrays import RecordedCall, RecordingArraysCache
 from mlx_speculation.caches.compressed import RecordingLayerCache
+from mlx_speculation.caches.held_arrays import array_bytes, arrays_in, bytes_beside
 from mlx_speculation.caches.journal import Journal
 from mlx_speculation.caches.kinds import (
     check_single,
@@ -41,7 +42,10 @@ __all__ = [
     "SlidingKVCache",
     "Snapshot",
     "Speculation",
+    "array_bytes",
+    "arrays_in",
     "as_native",
+    "bytes_beside",
     "check_readable",
     "check_single",
     "check_supported",

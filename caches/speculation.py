@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from mlx_speculation.caches.checked_writes import check_together
+from mlx_speculation.caches.held_arrays import bytes_beside
 from mlx_speculation.caches.journal import Keep
 from mlx_speculation.caches.keeps import check_range, numbers, per_row, shown
 from mlx_speculation.caches.key_steps import KeySteps
@@ -74,7 +75,7 @@ class Speculation:
     ) -> None:
         self._whole = whole
         self._rerun = rerun
-        found = check_supported(caches)
+        self._live = found = check_supported(caches)
         steps = KeySteps() if key_steps and not isolated else None
         self._leaves = [
             open_journal(leaf, whole=whole, isolated=isolated, steps=steps)
@@ -101,6 +102,14 @@ class Speculation:
         """Positions written so far; None when no layer knows (unknown mixers only)."""
         known = [w for leaf in self._leaves if (w := leaf.written) is not None]
         return max(known, default=None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this round holds beside the live caches, to undo or keep it.
+
+        Legal until the commit.
+        """
+        return bytes_beside(self._leaves, self._live)
 
     @property
     def reran(self) -> bool:

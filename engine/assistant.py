@@ -178,6 +178,11 @@ class AssistantDrafter:
         self._target, self._committed = target, committed
         committed.after_chunk(self._forget)
 
+    @property
+    def held(self) -> list[Any]:
+        """States of the target to be read, for a count of bytes."""
+        return self._committed.arrays
+
     def begin(self, sequence: Sequence) -> None:
         """Make the state after the prompt, which would hold rows of a cache if late."""
         self._forget()

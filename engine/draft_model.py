@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import mlx.core as mx
 
@@ -51,6 +52,11 @@ class DraftModel:
     def lane(self) -> Lane:
         """The draft model's lane."""
         return self._lane
+
+    @property
+    def held(self) -> list[Any]:
+        """The caches, for a count of bytes."""
+        return self._lane.caches
 
     def begin(self, sequence: Sequence) -> None:
         """Take a lane with empty caches, or the given one, and feed it the prompt."""

@@ -44,6 +44,7 @@ from mlx_speculation.engine.measured_lengths import (
     Progress,
     measured_draft,
 )
+from mlx_speculation.engine.memory import held_memory
 from mlx_speculation.engine.prefixes import Prefixes
 from mlx_speculation.engine.prompts import Prompts
 from mlx_speculation.engine.results import Result
@@ -431,6 +432,15 @@ class SpeculativeGenerator:
             seed=sampling.seed,
             hold_all=prompt_cache is not None,
             running=self._running(),
+            memory=partial(
+                held_memory,
+                self._model,
+                self._draft,
+                target,
+                drafter,
+                self._prefix_cache,
+                self._reduced.modules,
+            ),
             prefixes=None if own_caches else self._prefixes(target, drafter, lengths),
             remember=partial(remember, drafter),
         )

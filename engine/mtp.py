@@ -68,7 +68,11 @@ class MtpDraft:
             model, before_norm=self._before, after_norm=not self._before
         )
         self._ids = None if ids is None else mx.array(list(ids), mx.uint32)
-        ends = self._taps if ids is None else ReducedEnds(self._taps, ids)
+        ends: HiddenStates | ReducedEnds = self._taps
+        self._rows: nn.Module | None = None
+        if ids is not None:
+            ends = ReducedEnds(self._taps, ids)
+            self._rows = ends.layer
         self.model, self.mtp = model, Mtp(head, ends, ids=self._ids)
         self._head = head
 
@@ -98,6 +102,11 @@ class MtpDraft:
     def own_weights(self) -> nn.Module:
         """The head's own; embedding and output layer of the target are not in it."""
         return self._head
+
+    @property
+    def reduced_rows(self) -> nn.Module | None:
+        """The rows of the target's output layer for the ids to draft from, if any."""
+        return self._rows
 
     def reduced(self, ids: SequenceOf[int]) -> "MtpDraft":
         """Return a draft of the same head that drafts from some token ids only."""
@@ -150,6 +159,11 @@ class MtpDrafter:
     def history(self) -> range:
         """The slots of committed text that the head's caches hold."""
         return range(self._slots.first, self._slots.end)
+
+    @property
+    def held(self) -> list[Any]:
+        """Caches, and states of the target to be read, for a count of bytes."""
+        return [self._slots.held, self._committed.arrays]
 
     def begin(self, sequence: Sequence) -> None:
         """Read the states of the prompt, which is fed by now."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from mlx_speculation.engine.memory import Memory
 from mlx_speculation.engine.origins import STEP, Origin
 from mlx_speculation.engine.statistics import Statistics
 
@@ -52,6 +53,7 @@ class Result:
         next_token: the token that would have come next; with it as the prompt and the
             same caches, seed and `cached_tokens`, the text goes on as if it had not
             been interrupted. None where it is not known.
+        memory: bytes that were held at the end.
         logprobs: how probable each of `tokens` was; None if not asked for.
         origins: who wrote each of `tokens`.
     """
@@ -63,5 +65,6 @@ class Result:
     seed: int
     cached_tokens: list[int]
     next_token: int | None
+    memory: Memory
     logprobs: list[LogProb] | None = None
     origins: tuple[Origin, ...] = ()

@@ -9,6 +9,7 @@ from types import TracebackType
 
 from mlx_speculation.engine.decoding import Decoder
 from mlx_speculation.engine.lengths import Outcome, Plan
+from mlx_speculation.engine.memory import Memory
 from mlx_speculation.engine.prefixes import Prefixes
 from mlx_speculation.engine.results import Chunk, LogProb, Result
 from mlx_speculation.engine.sequence import Sequence
@@ -33,6 +34,7 @@ class Stream:
         max_tokens: how many tokens to emit at most.
         seed: what the chooser was given, for the result.
         hold_all: let the caches hold the last token too when the stream ends.
+        memory: counts the bytes that are held.
         prefixes: what earlier requests left, and what this one leaves; None: nothing.
         remember: gets the known tokens at the end, unless that is an error.
         running: entered at the first chunk, left at the end.
@@ -48,6 +50,7 @@ class Stream:
         seed: int,
         hold_all: bool,
         running: AbstractContextManager[None],
+        memory: Callable[[], Memory],
         prefixes: Prefixes | None = None,
         remember: Callable[[list[int]], None] | None = None,
     ) -> None:
@@ -58,6 +61,7 @@ class Stream:
         self._seed = seed
         self._hold_all = hold_all
         self._running = running
+        self._memory = memory
         self._prefixes = prefixes
         self._remember = remember
         self._open = ExitStack()
@@ -210,6 +214,7 @@ class Stream:
             seed=self._seed,
             cached_tokens=self.cached_tokens,
             next_token=self._decoder.next_token() if known else None,
+            memory=self._memory(),
             logprobs=self._logprobs(),
             origins=tuple(chunk.origin for chunk in self._yielded),
         )

@@ -17,6 +17,7 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_speculation.engine.cascade import Cascade
+from mlx_speculation.engine.drafts import members
 from mlx_speculation.engine.mtp import MtpDraft
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import ReducedOutput, find_parts
@@ -122,6 +123,15 @@ class ReducedDrafts:
     def of(self, model: nn.Module) -> ReducedOutput | None:
         """Return the output layer of a model; None: the model's own."""
         return self.outputs.get(id(model))
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The rows that were copied for it, of models and of heads."""
+        heads = (
+            getattr(member, "reduced_rows", None) for member in members(self.draft)
+        )
+        rows = [output.layer for output in self.outputs.values()]
+        return rows + [layer for layer in heads if layer is not None]
 
     @classmethod
     def make(cls, draft: Any, ids: SequenceOf[int]) -> "ReducedDrafts":

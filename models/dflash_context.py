@@ -6,6 +6,7 @@ n - 1, whatever is accepted, since they are of committed text; the block's go.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 
@@ -33,6 +34,11 @@ class DFlashContext:
     def lag(self) -> int:
         """How far a layer is behind the first one: all are written together."""
         return 0
+
+    @property
+    def held(self) -> list[Any]:
+        """The caches, for a count of bytes."""
+        return self._caches
 
     def feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
         """Write context of committed text, and keep it.

@@ -32,6 +32,7 @@ from mlx_speculation.models.restore_points import RestorePoints
 from mlx_speculation.models.taps import States
 
 PREFILL_STEP = 2048
+COUNTED_EVERY = 64  # rounds; to look at one takes some ten microseconds a layer
 
 Sliding = Literal["slack", "native"]
 
@@ -71,6 +72,8 @@ class Lane:
         self.points: RestorePoints | None = None
         self.taps: HiddenStates | None = None
         self.follower: CommittedStates | None = None
+        self.round_bytes = 0  # the most that an open round was seen to hold
+        self._widest = self._rounds = 0
         self.key_steps = takes_key_steps(model)
         check_supported(self.caches)
         check_single(self.caches)
@@ -94,6 +97,18 @@ class Lane:
                 "left in them: something else has written. Use caches in one stream."
             )
         return LaneRound(self, whole=whole)
+
+    def count_bytes(self, speculation: Speculation, width: int, whole: bool) -> None:
+        """Note what an open round holds, if it is the first so wide, or their turn.
+
+        A chunk of a prompt, which is kept whole, is no round.
+        """
+        if whole and width > 1:
+            return
+        self._rounds += 1
+        if width > self._widest or self._rounds % COUNTED_EVERY == 0:
+            self._widest = max(self._widest, width)
+            self.round_bytes = max(self.round_bytes, speculation.nbytes)
 
     def resume(self, held: Snapshot) -> None:
         """Let the caches hold the tokens of a snapshot that begins at the first."""
@@ -144,7 +159,7 @@ class LaneRound:
     """
 
     def __init__(self, lane: Lane, *, whole: bool = False) -> None:
-        self._lane = lane
+        self._lane, self._whole = lane, whole
         self._fed: list[mx.array] = []
         self._taps = lane.taps if lane.follower is None else lane.follower.taps
         self._hidden = None if self._taps is None else self._taps.states()
@@ -203,6 +218,8 @@ class LaneRound:
         """Keep the first `keep` tokens fed; see `Speculation.commit`."""
         if self._prepared != keep:
             self.prepare(keep)
+        width = sum(tokens.shape[0] for tokens in self._fed)
+        self._lane.count_bytes(self._speculation, width, self._whole)
         self._speculation.commit(keep)
         self._committed = keep
         follower = self._lane.follower

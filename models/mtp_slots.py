@@ -91,6 +91,11 @@ class Slots(Protocol):
         """How many slots a layer is behind the first one."""
         ...
 
+    @property
+    def held(self) -> list[Any]:
+        """Everything that they hold, for a count of bytes."""
+        ...
+
     def feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
         """Write slots of committed text, and keep them."""
         ...
@@ -155,6 +160,11 @@ class MtpSlots:
     def lag(self) -> int:
         """How many slots a layer of a chain is behind the first one."""
         return self.end - min(self._held.ends)
+
+    @property
+    def held(self) -> list[Any]:
+        """The caches, and states that wait, for a count of bytes."""
+        return [self._caches, self._held.waiting]
 
     def feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
         """Write slots of committed text to all layers, and keep them.

@@ -101,6 +101,11 @@ class ReducedEnds:
     def __init__(self, taps: HiddenStates, ids: Sequence[int]) -> None:
         self._taps, self._output = taps, ReducedOutput(taps.parts, ids)
 
+    @property
+    def layer(self) -> nn.Module:
+        """The rows of those ids."""
+        return self._output.layer
+
     def embed(self, tokens: mx.array) -> mx.array:
         """Return embeddings [batch, positions, dim] of ids [batch, positions]."""
         return self._taps.embed(tokens)

@@ -1,6 +1,6 @@
 """`generate`: continues a prompt."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -123,6 +123,7 @@ def generate(
         finish_reason=ended,
         seed=result.seed,
         statistics=as_object(result.stats),
+        memory=asdict(result.memory),
         notices=generator.notices,
         blas=blas,
         versions=versions(),
@@ -171,6 +172,11 @@ def summary(result: "Result", ended: str) -> Table:
     )
     if stats.reused:
         table.add_row("tokens not read again", str(stats.reused))
+    for part in ("draft", "verify", "sampler", "host"):
+        seconds = getattr(stats, f"{part}_seconds")
+        table.add_row(f"{part} seconds", f"{seconds:.3f}")
+    for held, size in asdict(result.memory).items():
+        table.add_row(f"{held.replace('_', ' ')}, MB", number(size / 1e6))
     for fault in stats.drafter_faults:
         table.add_row(f"{fault.drafter} set aside", escape(fault.reason))
     return table

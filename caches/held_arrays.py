@@ -1,0 +1,56 @@
+"""The arrays that caches, journals and drafters hold, and their bytes.
+
+Bytes are those of the arrays as they are allocated, rows that are free included. An
+array that is found twice counts once. What is lazy counts with the bytes that it will
+have. What a model holds, its weights, is not looked into.
+"""
+
+from collections.abc import Sequence
+from types import NoneType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+_OWN = ("mlx_speculation.", "mlx_lm.")
+_PLAIN = (str, int, float, bool, bytes, NoneType, type, nn.Module)
+
+
+def arrays_in(*things: Any) -> dict[int, mx.array]:
+    """Return all arrays in lists, tuples, dicts, caches and journals, by identity."""
+    found: dict[int, mx.array] = {}
+    _collect(things, found, set())
+    return found
+
+
+def array_bytes(*things: Any) -> int:
+    """Return the bytes of all arrays in things; see `arrays_in`."""
+    return sum(array.nbytes for array in arrays_in(*things).values())
+
+
+def bytes_beside(things: Sequence[Any], known: Sequence[Any]) -> int:
+    """Return the bytes of the arrays in some things that known ones do not hold."""
+    others = arrays_in(*known)
+    found = arrays_in(*things)
+    return sum(array.nbytes for name, array in found.items() if name not in others)
+
+
+def _collect(thing: Any, found: dict[int, mx.array], seen: set[int]) -> None:
+    if isinstance(thing, mx.array):
+        found[id(thing)] = thing
+        return
+    if isinstance(thing, _PLAIN) or id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, list | tuple):
+        for item in thing:
+            _collect(item, found, seen)
+    elif isinstance(thing, dict):
+        for item in thing.values():
+            _collect(item, found, seen)
+    elif type(thing).__module__.startswith(_OWN):
+        _collect(getattr(thing, "__dict__", None), found, seen)
+        for kind in type(thing).__mro__:
+            slots = kind.__dict__.get("__slots__", ())
+            for name in [slots] if isinstance(slots, str) else slots:
+                _collect(getattr(thing, name, None), found, seen)

@@ -1,0 +1,186 @@
+"""Bytes of what a generation holds, against sums worked out by hand.
+
+The tests fail for each of these faults, made by hand: rows in use counted in place of
+those that are allocated; weights that target and draft share counted twice; the state
+before a round left out, or that after it; draft caches forgotten; bytes of prompts
+counted as a round's.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from mlx_speculation import Cascade, PrefixCache, SpeculativeGenerator
+from mlx_speculation.caches import SlidingKVCache, Speculation, array_bytes
+from mlx_speculation.caches.rotating import SAVED_ROWS
+from support.tiny_models import build
+from support.tiny_tokenizer import byte_tokenizer
+
+PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
+HEADS, DIM = 2, 32
+ROW = HEADS * 2 * DIM * 4  # keys and values of one position, float32
+
+
+def write(cache: Any, rows: int) -> None:
+    keys = mx.random.normal((1, HEADS, rows, DIM))
+    shown = cache.update_and_fetch(keys, keys + 1)
+    mx.eval(shown)
+
+
+# A cache, the rows that are written, and the bytes that it then holds.
+KINDS: dict[str, tuple[Any, list[int], int]] = {
+    "kv": (KVCache, [5], 256 * ROW),
+    "kv grown": (KVCache, [250, 9], (250 + 256) * ROW),
+    "concatenate": (ConcatenateKVCache, [5, 3], 8 * ROW),
+    "ring": (lambda: RotatingKVCache(16), [5], 5 * ROW),
+    "ring, full": (lambda: RotatingKVCache(16), [1] * 20, 16 * ROW),
+    "slack": (lambda: SlidingKVCache(16, 8), [5], 24 * ROW),
+    "chunk": (lambda: ChunkedKVCache(512), [5], 256 * ROW),
+    # 8 bits a number, and a scale and a bias for each 32 of them.
+    "quantized": (
+        lambda: QuantizedKVCache(group_size=32, bits=8),
+        [5],
+        256 * (HEADS * 2 * (DIM + 2 * 4)),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_counts_as_it_is_allocated(kind: str) -> None:
+    make, writes, expected = KINDS[kind]
+    cache = make()
+    assert array_bytes(cache) == 0
+    for rows in writes:
+        write(cache, rows)
+    assert array_bytes(cache) == expected
+    assert array_bytes([cache, cache], cache) == expected
+    assert array_bytes(CacheList(make(), cache)) == expected
+
+
+def test_recurrent_slots_count_with_what_stands_beside_them() -> None:
+    cache: Any = ArraysCache(2, left_padding=[0])
+    cache[0] = mx.zeros((1, 3, 8))
+    cache.lengths = mx.array([3])
+    assert array_bytes(cache) == 3 * 8 * 4 + 4 + 4
+
+
+def held_in_a_round(cache: Any, rows: int) -> int:
+    with Speculation([cache]) as speculation:
+        write(speculation.caches[0], rows)
+        return speculation.nbytes
+
+
+def test_a_round_by_length_holds_nothing() -> None:
+    cache = KVCache()
+    write(cache, 5)
+    assert held_in_a_round(cache, 4) == 0
+
+
+def test_a_round_in_a_ring_holds_what_it_undoes() -> None:
+    ring = RotatingKVCache(16)
+    for _ in range(20):
+        write(ring, 1)
+    assert held_in_a_round(ring, 4) == 16 * ROW  # the arrays before it
+    assert held_in_a_round(ring, 1) == min(SAVED_ROWS, 16 - ring._idx) * ROW
+
+
+def test_a_round_of_recurrent_layers_holds_the_new_state() -> None:
+    cache: Any = ArraysCache(1)
+    cache[0] = mx.zeros((1, 3, 8))
+    with Speculation([cache], whole=True) as speculation:
+        speculation.caches[0][0] = mx.ones((1, 3, 8))
+        assert speculation.nbytes == 3 * 8 * 4
+
+
+def weights(model: nn.Module) -> int:
+    arrays: Any = tree_flatten(model.parameters())
+    return sum(array.size * 4 for _, array in arrays)
+
+
+def generator(name: str, draft: Any, **options: Any) -> SpeculativeGenerator:
+    return SpeculativeGenerator(build(name), byte_tokenizer(), draft=draft, **options)
+
+
+def test_a_result_counts_target_and_draft_apart() -> None:
+    draft = build("llama", seed=7)
+    made = generator("llama", draft, draft_length=3)
+    memory = made.generate(PROMPT, max_tokens=20).memory
+    layers, row = kv_shape(draft)
+    assert memory.target_weights == weights(made.model)
+    assert memory.draft_weights == weights(draft)
+    assert memory.target_caches == memory.draft_caches == layers * 256 * row
+    assert memory.rounds == memory.prefix_cache == 0
+    parts = memory.target_weights + memory.draft_weights
+    assert memory.total == parts + memory.target_caches + memory.draft_caches
+
+
+def kv_shape(model: Any) -> tuple[int, int]:
+    """Return a model's layers, and the bytes of a position in one of them."""
+    args = model.args
+    dim = args.head_dim or args.hidden_size // args.num_attention_heads
+    return args.num_hidden_layers, args.num_key_value_heads * dim * 2 * 4
+
+
+def test_a_target_that_drafts_for_itself_has_no_weights_beside() -> None:
+    model = build("llama")
+    made = SpeculativeGenerator(model, byte_tokenizer(), draft=model, draft_length=2)
+    assert made.generate(PROMPT, max_tokens=8).memory.draft_weights == 0
+
+
+def test_a_lookup_weighs_nothing_and_a_cascade_what_its_model_does() -> None:
+    memory = generator("llama", "lookup").generate(PROMPT, max_tokens=8).memory
+    assert memory.draft_weights == memory.draft_caches == 0
+    small = build("llama", seed=7)
+    cascade = generator("llama", Cascade("lookup", small), draft_length=2)
+    memory = cascade.generate(PROMPT, max_tokens=8).memory
+    assert memory.draft_weights == weights(small)
+    assert memory.draft_caches > 0
+
+
+def test_a_reduced_vocabulary_weighs_its_rows() -> None:
+    small = build("llama", seed=7)
+    made = generator("llama", small, draft_length=2, draft_vocabulary=range(50))
+    memory = made.generate(PROMPT, max_tokens=8).memory
+    assert memory.draft_weights == weights(small) + 50 * small.args.hidden_size * 4
+
+
+def test_rounds_of_recurrent_layers_hold_states_and_inputs() -> None:
+    """More than the states alone, and more for wider rounds; none for a prompt."""
+    model = build("qwen3_5")
+    held = {}
+    for length in (0, 1, 4):
+        made = generator("qwen3_5", model, draft_length=length)
+        held[length] = made.generate(PROMPT * 4, max_tokens=12).memory.rounds
+    caches: Any = model.make_cache()
+    model(mx.array([PROMPT]), cache=caches)
+    states = array_bytes([c for c in caches if isinstance(c, ArraysCache)])
+    assert held[0] == states
+    assert held[4] > held[1] > 2 * states  # of the target and of the draft model
+
+
+def test_a_prefix_cache_counts_what_it_keeps() -> None:
+    prefixes = PrefixCache(1 << 24)
+    made = generator("llama", None, prefix_cache=prefixes)
+    assert made.generate(PROMPT, max_tokens=8).memory.prefix_cache == 0
+    kept = prefixes.nbytes
+    assert kept > 0
+    assert made.generate(PROMPT, max_tokens=8).memory.prefix_cache == kept
+
+
+def test_an_error_and_a_closed_stream_have_a_count_too() -> None:
+    stream = generator("llama", None).stream(PROMPT)
+    stream.close()
+    assert stream.result.memory.target_caches == 0
+    assert stream.result.memory.target_weights > 0
