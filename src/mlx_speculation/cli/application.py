@@ -2,6 +2,7 @@
 
 import typer
 
+from mlx_speculation.cli.benchmark import benchmark
 from mlx_speculation.cli.calibrate import calibrate
 from mlx_speculation.cli.chat import chat
 from mlx_speculation.cli.check import check
@@ -17,7 +18,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
-for command in (generate, chat, check, calibrate, pair, doctor, demo):
+for command in (generate, chat, benchmark, check, calibrate, pair, doctor, demo):
     app.command()(guarded(flattened(command)))
 
 
