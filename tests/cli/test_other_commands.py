@@ -207,11 +207,11 @@ CUDA = {"backend": "cuda", "openblas": False, "blas": "reference BLAS"}
             "float32 is multiplied by the reference BLAS",
         ),
         ({"gpus": 2}, "slow", "mlx computes on the CPU, and there are 2 NVIDIA GPUs"),
-        (CUDA, "slow", "MLX_CUDA_USE_CUDNN_SDPA is 'not set'"),
+        (CUDA, "note", "models that are not listed in models/key_steps.py"),
         (
-            {**CUDA, "environment": {"MLX_CUDA_USE_CUDNN_SDPA": "1"}},
+            {**CUDA, "environment": {"MLX_CUDA_USE_CUDNN_SDPA": "0"}},
             "slow",
-            "MLX_CUDA_USE_CUDNN_SDPA is '1'",
+            "MLX_CUDA_USE_CUDNN_SDPA is '0'",
         ),
         (
             {"environment": {"OPENBLAS_NUM_THREADS": "64"}},
@@ -234,12 +234,24 @@ def test_doctor_says_what_to_do(changes: Any, level: str, said: str) -> None:
     assert found.action
 
 
+def test_doctor_looks_at_every_package_that_is_needed(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = ["numpy>=2", "packaging>=24", "no-such-package", 'torch; extra == "x"']
+    monkeypatch.setattr("mlx_speculation.cli.doctor.requires", lambda name: needs)
+    found = commands.object("doctor", status=1)
+    assert [each["found"] for each in found["advice"] if each["level"] == "wrong"] == [
+        "no-such-package is not installed"
+    ]
+
+
 def test_doctor_is_content_where_all_is_well() -> None:
     assert advice(facts()) == []
     mac = facts(system="darwin", backend="metal", openblas=False, blas="Accelerate")
     assert advice(mac) == []
-    off = {"MLX_CUDA_USE_CUDNN_SDPA": "0"}
-    assert advice(facts(**CUDA, environment=off)) == []
+    # Without mlx nobody has looked for the folder.
+    (only,) = advice(facts(mlx_error="none", backend=None, cache_folder=None))
+    assert only.level == "wrong"
 
 
 def test_doctor_says_the_worst_first() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mlx_speculation import SpeculativeGenerator
 from mlx_speculation.cli.pages import PageFacts, page_of
 from mlx_speculation.engine import Chunk, Origin, Result, Statistics
+from mlx_speculation.engine.memory import Memory
 from mlx_speculation.engine.results import LogProb
 from support.drafters import ScriptedDrafter
 from support.tiny_models import build
@@ -93,6 +94,7 @@ def result_of(chunks: list[Chunk]) -> Result:
         seed=1,
         cached_tokens=[],
         next_token=None,
+        memory=Memory(0, 0, 0, 0, 0, 0),
         origins=tuple(chunk.origin for chunk in chunks),
     )
 

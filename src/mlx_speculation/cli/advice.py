@@ -73,8 +73,19 @@ def advice(facts: Facts) -> list[Advice]:
     return sorted(said, key=lambda each: order.index(each.level))
 
 
+def required_names(requirements: Sequence[str]) -> list[str]:
+    """Return the packages that are needed, as a package's metadata says."""
+    return [wanted.name for wanted in _required(requirements)]
+
+
+def _required(requirements: Sequence[str]) -> list[Requirement]:
+    """Return requirements without those of extras."""
+    parsed = [Requirement(text) for text in requirements]
+    return [wanted for wanted in parsed if wanted.marker is None]
+
+
 def _versions(facts: Facts) -> list[Advice]:
-    said = []
+    said: list[Advice] = []
     if facts.python[:2] < OLDEST_PYTHON:
         running = ".".join(map(str, facts.python))
         said.append(
@@ -84,10 +95,7 @@ def _versions(facts: Facts) -> list[Advice]:
                 "make an environment with Python 3.11, 3.12 or 3.13",
             )
         )
-    for text in facts.requirements:
-        wanted = Requirement(text)
-        if wanted.marker is not None:
-            continue  # of an extra
+    for wanted in _required(facts.requirements):
         there = facts.packages.get(wanted.name)
         if there is None:
             said.append(
@@ -141,13 +149,12 @@ def _speed(facts: Facts) -> list[Advice]:
                 "Ubuntu), and leave --blas at auto",
             )
         )
-    if facts.backend == "cuda" and facts.environment.get(CUDNN) != "0":
+    if facts.backend == "cuda" and facts.environment.get(CUDNN) == "0":
         said.append(
             Advice(
                 "slow",
-                f"{CUDNN} is {facts.environment.get(CUDNN, 'not set')!r}: every round "
-                "of drafts waits about 40 ms for a cuDNN plan (docs/gpu.md)",
-                f"export {CUDNN}=0",
+                f"{CUDNN} is '0': prompts are read several times slower without cuDNN",
+                f"unset {CUDNN}, unless a model needs it (see the note without it)",
             )
         )
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
@@ -175,7 +182,17 @@ def _notes(facts: Facts) -> list[Advice]:
                 "pip install 'mlx-speculation[grammar]'",
             )
         )
-    if facts.cache_folder is None or not facts.cache_writable:
+    if facts.backend == "cuda" and facts.environment.get(CUDNN) != "0":
+        said.append(
+            Advice(
+                "note",
+                "models that are not listed in models/key_steps.py wait some 40 ms for "
+                "a cuDNN plan in every round of drafts (docs/gpu.md)",
+                f"with such a model, export {CUDNN}=0",
+            )
+        )
+    kept = facts.cache_folder is not None and facts.cache_writable
+    if facts.mlx_error is None and not kept:
         where = "nowhere" if facts.cache_folder is None else facts.cache_folder
         said.append(
             Advice(

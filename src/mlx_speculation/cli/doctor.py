@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from mlx_speculation.blas import blas_in_use
-from mlx_speculation.cli.advice import CUDNN, Facts, advice
+from mlx_speculation.cli.advice import CUDNN, Facts, advice, required_names
 from mlx_speculation.cli.opening import begin
 from mlx_speculation.cli.options import Json
 from mlx_speculation.cli.running import FAILED
@@ -58,11 +58,13 @@ def find_facts() -> tuple[Facts, dict[str, Any]]:
     error, backend, device = _mlx()
     folder, writable = _cache_folder() if error is None else (None, True)
     blas = blas_in_use()
+    requirements = requires("mlx-speculation") or []
+    names = [*PACKAGES, *required_names(requirements)]
     facts = Facts(
         python=(sys.version_info[0], sys.version_info[1], sys.version_info[2]),
         system=sys.platform,
-        packages={name: installed(name) for name in PACKAGES},
-        requirements=requires("mlx-speculation") or [],
+        packages={name: installed(name) for name in dict.fromkeys(names)},
+        requirements=requirements,
         mlx_error=error,
         backend=backend,
         gpus=len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
