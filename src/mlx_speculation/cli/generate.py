@@ -123,7 +123,6 @@ def generate(
         finish_reason=ended,
         seed=result.seed,
         statistics=as_object(result.stats),
-        memory=result.memory,
         memory=asdict(result.memory),
         notices=generator.notices,
         blas=blas,
