@@ -114,9 +114,13 @@ def _noting_scan(kind: type[nn.Module], scan: Scan, known: Call) -> Call:
 
     def scanned(*args: Any, **kwargs: Any) -> Any:
         current = theirs[scan.name]
-        if current is known:
-            _note(scan.name, ScanCall(known, args, kwargs))
-        return current(*args, **kwargs)
+        if current is not known:
+            return current(*args, **kwargs)
+        chunk = None if scan.in_chunks is None else scan.in_chunks(*args, **kwargs)
+        _note(scan.name, ScanCall(known, args, kwargs, chunk))
+        if chunk is None:
+            return known(*args, **kwargs)
+        return chunk.y, chunk.after(chunk.y.shape[1])
 
     again = FunctionType(
         original.__code__,

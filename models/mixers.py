@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from mlx_speculation.models.chunked import gated_delta_in_chunks
 from mlx_speculation.models.replay import (
     ConvsAndScan,
     LastKeyAndValue,
@@ -36,7 +37,8 @@ class Mixer:
 def _gated_delta(slot: int) -> Scan:
     rows = dict.fromkeys(("q", "k", "v", "a", "b", "mask"), 1)
     home = "mlx_lm.models.gated_delta"
-    return Scan(home, "gated_delta_update", slot, "state", rows)
+    name, ours = "gated_delta_update", gated_delta_in_chunks
+    return Scan(home, name, slot, "state", rows, in_chunks=ours)
 
 
 def _gated_delta_behind(*convs: str, ends: bool = True) -> ConvsAndScan:

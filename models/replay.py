@@ -7,6 +7,7 @@ what a decode step reads. But its states follow from less:
     a causal convolution         the rows that went into it         a copy of K - 1 rows
     a scan (gated delta, SSD,    the arguments of the scan          one scan
       lightning attention)
+    the same, run in chunks      what the chunk has computed        one product
     RG-LRU                       its output, which is every state   a copy of one row
     the last raw key and value   all raw keys and values            a copy of one row
     the last token ids           the ids                            a copy of n ids
@@ -55,6 +56,19 @@ class NotedCall(Protocol):
         ...
 
 
+class Chunked(Protocol):
+    """A block that was run at once; see `models.chunked`."""
+
+    @property
+    def y(self) -> mx.array:
+        """What the scan returns for each row."""
+        ...
+
+    def after(self, keep: int) -> mx.array:
+        """Return the state after the first `keep` rows, from 1."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Scan:
     """A function that turns inputs with positions and a state into the next state.
@@ -67,6 +81,8 @@ class Scan:
         rows: the arguments with positions, and on which axis.
         called_in: the method of the mixer that calls it.
         lengths: the argument that takes the rows' lengths, if there is one.
+        in_chunks: does the same for a block at once, where that serves; it takes what
+            the scan takes, and returns None where the scan is to run.
     """
 
     module: str
@@ -76,6 +92,7 @@ class Scan:
     rows: Mapping[str, int]
     called_in: str = "__call__"
     lengths: str | None = None
+    in_chunks: Callable[..., "Chunked | None"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +159,18 @@ class ScanCall:
 
     Arrays are noted by reference. An array of lengths is changed in place by the
     cache later on, so it is never read from here.
+
+    Attributes:
+        function: the scan.
+        args: what it was given.
+        kwargs: what it was given by name.
+        chunk: what was done in its place, if that was so.
     """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    chunk: Chunked | None = None
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that were given, by name."""
@@ -220,6 +244,9 @@ class ConvsAndScan:
         keep: int,
         lengths: mx.array | None,
     ) -> None:
+        if noted.chunk is not None:
+            cache[scan.slot] = noted.chunk.after(keep)
+            return
         arguments = noted.arguments()
         for name, axis in scan.rows.items():
             if arguments.get(name) is not None:
