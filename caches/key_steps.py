@@ -14,6 +14,8 @@ What lies behind the written rows is zeros or rows that were taken back; its wei
 in the attention are 0. Rows that are not finite would be felt all the same: the logits
 are then not finite either, which every round checks.
 
+A sliding window is shown so until it is full; then its rows are as many in every round.
+
 A cache is shown so only to models that have been tried (`models/key_steps.py`): the
 mask has to come from `make_mask` of a cache in the same round, and to be applied to
 all that `update_and_fetch` returns.
@@ -44,14 +46,14 @@ class KeySteps:
     """What the layers of one round have in common.
 
     Attributes:
-        end: the offset behind the rows for which a mask in whole steps was made last;
-            None: the last mask was a native one.
+        ends: by window, None for a cache without, the offset behind the rows for which
+            a mask in whole steps was made; none where the last one was native.
     """
 
-    __slots__ = ("end",)
+    __slots__ = ("ends",)
 
     def __init__(self) -> None:
-        self.end: int | None = None
+        self.ends: dict[int | None, int] = {}
 
 
 class SteppedKVCache(KVCache):
@@ -70,13 +72,12 @@ class SteppedKVCache(KVCache):
         """Return a mask [N, shown keys] for two and more rows, else the native one."""
         keys: Any = self.keys
         if N == 1 or keys is None or not pays(keys.dtype):
-            self._steps.end = None
+            self._steps.ends.pop(None, None)
             return self._live.make_mask(
                 N, return_array=return_array, window_size=window_size
             )
-        self._steps.end = end = self.offset + N
-        mask = create_causal_mask(N, self.offset, window_size=window_size)
-        return mx.pad(mask, [(0, 0), (0, _whole(end) - end)])
+        self._steps.ends[None] = self.offset + N
+        return stepped_mask(N, self.offset, window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """Write as the live cache does, then show what the mask was made for.
@@ -91,14 +92,10 @@ class SteppedKVCache(KVCache):
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return the rows held, and with a mask in whole steps those up to its end."""
         live: Any = self._live
-        if self._steps.end != live.offset:
+        if self._steps.ends.get(None) != live.offset:
             shown: tuple[mx.array, mx.array] = live.keys_and_values()
             return shown
-        room = _whole(live.offset)
-        if live.keys.shape[2] < room:
-            live.keys = _with_room(live.keys, live.offset, room)
-            live.values = _with_room(live.values, live.offset, room)
-        return live.keys[..., :room, :], live.values[..., :room, :]
+        return shown_in_steps(live)
 
 
 def in_steps(cache: KVCache, steps: KeySteps) -> SteppedKVCache:
@@ -109,7 +106,27 @@ def in_steps(cache: KVCache, steps: KeySteps) -> SteppedKVCache:
     return shown
 
 
-def _whole(rows: int) -> int:
+def stepped_mask(count: int, offset: int, window: int | None) -> mx.array:
+    """Return the mask of `count` rows from `offset` on, bool [count, whole steps]."""
+    end = offset + count
+    mask = create_causal_mask(count, offset, window_size=window)
+    return mx.pad(mask, [(0, 0), (0, whole_steps(end) - end)])
+
+
+def shown_in_steps(cache: Any) -> tuple[mx.array, mx.array]:
+    """Return the buffers of a cache up to the end of a step, made longer if need be.
+
+    Their row 0 has to be position 0.
+    """
+    rows, room = cache.offset, whole_steps(cache.offset)
+    if cache.keys.shape[2] < room:
+        cache.keys = _with_room(cache.keys, rows, room)
+        cache.values = _with_room(cache.values, rows, room)
+    return cache.keys[..., :room, :], cache.values[..., :room, :]
+
+
+def whole_steps(rows: int) -> int:
+    """Return the end of the step that the last of `rows` rows is in."""
     step = max(STEP, (1 << (rows.bit_length() - 1)) // PARTS)
     return -(-rows // step) * step
 

@@ -132,6 +132,8 @@ def open_journal(
     """Return a journal for a leaf that `check_supported` has passed."""
     if steps is not None and native_type(leaf) is KVCache:
         return KVJournal(leaf, steps)
+    if steps is not None and type(leaf) is SlidingKVCache:
+        return SlidingJournal(leaf, whole=whole, steps=steps)
     opened = JOURNALS[type(leaf)]
     if isolated:
         return isolate(leaf, lambda twin: opened(twin, whole))

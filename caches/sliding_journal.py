@@ -15,6 +15,13 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_speculation.caches.key_steps import (
+    KeySteps,
+    pays,
+    shown_in_steps,
+    stepped_mask,
+    whole_steps,
+)
 from mlx_speculation.caches.sliding import SlidingKVCache
 
 
@@ -22,18 +29,25 @@ class PresentedSliding(SlidingKVCache):
     """The live cache, which keeps what the open round may take back.
 
     It shares the live cache's `__dict__`; the round's start stands in a slot. In a
-    round no row sees more than `max_size` rows, as in rotating.py.
+    round no row sees more than `max_size` rows, as in rotating.py. With steps, a window
+    that is not full yet is shown in whole ones.
     """
 
-    __slots__ = ("_start", "_whole")
+    __slots__ = ("_start", "_steps", "_whole")
     _start: int
+    _steps: KeySteps | None
     _whole: bool
 
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
         """Append rows; those of the round so far can still be taken back."""
-        return self._append(keys, values, undo=self.offset - self._start)
+        shown = self._append(keys, values, undo=self.offset - self._start)
+        return shown_in_steps(self) if self._in_steps else shown
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Return what the last write showed, less what was undone since."""
+        return shown_in_steps(self) if self._in_steps else super().keys_and_values()
 
     def make_mask(
         self, n: int, window_size: int | None = None, return_array: bool = False
@@ -41,7 +55,26 @@ class PresentedSliding(SlidingKVCache):
         """Return the mask; in a round, of a window of at most `max_size`."""
         if window_size is not None and not self._whole:
             window_size = min(window_size, self.max_size)
+        if self._steps is not None:
+            self._steps.ends.pop(self.max_size, None)
+            if n > 1 and self._takes_steps(n):
+                self._steps.ends[self.max_size] = self.offset + n
+                return stepped_mask(n, self.offset, window_size or self.max_size)
         return super().make_mask(n, window_size, return_array)
+
+    @property
+    def _in_steps(self) -> bool:
+        ends = None if self._steps is None else self._steps.ends
+        return ends is not None and ends.get(self.max_size) == self.offset
+
+    def _takes_steps(self, n: int) -> bool:
+        """Whether the window shows all rows so far, and has room for a whole step."""
+        return (
+            self.keys is not None
+            and pays(self.keys.dtype)
+            and self._end == self.offset < self.max_size
+            and whole_steps(self.offset + n) <= self.max_size + self.slack
+        )
 
 
 class SlidingJournal:
@@ -49,7 +82,13 @@ class SlidingJournal:
 
     live = True
 
-    def __init__(self, cache: SlidingKVCache, *, whole: bool = False) -> None:
+    def __init__(
+        self,
+        cache: SlidingKVCache,
+        *,
+        whole: bool = False,
+        steps: KeySteps | None = None,
+    ) -> None:
         self._cache = cache
         self._arrays = cache.keys, cache.values
         self._indices = cache.offset, cache._first, cache._end
@@ -57,6 +96,7 @@ class SlidingJournal:
         presented.__dict__ = cache.__dict__
         presented._start = cache.offset
         presented._whole = whole
+        presented._steps = steps
         self._presented = presented
 
     @property

@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_speculation.caches import Speculation, key_steps
+from mlx_speculation.caches import (
+    SlidingKVCache,
+    Speculation,
+    key_steps,
+    sliding_journal,
+    with_slack,
+)
 from mlx_speculation.models.key_steps import TRIED, takes_key_steps
 from support.cache_twins import read
 from support.tiny_models import TINY_MODELS, build
@@ -28,7 +34,8 @@ NAMES = [name for name, tiny in TINY_MODELS.items() if tiny.module in TRIED]
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_steps, "STEP", STEP)
-    monkeypatch.setattr(key_steps, "pays", lambda dtype: True)
+    for module in (key_steps, sliding_journal):
+        monkeypatch.setattr(module, "pays", lambda dtype: True)
     monkeypatch.setattr(KVCache, "step", 5)
 
 
@@ -45,11 +52,15 @@ def test_other_models_get_the_native_keys() -> None:
     assert not takes_key_steps(Model(model.args))
 
 
+@pytest.mark.parametrize("slack", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_rounds_in_whole_steps_compute_what_native_rounds_do(name: str) -> None:
+def test_rounds_in_whole_steps_compute_what_native_rounds_do(
+    name: str, slack: bool
+) -> None:
     """Rounds of several widths, parts of them kept, past windows and many steps."""
     model = build(name)
-    lanes = [make_prompt_cache(model) for _ in range(2)]
+    made = [make_prompt_cache(model) for _ in range(2)]
+    lanes = [with_slack(caches, slack=12) if slack else caches for caches in made]
     prompt = mx.array([[(7 * i * i + 3 * i) % 256 for i in range(6)]])
     for caches in lanes:
         mx.eval(model(prompt, cache=caches))
@@ -92,7 +103,7 @@ def test_what_is_kept_is_what_native_rounds_keep(
                 mask = seen.make_mask(width, return_array=True, window_size=window)
                 keys, values = seen.update_and_fetch(rows, rows)
                 if steps and width > 1:
-                    assert keys.shape[2] == key_steps._whole(at + width)
+                    assert keys.shape[2] == key_steps.whole_steps(at + width)
                     assert mask.shape == (width, keys.shape[2])
                     native = create_causal_mask(width, at, window_size=window)
                     assert mx.array_equal(mask[:, : at + width], native)
@@ -115,8 +126,51 @@ def test_steps_grow_with_the_text(
     monkeypatch: pytest.MonkeyPatch, rows: int, shown: int
 ) -> None:
     monkeypatch.undo()
-    assert key_steps._whole(rows) == shown
+    assert key_steps.whole_steps(rows) == shown
     assert shown - rows < max(512, rows / 8)
+
+
+def test_a_window_that_is_not_full_is_shown_in_steps() -> None:
+    cache = SlidingKVCache(12, slack=20)
+    rows = mx.random.normal((1, 2, 40, 4), key=mx.random.key(1))
+    cache.update_and_fetch(rows[..., :3, :], rows[..., :3, :])
+    shown = []
+    for width, kept in [(3, 2), (9, 6), (3, 3), (2, 2)]:
+        at = cache.offset
+        with Speculation([cache], key_steps=True) as speculation:
+            (seen,) = speculation.caches
+            mask = seen.make_mask(width)
+            new = rows[..., at : at + width, :]
+            keys, _ = seen.update_and_fetch(new, new)
+            assert keys.shape == seen.keys_and_values()[0].shape
+            shown.append(keys.shape[2])
+            if keys.shape[2] % STEP == 0:  # from position 0 on
+                native = create_causal_mask(width, at, window_size=12)
+                assert mx.array_equal(mask[:, : at + width], native)
+                assert mx.array_equal(
+                    keys[..., : at + width, :], rows[..., : at + width, :]
+                )
+            speculation.commit(kept)
+        assert mx.array_equal(
+            cache.keys_and_values()[0][..., -kept:, :], new[..., :kept, :]
+        )
+    assert cache.offset == 16
+    assert shown == [8, 16, 16, 13]  # the last natively: 11 rows before, and 2
+    with Speculation([SlidingKVCache(12)], key_steps=True) as speculation:
+        assert speculation.caches[0].make_mask(2) == "causal"  # nothing is held
+
+
+def test_a_mask_of_one_row_ends_a_window_in_steps() -> None:
+    cache = SlidingKVCache(12, slack=20)
+    rows = mx.ones((1, 1, 3, 4))
+    cache.update_and_fetch(rows, rows)
+    with Speculation([cache], key_steps=True) as speculation:
+        (seen,) = speculation.caches
+        for n in (2, 1):
+            seen.make_mask(n)
+        for held in (4, 5):
+            keys, _ = seen.update_and_fetch(rows[..., :1, :], rows[..., :1, :])
+            assert keys.shape[2] == held
 
 
 def test_a_model_that_asks_for_no_mask_gets_the_native_rows() -> None:
