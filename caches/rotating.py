@@ -11,8 +11,10 @@ How the ring writes decides how a write is undone (W is `max_size`):
 
 A row that is written alone sees the last W rows, whatever window the model asks for.
 Several rows would see more where it asks for a larger one (plamo3 asks for W + 1). In
-a round each of them stands for a row written alone, so the mask is cut to W there. A
-prompt, of which all is kept, gets the native mask.
+a round each of them stands for a row written alone, so the mask is cut to W there. With
+`keep` above 0 a row written alone sees the first `keep` rows and the last W - keep,
+and several rows would lose sight of the first ones, so in a round they get a mask of
+ours. A prompt, of which all is kept, gets the native mask.
 
 A prefix of a write of several rows is kept by slicing off its tail: what mlx-lm
 evicted before the write is then still not needed, because at least W-1 older rows
@@ -147,10 +149,29 @@ class PresentedRing(Hearing["RotatingJournal"], RotatingKVCache):
         window_size: int | None = None,
         return_array: bool = False,
     ) -> Any:
-        """Return the native mask; in a round, of a window of at most `max_size`."""
-        if window_size is not None and not self.journal.whole:
+        """Return the native mask; in a round, one by which rows see as if alone."""
+        if self.journal.whole:
+            return super().make_mask(N, window_size, return_array)
+        if window_size is not None:
             window_size = min(window_size, self.max_size)
+        wraps = self.offset + N > self.max_size
+        if self.keep and N > 1 and wraps and window_size in (None, self.max_size):
+            return _mask_with_first_rows(self, N)
         return super().make_mask(N, window_size, return_array)
+
+
+def _mask_with_first_rows(cache: Any, count: int) -> mx.array:
+    """Return what `count` rows see: the first `keep` rows, and the last of the others.
+
+    Returns:
+        bool [count, columns], for the columns that a write of several rows leaves.
+    """
+    held = min(cache.max_size - 1, cache.offset)
+    columns = mx.arange(held + count)[None]
+    rows = mx.arange(held, held + count)[:, None]
+    recent = rows < columns + cache.max_size - cache.keep
+    seen: mx.array = (rows >= columns) & (recent | (columns < cache.keep))
+    return seen
 
 
 class RotatingJournal:

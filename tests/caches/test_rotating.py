@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models.cache import BatchRotatingKVCache, KVCache, RotatingKVCache
 
 from mlx_speculation.caches import SlidingKVCache, Speculation, rotating
-from support.cache_twins import Rows, assert_same, read, tagged
+from support.cache_twins import Rows, Visible, assert_same, read, tagged
 
 
 def filled(window: int, rows: int, keep: int = 0) -> RotatingKVCache:
@@ -233,3 +233,43 @@ def test_each_row_of_a_batch_sees_what_it_would_see_alone(before: int) -> None:
                 masks[whole, asked] = np.array(mask)
     np.testing.assert_array_equal(masks[False, 5], masks[False, 4])
     assert (masks[True, 5] != masks[True, 4]).any()
+
+
+def visible(cache: Any, rows: Rows) -> list[list[int]]:
+    """Write rows, and return the serial numbers that each of them sees."""
+    mask = cache.make_mask(rows.width)
+    keys, values = cache.update_and_fetch(*tagged(rows))
+    shown = Visible(keys[0, 0], values[0, 0], mask, rows.width)
+    return [[int(key[1]) for key in seen] for seen in shown.rows()]
+
+
+@pytest.mark.parametrize("keep", [0, 1, 3])
+@pytest.mark.parametrize("window", [4, 5, 9])
+def test_rows_of_a_round_see_what_they_would_see_one_by_one(
+    window: int, keep: int
+) -> None:
+    """mlx-lm's mask hides the first rows from all but the first row of a write.
+
+    With max_kv_size the text of a draft was not that of plain decoding, as soon as the
+    window had wrapped, for every draft of one token or more.
+    """
+    for held in range(2 * window + 2):
+        for width in range(1, window + 3):
+            serials = tuple(range(held, held + width))
+            one_by_one = filled(window, held, keep)
+            expected = [
+                visible(one_by_one, Rows(serial, (serial,)))[0] for serial in serials
+            ]
+            with Speculation([filled(window, held, keep)]) as speculation:
+                (ring,) = speculation.caches
+                assert visible(ring, Rows(held, serials)) == expected
+
+
+def test_a_prompt_gets_the_native_mask() -> None:
+    """All of it is kept, and mlx-lm's own prefill is what it has to equal."""
+    for held, width in ((3, 4), (12, 3)):
+        rows = Rows(held, tuple(range(held, held + width)))
+        expected = visible(filled(5, held, keep=2), rows)
+        with Speculation([filled(5, held, keep=2)], whole=True) as speculation:
+            assert visible(speculation.caches[0], rows) == expected
+            speculation.commit(width)
