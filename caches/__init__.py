@@ -15,6 +15,7 @@ from mlx_speculation.caches.kinds import (
     positions,
     states,
 )
+from mlx_speculation.caches.kv_quantization import KVQuantization
 from mlx_speculation.caches.loading import LoadedCaches, load_caches, load_into
 from mlx_speculation.caches.prefix_cache import PrefixCache
 from mlx_speculation.caches.reading import check_readable, read_rows
@@ -33,6 +34,7 @@ from mlx_speculation.caches.taking import restore, snapshot
 
 __all__ = [
     "Journal",
+    "KVQuantization",
     "LoadedCaches",
     "PrefixCache",
     "RecordedCall",

@@ -8,12 +8,14 @@ from mlx_speculation.engine.assistant import AssistantDraft, AssistantDrafter
 from mlx_speculation.engine.cascade import Cascade
 from mlx_speculation.engine.dflash import DFlashDraft
 from mlx_speculation.engine.drafting import Draft, Drafter
+from mlx_speculation.engine.drop_in import generate, stream_generate
 from mlx_speculation.engine.eagle import EagleDraft
 from mlx_speculation.engine.generator import SpeculativeGenerator
 from mlx_speculation.engine.lengths import Lengths, Outcome, Plan
 from mlx_speculation.engine.lookup import LookupDrafter
 from mlx_speculation.engine.mtp import MtpDraft, MtpDrafter
 from mlx_speculation.engine.origins import Origin
+from mlx_speculation.engine.responses import SpeculativeResponse
 from mlx_speculation.engine.results import Chunk, Result
 from mlx_speculation.engine.statistics import DrafterFault, SourceCounts, Statistics
 from mlx_speculation.engine.stream import Stream
@@ -39,7 +41,10 @@ __all__ = [
     "Result",
     "SourceCounts",
     "SpeculativeGenerator",
+    "SpeculativeResponse",
     "Statistics",
     "Stream",
+    "generate",
     "reduced_vocabulary",
+    "stream_generate",
 ]

@@ -25,6 +25,7 @@ import time
 import mlx.core as mx
 
 from mlx_speculation.engine.drafting import NOTHING, Choices, Draft, Drafter
+from mlx_speculation.engine.drafts import lanes_of
 from mlx_speculation.engine.in_turn import decide_in_turn
 from mlx_speculation.engine.lengths import Lengths, Outcome, Plan
 from mlx_speculation.engine.masking import Masks
@@ -92,6 +93,7 @@ class Decoder:
         self._in_flight: Submitted | None = None
         self._next_token: int | None = None
         self._clock = RoundClock()  # of the round that is running
+        self._last_round: LaneRound | None = None
 
     @property
     def reports(self) -> bool:
@@ -143,6 +145,9 @@ class Decoder:
         before = self._processors.fork()
         context, steady = self._target.seen, self._in_flight is not None
         limit = budget - 1 - steady  # a step's token is emitted too, and not known yet
+        if (room := self._target.room) is not None:
+            limit = min(limit, room - max(1, len(self._sequence.tokens) - context))
+        self._last_round = None  # or the state before it would stay
         if self._plan is None:  # else it was made before, or its round has failed
             self._plan = self._lengths.plan(context, limit)
         if self._plan.length == 0 and self._following is None:
@@ -219,6 +224,29 @@ class Decoder:
                 self._next_token = None
             else:
                 self._in_flight = self._submit_step(mx.array(unseen))
+
+    def take_back(self, count: int) -> None:
+        """Let the known tokens end so many earlier, and the caches hold just them.
+
+        Legal right after the round that emitted them, at the end of a stream. The
+        round is undone, and what stays of it is fed again, row by row as in plain
+        decoding.
+        """
+        lane_round = self._last_round
+        kept = len(self._sequence.tokens) - count
+        if self._drafter is not None:
+            self._drafter.discard()
+        if self._target.seen > kept and lane_round is not None:
+            lane_round.rollback()
+        del self._sequence.tokens[kept:]
+        self._next_token = None
+        self._target.feed(self._sequence.tokens[self._target.seen :], step=1)
+
+    def level_draft(self) -> None:
+        """Let the draft model's caches hold what the target's hold."""
+        for lane in lanes_of(self._drafter):
+            if lane is not None:
+                lane.feed(self._sequence.tokens[lane.seen : self._target.seen])
 
     def next_token(self) -> int | None:
         """Return the token that would come next, once every known token is held.
@@ -306,6 +334,7 @@ class Decoder:
             self._sequence.tokens += emitted
             self._in_flight = None
             lane_round.commit(len(fed) + accepted)
+            self._last_round = lane_round
         self._follow(emitted)
         if cut.keep > len(first):
             self._processors.keep(cut.keep - len(first))
@@ -346,6 +375,7 @@ class Decoder:
                 drafter.settle(accepted)
             self._sequence.tokens += emitted
             lane_round.commit(len(fed) + accepted)
+            self._last_round = lane_round
         self._follow(emitted)
         self._processors.keep(len(emitted))
         self._next_token = None

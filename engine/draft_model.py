@@ -111,13 +111,9 @@ class DraftModel:
         self._round.commit(self._lag + min(accepted, self._fed))
 
     def discard(self) -> None:
-        """Undo the round. Where that is impossible, start over with empty caches."""
-        if self._round is None:
-            return
-        if self._round.can_roll_back:
+        """Undo the round."""
+        if self._round is not None:
             self._round.rollback()
-        else:
-            self._lane = self._make_lane()
         self._round = None
 
 

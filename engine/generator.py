@@ -30,6 +30,7 @@ from mlx_speculation.engine.drafts import (
     serves_one_stream,
 )
 from mlx_speculation.engine.following import Following
+from mlx_speculation.engine.handling import USUAL, Handling
 from mlx_speculation.engine.kinds import (
     Kind,
     Offer,
@@ -289,6 +290,14 @@ class SpeculativeGenerator:
         """The tokens drafted in a round; None: as many as pay, by measurement."""
         return self._lengths.usual
 
+    def encode(self, prompt: str | Iterable[int]) -> list[int]:
+        """Return a prompt's token ids: text encoded as mlx-lm does, or ids checked.
+
+        Raises:
+            InvalidRequestError: there is no token, or one that the target lacks.
+        """
+        return self._prompts.encode(prompt)
+
     def calibrate(
         self,
         contexts: SequenceOf[int] = (64,),
@@ -347,6 +356,7 @@ class SpeculativeGenerator:
         logprobs: int | None = None,
         constraint: Constraint | None = None,
         explain: bool = False,
+        handling: Handling = USUAL,
     ) -> Stream:
         """Start a generation; nothing runs before the first chunk is asked for.
 
@@ -374,6 +384,7 @@ class SpeculativeGenerator:
             explain: keep each round's draft length, what it was chosen by, and the
                 parts of its time, in `stream.decisions`. The parts are exact then, and
                 rounds some 1 % slower, see `engine.round_clock`.
+            handling: how the prompt is read and the caches are kept.
 
         Raises:
             InvalidRequestError: names the two values that do not fit.
@@ -391,6 +402,7 @@ class SpeculativeGenerator:
             )
         sequence, seen = self._prompts.sequence(prompt, prompt_cache, cached_tokens)
         target = self._lane(self._model, prompt_cache, seen)
+        handling.prepare(target)
         statistics = Statistics()
         drafter = self._drafter(target, draft_cache, sequence, statistics)
         chooser = Chooser(
@@ -399,6 +411,12 @@ class SpeculativeGenerator:
             limit=self._target_width,
             missing=self._ids.missing,
         )
+        if self._acceptance != "keyed" and sampling.sampler is not None:
+            raise InvalidRequestError(
+                f"acceptance is {self._acceptance!r}, which has to know the law of "
+                "each row, and a sampler draws by itself. Use acceptance='keyed', or "
+                "give the options of the sampler in Sampling."
+            )
         if self._acceptance == "block" and not chooser.processors.parallel:
             raise InvalidRequestError(
                 "acceptance is 'block', which has to process all rows, and a logits "
@@ -418,7 +436,9 @@ class SpeculativeGenerator:
             decoder=Decoder(
                 target=target,
                 sequence=sequence,
-                verifier=Verifier(chooser, self._acceptance),
+                verifier=Verifier(
+                    chooser, self._acceptance, whole_rows=handling.whole_rows
+                ),
                 drafter=drafter,
                 lengths=lengths,
                 explain=explain,
@@ -443,6 +463,8 @@ class SpeculativeGenerator:
             ),
             prefixes=None if own_caches else self._prefixes(target, drafter, lengths),
             remember=partial(remember, drafter),
+            yielded_only=handling.yielded_only,
+            level_draft=handling.level_draft,
         )
         if serves_one_stream(self._draft):
             self._busy = weakref.ref(stream)

@@ -13,8 +13,9 @@ A near-tie has a margin within twice the difference (divided by the temperature)
 an edge within it. Anything else is a real difference of two texts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 
 import mlx.core as mx
@@ -24,6 +25,8 @@ import numpy as np
 from mlx_speculation.caches import states
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Chooser, Rows
+
+MakeLane = Callable[[nn.Module], Lane]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ def assert_same_text(
     got: Sequence[int],
     *,
     width: int,
+    make_lane: MakeLane = Lane,
 ) -> Parting | None:
     """Assert that two texts are equal, or part at a near-tie; return that one.
 
@@ -79,8 +83,11 @@ def assert_same_text(
         expected: the text of plain decoding.
         got: the other text.
         width: the most tokens in one forward of the other text, k + 1.
+        make_lane: makes the caches that both texts were written with.
     """
-    parting = find_parting(model, chooser, prompt, expected, got, width=width)
+    parting = find_parting(
+        model, chooser, prompt, expected, got, width=width, make_lane=make_lane
+    )
     if parting is not None and not parting.near_tie:
         raise AssertionError(f"the texts are not the same: {parting}")
     return parting
@@ -95,6 +102,7 @@ def find_parting(
     *,
     width: int,
     places: int | None = None,
+    make_lane: MakeLane = Lane,
 ) -> Parting | None:
     """Return where two texts part and how near a tie is there; None: they are equal.
 
@@ -107,6 +115,7 @@ def find_parting(
         width: the most rows of a forward.
         places: of a block to try, in which the row may have stood; None: all. Fewer
             are quicker, and may find a smaller difference than there was.
+        make_lane: makes the caches that both texts were written with.
     """
     pairs = enumerate(zip_longest(expected, got))
     different = next(((i, one, two) for i, (one, two) in pairs if one != two), None)
@@ -114,10 +123,11 @@ def find_parting(
         return None
     index, one, two = different
     shared = [*prompt, *expected[:index]]
-    single = deciding_row(model, shared, len(prompt), first=1, width=1)
+    deciding = partial(deciding_row, model, shared, len(prompt), make_lane=make_lane)
+    single = deciding(first=1, width=1)
     # Nobody noted at which place of a block the row was: try each of them.
     wide = [
-        deciding_row(model, shared, len(prompt), first=first, width=width)
+        deciding(first=first, width=width)
         for first in range(1, min(width, places or width) + 1)
     ]
     difference = max(float(mx.abs(single - row).max()) for row in wide)
@@ -125,7 +135,13 @@ def find_parting(
 
 
 def deciding_row(
-    model: nn.Module, tokens: Sequence[int], prompt: int, *, first: int, width: int
+    model: nn.Module,
+    tokens: Sequence[int],
+    prompt: int,
+    *,
+    first: int,
+    width: int,
+    make_lane: MakeLane = Lane,
 ) -> mx.array:
     """Return the logits after the last of `tokens`, float32 [1, vocab].
 
@@ -133,7 +149,7 @@ def deciding_row(
     of `first` tokens and then of `width`. The last block is filled up, because its
     width decides how the row is computed and the tokens after the row do not.
     """
-    lane = Lane(model)
+    lane = make_lane(model)
     head, rest = list(tokens[: prompt - 1]), list(tokens[prompt - 1 :])
     lane.feed(head)
     start, size = 0, first

@@ -30,7 +30,7 @@ class Prompts:
     ) -> tuple[Sequence, int]:
         """Return the known tokens, and how many of them the caches hold."""
         known = None if cached_tokens is None else self._checked_ids(cached_tokens)
-        tokens = self._encode(prompt)
+        tokens = self.encode(prompt)
         if prompt_cache is None:
             if known:
                 raise InvalidRequestError(
@@ -50,7 +50,7 @@ class Prompts:
             )
         return Sequence(known + tokens), len(known)
 
-    def _encode(self, prompt: str | SequenceOf[int]) -> list[int]:
+    def encode(self, prompt: str | Iterable[int]) -> list[int]:
         """Encode as mlx-lm does: no second beginning-of-text token."""
         ids: Any = prompt
         if isinstance(prompt, str):

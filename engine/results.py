@@ -1,6 +1,8 @@
 """What a generation gives back."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+
+import mlx.core as mx
 
 from mlx_speculation.engine.memory import Memory
 from mlx_speculation.engine.origins import STEP, Origin
@@ -14,10 +16,13 @@ class LogProb:
     Attributes:
         value: the natural logarithm of its probability.
         top: pairs of a token id and its log-probability, the most probable first.
+        row: of all ids, float32 [ids], not evaluated; in chunks of streams that were
+            asked for it, and never in a result.
     """
 
     value: float
     top: tuple[tuple[int, float], ...] = ()
+    row: mx.array | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,13 @@ class Chunk:
     finish_reason: str | None = None
     logprob: LogProb | None = None
     origin: Origin = STEP
+
+    @property
+    def without_row(self) -> "Chunk":
+        """The chunk without the log-probabilities of all ids, which are large."""
+        if self.logprob is None or self.logprob.row is None:
+            return self
+        return replace(self, logprob=replace(self.logprob, row=None))
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,8 @@ class Stream:
         memory: counts the bytes that are held.
         prefixes: what earlier requests left, and what this one leaves; None: nothing.
         remember: gets the known tokens at the end, unless that is an error.
+        yielded_only: see `Handling`.
+        level_draft: see `Handling`.
         running: entered at the first chunk, left at the end.
     """
 
@@ -53,6 +55,8 @@ class Stream:
         memory: Callable[[], Memory],
         prefixes: Prefixes | None = None,
         remember: Callable[[list[int]], None] | None = None,
+        yielded_only: bool = False,
+        level_draft: bool = False,
     ) -> None:
         self._decoder = decoder
         self._sequence = sequence
@@ -64,6 +68,8 @@ class Stream:
         self._memory = memory
         self._prefixes = prefixes
         self._remember = remember
+        self._yielded_only = yielded_only
+        self._level_draft = level_draft
         self._open = ExitStack()
         self._started = False
         self._warned = False
@@ -124,6 +130,8 @@ class Stream:
     def close(self) -> None:
         """End the generation now. The second call does nothing."""
         if self._result is None:
+            if self._yielded_only and self._ready:
+                self._decoder.take_back(len(self._ready))
             # Without a round the prompt is all there is, and it was not asked for.
             self._end("closed", hold_all=self.stats.rounds > 0)
 
@@ -141,7 +149,7 @@ class Stream:
         if self._result is not None:
             raise StopIteration
         chunk = self._ready.popleft()
-        self._yielded.append(chunk)
+        self._yielded.append(chunk.without_row)
         if self._reason is not None and not self._ready:
             self._end(self._reason)
         return chunk
@@ -181,7 +189,8 @@ class Stream:
         self._reason = self._decoder.next_round(budget, self._cut)
         if self._prefixes is not None:
             self._prefixes.between_rounds()
-        if self._reason is not None and self._hold_all:
+        # With `yielded_only` at the last chunk, since until then it may be taken back.
+        if self._reason is not None and self._hold_all and not self._yielded_only:
             self._decoder.hold_all()
 
     def _warn_of_faults(self) -> None:
@@ -202,6 +211,8 @@ class Stream:
         """Let the caches hold what they should, and set the result."""
         if self._hold_all and hold_all:
             self._decoder.hold_all()
+        if self._level_draft and reason != "error" and self._started:
+            self._decoder.level_draft()
         known = self._hold_all and reason != "error"
         self._ready.clear()
         self._open.close()

@@ -161,7 +161,7 @@ def verdict_of(verified: Verified) -> Verdict:
             f"{unusable} of {len(normals)} rows of the target's logits hold a NaN or "
             "no finite largest value. The round was rolled back. Check the weights, "
             "load the model in float32, or see what a constraint and logits "
-            "processors leave of them."
+            "processors leave of them, and whether a sampler chose an id without a row."
         )
     count: Any = 0 if verified.accepted is None else verified.accepted.item()
     report = verified.log_probs
@@ -174,6 +174,10 @@ def _listed(report: LogProbs, rows: int) -> list[LogProb]:
     ids: Any = report.top_ids[:rows].tolist()
     top: Any = report.top[:rows].tolist()
     return [
-        LogProb(value, tuple(zip(row_ids, row_top, strict=True)))
-        for value, row_ids, row_top in zip(values, ids, top, strict=True)
+        LogProb(
+            values[row],
+            tuple(zip(ids[row], top[row], strict=True)),
+            None if report.rows is None else report.rows[row],
+        )
+        for row in range(rows)
     ]

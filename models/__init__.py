@@ -26,8 +26,15 @@ from mlx_speculation.models.finding import find_parts
 from mlx_speculation.models.grammars import json_schema, lark, regex
 from mlx_speculation.models.hidden_states import HiddenStates
 from mlx_speculation.models.kept_files import cache_folder, write_json
-from mlx_speculation.models.lane import Lane, LaneRound, Sliding
+from mlx_speculation.models.lane import PREFILL_STEP, Lane, LaneRound, Sliding
 from mlx_speculation.models.loading import check_model_folder, load, model_folder
+from mlx_speculation.models.mlx_lm_api import (
+    GenerationResponse,
+    check_quantizable,
+    drawn_seed,
+    greedy_sampler,
+    make_prompt_cache,
+)
 from mlx_speculation.models.model_config import read_config
 from mlx_speculation.models.mtp_contracts import load_mtp_head, usual_contract
 from mlx_speculation.models.mtp_families import Contract
@@ -54,6 +61,7 @@ from mlx_speculation.models.shared_kv import SharedKv
 from mlx_speculation.models.taps import States
 
 __all__ = [
+    "PREFILL_STEP",
     "Anchor",
     "Assistant",
     "AssistantOutput",
@@ -64,6 +72,7 @@ __all__ = [
     "DFlashHead",
     "Eagle",
     "EagleHead",
+    "GenerationResponse",
     "HiddenStates",
     "Lane",
     "LaneRound",
@@ -89,11 +98,14 @@ __all__ = [
     "check_bits",
     "check_causal",
     "check_model_folder",
+    "check_quantizable",
     "check_resumable",
     "check_same_ids",
     "contract_of",
+    "drawn_seed",
     "find_mtp_head",
     "find_parts",
+    "greedy_sampler",
     "is_assistant",
     "is_dflash",
     "is_eagle",
@@ -107,6 +119,7 @@ __all__ = [
     "load_eagle_head",
     "load_mtp_head",
     "logit_width",
+    "make_prompt_cache",
     "mlx_lm_speed",
     "model_folder",
     "notice",

@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation.caches import (
+    KVQuantization,
     Snapshot,
     Speculation,
     check_single,
@@ -34,6 +35,7 @@ from mlx_speculation.models.taps import States
 PREFILL_STEP = 2048
 COUNTED_EVERY = 64  # rounds; to look at one takes some ten microseconds a layer
 
+Replaced = list[tuple[int, Any]]
 Sliding = Literal["slack", "native"]
 
 
@@ -47,6 +49,12 @@ class Lane:
         seen: how many tokens of the sequence they hold.
         sliding: "slack" puts sliding caches in place of the new rings; "native"
             leaves them. Passed caches stay as they are.
+
+    Attributes:
+        prefill_step: how many tokens of a prompt are fed at once.
+        heard: called with the number of tokens of every chunk of a prompt, once it is
+            kept.
+        quantization: when the caches are quantized; the list then holds new ones.
 
     Raises:
         UnsupportedCacheError: a cache is of an unknown kind, or holds a batch.
@@ -75,6 +83,9 @@ class Lane:
         self.round_bytes = 0  # the most that an open round was seen to hold
         self._widest = self._rounds = 0
         self.key_steps = takes_key_steps(model)
+        self.prefill_step = PREFILL_STEP
+        self.heard: Callable[[int], None] | None = None
+        self.quantization: KVQuantization | None = None
         check_supported(self.caches)
         check_single(self.caches)
         if len(self.caches) != len(own):
@@ -83,6 +94,12 @@ class Lane:
                 "Pass all that make_prompt_cache(model) returns, and no others."
             )
         self._unknown = (position(self.caches) or 0) - seen
+
+    @property
+    def room(self) -> int | None:
+        """How many tokens a round may feed; None: as many as it likes."""
+        held = self.quantization
+        return None if held is None else held.room(self.caches)
 
     def begin(self, *, whole: bool = False) -> "LaneRound":
         """Open a round of forwards of which a prefix, or with `whole` all, is kept.
@@ -118,7 +135,7 @@ class Lane:
     def feed(
         self,
         tokens: Sequence[int],
-        step: int = PREFILL_STEP,
+        step: int | None = None,
         each: Callable[[Sequence[int], States], None] | None = None,
     ) -> None:
         """Feed committed tokens in chunks of at most `step`, each one kept whole.
@@ -128,11 +145,11 @@ class Lane:
 
         Args:
             tokens: the tokens.
-            step: the most that are fed at once.
+            step: the most that are fed at once; `prefill_step` when omitted.
             each: called with every chunk and its hidden states, evaluated, once the
                 chunk is kept; the lane needs `taps`. Without it none are computed.
         """
-        start = 0
+        start, step = 0, step or self.prefill_step
         while start < len(tokens):
             width = step if self.points is None else self.points.next_chunk(self, step)
             chunk = tokens[start : start + width]
@@ -141,6 +158,8 @@ class Lane:
                 shown = [] if each is None else lane_round.hidden.arrays
                 mx.eval(states(lane_round.presented), shown)
                 lane_round.commit(len(chunk))
+            if lane_round.replaced:
+                mx.eval(states(self.caches))  # or the old arrays stay until it is
             start += len(chunk)
             if each is not None:
                 each(chunk, lane_round.hidden)
@@ -150,12 +169,17 @@ class Lane:
                 self.points.take(self)
             if len(chunk) > 1:
                 mx.clear_cache()
+            if self.heard is not None:
+                self.heard(len(chunk))
 
 
 class LaneRound:
     """One speculation on a lane: forwards, then a prefix of them is kept.
 
     Use it as a context manager: leaving without a commit rolls back.
+
+    Attributes:
+        replaced: the caches that its commit has quantized, as they were.
     """
 
     def __init__(self, lane: Lane, *, whole: bool = False) -> None:
@@ -163,8 +187,9 @@ class LaneRound:
         self._fed: list[mx.array] = []
         self._taps = lane.taps if lane.follower is None else lane.follower.taps
         self._hidden = None if self._taps is None else self._taps.states()
+        self._again: list[Speculation] = []
         # Bound to no method of this object: a cycle would keep old states alive.
-        rerun = None if whole else partial(_feed_again, lane, self._fed)
+        rerun = None if whole else partial(_feed_again, lane, self._fed, self._again)
         self._speculation = Speculation(
             lane.caches,
             whole=whole,
@@ -174,6 +199,7 @@ class LaneRound:
         self._committed = 0
         self._prepared: int | None = None
         self._mixers_ran = False
+        self.replaced: Replaced = []
 
     @property
     def presented(self) -> list[Any]:
@@ -228,15 +254,17 @@ class LaneRound:
         self._lane.seen += keep
         self._lane.reruns += self._speculation.reran
         self._lane.mixer_reruns += self._mixers_ran
-
-    @property
-    def can_roll_back(self) -> bool:
-        """Whether `rollback` still undoes everything: not once the model ran again."""
-        return not self._speculation.reran
+        if self._lane.quantization is not None:
+            self.replaced = self._lane.quantization.replace(self._lane.caches)
 
     def rollback(self) -> None:
         """Undo every forward, also after a commit while nothing else has written."""
+        for place, cache in self.replaced:
+            self._lane.caches[place] = cache
+        self.replaced = []
         self._speculation.rollback()
+        for again in self._again:  # where the model ran again, this one has written
+            again.rollback()
         self._lane.seen -= self._committed
         if self._lane.follower is not None and self._committed:
             self._lane.follower.take_back(self._lane.seen)
@@ -250,9 +278,12 @@ class LaneRound:
         self._speculation.__exit__(*error)
 
 
-def _feed_again(lane: Lane, fed: list[mx.array], keep: int) -> None:
+def _feed_again(
+    lane: Lane, fed: list[mx.array], done: list[Speculation], keep: int
+) -> None:
     """Feed the first `keep` of the fed tokens to caches that were rolled back."""
     tokens = mx.concatenate(fed)[:keep]
     with Speculation(lane.caches, whole=True) as again:
         lane.model(tokens[None], cache=again.caches)
         again.commit(keep)
+    done.append(again)

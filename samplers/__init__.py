@@ -17,7 +17,13 @@ from mlx_speculation.samplers.laws import Verdict
 from mlx_speculation.samplers.processors import Processors
 from mlx_speculation.samplers.promises import ForkableProcessor, pure
 from mlx_speculation.samplers.rows import Rows
-from mlx_speculation.samplers.sampling import LogitsProcessor, Sampling, derived_seed
+from mlx_speculation.samplers.sampling import (
+    LogitsProcessor,
+    Sampler,
+    Sampling,
+    derived_seed,
+)
+from mlx_speculation.samplers.seeded import SeededSampler, make_sampler
 from mlx_speculation.samplers.trees import (
     TreeLayout,
     TreeVerdict,
@@ -38,7 +44,9 @@ __all__ = [
     "LogitsProcessor",
     "Processors",
     "Rows",
+    "Sampler",
     "Sampling",
+    "SeededSampler",
     "TokenAutomaton",
     "TreeLayout",
     "TreeVerdict",
@@ -49,6 +57,7 @@ __all__ = [
     "count_accepted",
     "derived_seed",
     "descend",
+    "make_sampler",
     "normalizers",
     "pure",
     "tree_layout",

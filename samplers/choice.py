@@ -20,6 +20,7 @@ from mlx_speculation.samplers.noise import (
 from mlx_speculation.samplers.processors import Processors
 from mlx_speculation.samplers.round_noise import XTC, coins
 from mlx_speculation.samplers.rows import Rows
+from mlx_speculation.samplers.sampler_calls import called_on_rows
 from mlx_speculation.samplers.sampling import Sampling
 
 
@@ -60,7 +61,7 @@ class Chooser:
 
         The noise is shared as an object, so that its blocks are drawn once.
         """
-        if self.sampling.draft_temperature is None:
+        if self.sampling.for_drafts is self.sampling:
             return self
         other = copy(self)
         other.sampling = self.sampling.for_drafts
@@ -98,6 +99,8 @@ class Chooser:
             processed: what `processed` returned for these rows.
             rows: what precedes each row.
         """
+        if self.sampling.sampler is not None:
+            return called_on_rows(self.sampling.sampler, processed)
         k = self.sampling.top_k
         if self.sampling.greedy or k == 0 or not self._noise.prefers_few(k):
             return mx.argmax(self.scores(processed, rows), axis=-1)

@@ -42,7 +42,7 @@ class Verified:
         """The verdict on the first row alone."""
         report = self.log_probs
         if report is not None:
-            report = LogProbs(report.tokens[:1], report.top_ids[:1], report.top[:1])
+            report = report.first
         return Verified(self.tokens[:1], self.accepted, self.normalizers[:1], report)
 
     @property
@@ -62,8 +62,16 @@ class LogProbs:
         tokens: float32 [rows], of the chosen tokens.
         top_ids: uint32 [rows, n], the most probable ids, most probable first.
         top: float32 [rows, n], theirs.
+        rows: float32 [rows, ids], of all ids; None if not asked for.
     """
 
     tokens: mx.array
     top_ids: mx.array
     top: mx.array
+    rows: mx.array | None = None
+
+    @property
+    def first(self) -> "LogProbs":
+        """Those of the first row alone."""
+        rows = None if self.rows is None else self.rows[:1]
+        return LogProbs(self.tokens[:1], self.top_ids[:1], self.top[:1], rows)

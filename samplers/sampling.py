@@ -16,6 +16,8 @@ SMALLEST_TEMPERATURE = 1e-30  # below it, scores overflow float32
 
 # (tokens int32 [n], logits [1, vocab]) -> logits [1, vocab]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+# log-probabilities [1, vocab] -> token ids [1]
+Sampler = Callable[[mx.array], mx.array]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,11 @@ class Sampling:
             changes how many are accepted, never the text or its law.
         seed: decides the text at a temperature above 0; None draws one, which the
             result reports.
+        sampler: draws tokens itself, from the log-probabilities [1, vocab] of a row
+            after processors, as mlx-lm's samplers do. It is called for each row of a
+            verify, so one with a state of its own is called for rejected rows too.
+            The law of the text is the sampler's, and drafts do not share its chance:
+            the text of a seed changes with them. Temperature and filters are then off.
 
     Raises:
         InvalidRequestError: a value is out of its range.
@@ -81,6 +88,7 @@ class Sampling:
     logits_processors: Sequence[LogitsProcessor] = ()
     draft_temperature: float | None = None
     seed: int | None = None
+    sampler: Sampler | None = None
 
     def __post_init__(self) -> None:
         """Check every value against its range."""
@@ -104,6 +112,21 @@ class Sampling:
             _check_count(size, getattr(self, size), 0)
         if self.seed is not None:
             check_seed(self.seed)
+        if self.sampler is not None:
+            self._check_sampler()
+
+    def _check_sampler(self) -> None:
+        """Refuse what is no sampler, and options that only we could apply."""
+        if not callable(self.sampler):
+            raise InvalidRequestError(
+                f"sampler is a {type(self.sampler).__name__}, and a callable (log-"
+                "probabilities [1, vocab]) -> token ids [1] is needed."
+            )
+        if self.temperature != 0 or self.filters or self.draft_temperature is not None:
+            raise InvalidRequestError(
+                f"sampler was passed with temperature {self.temperature:g} or filters, "
+                "and a sampler draws by itself. Leave one of them out."
+            )
 
     def _freeze(self) -> None:
         """Turn collections into tuples, so that options can be compared and kept."""
@@ -122,7 +145,7 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         """Whether the most probable token is always chosen."""
-        return self.temperature < SMALLEST_TEMPERATURE
+        return self.sampler is None and self.temperature < SMALLEST_TEMPERATURE
 
     @property
     def filters(self) -> bool:
@@ -138,7 +161,13 @@ class Sampling:
 
     @property
     def for_drafts(self) -> "Sampling":
-        """The options of proposals."""
+        """The options of proposals.
+
+        For a sampler's rows they are greedy: of tokens that share no chance with the
+        target's draw, the draft's most probable one is accepted most often.
+        """
+        if self.sampler is not None:
+            return replace(self, sampler=None)
         if self.draft_temperature is None:
             return self
         return replace(self, temperature=self.draft_temperature)

@@ -33,6 +33,7 @@ from mlx_speculation.samplers.round_noise import (
     round_keys,
 )
 from mlx_speculation.samplers.rows import Rows
+from mlx_speculation.samplers.sampler_calls import within
 
 Acceptance = Literal["keyed", "rejection", "block"]
 Rule = Callable[[mx.array, mx.array | None, mx.array, mx.array], Verdict]
@@ -50,12 +51,20 @@ class Verifier:
     Args:
         chooser: chooses by the request's options, with its noise.
         acceptance: the rule.
+        whole_rows: let reports hold the log-probabilities of all ids too.
     """
 
-    def __init__(self, chooser: Chooser, acceptance: Acceptance = "keyed") -> None:
+    def __init__(
+        self,
+        chooser: Chooser,
+        acceptance: Acceptance = "keyed",
+        *,
+        whole_rows: bool = False,
+    ) -> None:
         self._chooser = chooser
         self._draft_chooser = chooser.for_drafts()
         self._rule = None if chooser.sampling.greedy else RULES[acceptance]
+        self._whole_rows = whole_rows
         self._streams: dict[int, mx.array] = {}
 
     @property
@@ -180,7 +189,11 @@ class Verifier:
         else:
             tokens, accepted = self._judge(processed, rows, drafted, draft_probs, start)
         normals = normalizers(processed)
-        report = None if top is None else _report(processed, normals, tokens, top)
+        if self._chooser.sampling.sampler is not None:
+            tokens, normals = within(tokens, normals, processed.shape[-1])
+        report = None
+        if top is not None:
+            report = _report(processed, normals, tokens, top, whole=self._whole_rows)
         return Verified(tokens, accepted, normals, report)
 
     def _judge(
@@ -235,15 +248,21 @@ def _spread(logits: mx.array, ids: mx.array, width: int) -> mx.array:
 
 
 def _report(
-    processed: mx.array, normals: mx.array, tokens: mx.array, top: int
+    processed: mx.array,
+    normals: mx.array,
+    tokens: mx.array,
+    top: int,
+    *,
+    whole: bool,
 ) -> LogProbs:
     """Return the log-probabilities of chosen tokens, and of the most probable."""
     log_probs = (processed - normals[:, None]).astype(mx.float32)
     chosen = mx.take_along_axis(log_probs, tokens[:, None], axis=-1)[:, 0]
     top = min(top, log_probs.shape[-1])
+    rows = log_probs if whole else None
     if top == 0:
         nothing = mx.zeros((len(tokens), 0))
-        return LogProbs(chosen, nothing.astype(mx.uint32), nothing)
+        return LogProbs(chosen, nothing.astype(mx.uint32), nothing, rows)
     best = mx.argpartition(-log_probs, kth=top - 1, axis=-1)[:, :top]
     values = mx.take_along_axis(log_probs, best, axis=-1)
     order = mx.argsort(-values, axis=-1)
@@ -251,4 +270,5 @@ def _report(
         chosen,
         mx.take_along_axis(best, order, axis=-1).astype(mx.uint32),
         mx.take_along_axis(values, order, axis=-1),
+        rows,
     )

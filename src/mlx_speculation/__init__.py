@@ -29,6 +29,7 @@ from mlx_speculation.errors import (
     MissingLibraryError,
     ModelFolderError,
     NonFiniteLogitsError,
+    SamplerNotice,
     SpeculationClosedError,
     SpeculationError,
     TokenizerMismatchError,
@@ -47,7 +48,10 @@ if TYPE_CHECKING:
         LookupDrafter,
         MtpDraft,
         SpeculativeGenerator,
+        SpeculativeResponse,
+        generate,
         reduced_vocabulary,
+        stream_generate,
     )
     from mlx_speculation.models import Contract, json_schema, lark, load, regex
     from mlx_speculation.samplers import (
@@ -58,6 +62,7 @@ if TYPE_CHECKING:
         TokenAutomaton,
         allowed_tokens,
         derived_seed,
+        make_sampler,
         pure,
     )
 
@@ -87,11 +92,13 @@ __all__ = [
     "MtpDraft",
     "NonFiniteLogitsError",
     "PrefixCache",
+    "SamplerNotice",
     "Sampling",
     "Speculation",
     "SpeculationClosedError",
     "SpeculationError",
     "SpeculativeGenerator",
+    "SpeculativeResponse",
     "TokenAutomaton",
     "TokenizerMismatchError",
     "UnsupportedCacheError",
@@ -100,12 +107,15 @@ __all__ = [
     "allowed_tokens",
     "demo_models",
     "derived_seed",
+    "generate",
     "json_schema",
     "lark",
     "load",
+    "make_sampler",
     "pure",
     "reduced_vocabulary",
     "regex",
+    "stream_generate",
 ]
 
 # Where each lazy name lives. A new one goes here, into __all__ and, for type
@@ -125,16 +135,20 @@ _HOMES = {
     "Sampling": "mlx_speculation.samplers",
     "Speculation": "mlx_speculation.caches",
     "SpeculativeGenerator": "mlx_speculation.engine",
+    "SpeculativeResponse": "mlx_speculation.engine",
     "TokenAutomaton": "mlx_speculation.samplers",
     "allowed_tokens": "mlx_speculation.samplers",
     "demo_models": "mlx_speculation.demo",
     "derived_seed": "mlx_speculation.samplers",
+    "generate": "mlx_speculation.engine",
     "json_schema": "mlx_speculation.models",
     "lark": "mlx_speculation.models",
     "load": "mlx_speculation.models",
+    "make_sampler": "mlx_speculation.samplers",
     "pure": "mlx_speculation.samplers",
     "reduced_vocabulary": "mlx_speculation.engine",
     "regex": "mlx_speculation.models",
+    "stream_generate": "mlx_speculation.engine",
 }
 
 

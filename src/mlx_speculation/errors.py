@@ -21,8 +21,8 @@ Each class also derives from the built-in exception in brackets, so `except
 ValueError` works for callers that do not know this package. Who raises one
 composes its message: what is wrong, the two values, what to do.
 
-`DrafterFaultWarning`, `DraftNotice` and `CostFileWarning` are no errors: the text goes
-on.
+`DrafterFaultWarning`, `DraftNotice`, `SamplerNotice` and `CostFileWarning` are no
+errors: the text goes on.
 """
 
 
@@ -106,6 +106,10 @@ class BlasError(SpeculationError, RuntimeError):
 
 class DraftNotice(UserWarning):
     """Said once when a draft is not the one that was asked for, or why it is not."""
+
+
+class SamplerNotice(UserWarning):
+    """Said once when a sampler draws by itself, and the text of a seed may change."""
 
 
 class CostFileWarning(UserWarning):

@@ -31,7 +31,7 @@ from mlx_speculation import (
 )
 from mlx_speculation.engine import Drafter
 from mlx_speculation.models import quantize_weights
-from mlx_speculation.samplers import Acceptance, verifier
+from mlx_speculation.samplers import Acceptance, Sampler, choice, verifier
 from mlx_speculation.samplers import Sampling as Options
 from mlx_speculation.samplers.laws import Verdict
 from support.broken_drafters import nan_logits
@@ -242,3 +242,40 @@ def test_a_draft_that_is_emitted_in_place_of_the_choice_is_found(
     options = CASES[PLAIN]
     counts = count_texts(generator_of("keyed"), options, CONTROL)
     assert excess(counts, joint_law(Options(**options))) > 1
+
+
+def count_own(sampler: Sampler, samples: int) -> NDArray[np.int64]:
+    """Count the texts of a sampler that draws by itself."""
+    options = {"sampler": sampler}
+    mx.random.seed(17)
+    return count_texts(generator_of("keyed"), options, samples)
+
+
+def hot(log_probs: mx.array) -> mx.array:
+    return mx.random.categorical(log_probs / 1.2)
+
+
+@pytest.mark.parametrize("samples", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)])
+def test_the_law_of_a_sampler_that_draws_by_itself_is_its_own(samples: int) -> None:
+    law = joint_law(Options(temperature=1.2))
+    assert excess(count_own(hot, samples), law) < 1
+
+
+def test_a_biased_sampler_is_found() -> None:
+    counts = count_own(lambda x: mx.random.categorical(x / 0.8), CONTROL)
+    assert excess(counts, joint_law(Options(temperature=1.2))) > 1
+
+
+@pytest.mark.slow
+def test_rows_that_share_a_samplers_chance_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One draw for all rows of a verify: each is right alone, and not together."""
+
+    def together(sampler: Sampler, processed: mx.array) -> mx.array:
+        noise = mx.random.gumbel((1, VOCAB))
+        return mx.argmax(processed / 1.2 + noise, axis=-1).astype(mx.uint32)
+
+    monkeypatch.setattr(choice, "called_on_rows", together)
+    counts = count_own(hot, SHORT)
+    assert excess(counts, joint_law(Options(temperature=1.2))) > 1

@@ -10,6 +10,7 @@ from mlx_lm.generate import generate_step
 from mlx_speculation import Sampling, SpeculativeGenerator
 from mlx_speculation.engine import Drafter, identity
 from mlx_speculation.engine.results import Result
+from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Chooser
 from support.drafters import ScriptedDrafter
 from support.tiny_tokenizer import byte_tokenizer
@@ -121,10 +122,13 @@ def assert_same_text(
     *,
     width: int,
     bitwise: bool,
+    make_lane: identity.MakeLane = Lane,
 ) -> identity.Parting | None:
     """Assert equality; families that are not bitwise may part at a near-tie."""
     assert expected == got or not bitwise, f"not bit for bit: {expected} and {got}"
-    tie = identity.assert_same_text(model, chooser, prompt, expected, got, width=width)
+    tie = identity.assert_same_text(
+        model, chooser, prompt, expected, got, width=width, make_lane=make_lane
+    )
     if tie is not None:
         # More than rounding would explain any text, and so would a fault of a cache.
         assert tie.difference < ROUNDING, f"the widths differ: {tie}"

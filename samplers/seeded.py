@@ -1,0 +1,68 @@
+"""`make_sampler` with mlx-lm's signature, of samplers that keep the text of a seed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_speculation.samplers.filters import apply_filters
+from mlx_speculation.samplers.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class SeededSampler:
+    """A sampler that `mlx_speculation.stream_generate` knows the options of.
+
+    There it is not called: tokens are chosen by its options, with noise that follows
+    from a seed, and drafts share it. Anywhere else, as in mlx-lm, it can be called
+    and draws from mlx's global generator.
+
+    Attributes:
+        sampling: its options.
+    """
+
+    sampling: Sampling
+
+    def __call__(self, log_probs: mx.array) -> mx.array:
+        """Draw one token per row of log-probabilities [rows, vocab], uint32 [rows]."""
+        if self.sampling.greedy:
+            return mx.argmax(log_probs, axis=-1)
+        rows = log_probs.astype(mx.float32)
+        if self.sampling.filters:
+            thrown = None
+            if self.sampling.xtc_probability > 0:
+                thrown = mx.random.uniform(shape=rows.shape[:-1])
+            rows = apply_filters(rows, self.sampling, thrown)
+        return mx.random.categorical(rows * (1 / self.sampling.temperature))
+
+
+def make_sampler(
+    temp: float = 0.0,
+    top_p: float = 0.0,
+    min_p: float = 0.0,
+    min_tokens_to_keep: int = 1,
+    top_k: int = 0,
+    xtc_probability: float = 0.0,
+    xtc_threshold: float = 0.1,
+    xtc_special_tokens: Sequence[int] | None = None,
+) -> SeededSampler:
+    """Make a sampler, as `mlx_lm.sample_utils.make_sampler` does.
+
+    With it `stream_generate` keeps the promise of a seed: the text is the same
+    whatever the draft. `Sampling` tells what the options mean.
+
+    Raises:
+        InvalidRequestError: a value is out of its range.
+    """
+    return SeededSampler(
+        Sampling(
+            temperature=temp,
+            top_p=top_p,
+            min_p=min_p,
+            min_tokens_to_keep=min_tokens_to_keep,
+            top_k=top_k,
+            xtc_probability=xtc_probability,
+            xtc_threshold=xtc_threshold,
+            xtc_special_tokens=xtc_special_tokens or (),
+        )
+    )
