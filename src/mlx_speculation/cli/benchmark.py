@@ -148,7 +148,7 @@ def _plain(arms: Sequence[Arm]) -> Arm:
 def _table(arms: Sequence[Arm], plain: Arm, title: str) -> Table:
     table = Table(title=f"Tokens per second, {title}")
     table.add_column("arm", no_wrap=True)
-    for column in ("median", "min..max", "x plain", "min..max", "accepted"):
+    for column in ("median", "x plain", "min..max", "accepted"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("by position, %")
     for arm in arms:
@@ -156,7 +156,6 @@ def _table(arms: Sequence[Arm], plain: Arm, title: str) -> Table:
         cells = [
             arm.name,
             f"{speeds.median:.1f}",
-            f"{speeds.low:.0f}..{speeds.high:.0f}",
             number(ratio.median),
             f"{ratio.low:.2f}..{ratio.high:.2f}",
         ]

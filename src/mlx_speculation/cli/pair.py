@@ -148,8 +148,8 @@ def _auto(folder: Path, target: "nn.Module", tokenizer: Any) -> Offered:
     taken = _named(choice.draft)
     length = "" if choice.length is None else f", {choice.length} tokens a round"
     if choice.notices:
-        why = " ".join(choice.notices)
-    elif (folder / "speculation.json").exists():
+        return Offered("auto", True, " ".join(choice.notices))
+    if (folder / "speculation.json").exists():
         why = "speculation.json names it"
     else:
         why = "the head in the folder agrees with the target"
