@@ -1,0 +1,41 @@
+"""A drafter of your own: after a token it proposes what followed it the last time.
+
+A wrong proposal costs time and changes nothing. `mlx_speculation.engine.Drafter` has
+the contract.
+"""
+
+from itertools import pairwise
+
+import mlx.core as mx
+
+from mlx_speculation import SpeculativeGenerator, demo_models
+from mlx_speculation.engine import Draft
+from mlx_speculation.engine.drafting import Choose
+from mlx_speculation.engine.sequence import Sequence
+
+
+class Pairs:
+    """Proposes a chain of tokens, each the latest that followed the one before."""
+
+    def begin(self, sequence: Sequence) -> None:
+        self.next: dict[int, int] = {}
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        known = sequence.tokens
+        self.next.update(pairwise(known))
+        chain = [known[-1]]
+        while len(chain) <= limit and chain[-1] in self.next:
+            chain.append(self.next[chain[-1]])
+        return Draft(mx.array(chain[1:], mx.uint32), source="pairs")
+
+    def settle(self, accepted: int) -> None: ...
+
+    def discard(self) -> None: ...
+
+
+generator = SpeculativeGenerator.from_pretrained(
+    demo_models()["dense"], draft=Pairs(), draft_length=4
+)
+result = generator.generate("def area(width, height):", max_tokens=64)
+print(result.text)
+print(result.stats.sources["pairs"])

@@ -1,0 +1,36 @@
+"""A chat that streams its answers, and reads of each turn only what is new.
+
+The caches of a turn go on to the next one, with the names of the tokens in them. The
+bundled models have no chat template and know Python only, so the turns are comments.
+With a model of yours, encode each turn with `tokenizer.apply_chat_template`.
+"""
+
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_speculation import Sampling, SpeculativeGenerator, demo_models
+
+TURNS = ("# Read a file, line by line.\n", "# Count the words in it.\n")
+
+bundled = demo_models()
+generator = SpeculativeGenerator.from_pretrained(
+    bundled["hybrid"], draft=bundled["draft"]
+)
+caches = make_prompt_cache(generator.model)
+held: list[int] = []
+
+for number, turn in enumerate(TURNS):
+    print(f"\n> {turn}", end="")
+    stream = generator.stream(
+        turn,
+        max_tokens=32,
+        sampling=Sampling(temperature=0.7, seed=number),
+        stop="\n\n",
+        prompt_cache=caches,
+        cached_tokens=held,
+    )
+    with stream:  # Ctrl-C in here leaves caches that fit `cached_tokens`
+        for chunk in stream:
+            print(chunk.text, end="", flush=True)
+    held = stream.result.cached_tokens
+
+print(f"\n\nThe caches hold {len(held)} tokens of {len(TURNS)} turns.")

@@ -1,0 +1,59 @@
+"""Each example runs on the bundled models, and is short."""
+
+import ast
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+import mlx_speculation
+from mlx_speculation.models import parts  # noqa: F401  loads mlx before any example
+
+ROOT = Path(__file__).parents[2]
+# What each of them prints, so that an example that stops early is found.
+SAYS = {
+    "drop_in": r"draft_model=draft: \d+ tokens/s, \d+% accepted\n.*\nclass Queue:",
+    "json_text": r"parsed: \{'name': '.*', 'kind': '\w+', 'lines': \d+\}\n",
+    "own_benchmark": r"0 drafted: .* 1\.00 x plain\n(\d drafted: .*\n){2}",
+    "own_drafter": r"SourceCounts\(drafts=\d+, drafted=\d+, accepted=[1-9]\d*\)",
+    "saved_prompt_cache": r"\d{2,} tokens in \d+ KiB\n",
+    "simplest": r"[1-9]\d* of \d+ drafted tokens were accepted\n",
+    "streaming_chat": r"The caches hold \d{2,} tokens of 2 turns\.\n",
+}
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def test_every_example_is_tried() -> None:
+    assert {example.stem for example in EXAMPLES} == set(SAYS)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs_on_the_bundled_models(
+    example: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runpy.run_path(str(example), run_name="__main__")
+    said = capsys.readouterr()
+    assert re.search(SAYS[example.stem], said.out, flags=re.DOTALL), said.out
+    assert said.err == ""
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_short_and_says_what_it_shows(example: Path) -> None:
+    text = example.read_text("utf-8")
+    assert len(text.splitlines()) < 40
+    assert ast.get_docstring(ast.parse(text))
+
+
+def test_the_readme_lists_the_examples() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert not [e.name for e in EXAMPLES if f"examples/{e.name}" not in readme]
+
+
+def test_examples_use_public_names_alone_but_for_the_drafters_types() -> None:
+    """Names of the front door, of the four folders, and of the demo."""
+    for example in EXAMPLES:
+        for node in ast.walk(ast.parse(example.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module == "mlx_speculation":
+                names = {alias.name for alias in node.names}
+                assert names <= set(mlx_speculation.__all__), example.name
