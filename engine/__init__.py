@@ -7,7 +7,7 @@ door and the scripts imports it.
 from mlx_speculation.engine.assistant import AssistantDraft, AssistantDrafter
 from mlx_speculation.engine.cascade import Cascade
 from mlx_speculation.engine.dflash import DFlashDraft
-from mlx_speculation.engine.drafting import Draft, Drafter
+from mlx_speculation.engine.drafting import Choose, Draft, Drafter
 from mlx_speculation.engine.drop_in import generate, stream_generate
 from mlx_speculation.engine.eagle import EagleDraft
 from mlx_speculation.engine.generator import SpeculativeGenerator
@@ -17,6 +17,7 @@ from mlx_speculation.engine.mtp import MtpDraft, MtpDrafter
 from mlx_speculation.engine.origins import Origin
 from mlx_speculation.engine.responses import SpeculativeResponse
 from mlx_speculation.engine.results import Chunk, Result
+from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import DrafterFault, SourceCounts, Statistics
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.engine.vocabulary import reduced_vocabulary
@@ -25,6 +26,7 @@ __all__ = [
     "AssistantDraft",
     "AssistantDrafter",
     "Cascade",
+    "Choose",
     "Chunk",
     "DFlashDraft",
     "Draft",
@@ -39,6 +41,7 @@ __all__ = [
     "Outcome",
     "Plan",
     "Result",
+    "Sequence",
     "SourceCounts",
     "SpeculativeGenerator",
     "SpeculativeResponse",

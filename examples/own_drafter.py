@@ -1,7 +1,6 @@
 """A drafter of your own: after a token it proposes what followed it the last time.
 
-A wrong proposal costs time and changes nothing. `mlx_speculation.engine.Drafter` has
-the contract.
+A wrong proposal costs time and changes nothing. The contract is `engine.Drafter`'s.
 """
 
 from itertools import pairwise
@@ -9,9 +8,7 @@ from itertools import pairwise
 import mlx.core as mx
 
 from mlx_speculation import SpeculativeGenerator, demo_models
-from mlx_speculation.engine import Draft
-from mlx_speculation.engine.drafting import Choose
-from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine import Choose, Draft, Sequence
 
 
 class Pairs:
