@@ -5,10 +5,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
+import mlx_lm
 import pytest
 
 from mlx_speculation import Sampling, SpeculativeGenerator, demo_models
+from mlx_speculation.cli.showing import PromptBar
 from mlx_speculation.engine import Chunk, Stream
 from support.commands import Commands
 from support.demo_folders import copy_of
@@ -114,6 +118,40 @@ def test_a_schema_is_followed(commands: Commands, tmp_path: Path) -> None:
     found = commands.object(*options)
     assert found["finish_reason"] == "stop"
     assert set(json.loads(found["text"])) <= {"a", "b"}
+
+
+def test_caches_of_few_bits_and_of_a_limited_size(commands: Commands) -> None:
+    options = [*PAIR, "-p", PROMPT * 4, "-m", "12", "--prefill-step-size", "7"]
+    model, tokenizer = mlx_lm.load(DRAFT)[:2]
+    model.set_dtype(mx.float32)
+    model = mlx_lm.utils.dequantize_model(model)
+    settings: list[dict[str, Any]] = [
+        {},
+        {"max_kv_size": 16},
+        {"kv_bits": 8, "quantized_kv_start": 0, "kv_group_size": 32},
+    ]
+    for given in settings:
+        theirs = mlx_lm.generate(
+            model, tokenizer, PROMPT * 4, max_tokens=12, prefill_step_size=7, **given
+        )
+        asked = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+        assert commands.object(*options, *asked)["text"] == theirs
+
+
+def test_the_bar_hears_of_all_the_prompt(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int]] = []
+    show = PromptBar.show
+
+    def noted(self: PromptBar, report: Any) -> None:
+        show(self, lambda done, total: told.append((done, total)))
+
+    monkeypatch.setattr(PromptBar, "show", noted)
+    options = [*PAIR, "-p", PROMPT * 4, "-m", "2", "--prefill-step-size", "7"]
+    count = commands.object(*options)["prompt_tokens"]
+    assert told[0] == (7, count - 1)
+    assert told[-1] == (count - 1, count - 1)
 
 
 def test_a_page_is_written_and_named(commands: Commands, tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ NUMBERS = [
     ("--repetition-context-size", "-1", "repetition_context_size is -1"),
     ("--presence-penalty", "nan", "presence_penalty is nan"),
     ("--frequency-penalty", "inf", "frequency_penalty is inf"),
+    ("--max-kv-size", "2", "max_kv_size is 2, and a whole number above 4"),
+    ("--kv-bits=7 --quantized-kv-start", "0", "kv_bits is 7 and kv_group_size 64"),
     ("--seed", "-1", "seed is -1, and a whole number of at least 0"),
     ("--seed", str(2**64), f"the largest is {2**64 - 1}"),
     ("--draft-confidence", "2", "draft_confidence is 2.0"),
@@ -63,7 +65,7 @@ NUMBERS = [
 def test_a_bad_value_is_named(
     commands: Commands, option: str, value: str, said: str
 ) -> None:
-    assert said in commands.refused(*HI, option, value)
+    assert said in commands.refused(*HI, *option.split(), value)
 
 
 USAGE = [
@@ -247,7 +249,8 @@ VALUES = st.one_of(
 NUMBERS_ASKED = """temperature top-p min-p min-tokens-to-keep top-k xtc-probability
     xtc-threshold repetition-penalty repetition-context-size presence-penalty
     presence-context-size frequency-penalty frequency-context-size seed draft-length
-    draft-confidence quantize-draft"""
+    draft-confidence quantize-draft max-kv-size kv-bits kv-group-size
+    quantized-kv-start prefill-step-size"""
 TEXTS_ASKED = """stop extra-eos-token draft adapter-path system-prompt html prompt
     chat-template-config prefill-response json-schema"""
 OPTIONS = st.sampled_from(

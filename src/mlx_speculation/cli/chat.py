@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_speculation.cli.conversation import Conversation
-from mlx_speculation.cli.generate import show
 from mlx_speculation.cli.opening import as_object, begin, open_pair
 from mlx_speculation.cli.options import EndOptions, Json, PairOptions, SamplingOptions
 from mlx_speculation.cli.running import INTERRUPTED, note
 from mlx_speculation.cli.screen import Screen
+from mlx_speculation.cli.showing import PromptBar, show
 from mlx_speculation.cli.sources import check_text, decoded
 from mlx_speculation.cli.tables import number, percent
 from mlx_speculation.cli.templates import TemplateOptions
@@ -133,9 +133,13 @@ class _Talk:
     def _turn(self, message: str) -> None:
         check_text("The message", message)
         ids = self._conversation.ask(message)
-        stream = self._generator.stream(ids, **self._options)
+        from mlx_speculation.engine.handling import Handling
+
+        bar = PromptBar(len(ids) - 1)
+        handling = Handling(heard=bar.heard)
+        stream = self._generator.stream(ids, handling=handling, **self._options)
         chunks: list[Chunk] = []
-        interrupted = show(stream, self._screen, chunks, colour=self._colour)
+        interrupted = show(stream, self._screen, chunks, bar, colour=self._colour)
         self._screen.text("\n")
         result = stream.result
         self._conversation.answer(result.text, result.tokens)

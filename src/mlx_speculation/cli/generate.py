@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
+from mlx_speculation.cli.kv_options import KvOptions
 from mlx_speculation.cli.opening import as_object, begin, open_pair
 from mlx_speculation.cli.options import (
     TEMPLATE,
@@ -18,19 +17,19 @@ from mlx_speculation.cli.options import (
 )
 from mlx_speculation.cli.running import INTERRUPTED
 from mlx_speculation.cli.screen import Screen
+from mlx_speculation.cli.showing import PromptBar, show, summary
 from mlx_speculation.cli.sources import (
     check_output,
     read_json_file,
     read_prompt,
     write_output,
 )
-from mlx_speculation.cli.tables import number, percent
 from mlx_speculation.cli.templates import TemplateOptions, encode
 from mlx_speculation.environment import versions
 
 if TYPE_CHECKING:
     from mlx_speculation import Constraint, SpeculativeGenerator
-    from mlx_speculation.engine import Chunk, Result, Stream
+    from mlx_speculation.engine import Chunk, Result
 
 ALTERNATIVES = 5
 Prompt = Annotated[
@@ -76,6 +75,7 @@ def generate(
     sampling: SamplingOptions,
     end: EndOptions,
     output: OutputOptions,
+    kv: KvOptions,
     prompt: Prompt = None,
     prefill_response: Annotated[
         str | None,
@@ -93,6 +93,7 @@ def generate(
     generator = open_pair(pair, screen)
     text, rendered = _prompt_text(generator, template, said, prefill_response)
     tokens = encode(generator.tokenizer, text, rendered=rendered)
+    bar = PromptBar(len(tokens) - 1)
     stream = generator.stream(
         tokens,
         max_tokens=end.max_tokens,
@@ -101,9 +102,10 @@ def generate(
         stop_tokens=end.stop_tokens(generator.tokenizer),
         logprobs=ALTERNATIVES if output.html is not None else None,
         constraint=_constraint(schema, generator),
+        **kv.for_stream(generator, len(tokens) + end.max_tokens, bar.heard),
     )
     chunks: list[Chunk] = []
-    interrupted = show(stream, screen, chunks, colour=output.colour)
+    interrupted = show(stream, screen, chunks, bar, colour=output.colour)
     screen.text("\n")
     result = stream.result
     ended = "interrupted" if interrupted else result.finish_reason
@@ -130,56 +132,6 @@ def generate(
     )
     if interrupted:
         raise typer.Exit(INTERRUPTED)
-
-
-def show(
-    stream: "Stream", screen: Screen, chunks: list["Chunk"], *, colour: bool = False
-) -> bool:
-    """Print a stream's text as it comes; return whether Ctrl-C has ended it.
-
-    Args:
-        stream: ends when this returns, with its caches at what they name.
-        screen: where to.
-        chunks: gets every chunk.
-        colour: show accepted tokens in green.
-    """
-    with stream:
-        try:
-            for chunk in stream:
-                chunks.append(chunk)
-                green = colour and chunk.origin.writer == "accepted"
-                text = chunk.text
-                shown = typer.style(text, fg="green") if green and text else text
-                screen.text(shown)
-        except KeyboardInterrupt:
-            return True
-    return False
-
-
-def summary(result: "Result", ended: str) -> Table:
-    """Return what a generation counted, as a table."""
-    stats = result.stats
-    table = Table("statistic", "value", title="Statistics")
-    table.add_row("tokens", str(len(result.tokens)))
-    table.add_row("finish reason", ended)
-    table.add_row("tokens per second", number(stats.tokens_per_second))
-    for name in ("rounds", "drafts", "drafted", "accepted"):
-        table.add_row(name, str(getattr(stats, name)))
-    table.add_row("acceptance rate", percent(stats.acceptance_rate))
-    table.add_row("mean accepted length", number(stats.mean_accepted_length))
-    table.add_row(
-        "accepted per position", " ".join(map(percent, stats.accepted_per_position))
-    )
-    if stats.reused:
-        table.add_row("tokens not read again", str(stats.reused))
-    for part in ("draft", "verify", "sampler", "host"):
-        seconds = getattr(stats, f"{part}_seconds")
-        table.add_row(f"{part} seconds", f"{seconds:.3f}")
-    for held, size in asdict(result.memory).items():
-        table.add_row(f"{held.replace('_', ' ')}, MB", number(size / 1e6))
-    for fault in stats.drafter_faults:
-        table.add_row(f"{fault.drafter} set aside", escape(fault.reason))
-    return table
 
 
 def _prompt_text(
