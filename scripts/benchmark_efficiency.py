@@ -1,0 +1,254 @@
+"""How near rounds come to the forwards in them.
+
+The ideal round takes the time of its drafting chain and of one forward of the target
+over the draft and the token before it, each as fast as in a long run of dependent,
+pipelined forwards of that width (steady_forwards.py), and nothing else: no sampler, no
+commit, no roll-back, no host. So with the acceptance that was observed
+
+    ideal tokens/s = tokens a round / (k * draft step + forward of k + 1 rows)
+    efficiency     = achieved tokens/s / ideal tokens/s
+
+A lookup drafts in no time here, and rounds in which it finds nothing are plain steps.
+Rounds and forwards are measured by turns, some of each in every repeat.
+
+With --contexts the caches hold so many tokens of repeated text first, and what stands
+beside the forwards in a round is reported at each: the sampler, and the host's own work
+with commit and roll-back. Drafting is not in it, but for what the host does around it.
+
+The last line on standard output is one JSON object.
+
+    python scripts/benchmark_efficiency.py
+    python scripts/benchmark_efficiency.py --target dense --length 4 --repeats 21
+    python scripts/benchmark_efficiency.py --contexts 512 --contexts 2048 \
+        --contexts 8192 --contexts 16384 --length 4
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mlx_speculation.blas import BlasName, use_blas
+from mlx_speculation.demo import demo_models, demo_prompts
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from steady_forwards import Step
+
+    from mlx_speculation.engine import Stream
+
+ENOUGH = 1 << 20  # tokens; no stream here comes to its end
+DEMANDED = 0.93  # of the ideal
+LARGEST_CHANGE = 1.10  # of what stands beside the forwards, from the first context on
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@dataclass(slots=True)
+class Case:
+    """One target, drafter, draft length and context, and what was measured.
+
+    Attributes:
+        ratios: the efficiency of each repeat.
+        tokens: per second, of each repeat.
+        beside: seconds a round beside the forwards, of each repeat.
+        forwards: seconds of the forward of the round, of each repeat.
+        plain: those of a forward over one token, of each repeat.
+    """
+
+    target: str
+    drafter: str
+    length: int
+    context: int
+    stream: "Stream"
+    verify: "Step"
+    draft: "Step | None"
+    ratios: list[float]
+    tokens: list[float]
+    beside: list[float]
+    forwards: list[float]
+    plain: list[float]
+
+    def repeat(self, rounds: int, count: int) -> None:
+        """Run some rounds, then as many forwards as give their ideal time."""
+        import mlx.core as mx
+        from steady_forwards import steady_seconds
+
+        stats = self.stream.stats
+        before = replace(stats)
+        started = time.perf_counter()
+        while stats.rounds < before.rounds + rounds:
+            next(self.stream)
+        mx.synchronize()  # a step on its way was so at the start too
+        seconds = time.perf_counter() - started
+        rounds = stats.rounds - before.rounds
+        beside = stats.sampler_seconds - before.sampler_seconds
+        beside += stats.host_seconds - before.host_seconds
+        self.beside.append(beside / rounds)
+        plain = steady_seconds(self.verify, 1, count)
+        wide, step = plain, 0.0
+        if self.length:
+            wide = steady_seconds(self.verify, self.length + 1, count)
+        if self.draft is not None:
+            step = steady_seconds(self.draft, 1, count * max(1, self.length))
+        drafts, drafted = stats.drafts - before.drafts, stats.drafted - before.drafted
+        ideal = (rounds - drafts) * plain + drafts * wide + drafted * step
+        self.ratios.append(ideal / seconds)
+        self.tokens.append((stats.emitted - before.emitted) / seconds)
+        self.forwards.append(wide)
+        self.plain.append(plain)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the values of the JSON object."""
+        low, middle, high = quartiles(self.ratios)
+        return {
+            "target": self.target,
+            "drafter": self.drafter,
+            "length": self.length,
+            "context": self.context,
+            "tokens_per_second": median(self.tokens),
+            "efficiency": middle,
+            "quartiles": [low, high],
+            "repeats": len(self.ratios),
+            "beside_ms": 1e3 * median(self.beside),
+            "beside_quartiles_ms": [
+                1e3 * quartiles(self.beside)[0],
+                1e3 * quartiles(self.beside)[2],
+            ],
+            "forward_over_plain": median(self.forwards) / median(self.plain),
+            "plain_ms": 1e3 * median(self.plain),
+        }
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """Return the lower quartile, the median and the upper quartile."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return ordered[last // 4], median(ordered), ordered[last - last // 4]
+
+
+def make_cases(
+    target: str, drafters: list[str], lengths: list[int], context: int
+) -> Iterator[Case]:
+    """Make the cases of one target; its forwards run on a copy that has no hooks."""
+    from steady_forwards import Step, filled, head_step_of, step_of
+
+    from mlx_speculation import SpeculativeGenerator, load
+    from mlx_speculation.engine import MtpDraft
+
+    folders = demo_models()
+    model, tokenizer = load(folders[target])
+    bare, _ = load(folders[target])
+    small, _ = load(folders["draft"])
+    text = "\n\n".join(p.text for p in demo_prompts() if p.group == "code")
+    prompt = [int(token) for token in tokenizer.encode(text)]
+    prompt = (prompt * (1 + context // len(prompt)))[:context]
+    verify = step_of(bare, filled(bare, prompt))
+    chosen: dict[str, tuple[Any, Step | None]] = {"plain": (None, None)}
+    if "model" in drafters:
+        bare_small, _ = load(folders["draft"])
+        chosen["model"] = small, step_of(bare_small, filled(bare_small, prompt))
+    if "mtp" in drafters and target == "hybrid":
+        head = MtpDraft.from_folder(folders[target], model)
+        other = MtpDraft.from_folder(folders[target], bare)
+        chosen["mtp"] = head, head_step_of(other.mtp, bare, context)
+    if "lookup" in drafters:
+        chosen["lookup"] = "lookup", None
+    for name, (draft, step) in chosen.items():
+        generator = SpeculativeGenerator(model, tokenizer, draft=draft)
+        for length in lengths if draft is not None else [0]:
+            stream = generator.stream(
+                prompt, max_tokens=ENOUGH, stop_tokens=(), draft_length=length
+            )
+            next(stream)  # the prompt
+            measured: list[list[float]] = [[], [], [], [], []]
+            yield Case(target, name, length, context, stream, verify, step, *measured)
+
+
+def table_of(cases: list[Case]) -> "Table":
+    """Make the table of all cases."""
+    from rich.table import Table
+
+    table = Table(title="Achieved over ideal tokens/s", title_justify="left")
+    for name in ("target", "drafter"):
+        table.add_column(name)
+    names = ("k", "context", "tokens/s", "efficiency", "quartiles", "beside, ms")
+    for name in (*names, "quartiles", "forward/plain"):
+        table.add_column(name, justify="right")
+    for case in cases:
+        row = case.as_json()
+        table.add_row(
+            case.target,
+            case.drafter,
+            str(case.length),
+            str(case.context),
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['efficiency']:.3f}",
+            "{:.3f}..{:.3f}".format(*row["quartiles"]),
+            f"{row['beside_ms']:.2f}",
+            "{:.2f}..{:.2f}".format(*row["beside_quartiles_ms"]),
+            f"{row['forward_over_plain']:.2f}",
+        )
+    return table
+
+
+@app.command()
+def main(
+    target: Annotated[
+        list[str] | None, typer.Option(help="By default dense and hybrid.")
+    ] = None,
+    drafter: Annotated[
+        list[str] | None, typer.Option(help="model, mtp, lookup; by default the first.")
+    ] = None,
+    length: Annotated[
+        list[int] | None, typer.Option(min=1, help="By default 1, 2, 4 and 8.")
+    ] = None,
+    contexts: Annotated[
+        list[int] | None, typer.Option(min=16, help="By default 256 alone.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=3)] = 9,
+    rounds: Annotated[int, typer.Option(min=1, help="In each repeat.")] = 10,
+    forwards: Annotated[int, typer.Option(min=2, help="In each repeat.")] = 12,
+    blas: BlasName = "auto",
+) -> None:
+    """Compare rounds with the forwards in them."""
+    chosen = use_blas(blas)
+    from rich.console import Console
+
+    from mlx_speculation.environment import machine, versions
+
+    cases: list[Case] = []
+    for name in target or ["dense", "hybrid"]:
+        for context in contexts or [256]:
+            cases += make_cases(
+                name, drafter or ["model"], length or [1, 2, 4, 8], context
+            )
+    started = time.perf_counter()
+    for number in range(repeats + 1):
+        if number == 1:  # the first was to warm up
+            for case in cases:
+                for measured in (case.ratios, case.tokens, case.forwards, case.plain):
+                    measured.clear()
+                case.beside.clear()
+        for case in cases[number % len(cases) :] + cases[: number % len(cases)]:
+            case.repeat(rounds, forwards)
+    Console(highlight=False, width=120).print(table_of(cases))
+    print(
+        json.dumps(
+            {
+                "machine": machine(),
+                "versions": versions(),
+                "blas": asdict(chosen),
+                "seconds": time.perf_counter() - started,
+                "results": [case.as_json() for case in cases],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    app()

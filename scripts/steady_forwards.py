@@ -1,0 +1,85 @@
+"""Steady-state times of forwards: dependent, pipelined, with nothing around them.
+
+Each forward is fed the choice of the one before, and is handed over before that one's
+result is read, as in a long run of plain steps. The caches are put back to where they
+were after each, so that the context stays as long as it is; what has no rows, such as a
+recurrent state, goes on. So the time of a forward of w rows is that of a verify of w
+rows with no sampler, no commit, no roll-back and no host that keeps the device waiting.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_speculation.caches import leaves, states, with_slack
+from mlx_speculation.models import HiddenStates, Mtp
+
+PREFILL = 2048
+WARM_UP = 2  # forwards that are not counted
+
+# A forward that is fed tokens [1, w] and gives the next ones, [1, w].
+Step = Callable[[mx.array], mx.array]
+
+
+def filled(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
+    """Return caches of a model, as a generator makes them, that hold some tokens."""
+    caches: list[Any] = with_slack(make_prompt_cache(model))
+    for start in range(0, len(tokens), PREFILL):
+        model(mx.array([list(tokens[start : start + PREFILL])]), cache=caches)
+        mx.eval(states(caches))
+    return caches
+
+
+def step_of(model: nn.Module, caches: list[Any]) -> Step:
+    """Return a forward of a model over the caches, which stay as long as they are."""
+    rows = [leaf for _, leaf in leaves(caches) if hasattr(leaf, "trim")]
+
+    def step(tokens: mx.array) -> mx.array:
+        logits: mx.array = model(tokens, cache=caches)
+        for leaf in rows:
+            leaf.trim(tokens.shape[1])
+        return mx.broadcast_to(mx.argmax(logits[:, -1:], axis=-1), tokens.shape)
+
+    return step
+
+
+def head_step_of(mtp: Mtp, model: nn.Module, context: int) -> Step:
+    """Return a step of an MTP head with one layer, over so many slots."""
+    caches = with_slack(mtp.head.new_caches()[0])
+    hidden = HiddenStates(model, after_norm=True).embed(
+        mx.zeros((1, max(1, context)), mx.int32)
+    )
+    mtp.history(hidden, mx.zeros(hidden.shape[:2], mx.int32), caches)
+    mx.eval(states(caches))
+    state = hidden[:, -1:]
+
+    def step(tokens: mx.array) -> mx.array:
+        nonlocal state
+        out = mtp.step(state, tokens, caches)
+        state = out.recycled
+        for leaf in caches:
+            leaf.trim(1)
+        return mx.argmax(out.logits, axis=-1)
+
+    return step
+
+
+def steady_seconds(step: Step, width: int, count: int) -> float:
+    """Return the time of one of `count` forwards over `width` tokens."""
+    tokens = mx.full((1, width), 5, mx.uint32)
+    mx.synchronize()
+    started = 0.0
+    for index in range(count + WARM_UP):
+        following = step(tokens)
+        mx.async_eval(following)
+        mx.eval(tokens)
+        tokens = following
+        if index + 1 == WARM_UP:
+            started = time.perf_counter()
+    mx.eval(tokens)
+    # The warm-up's last forward was on its way when the clock was started.
+    return (time.perf_counter() - started) / (count + 1)
