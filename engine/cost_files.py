@@ -10,7 +10,7 @@ import math
 import os
 import platform
 import warnings
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from importlib.metadata import version
 from operator import itemgetter
 from pathlib import Path
@@ -22,11 +22,13 @@ from mlx.utils import tree_flatten
 
 from mlx_speculation.blas import blas_in_use
 from mlx_speculation.engine.acceptance_rates import AcceptanceRates
+from mlx_speculation.engine.round_clock import RoundSeconds
 from mlx_speculation.engine.round_costs import RoundCosts
+from mlx_speculation.engine.round_parts import PartsTable
 from mlx_speculation.errors import CostFileWarning
 from mlx_speculation.models import cache_folder, write_json
 
-_VERSION = 1
+_VERSION = 2
 # A saved rate is a first guess, and counts for so many rounds.
 SAVED_WEIGHT = 8.0
 
@@ -59,6 +61,7 @@ class Known:
     Attributes:
         costs: seconds, by context and draft length.
         rates: which drafted tokens were accepted lately.
+        parts: where the time of calibrated rounds went.
         path: the file; None keeps nothing.
         key: what the file is for.
     """
@@ -68,6 +71,7 @@ class Known:
     path: Path | None = None
     key: dict[str, Any] | None = None
     _saved: str = ""
+    parts: PartsTable = field(default_factory=dict)
 
     @classmethod
     def empty(cls) -> "Known":
@@ -86,7 +90,7 @@ class Known:
         if not path.exists():
             return cls(RoundCosts(), AcceptanceRates(), path, key)
         try:
-            costs, rates = _checked(json.loads(path.read_text("utf-8")), key)
+            costs, rates, parts = _checked(json.loads(path.read_text("utf-8")), key)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             warnings.warn(
                 f"{path} cannot be used ({error}). What rounds cost is measured again.",
@@ -95,6 +99,7 @@ class Known:
             )
             return cls(RoundCosts(), AcceptanceRates(), path, key)
         known = cls(RoundCosts(costs), AcceptanceRates(rates, SAVED_WEIGHT), path, key)
+        known.parts = parts
         known._saved = known._names()
         return known
 
@@ -108,6 +113,10 @@ class Known:
             "key": self.key,
             "seconds": self.costs.table(),
             "rates": [round(rate, 4) for rate in rates],
+            "parts": {
+                bucket: {length: astuple(one) for length, one in own.items()}
+                for bucket, own in self.parts.items()
+            },
         }
         try:
             write_json(self.path, content)
@@ -132,8 +141,10 @@ class Known:
         return repr([(b, sorted(costs)) for b, costs in self.costs.table().items()])
 
 
-def _checked(content: Any, key: Any) -> tuple[dict[int, dict[int, float]], list[float]]:
-    """Return costs and rates from a file, every field checked."""
+def _checked(
+    content: Any, key: Any
+) -> tuple[dict[int, dict[int, float]], list[float], PartsTable]:
+    """Return costs, rates and parts from a file, every field checked."""
     if content["version"] != _VERSION or content["key"] != key:
         raise ValueError("it is of another version, machine or model")
     costs = {
@@ -149,4 +160,12 @@ def _checked(content: Any, key: Any) -> tuple[dict[int, dict[int, float]], list[
     rates = [float(rate) for rate in content["rates"]]
     if not all(0 <= rate <= 1 for rate in rates):
         raise ValueError(f"the rates are {rates}")
-    return costs, rates
+    parts: PartsTable = {}
+    for bucket, own in content["parts"].items():
+        for length, given in own.items():
+            draft, verify, sampler, host = map(float, given)  # four, or an error
+            one = RoundSeconds(draft, verify, sampler, host)
+            if not all(0 <= part < math.inf for part in astuple(one)):
+                raise ValueError(f"the parts of length {length} are {given}")
+            parts.setdefault(int(bucket), {})[int(length)] = one
+    return costs, rates, parts

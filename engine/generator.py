@@ -49,6 +49,7 @@ from mlx_speculation.engine.memory import held_memory
 from mlx_speculation.engine.prefixes import Prefixes
 from mlx_speculation.engine.prompts import Prompts
 from mlx_speculation.engine.results import Result
+from mlx_speculation.engine.round_parts import PartsTable
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import Statistics
 from mlx_speculation.engine.stream import Stream
@@ -298,6 +299,15 @@ class SpeculativeGenerator:
         """
         return self._prompts.encode(prompt)
 
+    @property
+    def round_parts(self) -> PartsTable:
+        """Where the time of the rounds of `calibrate` went, medians of each part.
+
+        By context bucket and draft length, see `engine.round_clock`; empty without a
+        calibration on this machine. They are for people: costs of whole rounds decide.
+        """
+        return self._lengths.parts
+
     def calibrate(
         self,
         contexts: SequenceOf[int] = (64,),
@@ -306,8 +316,12 @@ class SpeculativeGenerator:
     ) -> CostTable:
         """Measure what rounds cost here, by draft length, and keep it in a file.
 
-        It takes some 60 rounds for each context. Without it the first stream measures
-        what it needs in its own rounds, at the price of some speed.
+        It measures whole rounds: plain steps, and drafting, the head's refresh and the
+        verify together for each length up to 8 and every fourth beyond; `round_parts`
+        has the parts. It takes 54 rounds for each context with lengths up to 8, and 66
+        up to a lookup's 16; more, and 300 at most, where the draft is shorter than it
+        was asked for. Without it the first stream measures what it needs in its own
+        rounds, at the price of some speed.
 
         Args:
             contexts: numbers of tokens in the caches to measure at. Costs between 512,

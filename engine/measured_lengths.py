@@ -17,6 +17,7 @@ from mlx_speculation.engine.drafts import longest_length, members
 from mlx_speculation.engine.lengths import FixedLengths, Lengths
 from mlx_speculation.engine.lookup import LookupDrafter
 from mlx_speculation.engine.round_costs import RoundCosts
+from mlx_speculation.engine.round_parts import NotingParts, PartsTable
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.errors import InvalidRequestError
@@ -103,6 +104,11 @@ class MeasuredLengths:
             known.costs, known.rates, self._longest, at_end=known.save_if_new
         )
 
+    @property
+    def parts(self) -> PartsTable:
+        """Where the time of calibrated rounds went."""
+        return self._read().parts
+
     def calibrate(
         self,
         start: Start,
@@ -122,27 +128,29 @@ class MeasuredLengths:
                 "1 is needed."
             )
         known = self._read()
-        fresh = RoundCosts(samples=CALIBRATION_SAMPLES)
         for number, context in enumerate(sorted(contexts)):
 
             def report(done: int, total: int, before: int = number) -> None:
                 if progress is not None:
                     progress(before * total + done, len(contexts) * total)
 
-            self._measure(start, context, fresh, report)
-        known.costs.take(fresh)
+            # Costs of its own: a new bucket would begin with what the last one knows.
+            fresh = RoundCosts(samples=CALIBRATION_SAMPLES)
+            known.parts |= self._measure(start, context, fresh, report)
+            known.costs.take(fresh)
         known.save()
         return known.costs.table()
 
     def _measure(
         self, start: Start, context: int, fresh: RoundCosts, report: Progress
-    ) -> None:
-        """Run rounds until every length was measured."""
+    ) -> PartsTable:
+        """Run rounds until every length was measured; return their parts."""
         policy = AdaptiveLengths(fresh, AcceptanceRates(), self._longest, thorough=True)
         # What the tokens are does not matter.
         prompt = [1 + index % 7 for index in range(context)]
         rounds = 0
-        with start(prompt, policy) as stream:
+        noting = NotingParts(policy)
+        with start(prompt, noting) as stream:
             for _ in stream:
                 done = stream.stats.rounds
                 if done > rounds and policy.measured(context):
@@ -151,6 +159,7 @@ class MeasuredLengths:
                 report(*policy.progress(context))
                 if rounds > MOST_ROUNDS:
                     break
+        return noting.table()
 
     def _read(self) -> Known:
         if self._known is None:

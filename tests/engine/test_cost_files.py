@@ -7,10 +7,12 @@ import pytest
 
 from mlx_speculation import CostFileWarning
 from mlx_speculation.engine.cost_files import Known
+from mlx_speculation.engine.round_clock import RoundSeconds
 from mlx_speculation.models import cache_folder
 
 KEY = {"target": "a", "draft": ["b"]}
 COSTS = {0: 0.5, 4: 1.0}
+PARTS = {0: {4: RoundSeconds(draft=0.25, verify=0.5, sampler=0.125, host=0.125)}}
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +26,7 @@ def saved() -> Known:
         for _ in range(3):
             known.costs.note(10, length, seconds)
     known.rates.note(drafted=2, accepted=1)
+    known.parts = PARTS
     known.save_if_new()
     return known
 
@@ -32,6 +35,7 @@ def test_it_is_read_as_it_was_written() -> None:
     known = saved()
     again = Known.read(KEY)
     assert again.costs.table() == {0: pytest.approx(COSTS)}
+    assert again.parts == PARTS
     assert again.rates.rates(2) == pytest.approx(known.rates.rates(2), abs=0.1)
 
 
@@ -60,7 +64,7 @@ def test_a_draft_without_a_name_keeps_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"version": 2},
+        {"version": 1},
         {"key": {}},
         {"seconds": {"0": {"4": 1.0}}},
         {"seconds": {"0": {"0": -1.0}}},
@@ -69,6 +73,9 @@ def test_a_draft_without_a_name_keeps_nothing(tmp_path: Path) -> None:
         {"seconds": None},
         {"rates": [1.5]},
         {"rates": None},
+        {"parts": None},
+        {"parts": {"0": {"4": [1.0, 2.0]}}},
+        {"parts": {"0": {"4": [1.0, 2.0, -0.1, 0.0]}}},
     ],
 )
 def test_a_broken_file_is_said_and_measured_again(change: dict[str, object]) -> None:

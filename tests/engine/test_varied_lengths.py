@@ -5,6 +5,7 @@ does. Hypothesis draws the plans, so every order of the two is met.
 """
 
 from functools import cache
+from typing import Any
 
 import mlx.nn as nn
 import pytest
@@ -222,3 +223,42 @@ def test_a_head_of_the_users_own_kind_needs_no_name() -> None:
     model, text = known("llama", False)
     generator = SpeculativeGenerator(model, byte_tokenizer(), draft=Own(model))
     assert generator.generate(PROMPT, max_tokens=TOKENS).tokens == text
+
+
+def test_each_context_is_measured_and_counted() -> None:
+    """The second one was not, once: its costs began as a copy of the first one's."""
+    prompts: list[int] = []
+    small = build("llama", seed=7)
+
+    class Counting(SpeculativeGenerator):
+        """Notes the streams that it starts."""
+
+        def stream(self, prompt: Any, **options: Any) -> Any:
+            made = super().stream(prompt, **options)
+            prompts.append(len(prompt))
+            streams.append(made)
+            return made
+
+    streams: list[Any] = []
+    generator = Counting(build("llama"), byte_tokenizer(), draft=small)
+    table = generator.calibrate(contexts=[8, 600])
+    assert prompts == [8, 600]
+    assert [stream.stats.rounds for stream in streams] == [54, 54]
+    assert table[0] != table[1]
+
+
+def test_a_calibration_says_where_the_time_of_rounds_goes() -> None:
+    model, small = build("llama"), build("llama", seed=7)
+    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=small)
+    table = generator.calibrate(contexts=[8])
+    parts = generator.round_parts
+    assert parts.keys() == table.keys()
+    assert parts[0].keys() == table[0].keys()
+    for length, one in parts[0].items():
+        assert one.verify > 0
+        assert one.host > 0
+        assert (one.draft > 0) == (length > 0)
+        assert 0.3 * table[0][length] < one.total < 3 * table[0][length]
+    assert parts[0][8].draft > parts[0][1].draft
+    again = SpeculativeGenerator(model, byte_tokenizer(), draft=small)
+    assert again.round_parts == parts

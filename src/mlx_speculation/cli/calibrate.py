@@ -1,6 +1,7 @@
 """`calibrate`: measures what rounds cost."""
 
-from typing import Annotated
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -9,6 +10,9 @@ from mlx_speculation.cli.opening import begin, open_pair
 from mlx_speculation.cli.options import DRAFT, Blas, Json, Model, PairOptions
 from mlx_speculation.cli.screen import Screen
 from mlx_speculation.environment import versions
+
+if TYPE_CHECKING:
+    from mlx_speculation.engine.round_clock import RoundSeconds
 
 
 def calibrate(
@@ -39,19 +43,26 @@ def calibrate(
     generator = open_pair(PairOptions(model=model, draft=draft), screen)
     with screen.progress("measuring lengths") as report:
         costs = generator.calibrate(contexts=context or [64], progress=report)
-    screen.table(_table(costs))
+    parts = generator.round_parts
+    screen.table(_table(costs, parts))
     screen.object(
         command="calibrate",
         model=model,
         draft=draft,
         seconds_by_context={512 * 2**bucket: own for bucket, own in costs.items()},
+        parts_by_context={
+            512 * 2**bucket: {length: asdict(one) for length, one in own.items()}
+            for bucket, own in parts.items()
+        },
         notices=generator.notices,
         blas=chosen,
         versions=versions(),
     )
 
 
-def _table(costs: dict[int, dict[int, float]]) -> Table:
+def _table(
+    costs: dict[int, dict[int, float]], parts: dict[int, dict[int, "RoundSeconds"]]
+) -> Table:
     lengths = sorted({length for table in costs.values() for length in table})
     table = Table(title="Milliseconds of a round by draft length")
     table.add_column("context up to")
@@ -60,4 +71,11 @@ def _table(costs: dict[int, dict[int, float]]) -> Table:
     for bucket, seconds in costs.items():
         cells = [f"{seconds[n] * 1e3:.1f}" if n in seconds else "-" for n in lengths]
         table.add_row(f"{512 * 2**bucket}", *cells)
+        own = parts.get(bucket, {})
+        for part in ("draft", "verify", "sampler", "host") if own else ():
+            shown = [
+                f"{getattr(own[n], part) * 1e3:.1f}" if n in own else "-"
+                for n in lengths
+            ]
+            table.add_row(f"  {part}", *shown, style="dim")
     return table
