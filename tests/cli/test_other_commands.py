@@ -9,6 +9,7 @@ import pytest
 from mlx_speculation import demo_models, models
 from mlx_speculation.cli.advice import Advice, Facts, advice
 from mlx_speculation.demo import DemoPrompt
+from mlx_speculation.engine import Chunk, Stream
 from support.commands import Commands
 from support.demo_folders import copy_of
 from support.wide import WrongInWideForwards
@@ -267,6 +268,26 @@ def test_doctor_fails_where_something_is_wrong(
     done = commands("doctor")
     assert done.exit_code == 1
     assert done.stdout.splitlines()[-1] == "wrong: the roof leaks. To do: mend it."
+
+
+def test_ctrl_c_in_a_calibration_keeps_nothing(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
+    following, left = Stream.__next__, [20]
+
+    def interrupted(self: Stream) -> Chunk:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return following(self)
+
+    monkeypatch.setattr(Stream, "__next__", interrupted)
+    done = commands("calibrate", DRAFT, "--draft", "lookup")
+    assert done.exit_code == 130
+    assert done.stdout == ""
+    assert "nothing is kept" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_calibrate_and_demo_print_one_object(

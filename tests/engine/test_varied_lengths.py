@@ -162,7 +162,13 @@ def test_decisions_that_nobody_asked_for_are_not_kept() -> None:
 def test_calibration_measures_every_length_and_keeps_it() -> None:
     model, small = build("llama"), build("llama")
     generator = SpeculativeGenerator(model, byte_tokenizer(), draft=small)
-    table = generator.calibrate(contexts=[8])
+    told: list[tuple[int, int]] = []
+    table = generator.calibrate(
+        contexts=[8], progress=lambda done, total: told.append((done, total))
+    )
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert len({total for _, total in told}) == 1
+    assert 0.8 < told[-1][0] / told[-1][1] <= 1  # nobody asks after the last round
     assert set(table) == {0}
     assert sorted(table[0]) == list(range(9))
     assert all(seconds > 0 for seconds in table[0].values())

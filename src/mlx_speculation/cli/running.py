@@ -84,7 +84,7 @@ def _ending(leave: Callable[[int], Exception | SystemExit]) -> Iterator[None]:
             fail(str(error))
             raise leave(FAILED) from error
         except KeyboardInterrupt as error:
-            fail("interrupted")
+            typer.secho("interrupted", err=True)
             raise leave(INTERRUPTED) from error
         except BrokenPipeError as error:
             _drop_output()

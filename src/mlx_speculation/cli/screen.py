@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 Report = Callable[[int, int], None]
 
@@ -61,16 +61,17 @@ class Screen:
         bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[count]}"),
             console=self.notes,
             transient=True,
             disable=not self.notes.is_terminal,
         )
         with bar:
-            task = bar.add_task(what, total=None)
+            task = bar.add_task(what, total=None, count="")
 
             def report(done: int, total: int) -> None:
-                bar.update(task, completed=done, total=total)
+                count = f"{done}/{total}"
+                bar.update(task, completed=done, total=total, count=count)
 
             yield report
 
