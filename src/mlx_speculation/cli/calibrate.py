@@ -41,20 +41,14 @@ def calibrate(
     screen = Screen(json=json)
     chosen = begin(blas, screen)
     generator = open_pair(PairOptions(model=model, draft=draft), screen)
-<<<<<<< HEAD
-    with screen.progress("measuring lengths") as report:
-        costs = generator.calibrate(contexts=context or [64], progress=report)
-    parts = generator.round_parts
-    screen.table(_table(costs, parts))
-=======
     try:
         with screen.progress("measuring lengths") as report:
             costs = generator.calibrate(contexts=context or [64], progress=report)
     except KeyboardInterrupt:
         screen.say("Nothing was measured to its end, and nothing is kept.")
         raise
-    screen.table(_table(costs))
->>>>>>> 44286a8 (cli: bars without a question mark; Ctrl-C in a calibration says that nothing is kept)
+    parts = generator.round_parts
+    screen.table(_table(costs, parts))
     screen.object(
         command="calibrate",
         model=model,
