@@ -52,7 +52,9 @@ class Run:
         timed: how many of them arrived while the clock ran.
         seconds: what the clock showed at the last one.
         statistics: rounds, drafted and accepted tokens.
-        failure: what mlx-lm raised, or None.
+        failure: what another program raised, or None.
+        reasons: seconds of rounds by the reason of their draft length, where that is
+            chosen in each round.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -62,6 +64,7 @@ class Run:
     seconds: float = 0.0
     statistics: Statistics = field(default_factory=Statistics)
     failure: str | None = None
+    reasons: dict[str, float] = field(default_factory=dict)
 
     @property
     def speed(self) -> float:
@@ -204,9 +207,14 @@ def ours(generator: SpeculativeGenerator, length: int | None, job: Job) -> Run:
         sampling=job.sampling,
         stop_tokens=(),
         draft_length=length,
+        explain=length is None,
     )
     run.statistics = stream.stats
-    return run.follow((chunk.token, stream.stats.rounds) for chunk in stream)
+    run.follow((chunk.token, stream.stats.rounds) for chunk in stream)
+    for plan, outcome in stream.decisions if length is None else ():
+        spent = run.reasons.get(plan.reason, 0.0)
+        run.reasons[plan.reason] = spent + outcome.seconds
+    return run
 
 
 def _mlx_lm_plain(models: Models, job: Job) -> Run:

@@ -5,7 +5,7 @@ job, one after the other, and the next pass begins with the next arm, so that a 
 moment of the machine meets all arms alike. Every text of every pass is checked.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -139,8 +139,12 @@ class Case:
 
     @property
     def best(self) -> Series:
-        """Our arm with the fixed draft length that is the fastest over plain."""
-        return max(self.of("ours", auto=False), key=self.gain)
+        """Our arm with the fixed draft length that is the fastest over plain.
+
+        Our plain decoding, where no fixed length is an arm.
+        """
+        fixed = self.of("ours", auto=False)
+        return max(fixed or self.series[:1], key=self.gain)
 
     def of(
         self, engine: str, *, draft: str | None = None, auto: bool | None = None
@@ -175,16 +179,36 @@ def run_case(
     Raises:
         AssertionError: a text that must be equal to plain decoding is not.
     """
+    for _ in passes_of(case, models, jobs, repeats, progress, places=places):
+        pass
+
+
+def passes_of(
+    case: Case,
+    models: Models,
+    jobs: Sequence[Job],
+    repeats: int,
+    progress: Callable[[str], None],
+    *,
+    places: int | None = None,
+) -> Iterator[None]:
+    """Yield after the warm-up and after each pass, so that cases can take turns.
+
+    Raises:
+        AssertionError: a text that must be equal to plain decoding is not.
+    """
     checker = Checker(case, models, progress, places)
     progress(f"{case}: warm-up")
     short = replace(jobs[0], tokens=min(jobs[0].tokens, WARM_UP_TOKENS))
     checker.check(short, 0, _run_pass(case.series, short, 0, counted=False))
+    yield
     for number in range(repeats):
         progress(f"{case}: pass {number + 1} of {repeats}")
         prompt, first = number % len(jobs), number % len(case.series)
         order = [*case.series[first:], *case.series[:first]]
         runs = _run_pass(order, jobs[prompt], prompt, counted=True)
         checker.check(jobs[prompt], prompt, runs)
+        yield
 
 
 def _run_pass(
