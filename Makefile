@@ -1,5 +1,6 @@
 # make demo       sets up .venv and runs the bundled models with and without a draft
-# make test       sets up .venv, then ruff, mypy and pytest
+# make test       sets up .venv, then ruff, mypy, the documentation and pytest
+# make docs       builds the documentation into build/site; a warning is an error
 # make test-long  the slow tests too, and more examples for each property
 # make clean      removes .venv and what tools left behind
 #
@@ -19,13 +20,16 @@ comma := ,
 INSTALL_EXTRAS := $(if $(EXTRAS),$(EXTRAS)$(comma)test,test)
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(INSTALL_EXTRAS))
 
-.PHONY: demo test test-long clean system environment
+.PHONY: demo docs test test-long clean system environment
 .DEFAULT_GOAL := test
 
 demo: environment
 	$(BIN)/mlx-speculation demo
 
-test: environment
+docs: environment
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+test: docs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
