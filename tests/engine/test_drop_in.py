@@ -29,6 +29,7 @@ from mlx_speculation import (
     ModelFolderError,
     NonFiniteLogitsError,
     Sampling,
+    SpeculativeGenerator,
     SpeculativeResponse,
     UnsupportedCacheError,
     generate,
@@ -36,6 +37,7 @@ from mlx_speculation import (
     stream_generate,
 )
 from mlx_speculation.caches import KVQuantization
+from mlx_speculation.engine.handling import Handling
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Chooser
 from support.drafters import ScriptedDrafter
@@ -310,9 +312,11 @@ def test_a_failed_step_puts_back_the_caches_that_it_has_replaced(
 
 
 def test_the_draft_models_caches_may_follow_the_targets_in_one_list() -> None:
-    model, text = known("llama")
+    model, text = with_wide_heads("llama")
     small = build("llama", seed=1)
     own = [*make_prompt_cache(model), *make_prompt_cache(small)]
+    start = len(PROMPT) + 12
+    quantizing = Quantizing(model, start, 8)
     told: list[int] = []
     prompt = PROMPT
     for budget in (9, 12, 5):
@@ -327,15 +331,19 @@ def test_the_draft_models_caches_may_follow_the_targets_in_one_list() -> None:
                 prompt_cache=own,
                 kv_bits=8,
                 kv_group_size=32,
-                quantized_kv_start=500,
+                quantized_kv_start=start,
             )
         )
         told += [response.token for response in responses]
         assert {cache.offset for cache in own} == {len(PROMPT) + len(told)}
-        following = text[len(told)]
-        told.append(following)
-        prompt = [following]
-    assert told == text[: len(told)]
+        count = len(model.layers)
+        kinds = {type(cache) for cache in own[:count]}
+        assert kinds == {QuantizedKVCache if len(told) > 12 else KVCache}
+        assert {type(cache) for cache in own[count:]} == {KVCache}
+        told.append(text[len(told)])
+        prompt = told[-1:]
+    quantizing.feed([*PROMPT, *told[:-1]], step=1)
+    assert_same_caches(quantizing.caches, own[:count], bitwise=False, rounding=0.2)
 
 
 def test_progress_is_told_as_mlx_lm_tells_it() -> None:
@@ -396,6 +404,19 @@ def test_log_probabilities_are_as_wide_as_the_targets() -> None:
     ours = next(stream_generate(model, byte_tokenizer(), PROMPT))
     assert ours.logprobs.shape == theirs.logprobs.shape == (300,)
     assert np.isneginf(np.array(ours.logprobs)[256:]).all()
+
+
+def test_a_long_text_does_not_hold_the_log_probabilities_of_all_its_rows() -> None:
+    model, _ = known("llama")
+    generator = SpeculativeGenerator(model, byte_tokenizer(), draft="lookup")
+    handling = Handling(whole_rows=True)
+    stream = generator.stream(PROMPT, max_tokens=9, logprobs=2, handling=handling)
+    rows = [chunk.logprob.row for chunk in stream if chunk.logprob is not None]
+    assert [row.shape for row in rows if row is not None] == [(256,)] * 9
+    kept = stream.result.logprobs
+    assert kept is not None
+    assert [logprob.row for logprob in kept] == [None] * 9
+    assert all(len(logprob.top) == 2 for logprob in kept)
 
 
 def test_generate_returns_the_text_and_prints_what_mlx_lm_prints(
