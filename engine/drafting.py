@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_speculation.engine.masking import Masks
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.samplers import Chosen, Rows, Verifier, normalizers
+from mlx_speculation.samplers import Chosen, Rows, Verifier, peaks
 
 
 class Choose(Protocol):
@@ -119,7 +119,7 @@ class Choices:
         self._verifier = verifier
         self._masks = masks
         self._drew = False
-        self._normalizers: list[mx.array] = []
+        self._seen: list[mx.array] = []  # logits, judged together at the end
         self.raised: BaseException | None = None
 
     def anew(self) -> "Choices":
@@ -135,10 +135,9 @@ class Choices:
             InvalidRequestError: the arguments do not fit together.
         """
         _check_rows(logits, rows, ids)
-        normals = normalizers(logits)
-        self._normalizers.append(normals)
+        self._seen.append(logits)
         if not self._verifier.indifferent:
-            usable = mx.isfinite(normals)[:, None]
+            usable = mx.isfinite(peaks(logits))[:, None]
             logits = mx.where(usable, logits, mx.array(0, logits.dtype))
         try:
             if self._masks is not None:
@@ -183,10 +182,17 @@ class Choices:
         said = draft.tokens.astype(mx.int64)
         tokens = mx.clip(said, 0, chooser.limit - 1)
         unusable = mx.array(0)
-        if self._normalizers:
-            unusable = (~mx.isfinite(mx.concatenate(self._normalizers))).sum()
+        if self._seen:
+            unusable = (~mx.isfinite(_peaks_of(self._seen))).sum()
         doubts = mx.stack([unusable, (tokens != said).sum()])
         return replace(draft, tokens=tokens.astype(mx.uint32), doubts=doubts)
+
+
+def _peaks_of(seen: SequenceOf[mx.array]) -> mx.array:
+    """Return the peaks of all rows: at once, where they are of one width."""
+    if len({logits.shape[1] for logits in seen}) == 1:
+        return peaks(mx.concatenate([*seen]))
+    return mx.concatenate([peaks(logits) for logits in seen])
 
 
 def _check_rows(logits: Any, rows: Any, ids: Any) -> None:

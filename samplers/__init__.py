@@ -3,7 +3,7 @@
 It knows arrays. It does not know models, caches or text.
 """
 
-from mlx_speculation.samplers.acceptance import count_accepted, normalizers
+from mlx_speculation.samplers.acceptance import count_accepted, normalizers, peaks
 from mlx_speculation.samplers.choice import Chooser
 from mlx_speculation.samplers.chosen import Chosen, LogProbs, Verified
 from mlx_speculation.samplers.constrained import Constrained
@@ -59,6 +59,7 @@ __all__ = [
     "descend",
     "make_sampler",
     "normalizers",
+    "peaks",
     "pure",
     "tree_layout",
 ]

@@ -28,7 +28,8 @@ class Verified:
         tokens: uint32 [k + 1]. The first `accepted + 1` are the accepted tokens and
             the correction or bonus; the others mean nothing.
         accepted: int32 []; None where nothing was drafted.
-        normalizers: [k + 1], not finite where no token can be chosen.
+        normalizers: [k + 1], not finite where no token can be chosen; `peaks` in their
+            place where no log-probabilities are asked for.
         log_probs: of `tokens`, and of the most probable ones; None if not asked for.
     """
 

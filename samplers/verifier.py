@@ -19,7 +19,7 @@ from typing import Literal
 import mlx.core as mx
 
 from mlx_speculation.samplers import block, rejection
-from mlx_speculation.samplers.acceptance import count_accepted, normalizers
+from mlx_speculation.samplers.acceptance import count_accepted, normalizers, peaks
 from mlx_speculation.samplers.choice import Chooser
 from mlx_speculation.samplers.chosen import Chosen, LogProbs, Verified
 from mlx_speculation.samplers.laws import Verdict, draw
@@ -188,7 +188,7 @@ class Verifier:
             accepted = None if drafted is None else count_accepted(drafted, tokens)
         else:
             tokens, accepted = self._judge(processed, rows, drafted, draft_probs, start)
-        normals = normalizers(processed)
+        normals = peaks(processed) if top is None else normalizers(processed)
         if self._chooser.sampling.sampler is not None:
             tokens, normals = within(tokens, normals, processed.shape[-1])
         report = None

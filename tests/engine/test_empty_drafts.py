@@ -250,7 +250,7 @@ STEPS = [
     (LaneRound, "forward", 1),
     (Verifier, "verify", 1),
     (verifier, "count_accepted", 1),
-    (verifier, "normalizers", 1),
+    (verifier, "peaks", 1),
     (decoding, "read", 1),
     (decoding, "read", 2),
     (Run, "cut", 1),

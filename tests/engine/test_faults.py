@@ -114,7 +114,7 @@ DRAFTED_STEPS = [
     (Verifier, "propose", 3),
     (Verifier, "verify", 1),
     (verifier, "count_accepted", 1),
-    (verifier, "normalizers", 1),
+    (verifier, "peaks", 1),
     (decoding, "read", 1),
     (Run, "cut", 1),
     (Speculation, "prepare", 1),

@@ -1,5 +1,7 @@
 """Choosing: the same noise for the same id and position, and mlx-lm's law."""
 
+from collections.abc import Callable
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from mlx_speculation.samplers import (
     Sampling,
     count_accepted,
     normalizers,
+    peaks,
 )
 from mlx_speculation.samplers.noise import CHOICE, GumbelNoise, gumbel, stream_key
 
@@ -250,19 +253,20 @@ def test_the_accepted_prefix_is_what_equals_the_targets_choices(
     assert got.item() == expected
 
 
+@pytest.mark.parametrize("mark", [normalizers, peaks])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
-def test_the_normalizer_of_a_row_without_a_choice_is_not_finite(
-    dtype: mx.Dtype,
+def test_the_mark_of_a_row_without_a_choice_is_not_finite(
+    dtype: mx.Dtype, mark: Callable[[mx.array], mx.array]
 ) -> None:
     nothing, nan, inf = -mx.inf, mx.nan, mx.inf
     largest = 65504.0 if dtype == mx.float16 else 3e38
     usable = [[1.0, 2, 3], [nothing, 1, 2], [-5, nothing, nothing], [largest] * 3]
     unusable = [[nan, 1, 2], [1, nan, 2], [1, 2, nan], [nothing] * 3, [inf, 1, 2]]
     for row in usable:
-        assert mx.isfinite(normalizers(mx.array([row], dtype=dtype))).item()
+        assert mx.isfinite(mark(mx.array([row], dtype=dtype))).item()
     for row in unusable:
-        assert not mx.isfinite(normalizers(mx.array([row], dtype=dtype))).item()
-    together = normalizers(mx.array(usable + unusable, dtype=dtype))
+        assert not mx.isfinite(mark(mx.array([row], dtype=dtype))).item()
+    together = mark(mx.array(usable + unusable, dtype=dtype))
     assert mx.isfinite(together).tolist() == [True] * 4 + [False] * 5
 
 
