@@ -70,9 +70,21 @@ class Bench:
         return cls(folder, model, tokenizer, SpeculativeGenerator(model, tokenizer))
 
     def checked_run(
-        self, source: Source, prompt: str, tokens: int, sampling: Sampling, length: int
+        self,
+        source: Source,
+        prompt: str,
+        tokens: int,
+        sampling: Sampling,
+        length: int | None,
     ) -> tuple[Statistics, int]:
         """Continue a prompt with drafts, and check the text.
+
+        Args:
+            source: the drafter.
+            prompt: the text that is continued.
+            tokens: how many are generated.
+            sampling: how they are chosen.
+            length: tokens drafted in a round; None: by measurement, at most 8.
 
         Returns:
             The counts, and 1 if the text parts from plain decoding's where rounding
@@ -101,7 +113,7 @@ class Bench:
             [int(token) for token in self.plain.tokenizer.encode(prompt)],
             self._texts[key],
             result.tokens,
-            width=length + 1,
+            width=(length or 8) + 1,
         )
         assert parting is not None
         assert parting.near_tie, f"{source.name}: not the text of plain: {parting}"
