@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,6 +147,27 @@ def test_ctrl_c_at_the_prompt_ends_with_130(
     found = talk(commands, "", DRAFT, status=130)
     assert found["interrupted"] is True
     assert len(found["turns"]) == 1
+
+
+def test_a_terminal_is_asked_for_messages(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(["a = 1", "b = 2"])
+
+    def asked(prompt: str) -> str:
+        assert prompt == "> "
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("mlx_speculation.cli.chat.sys", terminal)
+    monkeypatch.setattr("builtins.input", asked)
+    done = commands("chat", DRAFT, *LENGTH)
+    assert done.exit_code == 0
+    assert "/reset begins anew" in done.stderr
+    assert "2 turns, " in done.stderr
 
 
 def test_a_message_that_is_no_utf8_is_refused(commands: Commands) -> None:

@@ -109,6 +109,24 @@ def test_a_chat_template_makes_the_prompt(commands: Commands, tmp_path: Path) ->
         "<user>hi\n[x]<assistant>"
     )
     assert text_of("-p", "hi", "--ignore-chat-template") == raw("hi")
+    said = commands.refused(
+        "generate", folder, "-p", "x", "--system-prompt", "y", "--ignore-chat-template"
+    )
+    assert "--ignore-chat-template is given too. Leave one of them out." in said
+    begun = commands.object(
+        "generate", folder, "-p", "hi", "--prefill-response", "So, ", "-m", 9
+    )
+    tokenizer = SpeculativeGenerator.from_pretrained(folder).tokenizer
+    text = tokenizer.apply_chat_template(
+        [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "So, "},
+        ],
+        tokenize=False,
+        continue_final_message=True,
+    )
+    assert text.rstrip().endswith("So,")
+    assert begun["text"] == raw(text)
 
 
 def test_a_schema_is_followed(commands: Commands, tmp_path: Path) -> None:
@@ -118,6 +136,19 @@ def test_a_schema_is_followed(commands: Commands, tmp_path: Path) -> None:
     found = commands.object(*options)
     assert found["finish_reason"] == "stop"
     assert set(json.loads(found["text"])) <= {"a", "b"}
+
+
+def test_xtc_spares_line_breaks_and_the_end(commands: Commands) -> None:
+    options = ["--temp", "1", "--seed", "2", "--xtc-probability", "1"]
+    found = commands.object(*PAIR, "-p", PROMPT, "-m", "16", *options)
+    generator = SpeculativeGenerator.from_pretrained(DRAFT)
+    tokenizer = generator.tokenizer
+    spared = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+    sampling = Sampling(
+        temperature=1, seed=2, xtc_probability=1, xtc_special_tokens=spared
+    )
+    plain = generator.generate(PROMPT, max_tokens=16, sampling=sampling)
+    assert found["tokens"] == plain.tokens
 
 
 def test_caches_of_few_bits_and_of_a_limited_size(commands: Commands) -> None:

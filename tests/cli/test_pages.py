@@ -49,7 +49,7 @@ class Reader(HTMLParser):
         self.tags: Counter[str] = Counter()
         self.attributes: set[str] = set()
         self.spans: list[tuple[str, str]] = []  # classes, text
-        self.prompt = self.details = ""
+        self.prompt = self.details = self.titles = ""
         self.rows: list[list[str]] = []
         self._open: list[tuple[str, dict[str, str | None]]] = []
         self.feed(page)
@@ -76,6 +76,8 @@ class Reader(HTMLParser):
         tag, given = self._open[-1] if self._open else ("", {})
         if given.get("id") == "details":
             self.details += data
+        elif tag in ("title", "h1"):
+            self.titles += data
         elif given.get("class") == "prompt":
             self.prompt += data
         elif "data-n" in given:
@@ -108,6 +110,7 @@ def test_a_page_shows_the_text_whatever_it_holds(
     read = Reader(page_of(facts, result, chunks, TOKENIZER))
     assert "".join(text for _, text in read.spans) == result.text
     assert read.prompt == prompt
+    assert read.titles == 2 * f"{name}, drafted by {name}"
     assert [classes.split()[1] for classes, _ in read.spans] == [
         {"accepted": "a", "correction": "c", "bonus": "b", "step": "s"}[o.writer]
         for o in result.origins

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,6 +146,22 @@ def test_an_empty_prompt_is_refused(commands: Commands) -> None:
     assert "The prompt is empty" in commands.refused(*PLAIN, "-p", "-", text=b"")
 
 
+def test_nobody_waits_for_a_prompt_on_a_terminal(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("mlx_speculation.cli.sources.sys", terminal)
+    said = commands.refused(*PLAIN)
+    assert said == "There is no prompt. Give --prompt, or a text on standard input."
+
+
+def test_values_are_checked_before_a_model_is_loaded(commands: Commands) -> None:
+    nowhere = ["nowhere", "--draft", "lookup", "--temp", "-1"]
+    for command in (["generate", "-p", "x"], ["chat"], ["benchmark"], ["check"]):
+        said = commands.refused(*command, *nowhere, text="")
+        assert "temperature is -1.0" in said
+
+
 def test_input_that_is_no_utf8_is_refused(commands: Commands) -> None:
     said = commands.refused(*PLAIN, text=b"abc\xff")
     assert said.startswith("Standard input is not UTF-8: byte 0xff stands at 3")
@@ -259,7 +276,7 @@ OPTIONS = st.sampled_from(
 
 
 @given(options=st.lists(st.tuples(OPTIONS, VALUES), min_size=1, max_size=3))
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_value_of_an_option_is_a_traceback(
     options: list[tuple[str, str]], commands: Commands, tmp_path: Path
 ) -> None:
