@@ -14,6 +14,7 @@ import pytest
 from mlx_speculation import Sampling, SpeculativeGenerator, demo_models
 from mlx_speculation.cli.showing import PromptBar
 from mlx_speculation.engine import Chunk, Stream
+from support.adapters import write_adapter
 from support.commands import Commands
 from support.demo_folders import copy_of
 
@@ -45,6 +46,37 @@ def test_the_json_object_holds_the_text_and_who_wrote_it(commands: Commands) -> 
     assert stats["acceptance_rate"] == stats["accepted"] / stats["drafted"]
     assert found["versions"].keys() >= {"python", "mlx", "mlx-lm"}
     assert found["blas"].keys() == {"name", "detail"}
+
+
+def test_models_are_repositories_as_mlx_lm_names_them(
+    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repository that was fetched before lies in the hub's cache."""
+    revision = "0123456789" * 4
+    repository = tmp_path / "models--nobody--small"
+    (repository / "snapshots").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(revision)
+    copy_of("draft", repository / "snapshots" / revision)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    name, options = "nobody/small", ["-p", PROMPT, "-m", "8", "--draft-length", "3"]
+    found = commands.object("generate", name, "--draft", name, *options)
+    assert found["text"] == commands.object(*PAIR, *options)["text"]
+    assert found["statistics"]["drafted"] > 0
+
+
+def test_an_adapter_is_loaded_with_the_target(
+    commands: Commands, tmp_path: Path
+) -> None:
+    adapter = write_adapter(tmp_path)
+    options = ["-p", PROMPT, "-m", "12"]
+    bare = commands.object(*PAIR, *options)
+    found = commands.object(*PAIR, *options, "--adapter-path", tmp_path)
+    generator = SpeculativeGenerator.from_pretrained(DRAFT, adapter_path=adapter)
+    assert found["tokens"] == generator.generate(PROMPT, max_tokens=12).tokens
+    assert found["tokens"] != bare["tokens"]
+    assert found["statistics"]["drafted"] > 0
 
 
 def test_stop_texts_and_tokens_end_the_text(commands: Commands) -> None:

@@ -1,6 +1,5 @@
 """Adapters of mlx_lm.lora on a bundled model, and folders that are none."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,29 +7,16 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 import pytest
-from mlx.utils import tree_flatten
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_speculation import ModelFolderError, SpeculativeGenerator, demo_models, load
+from support.adapters import write_adapter
 
 PROMPT = "def add(first, second):\n"
-LORA: dict[str, Any] = {"rank": 4, "scale": 20.0, "dropout": 0.0}
 
 
 @pytest.fixture(scope="module", name="adapter")
 def _adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a random adapter of the draft model's last layer."""
-    folder = tmp_path_factory.mktemp("adapter")
-    model, _ = load(demo_models()["draft"])
-    model.freeze()
-    linear_to_lora_layers(model, 1, LORA)
-    mx.random.seed(0)
-    trainable: Any = tree_flatten(model.trainable_parameters())
-    weights = {name: 0.05 * mx.random.normal(value.shape) for name, value in trainable}
-    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
-    config = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": LORA}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
+    return write_adapter(tmp_path_factory.mktemp("adapter"))
 
 
 def test_an_adapter_changes_the_text_and_a_draft_does_not(adapter: Path) -> None:
