@@ -5,7 +5,7 @@ does not matter how far one lags behind the other. It knows no text and no sampl
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from mlx_speculation.caches import (
     with_slack,
 )
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models.absorbed import rows_of_a_round
 from mlx_speculation.models.committed import CommittedStates
 from mlx_speculation.models.hidden_states import HiddenStates
 from mlx_speculation.models.key_steps import takes_key_steps
@@ -196,6 +197,7 @@ class LaneRound:
             rerun=rerun,
             key_steps=lane.key_steps and not whole,
         )
+        self._whole = whole
         self._committed = 0
         self._prepared: int | None = None
         self._mixers_ran = False
@@ -229,8 +231,11 @@ class LaneRound:
         `hidden`.
         """
         self._fed.append(tokens)
-        taps = self._taps
-        with nullcontext() if taps is None else taps.collect(self._hidden):
+        with ExitStack() as stack:
+            if self._taps is not None:
+                stack.enter_context(self._taps.collect(self._hidden))
+            if not self._whole:
+                stack.enter_context(rows_of_a_round())
             logits: mx.array = self._lane.model(tokens[None], cache=self.presented)
         return logits[0]
 

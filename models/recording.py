@@ -30,6 +30,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import CacheList
 
 from mlx_speculation.caches import RecordingArraysCache, RecordingLayerCache
+from mlx_speculation.models.absorbed import absorbing_hooks
 from mlx_speculation.models.hooks import (
     Call,
     Taken,
@@ -183,6 +184,7 @@ def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
         scan = scan_of(plain_class(module), watch)
         yield module, Hook(_RANK, _recorded, (mixer, scan))
         yield from _parts(module, watch)
+    yield from absorbing_hooks(model)
 
 
 class Recorders:
