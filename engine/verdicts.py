@@ -179,5 +179,5 @@ def _listed(report: LogProbs, rows: int) -> list[LogProb]:
             tuple(zip(ids[row], top[row], strict=True)),
             None if report.rows is None else report.rows[row],
         )
-        for row in range(rows)
+        for row in range(len(values))  # one, where rows are decided in turn
     ]

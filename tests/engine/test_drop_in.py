@@ -1,6 +1,30 @@
 """`stream_generate` says what mlx-lm's own says, for the same keywords.
 
 The tests of this file fail for each of these faults, made by hand (killed by hand):
+
+    a failed step leaves the quantized caches in the list
+    a round reaches across quantized_kv_start
+    a round reaches one row across it
+    a prompt is not quantized between its chunks
+    a close leaves the whole round in the caches
+    a close does not undo the round
+    the last token is held before it is yielded
+    the draft model's caches stay behind
+    quantized caches are not written back to one list
+    an end token is a part of the text
+    the text's end is not flushed
+    a bonus counts as drafted
+    log-probabilities are as wide as the tokenizer
+    the rows of all chunks are kept
+    the last progress is not told
+    prefill_step_size is not passed on
+    windows are not refused
+    kv_bits is not tried
+    quantization is refused though it is never reached
+    reach is one short
+    max_kv_size is dropped
+    unknown keywords pass
+    -1 is one token
 """
 
 import inspect
@@ -619,3 +643,24 @@ def test_caches_that_are_never_quantized_need_not_be_able_to() -> None:
 def test_the_names_are_at_the_front_door() -> None:
     for name in ("stream_generate", "generate", "make_sampler", "SpeculativeResponse"):
         assert name in mlx_speculation.__all__
+
+
+def test_rows_that_are_decided_in_turn_have_their_log_probabilities() -> None:
+    """A processor that promises nothing is called for emitted tokens, row by row."""
+    model, text = known("llama")
+    calls: list[int] = []
+
+    def counting(tokens: mx.array, logits: mx.array) -> mx.array:
+        calls.append(len(tokens))
+        return logits
+
+    expected, got = both(
+        model,
+        byte_tokenizer(),
+        PROMPT,
+        max_tokens=20,
+        logits_processors=[counting],
+        ours={"draft_model": ScriptedDrafter(PROMPT + text, right=1.0)},
+    )
+    assert_same_answer(model, PROMPT, expected, got, bitwise=True)
+    assert calls[21:] == list(range(len(PROMPT), len(PROMPT) + 20))
