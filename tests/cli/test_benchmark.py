@@ -35,6 +35,14 @@ def test_all_arms_are_measured_and_their_texts_compared(
         spread = arm["speed"]
         assert 0 < spread["low"] <= spread["median"] <= spread["high"]
         assert arm["partings"] == []
+        pairs = zip(
+            arm["tokens_per_second"],
+            arms[found["plain"]]["tokens_per_second"],
+            strict=True,
+        )
+        ratios = [own / plain for own, plain in pairs]
+        assert arm["over_plain"]["high"] == pytest.approx(max(ratios))
+        assert arm["over_plain"]["low"] == pytest.approx(min(ratios))
     assert arms[found["plain"]]["over_plain"]["median"] == 1
     assert arms["mlx-lm plain"]["statistics"] is None
     counted = arms["k=3"]["statistics"]
