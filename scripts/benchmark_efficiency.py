@@ -135,7 +135,7 @@ def make_cases(
     target: str, drafters: list[str], lengths: list[int], context: int
 ) -> Iterator[Case]:
     """Make the cases of one target; its forwards run on a copy that has no hooks."""
-    from steady_forwards import Step, filled, head_step_of, step_of
+    from steady_forwards import Step, filled, head_step_of, held_by, holding, step_of
 
     from mlx_speculation import SpeculativeGenerator, load
     from mlx_speculation.engine import MtpDraft
@@ -147,11 +147,15 @@ def make_cases(
     text = "\n\n".join(p.text for p in demo_prompts() if p.group == "code")
     prompt = [int(token) for token in tokenizer.encode(text)]
     prompt = (prompt * (1 + context // len(prompt)))[:context]
-    verify = step_of(bare, filled(bare, prompt))
+    caches = filled(bare, prompt)
+    held, verify = held_by(caches, context), step_of(bare, caches)
     chosen: dict[str, tuple[Any, Step | None]] = {"plain": (None, None)}
+    held_small = None
     if "model" in drafters:
         bare_small, _ = load(folders["draft"])
-        chosen["model"] = small, step_of(bare_small, filled(bare_small, prompt))
+        caches = filled(bare_small, prompt)
+        held_small = held_by(caches, context)
+        chosen["model"] = small, step_of(bare_small, caches)
     if "mtp" in drafters and target == "hybrid":
         head = MtpDraft.from_folder(folders[target], model)
         other = MtpDraft.from_folder(folders[target], bare)
@@ -162,9 +166,15 @@ def make_cases(
         generator = SpeculativeGenerator(model, tokenizer, draft=draft)
         for length in lengths if draft is not None else [0]:
             stream = generator.stream(
-                prompt, max_tokens=ENOUGH, stop_tokens=(), draft_length=length
+                prompt[-1:],
+                max_tokens=ENOUGH,
+                stop_tokens=(),
+                draft_length=length,
+                prompt_cache=holding(model, held),
+                cached_tokens=prompt,
+                draft_cache=holding(small, held_small) if draft is small else None,
             )
-            next(stream)  # the prompt
+            next(stream)
             measured: list[list[float]] = [[], [], [], [], []]
             yield Case(target, name, length, context, stream, verify, step, *measured)
 

@@ -15,7 +15,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_speculation.caches import leaves, states, with_slack
+from mlx_speculation.caches import (
+    Snapshot,
+    leaves,
+    restore,
+    snapshot,
+    states,
+    with_slack,
+)
 from mlx_speculation.models import HiddenStates, Mtp
 
 PREFILL = 2048
@@ -31,6 +38,19 @@ def filled(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
     for start in range(0, len(tokens), PREFILL):
         model(mx.array([list(tokens[start : start + PREFILL])]), cache=caches)
         mx.eval(states(caches))
+    return caches
+
+
+def held_by(caches: list[Any], count: int) -> Snapshot:
+    """Return what caches hold of so many tokens, which no later write changes."""
+    return snapshot(caches, 0, count).copied()
+
+
+def holding(model: nn.Module, held: Snapshot | None) -> list[Any]:
+    """Return new caches of a model that hold it."""
+    assert held is not None
+    caches: list[Any] = with_slack(make_prompt_cache(model))
+    restore(held, caches)
     return caches
 
 
