@@ -8,8 +8,15 @@ commit, no roll-back, no host. So with the acceptance that was observed
     ideal tokens/s = tokens a round / (k * draft step + forward of k + 1 rows)
     efficiency     = achieved tokens/s / ideal tokens/s
 
+A steady forward finds some of its weights in the caches of a processor; in rounds
+target and draft model take them from each other. So the same is told of bare rounds:
+drafts and a forward over them in turn, dependent and pipelined too, with nothing
+around them.
+
 A lookup drafts in no time here, and rounds in which it finds nothing are plain steps.
-Rounds and forwards are measured by turns, some of each in every repeat.
+Rounds and forwards are measured by turns, some of each in every repeat. On a machine
+that does other things too, --processor-time with one thread of OpenBLAS says how much
+work is no forward's, though not how long the device had to wait for the host.
 
 With --contexts the caches hold so many tokens of repeated text first, and what stands
 beside the forwards in a round is reported at each: the sampler, and the host's own work
@@ -37,7 +44,7 @@ from mlx_speculation.demo import demo_models, demo_prompts
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from steady_forwards import Step
+    from steady_forwards import Clock, Step
 
     from mlx_speculation.engine import Stream
 
@@ -54,6 +61,7 @@ class Case:
 
     Attributes:
         ratios: the efficiency of each repeat.
+        bare: likewise, over bare rounds.
         tokens: per second, of each repeat.
         beside: seconds a round beside the forwards, of each repeat.
         forwards: seconds of the forward of the round, of each repeat.
@@ -67,7 +75,9 @@ class Case:
     stream: "Stream"
     verify: "Step"
     draft: "Step | None"
+    clock: "Clock"
     ratios: list[float]
+    bare: list[float]
     tokens: list[float]
     beside: list[float]
     forwards: list[float]
@@ -76,27 +86,34 @@ class Case:
     def repeat(self, rounds: int, count: int) -> None:
         """Run some rounds, then as many forwards as give their ideal time."""
         import mlx.core as mx
-        from steady_forwards import steady_seconds
+        from steady_forwards import bare_round_seconds, steady_seconds
 
         stats = self.stream.stats
         before = replace(stats)
-        started = time.perf_counter()
+        started = self.clock()
         while stats.rounds < before.rounds + rounds:
             next(self.stream)
         mx.synchronize()  # a step on its way was so at the start too
-        seconds = time.perf_counter() - started
+        seconds = self.clock() - started
         rounds = stats.rounds - before.rounds
         beside = stats.sampler_seconds - before.sampler_seconds
         beside += stats.host_seconds - before.host_seconds
         self.beside.append(beside / rounds)
-        plain = steady_seconds(self.verify, 1, count)
+        plain = steady_seconds(self.verify, 1, count, self.clock)
         wide, step = plain, 0.0
         if self.length:
-            wide = steady_seconds(self.verify, self.length + 1, count)
+            wide = steady_seconds(self.verify, self.length + 1, count, self.clock)
         if self.draft is not None:
-            step = steady_seconds(self.draft, 1, count * max(1, self.length))
+            steps = count * max(1, self.length)
+            step = steady_seconds(self.draft, 1, steps, self.clock)
         drafts, drafted = stats.drafts - before.drafts, stats.drafted - before.drafted
         ideal = (rounds - drafts) * plain + drafts * wide + drafted * step
+        bare = plain
+        if self.length:
+            bare = bare_round_seconds(
+                self.draft, self.verify, self.length, count, self.clock
+            )
+        self.bare.append(((rounds - drafts) * plain + drafts * bare) / seconds)
         self.ratios.append(ideal / seconds)
         self.tokens.append((stats.emitted - before.emitted) / seconds)
         self.forwards.append(wide)
@@ -113,6 +130,7 @@ class Case:
             "tokens_per_second": median(self.tokens),
             "efficiency": middle,
             "quartiles": [low, high],
+            "of_bare_rounds": median(self.bare),
             "repeats": len(self.ratios),
             "beside_ms": 1e3 * median(self.beside),
             "beside_quartiles_ms": [
@@ -132,7 +150,7 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def make_cases(
-    target: str, drafters: list[str], lengths: list[int], context: int
+    target: str, drafters: list[str], lengths: list[int], context: int, clock: "Clock"
 ) -> Iterator[Case]:
     """Make the cases of one target; its forwards run on a copy that has no hooks."""
     from steady_forwards import Step, filled, head_step_of, held_by, holding, step_of
@@ -175,8 +193,10 @@ def make_cases(
                 draft_cache=holding(small, held_small) if draft is small else None,
             )
             next(stream)
-            measured: list[list[float]] = [[], [], [], [], []]
-            yield Case(target, name, length, context, stream, verify, step, *measured)
+            measured: list[list[float]] = [[], [], [], [], [], []]
+            yield Case(
+                target, name, length, context, stream, verify, step, clock, *measured
+            )
 
 
 def table_of(cases: list[Case]) -> "Table":
@@ -186,8 +206,9 @@ def table_of(cases: list[Case]) -> "Table":
     table = Table(title="Achieved over ideal tokens/s", title_justify="left")
     for name in ("target", "drafter"):
         table.add_column(name)
-    names = ("k", "context", "tokens/s", "efficiency", "quartiles", "beside, ms")
-    for name in (*names, "quartiles", "forward/plain"):
+    names = ["k", "context", "tokens/s", "efficiency", "quartiles"]
+    names += ["of bare rounds", "beside, ms", "quartiles", "forward/plain"]
+    for name in names:
         table.add_column(name, justify="right")
     for case in cases:
         row = case.as_json()
@@ -199,6 +220,7 @@ def table_of(cases: list[Case]) -> "Table":
             f"{row['tokens_per_second']:.0f}",
             f"{row['efficiency']:.3f}",
             "{:.3f}..{:.3f}".format(*row["quartiles"]),
+            f"{row['of_bare_rounds']:.3f}",
             f"{row['beside_ms']:.2f}",
             "{:.2f}..{:.2f}".format(*row["beside_quartiles_ms"]),
             f"{row['forward_over_plain']:.2f}",
@@ -223,6 +245,10 @@ def main(
     repeats: Annotated[int, typer.Option(min=3)] = 9,
     rounds: Annotated[int, typer.Option(min=1, help="In each repeat.")] = 10,
     forwards: Annotated[int, typer.Option(min=2, help="In each repeat.")] = 12,
+    processor_time: Annotated[
+        bool,
+        typer.Option(help="Count it, and not the wall's; for OPENBLAS_NUM_THREADS=1."),
+    ] = False,
     blas: BlasName = "auto",
 ) -> None:
     """Compare rounds with the forwards in them."""
@@ -231,26 +257,29 @@ def main(
 
     from mlx_speculation.environment import machine, versions
 
+    clock = time.process_time if processor_time else time.perf_counter
     cases: list[Case] = []
     for name in target or ["dense", "hybrid"]:
         for context in contexts or [256]:
             cases += make_cases(
-                name, drafter or ["model"], length or [1, 2, 4, 8], context
+                name, drafter or ["model"], length or [1, 2, 4, 8], context, clock
             )
     started = time.perf_counter()
     for number in range(repeats + 1):
         if number == 1:  # the first was to warm up
             for case in cases:
-                for measured in (case.ratios, case.tokens, case.forwards, case.plain):
+                for measured in (case.ratios, case.bare, case.tokens, case.beside):
                     measured.clear()
-                case.beside.clear()
+                case.forwards.clear()
+                case.plain.clear()
         for case in cases[number % len(cases) :] + cases[: number % len(cases)]:
             case.repeat(rounds, forwards)
-    Console(highlight=False, width=120).print(table_of(cases))
+    Console(highlight=False, width=130).print(table_of(cases))
     print(
         json.dumps(
             {
                 "machine": machine(),
+                "clock": clock.__name__,
                 "versions": versions(),
                 "blas": asdict(chosen),
                 "seconds": time.perf_counter() - started,

@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -84,7 +85,7 @@ def test_steady_forwards_are_fed_their_own_choices_and_leave_no_rows(
         chosen: mx.array = step(tokens)
         return chosen
 
-    seconds = steady.steady_seconds(watched, 3, 4)
+    seconds = steady.steady_seconds(watched, 3, 4, time.perf_counter)
     assert seconds > 0
     assert position(caches) == 3
     assert len(fed) == 6
