@@ -248,7 +248,13 @@ def test_doctor_looks_at_every_package_that_is_needed(
 
 def test_doctor_is_content_where_all_is_well() -> None:
     assert advice(facts()) == []
-    mac = facts(system="darwin", backend="metal", openblas=False, blas="Accelerate")
+    mac = facts(
+        system="darwin",
+        backend="metal",
+        openblas=False,
+        blas="Accelerate",
+        environment={"OMP_NUM_THREADS": "64"},
+    )
     assert advice(mac) == []
     # Without mlx nobody has looked for the folder.
     (only,) = advice(facts(mlx_error="none", backend=None, cache_folder=None))

@@ -204,10 +204,13 @@ def _panel(pair: PairOptions, arms: Sequence[Arm], plain: Arm) -> "Panel":
 
     drafted = arms[2:]
     spreads = [(arm, Spread.of(arm.speeds)) for arm in drafted]
-    most = max(
-        (arm.totals for arm in drafted if arm.totals is not None),
-        key=lambda totals: len(totals.reached),
-    )
+    totals = [
+        (len(arm.totals.reached), arm.length is not None, arm.totals)
+        for arm in drafted
+        if arm.totals is not None
+    ]
+    # Of the longest drafts; those by measurement end at many lengths.
+    most = max(totals, key=lambda each: each[:2])[2]
     adaptive = [each.median for arm, each in spreads if arm.length is None]
     curve = Curve(
         name=Path(str(pair.draft)).name,
