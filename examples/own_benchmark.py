@@ -9,8 +9,8 @@ from statistics import median
 from mlx_speculation import Sampling, SpeculativeGenerator, demo_models
 from mlx_speculation.demo import demo_prompts
 
-TOKENS, REPEATS = 24, 2  # more of both for figures that you want to keep
-LENGTHS = (0, 2, 4)  # drafted tokens in a round; 0 is plain decoding
+TOKENS, REPEATS = 16, 2  # more of both for figures that you want to keep
+LENGTHS = (0, 3)  # drafted tokens in a round; 0 is plain decoding
 PROMPTS = [prompt.text[-120:] for prompt in demo_prompts()[:2]]
 
 bundled = demo_models()

@@ -257,8 +257,9 @@ class Quantizing(Lane):
         self.quantization = KVQuantization(bits, 32, start)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5", "nemotron_h"])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("name", "bits"), [("llama", 4), ("llama", 8), ("qwen3_5", 4), ("nemotron_h", 8)]
+)
 @pytest.mark.parametrize("start", [0, 13, len(PROMPT), 30, 33, 200])
 def test_caches_are_quantized_where_mlx_lm_quantizes_them(
     name: str, bits: int, start: int

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 SAYS = {
     "drop_in": r"draft_model=draft: \d+ tokens/s, \d+% accepted\n.*\nclass Queue:",
     "json_text": r"parsed: \{'name': '.*', 'kind': '\w+', 'lines': \d+\}\n",
-    "own_benchmark": r"0 drafted: .* 1\.00 x plain\n(\d drafted: .*\n){2}",
+    "own_benchmark": r"0 drafted: .* 1\.00 x plain\n3 drafted: .*\n",
     "own_drafter": r"SourceCounts\(drafts=\d+, drafted=\d+, accepted=[1-9]\d*\)",
     "saved_prompt_cache": r"\d{2,} tokens in \d+ KiB\n",
     "simplest": r"[1-9]\d* of \d+ drafted tokens were accepted\n",
