@@ -18,9 +18,10 @@ Rounds and forwards are measured by turns, some of each in every repeat. On a ma
 that does other things too, --processor-time with one thread of OpenBLAS says how much
 work is no forward's, though not how long the device had to wait for the host.
 
-With --contexts the caches hold so many tokens of repeated text first, and what stands
-beside the forwards in a round is reported at each: the sampler, and the host's own work
-with commit and roll-back. Drafting is not in it, but for what the host does around it.
+With --contexts the caches hold so many tokens of repeated text first. What stands
+beside the forwards in a round is reported at each: sampler, commit, replay and the
+host's own work, of rounds that were taken apart (profile_round.py). It may not grow with
+the context.
 
 The last line on standard output is one JSON object.
 
@@ -48,9 +49,8 @@ if TYPE_CHECKING:
 
     from mlx_speculation.engine import Stream
 
+BESIDE = ("sampler", "commit", "replay", "host")
 ENOUGH = 1 << 20  # tokens; no stream here comes to its end
-DEMANDED = 0.93  # of the ideal
-LARGEST_CHANGE = 1.10  # of what stands beside the forwards, from the first context on
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -63,7 +63,7 @@ class Case:
         ratios: the efficiency of each repeat.
         bare: likewise, over bare rounds.
         tokens: per second, of each repeat.
-        beside: seconds a round beside the forwards, of each repeat.
+        beside: seconds beside the forwards, of each round that was taken apart.
         forwards: seconds of the forward of the round, of each repeat.
         plain: those of a forward over one token, of each repeat.
     """
@@ -86,6 +86,7 @@ class Case:
     def repeat(self, rounds: int, count: int) -> None:
         """Run some rounds, then as many forwards as give their ideal time."""
         import mlx.core as mx
+        from profile_round import pieces_of_round
         from steady_forwards import bare_round_seconds, steady_seconds
 
         stats = self.stream.stats
@@ -96,9 +97,6 @@ class Case:
         mx.synchronize()  # a step on its way was so at the start too
         seconds = self.clock() - started
         rounds = stats.rounds - before.rounds
-        beside = stats.sampler_seconds - before.sampler_seconds
-        beside += stats.host_seconds - before.host_seconds
-        self.beside.append(beside / rounds)
         plain = steady_seconds(self.verify, 1, count, self.clock)
         wide, step = plain, 0.0
         if self.length:
@@ -108,6 +106,9 @@ class Case:
             step = steady_seconds(self.draft, 1, steps, self.clock)
         drafts, drafted = stats.drafts - before.drafts, stats.drafted - before.drafted
         ideal = (rounds - drafts) * plain + drafts * wide + drafted * step
+        for _ in range(rounds if self.length else 0):
+            pieces = pieces_of_round(self.stream)
+            self.beside.append(sum(pieces[name] for name in BESIDE))
         bare = plain
         if self.length:
             bare = bare_round_seconds(
@@ -132,11 +133,7 @@ class Case:
             "quartiles": [low, high],
             "of_bare_rounds": median(self.bare),
             "repeats": len(self.ratios),
-            "beside_ms": 1e3 * median(self.beside),
-            "beside_quartiles_ms": [
-                1e3 * quartiles(self.beside)[0],
-                1e3 * quartiles(self.beside)[2],
-            ],
+            "beside_ms": [1e3 * x for x in quartiles(self.beside)],
             "forward_over_plain": median(self.forwards) / median(self.plain),
             "plain_ms": 1e3 * median(self.plain),
         }
@@ -144,7 +141,7 @@ class Case:
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
     """Return the lower quartile, the median and the upper quartile."""
-    ordered = sorted(values)
+    ordered = sorted(values or [0.0])
     last = len(ordered) - 1
     return ordered[last // 4], median(ordered), ordered[last - last // 4]
 
@@ -207,7 +204,7 @@ def table_of(cases: list[Case]) -> "Table":
     for name in ("target", "drafter"):
         table.add_column(name)
     names = ["k", "context", "tokens/s", "efficiency", "quartiles"]
-    names += ["of bare rounds", "beside, ms", "quartiles", "forward/plain"]
+    names += ["of bare rounds", "beside, ms (quartiles)", "forward/plain"]
     for name in names:
         table.add_column(name, justify="right")
     for case in cases:
@@ -221,8 +218,7 @@ def table_of(cases: list[Case]) -> "Table":
             f"{row['efficiency']:.3f}",
             "{:.3f}..{:.3f}".format(*row["quartiles"]),
             f"{row['of_bare_rounds']:.3f}",
-            f"{row['beside_ms']:.2f}",
-            "{:.2f}..{:.2f}".format(*row["beside_quartiles_ms"]),
+            "{1:.2f} ({0:.2f}..{2:.2f})".format(*row["beside_ms"]),
             f"{row['forward_over_plain']:.2f}",
         )
     return table

@@ -145,6 +145,18 @@ def _states(held: list[Any]) -> list[Any]:
     return list(arrays_in(held).values())
 
 
+def pieces_of_round(stream: "Stream") -> dict[str, float]:
+    """Run one round of a stream taken apart; return the seconds of each piece."""
+    stats, pieces = stream.stats, Pieces()
+    rounds, seconds = stats.rounds, stats.decode_seconds
+    with taken_apart(pieces):
+        while stats.rounds == rounds:
+            next(stream)
+    found = {name: pieces.seconds.get(name, 0.0) for name in PIECES}
+    rest = stats.decode_seconds - seconds - sum(found.values())
+    return {**found, "host": max(0.0, rest)}
+
+
 @dataclass(slots=True)
 class Profile:
     """The rounds of one draft length.
@@ -173,13 +185,7 @@ class Profile:
         mx.synchronize()
         if not self.length:
             return
-        for _ in range(rounds):
-            pieces = Pieces()
-            with taken_apart(pieces):
-                outcome = _rounds(self.other, 1)[0]
-            found = {name: pieces.seconds.get(name, 0.0) for name in PIECES}
-            found["host"] = max(0.0, outcome.seconds - sum(found.values()))
-            self.apart.append(found)
+        self.apart += [pieces_of_round(self.other) for _ in range(rounds)]
 
     def as_json(self) -> dict[str, Any]:
         """Return the values of the JSON object, in milliseconds."""

@@ -60,7 +60,9 @@ def test_efficiency_is_reported_at_each_context_and_length() -> None:
     for one in report["results"]:
         assert one["efficiency"] > 0
         assert one["tokens_per_second"] > 0
-        assert one["beside_ms"] > 0
+        lower, middle, upper = one["beside_ms"]
+        assert lower <= middle <= upper
+        assert (middle > 0) == (one["drafter"] == "model")
         assert one["repeats"] == 3
         assert (one["forward_over_plain"] == 1) == (one["drafter"] == "plain")
 
