@@ -27,6 +27,7 @@ class AcceptanceRates:
     def __init__(self, rates: Iterable[float] = (), weight: float = 0.0) -> None:
         self._hits = [rate * weight for rate in rates]
         self._tries = [weight] * len(self._hits)
+        self._guessed = GUESSED
 
     def note(self, drafted: int, accepted: int) -> None:
         """Count a round's positions up to the first that was rejected."""
@@ -46,7 +47,7 @@ class AcceptanceRates:
             known = position < len(self._tries)
             hits = self._hits[position] if known else 0.0
             tries = self._tries[position] if known else 0.0
-            inherited = INHERITED if position else GUESSED
+            inherited = INHERITED if position else self._guessed
             last = (hits + inherited * last) / (tries + inherited)
             found.append(last)
         return found
@@ -65,6 +66,7 @@ class AcceptanceRates:
     def take(self, other: "AcceptanceRates") -> None:
         """Become equal to other averages."""
         self._hits, self._tries = list(other._hits), list(other._tries)
+        self._guessed = other._guessed
 
     @property
     def known(self) -> int:
@@ -72,8 +74,13 @@ class AcceptanceRates:
         return len(self._tries)
 
     def loosened(self, weight: float) -> "AcceptanceRates":
-        """Return the same rates, which count for at most so many rounds each."""
+        """Return the same rates, which count for at most so many rounds each.
+
+        So does the guess: else it would come back with each new stream.
+        """
         found = AcceptanceRates()
+        if self._tries and self._tries[0] > weight:
+            found._guessed = self._guessed * weight / self._tries[0]
         for hits, tries in zip(self._hits, self._tries, strict=True):
             factor = min(1.0, weight / tries) if tries else 1.0
             found._hits.append(hits * factor)

@@ -9,6 +9,7 @@ import mlx.nn as nn
 
 from mlx_speculation.engine.acceptance_rates import AcceptanceRates
 from mlx_speculation.engine.adaptive import AdaptiveLengths
+from mlx_speculation.engine.allowance import Allowance
 from mlx_speculation.engine.cascade import Cascade
 from mlx_speculation.engine.cheaper import own_module
 from mlx_speculation.engine.cost_files import Known, shape_of
@@ -86,6 +87,7 @@ class MeasuredLengths:
         self._model, self._draft, self._sliding = model, draft, sliding
         self._longest = longest_length(draft)
         self._known: Known | None = None
+        self._allowance = Allowance()
 
     def for_stream(self, length: int | Lengths | None) -> Lengths:
         """Return the policy of a stream; None: the usual one.
@@ -101,7 +103,11 @@ class MeasuredLengths:
             return FixedLengths(length or 0)
         known = self._read()
         return AdaptiveLengths(
-            known.costs, known.rates, self._longest, at_end=known.save_if_new
+            known.costs,
+            known.rates,
+            self._longest,
+            at_end=known.save_if_new,
+            allowance=self._allowance,
         )
 
     @property
