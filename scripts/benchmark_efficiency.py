@@ -20,8 +20,8 @@ work is no forward's, though not how long the device had to wait for the host.
 
 With --contexts the caches hold so many tokens of repeated text first. What stands
 beside the forwards in a round is reported at each: sampler, commit, replay and the
-host's own work, of rounds that were taken apart (profile_round.py). It may not grow with
-the context.
+host's own work, of rounds that were taken apart (profile_round.py). It may not grow
+with the context.
 
 The last line on standard output is one JSON object.
 
