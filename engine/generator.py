@@ -7,13 +7,18 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import mlx.nn as nn
 
 from mlx_speculation.caches import PrefixCache
-from mlx_speculation.engine.automatic import Choice, choose_draft
-from mlx_speculation.engine.cheaper import check_quantized, own_weights
+from mlx_speculation.engine.checks import (
+    check_constraint,
+    check_counts,
+    check_generator,
+    check_rule,
+    checked_stops,
+)
 from mlx_speculation.engine.decoding import Decoder
 from mlx_speculation.engine.draft_model import DraftModel
 from mlx_speculation.engine.drafting import Drafter
@@ -31,13 +36,6 @@ from mlx_speculation.engine.drafts import (
 )
 from mlx_speculation.engine.following import Following
 from mlx_speculation.engine.handling import USUAL, Handling
-from mlx_speculation.engine.kinds import (
-    Kind,
-    Offer,
-    check_contract,
-    draft_folder,
-    kind_named,
-)
 from mlx_speculation.engine.lengths import Lengths
 from mlx_speculation.engine.masking import Masks
 from mlx_speculation.engine.measured_lengths import (
@@ -46,6 +44,7 @@ from mlx_speculation.engine.measured_lengths import (
     measured_draft,
 )
 from mlx_speculation.engine.memory import held_memory
+from mlx_speculation.engine.pairs import load_pair
 from mlx_speculation.engine.prefixes import Prefixes
 from mlx_speculation.engine.prompts import Prompts
 from mlx_speculation.engine.results import Result
@@ -63,13 +62,9 @@ from mlx_speculation.models import (
     Sliding,
     TokenIds,
     check_causal,
-    check_model_folder,
     check_resumable,
-    load,
     logit_width,
-    model_folder,
     notice,
-    quantize_weights,
     wired,
     wrapped,
 )
@@ -82,8 +77,6 @@ from mlx_speculation.samplers import (
     Verifier,
 )
 
-# Drafts that are named, and not loaded from a folder of their own.
-NAMED = ("auto", "lookup", "mtp")
 CostTable = dict[int, dict[int, float]]
 
 
@@ -146,21 +139,8 @@ class SpeculativeGenerator:
         prefix_cache: PrefixCache | None = None,
         draft_vocabulary: Iterable[int] | None = None,
     ) -> None:
-        if acceptance not in get_args(Acceptance):
-            raise InvalidRequestError(
-                f"acceptance is {acceptance!r}, and one of "
-                f"{', '.join(get_args(Acceptance))} is needed."
-            )
+        check_generator(model, acceptance, sliding)
         self._acceptance = acceptance
-        if sliding not in get_args(Sliding):
-            raise InvalidRequestError(
-                f"sliding is {sliding!r}, and 'slack' or 'native' is needed."
-            )
-        if not isinstance(model, nn.Module):
-            raise InvalidRequestError(
-                f"model is a {type(model).__name__}, and an mlx-lm model is needed. "
-                "Load one with mlx_speculation.load(path)."
-            )
         self._sliding = sliding
         self._notices: tuple[str, ...] = ()
         self._draft = checked_draft(draft, model)
@@ -235,26 +215,13 @@ class SpeculativeGenerator:
             UnsupportedModelError: the target is of no family whose heads are known.
             TokenizerMismatchError: target and draft do not share their token ids.
         """
-        folder: Path | None = None
-        kind: Kind | None = None
-        if draft == "mtp":
-            kind = kind_named("mtp")
-        elif isinstance(draft, str | Path) and draft not in NAMED:
-            folder, kind = draft_folder(draft)
-        check_contract(contract, kind, draft)
-        if quantize_draft is not None:
-            check_quantized(quantize_draft, kind, draft)
-        check_model_folder(path_or_repo)
-        model, tokenizer = load(path_or_repo, adapter_path=adapter_path)
-        own = model_folder(path_or_repo)
-        choice = Choice(draft)
-        if draft == "auto":
-            choice = choose_draft(own, model, tokenizer)
-        elif kind is not None:
-            offer = Offer(folder or own, own, model, tokenizer, contract)
-            choice = Choice(kind.load(offer))
-        if quantize_draft is not None and not isinstance(choice.draft, str):
-            quantize_weights(own_weights(choice.draft), quantize_draft)
+        model, tokenizer, choice = load_pair(
+            path_or_repo,
+            draft,
+            contract=contract,
+            quantize_draft=quantize_draft,
+            adapter_path=adapter_path,
+        )
         made = cls(
             model,
             tokenizer,
@@ -405,15 +372,7 @@ class SpeculativeGenerator:
             ConstraintError: the constraint fails before the first token.
         """
         sampling = (sampling or Sampling()).with_seed()
-        if not _is_count(max_tokens):
-            raise InvalidRequestError(
-                f"max_tokens is {max_tokens!r}, and 0 or more is needed."
-            )
-        if logprobs is not None and not _is_count(logprobs):
-            raise InvalidRequestError(
-                f"logprobs is {logprobs!r}, and None or a whole number of at least 0 "
-                "is needed: how many of the most probable tokens to report."
-            )
+        check_counts(max_tokens, logprobs)
         sequence, seen = self._prompts.sequence(prompt, prompt_cache, cached_tokens)
         target = self._lane(self._model, prompt_cache, seen)
         handling.prepare(target)
@@ -425,21 +384,8 @@ class SpeculativeGenerator:
             limit=self._target_width,
             missing=self._ids.missing,
         )
-        if self._acceptance != "keyed" and sampling.sampler is not None:
-            raise InvalidRequestError(
-                f"acceptance is {self._acceptance!r}, which has to know the law of "
-                "each row, and a sampler draws by itself. Use acceptance='keyed', or "
-                "give the options of the sampler in Sampling."
-            )
-        if self._acceptance == "block" and not chooser.processors.parallel:
-            raise InvalidRequestError(
-                "acceptance is 'block', which has to process all rows, and a logits "
-                "processor may only see rows whose tokens are emitted. Declare it with "
-                "mlx_speculation.pure, or use acceptance='rejection'."
-            )
-        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-        if "" in stops:
-            raise InvalidRequestError("A stop string is empty. Leave it out.")
+        check_rule(self._acceptance, chooser)
+        stops = checked_stops(stop)
         ends = self._tokenizer.eos_token_ids if stop_tokens is None else stop_tokens
         end_ids = frozenset(int(token) for token in ends if token is not None)
         masks = None if constraint is None else self._masks(constraint, end_ids)
@@ -485,11 +431,7 @@ class SpeculativeGenerator:
         return stream
 
     def _masks(self, constraint: Any, ends: Collection[int]) -> Masks:
-        if not isinstance(constraint, Constraint):
-            raise InvalidRequestError(
-                f"constraint is a {type(constraint).__name__}, and a Constraint is "
-                "needed. Make one with mlx_speculation.json_schema(...)."
-            )
+        check_constraint(constraint)
         usable = self._ids.usable(self._target_width)
         return Masks(Constrained(constraint, usable=usable, ends=ends))
 
@@ -553,7 +495,3 @@ class SpeculativeGenerator:
 
         note = statistics.drafter_faults.append
         return drafter_of_stream(draft, make, follow, note, target)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
