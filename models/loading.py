@@ -1,5 +1,6 @@
 """Loading a model and its tokenizer with mlx-lm, ready for this machine."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +126,21 @@ def load(
             f"mlx-lm {mlx_lm.__version__} could not load {str(path_or_repo)!r}: "
             f"{type(error).__name__}: {error}. Check the folder with mlx_lm.generate."
         ) from error
+    _check_ends(tokenizer.eos_token_ids, path_or_repo)
     if adapter_path is not None:
         model = _adapted(model, Path(adapter_path).expanduser())
     return (to_float32(model) if runs_on_linux_cpu() else model), tokenizer
+
+
+def _check_ends(ends: Collection[Any], path_or_repo: str | Path) -> None:
+    """Refuse ends of text that are no token ids."""
+    wrong = [end for end in ends if end is not None and type(end) is not int]
+    if wrong:
+        raise ModelFolderError(
+            f"The configuration of {str(path_or_repo)!r} says eos_token_id "
+            f"{wrong[0]!r}, and whole numbers are needed. Mend config.json or "
+            "generation_config.json."
+        )
 
 
 def _check_adapter(folder: Path) -> None:

@@ -111,6 +111,10 @@ def test_models_that_are_none_are_refused(commands: Commands, tmp_path: Path) ->
     (folder / "config.json").write_text("{")
     assert "Error" in said(folder) or "cannot be read" in said(folder)
 
+    ends = copy_of("draft", tmp_path / "ends")
+    (ends / "generation_config.json").write_text('{"eos_token_id": ["x"]}')
+    assert "says eos_token_id 'x', and whole numbers are needed" in said(ends)
+
     unknown = copy_of("draft", tmp_path / "unknown")
     (unknown / "config.json").write_text('{"model_type": "perceptron"}')
     assert "perceptron" in said(unknown)
