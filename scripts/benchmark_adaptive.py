@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from benchmark_case import Case
     from compare_demands import Demand
 
-LENGTHS = [1, 2, 3, 4, 6, 8]
+LENGTHS = [2, 4, 6, 8]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -57,6 +57,7 @@ class Settings:
     """What to measure; the names are those of the options."""
 
     targets: list[str]
+    drafts: list[str]
     draft_model: str
     temperatures: list[float]
     draft_lengths: list[int]
@@ -70,18 +71,22 @@ class Settings:
 @app.command()
 def benchmark(
     target: Target = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(help="Drafters of the requests; by default the draft model."),
+    ] = None,
     draft_model: DraftModel = None,
     temperature: Temperature = None,
     draft_length: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="To compare with; by default 1, 2, 3, 4, 6 and 8."),
+        typer.Option(min=1, help="To compare with; by default 2, 4, 6 and 8."),
     ] = None,
     tokens: Annotated[int, typer.Option(min=18, help="Of each text.")] = 512,
     passes: Annotated[
         int, typer.Option(min=0, help="Of wrong and drafters; 0: none.")
     ] = 3,
     requests: Annotated[int, typer.Option(min=0, help="That change their group.")] = 20,
-    request_tokens: Annotated[int, typer.Option(min=18, help="Of each request.")] = 64,
+    request_tokens: Annotated[int, typer.Option(min=18, help="Of each request.")] = 128,
     seed: Seed = 0,
     blas: Blas = "auto",
     json_file: Json = None,
@@ -89,6 +94,7 @@ def benchmark(
     """Measure lengths by measurement where they can only lose, after checking texts."""
     settings = Settings(
         targets=target or TARGETS,
+        drafts=draft or ["model"],
         draft_model=draft_model or "draft",
         temperatures=temperature or TEMPERATURES,
         draft_lengths=sorted(set(draft_length or LENGTHS)),
@@ -130,7 +136,7 @@ def _report(settings: Settings) -> dict[str, Any]:
                 print_case(case)
                 cases.append(case)
                 demands += adaptive.demands_over_plain(case)
-            for drafter in adaptive.costs if settings.requests else ():
+            for drafter in settings.drafts if settings.requests else ():
                 groups = adaptive.requests(drafter, temperature)
                 cases += groups
                 demands.append(adaptive.demand_of_requests(groups))

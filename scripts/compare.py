@@ -112,14 +112,14 @@ def compare(
     draft_length: Annotated[
         list[int] | None, typer.Option(min=1, help="By default 1, 2, 3, 4, 6 and 8.")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Of each arm in the survey.")] = 96,
+    tokens: Annotated[int, typer.Option(help="Of each arm in the survey.")] = 64,
     passes: Annotated[
         int, typer.Option(min=1, help="Of the survey; each takes the next prompt.")
     ] = 2,
     final_tokens: Annotated[int, typer.Option(help="Of each arm in the final.")] = 144,
     final_passes: Annotated[
         int, typer.Option(min=0, help="Of the final; 0: none.")
-    ] = 8,
+    ] = 7,
     plain_runs: Annotated[
         int, typer.Option(min=0, help="Runs of plain decoding against mlx-lm's.")
     ] = 3,

@@ -47,7 +47,8 @@ def test_the_last_line_is_json_with_every_ratio(folder: Path, tmp_path: Path) ->
     models = ["--target", str(folder), "--draft-model", str(folder)]
     written = tmp_path / "report.json"
     script = [sys.executable, str(SCRIPTS / "benchmark_adaptive.py")]
-    options = [*models, *sizes.split(), "--draft-length", "2", "--json", str(written)]
+    sizes += " --draft-length 2 --draft model --draft lookup"
+    options = [*models, *sizes.split(), "--json", str(written)]
     done = subprocess.run(
         [*script, *options], capture_output=True, text=True, check=False
     )
