@@ -105,9 +105,6 @@ def run_chunk(
     heads, width = v.shape[2:]
     if state is None:
         state = mx.zeros((batch, heads, width, dim), mx.float32)
-    seen = (
-        None if mask is None else mask.astype(mx.float32).reshape(batch, rows, 1, 1, 1)
-    )
     split = (key_heads, heads // key_heads)
     seen = None if mask is None else mask.reshape(batch, rows, 1, 1, 1)
     block = _run(
