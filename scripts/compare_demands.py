@@ -112,6 +112,8 @@ def _over_mlx_lm(case: Case) -> Iterator[Demand]:
 def _adaptive(case: Case) -> Iterator[Demand]:
     """Lengths by measurement over the best fixed length of the same drafter."""
     for auto in case.of("ours", auto=True):
+        if not case.of("ours", draft=auto.arm.draft, auto=False):
+            continue  # in a final, for its speed over mlx-lm's alone
         best = _best_fixed(case, auto)
         ratio = auto.over(best)
         assert ratio is not None

@@ -87,6 +87,15 @@ def test_the_best_length_may_be_plain_decoding(scripts: Any) -> None:
     assert asked(scripts, case_of(scripts, slow))[what].value == pytest.approx(2.1)
 
 
+def test_lengths_by_measurement_alone_are_compared_with_none(scripts: Any) -> None:
+    few = {k: v for k, v in SPEEDS.items() if k[2] != "model" or k[3]}
+    asked_for = [w for w in asked(scripts, case_of(scripts, few)) if "best length" in w]
+    assert asked_for == [
+        "adaptive over the best length: ours lookup auto over ours lookup k=4, "
+        "375 tokens"
+    ]
+
+
 def test_the_other_targets_are_not_compared_with_mlx_lm(scripts: Any) -> None:
     demands = asked(scripts, case_of(scripts, SPEEDS, "hybrid"))
     assert not [what for what in demands if what.startswith("over mlx-lm")]
