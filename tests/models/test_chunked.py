@@ -31,6 +31,7 @@ The tests of this file fail for each of these faults, made by hand (killed by ha
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -376,6 +377,7 @@ for width in (1, 4):
 def test_with_openblas_in_front_a_verify_runs_in_chunks() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITH_OPENBLAS],
+        cwd=Path(__file__).parents[1],  # for `support`
         capture_output=True,
         text=True,
         check=False,
