@@ -197,7 +197,6 @@ class LaneRound:
             rerun=rerun,
             key_steps=lane.key_steps and not whole,
         )
-        self._whole = whole
         self._committed = 0
         self._prepared: int | None = None
         self._mixers_ran = False
