@@ -11,24 +11,11 @@ from statistics import median
 
 from benchmark_arms import Arm, Job, Models, Run
 
+from mlx_speculation.cli.measuring import Spread
 from mlx_speculation.engine import Statistics
 from mlx_speculation.engine.identity import Parting, find_parting
 
 WARM_UP_TOKENS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """The median of some repeats, the smallest and the largest."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
-        """Summarize the repeats."""
-        return cls(median(values), min(values), max(values))
 
 
 @dataclass(slots=True)

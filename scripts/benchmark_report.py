@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from benchmark_case import Case, Series, Spread
+from benchmark_case import Case, Series
 from benchmark_plain import PlainRatio
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from mlx_speculation.cli.measuring import Spread
 
 SHOWN = 8  # positions of a draft in the table
 

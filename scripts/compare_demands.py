@@ -5,12 +5,14 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from benchmark_case import Case, Series, Spread
+from benchmark_case import Case, Series
 from benchmark_plain import PlainRatio
 from benchmark_report import console
 from compare_target import best_of
 from rich.markup import escape
 from rich.table import Table
+
+from mlx_speculation.cli.measuring import Spread
 
 DEFINITIONS = """\
 Words: drafted tokens are proposed by the drafter; accepted ones are confirmed by the

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmark_arms import Arm, Job, Models, jobs_of, mlx_lm_arms, ours, plain_arms
-from benchmark_case import Case, Series, Spread, run_case
+from benchmark_case import Case, Series, run_case
 from benchmark_options import TARGETS, folder_of, progress, texts_of
 from benchmark_plain import PlainRatio, measure_plain
 from drafter_list import Bench, Source, sources_of
 
+from mlx_speculation.cli.measuring import Spread
 from mlx_speculation.plots import Curve, Measured, Panel, predicted_speeds
 
 if TYPE_CHECKING:
