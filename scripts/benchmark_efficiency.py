@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_speculation.blas import BlasName, use_blas
+from mlx_speculation.cli import run
 from mlx_speculation.demo import demo_models, demo_prompts
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from mlx_speculation.engine import Stream
 
 BESIDE = ("sampler", "commit", "replay", "host")
+AS_IT_IS = "as it is"
 ENOUGH = 1 << 20  # tokens; no stream here comes to its end
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -147,17 +149,27 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def make_cases(
-    target: str, drafters: list[str], lengths: list[int], context: int, clock: "Clock"
+    target: str,
+    drafters: list[str],
+    lengths: list[int],
+    context: int,
+    clock: "Clock",
+    shape: str = AS_IT_IS,
 ) -> Iterator[Case]:
     """Make the cases of one target; its forwards run on a copy that has no hooks."""
+    from growing import SHAPES, grow
     from steady_forwards import Step, filled, head_step_of, held_by, holding, step_of
 
     from mlx_speculation import SpeculativeGenerator, load
     from mlx_speculation.engine import MtpDraft
 
     folders = demo_models()
+    model: Any
+    bare: Any
     model, tokenizer = load(folders[target])
     bare, _ = load(folders[target])
+    if shape != AS_IT_IS:
+        model, bare = grow(model, SHAPES[shape]), grow(bare, SHAPES[shape])
     small, _ = load(folders["draft"])
     text = "\n\n".join(p.text for p in demo_prompts() if p.group == "code")
     prompt = [int(token) for token in tokenizer.encode(text)]
@@ -245,9 +257,14 @@ def main(
         bool,
         typer.Option(help="Count it, and not the wall's; for OPENBLAS_NUM_THREADS=1."),
     ] = False,
+    shape: Annotated[
+        str, typer.Option(help="Grow the dense target to 1B or 8B; see growing.py.")
+    ] = AS_IT_IS,
     blas: BlasName = "auto",
 ) -> None:
     """Compare rounds with the forwards in them."""
+    if shape != AS_IT_IS and target != ["dense"]:
+        raise typer.BadParameter("--shape grows the dense target: give --target dense")
     chosen = use_blas(blas)
     from rich.console import Console
 
@@ -258,7 +275,12 @@ def main(
     for name in target or ["dense", "hybrid"]:
         for context in contexts or [256]:
             cases += make_cases(
-                name, drafter or ["model"], length or [1, 2, 4, 8], context, clock
+                name,
+                drafter or ["model"],
+                length or [1, 2, 4, 8],
+                context,
+                clock,
+                shape,
             )
     started = time.perf_counter()
     for number in range(repeats + 1):
@@ -286,4 +308,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app()
+    run(app)
