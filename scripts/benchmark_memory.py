@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from mlx_speculation.blas import BlasName, use_blas
+from mlx_speculation.cli import run
 from mlx_speculation.demo import demo_models, demo_prompts
 
 FLOAT32 = 4  # bytes
@@ -176,4 +177,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app()
+    run(app)

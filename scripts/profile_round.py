@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_speculation.blas import BlasName, use_blas
+from mlx_speculation.cli import run
 from mlx_speculation.demo import demo_models, demo_prompts
 
 if TYPE_CHECKING:
@@ -309,4 +310,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app()
+    run(app)

@@ -25,6 +25,7 @@ from typing import Annotated, Any
 import typer
 
 from mlx_speculation.blas import use_blas
+from mlx_speculation.cli import run
 from mlx_speculation.demo import demo_models, demo_prompts
 
 LONGEST_CONTEXT = 12
@@ -176,8 +177,8 @@ def study(
         rows = _matches([text for text in texts if text.temperature == warmth])
         report["matches"][str(warmth)] = rows
         print(f"\ntemperature {warmth:g}: matches, right, tokens that follow")
-        for length, (count, right, run) in rows.items():
-            print(f"  {length:>3} tokens {count:6d} {right:5.0%} {run:6.2f}")
+        for length, (count, right, follow) in rows.items():
+            print(f"  {length:>3} tokens {count:6d} {right:5.0%} {follow:6.2f}")
     for warmth, group in product(warmths, ("code", "prose", "edit")):
         chosen = [t for t in texts if (t.temperature, t.group) == (warmth, group)]
         print(f"\ntemperature {warmth:g}, {group}: x plain, tokens a round, accepted")
@@ -261,4 +262,4 @@ def _ngrams(index: Callable[[int], Any], n: int) -> Callable[[], Lookup]:
 
 
 if __name__ == "__main__":
-    app()
+    run(app)
