@@ -5,6 +5,8 @@ door and the scripts imports it.
 """
 
 from mlx_speculation.engine.assistant import AssistantDraft, AssistantDrafter
+from mlx_speculation.engine.batch import BatchGenerator
+from mlx_speculation.engine.batch_results import BatchResponse, BatchStatistics
 from mlx_speculation.engine.cascade import Cascade
 from mlx_speculation.engine.dflash import DFlashDraft
 from mlx_speculation.engine.drafting import Choose, Draft, Drafter
@@ -25,6 +27,9 @@ from mlx_speculation.engine.vocabulary import reduced_vocabulary
 __all__ = [
     "AssistantDraft",
     "AssistantDrafter",
+    "BatchGenerator",
+    "BatchResponse",
+    "BatchStatistics",
     "Cascade",
     "Choose",
     "Chunk",

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_speculation.caches import PrefixCache
+from mlx_speculation.engine.batch_requests import generate_batch
 from mlx_speculation.engine.checks import (
     check_constraint,
     check_counts,
@@ -321,6 +322,34 @@ class SpeculativeGenerator:
         for _ in stream:
             pass
         return stream.result
+
+    def generate_batch(
+        self,
+        prompts: SequenceOf[str | SequenceOf[int]],
+        *,
+        max_rows: int = 32,
+        **options: Any,
+    ) -> list[Result]:
+        """Generate the text of each prompt, many of them at once.
+
+        Each text is that of the prompt alone with its options and seed, see
+        `BatchGenerator`.
+
+        Args:
+            prompts: texts or lists of token ids.
+            max_rows: how many run at once.
+            options: what `stream` takes. A list has one value for each prompt;
+                anything else is for all. Where one `sampling` with a seed is for all,
+                prompt i is sampled with `derived_seed(seed, i)`.
+
+        Returns:
+            The results, in the order of the prompts.
+
+        Raises:
+            InvalidRequestError: names the two values that do not fit; nothing has run.
+            Exception: what ended the first row that failed, when all have ended.
+        """
+        return generate_batch(self, prompts, max_rows, options)
 
     def stream(
         self,

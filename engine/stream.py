@@ -135,6 +135,17 @@ class Stream:
             # Without a round the prompt is all there is, and it was not asked for.
             self._end("closed", hold_all=self.stats.rounds > 0)
 
+    def next_round(self) -> list[Chunk]:
+        """Run one round, and return the chunks of all that it emitted.
+
+        Those of a round that was begun chunk by chunk come first, without another
+        round. An empty list means that the stream has ended.
+        """
+        chunks = [] if (first := next(self, None)) is None else [first]
+        while self._ready:
+            chunks.append(next(self))
+        return chunks
+
     def __iter__(self) -> Iterator[Chunk]:
         return self
 

@@ -120,6 +120,8 @@ def test_only_the_front_door_and_scripts_import_the_engine() -> None:
 def test_the_public_names_are_pinned() -> None:
     assert mlx_speculation.__all__ == [
         "AssistantDraft",
+        "BatchGenerator",
+        "BatchResponse",
         "BlasError",
         "CacheFileError",
         "Cascade",

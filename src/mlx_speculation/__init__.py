@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from mlx_speculation.demo import demo_models
     from mlx_speculation.engine import (
         AssistantDraft,
+        BatchGenerator,
+        BatchResponse,
         Cascade,
         DFlashDraft,
         EagleDraft,
@@ -70,6 +72,8 @@ __version__ = version("mlx-speculation")
 
 __all__ = [
     "AssistantDraft",
+    "BatchGenerator",
+    "BatchResponse",
     "BlasError",
     "CacheFileError",
     "Cascade",
@@ -122,6 +126,8 @@ __all__ = [
 # checkers, under TYPE_CHECKING above.
 _HOMES = {
     "AssistantDraft": "mlx_speculation.engine",
+    "BatchGenerator": "mlx_speculation.engine",
+    "BatchResponse": "mlx_speculation.engine",
     "Cascade": "mlx_speculation.engine",
     "Constraint": "mlx_speculation.samplers",
     "ConstraintState": "mlx_speculation.samplers",
