@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from mlx_speculation import Sampling, SpeculativeGenerator, cli, demo_models
+from mlx_speculation import Sampling, SpeculativeGenerator, demo_models
 from mlx_speculation.blas import BlasChoice
+from mlx_speculation.cli.application import app
 from mlx_speculation.demo import DemoPrompt
 from mlx_speculation.engine import identity
 from mlx_speculation.engine.identity import Parting
@@ -61,7 +62,7 @@ def test_generate_prints_the_text_alone_on_standard_output() -> None:
 def test_a_prompt_can_be_an_option(in_process: CliRunner) -> None:
     folder = str(demo_models()["draft"])
     options = ["--prompt", PROMPT, "--max-tokens", "5"]
-    done = in_process.invoke(cli.app, ["generate", folder, *options])
+    done = in_process.invoke(app, ["generate", folder, *options])
     assert done.exit_code == 0, done.output
     expected = SpeculativeGenerator.from_pretrained(folder).generate(
         PROMPT, max_tokens=5
@@ -96,7 +97,7 @@ def test_demo_fails_where_a_text_really_differs(
     monkeypatch.setattr(f"{DEMO}.demo_models", lambda: {"dense": draft, "draft": draft})
     prompt = DemoPrompt("code", "a test", PROMPT)
     monkeypatch.setattr(f"{DEMO}.demo_prompts", lambda: [prompt])
-    done = in_process.invoke(cli.app, ["demo", "--max-tokens", "2"])
+    done = in_process.invoke(app, ["demo", "--max-tokens", "2"])
     assert done.exit_code == 1
     assert "not at 3" in done.stdout
 
@@ -106,8 +107,40 @@ def test_calibrate_prints_what_rounds_cost(
 ) -> None:
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
     options = ["calibrate", str(demo_models()["draft"]), "--draft", "lookup"]
-    done = in_process.invoke(cli.app, options)
+    done = in_process.invoke(app, options)
     assert done.exit_code == 0, done.output
     assert "plain" in done.stdout
     assert "512" in done.stdout
     assert len(list((tmp_path / "costs").glob("*.json"))) == 1
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        "sys.meta_path.insert(0, Now())",
+        "atexit.register(interrupt)",
+    ],
+)
+def test_ctrl_c_before_and_after_a_command_is_no_traceback(when: str) -> None:
+    """Python takes a second to read the commands, and a moment to end."""
+    code = f"""
+import atexit, os, signal, sys
+
+def interrupt(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+
+class Now:
+    def find_spec(self, *_):
+        interrupt()
+
+from mlx_speculation.cli import main
+{when}
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from mlx_speculation import cli
 from mlx_speculation.blas import BlasChoice
+from mlx_speculation.cli.application import app
 
 
 class Commands:
@@ -35,7 +35,7 @@ class Commands:
         """
         runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"})
         done = runner.invoke(
-            cli.app, [str(option) for option in options], input=text, color=colour
+            app, [str(option) for option in options], input=text, color=colour
         )
         ended = done.exception is None or isinstance(done.exception, SystemExit)
         assert ended, repr(done.exception)

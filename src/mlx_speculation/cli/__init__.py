@@ -1,10 +1,38 @@
 """The command line `mlx-speculation`: options in, text, tables and JSON out.
 
 Each command has a file. mlx is imported inside the commands only, after the BLAS is
-chosen.
+chosen. This file imports next to nothing: the second in which Python reads the others
+is one in which Ctrl-C may come too.
 """
 
-from mlx_speculation.cli.application import app, main
-from mlx_speculation.cli.running import run
+import os
+import signal
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["app", "main", "run"]
+if TYPE_CHECKING:
+    import typer
+
+__all__ = ["main", "run"]
+
+
+def main() -> None:
+    """Run the command line."""
+    # Who has started us may have it ignored, as `nohup` does.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+    from mlx_speculation.cli.application import app
+
+    run(app)
+
+
+def run(app: "typer.Typer") -> None:
+    """Run an application; errors of this package become one line and status 1."""
+    from mlx_speculation.cli.running import run as run_application
+
+    run_application(app)
+
+
+def _leave(*_: Any) -> None:
+    """End before a command runs, or after it: no half-made import is left to fail."""
+    os.write(2, b"interrupted\n")
+    os._exit(130)

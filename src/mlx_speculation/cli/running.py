@@ -12,7 +12,9 @@ traceback.
 """
 
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,10 +48,25 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def safe(**values: Any) -> None:
-        with _ending(typer.Exit):
+        with _ending(typer.Exit), _interruptible():
             command(**values)
 
     return safe
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt in here, whatever it does elsewhere."""
+    outside = signal.getsignal(signal.SIGINT)
+    here = threading.current_thread() is threading.main_thread()
+    if not here or outside is signal.SIG_IGN:
+        yield
+        return
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        yield
+    finally:
+        signal.signal(signal.SIGINT, outside)
 
 
 def _exit(status: int) -> SystemExit:
