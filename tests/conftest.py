@@ -3,6 +3,9 @@
 import os
 from collections.abc import Callable, Iterator
 
+import support.scheduling  # noqa: F401  for what it does
+
+# isort: split
 import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, Phase, settings
