@@ -16,9 +16,12 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from mlx_speculation.caches import array_bytes
+from mlx_speculation.engine.batch_decoding import BatchDecoder
+from mlx_speculation.engine.batch_lengths import BatchLengths
 from mlx_speculation.engine.batch_results import BatchResponse, BatchStatistics
+from mlx_speculation.engine.batch_rows import Row, reason_alone
 from mlx_speculation.engine.results import Result
-from mlx_speculation.engine.stream import Stream
 from mlx_speculation.errors import InvalidRequestError, SpeculationError
 
 if TYPE_CHECKING:
@@ -51,11 +54,13 @@ class BatchGenerator:
         self._next_uid = 0
         self._waiting: deque[int] = deque()
         self._running: list[int] = []
-        self._streams: dict[int, Stream] = {}
-        self._errors: dict[int, Exception] = {}
+        self._rows: dict[int, Row] = {}
         self._ready: list[BatchResponse] = []  # Ctrl-C keeps them for the next call
         self._closed = False
         self.stats = BatchStatistics()
+        lengths = BatchLengths(generator.lengths.for_batch)
+        self._lengths = lengths
+        self._together = BatchDecoder(generator.model, lengths, self.stats)
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -84,9 +89,12 @@ class BatchGenerator:
                 "BatchGenerator of the same generator."
             )
         stream = self._generator.stream(prompt, **options)
+        alone = reason_alone(stream, self._generator.model, options)
         uid, self._next_uid = self._next_uid, self._next_uid + 1
-        self._streams[uid] = stream
+        self._rows[uid] = Row(uid, stream, stream.parts, alone)
         self._waiting.append(uid)
+        if alone is not None:
+            self.stats.alone[alone] = self.stats.alone.get(alone, 0) + 1
         return uid
 
     def next(self) -> list[BatchResponse]:
@@ -96,13 +104,37 @@ class BatchGenerator:
             What each row has emitted, in the order in which the rows were inserted,
             and of each row in the order of the text. Empty: there are no rows.
         """
-        while self._waiting and len(self._running) < self._max_rows:
-            self._running.append(self._waiting.popleft())
+        if not self._together.in_flight:
+            self._join()
         self.stats.rounds += bool(self._running)
+        if self._together.rows:
+            rows = tuple(self._together.rows)
+            self._together.next_round(drain=bool(self._waiting))
+            for row in rows:
+                self._respond(row)
         for uid in tuple(self._running):
-            self._ready += self._round_alone(uid)
+            row = self._rows[uid]
+            if row.alone is not None:
+                self._round_alone(row)
         responses, self._ready = self._ready, []
-        return responses
+        # Rows respond in the order of insertion, each in the order of its text.
+        return sorted(responses, key=lambda response: response.uid)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the caches of all running rows, as allocated."""
+        alone = [self._rows[uid] for uid in self._running]
+        lanes = [row.parts.target for row in alone if row.alone is not None]
+        own = sum(array_bytes(lane.caches) for lane in lanes)
+        return self._together.nbytes + own
+
+    def why_alone(self, uid: int) -> str | None:
+        """Return why a row does not run together with others; None: it does.
+
+        Raises:
+            InvalidRequestError: there is no such row.
+        """
+        return self._row(uid).alone
 
     def result(self, uid: int) -> Result:
         """Return the result of a row that has ended; `remove` lets go of it.
@@ -111,7 +143,7 @@ class BatchGenerator:
             InvalidRequestError: there is no such row.
             SpeculationError: it has not ended.
         """
-        return self._stream(uid).result
+        return self._row(uid).stream.result
 
     def error(self, uid: int) -> Exception | None:
         """Return what ended a row, if an error did.
@@ -119,8 +151,7 @@ class BatchGenerator:
         Raises:
             InvalidRequestError: there is no such row.
         """
-        self._stream(uid)
-        return self._errors.get(uid)
+        return self._row(uid).error
 
     def remove(self, uid: int) -> Result:
         """End a row if it has not ended, forget it, and return its result.
@@ -130,24 +161,18 @@ class BatchGenerator:
         Raises:
             InvalidRequestError: there is no such row.
         """
-        stream = self._stream(uid)
-        if uid in self._waiting:
-            self._waiting.remove(uid)
-        if not stream.ended:
-            stream.close()
-            self._end(uid)
-        del self._streams[uid]
-        self._errors.pop(uid, None)
-        return stream.result
+        row = self._row(uid)
+        self._close(row)
+        del self._rows[uid]
+        return row.stream.result
 
     def close(self) -> None:
         """End every row that has not ended; results stay. The second does nothing."""
-        for uid, stream in self._streams.items():
-            if not stream.ended:
-                stream.close()
-                self._end(uid)
-        self._waiting.clear()
-        self._closed = True
+        if not self._closed:
+            self._closed = True
+            for row in self._rows.values():
+                self._close(row)
+            self._lengths.end()
 
     def __enter__(self) -> "BatchGenerator":
         return self
@@ -160,36 +185,73 @@ class BatchGenerator:
     ) -> None:
         self.close()
 
-    def _stream(self, uid: int) -> Stream:
-        if uid not in self._streams:
+    def _row(self, uid: int) -> Row:
+        if uid not in self._rows:
             raise InvalidRequestError(
-                f"There is no row {uid!r}: the batch has {len(self._streams)} rows, "
+                f"There is no row {uid!r}: the batch has {len(self._rows)} rows, "
                 "and forgets those that were removed. Pass what insert() returned."
             )
-        return self._streams[uid]
+        return self._rows[uid]
 
-    def _round_alone(self, uid: int) -> list[BatchResponse]:
-        """Run a round of one row by itself."""
-        stream = self._streams[uid]
-        drafted, accepted = stream.stats.drafted, stream.stats.accepted
-        try:
-            chunks = stream.next_round()
-        except Exception as error:
-            self._errors[uid] = error
+    def _join(self) -> None:
+        """Let waiting rows begin while there is room: their prompts are read here."""
+        joining = []
+        while self._waiting and len(self._running) < self._max_rows:
+            row = self._rows[self._waiting[0]]
+            if row.alone is None:
+                try:
+                    goes_on = row.stream.begin()
+                except Exception as error:
+                    row.error = error
+                    goes_on = False
+                if goes_on:
+                    row.stream.keep_prompt()
+                    joining.append(row)
+            self._running.append(self._waiting.popleft())
+            if row.ended:
+                self._respond(row)
+        self._together.join(joining)
+
+    def _respond(self, row: Row) -> None:
+        """Give out what a row has got in this round."""
+        uid = row.uid
+        self._ready += [BatchResponse(uid, c, c.finish_reason) for c in row.chunks]
+        if row.error is not None:
+            self._ready.append(BatchResponse(uid, None, "error", row.error))
             self.stats.failed += 1
-            self._end(uid)
-            return [BatchResponse(uid, None, "error", error)]
-        self.stats.drafted += stream.stats.drafted - drafted
-        self.stats.accepted += stream.stats.accepted - accepted
-        self.stats.emitted += len(chunks)
-        if stream.ended:
-            self._end(uid)
-        if not chunks:
-            return [BatchResponse(uid, None, stream.result.finish_reason)]
-        return [BatchResponse(uid, chunk, chunk.finish_reason) for chunk in chunks]
-
-    def _end(self, uid: int) -> None:
-        """Let a row that has ended make room."""
-        if uid in self._running:
+        elif row.ended and not row.chunks:
+            self._ready.append(
+                BatchResponse(uid, None, row.stream.result.finish_reason)
+            )
+        row.chunks = []
+        if row.ended:
             self._running.remove(uid)
+            self.stats.finished += 1
+
+    def _round_alone(self, row: Row) -> None:
+        """Run a round of one row by itself."""
+        stats = row.stream.stats
+        drafted, accepted = stats.drafted, stats.accepted
+        try:
+            row.chunks = row.stream.next_round()
+        except Exception as error:
+            row.error = error
+        self.stats.drafted += stats.drafted - drafted
+        self.stats.accepted += stats.accepted - accepted
+        self.stats.emitted += len(row.chunks)
+        self._respond(row)
+
+    def _close(self, row: Row) -> None:
+        """End a row that has not ended, whatever it is about."""
+        if row.ended:
+            return
+        if row.uid in self._waiting:
+            self._waiting.remove(row.uid)
+        else:
+            self._running.remove(row.uid)
+        if row in self._together.rows:
+            self._together.give_back(row)
+            self._together.leave([row])
+        row.stream.close()
+        row.parts.target.caches = []
         self.stats.finished += 1

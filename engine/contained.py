@@ -91,13 +91,18 @@ class Contained:
         doubts: Any = [] if self._doubts is None else self._doubts.tolist()
         self._doubts = None
         if any(doubts):
-            self._fail("propose", _what_is_wrong(*doubts))
+            self._fail("propose", what_is_wrong(*doubts))
         self._run("settle", lambda: self.drafter.settle(accepted))
 
     def discard(self) -> None:
         """Let it undo the round."""
         self._doubts = None
         self._run("discard", self.drafter.discard)
+
+    def fail(self, call: str, error: Exception) -> None:
+        """Set the drafter aside for a fault that was met elsewhere."""
+        if not self._set_aside:
+            self._fail(call, error)
 
     def _after_chunk(self, method: Callable[[], None]) -> None:
         """Let it read the states of a chunk of the prompt."""
@@ -132,7 +137,7 @@ class Contained:
         )
 
 
-def _what_is_wrong(rows: int, ids: int) -> Exception:
+def what_is_wrong(rows: int, ids: int) -> Exception:
     """Return the fault of a draft, by its counts of unusable logits and of ids."""
     if rows:
         return ArithmeticError(

@@ -21,6 +21,7 @@ It knows nothing about text: a `Cut` says where the emitted tokens end.
 """
 
 import time
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -43,6 +44,20 @@ from mlx_speculation.engine.verdicts import (
 from mlx_speculation.errors import NonFiniteLogitsError
 from mlx_speculation.models import Lane, LaneRound
 from mlx_speculation.samplers import Rows, Verifier
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a decoder was made of; see there."""
+
+    target: Lane
+    sequence: Sequence
+    verifier: Verifier
+    drafter: Drafter | None
+    lengths: Lengths
+    top: int | None
+    masks: Masks | None
+    statistics: Statistics
 
 
 class Decoder:
@@ -94,6 +109,20 @@ class Decoder:
         self._next_token: int | None = None
         self._clock = RoundClock()  # of the round that is running
         self._last_round: LaneRound | None = None
+
+    @property
+    def parts(self) -> "Parts":
+        """What runs the rounds, for who runs them in its place, see `engine.batch`."""
+        return Parts(
+            target=self._target,
+            sequence=self._sequence,
+            verifier=self._verifier,
+            drafter=self._drafter,
+            lengths=self._lengths,
+            top=self._top,
+            masks=self._masks,
+            statistics=self.statistics,
+        )
 
     @property
     def reports(self) -> bool:

@@ -54,6 +54,11 @@ class DraftModel:
         return self._lane
 
     @property
+    def whole_chain(self) -> bool:
+        """Whether it drafts as many tokens as it is asked for, from all token ids."""
+        return not self._confidence and self._reduced is None
+
+    @property
     def held(self) -> list[Any]:
         """The caches, for a count of bytes."""
         return self._lane.caches

@@ -268,6 +268,11 @@ class SpeculativeGenerator:
         return self._prompts.encode(prompt)
 
     @property
+    def lengths(self) -> MeasuredLengths:
+        """What decides draft lengths, for `BatchGenerator`."""
+        return self._lengths
+
+    @property
     def round_parts(self) -> PartsTable:
         """Where the time of the rounds of `calibrate` went, medians of each part.
 

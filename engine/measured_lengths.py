@@ -87,6 +87,7 @@ class MeasuredLengths:
         self._model, self._draft, self._sliding = model, draft, sliding
         self._longest = longest_length(draft)
         self._known: Known | None = None
+        self._batches: dict[int, Known] = {}
         self._allowance = Allowance()
 
     def for_stream(self, length: int | Lengths | None) -> Lengths:
@@ -108,6 +109,24 @@ class MeasuredLengths:
             self._longest,
             at_end=known.save_if_new,
             allowance=self._allowance,
+        )
+
+    def for_batch(self, rows: int, rates: AcceptanceRates) -> AdaptiveLengths:
+        """Return the policy of batches with so many rows, with costs of their own.
+
+        Args:
+            rows: how many; their costs are kept under this number.
+            rates: what is accepted of all rows; updated by the caller.
+        """
+        if rows not in self._batches:
+            key = self._key()
+            self._batches[rows] = Known.read(key and {**key, "rows": rows})
+        known = self._batches[rows]
+        if rates.known == 0:
+            rates.take(known.rates)
+        known.rates = rates
+        return AdaptiveLengths(
+            known.costs, rates, self._longest, at_end=known.save_if_new
         )
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 
-from mlx_speculation.engine.decoding import Decoder
+from mlx_speculation.engine.decoding import Decoder, Parts
 from mlx_speculation.engine.lengths import Outcome, Plan
 from mlx_speculation.engine.memory import Memory
 from mlx_speculation.engine.prefixes import Prefixes
@@ -185,17 +185,89 @@ class Stream:
         if self._prefixes is not None and self._started and self._result is None:
             self._prefixes.store_dropped(self._sequence.tokens)
 
-    def _advance(self) -> None:
-        """Run the next round; with a budget of nothing, the prompt alone."""
+    def begin(self) -> bool:
+        """Read the prompt, for who runs the rounds in this object's place.
+
+        Returns:
+            Whether there is anything to generate; otherwise the stream has ended.
+
+        Raises:
+            Exception: whatever the model raised; the stream has ended with it.
+        """
+        try:
+            return self._begun()
+        except BaseException:
+            self._end("error", hold_all=False)
+            raise
+
+    @property
+    def parts(self) -> Parts:
+        """What this stream runs rounds with."""
+        return self._decoder.parts
+
+    @property
+    def budget(self) -> int:
+        """How many tokens may still be emitted."""
+        return self._max_tokens - self.stats.emitted
+
+    def take(self, emitted: Emitted) -> Cut:
+        """Take the tokens of a round that was run elsewhere, up to a stop.
+
+        Count them before `chunks` is called.
+        """
+        self._ready.clear()
+        cut = self._cut(emitted)
+        self._reason = cut.reason
+        return cut
+
+    def chunks(self) -> list[Chunk]:
+        """Return the chunks of the tokens that were taken; the last may end it."""
+        self._warn_of_faults()
+        return [next(self) for _ in range(len(self._ready))]
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the tokens that were taken end the stream."""
+        return self._reason is not None
+
+    @property
+    def keeps_caches(self) -> bool:
+        """Whether it leaves its caches to later requests."""
+        return self._prefixes is not None
+
+    def keep_prompt(self) -> None:
+        """Leave what was read of the prompt to later requests already now."""
+        if self._prefixes is not None:
+            self._prefixes.store(self._sequence.tokens)
+
+    def keep_nothing(self) -> None:
+        """Leave nothing more to later requests."""
+        if self._prefixes is not None:
+            self._prefixes.forget()
+            self._prefixes = None
+
+    def fail(self) -> None:
+        """End with an error that was met elsewhere."""
+        if self._result is None:
+            self._end("error", hold_all=False)
+
+    def _begun(self) -> bool:
+        """Read the prompt if that was not done; return whether there is a round."""
         if not self._started:
             self._started = True
             self._open.enter_context(self._running)
             self._reuse()
             self._decoder.prefill()
-        budget = self._max_tokens - self.stats.emitted
-        if budget == 0 or self._decoder.complete:
-            self._end("length" if budget == 0 else "stop")
+        if self.budget and not self._decoder.complete:
+            return True
+        self._end("length" if self.budget == 0 else "stop")
+        return False
+
+    def _advance(self) -> None:
+        """Run the next round; with a budget of nothing, the prompt alone."""
+        if not self._begun():
             return
+        budget = self.budget
         self._ready.clear()
         self._reason = self._decoder.next_round(budget, self._cut)
         if self._prefixes is not None:

@@ -12,6 +12,8 @@ from mlx_speculation.models.assistant_probe import (
     probe_anchor,
     starts_for,
 )
+from mlx_speculation.models.batch_lane import BatchLane, BatchRound
+from mlx_speculation.models.batching import why_alone
 from mlx_speculation.models.committed import CommittedStates
 from mlx_speculation.models.contract_fields import contract_of
 from mlx_speculation.models.dflash_config import is_dflash
@@ -65,6 +67,8 @@ __all__ = [
     "Anchor",
     "Assistant",
     "AssistantOutput",
+    "BatchLane",
+    "BatchRound",
     "CommittedStates",
     "Contract",
     "DFlash",
@@ -133,6 +137,7 @@ __all__ = [
     "starts_for",
     "usual_contract",
     "weight_bytes",
+    "why_alone",
     "wired",
     "wrapped",
     "write_json",

@@ -4,6 +4,13 @@ It knows arrays. It does not know models, caches or text.
 """
 
 from mlx_speculation.samplers.acceptance import count_accepted, normalizers, peaks
+from mlx_speculation.samplers.batch_verifier import (
+    Asked,
+    BatchVerified,
+    Decided,
+    propose_batch,
+    verify_batch,
+)
 from mlx_speculation.samplers.choice import Chooser
 from mlx_speculation.samplers.chosen import Chosen, LogProbs, Verified
 from mlx_speculation.samplers.constrained import Constrained
@@ -34,11 +41,14 @@ from mlx_speculation.samplers.verifier import Acceptance, Verifier
 
 __all__ = [
     "Acceptance",
+    "Asked",
+    "BatchVerified",
     "Chooser",
     "Chosen",
     "Constrained",
     "Constraint",
     "ConstraintState",
+    "Decided",
     "ForkableProcessor",
     "LogProbs",
     "LogitsProcessor",
@@ -60,6 +70,8 @@ __all__ = [
     "make_sampler",
     "normalizers",
     "peaks",
+    "propose_batch",
     "pure",
     "tree_layout",
+    "verify_batch",
 ]

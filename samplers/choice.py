@@ -5,6 +5,7 @@ one request. Nothing in it is changed by a token but the state of the user's
 processors, and `processors` says how that is put back.
 """
 
+from collections.abc import Sequence
 from copy import copy
 
 import mlx.core as mx
@@ -136,15 +137,20 @@ class Chooser:
             processed: what `processed` returned for these rows.
             rows: what precedes each row.
         """
-        logits = processed.astype(mx.float32)
-        if self.sampling.filters:
-            thrown = None
-            if self.sampling.xtc_probability > 0:
-                thrown = coins(position_keys(self._xtc, mx.array(list(rows.positions))))
-            logits = apply_filters(logits, self.sampling, thrown)
-        if self.sampling.temperature == 1:
-            return logits
-        return logits * (1 / self.sampling.temperature)
+        return tempered(processed, self.sampling, self.coins(rows.positions))
+
+    def coins(self, positions: Sequence[int]) -> mx.array | None:
+        """Return XTC's coins of these positions, float32 [rows]; None where it is off.
+
+        They depend on seed and position alone.
+        """
+        if self.sampling.xtc_probability == 0:
+            return None
+        return coins(position_keys(self._xtc, mx.array(list(positions))))
+
+    def noise(self, positions: Sequence[int]) -> mx.array:
+        """Return what is added to the scores there, float32 [rows, width]."""
+        return self._noise.rows(positions)
 
     def processed(
         self, logits: mx.array, rows: Rows, *, for_draft: bool = False
@@ -182,3 +188,21 @@ class Chooser:
                 nothing = mx.array(-mx.inf, logits.dtype)
                 logits = mx.where(mask[..., : logits.shape[-1]], logits, nothing)
         return logits
+
+
+def tempered(
+    processed: mx.array, sampling: Sampling, thrown: mx.array | None
+) -> mx.array:
+    """Return filtered, tempered log-probabilities, float32, unnormalized.
+
+    Args:
+        processed: logits [rows, ids] after processors.
+        sampling: the options of all rows.
+        thrown: float32 [rows], XTC's coins; None where it is off.
+    """
+    logits = processed.astype(mx.float32)
+    if sampling.filters:
+        logits = apply_filters(logits, sampling, thrown)
+    if sampling.temperature == 1:
+        return logits
+    return logits * (1 / sampling.temperature)

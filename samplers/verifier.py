@@ -14,6 +14,7 @@ computed on the device: nothing here is evaluated or read.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Literal
 
 import mlx.core as mx
@@ -34,6 +35,7 @@ from mlx_speculation.samplers.round_noise import (
 )
 from mlx_speculation.samplers.rows import Rows
 from mlx_speculation.samplers.sampler_calls import within
+from mlx_speculation.samplers.sampling import Sampling
 
 Acceptance = Literal["keyed", "rejection", "block"]
 Rule = Callable[[mx.array, mx.array | None, mx.array, mx.array], Verdict]
@@ -80,6 +82,22 @@ class Verifier:
         and a logits processor of the user's would see it.
         """
         return self._rule is None and not self._chooser.processors.active
+
+    @property
+    def shared(self) -> tuple[Sampling, bool] | None:
+        """What requests have in common whose rows one call decides.
+
+        None where a request is decided by itself: its rule or its sampler draws, or
+        processors look at its tokens.
+        """
+        sampling, processors = self._chooser.sampling, self._chooser.processors
+        if self._rule is not None or sampling.sampler is not None or processors.active:
+            return None
+        if sampling.greedy:
+            plain = Sampling(draft_temperature=sampling.draft_temperature)
+        else:
+            plain = replace(sampling, seed=None)
+        return plain, self._whole_rows
 
     def law(self, logits: mx.array, rows: Rows, *, for_draft: bool = False) -> mx.array:
         """Return the law by which a token is chosen, float32 [rows, width].
@@ -245,6 +263,17 @@ def _spread(logits: mx.array, ids: mx.array, width: int) -> mx.array:
     everywhere = mx.full((len(logits), width + 1), -mx.inf, logits.dtype)
     everywhere[:, mx.minimum(ids, width)] = logits
     return everywhere[:, :width]
+
+
+def reported(
+    verifier: Verifier,
+    processed: mx.array,
+    normals: mx.array,
+    tokens: mx.array,
+    top: int,
+) -> LogProbs:
+    """Return the report that a verifier makes of rows which others have decided."""
+    return _report(processed, normals, tokens, top, whole=verifier._whole_rows)
 
 
 def _report(

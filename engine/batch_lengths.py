@@ -1,0 +1,189 @@
+"""How many tokens a round of a batch drafts: one width for all rows.
+
+All rows are fed the same number of tokens, so that a round costs by its widest draft,
+and a short draft beside a long one saves nothing. The width with the most tokens per
+second is taken, by the measured costs of rounds of so many rows and by what was
+accepted of each row's drafts:
+
+    speed(k) = sum over rows of (1 + r0 + ... + r0 ... r(k-1)) / seconds(rows, k)
+
+down to 0, which is plain decoding of the batch. Numbers of rows between powers of two
+share their costs. Rows that name a length of their own keep to it.
+"""
+
+from collections.abc import Callable, Sequence
+
+from mlx_speculation.engine.acceptance_rates import AcceptanceRates
+from mlx_speculation.engine.adaptive import KNOWN_WEIGHT, AdaptiveLengths
+from mlx_speculation.engine.batch_rows import Row
+from mlx_speculation.engine.lengths import Outcome, Plan
+
+# Makes the policy of batches with so many rows, given the rates that all share.
+MakeLengths = Callable[[int, AcceptanceRates], AdaptiveLengths]
+
+
+def row_bucket(rows: int) -> int:
+    """Return the largest number of rows that costs like so many: 1, 2, 4, 8, ..."""
+    return 1 << (rows - 1).bit_length()
+
+
+class RowRates(AcceptanceRates):
+    """What is accepted of the rows' drafts; expects the mean over the rows.
+
+    As rates of its own it has those of all rows together, which new rows begin with.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: Sequence[Row] = ()
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """Do nothing: every row is noted by itself."""
+
+    def note_row(self, row: Row, drafted: int, accepted: int) -> None:
+        """Count what was accepted of one row's draft."""
+        row.rates.note(drafted, accepted)
+        super().note(drafted, accepted)
+
+    def for_row(self) -> AcceptanceRates:
+        """Return the rates that a new row begins with."""
+        return super().loosened(KNOWN_WEIGHT)
+
+    def loosened(self, weight: float) -> "RowRates":
+        """Let what was learnt of each row count for less; see there."""
+        for row in self.rows:
+            row.rates = row.rates.loosened(weight)
+        return self
+
+    def expected(self, longest: int) -> list[float]:
+        """Return what a draft of each length is expected to bring, mean over rows."""
+        if not self.rows:
+            return super().expected(longest)
+        each = [row.rates.expected(longest) for row in self.rows]
+        return [sum(values) / len(each) for values in zip(*each, strict=True)]
+
+
+class BatchLengths:
+    """Decides the width of every round.
+
+    Args:
+        make: makes the policy for a number of rows.
+    """
+
+    def __init__(self, make: MakeLengths) -> None:
+        self._make = make
+        self._policies: dict[int, AdaptiveLengths] = {}
+        self.rates = RowRates()
+        self._policy: AdaptiveLengths | None = None  # whose plan is open
+        self._plan: Plan | None = None
+        self._next: Plan | None = None
+
+    def limits(self, rows: Sequence[Row], context: int, room: list[int]) -> list[int]:
+        """Return how many tokens each row may draft in the next round.
+
+        Args:
+            rows: all rows.
+            context: how many tokens the longest row holds.
+            room: how many tokens each row's budget leaves room for.
+        """
+        measured = [row for row in rows if _measured(row)]
+        shared = 0
+        if measured:
+            self.rates.rows = measured
+            longest = max(
+                limit for limit, row in zip(room, rows, strict=True) if _measured(row)
+            )
+            if self._plan is None:
+                self._policy = self._policy_for(len(rows))
+                self._plan = self._policy.plan(context, longest)
+            shared = self._plan.length
+        found = []
+        for row, limit in zip(rows, room, strict=True):
+            if not _measured(row):
+                if row.planned is None:
+                    row.planned = row.parts.lengths.plan(context, limit)
+                limit = min(limit, row.planned.length)
+            else:
+                limit = min(limit, shared)
+            found.append(max(0, limit))
+        return found
+
+    def early(self, rows: Sequence[Row], context: int, room: list[int]) -> bool:
+        """Plan the round after a plain one already; return whether it drafts."""
+        drafts = False
+        for row, limit in zip(rows, room, strict=True):
+            if limit <= 0:
+                continue
+            if _measured(row):
+                if self._next is None and self._policy is not None:
+                    self._next = self._policy.plan(context, max(room))
+                drafts = drafts or (self._next is not None and self._next.length > 0)
+            else:
+                if row.following is None:
+                    row.following = row.parts.lengths.plan(context, limit)
+                drafts = drafts or row.following.length > 0
+        return drafts
+
+    def width(self, rows: Sequence[Row], context: int, drafts: list[int]) -> int:
+        """Return the width that pays best for drafts of these lengths, found already.
+
+        Rows that name a length of their own are not cut.
+        """
+        fixed = [n for n, row in zip(drafts, rows, strict=True) if not _measured(row)]
+        least, longest = max(fixed, default=0), max(drafts, default=0)
+        policy, plan = self._policy, self._plan
+        if policy is None or plan is None or plan.reason not in ("best", "plain"):
+            return longest
+        if least == longest or 0 not in policy.costs.lengths(context):
+            return longest
+        each = [row.rates.expected(longest) for row in rows]
+
+        def speed(width: int) -> float:
+            pairs = zip(each, drafts, strict=True)
+            tokens = sum(expected[min(n, width)] for expected, n in pairs)
+            return tokens / policy.costs.seconds(context, width)
+
+        return max(range(least, longest + 1), key=speed)
+
+    def note(
+        self,
+        rows: Sequence[Row],
+        context: int,
+        drafted: list[int],
+        accepted: list[int],
+        outcome: Outcome,
+    ) -> None:
+        """Learn from a round of these rows, given what each drafted and accepted."""
+        for row, count, right in zip(rows, drafted, accepted, strict=True):
+            if count:
+                self.rates.note_row(row, count, right)
+            if row.planned is not None:
+                own = Outcome(count, right, outcome.seconds, outcome.steady)
+                row.parts.lengths.note(context, row.planned, own)
+            row.planned, row.following = row.following, None
+        if self._plan is not None and self._policy is not None:
+            self._policy.note(context, self._plan, outcome)
+        self._plan, self._next = self._next, None
+
+    def join(self, row: Row) -> None:
+        """Let a new row begin with what is known of the others."""
+        row.rates = self.rates.for_row()
+
+    def leave(self) -> None:
+        """Forget plans that were made for rows which are gone."""
+        self._plan = self._next = None
+
+    def end(self) -> None:
+        """Keep what was learnt."""
+        for policy in self._policies.values():
+            policy.end()
+
+    def _policy_for(self, rows: int) -> AdaptiveLengths:
+        bucket = row_bucket(rows)
+        if bucket not in self._policies:
+            self._policies[bucket] = self._make(bucket, self.rates)
+        return self._policies[bucket]
+
+
+def _measured(row: Row) -> bool:
+    return isinstance(row.parts.lengths, AdaptiveLengths)

@@ -1,0 +1,224 @@
+"""A draft model that drafts for all rows of a batch at once, one forward a token.
+
+Every row of its caches lags behind the known tokens by the same number, at least two,
+so that what it is fed is a rectangle: after a round in which a row accepts a of k
+tokens, its caches keep all that is known but the last two. A row that has accepted all
+k could not keep more, since the last drafted token was never fed; the others feed one
+token again that they had. So the first forward of a draft has two columns in place of
+one, and no row needs padding.
+
+    known before   t0 t1 t2 t3              held t0 t1, lag 2, k = 3
+    fed            t2 t3 | d1 | d2          d3 is chosen last and not fed
+    a = 3          known t0..t3 d1 d2 d3 b  held t0..t3 d1 d2
+    a = 1          known t0..t3 d1 c        held t0..t3
+
+A model that raises is set aside for all rows, and one whose logits hold a NaN for the
+rows where they do.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.engine.batch_rows import Row
+from mlx_speculation.engine.contained import Contained, what_is_wrong
+from mlx_speculation.engine.draft_model import LONGEST_LAG
+from mlx_speculation.engine.drafting import NOTHING, Draft
+from mlx_speculation.models import BatchLane, BatchRound, Lane
+from mlx_speculation.samplers import Asked, peaks, propose_batch
+
+LAG = 2
+
+
+class BatchDraftModel:
+    """Drafts for the rows of a batch with one model.
+
+    Args:
+        lane: holds nothing yet.
+    """
+
+    ahead = False
+
+    def __init__(self, lane: BatchLane) -> None:
+        self.lane = lane
+        self._rows: list[Row] = []  # those in the lane, in its order
+        self._seen: dict[int, int] = {}  # how many of a row's tokens the lane holds
+        self._round: BatchRound | None = None
+        self._places: list[int] = []  # of the lane's rows in the batch
+        self._doubts: mx.array | None = None  # bool [rows of the lane]
+        self._limits: list[int] = []
+
+    def propose(
+        self, rows: Sequence[Row], limits: Sequence[int], ahead: int
+    ) -> list[Draft]:
+        """Draft for every row that may; see `BatchDrafts`."""
+        assert ahead == 0
+        found = [NOTHING] * len(rows)
+        self._round, self._doubts = None, None
+        try:
+            self._take_in(rows, limits)
+            order = {row.uid: place for place, row in enumerate(rows)}
+            self._places = [order[row.uid] for row in self._rows]
+            self._limits = [max(0, limits[place]) for place in self._places]
+            if any(self._limits):
+                for place, draft in zip(self._places, self._chain(), strict=True):
+                    found[place] = draft
+        except Exception as error:
+            if isinstance(error, MemoryError):
+                raise
+            self._set_aside("propose", error, rows)
+            return [NOTHING] * len(rows)
+        return found
+
+    def settle(self, accepted: Sequence[int | None]) -> None:
+        """Keep what was accepted of each row, but its last two known tokens."""
+        lane_round, self._round = self._round, None
+        if lane_round is None:
+            return
+        self._note_doubts()
+        kept = [accepted[place] or 0 for place in self._places]
+        lag = self._lag()
+        try:
+            lane_round.commit([lag - 1 + count for count in kept])
+        except Exception as error:
+            lane_round.rollback()
+            self._set_aside("settle", error, self._rows)
+            return
+        # The tokens of the round are not known yet, all but its last one will be held.
+        for row, count in zip(self._rows, kept, strict=True):
+            self._seen[row.uid] += lag - 1 + count
+
+    def discard(self) -> None:
+        """Undo the round."""
+        if self._round is not None:
+            self._round.rollback()
+        self._round = None
+
+    def leave(self, gone: Sequence[Row]) -> None:
+        """Let go of rows, and of those whose drafter was set aside."""
+        lost = {row.uid for row in gone}
+        lost |= {row.uid for row in self._rows if _aside(row)}
+        stay = [i for i, row in enumerate(self._rows) if row.uid not in lost]
+        if len(stay) < len(self._rows):
+            self.lane.leave(stay)
+            self._rows = [self._rows[index] for index in stay]
+        for uid in lost:
+            self._seen.pop(uid, None)
+
+    def _lag(self) -> int:
+        """Return how many known tokens of each row the lane does not hold."""
+        row = self._rows[0]
+        return self._known - self._seen[row.uid]
+
+    @property
+    def _known(self) -> int:
+        return len(self._rows[0].tokens)
+
+    def _take_in(self, rows: Sequence[Row], limits: Sequence[int]) -> None:
+        """Let the lane hold all rows that draft, each up to its last two tokens."""
+        self.leave([])  # those that were set aside
+        inside = {row.uid for row in self._rows}
+        new = [
+            row
+            for row, limit in zip(rows, limits, strict=True)
+            if limit > 0 and row.uid not in inside and not _aside(row)
+        ]
+        new = [row for row in new if len(row.tokens) >= LAG]
+        if self._rows and (new or self._lag() > LONGEST_LAG):
+            self._catch_up()
+        lanes: list[Lane] = []
+        for row in new:
+            assert row.model is not None
+            lane = row.model.lane
+            lane.feed(row.tokens[lane.seen : -LAG])
+            lanes.append(lane)
+        if lanes:
+            self.lane.join(lanes)
+            for lane in lanes:
+                lane.seen, lane.points = 0, None
+            self._rows += new
+            self._seen |= {row.uid: len(row.tokens) - LAG for row in new}
+
+    def _catch_up(self) -> None:
+        """Feed what rounds without drafts have added, but for the last two tokens."""
+        missed = [row.tokens[self._seen[row.uid] : -LAG] for row in self._rows]
+        if missed[0]:
+            with self.lane.begin(whole=True) as lane_round:
+                mx.eval(lane_round.forward(mx.array(missed)))
+                lane_round.commit(len(missed[0]))
+            for row, tokens in zip(self._rows, missed, strict=True):
+                self._seen[row.uid] += len(tokens)
+
+    def _chain(self) -> list[Draft]:
+        """Draft the longest chain for all rows of the lane; cut it to each limit."""
+        length, lag = max(self._limits), self._lag()
+        inputs = mx.array([row.tokens[-lag:] for row in self._rows], mx.uint32)
+        self._round = self.lane.begin()
+        columns: list[mx.array] = []
+        laws: list[list[mx.array]] = [[] for _ in self._rows]
+        doubts = mx.zeros((len(self._rows),), mx.bool_)
+        for _ in range(length):
+            logits = self._round.forward(inputs)[:, -1]
+            doubts = doubts | ~mx.isfinite(peaks(logits))
+            proposed = propose_batch(self._asked(columns), logits)
+            for place, error in proposed.failed.items():
+                self._rows[place].error = error
+            for place, law in proposed.laws.items():
+                laws[place].append(law)
+            columns.append(proposed.tokens)
+            inputs = proposed.tokens[:, None]
+            mx.async_eval(inputs)  # runs while the next step's graph is built
+        self._doubts = doubts
+        mx.async_eval(doubts)
+        matrix = mx.stack(columns, axis=1)
+        return [
+            _draft(matrix[place, :limit], laws[place][:limit])
+            if limit and self._rows[place].error is None
+            else NOTHING
+            for place, limit in enumerate(self._limits)
+        ]
+
+    def _asked(self, columns: list[mx.array]) -> list[Asked]:
+        """Return what each row asks of the next token, behind those drafted."""
+        placeholder = mx.zeros((len(columns),), mx.uint32) if columns else None
+        matrix = None
+        asked = []
+        for place, row in enumerate(self._rows):
+            ahead = placeholder
+            if columns and row.parts.verifier.shared is None:
+                matrix = mx.stack(columns, axis=1) if matrix is None else matrix
+                ahead = matrix[place]
+            rows = row.parts.sequence.rows(ahead)
+            asked.append(Asked(row.parts.verifier, rows))
+        return asked
+
+    def _note_doubts(self) -> None:
+        """Set the model aside for rows where its logits could not be used."""
+        doubts: Any = [] if self._doubts is None else self._doubts.tolist()
+        self._doubts = None
+        for row, doubtful in zip(self._rows, doubts, strict=False):
+            if doubtful:
+                _fail(row, "propose", what_is_wrong(1, 0))
+
+    def _set_aside(self, call: str, error: Exception, rows: Sequence[Row]) -> None:
+        """Give up on the model for these rows."""
+        self.discard()
+        for row in rows:
+            _fail(row, call, error)
+        self.leave(self._rows)
+
+
+def _draft(tokens: mx.array, laws: list[mx.array]) -> Draft:
+    return Draft(tokens, mx.concatenate(laws) if laws else None, source="model")
+
+
+def _aside(row: Row) -> bool:
+    drafter = row.parts.drafter
+    return not isinstance(drafter, Contained) or drafter.set_aside
+
+
+def _fail(row: Row, call: str, error: Exception) -> None:
+    drafter = row.parts.drafter
+    if isinstance(drafter, Contained):
+        drafter.fail(call, error)

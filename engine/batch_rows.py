@@ -1,0 +1,161 @@
+"""One row of a batch: a stream whose rounds the batch runs, and why some run alone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.caches import leaves
+from mlx_speculation.engine.acceptance_rates import AcceptanceRates
+from mlx_speculation.engine.contained import Contained
+from mlx_speculation.engine.decoding import Parts
+from mlx_speculation.engine.draft_model import DraftModel
+from mlx_speculation.engine.drafting import Draft
+from mlx_speculation.engine.handling import USUAL
+from mlx_speculation.engine.lengths import Plan
+from mlx_speculation.engine.results import Chunk
+from mlx_speculation.engine.round_clock import RoundSeconds
+from mlx_speculation.engine.stream import Stream
+from mlx_speculation.engine.verdicts import Emitted, Verdict
+from mlx_speculation.models import why_alone
+from mlx_speculation.samplers import Asked
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """One request among others.
+
+    Attributes:
+        uid: its name.
+        stream: turns its tokens into text, and ends it.
+        parts: what decides for it.
+        alone: why it cannot run with others; None: it can.
+        planned: its own length for the next round; the batch decides where None.
+        following: the same for the round after that, which is asked for early.
+        rates: what was accepted of its drafts.
+        error: what it has failed with.
+        chunks: of its last round, to be given out.
+    """
+
+    uid: int
+    stream: Stream
+    parts: Parts
+    alone: str | None = None
+    planned: Plan | None = None
+    following: Plan | None = None
+    rates: AcceptanceRates = field(default_factory=AcceptanceRates)
+    error: Exception | None = None
+    chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Its known tokens."""
+        return self.parts.sequence.tokens
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended, or failed."""
+        return self.error is not None or self.stream.ended
+
+    @property
+    def model(self) -> DraftModel | None:
+        """Its drafter, where that is a model which is asked for whole chains."""
+        drafter = self.parts.drafter
+        inner = drafter.drafter if isinstance(drafter, Contained) else None
+        return inner if isinstance(inner, DraftModel) and inner.whole_chain else None
+
+    def asked(self, draft: Draft | None = None, ahead: mx.array | None = None) -> Asked:
+        """Return what it asks of a verify.
+
+        Args:
+            draft: its drafted tokens; None: none.
+            ahead: uint32 [1], a token before them that is not read yet.
+        """
+        drafts = 0 if draft is None else draft.length
+        before = ahead
+        if draft is not None and drafts:
+            before = draft.tokens
+            if ahead is not None:
+                before = mx.concatenate([ahead, draft.tokens])
+        return Asked(
+            self.parts.verifier,
+            self.parts.sequence.rows(before, drafts + 1),
+            drafted=draft.tokens if draft is not None and drafts else None,
+            probs=None if draft is None else draft.probs,
+            top=self.parts.top,
+        )
+
+    def emit(
+        self, verdicts: list[Verdict], draft: Draft | None, seconds: RoundSeconds
+    ) -> int:
+        """Take what a round has brought, and let it end where that says so.
+
+        Its tokens are known already, all of them.
+
+        Args:
+            verdicts: of a step that came first, if any, and of the draft.
+            draft: what was verified; None: nothing.
+            seconds: the time of the round.
+
+        Returns:
+            How many tokens stay.
+        """
+        emitted = Emitted.of(*verdicts)
+        cut = self.stream.take(emitted)
+        del self.tokens[len(self.tokens) - len(emitted.tokens) + cut.keep :]
+        stats, last = self.parts.statistics, verdicts[-1]
+        first = len(emitted.tokens) - len(last.emitted)
+        if first:
+            stats.count(drafted=0, accepted=0, emitted=1)
+        if cut.keep > first:
+            drafted = 0 if draft is None else draft.length
+            source = "nothing" if draft is None else draft.source
+            stats.count(
+                drafted=drafted,
+                accepted=last.accepted,
+                emitted=cut.keep - first,
+                source=source,
+            )
+            stats.reads += 0 if draft is None else draft.reads
+        stats.spend(seconds)
+        return cut.keep
+
+    def fail(self, error: Exception) -> None:
+        """End with an error; the others go on."""
+        self.error = error
+        self.stream.fail()
+
+
+def cut(caches: list[Any], count: int) -> bool:
+    """Take the last tokens out of a row's caches; return whether they could be."""
+    found = [leaf for _, leaf in leaves(caches)]
+    if count and not all(type(leaf).__name__ == "KVCache" for leaf in found):
+        return False
+    for leaf in found if count else ():
+        leaf.trim(count)
+    return True
+
+
+def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str | None:
+    """Return why a request cannot run with others; None: it can.
+
+    Args:
+        stream: the request.
+        model: the target.
+        options: what `stream` was called with.
+    """
+    parts = stream.parts
+    handling = options.get("handling", USUAL)
+    processors = parts.verifier.chooser.processors
+    own = (options.get("prompt_cache"), options.get("draft_cache"))
+    reasons = {
+        "it writes to caches of the caller's": any(c is not None for c in own),
+        "its constraint is asked token by token": parts.masks is not None,
+        "its logits processors have a state": processors.has_state,
+        "its rounds are to be explained": bool(options.get("explain")),
+        "its caches are quantized": handling.quantization is not None,
+        "its draft reads the target's states": parts.target.follower is not None,
+    }
+    found = next((reason for reason, holds in reasons.items() if holds), None)
+    return found or why_alone(model)

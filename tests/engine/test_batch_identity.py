@@ -1,0 +1,133 @@
+"""Every row of a batch writes what its prompt alone does, whatever the others do.
+
+Rows join and leave between rounds as hypothesis draws them, with prompts around the
+windows, options and budgets of their own. Texts may part at a near-tie where a family
+is not bit for bit the same in wide forwards, as in tests/engine/test_identity.py.
+"""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from mlx_speculation import BatchGenerator
+from support.batches import LONGEST, MODELS, PROMPTS, SAMPLINGS, Case, bench
+
+MOST_ROWS = 4
+QUICK = {
+    ("llama", "model"),
+    ("llama", "lookup"),
+    ("gemma3_text", "model"),
+    ("qwen3_5", "model"),
+}
+CASES = st.builds(
+    Case,
+    prompt=st.sampled_from(PROMPTS),
+    sampling=st.sampled_from(SAMPLINGS),
+    max_tokens=st.integers(0, LONGEST),
+    draft_length=st.sampled_from([None, None, None, 0, 2]),
+)
+
+
+def machine(name: str, kind: str) -> type[RuleBasedStateMachine]:
+    """Return a machine that plays batches of a model with a kind of draft."""
+
+    class Machine(RuleBasedStateMachine):
+        @initialize()
+        def open(self) -> None:
+            self.bench = bench(name)
+            self.batch = BatchGenerator(self.bench.generator(kind), max_rows=MOST_ROWS)
+            self.cases: dict[int, Case] = {}
+            self.got: dict[int, list[int]] = {}
+            self.ended: dict[int, str] = {}
+
+        @rule(case=CASES)
+        def a_row_joins(self, case: Case) -> None:
+            uid = self.bench.insert(self.batch, case)
+            self.cases[uid], self.got[uid] = case, []
+
+        @rule(case=CASES, count=st.integers(1, 3))
+        def rows_join(self, case: Case, count: int) -> None:
+            for _ in range(count):
+                self.a_row_joins(case)
+
+        @rule(rounds=st.integers(1, 6))
+        def rounds(self, rounds: int) -> None:
+            for _ in range(rounds):
+                self.round()
+
+        @precondition(lambda self: len(self.batch.running) > 0)
+        @rule(data=st.data())
+        def a_row_leaves(self, data: st.DataObject) -> None:
+            uid = data.draw(st.sampled_from(self.batch.running))
+            result = self.batch.remove(uid)
+            assert result.finish_reason == "closed"
+            assert result.tokens == self.got[uid]
+            self.check(uid)
+
+        def round(self) -> None:
+            for response in self.batch.next():
+                assert response.error is None
+                uid = response.uid
+                if response.chunk is not None:
+                    self.got[uid].append(response.chunk.token)
+                if response.finish_reason is not None:
+                    self.ended[uid] = response.finish_reason
+                    result = self.batch.remove(uid)
+                    assert result.tokens == self.got[uid]
+                    assert len(result.tokens) == self.cases[uid].max_tokens
+                    self.check(uid)
+
+        def check(self, uid: int) -> None:
+            self.bench.check(self.cases[uid], self.got[uid])
+
+        def teardown(self) -> None:
+            while self.batch.waiting or self.batch.running:
+                self.round()
+            assert self.batch.memory == 0
+            assert not self.batch.stats.alone
+            self.batch.close()
+
+    return Machine
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(
+            name, kind, marks=[] if (name, kind) in QUICK else [pytest.mark.slow]
+        )
+        for name in MODELS
+        for kind in ("model", "lookup")
+    ],
+)
+def test_rows_that_come_and_go_write_what_they_do_alone(name: str, kind: str) -> None:
+    few = settings(max_examples=3, stateful_step_count=8, deadline=None)
+    run_state_machine_as_test(machine(name, kind), settings=few)
+    print(f"{name}: {bench(name).ties} near-ties")  # noqa: T201
+
+
+@pytest.mark.parametrize("kind", ["model", "lookup", "none"])
+def test_rows_share_forwards_and_keep_different_numbers(kind: str) -> None:
+    made, cases = bench("llama"), [Case(p, s, 20) for p in (2, 23) for s in SAMPLINGS]
+    with BatchGenerator(made.generator(kind), max_rows=8) as batch:
+        uids = [made.insert(batch, case) for case in cases]
+        while batch.waiting or batch.running:
+            batch.next()
+        for uid, case in zip(uids, cases, strict=True):
+            made.check(case, batch.remove(uid).tokens)
+        stats = batch.stats
+    assert stats.mean_rows > 5
+    assert stats.emitted == 20 * len(cases)
+    if kind == "none":
+        assert stats.drafted == 0
+        assert stats.forwards == 2 * 20
+    else:
+        assert 0.3 < stats.acceptance_rate < 0.95
+        assert stats.forwards < 35
