@@ -12,13 +12,15 @@ from mlx_speculation.cli.generate import generate
 from mlx_speculation.cli.groups import flattened
 from mlx_speculation.cli.pair import pair
 from mlx_speculation.cli.running import guarded, run
+from mlx_speculation.cli.serve import serve
 
 app = typer.Typer(
     help="Faster text from mlx-lm models, and the same text.",
     no_args_is_help=True,
     add_completion=False,
 )
-for command in (generate, chat, benchmark, check, calibrate, pair, doctor, demo):
+COMMANDS = (generate, chat, serve, benchmark, check, calibrate, pair, doctor, demo)
+for command in COMMANDS:
     app.command()(guarded(flattened(command)))
 
 

@@ -1,0 +1,323 @@
+"""One connection: who may ask, what may be asked, and the answer."""
+
+import hmac
+import io
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from typing import Any
+
+from mlx_speculation import __version__
+from mlx_speculation.models.mlx_lm_server import (
+    ChatHandler,
+    CompletionRequest,
+    Refused,
+    response,
+)
+from mlx_speculation.server import replies
+from mlx_speculation.server.asked import Asked, read_request
+from mlx_speculation.server.bodies import parsed
+from mlx_speculation.server.connections import (
+    LateError,
+    TimedReader,
+    client_left,
+    drain,
+)
+from mlx_speculation.server.jobs import ClientLeftError, Job, Token
+from mlx_speculation.server.metrics import Metrics
+from mlx_speculation.server.refusals import ApiError, as_api_error, invalid
+from mlx_speculation.server.settings import Settings
+from mlx_speculation.server.worker import Worker
+
+LOG = logging.getLogger("mlx_speculation.server")
+FINGERPRINT = f"mlx-speculation-{__version__}"
+CHATS = ("/v1/chat/completions", "/chat/completions")
+TEXTS = ("/v1/completions",)
+MODELS = "/v1/models"
+
+
+class Handler(ChatHandler):
+    """Answers one request of one connection.
+
+    Args:
+        worker: the engine.
+        settings: of the server.
+        metrics: what is counted.
+        arguments: what a `BaseHTTPRequestHandler` is made with.
+    """
+
+    server_version, sys_version = "mlx-speculation", ""
+    # What is answered before a request line was read, and to one without a version.
+    request_version = default_request_version = "HTTP/1.0"
+    requestline, command = "", ""
+
+    def __init__(
+        self, worker: Worker, settings: Settings, metrics: Metrics, *arguments: Any
+    ) -> None:
+        self._worker, self._settings, self._metrics = worker, settings, metrics
+        self._sent = self._refused = self._called_tool = False
+        self._asked: Asked | None = None
+        self._job: Job | None = None
+        self._result: Any = None
+        self._unsent: list[Token] = []
+        self._characters = 0  # of the tokens whose probabilities were sent
+        super().__init__(worker, FINGERPRINT, *arguments)
+
+    def setup(self) -> None:
+        """Let reading end in time."""
+        super().setup()
+        seconds = self._settings.limits.read_seconds
+        self.rfile = io.BufferedReader(TimedReader(self.connection, seconds))
+
+    def handle_one_request(self) -> None:
+        """Answer, whatever comes."""
+        self._guarded(super().handle_one_request)
+
+    def finish(self) -> None:
+        """Part with the client."""
+        super().finish()
+        if self._refused:
+            drain(self.connection)
+
+    def do_POST(self) -> None:  # noqa: N802  the name is http.server's
+        """Answer with a text."""
+        self._guarded(self._post)
+
+    def do_GET(self) -> None:  # noqa: N802
+        """Answer with what there is."""
+        self._guarded(self._get)
+
+    def send_error(
+        self, code: int, message: str | None = None, explain: str | None = None
+    ) -> None:
+        """Refuse what is no request, as http.server asks for it."""
+        status = 405 if code == HTTPStatus.NOT_IMPLEMENTED else int(code)
+        self._send_refusal(ApiError(status, message or HTTPStatus(status).phrase))
+
+    def end_headers(self) -> None:
+        """Send the headers."""
+        super().end_headers()
+        self._sent = True
+
+    def log_message(self, format: str, *values: Any) -> None:
+        """Log a line; what a client has sent is shown as a literal."""
+        LOG.info("%s %s", self.client_address[0], ascii(format % values))
+
+    def complete(self, request: CompletionRequest) -> None:
+        """Hand a request to the engine, and send what comes back."""
+        assert self._asked is not None
+        job = Job(self._asked, request, self._settings.limits.seconds)
+        self._worker.submit(job)
+        self._job = job
+        try:
+            context = job.wait_for_context(self._check)
+            self.send_answer(request, context, self._responses(job))
+        finally:
+            job.cancel()
+
+    def generate_response(
+        self, text: str, finish_reason: Any, *more: Any, **options: Any
+    ) -> dict[str, Any]:
+        """Return a packet of the answer, with what mlx-lm's server does not say."""
+        packet: dict[str, Any] = super().generate_response(
+            text, finish_reason, *more, **options
+        )
+        self._called_tool |= bool(options.get("tool_calls"))
+        choice = packet["choices"][0]
+        choice["logprobs"] = self._logprobs()
+        if finish_reason is not None:
+            choice["finish_reason"] = self._reason()
+        if "usage" in packet:
+            packet["usage"] = self._usage()
+        return packet
+
+    def completion_usage_response(self, *counts: Any) -> dict[str, Any]:
+        """Return the packet that ends a stream with its usage."""
+        packet: dict[str, Any] = super().completion_usage_response(*counts)
+        packet["object"], packet["usage"] = self.object_type, self._usage()
+        return packet
+
+    def _responses(self, job: Job) -> Iterator[Any]:
+        """Yield the text in pieces, and note what is not text."""
+        for piece in job.pieces(self._check):
+            self._unsent += piece.tokens
+            self._result = piece.result
+            yield response(piece.text, piece.token, ended=piece.result is not None)
+
+    def _check(self) -> None:
+        """Raise where waiting is of no use."""
+        self._worker.check_alive()
+        if client_left(self.connection):
+            raise ClientLeftError
+
+    def _reason(self) -> str:
+        reason = str(self._result.finish_reason)
+        return "tool_calls" if self._called_tool and reason == "stop" else reason
+
+    def _logprobs(self) -> dict[str, Any] | None:
+        """Return the log-probabilities of the tokens since the packet before."""
+        assert self._asked is not None
+        if self._asked.logprobs is None:
+            return None
+        tokens, self._unsent = self._unsent, []
+        if not tokens:
+            return None
+        if self._asked.chat:
+            return replies.chat_logprobs(tokens)
+        start = self._characters
+        self._characters += sum(len(token.text) for token in tokens)
+        return replies.text_logprobs(tokens, start)
+
+    def _usage(self) -> dict[str, Any]:
+        assert self._asked is not None
+        assert self._job is not None
+        draft = self._asked.draft or self._settings.draft
+        return replies.usage(self._result, self._job.prompt_tokens, draft)
+
+    def _post(self) -> None:
+        self._check_permission()
+        self.path = self.path.partition("?")[0]
+        if self.path not in (*CHATS, *TEXTS):
+            raise self._no_such_path()
+        body = parsed(self._read_body())
+        self._asked = read_request(body, self._settings, chat=self.path in CHATS)
+        self.connection.settimeout(self._settings.limits.read_seconds)
+        self.handle_request(json.dumps(self._asked.body).encode())
+
+    def _get(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == "/health":
+            ready = self._worker.ready
+            status = {"status": "ok" if ready else "unavailable"}
+            self._send(200 if ready else 503, json.dumps(status).encode())
+            return
+        self._check_permission()
+        if path == "/metrics":
+            page, kind = self._metrics.page()
+            self._send(200, page, {"Content-Type": kind})
+        elif path == MODELS or path.startswith(f"{MODELS}/"):
+            self._send(200, json.dumps(self._models(path)).encode())
+        else:
+            raise self._no_such_path()
+
+    def _models(self, path: str) -> dict[str, Any]:
+        """Return the list of models, or one of them."""
+        each = {
+            name: {
+                "id": name,
+                "object": "model",
+                "created": self.created,
+                "owned_by": "mlx-speculation",
+            }
+            for name in self._settings.names
+        }
+        if path in (MODELS, f"{MODELS}/"):
+            return {"object": "list", "data": list(each.values())}
+        name = path.removeprefix(f"{MODELS}/")
+        if name not in each:
+            raise ApiError(
+                404,
+                f"The model {name[:200]!r} is not served here.",
+                param="model",
+                code="model_not_found",
+            )
+        return each[name]
+
+    def _no_such_path(self) -> ApiError:
+        return ApiError(
+            404, f"There is no {self.command} {self.path[:200]!r} here.", code="no_path"
+        )
+
+    def _check_permission(self) -> None:
+        """Refuse web pages that are not allowed, and who does not show the key."""
+        origin = self.headers.get("Origin")
+        allowed = self._settings.allowed_origins
+        if origin is not None and "*" not in allowed and origin not in allowed:
+            raise ApiError(
+                403,
+                f"Pages of {origin[:200]!r} may not use this server. Its option "
+                "--allowed-origins names those that may.",
+                code="origin_not_allowed",
+            )
+        if self._settings.api_key is None:
+            return
+        kind, _, shown = self.headers.get("Authorization", "").partition(" ")
+        own = self._settings.api_key.encode()
+        # http.server reads headers as Latin-1.
+        same = hmac.compare_digest(shown.strip().encode("latin-1", "replace"), own)
+        if kind.lower() != "bearer" or not same:
+            raise ApiError(
+                401,
+                "The API key is missing or wrong. Send Authorization: Bearer KEY.",
+                code="invalid_api_key",
+            )
+
+    def _read_body(self) -> bytes:
+        """Return as many bytes as the client has announced."""
+        given = self.headers.get_all("Content-Length", [])
+        if not given:
+            raise ApiError(411, "Content-Length is missing, and has to be sent.")
+        if len(set(given)) > 1 or not re.fullmatch(r"[0-9]{1,18}", given[0].strip()):
+            raise invalid("Content-Length is not one whole number.")
+        length, most = int(given[0]), self._settings.limits.body_bytes
+        if length > most:
+            raise ApiError(
+                413,
+                f"The body has {length} bytes, and {most} may be.",
+                code="body_too_large",
+            )
+        body = bytes(self.rfile.read(length))
+        if len(body) < length:
+            raise invalid(
+                f"The body has {len(body)} bytes, and Content-Length says {length}."
+            )
+        return body
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        """Do something that answers; an exception becomes an answer."""
+        try:
+            act()
+        except (ClientLeftError, ConnectionError, TimeoutError):
+            LOG.info("%s went away, or does not read", self.client_address[0])
+        except LateError:
+            seconds = self._settings.limits.read_seconds
+            text = f"The request did not arrive within {seconds:g} seconds."
+            self._fail(ApiError(408, text, retry=False))
+        except Refused as refused:
+            self._fail(invalid(str(refused)))
+        except Exception as error:
+            if as_api_error(error).status == 500 and not isinstance(error, ApiError):
+                LOG.error("a connection failed", exc_info=error)
+            self._fail(as_api_error(error))
+
+    def _fail(self, error: ApiError) -> None:
+        """Say what is wrong; after the headers of a stream as its last event."""
+        try:
+            if not self._sent:
+                self._send_refusal(error)
+            elif self._asked is not None and self._asked.stream:
+                self._metrics.refused(error.status)
+                self.wfile.write(f"data: {json.dumps(error.body)}\n\n".encode())
+        except OSError:
+            LOG.info("%s went away", self.client_address[0])
+
+    def _send_refusal(self, error: ApiError) -> None:
+        self._refused = True
+        self._metrics.refused(error.status)
+        self.forget_headers()
+        self._send(error.status, json.dumps(error.body).encode(), error.headers)
+
+    def _send(
+        self, status: int, body: bytes, headers: dict[str, str] | None = None
+    ) -> None:
+        """Send an answer as a whole."""
+        self.send_response(status)
+        kinds = {"Content-Type": "application/json", "Content-Length": str(len(body))}
+        for name, value in {**kinds, **(headers or {})}.items():
+            self.send_header(name, value)
+        self.cross_origin_headers()
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)

@@ -1,0 +1,133 @@
+"""What a server counts, for Prometheus, under vLLM's names where it has one.
+
+prometheus-client is the extra "serve", and is imported when a server is made.
+"""
+
+from typing import TYPE_CHECKING
+
+from mlx_speculation.errors import MissingLibraryError
+
+if TYPE_CHECKING:
+    from mlx_speculation.engine import Result
+
+_SECONDS = (
+    *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0),
+)
+
+
+class Metrics:
+    """The counts of one server, in a registry of their own.
+
+    Args:
+        model: what stands in the label `model_name`.
+
+    Raises:
+        MissingLibraryError: prometheus-client is not installed.
+    """
+
+    def __init__(self, model: str) -> None:
+        try:
+            import prometheus_client as prometheus
+        except ImportError as error:
+            raise MissingLibraryError(
+                "The server counts with prometheus-client, which is not installed. "
+                "Install it with: pip install 'mlx-speculation[serve]'"
+            ) from error
+        self._library, self._model = prometheus, model
+        self._registry = prometheus.CollectorRegistry()
+        count, gauge = self._counter, self._gauge
+        self._running = gauge("vllm:num_requests_running", "Rows that are decoded.")
+        self._waiting = gauge("vllm:num_requests_waiting", "Requests without a row.")
+        self._cached = gauge(
+            "mlx_speculation:prefix_cache_bytes", "Of the prefix cache."
+        )
+        self._active = gauge(
+            "mlx_speculation:active_memory_bytes", "Of all mlx arrays."
+        )
+        self._prompts = count("vllm:prompt_tokens", "Tokens of prompts.")
+        self._generated = count("vllm:generation_tokens", "Tokens of texts.")
+        self._queries = count("vllm:prefix_cache_queries", "Prompt tokens looked up.")
+        self._hits = count("vllm:prefix_cache_hits", "Prompt tokens not read again.")
+        self._ended = count(
+            "vllm:request_success", "Texts that have ended.", "finished_reason"
+        )
+        self._refused = count(
+            "mlx_speculation:requests_refused", "Answers that were errors.", "status"
+        )
+        self._cancelled = count(
+            "mlx_speculation:requests_cancelled", "Clients that went away."
+        )
+        self._drafts = count("vllm:spec_decode_num_drafts", "Rounds with drafts.")
+        self._drafted = count("vllm:spec_decode_num_draft_tokens", "Drafted tokens.")
+        self._accepted = count(
+            "vllm:spec_decode_num_accepted_tokens", "Accepted drafted tokens."
+        )
+        self._positions = count(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted drafted tokens by their place in the draft.",
+            "position",
+        )
+        self._faults = count(
+            "mlx_speculation:drafter_faults", "Drafters that were set aside."
+        )
+        self._first = self._histogram(
+            "vllm:time_to_first_token_seconds", "From the request to the first token."
+        )
+        self._whole = self._histogram(
+            "vllm:e2e_request_latency_seconds", "From the request to the last token."
+        )
+
+    def level(self, *, running: int, waiting: int, cached: int, active: int) -> None:
+        """Note how many requests and bytes there are."""
+        self._running.labels(self._model).set(running)
+        self._waiting.labels(self._model).set(waiting)
+        self._cached.labels(self._model).set(cached)
+        self._active.labels(self._model).set(active)
+
+    def began(self, seconds: float) -> None:
+        """Count a first token."""
+        self._first.labels(self._model).observe(seconds)
+
+    def ended(self, result: "Result", prompt: int, seconds: float) -> None:
+        """Count a row that has ended, whatever has ended it."""
+        stats, model = result.stats, self._model
+        self._prompts.labels(model).inc(prompt)
+        self._generated.labels(model).inc(len(result.tokens))
+        self._queries.labels(model).inc(prompt)
+        self._hits.labels(model).inc(stats.reused)
+        self._drafts.labels(model).inc(stats.drafts)
+        self._drafted.labels(model).inc(stats.drafted)
+        self._accepted.labels(model).inc(stats.accepted)
+        for position, accepted in enumerate(stats.reached):
+            self._positions.labels(model, position).inc(accepted)
+        self._faults.labels(model).inc(len(stats.drafter_faults))
+        if result.finish_reason in ("stop", "length"):
+            self._ended.labels(model, result.finish_reason).inc()
+            self._whole.labels(model).observe(seconds)
+
+    def refused(self, status: int) -> None:
+        """Count an answer that is an error."""
+        self._refused.labels(self._model, status).inc()
+
+    def cancelled(self) -> None:
+        """Count a client that went away."""
+        self._cancelled.labels(self._model).inc()
+
+    def page(self) -> tuple[bytes, str]:
+        """Return everything in Prometheus' text form, and the type of that."""
+        library = self._library
+        return library.generate_latest(self._registry), library.CONTENT_TYPE_LATEST
+
+    def _counter(self, name: str, help: str, *labels: str):  # type: ignore[no-untyped-def]
+        return self._library.Counter(
+            name, help, ("model_name", *labels), registry=self._registry
+        )
+
+    def _gauge(self, name: str, help: str):  # type: ignore[no-untyped-def]
+        return self._library.Gauge(name, help, ("model_name",), registry=self._registry)
+
+    def _histogram(self, name: str, help: str):  # type: ignore[no-untyped-def]
+        return self._library.Histogram(
+            name, help, ("model_name",), registry=self._registry, buckets=_SECONDS
+        )

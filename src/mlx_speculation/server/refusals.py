@@ -1,0 +1,98 @@
+"""Errors as OpenAI's interface gives them: a status and a JSON object.
+
+{"error": {"message": "...", "type": "invalid_request_error",
+           "param": "temperature", "code": null}}
+"""
+
+from typing import Any
+
+from mlx_speculation.errors import (
+    ConstraintError,
+    InvalidRequestError,
+    MissingLibraryError,
+)
+
+INVALID, OVERLOADED = "invalid_request_error", "overloaded_error"
+RETRY_SECONDS = 1
+
+
+class ApiError(Exception):
+    """An answer that says what is wrong.
+
+    Args:
+        status: of HTTP.
+        message: for people.
+        type: a word for programs; by default what the status stands for.
+        param: the field of the request that is meant.
+        code: a closer word for programs.
+        retry: whether the same request may go well later; None: unsaid.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        retry: bool | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message = status, message
+        self.type = type or _type_of(status)
+        self.param, self.code, self.retry = param, code, retry
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The object that is sent."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What clients go by when they try again; the openai package reads both."""
+        if self.retry is None:
+            return {}
+        if self.retry:
+            return {"Retry-After": str(RETRY_SECONDS)}
+        return {"x-should-retry": "false"}
+
+
+def invalid(message: str, param: str | None = None, **more: Any) -> ApiError:
+    """Return the error of a request that is wrong."""
+    return ApiError(400, message, param=param, **more)
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """Return what a client is told of an exception.
+
+    Of what is not the request's fault it learns the kind alone: messages of other
+    libraries may hold paths of this machine.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InvalidRequestError | ConstraintError | MissingLibraryError):
+        return invalid(str(error))
+    return ApiError(
+        500, f"The server failed ({type(error).__name__}); its log has the details."
+    )
+
+
+def _type_of(status: int) -> str:
+    types = {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        408: "timeout_error",
+        429: "rate_limit_error",
+        503: OVERLOADED,
+        504: "timeout_error",
+    }
+    return types.get(status, INVALID if status < 500 else "server_error")

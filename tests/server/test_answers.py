@@ -1,0 +1,260 @@
+"""What the server answers, asked by the real openai client over loopback."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from mlx_speculation import PrefixCache, Sampling, SpeculativeGenerator
+from mlx_speculation.engine.results import Result
+from mlx_speculation.server import Server
+from support.servers import (
+    NAME,
+    client_of,
+    get,
+    letters,
+    post,
+    serving,
+    tiny_pair,
+    wrapped_letters,
+)
+
+PROMPT = "THEQUICKBROWNFOX"
+DRAWN: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "temperature": 0.8, "seed": 5}
+
+
+@pytest.fixture(name="server", scope="module")
+def _server() -> Iterator[Server]:
+    with serving(prefixes=PrefixCache(1 << 26, every=4)) as server:
+        yield server
+
+
+@pytest.fixture(name="client", scope="module")
+def _client(server: Server) -> Iterator[openai.OpenAI]:
+    with client_of(server) as client:
+        yield client
+
+
+@pytest.fixture(name="plain", scope="module")
+def _plain() -> SpeculativeGenerator:
+    return SpeculativeGenerator(tiny_pair()[0], wrapped_letters())
+
+
+def expected(plain: SpeculativeGenerator, tokens: int = 16, **options: Any) -> Result:
+    """Return plain decoding's text of the usual request."""
+    sampling = Sampling(temperature=0.8, seed=5)
+    return plain.generate(PROMPT, max_tokens=tokens, sampling=sampling, **options)
+
+
+def test_a_text_is_that_of_its_seed(
+    client: openai.OpenAI, plain: SpeculativeGenerator
+) -> None:
+    answer = client.completions.create(**DRAWN)
+    assert answer.choices[0].text == expected(plain).text
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.model == NAME
+    other = client.completions.create(**{**DRAWN, "seed": 6})
+    assert other.choices[0].text != answer.choices[0].text
+
+
+def test_seeds_below_zero_count_from_the_top(client: openai.OpenAI) -> None:
+    low = client.completions.create(**{**DRAWN, "seed": -1})
+    high = client.completions.create(**{**DRAWN, "seed": 2**64 - 1})
+    assert low.choices[0].text == high.choices[0].text
+
+
+def test_a_drawn_seed_is_reported_and_repeats_the_text(client: openai.OpenAI) -> None:
+    request = {**DRAWN, "seed": None}
+    first = client.completions.create(**request)
+    assert first.usage is not None
+    seed = first.usage.model_extra["speculative"]["seed"]
+    again = client.completions.create(**{**DRAWN, "seed": seed})
+    assert again.choices[0].text == first.choices[0].text
+
+
+def test_a_stream_has_the_same_text_and_ends_with_its_usage(
+    client: openai.OpenAI, plain: SpeculativeGenerator
+) -> None:
+    chunks = list(
+        client.completions.create(
+            **DRAWN, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    texts = [chunk.choices[0].text for chunk in chunks if chunk.choices]
+    assert "".join(texts) == expected(plain).text
+    assert len([text for text in texts if text]) > 2
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
+    assert reasons == [None] * (len(reasons) - 1) + ["length"]
+    last = chunks[-1]
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 16
+
+
+def test_a_stop_string_cuts_the_text(
+    client: openai.OpenAI, plain: SpeculativeGenerator
+) -> None:
+    text = expected(plain).text
+    stop = text[7:9]
+    for stream in (False, True):
+        request = {**DRAWN, "stop": ["0", stop], "stream": stream}
+        answer: Any = client.completions.create(**request)
+        parts = list(answer) if stream else [answer]
+        assert "".join(p.choices[0].text for p in parts) == text[: text.index(stop)]
+        assert parts[-1].choices[0].finish_reason == "stop"
+
+
+def test_usage_says_what_was_drafted_and_accepted(client: openai.OpenAI) -> None:
+    usage = client.completions.create(**DRAWN).usage
+    assert usage is not None
+    assert usage.prompt_tokens == len(PROMPT)
+    assert usage.total_tokens == len(PROMPT) + 16
+    own = usage.model_extra["speculative"]
+    details = usage.completion_tokens_details
+    assert details is not None
+    assert details.accepted_prediction_tokens == own["accepted"] > 0
+    assert details.rejected_prediction_tokens == own["drafted"] - own["accepted"] > 0
+    assert own["draft"] == "near"
+    assert 0 < own["acceptance_rate"] < 1
+
+
+@pytest.mark.parametrize(
+    ("speculative", "draft", "drafts"),
+    [
+        ({"off": True}, "near", 0),
+        ({"max_draft": 0}, "near", 0),
+        ({"max_draft": 2}, "near", 2),
+        ({"max_draft": 50}, "near", 4),  # the server was started with 4
+        ({"draft": "near"}, "near", 4),
+        ({"draft": "lookup", "max_draft": 3}, "lookup", 3),
+    ],
+)
+def test_a_request_chooses_what_drafts_and_its_text_stays(
+    client: openai.OpenAI,
+    plain: SpeculativeGenerator,
+    speculative: dict[str, Any],
+    draft: str,
+    drafts: int,
+) -> None:
+    request = {**DRAWN, "extra_body": {"speculative": speculative}}
+    answer = client.completions.create(**request)
+    assert answer.choices[0].text == expected(plain).text
+    own = answer.usage.model_extra["speculative"]
+    assert own["draft"] == draft
+    places = len(own["accepted_per_position"])
+    assert places == drafts or (draft == "lookup" and places <= drafts)
+
+
+def test_log_probabilities_are_those_of_the_library(
+    client: openai.OpenAI, plain: SpeculativeGenerator
+) -> None:
+    known = expected(plain, logprobs=2)
+    answer = client.completions.create(**DRAWN, logprobs=2)
+    found: Any = answer.choices[0].logprobs
+    assert "".join(found.tokens) == known.text
+    assert found.token_ids == known.tokens
+    assert found.text_offset == list(range(16))
+    assert known.logprobs is not None
+    for value, top, one in zip(
+        found.token_logprobs, found.top_logprobs, known.logprobs, strict=True
+    ):
+        assert value == pytest.approx(one.value, abs=1e-4)
+        ids = {letters(text)[0]: value for text, value in top.items()}
+        assert ids == pytest.approx(dict(one.top), abs=1e-4)
+
+
+def test_a_stream_of_a_chat_reports_every_token_once(client: openai.OpenAI) -> None:
+    request: dict[str, Any] = {
+        "model": NAME,
+        "messages": [{"role": "user", "content": "HELLO"}],
+        "logprobs": True,
+        "top_logprobs": 1,
+        "extra_body": {"chat_template_kwargs": None},
+    }
+    whole = client.chat.completions.create(**request)
+    parts = list(client.chat.completions.create(**request, stream=True))
+    assert whole.choices[0].logprobs is not None
+    known = whole.choices[0].logprobs.content
+    found = [
+        token
+        for part in parts
+        if part.choices[0].logprobs
+        for token in part.choices[0].logprobs.content or ()
+    ]
+    assert known is not None
+    assert len(known) == 16
+    assert [token.token for token in found] == [token.token for token in known]
+    assert "".join(token.token for token in known) == whole.choices[0].message.content
+    assert known[0].bytes == list(known[0].token.encode())
+    assert [token.top_logprobs[0].logprob for token in known] == pytest.approx(
+        [token.logprob for token in known]  # greedy
+    )
+
+
+def test_an_equal_beginning_is_not_read_again(client: openai.OpenAI) -> None:
+    request = {**DRAWN, "prompt": "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}
+    client.completions.create(**request)
+    usage = client.completions.create(**{**request, "seed": 9}).usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 25
+
+
+def test_token_ids_are_a_prompt(client: openai.OpenAI) -> None:
+    by_ids = client.completions.create(**{**DRAWN, "prompt": letters(PROMPT)})
+    by_text = client.completions.create(**{**DRAWN, "prompt": [PROMPT]})
+    assert by_ids.choices[0].text == by_text.choices[0].text
+
+
+def test_models_are_listed(client: openai.OpenAI, server: Server) -> None:
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).id == NAME
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("other")
+    assert caught.value.code == "model_not_found"
+    assert get(server, "/health").json == {"status": "ok"}
+
+
+def test_metrics_have_the_names_of_vllm(client: openai.OpenAI, server: Server) -> None:
+    before = _metrics(server)
+    answer = client.completions.create(**DRAWN)
+    after = _metrics(server)
+    own = answer.usage.model_extra["speculative"]
+    grown = {
+        "vllm:prompt_tokens_total": len(PROMPT),
+        "vllm:generation_tokens_total": 16,
+        "vllm:spec_decode_num_drafts_total": own["drafts"],
+        "vllm:spec_decode_num_draft_tokens_total": own["drafted"],
+        "vllm:spec_decode_num_accepted_tokens_total": own["accepted"],
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total": own["accepted"],
+        "vllm:request_success_total": 1,
+        "vllm:time_to_first_token_seconds_count": 1,
+        "vllm:e2e_request_latency_seconds_count": 1,
+    }
+    assert {name: after[name] - before.get(name, 0) for name in grown} == grown
+    assert after["vllm:num_requests_running"] == 0
+    assert after["vllm:num_requests_waiting"] == 0
+
+
+def _metrics(server: Server) -> dict[str, float]:
+    """Return each sample, summed over its labels."""
+    page = get(server, "/metrics")
+    assert page.status == 200
+    assert page.headers["content-type"].startswith("text/plain")
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(page.body.decode()):
+        for sample in family.samples:
+            assert sample.labels["model_name"] == NAME
+            found[sample.name] = found.get(sample.name, 0) + sample.value
+    return found
+
+
+def test_the_raw_answer_is_one_json_object(server: Server) -> None:
+    answer = post(server, DRAWN)
+    assert answer.status == 200
+    assert answer.headers["content-type"] == "application/json"
+    assert int(answer.headers["content-length"]) == len(answer.body)
+    assert json.loads(answer.body)["object"] == "text_completion"

@@ -1,0 +1,248 @@
+"""What the server refuses, and what it lets go of."""
+
+import gc
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import openai
+import pytest
+
+from mlx_speculation import InvalidRequestError, PrefixCache
+from mlx_speculation.server import Server, Settings
+from support.servers import (
+    NAME,
+    answer_of,
+    client_of,
+    connect,
+    exchange,
+    get,
+    make_tiny,
+    packet,
+    post,
+    serving,
+)
+from support.waiting import until
+
+LONG: dict[str, Any] = {"model": NAME, "prompt": "LONG", "max_tokens": 4000}
+SHORT: dict[str, Any] = {"model": NAME, "prompt": "SHORT", "max_tokens": 2}
+
+
+@pytest.fixture(name="server", scope="module")
+def _server() -> Iterator[Server]:
+    limits = {"max_tokens": 4000, "body_bytes": 2000, "read_seconds": 0.5}
+    with serving(limits=limits) as server:
+        yield server
+
+
+def test_a_body_that_is_too_large_is_refused_unread(server: Server) -> None:
+    error = post(server, b"[" * 2001).refused(413)
+    assert error["code"] == "body_too_large"
+    assert "2001 bytes, and 2000" in error["message"]
+    assert post(server, b" " * 10_000_000).refused(413)["code"] == "body_too_large"
+    head = b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99999999999999999\r\n\r\n"
+    exchange(server, head).refused(413)
+
+
+def test_a_prompt_that_is_too_long_is_refused(server: Server) -> None:
+    error = post(server, {**SHORT, "prompt": "A" * 257}).refused(400)
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"] == "The prompt has 257 tokens, and 256 may be."
+    assert post(server, {**SHORT, "prompt": "A" * 256}).status == 200
+
+
+def test_too_many_tokens_are_refused(server: Server) -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        error = post(server, {**SHORT, name: 4001}).refused(400)
+        assert error["param"] == name
+        assert "4000" in error["message"]
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nContent-Le"])
+def test_a_request_that_does_not_arrive_is_given_up(
+    server: Server, sent: bytes
+) -> None:
+    started = time.monotonic()
+    exchange(server, sent).refused(408)
+    assert 0.4 < time.monotonic() - started < 5
+
+
+def test_a_body_that_drips_in_is_given_up_too(server: Server) -> None:
+    started = time.monotonic()
+    with connect(server) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.0\r\nContent-Length: 99\r\n\r\n"
+        )
+        for _ in range(4):  # each comes within the time, all together do not
+            connection.sendall(b" ")
+            time.sleep(0.2)
+        answer = answer_of(connection.recv(1 << 16))
+    answer.refused(408)
+    assert time.monotonic() - started < 5
+
+
+def test_a_client_that_leaves_frees_its_row(server: Server) -> None:
+    worker = server.worker
+    for stream in (False, True):
+        connection = connect(server)
+        connection.sendall(packet({**LONG, "stream": stream}))
+        until(lambda: worker.busy)
+        if stream:
+            assert b"200" in connection.recv(100)
+        connection.close()
+        until(lambda: not worker.busy, 5)
+        until(lambda: worker.rows_held == 0, 5)
+    assert b"requests_cancelled_total" in get(server, "/metrics").body
+
+
+def test_what_takes_too_long_is_ended() -> None:
+    limits = {"seconds": 0.4, "max_tokens": 4000}
+    with serving(limits=limits, max_rows=1) as server, client_of(server) as client:
+        post(server, SHORT)  # what is compiled first takes its time
+        waiting: list[int] = []
+
+        def wait() -> None:
+            answer = post(server, LONG)
+            assert "Retry-After" not in answer.headers or answer.status == 503
+            waiting.append(answer.status)
+
+        threads = [threading.Thread(target=wait) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        # One ran for too long, and one may never have had a row.
+        assert sorted(waiting) in ([503, 504], [504, 504])
+        with pytest.raises(openai.APIError, match=r"more than 0\.4 seconds"):
+            list(client.completions.create(**LONG, stream=True))
+        until(lambda: not server.worker.busy)
+        assert post(server, SHORT).status == 200
+
+
+def test_more_requests_than_may_wait_are_turned_away() -> None:
+    limits = {"queue": 1, "max_tokens": 4000}
+    with serving(limits=limits, max_rows=1) as server:
+        connections = []
+        for count in (1, 2):
+            connections.append(connect(server))
+            connections[-1].sendall(packet(LONG))
+            until(lambda: server.worker.taken == count)  # noqa: B023
+        answer = post(server, SHORT)
+        assert answer.refused(429)["code"] == "queue_full"
+        assert answer.headers["retry-after"] == "1"
+        for connection in connections:
+            connection.close()
+        until(lambda: not server.worker.busy)
+        assert post(server, SHORT).status == 200
+
+
+def test_more_connections_than_may_be_are_turned_away() -> None:
+    with serving(limits={"connections": 2}) as server:
+        idle = [connect(server) for _ in range(2)]
+        until(lambda: server.connections == 2)
+        answer = exchange(server, b"")
+        assert answer.refused(503)["code"] == "too_many_connections"
+        for connection in idle:
+            connection.close()
+        until(lambda: server.connections == 0)
+        assert get(server, "/health").status == 200
+
+
+def test_the_key_has_to_be_shown() -> None:
+    with serving(api_key="sésame") as server:
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "Basic sésame"},
+            {"Authorization": "Bearer "},
+            {"Authorization": "Bearer sésameX"},
+        ):
+            assert post(server, SHORT, headers=headers).refused(401)["code"]
+        assert get(server, "/metrics").status == 401
+        assert get(server, "/v1/models").status == 401
+        assert get(server, "/health").status == 200
+        good = {"Authorization": "Bearer sésame"}
+        assert post(server, SHORT, headers=good).status == 200
+    with serving(api_key="ascii") as server, client_of(server, "ascii") as client:
+        assert client.completions.create(**SHORT).choices[0].text
+        other = client.with_options(api_key="other")
+        with pytest.raises(openai.AuthenticationError):
+            other.completions.create(**SHORT)
+
+
+def test_an_empty_key_is_none() -> None:
+    with pytest.raises(InvalidRequestError, match="The API key is empty"):
+        Settings(names=(NAME,), api_key=" ")
+
+
+def test_web_pages_may_not_use_it_unless_they_are_named(server: Server) -> None:
+    origin = {"Origin": "http://evil.example"}
+    assert post(server, SHORT, headers=origin).refused(403)["code"]
+    assert "access-control-allow-origin" not in get(server, "/health", **origin).headers
+    pages = ("http://good.example",)
+    with serving(allowed_origins=pages) as other:
+        assert post(other, SHORT, headers=origin).status == 403
+        good = post(other, SHORT, headers={"Origin": pages[0]})
+        assert good.status == 200
+        assert good.headers["access-control-allow-origin"] == pages[0]
+
+
+def test_nothing_is_held_when_requests_have_ended() -> None:
+    prefixes = PrefixCache(1 << 24)
+    with serving(prefixes=prefixes) as server:
+        post(server, {**SHORT, "max_tokens": 20, "temperature": 1})
+        prefixes.clear()
+        gc.collect()
+        until(lambda: not server.worker.busy)
+        held = mx.get_active_memory()
+        for seed in range(5):
+            body = {**SHORT, "max_tokens": 20, "seed": seed, "temperature": 1}
+            assert post(server, body).status == 200
+        prefixes.clear()
+        gc.collect()  # the nodes of a cleared prefix cache know each other
+        until(lambda: mx.get_active_memory() <= held + 4096, 5)
+        assert server.worker.rows_held == 0
+
+
+def test_stopping_cuts_off_what_runs_and_says_so() -> None:
+    with serving(limits={"max_tokens": 4000}) as server:
+        answers = []
+        thread = threading.Thread(target=lambda: answers.append(post(server, LONG)))
+        thread.start()
+        until(lambda: server.worker.busy)
+        server.stop()
+        thread.join()
+        error = answers[0].refused(503)
+        assert error["message"] == "The server is shutting down."
+        with pytest.raises(OSError, match=r"(?i)refused"):
+            connect(server)
+
+
+def test_stopping_lets_what_runs_end_within_the_grace() -> None:
+    with serving(limits={"max_tokens": 4000}) as server:
+        answers = []
+        body = {**LONG, "max_tokens": 60}
+        thread = threading.Thread(target=lambda: answers.append(post(server, body)))
+        thread.start()
+        until(lambda: server.worker.busy)
+        server.stop(grace=20)
+        thread.join()
+        assert answers[0].status == 200
+
+
+def test_a_server_whose_models_do_not_load_does_not_start() -> None:
+    def make(prefixes: object) -> Any:
+        raise InvalidRequestError("no such model")
+
+    with pytest.raises(InvalidRequestError, match="no such model"), serving(make):
+        pass
+
+
+def test_a_port_that_is_taken_is_a_clear_error() -> None:
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
+    with taken, pytest.raises(InvalidRequestError, match="cannot listen at"):
+        Server(Settings(names=(NAME,)), make_tiny(), port=port)

@@ -1,0 +1,230 @@
+"""Many clients at once, some of which leave: every text is that of its seed alone."""
+
+import gc
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import openai
+import pytest
+
+from mlx_speculation import (
+    PrefixCache,
+    Sampling,
+    SpeculativeGenerator,
+    demo_models,
+    load,
+)
+from mlx_speculation.engine import identity
+from mlx_speculation.samplers import Chooser
+from mlx_speculation.server import Server
+from support.servers import (
+    LETTERS,
+    NAME,
+    client_of,
+    make_tiny,
+    post,
+    serving,
+    tiny_pair,
+    wrapped_letters,
+)
+from support.waiting import until
+
+CLIENTS = 8
+SPECULATIVE: tuple[dict[str, Any], ...] = (
+    {},
+    {"off": True},
+    {"max_draft": 2},
+    {"draft": "lookup", "max_draft": 3},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request, and what became of it.
+
+    Attributes:
+        prompt: a text.
+        tokens: how many are asked for.
+        sampling: how they are chosen.
+        speculative: what drafts.
+        stream: whether the answer comes in pieces.
+        leave: after how many pieces the client leaves; None: it stays.
+    """
+
+    prompt: str
+    tokens: int
+    sampling: Sampling
+    speculative: dict[str, Any]
+    stream: bool
+    leave: int | None
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The request, which asks for the ids of the tokens too."""
+        chosen = self.sampling
+        return {
+            "model": NAME,
+            "prompt": self.prompt,
+            "max_tokens": self.tokens,
+            "temperature": chosen.temperature,
+            "top_p": chosen.top_p,
+            "seed": chosen.seed,
+            "stream": self.stream,
+            "logprobs": 0,
+            "extra_body": {"speculative": self.speculative},
+        }
+
+
+def asks(count: int, prompts: list[str], tokens: int, seed: int) -> list[Ask]:
+    """Draw requests, a quarter of which are given up; prompts are met again."""
+    draw = random.Random(seed)
+    return [
+        Ask(
+            prompt=draw.choice(prompts)[: draw.randint(4, 80)],
+            tokens=draw.randint(1, tokens),
+            sampling=draw.choice(
+                [
+                    Sampling(seed=number),
+                    Sampling(temperature=0.8, seed=number),
+                    Sampling(temperature=1.0, top_p=0.9, seed=number),
+                ]
+            ),
+            speculative=draw.choice(SPECULATIVE),
+            stream=(leave := draw.random() < 0.25) or draw.random() < 0.5,
+            leave=draw.randint(0, 3) if leave else None,
+        )
+        for number in range(count)
+    ]
+
+
+def answers(server: Server, wanted: list[Ask]) -> list[tuple[str, list[int]] | None]:
+    """Let clients ask side by side; return texts and ids, None where one has left."""
+    found: dict[int, tuple[str, list[int]] | None] = {}
+    failed: list[BaseException] = []
+
+    def run(which: int) -> None:
+        try:
+            with client_of(server) as client:
+                for number in range(which, len(wanted), CLIENTS):
+                    found[number] = answer(client, wanted[number])
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(CLIENTS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
+    return [found[number] for number in range(len(wanted))]
+
+
+def answer(client: openai.OpenAI, ask: Ask) -> tuple[str, list[int]] | None:
+    """Ask once; None: the client has left before the end."""
+    if not ask.stream:
+        whole = client.completions.create(**ask.body).choices[0]
+        logprobs: Any = whole.logprobs
+        return whole.text, logprobs.token_ids
+    text = ""
+    ids: list[int] = []
+    with client.completions.create(**ask.body) as pieces:
+        for number, piece in enumerate(pieces):
+            if number == ask.leave:
+                return None
+            text += piece.choices[0].text
+            logprobs = piece.choices[0].logprobs
+            ids += [] if logprobs is None else logprobs.token_ids
+    return text, ids
+
+
+def check(
+    model: nn.Module, tokenizer: Any, wanted: list[Ask], found: list[Any], ids: int
+) -> int:
+    """Assert that every text is plain decoding's; return the number of near-ties."""
+    plain = SpeculativeGenerator(model, tokenizer)
+    ties = 0
+    for ask, got in zip(wanted, found, strict=True):
+        if got is None:
+            continue
+        known = plain.generate(ask.prompt, max_tokens=ask.tokens, sampling=ask.sampling)
+        if got[1] == known.tokens:
+            assert got[0] == known.text
+            continue
+        ties += 1
+        tie = identity.assert_same_text(
+            model,
+            Chooser(ask.sampling, ids),
+            plain.encode(ask.prompt),
+            known.tokens,
+            got[1],
+            width=5,
+        )
+        print(f"near-tie: {tie}")  # noqa: T201  the count of near-ties is a result
+    return ties
+
+
+def load_and_check(
+    make: Callable[..., Any],
+    model: nn.Module,
+    tokenizer: Any,
+    wanted: list[Ask],
+    ids: int,
+) -> None:
+    """Serve requests, compare their texts, and see that nothing is left."""
+    prefixes = PrefixCache(1 << 28, every=16)
+    limits = {"max_tokens": 500, "prompt_tokens": 1000, "seconds": 300.0}
+    with serving(make, prefixes=prefixes, limits=limits, max_rows=6) as server:
+        warm = {"model": NAME, "prompt": "ABC", "max_tokens": 9, "temperature": 1}
+        for speculative in SPECULATIVE:
+            assert post(server, {**warm, "speculative": speculative}).status == 200
+        held = _held(server, prefixes)
+        found = answers(server, wanted)
+        assert _held(server, prefixes) <= held + (1 << 16)
+    left = sum(got is None for got in found)
+    ties = check(model, tokenizer, wanted, found, ids)
+    print(f"{len(found)} requests, {left} left early, {ties} near-ties")  # noqa: T201
+    assert left > 0
+    assert ties <= len(found) // 20
+
+
+def _held(server: Server, prefixes: PrefixCache) -> int:
+    """Return the bytes in use once every request has ended."""
+    until(lambda: not server.worker.busy and server.worker.rows_held == 0)
+    until(lambda: server.connections == 0)
+    prefixes.clear()
+    gc.collect()
+    return mx.get_active_memory()
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)]
+)
+def test_texts_of_many_clients_are_those_of_their_seeds(name: str) -> None:
+    model, _ = tiny_pair(name)
+    prompts = ["ABCDEFGHIJKLMNOPQRSTUVWXYZ" * 4, "ABCDEFGHZYXWVUT" * 8, "SPEECH" * 30]
+    wanted = asks(24, prompts, 24, seed=3)
+    load_and_check(make_tiny(name), model, wrapped_letters(), wanted, LETTERS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["dense", "sliding", "hybrid"])
+def test_two_hundred_requests_of_the_bundled_models(target: str) -> None:
+    folders = demo_models()
+
+    def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
+        return SpeculativeGenerator.from_pretrained(
+            folders[target],
+            draft=folders["draft"],
+            draft_length=4,
+            prefix_cache=prefixes,
+        )
+
+    model, tokenizer = load(folders[target])
+    prompts = ["def add(first, second):\n    return" * 9, "Once upon a time " * 12]
+    wanted = asks(200, prompts, 40, seed=4)
+    load_and_check(make, model, tokenizer, wanted, len(tokenizer.get_vocab()))
