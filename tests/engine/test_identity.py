@@ -9,27 +9,26 @@ from support.recurrent_models import RUN_AGAIN
 from support.tiny_models import TINY_MODELS, build
 from support.tiny_tokenizer import byte_tokenizer
 
-TOKENS = 120
 # Shorter than the window of 16, about as long, and longer.
 PROMPTS = {6: 4, 17: 3, 40: 5}  # tokens: draft length
 
-
-LENGTHS = [
-    pytest.param(length, marks=pytest.mark.slow if length < 40 else ())
-    for length in PROMPTS
+# After 40 tokens, 64 more write to each place of a window four times.
+CASES = [
+    pytest.param(40, 64),
+    *(pytest.param(length, 120, marks=pytest.mark.slow) for length in PROMPTS),
 ]
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(("length", "tokens"), CASES)
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_any_draft_leaves_the_text_as_plain_decoding_has_it(
-    name: str, length: int
+    name: str, length: int, tokens: int
 ) -> None:
     seen = check_identity(
         build(name),
         prompt_of(length),
         draft_length=PROMPTS[length],
-        tokens=TOKENS,
+        tokens=tokens,
         bitwise=TINY_MODELS[name].bitwise,
     )
     assert seen.texts == 6
