@@ -17,7 +17,8 @@ def check_quantized(bits: int, kind: Kind | None, draft: Any) -> None:
     """
     check_bits(bits)
     if kind is None and draft != "auto":
-        found = repr(draft) if isinstance(draft, str) else f"a {type(draft).__name__}"
+        plain = draft is None or isinstance(draft, str)
+        found = repr(draft) if plain else f"a {type(draft).__name__}"
         raise InvalidRequestError(
             f"quantize_draft is {bits}, and draft is {found}, which is not loaded "
             "here. Leave it out; mlx.nn.quantize does the same to a model of your own."

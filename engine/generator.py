@@ -188,6 +188,7 @@ class SpeculativeGenerator:
         quantize_draft: int | None = None,
         draft_vocabulary: Iterable[int] | None = None,
         adapter_path: str | Path | None = None,
+        trust_remote_code: bool = False,
     ) -> "SpeculativeGenerator":
         """Load a target, and a draft model where `draft` names one.
 
@@ -208,6 +209,7 @@ class SpeculativeGenerator:
             draft_vocabulary: see the constructor.
             adapter_path: a folder of adapter weights for the target, as mlx_lm.lora
                 writes them.
+            trust_remote_code: let code in the folders of target and draft model run.
 
         Raises:
             ModelFolderError: a folder is not a model, or has no whole head, or its
@@ -222,6 +224,7 @@ class SpeculativeGenerator:
             contract=contract,
             quantize_draft=quantize_draft,
             adapter_path=adapter_path,
+            trust_remote_code=trust_remote_code,
         )
         made = cls(
             model,

@@ -24,6 +24,7 @@ from mlx_speculation.models import (
     is_dflash,
     is_eagle,
     is_split_head,
+    is_there,
     load,
     model_folder,
     read_config,
@@ -40,6 +41,7 @@ class Offer:
         model: the target.
         tokenizer: the target's.
         contract: what a head was trained with, if somebody has named it.
+        trust_remote_code: whether code in the draft's folder may run.
     """
 
     folder: Path
@@ -47,6 +49,7 @@ class Offer:
     model: nn.Module
     tokenizer: Any
     contract: Contract | None = None
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,8 @@ def _load_assistant(offer: Offer) -> AssistantDraft:
 
 
 def _load_model(offer: Offer) -> nn.Module:
-    model, tokenizer = load(offer.folder)
+    trusted = offer.trust_remote_code
+    model, tokenizer = load(offer.folder, trust_remote_code=trusted)
     check_same_ids(offer.tokenizer, tokenizer)
     return model
 
@@ -124,7 +128,7 @@ def draft_folder(path_or_repo: str | Path) -> tuple[Path, Kind]:
         ModelFolderError: there is no such folder, or it is none of a draft.
     """
     folder = Path(path_or_repo).expanduser()
-    if not (folder / "config.json").is_file():
+    if not is_there(folder / "config.json"):
         folder = model_folder(path_or_repo)
     kind = kind_of(read_config(folder))
     if kind.whole:

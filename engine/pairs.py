@@ -47,6 +47,7 @@ def load_pair(
     contract: Contract | None = None,
     quantize_draft: int | None = None,
     adapter_path: str | Path | None = None,
+    trust_remote_code: bool = False,
 ) -> Pair:
     """Load a target, and a draft where `draft` names one.
 
@@ -63,13 +64,15 @@ def load_pair(
     if quantize_draft is not None:
         check_quantized(quantize_draft, kind, draft)
     check_model_folder(path_or_repo)
-    model, tokenizer = load(path_or_repo, adapter_path=adapter_path)
+    model, tokenizer = load(
+        path_or_repo, adapter_path=adapter_path, trust_remote_code=trust_remote_code
+    )
     own = model_folder(path_or_repo)
     choice = Choice(draft)
     if draft == "auto":
         choice = choose_draft(own, model, tokenizer)
     elif kind is not None:
-        offer = Offer(folder or own, own, model, tokenizer, contract)
+        offer = Offer(folder or own, own, model, tokenizer, contract, trust_remote_code)
         choice = Choice(kind.load(offer))
     if quantize_draft is not None and not isinstance(choice.draft, str):
         quantize_weights(own_weights(choice.draft), quantize_draft)

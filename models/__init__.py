@@ -29,7 +29,12 @@ from mlx_speculation.models.grammars import json_schema, lark, regex
 from mlx_speculation.models.hidden_states import HiddenStates
 from mlx_speculation.models.kept_files import cache_folder, write_json
 from mlx_speculation.models.lane import PREFILL_STEP, Lane, LaneRound, Sliding
-from mlx_speculation.models.loading import check_model_folder, load, model_folder
+from mlx_speculation.models.loading import (
+    check_model_folder,
+    is_there,
+    load,
+    model_folder,
+)
 from mlx_speculation.models.mlx_lm_api import (
     GenerationResponse,
     check_quantizable,
@@ -114,6 +119,7 @@ __all__ = [
     "is_dflash",
     "is_eagle",
     "is_split_head",
+    "is_there",
     "json_schema",
     "lark",
     "layer_readings",

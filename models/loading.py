@@ -18,10 +18,26 @@ from mlx_lm.utils import (
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.instances import derived, plain_class
+from mlx_speculation.models.model_config import read_config
 from mlx_speculation.models.mtp_files import is_leftover, sidecar_names
 
 ADAPTER = ("adapter_config.json", "adapters.safetensors")
 NEEDED = ("config.json", "tokenizer_config.json")
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is a file or folder of that name.
+
+    Raises:
+        ModelFolderError: nobody can tell: the name is too long, or may not be read.
+    """
+    try:
+        return path.exists()
+    except OSError as error:
+        raise ModelFolderError(
+            f"{_cut(str(path))!r} cannot be looked at: {error.strerror}. Pass the path "
+            "of a folder that you may read."
+        ) from error
 
 
 def check_model_folder(path_or_repo: str | Path) -> None:
@@ -31,7 +47,7 @@ def check_model_folder(path_or_repo: str | Path) -> None:
         ModelFolderError: names what was found and what a model folder holds.
     """
     path = Path(path_or_repo).expanduser()
-    if not path.exists():
+    if not is_there(path):
         name = str(path_or_repo)
         if name.count("/") == 1 and not name.startswith((".", "/", "~")):
             return  # organisation/model: mlx-lm asks the hub
@@ -94,7 +110,10 @@ def model_folder(path_or_repo: str | Path) -> Path:
 
 
 def load(
-    path_or_repo: str | Path, *, adapter_path: str | Path | None = None
+    path_or_repo: str | Path,
+    *,
+    adapter_path: str | Path | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[nn.Module, Any]:
     """Load a model with mlx-lm, plus what this device needs.
 
@@ -104,6 +123,7 @@ def load(
     Args:
         path_or_repo: a folder in mlx-lm's layout, or the name of a repository.
         adapter_path: a folder of adapter weights that mlx_lm.lora made for it.
+        trust_remote_code: let code in the folder run, of the model or its tokenizer.
 
     Returns:
         The model and mlx-lm's tokenizer wrapper. On a Linux CPU the weights are
@@ -117,19 +137,41 @@ def load(
     if adapter_path is not None:
         _check_adapter(Path(adapter_path).expanduser())
     folder = model_folder(path_or_repo)
+    _check_config(folder, trust_remote_code)
+    more = {"trust_remote_code": trust_remote_code}
     try:
-        model, config = _load_trunk(folder)
+        model, config = _load_trunk(folder, trust_remote_code)
         ends = config.get("eos_token_id")
-        tokenizer = load_tokenizer(folder, eos_token_ids=ends)
+        tokenizer = load_tokenizer(folder, more, eos_token_ids=ends)
+    except ModelFolderError:
+        raise
     except Exception as error:
         raise ModelFolderError(
             f"mlx-lm {mlx_lm.__version__} could not load {str(path_or_repo)!r}: "
-            f"{type(error).__name__}: {error}. Check the folder with mlx_lm.generate."
+            f"{type(error).__name__}: {_shortened(error)}. Check the folder with "
+            "mlx_lm.generate."
         ) from error
     _check_ends(tokenizer.eos_token_ids, path_or_repo)
     if adapter_path is not None:
         model = _adapted(model, Path(adapter_path).expanduser())
     return (to_float32(model) if runs_on_linux_cpu() else model), tokenizer
+
+
+def _check_config(folder: Path, trust_remote_code: bool) -> None:
+    """Refuse a config.json that names no architecture, or code that is not trusted."""
+    config = read_config(folder)
+    file, where = config.get("model_file"), str(folder / "config.json")
+    if file is not None and not trust_remote_code:
+        raise ModelFolderError(
+            f"{where!r} has model_file {file!r}: the model is built by code in its "
+            "folder, and that is not run unasked. If you trust it, pass "
+            "trust_remote_code=True (--trust-remote-code)."
+        )
+    if file is None and not isinstance(config.get("model_type"), str):
+        raise ModelFolderError(
+            f"{where!r} has model_type {config.get('model_type')!r}, and the name of "
+            "an architecture is needed, such as 'llama'. Take a whole checkpoint."
+        )
 
 
 def _check_ends(ends: Collection[Any], path_or_repo: str | Path) -> None:
@@ -145,7 +187,7 @@ def _check_ends(ends: Collection[Any], path_or_repo: str | Path) -> None:
 
 def _check_adapter(folder: Path) -> None:
     """Refuse a folder that holds no adapter."""
-    missing = [name for name in ADAPTER if not (folder / name).is_file()]
+    missing = [name for name in ADAPTER if not is_there(folder / name)]
     if missing:
         raise ModelFolderError(
             f"The adapter {str(folder)!r} lacks {', '.join(missing)}. Pass the folder "
@@ -169,11 +211,16 @@ def _adapted(model: nn.Module, folder: Path) -> nn.Module:
 
 def _shortened(error: Exception) -> str:
     """Return what an error says, on one line."""
-    line = " ".join(str(error).split()) or repr(error)
-    return (line if len(line) <= 300 else f"{line[:300]} ...").rstrip(".")
+    return _cut(" ".join(str(error).split()) or repr(error)).rstrip(".")
 
 
-def _load_trunk(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+def _cut(line: str) -> str:
+    return line if len(line) <= 300 else f"{line[:300]} ..."
+
+
+def _load_trunk(
+    folder: Path, trust_remote_code: bool
+) -> tuple[nn.Module, dict[str, Any]]:
     """Load a model whose class, for as long as that takes, drops what is a head's."""
     beside = sidecar_names(folder)
 
@@ -193,6 +240,8 @@ def _load_trunk(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
 
         return derived(kind, {"sanitize": sanitize}), arguments
 
-    model, config = load_model(folder, get_model_classes=classes)
+    model, config = load_model(
+        folder, get_model_classes=classes, trust_remote_code=trust_remote_code
+    )
     model.__class__ = plain_class(model)
     return model, config

@@ -50,6 +50,7 @@ NUMBERS = [
     ("--draft", "", "--draft is empty. Give a folder, 'mtp'"),
     ("--draft", "nowhere", "There is no folder 'nowhere'"),
     ("--draft", "mtp", "whose MTP heads are known"),
+    ("--quantize-draft", "4", "quantize_draft is 4, and draft is None, which is not"),
     ("--quantize-draft", "7", "one of 2, 3, 4, 5, 6, 8 bits is needed"),
     ("--adapter-path", "nowhere", "'nowhere' lacks adapter_config.json"),
     ("--system-prompt", "x", "--system-prompt is given, and no chat template is used"),
@@ -59,6 +60,7 @@ NUMBERS = [
     ("--json-schema", "nowhere.json", "'nowhere.json', which cannot be read: No such"),
     ("--html", "nowhere/out.html", "--html is 'nowhere/out.html', and there is no"),
     ("--html", ".", "--html is '.', which is a folder"),
+    ("--html", "x" * 5000, "which cannot be written: File name too long"),
 ]
 
 
@@ -107,9 +109,9 @@ def test_models_that_are_none_are_refused(commands: Commands, tmp_path: Path) ->
 
     folder = copy_of("draft", tmp_path / "cut")
     (folder / "model.safetensors").write_bytes(b"\x08")
-    assert "'" + str(folder) + "'" in said(folder)
+    assert f"'{folder / 'model.safetensors'}' cannot be read" in said(folder)
     (folder / "config.json").write_text("{")
-    assert "Error" in said(folder) or "cannot be read" in said(folder)
+    assert f"'{folder / 'config.json'}' cannot be read" in said(folder)
 
     ends = copy_of("draft", tmp_path / "ends")
     (ends / "generation_config.json").write_text('{"eos_token_id": ["x"]}')
@@ -216,8 +218,18 @@ def test_a_full_disk_is_a_line(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    done = commands(*HI, "--html", tmp_path / "out.html")
+    done = commands(*HI, "--html", tmp_path / "out.html", "--json")
     assert done.exit_code == 1
+    assert json.loads(done.stdout)["text"]  # the text is not lost with the page
+    assert "which cannot be written: No space left on device" in done.stderr
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    lengths = ["--draft", "lookup", "--draft-length", "2", "--passes", "1", "--json"]
+    short = ["-p", "hi", "-m", "2", "--plot", tmp_path / "out.png"]
+    done = commands("benchmark", DRAFT, *lengths, *short)
+    assert done.exit_code == 1
+    assert json.loads(done.stdout)["arms"]
+    assert "--plot is " in done.stderr
     assert "which cannot be written: No space left on device" in done.stderr
 
 

@@ -21,6 +21,7 @@ from mlx_speculation import (
     SpeculativeGenerator,
     TokenizerMismatchError,
     UnsupportedCacheError,
+    demo_models,
 )
 from mlx_speculation.models import check_same_ids
 from mlx_speculation.models.mtp_families import Contract
@@ -158,10 +159,25 @@ def test_a_folder_that_is_not_a_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(ModelFolderError, match=r"mlx-lm .* could not load"):
+    with pytest.raises(ModelFolderError, match="has model_type None, and the name of"):
+        SpeculativeGenerator.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ModelFolderError, match=r"^'.*model\.safetensors' cannot be re"):
+        SpeculativeGenerator.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelFolderError, match="holds a list, and an object is needed"):
         SpeculativeGenerator.from_pretrained(tmp_path)
     with pytest.raises(ModelFolderError, match="is a file"):
         SpeculativeGenerator.from_pretrained(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("option", ["path_or_repo", "draft", "adapter_path"])
+def test_a_name_that_cannot_be_looked_at_is_refused(option: str) -> None:
+    """A prompt in the place of a path, for example."""
+    draft = demo_models()["draft"]
+    options: dict[str, Any] = {"path_or_repo": draft, option: "x" * 5000}
+    with pytest.raises(ModelFolderError, match=r"x \.\.\.' cannot be looked at: File"):
+        SpeculativeGenerator.from_pretrained(**options)
 
 
 def test_wrong_kinds_of_model_draft_and_rule_are_refused(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from mlx_speculation.cli.opening import as_object, begin, open_pair
 from mlx_speculation.cli.options import Json, PairOptions, SamplingOptions
 from mlx_speculation.cli.running import FAILED, INTERRUPTED
 from mlx_speculation.cli.screen import Screen
-from mlx_speculation.cli.sources import check_output, check_text
+from mlx_speculation.cli.sources import check_output, check_text, writing
 from mlx_speculation.cli.tables import number, percent
 from mlx_speculation.cli.templates import encode
 from mlx_speculation.demo import demo_prompts
@@ -82,11 +82,6 @@ def benchmark(
     screen.table(_table(arms, plain, f"{done} passes of {tokens} tokens"))
     same = all(arm.same for arm in arms)
     screen.text(_verdict(arms, same) + "\n")
-    if plot is not None:
-        from mlx_speculation.plots import save_plot
-
-        save_plot([_panel(pair, arms, plain)], plot)
-        screen.say(f"the plot is {plot}")
     screen.object(
         command="benchmark",
         model=pair.model,
@@ -105,6 +100,12 @@ def benchmark(
         blas=blas,
         versions=versions(),
     )
+    if plot is not None:  # last: a full disk must not cost the figures
+        from mlx_speculation.plots import save_plot
+
+        with writing("--plot", plot):
+            save_plot([_panel(pair, arms, plain)], plot)
+        screen.say(f"the plot is {plot}")
     if done < passes:
         raise typer.Exit(INTERRUPTED)
     if not same:

@@ -22,7 +22,7 @@ from mlx_speculation.cli.sources import (
     check_output,
     read_json_file,
     read_prompt,
-    write_output,
+    writing,
 )
 from mlx_speculation.cli.templates import TemplateOptions, encode
 from mlx_speculation.environment import versions
@@ -110,10 +110,6 @@ def generate(
     result = stream.result
     ended = "interrupted" if interrupted else result.finish_reason
     screen.table(summary(result, ended), result=False)
-    if output.html is not None:
-        page = _page(pair, generator, text, result, chunks, ended)
-        write_output("--html", output.html, page)
-        screen.say(f"the page is {output.html}")
     screen.object(
         command="generate",
         model=pair.model,
@@ -130,6 +126,11 @@ def generate(
         blas=blas,
         versions=versions(),
     )
+    if output.html is not None:  # last: a full disk must not cost the text
+        page = _page(pair, generator, text, result, chunks, ended)
+        with writing("--html", output.html):
+            output.html.write_text(page, encoding="utf-8")
+        screen.say(f"the page is {output.html}")
     if interrupted:
         raise typer.Exit(INTERRUPTED)
 

@@ -86,6 +86,13 @@ class PairOptions:
         Path | None,
         typer.Option(help="Folder of an adapter of the target, made by mlx_lm.lora."),
     ] = None
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-remote-code",
+            help="Let code in the folders of target and draft run.",
+        ),
+    ] = False
     blas: Blas = "auto"
 
 

@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -103,28 +105,38 @@ def check_output(option: str, path: Path) -> None:
     Raises:
         InvalidRequestError: it is a folder, or in none, or may not be written.
     """
-    folder = path.absolute().parent
-    if path.is_dir():
-        found = "which is a folder"
-    elif not folder.is_dir():
-        found = f"and there is no folder {str(folder)!r}"
-    elif not os.access(path if path.exists() else folder, os.W_OK):
-        found = "which may not be written"
-    else:
+    try:
+        found = _unwritable(path)
+    except OSError as error:
+        found = f"which cannot be written: {error.strerror}"
+    if found is None:
         return
     raise InvalidRequestError(
         f"{option} is {str(path)!r}, {found}. Name a file in a folder of yours."
     )
 
 
-def write_output(option: str, path: Path, text: str) -> None:
-    """Write a text file.
+def _unwritable(path: Path) -> str | None:
+    """Return why a file cannot be written; None: nothing speaks against it."""
+    folder = path.absolute().parent
+    if path.is_dir():
+        return "which is a folder"
+    if not folder.is_dir():
+        return f"and there is no folder {str(folder)!r}"
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        return "which may not be written"
+    return None
+
+
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Name a file that cannot be written in here.
 
     Raises:
         InvalidRequestError: it cannot be written.
     """
     try:
-        path.write_text(text, encoding="utf-8")
+        yield
     except OSError as error:
         raise InvalidRequestError(
             f"{option} is {str(path)!r}, which cannot be written: {error.strerror}. "
