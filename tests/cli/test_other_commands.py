@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlx_speculation import demo_models, models
+from mlx_speculation import SpeculativeGenerator, demo_models, models
 from mlx_speculation.cli.advice import Advice, Facts, advice
 from mlx_speculation.demo import DemoPrompt
 from mlx_speculation.engine import Chunk, Stream
@@ -32,6 +32,7 @@ def test_check_says_that_the_output_is_the_same(commands: Commands) -> None:
     assert found["rows"]["verdict"] in ("identical", "same choices")
     assert found["rows"]["rows"] == 12
     assert found["rows"]["first"] is None
+    assert found["interrupted"] is False
     assert [place["position"] for place in found["places"]] == [0, 4, 9]
     text = found["text"]
     assert (text["same"], text["parting"], text["tokens"]) == (True, None, 12)
@@ -82,6 +83,43 @@ def test_check_fails_where_the_texts_differ(
     assert done.exit_code == 1
     assert "text: different: token 3 is 2 instead of 1" in done.stdout
     assert commands.object(*CHECK, "--draft", DRAFT, status=1)["text"]["parting"]
+
+
+@pytest.mark.parametrize("calls", [1, 3, 4])
+def test_ctrl_c_in_a_check_says_how_far_it_came(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    """At the first place, at the third, and while texts are generated."""
+    from mlx_speculation.engine import verifying
+
+    compare, left = verifying.compare_rows, [calls]
+
+    def interrupted(*arguments: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return compare(*arguments)
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verifying, "compare_rows", interrupted)
+    monkeypatch.setattr(SpeculativeGenerator, "generate", never)
+    done = commands(*CHECK, "--draft", DRAFT)
+    assert done.exit_code == 130
+    if calls == 1:
+        assert done.stdout == ""
+        assert "interrupted" in done.stderr
+        return
+    said = done.stdout.splitlines()[-1]
+    assert said == (
+        "verdict: the output is the same, as far as was looked before Ctrl-C: at "
+        f"{calls - 1} places, and not at the texts"
+    )
+    left[0] = calls
+    found = commands.object(*CHECK, "--draft", DRAFT, status=130)
+    assert (found["interrupted"], len(found["places"])) == (True, calls - 1)
+    assert found["text"] is None
 
 
 def test_check_refuses_a_text_shorter_than_a_draft(commands: Commands) -> None:
@@ -312,3 +350,31 @@ def test_calibrate_and_demo_print_one_object(
     assert only["same"] is True
     assert only["group"] == "code"
     assert json.dumps(only["text"])
+
+
+@pytest.mark.parametrize("chunks", [2, 30])
+def test_ctrl_c_in_the_demo_shows_what_is_done(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, chunks: int
+) -> None:
+    folders = {"dense": demo_models()["draft"], "draft": demo_models()["draft"]}
+    home = "mlx_speculation.cli.demo"
+    monkeypatch.setattr(f"{home}.demo_models", lambda: folders)
+    prompts = [DemoPrompt(group, "a test", PROMPT) for group in ("code", "prose")]
+    monkeypatch.setattr(f"{home}.demo_prompts", lambda: prompts)
+    following, left = Stream.__next__, [16 + chunks]  # after the warm-up
+
+    def interrupted(self: Stream) -> Chunk:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return following(self)
+
+    monkeypatch.setattr(Stream, "__next__", interrupted)
+    done = commands("demo", "--max-tokens", "8", "--draft-length", "2", "--json")
+    assert done.exit_code == 130
+    if chunks == 2:
+        assert done.stdout == ""
+        return
+    found = json.loads(done.stdout)
+    assert found["interrupted"] is True
+    assert [each["group"] for each in found["comparisons"]] == ["code"]

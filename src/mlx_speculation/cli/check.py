@@ -8,7 +8,7 @@ from rich.table import Table
 
 from mlx_speculation.cli.opening import as_object, begin, open_pair
 from mlx_speculation.cli.options import Json, PairOptions, SamplingOptions
-from mlx_speculation.cli.running import FAILED
+from mlx_speculation.cli.running import FAILED, INTERRUPTED
 from mlx_speculation.cli.screen import Screen
 from mlx_speculation.cli.sources import read_prompt
 from mlx_speculation.cli.templates import encode
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mlx_speculation import Sampling, SpeculativeGenerator
     from mlx_speculation.engine import Result
     from mlx_speculation.engine.identity import Parting
+    from mlx_speculation.engine.row_verdicts import RowVerdict
     from mlx_speculation.engine.verifying import Place
 
 USUAL_LENGTH = 4  # a length by measurement might be 0, and nothing be compared
@@ -65,26 +66,35 @@ def check(
     blas = begin(pair.blas, screen)
     sampling.check()
     generator = open_pair(pair, screen)
-    from mlx_speculation.engine.row_verdicts import judge, usual_tolerance
-
     ids = encode(generator.tokenizer, text, rendered=False)
-    found = _rows(generator, ids, tokens, rows, places, screen)
-    judged = judge(found, usual_tolerance(found) if tolerance is None else tolerance)
-    screen.table(_table(found))
+    found: list[Place] = []
     compared = None
-    if pair.draft is not None:
-        compared = _Texts.compare(pair, generator, ids, tokens, sampling, screen)
+    interrupted = False
+    try:
+        _rows(generator, ids, tokens, rows, places, screen, found)
+        if pair.draft is not None:
+            compared = _Texts.compare(pair, generator, ids, tokens, sampling, screen)
+    except KeyboardInterrupt:
+        interrupted = True
+    if not found:
+        raise KeyboardInterrupt
+    judged = _judged(found, tolerance)
+    screen.table(_table(found))
     same = judged.verdict != "different" and (compared is None or compared.same)
     lines = [f"first: {judged.first}"] if judged.first is not None else []
     lines.append(f"rows: {judged}")
     lines += [] if compared is None else [f"text: {compared.verdict}"]
-    lines.append(f"verdict: {'the output is the same' if same else 'IT DIFFERS'}")
-    screen.text("\n".join(lines) + "\n")
+    verdict = "the output is the same" if same else "IT DIFFERS"
+    if interrupted:
+        verdict += f", as far as was looked before Ctrl-C: at {len(found)} places"
+        verdict += "" if pair.draft is None else ", and not at the texts"
+    screen.text("\n".join([*lines, f"verdict: {verdict}"]) + "\n")
     screen.object(
         command="check",
         model=pair.model,
         draft=pair.draft,
         same=same,
+        interrupted=interrupted,
         rows=judged,
         places=found,
         text=None if compared is None else compared.object,
@@ -93,8 +103,8 @@ def check(
         blas=blas,
         versions=versions(),
     )
-    if not same:
-        raise typer.Exit(FAILED)
+    if interrupted or not same:
+        raise typer.Exit(FAILED if not same else INTERRUPTED)
 
 
 def _rows(
@@ -104,19 +114,25 @@ def _rows(
     rows: int,
     places: int,
     screen: Screen,
-) -> list["Place"]:
-    """Verify drafts of the model's own text at once and one by one."""
+    found: list["Place"],
+) -> None:
+    """Verify drafts of the model's own text at once and one by one; fills `found`."""
     from mlx_speculation.engine.verifying import greedy_text, verify_both_ways
     from mlx_speculation.models import wired
 
-    model, found = generator.model, []
+    model = generator.model
     options: dict[str, Any] = {"draft_length": rows, "places": places, "seed": 0}
     with wired(model), screen.progress("verifying drafts") as report:
         text = greedy_text(model, prompt, tokens)
         for place in verify_both_ways(model, prompt, text, sliding="slack", **options):
             found.append(place)
             report(len(found), places)
-    return found
+
+
+def _judged(found: Sequence["Place"], tolerance: float | None) -> "RowVerdict":
+    from mlx_speculation.engine.row_verdicts import judge, usual_tolerance
+
+    return judge(found, usual_tolerance(found) if tolerance is None else tolerance)
 
 
 def _table(found: Sequence["Place"]) -> Table:

@@ -1,6 +1,6 @@
 """`demo`: the bundled models with and without a draft."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +11,7 @@ from rich.table import Table
 from mlx_speculation.cli.check import parting_of
 from mlx_speculation.cli.opening import as_object, begin
 from mlx_speculation.cli.options import Blas, DraftLength, Json
+from mlx_speculation.cli.running import FAILED, INTERRUPTED
 from mlx_speculation.cli.screen import Screen
 from mlx_speculation.cli.tables import number, percent
 from mlx_speculation.demo import DEMO_TARGETS, DemoPrompt, demo_models, demo_prompts
@@ -30,37 +31,29 @@ def demo(
     """Run the bundled models with and without a draft, and compare text and speed."""
     screen = Screen(json=json)
     begin(blas, screen)
-    from mlx_speculation import SpeculativeGenerator
-
-    folders = demo_models()
-    draft = folders["draft"]
-    targets = {name: folders[name] for name in DEMO_TARGETS if name in folders}
-    prompts = _one_per_group(demo_prompts())
-    comparisons = []
-    for name, path in targets.items():
-        generator = SpeculativeGenerator.from_pretrained(
-            path, draft=draft, draft_length=draft_length
-        )
-        if draft_length is None:
-            with screen.busy(f"calibrating {name}"):
-                generator.calibrate()
-        for length in (0, None):
-            generator.generate(prompts[0].text, max_tokens=8, draft_length=length)
-        for prompt in prompts:
-            if not json:
-                title = escape(f"{name}: {prompt.group}, from {prompt.source}")
-                screen.out.rule(title)
-            comparisons.append(_compare(name, prompt, generator, max_tokens, screen))
+    comparisons: list[_Comparison] = []
+    interrupted = False
+    try:
+        for each in _compared(draft_length, max_tokens, screen):
+            comparisons.append(each)
+    except KeyboardInterrupt:
+        if not comparisons:
+            raise
+        interrupted = True
+        screen.say("interrupted: these are done")
     screen.table(_comparison_table(comparisons))
     screen.say(
         "Plain is the faster of mlx-lm's loop and ours. Single runs: "
         "`mlx-speculation benchmark` measures your own pair with repeats."
     )
     screen.object(
-        command="demo", comparisons=[comparison.object for comparison in comparisons]
+        command="demo",
+        comparisons=[comparison.object for comparison in comparisons],
+        interrupted=interrupted,
     )
-    if not all(comparison.same for comparison in comparisons):
-        raise typer.Exit(1)
+    same = all(comparison.same for comparison in comparisons)
+    if interrupted or not same:
+        raise typer.Exit(FAILED if not same else INTERRUPTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +93,32 @@ class _Comparison:
         if self.parting.near_tie:
             return f"near-tie at {self.parting.index}"
         return f"[red]not at {self.parting.index}[/red]"
+
+
+def _compared(
+    draft_length: int | None, max_tokens: int, screen: Screen
+) -> Iterator[_Comparison]:
+    """Yield the comparisons of all targets and groups of prompts."""
+    from mlx_speculation import SpeculativeGenerator
+
+    folders = demo_models()
+    draft = folders["draft"]
+    targets = {name: folders[name] for name in DEMO_TARGETS if name in folders}
+    prompts = _one_per_group(demo_prompts())
+    for name, path in targets.items():
+        generator = SpeculativeGenerator.from_pretrained(
+            path, draft=draft, draft_length=draft_length
+        )
+        if draft_length is None:
+            with screen.busy(f"calibrating {name}"):
+                generator.calibrate()
+        for length in (0, None):
+            generator.generate(prompts[0].text, max_tokens=8, draft_length=length)
+        for prompt in prompts:
+            if not screen.json:
+                title = escape(f"{name}: {prompt.group}, from {prompt.source}")
+                screen.out.rule(title)
+            yield _compare(name, prompt, generator, max_tokens, screen)
 
 
 def _compare(
