@@ -12,9 +12,9 @@ decoding: `prefill_step_size` is 2048 with a draft too, `max_kv_size` and
 `prompt_progress_callback` count with a draft too, and a cache holds the last token.
 """
 
-import sys
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,16 +176,19 @@ def generate(
         verbose: print the text as it comes, then speeds and what was accepted.
         options: see `stream_generate`.
     """
-    say = sys.stdout.write if verbose else (lambda line: 0)
+    say = partial(print, end="", flush=True) if verbose else _keep_silent
     say("=" * 10 + "\n")
     parts, response = [], None
     for response in stream_generate(model, tokenizer, prompt, **options):
         say(response.text)
-        sys.stdout.flush()
         parts.append(response.text)
     assert response is not None
     say("\n" + "=" * 10 + "\n" + _summary(response) + "\n")
     return "".join(parts)
+
+
+def _keep_silent(line: str) -> None:
+    """Print nothing, and let standard output alone."""
 
 
 def _summary(last: SpeculativeResponse) -> str:

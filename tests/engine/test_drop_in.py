@@ -464,6 +464,15 @@ def test_generate_returns_the_text_and_prints_what_mlx_lm_prints(
     assert starts == ["Prompt", "Generation", "Peak memory", "Drafts"]
 
 
+def test_generate_lets_standard_output_alone_unless_it_prints(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server that has closed it, or a display, is not asked to show anything."""
+    model, _ = known("llama")
+    monkeypatch.setattr("sys.stdout", None)
+    assert generate(model, byte_tokenizer(), PROMPT, max_tokens=3)
+
+
 def test_a_text_prompt_is_encoded_as_mlx_lm_encodes_it() -> None:
     model, _ = known("llama")
     expected, got = both(model, byte_tokenizer(), "def fib(n):", max_tokens=9, ours={})
