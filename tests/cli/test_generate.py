@@ -170,6 +170,13 @@ def test_a_schema_is_followed(commands: Commands, tmp_path: Path) -> None:
     assert set(json.loads(found["text"])) <= {"a", "b"}
 
 
+def test_logits_of_ids_can_be_raised_and_lowered(commands: Commands) -> None:
+    options = [*PAIR, "-p", PROMPT, "-m", "12"]
+    plain = commands.object(*options)["tokens"]
+    bias = ["--logit-bias", json.dumps({str(plain[0]): -1000, "77": 1000})]
+    assert commands.object(*options, *bias)["tokens"] == [77] * 12
+
+
 def test_xtc_spares_line_breaks_and_the_end(commands: Commands) -> None:
     options = ["--temp", "1", "--seed", "2", "--xtc-probability", "1"]
     found = commands.object(*PAIR, "-p", PROMPT, "-m", "16", *options)

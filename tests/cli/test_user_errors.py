@@ -40,6 +40,11 @@ NUMBERS = [
     ("--repetition-context-size", "-1", "repetition_context_size is -1"),
     ("--presence-penalty", "nan", "presence_penalty is nan"),
     ("--frequency-penalty", "inf", "frequency_penalty is inf"),
+    ("--logit-bias", "{", "--logit-bias is no JSON"),
+    ("--logit-bias", "[3]", "is [3], and a JSON object of token ids with a number"),
+    ("--logit-bias", '{"x": 1}', """is {"x": 1}, and a JSON object of token ids"""),
+    ("--logit-bias", '{"5": "x"}', "logit_bias of id 5 is 'x'"),
+    ("--logit-bias", '{"99999": 1}', "logit_bias names the id 99999, and the target"),
     ("--max-kv-size", "2", "max_kv_size is 2, and a whole number above 4"),
     ("--kv-bits=7 --quantized-kv-start", "0", "kv_bits is 7 and kv_group_size 64"),
     ("--seed", "-1", "seed is -1, and a whole number of at least 0"),
@@ -283,7 +288,7 @@ NUMBERS_ASKED = """temperature top-p min-p min-tokens-to-keep top-k xtc-probabil
     xtc-threshold repetition-penalty repetition-context-size presence-penalty
     presence-context-size frequency-penalty frequency-context-size seed draft-length
     draft-confidence quantize-draft max-kv-size kv-bits kv-group-size
-    quantized-kv-start prefill-step-size"""
+    quantized-kv-start prefill-step-size logit-bias"""
 TEXTS_ASKED = """stop extra-eos-token draft adapter-path system-prompt html prompt
     chat-template-config prefill-response json-schema"""
 OPTIONS = st.sampled_from(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_speculation.blas import BlasName
+from mlx_speculation.cli.sources import parsed_json
 from mlx_speculation.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -133,6 +134,12 @@ class SamplingOptions:
     frequency_context_size: Annotated[
         int, number("--frequency-context-size", "How far back it looks; 0: all.")
     ] = 20
+    logit_bias: Annotated[
+        str | None,
+        number(
+            "--logit-bias", "JSON: added to token ids' logits, as in '{\"13\": -9}'."
+        ),
+    ] = None
     seed: Annotated[int | None, number("--seed", "Makes sampling repeatable.")] = None
 
     def check(self) -> None:
@@ -162,7 +169,21 @@ class SamplingOptions:
         from mlx_speculation import Sampling
 
         given = {field.name: getattr(self, field.name) for field in fields(self)}
+        given["logit_bias"] = self._biases()
         return Sampling(**given, **more)
+
+    def _biases(self) -> dict[int, Any] | None:
+        """Return what is added to which id's logit."""
+        if self.logit_bias is None:
+            return None
+        held = parsed_json("--logit-bias", self.logit_bias)
+        try:
+            return {int(token): bias for token, bias in held.items()}
+        except (AttributeError, ValueError) as error:
+            raise InvalidRequestError(
+                f"--logit-bias is {self.logit_bias}, and a JSON object of token ids "
+                "with a number each is needed, such as '{\"13\": -9}'."
+            ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
