@@ -20,12 +20,12 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.caches import SlidingKVCache, leaves, with_slack
+from mlx_speculation.caches import SlidingKVCache, drop_last, leaves, with_slack
 from mlx_speculation.engine.batch_drafts import BatchDrafts, OwnDrafters, padded
 from mlx_speculation.engine.batch_lengths import BatchLengths
 from mlx_speculation.engine.batch_model import BatchDraftModel
 from mlx_speculation.engine.batch_results import BatchStatistics
-from mlx_speculation.engine.batch_rows import Row, cut
+from mlx_speculation.engine.batch_rows import Row
 from mlx_speculation.engine.batch_verdicts import BatchStep, Read, read_batch
 from mlx_speculation.engine.drafting import NOTHING, Draft
 from mlx_speculation.engine.lengths import Outcome
@@ -318,7 +318,7 @@ class BatchDecoder:
         target = row.parts.target
         target.seen = min(held, len(row.tokens))
         caches = self._lane.extract(place)
-        if cut(caches, held - target.seen):
+        if drop_last(caches, held - target.seen):
             target.caches = with_slack(caches) if self._slack else caches
         else:
             row.stream.keep_nothing()

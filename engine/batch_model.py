@@ -124,7 +124,8 @@ class BatchDraftModel:
             for row, limit in zip(rows, limits, strict=True)
             if limit > 0 and row.uid not in inside and not _aside(row)
         ]
-        new = [row for row in new if len(row.tokens) >= LAG]
+        # Recurrent layers that were fed nothing have no state to put beside others.
+        new = [row for row in new if len(row.tokens) > LAG]
         if self._rows and (new or self._lag() > LONGEST_LAG):
             self._catch_up()
         lanes: list[Lane] = []

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.caches import leaves
+from mlx_speculation.caches import has_states
 from mlx_speculation.engine.acceptance_rates import AcceptanceRates
 from mlx_speculation.engine.contained import Contained
 from mlx_speculation.engine.decoding import Parts
@@ -127,16 +127,6 @@ class Row:
         self.stream.fail()
 
 
-def cut(caches: list[Any], count: int) -> bool:
-    """Take the last tokens out of a row's caches; return whether they could be."""
-    found = [leaf for _, leaf in leaves(caches)]
-    if count and not all(type(leaf).__name__ == "KVCache" for leaf in found):
-        return False
-    for leaf in found if count else ():
-        leaf.trim(count)
-    return True
-
-
 def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str | None:
     """Return why a request cannot run with others; None: it can.
 
@@ -148,6 +138,8 @@ def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str 
     parts = stream.parts
     handling = options.get("handling", USUAL)
     processors = parts.verifier.chooser.processors
+    target = parts.target
+    first = len(parts.sequence.tokens) == 1 and target.seen == 0
     own = (options.get("prompt_cache"), options.get("draft_cache"))
     reasons = {
         "it writes to caches of the caller's": any(c is not None for c in own),
@@ -155,7 +147,10 @@ def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str 
         "its logits processors have a state": processors.has_state,
         "its rounds are to be explained": bool(options.get("explain")),
         "its caches are quantized": handling.quantization is not None,
-        "its draft reads the target's states": parts.target.follower is not None,
+        "its draft reads the target's states": target.follower is not None,
+        # mlx-lm puts zeros beside other rows' states, and not every model begins so.
+        "its prompt of one token leaves recurrent layers without a state": first
+        and has_states(target.caches),
     }
     found = next((reason for reason, holds in reasons.items() if holds), None)
     return found or why_alone(model)

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.caches import Speculation, array_bytes, as_native
+from mlx_speculation.caches import Speculation, array_bytes, merged
 from mlx_speculation.models.lane import Lane
 
 
@@ -44,15 +44,12 @@ class BatchLane:
         The lanes are left without caches: what they held is copied. If it fails, the
         batch and the lanes are as before.
         """
-        layers = zip(*(as_native(lane.caches) for lane in lanes), strict=True)
-        merged = [type(rows[0]).merge(list(rows)) for rows in layers]
-        # Evaluated here, or the copies would wait with what they were copied from.
-        mx.eval([cache.state for cache in merged if not cache.empty()])
+        joining = merged([lane.caches for lane in lanes])
         if self.rows:
-            for own, other in zip(self.caches, merged, strict=True):
+            for own, other in zip(self.caches, joining, strict=True):
                 own.extend(other)
         else:
-            self.caches = merged
+            self.caches = joining
         self.rows += len(lanes)
         for lane in lanes:
             lane.caches = []

@@ -1,0 +1,44 @@
+"""Caches of single sequences, before they join a batch and after they have left it.
+
+It uses what mlx-lm's caches offer for batches: merge, extend, filter and extract.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, KVCache
+
+from mlx_speculation.caches.kinds import flat, states
+from mlx_speculation.caches.sliding_lists import as_native
+
+
+def merged(rows: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return the caches of a batch of these sequences: what they hold is copied.
+
+    Args:
+        rows: the caches of each, one per layer.
+    """
+    layers = zip(*(as_native(caches) for caches in rows), strict=True)
+    found = [type(layer[0]).merge(list(layer)) for layer in layers]
+    mx.eval(states(found))
+    return found
+
+
+def has_states(caches: Sequence[Any]) -> bool:
+    """Whether a layer has a state that follows from all tokens, and no rows."""
+    return any(isinstance(leaf, ArraysCache) for leaf in flat(caches))
+
+
+def drop_last(caches: Sequence[Any], count: int) -> bool:
+    """Take the last tokens out of a sequence's caches, if all of them can be cut.
+
+    Returns:
+        Whether they are out; otherwise the caches are as before.
+    """
+    found = flat(caches)
+    if count and not all(type(leaf) is KVCache for leaf in found):
+        return False
+    for leaf in found if count else ():
+        leaf.trim(count)
+    return True
