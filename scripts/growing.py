@@ -13,12 +13,15 @@ Deeper by layers whose output projections are zero: they add exactly nothing, an
 what a layer costs.
 
 Exact in float32 up to the order of sums; t is a power of two, so W / t is exact in
-every floating point type. Knows the layout of mlx-lm's qwen3 alone.
+every floating point type. This module knows the layout of mlx-lm's qwen3;
+growing_hybrid.py has that of qwen3_5.
 
 An EAGLE-3 head of the small model keeps its size: it reads the t copies of each state
 as their mean, and gets an embedding of its own, the small model's.
 """
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,8 @@ from mlx_lm.utils import dequantize_model
 
 from mlx_speculation.engine import EagleDraft
 from mlx_speculation.models import load_eagle_head
+
+QUANTIZED_GROUP = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,44 +61,69 @@ DRAFT_SHAPES = {
     "0.5B": Growth(width=8, layers=13),
 }
 
+# The parameter of the wider model: from its name, the small one, and the width.
+Wider = Callable[[str, mx.array, int], mx.array]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What growing has to know of one small model.
+
+    Attributes:
+        larger: makes the larger model, whose weights are not looked at.
+        wider: makes a parameter of it.
+        like: the layer of the small model that a further layer is made from.
+        outputs: the parameters of a layer that add to the residual stream.
+    """
+
+    larger: Callable[[Growth], nn.Module]
+    wider: Wider
+    like: Callable[[int], int]
+    outputs: tuple[str, ...]
+
 
 def grow(
-    model: qwen3.Model, growth: Growth, dtype: mx.Dtype = mx.bfloat16
-) -> qwen3.Model:
+    model: nn.Module,
+    growth: Growth,
+    dtype: mx.Dtype = mx.bfloat16,
+    *,
+    bits: int | None = None,
+    layout: Layout | None = None,
+) -> Any:
     """Return a larger model of the same function, its parameters evaluated.
+
+    One tensor at a time, so that the most memory is little more than its own.
+
+    Args:
+        model: the small one, which is left alone.
+        growth: how much larger.
+        dtype: of the parameters that are not quantized.
+        bits: quantize it, each layer as soon as it is made; None: do not.
+        layout: the small model's; by default that of qwen3.
 
     Raises:
         ValueError: the width is no power of two, or there are fewer layers.
     """
-    args, width = model.args, growth.width
-    if width < 1 or width & (width - 1) or growth.layers < args.num_hidden_layers:
+    layout = layout or _qwen3(model)
+    width, count = growth.width, len(model.layers)
+    if width < 1 or width & (width - 1) or growth.layers < count:
         raise ValueError(
             f"the growth is {growth}, and the width has to be a power of two and the "
-            f"layers at least {args.num_hidden_layers}"
+            f"layers at least {count}"
         )
-    small = _dense(model)
-    larger = qwen3.Model(
-        replace(
-            args,
-            hidden_size=args.hidden_size * width,
-            intermediate_size=args.intermediate_size * width,
-            num_attention_heads=args.num_attention_heads * width,
-            num_key_value_heads=args.num_key_value_heads * width,
-            num_hidden_layers=growth.layers,
-        )
-    )
+    small, of_layer = _by_layer(dense_parameters(model))
+    larger: Any = layout.larger(growth)
     for name, value in small.items():
-        _set(larger, name, _wider(name, value, width).astype(dtype))
-    last = args.num_hidden_layers - 1
-    for layer in range(args.num_hidden_layers, growth.layers):
-        for name, value in small.items():
-            prefix = f"model.layers.{last}."
-            if name.startswith(prefix):
-                own = name.removeprefix(prefix)
-                more = _wider(name, value, width).astype(dtype)
-                if own in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-                    more = mx.zeros_like(more)
-                _set(larger, f"model.layers.{layer}.{own}", more)
+        put(larger, name, layout.wider(name, value, width), dtype)
+    for index, layer in enumerate(larger.layers):
+        source = index if index < count else layout.like(index)
+        for name, value in of_layer[source].items():
+            more = layout.wider(name, value, width)
+            if index >= count and name in layout.outputs:
+                more = mx.zeros_like(more)
+            put(layer, name, more, dtype)
+        quantize(layer, bits)
+    quantize(larger, bits)  # what is in no layer
     larger.eval()
     return larger
 
@@ -110,7 +140,7 @@ def fit_head(
     outputs, inputs = read.shape
     head.fc = nn.Linear(inputs, outputs, bias=False)
     head.fc.weight = read
-    embedding = _dense(small)["model.embed_tokens.weight"]
+    embedding = dense_parameters(small)["model.embed_tokens.weight"]
     head.embed_tokens = nn.Embedding(*embedding.shape)
     head.embed_tokens.weight = embedding
     head.set_dtype(dtype)
@@ -122,53 +152,103 @@ def parameters_of(model: nn.Module) -> int:
     """Return how many weights a model has, those of quantized layers unpacked."""
     total = 0
     for _, module in model.named_modules():
-        own = [v for v in module.values() if isinstance(v, mx.array)]
-        packed = "scales" in module
-        for value in own:
-            words = packed and value.dtype == mx.uint32
-            total += value.size * (32 // module.bits if words else 1)
+        for name, value in module.items():
+            if not isinstance(value, mx.array):
+                continue
+            if "scales" in module and name == "weight":
+                total += value.size * 32 // module.bits
+            elif "scales" not in module or name == "bias":
+                total += value.size
     return total
 
 
-def _dense(model: qwen3.Model) -> dict[str, mx.array]:
-    """Return the parameters in float32, not quantized, and leave the model alone."""
-    stored: Any = tree_flatten(model.parameters())
-    dense: nn.Module = model
-    if any(".scales" in name for name, _ in stored):
-        copy = qwen3.Model(model.args)
-        config = next(
-            {"group_size": module.group_size, "bits": module.bits}
-            for _, module in model.named_modules()
-            if "scales" in module
+def dense_parameters(module: nn.Module) -> dict[str, mx.array]:
+    """Return the parameters in float32, not quantized, and leave the module alone."""
+    stored: Any = tree_flatten(module.parameters())
+    found = {name: value.astype(mx.float32) for name, value in stored}
+    for path, layer in module.named_modules():
+        if "scales" in layer:
+            scales, biases = found.pop(f"{path}.scales"), found.pop(f"{path}.biases")
+            found[f"{path}.weight"] = mx.dequantize(
+                layer.weight, scales, biases, layer.group_size, layer.bits
+            )
+    return found
+
+
+def tiled(value: mx.array, width: int) -> mx.array:
+    """Return a vector tiled, or a matrix as t x t blocks of its t-th part."""
+    if value.ndim == 1:
+        return mx.tile(value, [width])
+    return mx.tile(value, [width, width]) / width
+
+
+def put(module: nn.Module, name: str, value: mx.array, dtype: mx.Dtype) -> None:
+    """Put a parameter in its place, which must have its shape, and evaluate it."""
+    *path, last = name.split(".")
+    owner: Any = module
+    for part in path:
+        owner = owner[int(part)] if part.isdigit() else owner[part]
+    if owner[last].shape != value.shape:
+        raise ValueError(f"{name} is {value.shape} instead of {owner[last].shape}")
+    # Logarithms of decays stay what they are in released checkpoints.
+    value = value.astype(mx.float32 if last == "A_log" else dtype)
+    mx.eval(value)
+    owner[last] = value
+
+
+def quantize(module: nn.Module, bits: int | None) -> None:
+    """Quantize the layers in a module that are not yet, and let go of what they were.
+
+    Args:
+        module: what holds them.
+        bits: of a weight; None: leave them.
+    """
+    if bits is not None:
+        nn.quantize(module, group_size=QUANTIZED_GROUP, bits=bits)
+        mx.eval(module.parameters())
+
+
+def _qwen3(model: Any) -> Layout:
+    args = model.args
+
+    def larger(growth: Growth) -> nn.Module:
+        width = growth.width
+        more = replace(
+            args,
+            hidden_size=args.hidden_size * width,
+            intermediate_size=args.intermediate_size * width,
+            num_attention_heads=args.num_attention_heads * width,
+            num_key_value_heads=args.num_key_value_heads * width,
+            num_hidden_layers=growth.layers,
         )
-        nn.quantize(copy, **config)
-        copy.update(model.parameters())
-        copy.set_dtype(mx.float32)
-        dense = dequantize_model(copy)
-    found: Any = tree_flatten(dense.parameters())
-    return {name: value.astype(mx.float32) for name, value in found}
+        return qwen3.Model(more)
+
+    last = args.num_hidden_layers - 1
+    outputs = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+    return Layout(larger, _wider, lambda index: last, outputs)
+
+
+def _by_layer(
+    parameters: dict[str, mx.array],
+) -> tuple[dict[str, mx.array], dict[int, dict[str, mx.array]]]:
+    """Return those in no layer by their names, and others by layer and name in it."""
+    others: dict[str, mx.array] = {}
+    of_layer: dict[int, dict[str, mx.array]] = {}
+    for name, value in parameters.items():
+        found = re.fullmatch(r"(?:.*\.)?layers\.(\d+)\.(.*)", name)
+        if found is None:
+            others[name] = value
+        else:
+            of_layer.setdefault(int(found[1]), {})[found[2]] = value
+    return others, of_layer
 
 
 def _wider(name: str, value: mx.array, width: int) -> mx.array:
-    """Return a parameter of the wider model."""
+    """Return a parameter of a wider qwen3."""
     if name.endswith(("q_norm.weight", "k_norm.weight")):
         return value  # inside of a head
     if name == "model.norm.weight":
         return mx.tile(value, [width]) / width
     if name == "model.embed_tokens.weight":
         return mx.tile(value, [1, width])
-    if value.ndim == 1:
-        return mx.tile(value, [width])
-    return mx.tile(value, [width, width]) / width
-
-
-def _set(model: nn.Module, name: str, value: mx.array) -> None:
-    """Put a parameter in its place, which must have its shape."""
-    *path, last = name.split(".")
-    module: Any = model
-    for part in path:
-        module = module[int(part)] if part.isdigit() else module[part]
-    if module[last].shape != value.shape:
-        raise ValueError(f"{name} is {value.shape} instead of {module[last].shape}")
-    mx.eval(value)
-    module[last] = value
+    return tiled(value, width)
