@@ -11,6 +11,7 @@ plain step is measured again.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from mlx_speculation.engine.acceptance_rates import AcceptanceRates
 from mlx_speculation.engine.allowance import Allowance
@@ -100,14 +101,18 @@ class AdaptiveLengths:
             return Plan(0, "first")
         if longest <= 0:
             return Plan(0, "budget")
-        run = self._next_run(context, longest)
-        if run is not None:
-            run.left -= 1
-            return Plan(min(run.length, longest), run.reason)
-        options = self._options(context, longest)
-        best = max(options, key=lambda option: option.speed)
-        self._drafted |= best.length > 0
-        return Plan(best.length, "best" if best.length else "plain", tuple(options))
+        if self._run is None or self._run.left <= 0:
+            self._run = self._measurement(context, longest)
+        if self._run is None:
+            options = self._options(context, longest)
+            best = max(options, key=lambda option: option.speed)
+            self._run = self._trial(context, best, options)
+            if self._run is None:
+                self._drafted |= best.length > 0
+                reason: Reason = "best" if best.length else "plain"
+                return Plan(best.length, reason, tuple(options))
+        self._run.left -= 1
+        return Plan(min(self._run.length, longest), self._run.reason)
 
     def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
         """Learn from a round; see `Lengths`."""
@@ -149,20 +154,11 @@ class AdaptiveLengths:
 
     def _options(self, context: int, longest: int) -> list[Option]:
         expected = self.rates.expected(longest)
-        return [
-            Option(length, tokens, self.costs.seconds(context, length))
-            for length, tokens in enumerate(expected)
-        ]
+        seconds = self.costs.curve(context, longest)
+        return list(map(Option, range(longest + 1), expected, seconds))
 
     def _best_speed(self, context: int) -> float:
         return max(o.speed for o in self._options(context, self._longest))
-
-    def _next_run(self, context: int, longest: int) -> _Run | None:
-        """Return the run that goes on, or a new one, if there is something to learn."""
-        if self._run is not None and self._run.left > 0:
-            return self._run
-        self._run = self._measurement(context, longest) or self._trial(context, longest)
-        return self._run
 
     def measured(self, context: int) -> bool:
         """Whether there is no length left to measure."""
@@ -206,10 +202,8 @@ class AdaptiveLengths:
         plain = self.costs.seconds(context, 0)
         return (length + 1) * plain > LEAST_GAIN * self.costs.seconds(context, length)
 
-    def _trial(self, context: int, longest: int) -> _Run | None:
+    def _trial(self, context: int, best: Option, options: list[Option]) -> _Run | None:
         """Return rounds off the best length that may show a better one."""
-        options = self._options(context, longest)
-        best = max(options, key=lambda option: option.speed)
         plain = options[0]
         if best.length:
             return self._review(context, best, options)
@@ -250,7 +244,8 @@ class AdaptiveLengths:
         return _Run(oldest.length, "review", 3 if oldest.length == 0 else 1)
 
 
-def _to_measure(longest: int) -> list[int]:
+@cache
+def _to_measure(longest: int) -> tuple[int, ...]:
     """Return the lengths whose costs are measured, in this order."""
     order = [*_MEASURED_FIRST, *range(1, SHORT + 1), *range(SHORT, longest + 1, 4)]
-    return list(dict.fromkeys(length for length in order if length <= longest))
+    return tuple(dict.fromkeys(length for length in order if length <= longest))

@@ -103,28 +103,36 @@ class RoundCosts:
     def seconds(self, context: int, length: int) -> float:
         """Return a round's cost; between known lengths by straight lines.
 
-        The cost of a plain step has to be known.
+        Where it is not known, that of a plain step has to be.
         """
-        costs, known = self._at(context), self.lengths(context)
+        cost = self._at(context).get(length)
+        if cost is not None and cost.seconds is not None:
+            return cost.seconds * math.exp(self._all)
+        return self.curve(context, length)[length]
 
-        def at(n: int) -> float:
-            seconds = costs[n].seconds
-            assert seconds is not None
-            return seconds
+    def curve(self, context: int, longest: int) -> list[float]:
+        """Return the costs of rounds with 0 to `longest` drafts, see `seconds`.
 
+        Asked for in every round, so it goes through the known lengths once.
+        """
         factor = math.exp(self._all)
-        if length in known:
-            return at(length) * factor
-        above = next((n for n in known if n > length), None)
-        below = [n for n in known if n < length]
-        if above is not None:
-            first, second = below[-1], above
-        elif len(below) > 1:
-            first, second = below[-2:]
-        else:
-            return at(0) * (1 + GUESSED_SHARE * length) * factor
-        slope = (at(second) - at(first)) / (second - first)
-        return max(at(first) + slope * (length - first), at(below[-1])) * factor
+        known = [
+            (n, cost.seconds * factor)
+            for n, cost in sorted(self._at(context).items())
+            if cost.seconds is not None
+        ]
+        start, at_start = known[0]
+        if len(known) == 1:
+            return [at_start * (1 + GUESSED_SHARE * n) for n in range(longest + 1)]
+        found = [at_start]
+        slope = 0.0
+        for stop, at_stop in known[1:]:
+            slope = max(0.0, (at_stop - at_start) / (stop - start))
+            found += [at_start + slope * n for n in range(1, stop - start)]
+            found.append(at_stop)
+            start, at_start = stop, at_stop
+        found += [at_start + slope * n for n in range(1, longest - start + 1)]
+        return found[: longest + 1]
 
     def note(self, context: int, length: int, seconds: float) -> None:
         """Learn from a round that took `seconds`."""

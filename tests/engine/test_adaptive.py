@@ -320,6 +320,30 @@ def test_costs_beyond_the_longest_known_go_on_as_before() -> None:
     assert costs.seconds(0, 8) == pytest.approx(5.0)
 
 
+@given(
+    costs=st.dictionaries(st.integers(1, 16), st.floats(0.5, 9.0), max_size=6),
+    longest=st.integers(0, 20),
+)
+def test_a_curve_has_every_known_cost_and_straight_lines_between(
+    costs: dict[int, float], longest: int
+) -> None:
+    costs = {0: 1.0} | costs
+    curve = RoundCosts({0: costs}).curve(0, longest)
+    assert len(curve) == longest + 1
+    assert curve == [RoundCosts({0: costs}).seconds(0, n) for n in range(longest + 1)]
+    for length, seconds in enumerate(curve):
+        below = max(n for n in costs if n <= length)
+        above = min((n for n in costs if n >= length), default=None)
+        if above is None:
+            assert seconds >= costs[below]
+        elif costs[above] >= costs[below]:  # else rounding up to the lower length's
+            share = (length - below) / max(1, above - below)
+            line = costs[below] + share * (costs[above] - costs[below])
+            assert seconds == pytest.approx(line)
+        elif length != above:
+            assert seconds == costs[below]
+
+
 def test_a_cost_is_a_median_of_its_first_rounds() -> None:
     costs = RoundCosts()
     for seconds in (1.0, 50.0, 1.2):
