@@ -17,11 +17,17 @@ fault of the drafter's and goes up, and so do Ctrl-C and a want of memory.
 
 import traceback
 from collections.abc import Callable
-from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.engine.drafting import NOTHING, Choices, Choose, Draft, Drafter
+from mlx_speculation.engine.drafting import (
+    NOTHING,
+    Choices,
+    Choose,
+    Doubts,
+    Draft,
+    Drafter,
+)
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import DrafterFault
 from mlx_speculation.models import Lane
@@ -46,7 +52,7 @@ class Contained:
         self.drafter = drafter
         self._note = note
         self._target = target
-        self._doubts: mx.array | None = None
+        self._doubts: Doubts | None = None
         self._set_aside = False
         if target is not None and target.follower is not None:
             target.follower.call_through(self._after_chunk)
@@ -88,10 +94,10 @@ class Contained:
 
         Legal when the round's result has been read: what is read here came with it.
         """
-        doubts: Any = [] if self._doubts is None else self._doubts.tolist()
-        self._doubts = None
-        if any(doubts):
-            self._fail("propose", what_is_wrong(*doubts))
+        doubts, self._doubts = self._doubts, None
+        rows, ids = (0, 0) if doubts is None else doubts.counts()
+        if rows or ids:
+            self._fail("propose", what_is_wrong(rows, ids))
         self._run("settle", lambda: self.drafter.settle(accepted))
 
     def discard(self) -> None:

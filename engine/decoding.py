@@ -477,7 +477,8 @@ class Decoder:
                 logits = logits[-1:]
             if behind is not None and (self._exact or self._masks is not None):
                 wait_for(behind, self._clock)  # the masks would wait for its tokens
-            self._clock.submit("verify", logits)
+            if self._exact or self._masks is not None:
+                self._clock.submit("verify", logits)  # runs while masks are made
             rows = self._rows(logits, None if behind is None else unseen)
             verified = self._verifier.verify(logits, rows, top=self._top)
             self._clock.submit("verify", *verified.arrays)

@@ -1,5 +1,6 @@
 """What proposes tokens."""
 
+import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
@@ -23,6 +24,37 @@ class Choose(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Doubts:
+    """What of a draft cannot be known before it is evaluated.
+
+    Attributes:
+        said: integers [k], the ids as the drafter named them.
+        limit: the target has a row for ids below this.
+        peaks: [rows], not finite where logits that it chose from are unusable; None
+            where it asked for no choice.
+    """
+
+    said: mx.array
+    limit: int
+    peaks: mx.array | None = None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What has to be evaluated."""
+        return [self.said] if self.peaks is None else [self.said, self.peaks]
+
+    def counts(self) -> tuple[int, int]:
+        """Count the unusable rows of logits, and the ids that the target lacks.
+
+        Legal when they have been evaluated; else it waits.
+        """
+        peaks: Any = [] if self.peaks is None else self.peaks.tolist()
+        said: Any = self.said.tolist()
+        rows = sum(not math.isfinite(peak) for peak in peaks)
+        return rows, sum(not 0 <= token < self.limit for token in said)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Draft:
     """Proposed tokens, not read back to the host.
 
@@ -32,16 +64,14 @@ class Draft:
             where it named none, or where `choose` was not asked.
         source: the kind of drafter, which the statistics count by.
         reads: how often the host waited for the device while drafting.
-        doubts: int32 [2], what cannot be known before it is evaluated: how many rows of
-            logits were unusable, and how many tokens no ids of the target's. `checked`
-            sets it.
+        doubts: what cannot be known yet; `checked` sets it.
     """
 
     tokens: mx.array
     probs: mx.array | None = None
     source: str = "drafter"
     reads: int = 0
-    doubts: mx.array | None = None
+    doubts: Doubts | None = None
 
     @classmethod
     def of(
@@ -65,7 +95,8 @@ class Draft:
     @property
     def arrays(self) -> list[mx.array]:
         """What is submitted before the target's forward."""
-        return [self.tokens] if self.doubts is None else [self.tokens, self.doubts]
+        doubts = [] if self.doubts is None else self.doubts.arrays
+        return [self.tokens, *doubts]
 
 
 # Of a drafter that is not asked any more.
@@ -179,13 +210,21 @@ class Choices:
                 f"{laws} instead of {(draft.length, chooser.width)}. Return "
                 "Draft.of(choices) with every choice, or choose none of them by chance."
             )
-        said = draft.tokens.astype(mx.int64)
-        tokens = mx.clip(said, 0, chooser.limit - 1)
-        unusable = mx.array(0)
-        if self._seen:
-            unusable = (~mx.isfinite(_peaks_of(self._seen))).sum()
-        doubts = mx.stack([unusable, (tokens != said).sum()])
-        return replace(draft, tokens=tokens.astype(mx.uint32), doubts=doubts)
+        doubts = Doubts(
+            said=draft.tokens,
+            limit=chooser.limit,
+            peaks=_peaks_of(self._seen) if self._seen else None,
+        )
+        return replace(
+            draft, tokens=_within(draft.tokens, chooser.limit), doubts=doubts
+        )
+
+
+def _within(tokens: mx.array, limit: int) -> mx.array:
+    """Return ids, uint32, of which those below `limit` are the same."""
+    if tokens.dtype == mx.uint32:
+        return mx.minimum(tokens, limit - 1)
+    return mx.clip(tokens.astype(mx.int64), 0, limit - 1).astype(mx.uint32)
 
 
 def _peaks_of(seen: SequenceOf[mx.array]) -> mx.array:

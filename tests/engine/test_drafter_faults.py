@@ -352,7 +352,7 @@ def test_a_drafters_nan_leaves_proper_laws(acceptance: Any) -> None:
     assert abs(chosen.probs.sum().item() - 1) < 1e-5
     draft = choices.checked(Draft.of([chosen]), 1)
     assert draft.doubts is not None
-    assert draft.doubts.tolist() == [1, 0]
+    assert draft.doubts.counts() == (1, 0)
 
 
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])

@@ -270,6 +270,19 @@ def test_the_mark_of_a_row_without_a_choice_is_not_finite(
     assert mx.isfinite(together).tolist() == [True] * 4 + [False] * 5
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("width", [1, 2, 7, 8, 17, 33, 64, 257, 4096, 4099])
+def test_the_mark_shows_a_nan_anywhere(width: int, dtype: mx.Dtype) -> None:
+    """On a CPU the largest value has to carry it along, as no one else looks."""
+    for place in {0, 1, 8, 16, width // 2, width - 2, width - 1} & set(range(width)):
+        for count, row in [(1, 0), (2, 1), (5, 3)]:
+            logits = np.random.default_rng(place).normal(size=(count, width))
+            logits[row, place] = np.nan
+            logits[row, (place + 1) % width] = np.nan if width == 1 else np.inf
+            found = peaks(mx.array(logits, dtype=dtype))
+            assert mx.isnan(found).tolist() == [index == row for index in range(count)]
+
+
 def test_normalizers_make_log_probabilities() -> None:
     logits = rows(3, 4, 30)
     log_probs = logits - normalizers(logits)[:, None]
