@@ -71,6 +71,11 @@ class Metrics:
         self._faults = count(
             "mlx_speculation:drafter_faults", "Drafters that were set aside."
         )
+        self._alone = count(
+            "mlx_speculation:rows_alone",
+            "Rows that could not be decoded together with others.",
+            "reason",
+        )
         self._first = self._histogram(
             "vllm:time_to_first_token_seconds", "From the request to the first token."
         )
@@ -105,6 +110,10 @@ class Metrics:
         if result.finish_reason in ("stop", "length"):
             self._ended.labels(model, result.finish_reason).inc()
             self._whole.labels(model).observe(seconds)
+
+    def alone(self, reason: str) -> None:
+        """Count a row that is not decoded together with others."""
+        self._alone.labels(self._model, reason).inc()
 
     def refused(self, status: int) -> None:
         """Count an answer that is an error."""

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from mlx_speculation.engine import Chunk, Result
 
 LOG = logging.getLogger("mlx_speculation.server")
-ADMITTED_AT_ONCE = 8
 IDLE_SECONDS = 0.1
 
 MakeGenerator = Callable[["PrefixCache | None"], SpeculativeGenerator]
@@ -174,21 +173,30 @@ class Worker(EngineThread):
         return self._rows[draft]
 
     def _admit(self) -> None:
-        """Give rows to requests that have arrived; wait for one if there is none."""
-        idle = not any(rows.jobs for rows in self._rows.values())
-        for _ in range(ADMITTED_AT_ONCE):
+        """Give a row to the next request; wait for one if there is nothing else to do.
+
+        One for each round: those that run wait for one prompt at most, and those that
+        come together do not wait for the prompts of all.
+        """
+        wait = 0.0 if any(rows.jobs for rows in self._rows.values()) else IDLE_SECONDS
+        admitted = False
+        while not admitted:
             try:
-                job = self._arrived.get(timeout=IDLE_SECONDS if idle else 0)
+                job = self._arrived.get(timeout=wait)
             except queue.Empty:
                 return
-            idle = False
-            try:
-                if not job.cancelled:
-                    self._insert(job)
-                    continue
-            except Exception as error:
-                job.put(self._told(error))
-            self._done()
+            admitted = self._admitted(job)
+
+    def _admitted(self, job: Job) -> bool:
+        """Give a request a row; return whether it has got one."""
+        try:
+            if not job.cancelled:
+                self._insert(job)
+                return True
+        except Exception as error:
+            job.put(self._told(error))
+        self._done()
+        return False
 
     def _done(self) -> None:
         """Count a request that nobody has to answer any more."""
@@ -216,6 +224,8 @@ class Worker(EngineThread):
             )
         uid = rows.batch.insert(prompt, **self._options(job, generator))
         rows.jobs[uid] = job
+        if (reason := rows.batch.why_alone(uid)) is not None:
+            self._metrics.alone(reason)
         job.prompt_tokens = len(prompt)
         job.put(self.context(prompt, state))
 

@@ -1,0 +1,175 @@
+"""Chats: templates, reasoning, tool calls and schemas, through mlx-lm's own handler."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import openai
+import pytest
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
+from mlx_lm.tool_parsers.json_tools import parse_tool_call
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mlx_speculation import PrefixCache, SpeculativeGenerator
+from support.servers import NAME, client_of, get, serving
+from support.tiny_models import build
+
+CALL = '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'
+ALL = f"<think>HM</think>YES{CALL}"
+EXTRA = ("<think>", "</think>", ALL, "<end>")
+SAID, END = 258, 259
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    "{% if tools %}{{ tools[0].function.name }}{% endif %}"
+    "{% if messages[0].content == 'RAISE' %}{{ raise_exception('NO') }}{% endif %}"
+    "A:{% if thinks %}<think>{% endif %}"
+)
+TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {}}}
+USER: Any = [{"role": "user", "content": "HI"}]
+
+
+def chat_tokenizer() -> TokenizerWrapper:
+    """Make a tokenizer of bytes that thinks, calls tools and has a template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*alphabet, *EXTRA])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=TEMPLATE, eos_token="<end>"
+    )
+    fast.add_tokens(["<think>", "</think>"])  # they keep their ids
+    return TokenizerWrapper(
+        fast,
+        BPEStreamingDetokenizer,
+        tool_call_start="<tool_call>",
+        tool_call_end="</tool_call>",
+        tool_parser=parse_tool_call,
+    )
+
+
+def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
+    """Make a generator of that tokenizer."""
+    model = build("llama", vocab=256 + len(EXTRA))
+    return SpeculativeGenerator(
+        model, chat_tokenizer(), draft="lookup", draft_length=3, prefix_cache=prefixes
+    )
+
+
+@pytest.fixture(name="chat", scope="module")
+def _chat() -> Iterator[Callable[..., Any]]:
+    with _asking() as ask:
+        yield ask
+
+
+@contextmanager
+def _asking() -> Iterator[Callable[..., Any]]:
+    limits = {"max_tokens": 200}
+    with (
+        serving(make, draft="lookup", limits=limits) as server,
+        client_of(server) as client,
+    ):
+
+        def ask(**options: Any) -> Any:
+            return client.chat.completions.create(
+                **{"model": NAME, "messages": USER, **options}
+            )
+
+        yield ask
+        assert b"its constraint is asked token by token" in get(server, "/metrics").body
+
+
+def said(*tokens: int) -> dict[str, Any]:
+    """Return options that let exactly these tokens be said."""
+    bias = {str(token): 100 - 30 * i for i, token in enumerate(tokens)}
+    return {
+        "logit_bias": bias,
+        "presence_penalty": 100,
+        "max_tokens": len(tokens),
+        "extra_body": {"presence_context_size": 0},
+    }
+
+
+def test_thoughts_text_and_tool_calls_are_told_apart(chat: Callable[..., Any]) -> None:
+    answer = chat(tools=[TOOL], **said(SAID, END))
+    choice = answer.choices[0]
+    assert choice.message.content == "YES"
+    assert choice.message.model_extra["reasoning"] == "HM"
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "add"
+    assert json.loads(call.function.arguments) == {"a": 1}
+    assert choice.finish_reason == "tool_calls"
+    assert answer.usage.completion_tokens == 2
+
+
+def test_a_stream_tells_them_apart_too(chat: Callable[..., Any]) -> None:
+    pieces = list(chat(tools=[TOOL], stream=True, **said(SAID, END)))
+    deltas = [piece.choices[0].delta for piece in pieces]
+    assert "".join(delta.content or "" for delta in deltas) == "YES"
+    calls = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert [call.function.name for call in calls] == ["add"]
+    assert pieces[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_what_only_begins_like_a_mark_is_text(chat: Callable[..., Any]) -> None:
+    """mlx-lm's own server drops what it holds back when a text ends with a stop."""
+    less = sorted(pre_tokenizers.ByteLevel.alphabet()).index("<")
+    answer = chat(**said(less, END)).choices[0]
+    assert answer.message.content == "<"
+    assert answer.finish_reason == "stop"
+
+
+def test_the_template_makes_the_prompt(chat: Callable[..., Any]) -> None:
+    text = "user:HI;A:"
+    assert chat(max_tokens=1).usage.prompt_tokens == len(text)
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "I"}]
+    in_parts = chat(max_tokens=1, messages=[{"role": "user", "content": parts}])
+    assert in_parts.usage.prompt_tokens == len(text)
+    with_tool = chat(max_tokens=1, tools=[TOOL]).usage.prompt_tokens
+    assert with_tool == len(text) + len("add")
+    without = chat(max_tokens=1, tools=[TOOL], tool_choice="none").usage
+    assert without.prompt_tokens == len(text)
+
+
+def test_a_template_that_refuses_says_so(chat: Callable[..., Any]) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"refused the messages: .*NO"):
+        chat(messages=[{"role": "user", "content": "RAISE"}])
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+
+
+def test_a_text_fits_its_schema(chat: Callable[..., Any]) -> None:
+    for seed in range(3):
+        options = {"temperature": 1, "seed": seed, "max_tokens": 100}
+        choice = chat(response_format=FORMAT, **options).choices[0]
+        if choice.finish_reason == "length":
+            continue
+        found = json.loads(choice.message.content)
+        assert isinstance(found["a"], int)
+        assert found["b"] in ("x", "y")
+        return
+    raise AssertionError("no text came to its end")
+
+
+def test_a_schema_that_cannot_be_used_is_refused(chat: Callable[..., Any]) -> None:
+    wrong = {"type": "json_schema", "json_schema": {"schema": {"type": "colour"}}}
+    with pytest.raises(openai.BadRequestError, match="grammar cannot be used"):
+        chat(response_format=wrong)
+
+
+def test_a_schema_is_refused_where_the_model_thinks_first(
+    chat: Callable[..., Any],
+) -> None:
+    thinks = {"chat_template_kwargs": {"thinks": True}}
+    assert chat(max_tokens=1, extra_body=thinks).usage.prompt_tokens > 10
+    with pytest.raises(openai.BadRequestError, match="lets the model think"):
+        chat(response_format=FORMAT, extra_body=thinks)
