@@ -1,14 +1,14 @@
 """Measures our server beside mlx-lm's, on the same models, with the openai client.
 
 Four servers run at once as processes of their own, ours and mlx-lm's, with the draft
-Four servers run at once as processes of their own, ours and mlx-lm's, with the draft
 model and without. One is asked at a time: in every pass each serves the same new
 prompts to clients that ask side by side, and the next pass begins with the next server.
 Prompts differ from pass to pass, so that no server has read one before.
-For each number of clients it prints, over all requests, the median and the
-95th percentile of the time to the first piece of text and to the end, in milliseconds,
-and tokens per second of all clients together. Greedy texts of all servers are compared
-with those of ours without a draft: in a batch they may part where two tokens are almost
+
+For each number of clients it prints, over all requests, the median and the 95th
+percentile of the time to the first piece of text and to the end, in milliseconds, and
+tokens per second of all clients together. Greedy texts of all servers are compared with
+those of ours without a draft: in a batch they may part where two tokens are almost
 equal.
 
 The last line on standard output is one JSON object.
