@@ -95,7 +95,9 @@ def stream_generate(
             one list, as for mlx-lm. They are written to; quantized ones take the
             place of those in the list.
         prefill_step_size: prompt tokens that are fed at once.
-        kv_bits: quantize the target's caches to so many bits; None: not at all.
+        kv_bits: quantize the target's caches to so many bits; None: not at all. Those
+            of a draft model stay as they are, small as they are, where mlx-lm
+            quantizes both: its drafts are then as right as they can be.
         kv_group_size: numbers that share a scale.
         quantized_kv_start: positions from which on they are quantized.
         prompt_progress_callback: gets the prompt tokens read so far, and all of them.
