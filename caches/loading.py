@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx_speculation.caches import native_files, own_files, saved_tree, tensor_file
 from mlx_speculation.caches.fields import need
 from mlx_speculation.caches.own_files import VERSION, Content
-from mlx_speculation.caches.saved_fit import check_like, check_live, pairs_of
+from mlx_speculation.caches.saved_fit import cast_to, check_like, check_live, pairs_of
 from mlx_speculation.caches.saved_kinds import attributes_for
 from mlx_speculation.caches.saved_tree import Rows
 from mlx_speculation.caches.tensor_file import FlawError, Header, shown
@@ -89,13 +89,22 @@ def load_into(
     path: str | os.PathLike[str],
     caches: Sequence[Any],
     draft_caches: Sequence[Any] | None = None,
+    *,
+    cast: bool = False,
 ) -> LoadedCaches:
     """Give existing caches the content of a file, all of them or none.
 
     The result names the same objects. Without `draft_caches`, those of the file are
     left out. Raises as `load_caches`; the caches are then as they were.
+
+    Args:
+        path: the file.
+        caches: the target's.
+        draft_caches: the drafter's; None: there are none.
+        cast: let floating point numbers take the dtype of those in `caches`, where
+            these hold some: a model may have been loaded in another one since.
     """
-    content = _content(path, caches, draft_caches)
+    content = _content(path, caches, draft_caches, cast=cast)
     pairs = list(pairs_of(content.target, caches))
     if draft_caches is not None:
         assert content.drafter is not None
@@ -128,6 +137,8 @@ def _content(
     path: str | os.PathLike[str],
     like: Sequence[Any] | None,
     draft_like: Sequence[Any] | None,
+    *,
+    cast: bool = False,
 ) -> Content:
     if like is None and draft_like is not None:
         raise InvalidRequestError("draft_like is given and like is not. Pass both.")
@@ -143,6 +154,8 @@ def _content(
             content = own_files.read_own(header.metadata, arrays)
         else:
             content = _native(layout, header, arrays, like, draft_like)
+        if cast and like is not None:
+            cast_to(like, content.target)
         check_like(content, like, draft_like)
         nodes = (*content.target, *(content.drafter or ()))
         mx.eval([leaf.arrays for leaf in saved_tree.leaves(nodes)])

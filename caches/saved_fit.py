@@ -53,6 +53,16 @@ def check_like(
                 ) from error
 
 
+def cast_to(caches: Sequence[Any], nodes: Sequence[Node]) -> None:
+    """Let floating point arrays of nodes have the dtype of those of live caches."""
+    for leaf, live in pairs_of(nodes, caches):
+        held = read_leaf(live).arrays
+        for key, there in leaf.arrays.items():
+            here = held.get(key, there)
+            if all(mx.issubdtype(a.dtype, mx.floating) for a in (here, there)):
+                leaf.arrays[key] = there.astype(here.dtype)
+
+
 def pairs_of(
     nodes: Sequence[Node], caches: Sequence[Any]
 ) -> Iterator[tuple[Leaf, Any]]:

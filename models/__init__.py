@@ -58,6 +58,7 @@ from mlx_speculation.models.pairing import (
     wrapped,
 )
 from mlx_speculation.models.parts import Parts
+from mlx_speculation.models.prompt_files import load_prompt
 from mlx_speculation.models.quantizing import check_bits, quantize_weights, weight_bytes
 from mlx_speculation.models.recording import Recorders
 from mlx_speculation.models.reduced_output import ReducedEnds, ReducedOutput
@@ -128,6 +129,7 @@ __all__ = [
     "load_dflash",
     "load_eagle_head",
     "load_mtp_head",
+    "load_prompt",
     "logit_width",
     "make_prompt_cache",
     "mlx_lm_speed",

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mlx_speculation.engine import Chunk, Result
 
 ALTERNATIVES = 5
+PLACE = "<query>"  # stands for a message, to find where a template puts it
 Prompt = Annotated[
     str | None,
     typer.Option(
@@ -87,11 +88,15 @@ def generate(
     screen = Screen(json=json)
     schema = output.check()
     template.check()
+    kv.check()
     said = read_prompt(prompt)
     blas = begin(pair.blas, screen)
     sampling.check()
     generator = open_pair(pair, screen)
-    text, rendered = _prompt_text(generator, template, said, prefill_response)
+    before = kv.before(pair.model, generator)
+    text, rendered = _prompt_text(
+        generator, template, said, prefill_response, follows=before is not None
+    )
     tokens = encode(generator.tokenizer, text, rendered=rendered)
     bar = PromptBar(len(tokens) - 1)
     stream = generator.stream(
@@ -102,7 +107,7 @@ def generate(
         stop_tokens=end.stop_tokens(generator.tokenizer),
         logprobs=ALTERNATIVES if output.html is not None else None,
         constraint=_constraint(schema, generator),
-        **kv.for_stream(generator, len(tokens) + end.max_tokens, bar.heard),
+        **kv.for_stream(generator, before, len(tokens) + end.max_tokens, bar.heard),
     )
     chunks: list[Chunk] = []
     interrupted = show(stream, screen, chunks, bar, colour=output.colour)
@@ -140,12 +145,23 @@ def _prompt_text(
     template: TemplateOptions,
     said: str,
     prefill: str | None,
+    *,
+    follows: bool,
 ) -> tuple[str, bool]:
-    """Return the text to continue, and whether a template has made it."""
-    if template.applies(generator.tokenizer):
-        message = [{"role": "user", "content": said}]
-        return template.render(generator.tokenizer, message, prefill), True
-    return said + (prefill or ""), False
+    """Return the text to continue, and whether its special tokens are in it.
+
+    Where it follows what was read before, a template's part before the message is left
+    out, as in mlx-lm: `mlx_lm.cache_prompt` has read it, and the message's beginning.
+    """
+    if not template.applies(generator.tokenizer):
+        return said + (prefill or ""), follows
+
+    def rendered(content: str) -> str:
+        message = [{"role": "user", "content": content}]
+        return template.render(generator.tokenizer, message, prefill)
+
+    start = rendered(PLACE).find(PLACE) if follows else 0
+    return rendered(said)[max(0, start) :], True
 
 
 def _constraint(schema: Any, generator: "SpeculativeGenerator") -> "Constraint | None":

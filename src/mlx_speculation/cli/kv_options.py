@@ -2,12 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mlx_speculation.cli.sources import check_input
+from mlx_speculation.errors import InvalidRequestError
+
 if TYPE_CHECKING:
     from mlx_speculation import SpeculativeGenerator
+    from mlx_speculation.caches import LoadedCaches
 
 KV = "Key-value caches, as mlx-lm names it"
 
@@ -33,10 +38,61 @@ class KvOptions:
     prefill_step_size: Annotated[
         int, _option("Tokens of the prompt that are read at once.", 1)
     ] = 2048
+    prompt_cache_file: Annotated[
+        Path | None,
+        typer.Option(
+            rich_help_panel=KV,
+            help="What the prompt follows: a file of mlx_lm.cache_prompt, or of "
+            "save_caches. It is not written to.",
+        ),
+    ] = None
+
+    def check(self) -> None:
+        """Refuse a file that nobody could use, before anything is loaded.
+
+        Raises:
+            InvalidRequestError: it cannot be read, or another option contradicts it.
+        """
+        file = self.prompt_cache_file
+        if file is None:
+            return
+        check_input("--prompt-cache-file", file)
+        if self.max_kv_size is not None:
+            raise InvalidRequestError(
+                f"--max-kv-size is {self.max_kv_size}, and the caches come from "
+                f"--prompt-cache-file {str(file)!r}. Limit them where it is made."
+            )
+
+    def before(
+        self, model: str, generator: "SpeculativeGenerator"
+    ) -> "LoadedCaches | None":
+        """Return what was read before the prompt; None: nothing.
+
+        Args:
+            model: the target's name.
+            generator: has the target.
+
+        Raises:
+            CacheFileError: the file is damaged, or does not fit the target.
+            InvalidRequestError: it was made for another target.
+        """
+        if self.prompt_cache_file is None:
+            return None
+        from mlx_speculation.models import load_prompt
+
+        loaded = load_prompt(self.prompt_cache_file, generator.model)
+        made_for = loaded.metadata.get("model", model)
+        if made_for != model and Path(made_for).resolve() != Path(model).resolve():
+            raise InvalidRequestError(
+                f"--prompt-cache-file was made for the model {made_for!r}, and the "
+                f"target is {model!r}. Make it again for this one."
+            )
+        return loaded
 
     def for_stream(
         self,
         generator: "SpeculativeGenerator",
+        loaded: "LoadedCaches | None",
         reach: int,
         heard: Callable[[int], None],
     ) -> dict[str, Any]:
@@ -44,6 +100,7 @@ class KvOptions:
 
         Args:
             generator: of the stream.
+            loaded: what was read before the prompt.
             reach: how many positions prompt and text have at most.
             heard: called with the number of tokens of each chunk that was read.
 
@@ -54,11 +111,12 @@ class KvOptions:
         from mlx_speculation.engine.handling import Handling
 
         model = generator.model
-        caches = Caches.of(model, None, None, self.max_kv_size)
+        held = None if loaded is None else loaded.caches
+        caches = Caches.of(model, None, held, self.max_kv_size)
         quantization = checked_quantization(
             model,
             caches,
-            reach,
+            caches.held + reach,
             self.kv_bits,
             self.kv_group_size,
             self.quantized_kv_start,
@@ -66,4 +124,9 @@ class KvOptions:
         handling = Handling(
             prefill_step=self.prefill_step_size, heard=heard, quantization=quantization
         )
-        return {"prompt_cache": caches.target, "handling": handling}
+        known = None if loaded is None or loaded.rows is None else loaded.tokens
+        return {
+            "prompt_cache": caches.target,
+            "cached_tokens": known,
+            "handling": handling,
+        }

@@ -74,14 +74,25 @@ def read_json_file(option: str, path: Path) -> Any:
     Raises:
         InvalidRequestError: it cannot be read, or is no JSON.
     """
+    check_input(option, path)
+    held = path.read_bytes()
+    return parsed_json(f"{option} {str(path)!r}", decoded(f"{str(path)!r}", held))
+
+
+def check_input(option: str, path: Path) -> None:
+    """Refuse a file that cannot be read, before anything is loaded for it.
+
+    Raises:
+        InvalidRequestError: there is none, or it may not be read.
+    """
     try:
-        held = path.read_bytes()
+        with path.open("rb") as file:
+            file.read(1)
     except OSError as error:
         raise InvalidRequestError(
             f"{option} is {str(path)!r}, which cannot be read: {error.strerror}. Name "
             "a file."
         ) from error
-    return parsed_json(f"{option} {str(path)!r}", decoded(f"{str(path)!r}", held))
 
 
 def parsed_json(name: str, text: str) -> Any:

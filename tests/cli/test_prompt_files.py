@@ -1,0 +1,146 @@
+"""`generate --prompt-cache-file`: what mlx_lm.cache_prompt has read is read once."""
+
+import json
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx_lm import cache_prompt
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
+
+from mlx_speculation import Sampling, SpeculativeGenerator, demo_models
+from mlx_speculation.caches import save_caches
+from support.commands import Commands
+from support.demo_folders import copy_of
+
+MODELS = demo_models()
+DRAFT = str(MODELS["draft"])
+BEGIN, REST = "def add(first, second):\n    return", " first + second\n\ndef sub("
+PAIR = ["--draft", DRAFT, "--draft-length", "3", "-m", "14"]
+
+
+@pytest.fixture(name="commands")
+def _commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
+    return Commands(monkeypatch)
+
+
+def made_by_mlx_lm(file: Path, model: str, *options: str) -> Path:
+    """Run `mlx_lm.cache_prompt` as a user does."""
+    asked = ["--model", model, "--prompt", BEGIN, "--prompt-cache-file", str(file)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["cache_prompt", *asked, *options])
+        cache_prompt.main()
+    return file
+
+
+@pytest.mark.parametrize("name", ["sliding", "hybrid"])
+def test_the_text_is_that_of_the_whole_prompt(
+    commands: Commands, tmp_path: Path, name: str
+) -> None:
+    generator = SpeculativeGenerator.from_pretrained(MODELS[name])
+    caches = make_prompt_cache(generator.model)
+    ids = generator.encode(BEGIN)
+    list(
+        generate_step(mx.array(ids), generator.model, max_tokens=0, prompt_cache=caches)
+    )
+    file = tmp_path / "begun.safetensors"
+    save_prompt_cache(str(file), caches, {"model": str(MODELS[name])})
+    held = file.read_bytes()
+    asked = ["generate", MODELS[name], *PAIR, "-p", REST, "--prompt-cache-file", file]
+    found = commands.object(*asked)
+    rest = generator.encode(REST)
+    assert found["prompt_tokens"] == len(rest)
+    assert found["tokens"] == generator.generate([*ids, *rest], max_tokens=14).tokens
+    assert found["statistics"]["accepted"] > 0
+    assert file.read_bytes() == held
+
+
+def test_numbers_take_the_dtype_of_the_model(
+    commands: Commands, tmp_path: Path
+) -> None:
+    """mlx-lm leaves the model in float16, and here it is float32 on a Linux CPU."""
+    file = made_by_mlx_lm(tmp_path / "begun.safetensors", DRAFT)
+    asked = ["generate", DRAFT, *PAIR, "-p", REST, "--prompt-cache-file", file]
+    found = commands.object(*asked)
+    assert found["tokens"] == commands.object(*asked, "--draft-length", 0)["tokens"]
+    whole = commands.object("generate", DRAFT, *PAIR, "-p", BEGIN + REST)
+    assert found["text"][:12] == whole["text"][:12]
+
+
+def test_files_of_ours_name_their_tokens(commands: Commands, tmp_path: Path) -> None:
+    generator = SpeculativeGenerator.from_pretrained(DRAFT)
+    caches = make_prompt_cache(generator.model)
+    read = generator.generate(BEGIN, max_tokens=0, prompt_cache=caches)
+    file = tmp_path / "begun.safetensors"
+    save_caches(file, caches, read.cached_tokens)
+    sampled = ["--temp", "0.9", "--seed", "4", "-m", "14"]
+    found = commands.object(
+        "generate", DRAFT, "-p", REST, *sampled, "--prompt-cache-file", file
+    )
+    ids = [*read.cached_tokens, *generator.encode(REST)]
+    sampling = Sampling(temperature=0.9, seed=4)
+    whole = generator.generate(ids, max_tokens=14, sampling=sampling)
+    assert found["tokens"] == whole.tokens
+
+
+def test_a_template_goes_on_with_the_message(
+    commands: Commands, tmp_path: Path
+) -> None:
+    folder = copy_of("draft", tmp_path / "chat")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    file = made_by_mlx_lm(tmp_path / "begun.safetensors", str(folder))
+    found = commands.object(
+        "generate", folder, *PAIR, "-p", REST, "--prompt-cache-file", file
+    )
+    tokenizer = SpeculativeGenerator.from_pretrained(folder).tokenizer
+    rest = tokenizer.encode(f"{REST}<assistant>", add_special_tokens=False)
+    assert found["prompt_tokens"] == len(rest)
+
+
+@pytest.mark.parametrize(
+    "options", [["--kv-bits", "8", "--quantized-kv-start", "0"], ["--max-kv-size", "9"]]
+)
+def test_the_kinds_of_the_file_stay(
+    commands: Commands, tmp_path: Path, options: list[str]
+) -> None:
+    file = made_by_mlx_lm(tmp_path / "begun.safetensors", DRAFT, *options)
+    asked = ["generate", DRAFT, "-p", REST, "-m", "14", "--prompt-cache-file", file]
+    plain = commands.object(*asked)
+    lookup = commands.object(*asked, "--draft", "lookup", "--draft-length", "3")
+    assert lookup["tokens"] == plain["tokens"]
+    assert len(plain["tokens"]) == 14
+
+
+def test_a_file_that_does_not_fit_is_refused(
+    commands: Commands, tmp_path: Path
+) -> None:
+    file = made_by_mlx_lm(tmp_path / "begun.safetensors", DRAFT)
+
+    def said(model: object, path: object, *options: str) -> str:
+        asked = ["-p", "x", "-m", "2", "--prompt-cache-file", path, *options]
+        return commands.refused("generate", model, *asked)
+
+    assert "--prompt-cache-file is 'nowhere', which cannot be read: No such f" in said(
+        DRAFT, "nowhere"
+    )
+    assert "which cannot be read: Is a directory" in said(DRAFT, tmp_path)
+    assert "--max-kv-size is 9, and the caches come from" in said(
+        DRAFT, file, "--max-kv-size", "9"
+    )
+    dense = said(MODELS["dense"], file)
+    assert "it holds 2 caches in a list where 6 are due" in dense
+    other = copy_of("draft", tmp_path / "other")
+    assert f"was made for the model {DRAFT!r}, and the target is" in said(other, file)
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(file.read_bytes()[:-9])
+    assert "cannot be loaded" in said(DRAFT, cut)
+    generator = SpeculativeGenerator.from_pretrained(DRAFT)
+    save_prompt_cache(str(cut), make_prompt_cache(generator.model), {})
+    assert "hold 0 tokens, and at least 1 is needed" in said(DRAFT, cut)
