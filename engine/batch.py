@@ -49,6 +49,11 @@ class BatchGenerator:
             raise InvalidRequestError(
                 f"max_rows is {max_rows!r}, and a whole number of at least 1 is needed."
             )
+        if generator.ranks > 1:
+            raise InvalidRequestError(
+                f"A batch was asked for, and the target is on {generator.ranks} ranks, "
+                "which generate one text at a time. Use generator.generate()."
+            )
         self._generator = generator
         self._max_rows = max_rows
         self._next_uid = 0

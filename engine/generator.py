@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from functools import partial
@@ -40,25 +40,33 @@ from mlx_speculation.engine.handling import USUAL, Handling
 from mlx_speculation.engine.lengths import Lengths
 from mlx_speculation.engine.masking import Masks
 from mlx_speculation.engine.measured_lengths import (
+    CostTable,
     MeasuredLengths,
     Progress,
+    follow_calibration,
     measured_draft,
 )
 from mlx_speculation.engine.memory import held_memory
 from mlx_speculation.engine.pairs import load_pair
 from mlx_speculation.engine.prefixes import Prefixes
 from mlx_speculation.engine.prompts import Prompts
+from mlx_speculation.engine.rank_fields import fields_of_stream
+from mlx_speculation.engine.ranked_stream import RankedStream
+from mlx_speculation.engine.ranked_target import RankedTarget, all_or_none
 from mlx_speculation.engine.results import Result
 from mlx_speculation.engine.round_parts import PartsTable
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import Statistics
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.engine.text import TextStream
+from mlx_speculation.engine.told_rounds import Asked
 from mlx_speculation.engine.vocabulary import ReducedDrafts, checked_vocabulary
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import (
     Contract,
+    Group,
     Lane,
+    Parallel,
     Recorders,
     Sliding,
     TokenIds,
@@ -77,8 +85,6 @@ from mlx_speculation.samplers import (
     Sampling,
     Verifier,
 )
-
-CostTable = dict[int, dict[int, float]]
 
 
 class SpeculativeGenerator:
@@ -121,10 +127,17 @@ class SpeculativeGenerator:
             a `prompt_cache` of their own pass it by.
         draft_vocabulary: token ids that a draft model or an MTP head drafts from, see
             `reduced_vocabulary`; the text may hold every other one. None: all.
+        group: the ranks of `mx.distributed` that the target is spread over; every
+            rank makes the generator and the streams, with the same options, and gets
+            the same chunks. Rank 0 drafts and decides; the drafts of others are not
+            used. None: the target is whole.
 
     Raises:
         InvalidRequestError: an argument is out of range or of the wrong kind.
         UnsupportedCacheError: the model's caches are of an unknown kind.
+        UnsupportedModelError: the target cannot be decoded on several ranks.
+        RankMismatchError: the ranks run other versions.
+        RankLostError: rank 0 cannot be reached by another rank.
     """
 
     def __init__(
@@ -139,39 +152,48 @@ class SpeculativeGenerator:
         sliding: Sliding = "slack",
         prefix_cache: PrefixCache | None = None,
         draft_vocabulary: Iterable[int] | None = None,
+        group: Group | None = None,
     ) -> None:
         check_generator(model, acceptance, sliding)
         self._acceptance = acceptance
         self._sliding = sliding
         self._notices: tuple[str, ...] = ()
-        self._draft = checked_draft(draft, model)
-        if draft is not None:
-            check_causal(model)
-        self._lengths = MeasuredLengths(model, self._draft, sliding, draft_length)
-        self._draft_confidence = checked_confidence(draft_confidence)
-        self._model, self._tokenizer = model, wrapped(tokenizer)
-        self._ids = TokenIds.of(tokenizer)
-        self._target_width = logit_width(model)
-        highest_id = min(self._ids.width, self._target_width) - 1
-        self._prompts = Prompts(self._tokenizer, highest_id)
         self._busy: weakref.ref[Stream] | None = None
-        models = [model, *models_of(self._draft)]
-        for module in models:
-            self._lane(module)  # refuses unknown caches now, not at the first stream
-            check_draft_width(logit_width(module), highest_id)
-        check_head_ids(self._draft, highest_id)
-        self._reduced = ReducedDrafts(self._draft)
-        if draft_vocabulary is not None:
-            vocabulary = checked_vocabulary(draft_vocabulary, highest_id + 1)
-            self._reduced = ReducedDrafts.make(self._draft, vocabulary)
-            self._draft = self._reduced.draft
-        if prefix_cache is not None:
+        self._ranked = RankedTarget.of(model, group)
+        with all_or_none(self._ranked):
+            self._draft = checked_draft(draft, model)
+            if draft is not None:
+                check_causal(model)
+            if self._ranked is not None:
+                self._draft = self._ranked.own_draft(self._draft, prefix_cache)
+                if not self._ranked.decides:
+                    draft_vocabulary = None
+            self._lengths = MeasuredLengths(model, self._draft, sliding, draft_length)
+            self._draft_confidence = checked_confidence(draft_confidence)
+            self._model, self._tokenizer = model, wrapped(tokenizer)
+            self._ids = TokenIds.of(tokenizer)
+            self._target_width = logit_width(model)
+            highest_id = min(self._ids.width, self._target_width) - 1
+            self._prompts = Prompts(self._tokenizer, highest_id)
+            models = [model, *models_of(self._draft)]
             for module in models:
-                check_resumable(module)
-            prefix_cache.bind(models, [self._lane(module).caches for module in models])
-        self._prefix_cache = prefix_cache
-        for module in models:
-            weakref.finalize(self, Recorders(module).remove)
+                self._lane(module)  # refuses unknown caches now, not in a stream
+                check_draft_width(logit_width(module), highest_id)
+            check_head_ids(self._draft, highest_id)
+            self._reduced = ReducedDrafts(self._draft)
+            if draft_vocabulary is not None:
+                vocabulary = checked_vocabulary(draft_vocabulary, highest_id + 1)
+                self._reduced = ReducedDrafts.make(self._draft, vocabulary)
+                self._draft = self._reduced.draft
+            if prefix_cache is not None:
+                for module in models:
+                    check_resumable(module)
+                prefix_cache.bind(
+                    models, [self._lane(module).caches for module in models]
+                )
+            self._prefix_cache = prefix_cache
+            for module in models:
+                weakref.finalize(self, Recorders(module).remove)
 
     @classmethod
     def from_pretrained(
@@ -189,6 +211,8 @@ class SpeculativeGenerator:
         draft_vocabulary: Iterable[int] | None = None,
         adapter_path: str | Path | None = None,
         trust_remote_code: bool = False,
+        group: Group | None = None,
+        parallel: Parallel = "tensor",
     ) -> "SpeculativeGenerator":
         """Load a target, and a draft model where `draft` names one.
 
@@ -210,6 +234,9 @@ class SpeculativeGenerator:
             adapter_path: a folder of adapter weights for the target, as mlx_lm.lora
                 writes them.
             trust_remote_code: let code in the folders of target and draft model run.
+            group: spread the target over its ranks, see the constructor. A draft
+                model is read on rank 0 alone.
+            parallel: how it is spread: "tensor" or "pipeline".
 
         Raises:
             ModelFolderError: a folder is not a model, or has no whole head, or its
@@ -225,6 +252,8 @@ class SpeculativeGenerator:
             quantize_draft=quantize_draft,
             adapter_path=adapter_path,
             trust_remote_code=trust_remote_code,
+            group=group,
+            parallel=parallel,
         )
         made = cls(
             model,
@@ -236,6 +265,7 @@ class SpeculativeGenerator:
             sliding=sliding,
             prefix_cache=prefix_cache,
             draft_vocabulary=draft_vocabulary,
+            group=group,
         )
         made._notices = choice.notices
         for said in choice.notices:
@@ -256,6 +286,11 @@ class SpeculativeGenerator:
     def tokenizer(self) -> Any:
         """The target's tokenizer, in mlx-lm's wrapper."""
         return self._tokenizer
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the target is spread over; 1: it is whole."""
+        return 1 if self._ranked is None else self._ranked.ranks.size
 
     @property
     def draft_length(self) -> int | None:
@@ -307,7 +342,7 @@ class SpeculativeGenerator:
 
         Returns:
             Seconds of a round by context bucket (0: up to 512 tokens, 1: up to 1,024)
-            and draft length.
+            and draft length; nothing on ranks that only follow rank 0.
 
         Raises:
             InvalidRequestError: there is no draft, or a context is not at least 1.
@@ -322,6 +357,8 @@ class SpeculativeGenerator:
                 prompt, max_tokens=1 << 20, stop_tokens=(), draft_length=lengths
             )
 
+        if self._ranked is not None and not self._ranked.decides:
+            return follow_calibration(start, contexts)
         return self._lengths.calibrate(start, contexts, progress)
 
     def generate(self, prompt: str | SequenceOf[int], **options: Any) -> Result:
@@ -408,6 +445,10 @@ class SpeculativeGenerator:
             InvalidRequestError: names the two values that do not fit.
             ConstraintError: the constraint fails before the first token.
         """
+        together = None
+        if self._ranked is not None:
+            together = self._ranked.next_stream(self._draft)
+            sampling = together.with_seed(sampling)
         sampling = (sampling or Sampling()).with_seed()
         check_counts(max_tokens, logprobs)
         sequence, seen = self._prompts.sequence(prompt, prompt_cache, cached_tokens)
@@ -428,16 +469,38 @@ class SpeculativeGenerator:
         masks = None if constraint is None else self._masks(constraint, end_ids)
         assert sampling.seed is not None
         lengths = self._lengths.for_stream(draft_length)
+        verifier = Verifier(chooser, self._acceptance, whole_rows=handling.whole_rows)
+        asked = Asked(drafter, lengths, verifier)
         own_caches = prompt_cache is not None or draft_cache is not None
-        stream = Stream(
+        make: Callable[..., Stream] = Stream
+        running = self._running()
+        if self._ranked is not None and together is not None:
+            together.expect(
+                fields_of_stream(
+                    sequence,
+                    seen,
+                    sampling,
+                    max_tokens=max_tokens,
+                    stops=stops,
+                    ends=end_ids,
+                    draft_length=(
+                        self.draft_length if draft_length is None else draft_length
+                    ),
+                    acceptance=self._acceptance,
+                    constraint=constraint,
+                    handling=handling,
+                )
+            )
+            asked = asked.on_ranks(together)
+            make = partial(RankedStream, together)
+            running = self._ranked.running(together, target, running)
+        stream = make(
             decoder=Decoder(
                 target=target,
                 sequence=sequence,
-                verifier=Verifier(
-                    chooser, self._acceptance, whole_rows=handling.whole_rows
-                ),
-                drafter=drafter,
-                lengths=lengths,
+                verifier=asked.verifier,
+                drafter=asked.drafter,
+                lengths=asked.lengths,
                 explain=explain,
                 top=logprobs,
                 masks=masks,
@@ -448,7 +511,7 @@ class SpeculativeGenerator:
             max_tokens=max_tokens,
             seed=sampling.seed,
             hold_all=prompt_cache is not None,
-            running=self._running(),
+            running=running,
             memory=partial(
                 held_memory,
                 self._model,
@@ -504,6 +567,8 @@ class SpeculativeGenerator:
     ) -> Drafter | None:
         draft = self._draft
         models = len(models_of(draft))
+        if self._ranked is not None and not self._ranked.decides:
+            return None
         if draft_cache is not None and models != 1:
             raise InvalidRequestError(
                 f"draft_cache was passed, and draft is {type(draft).__name__}, with "

@@ -61,10 +61,24 @@ def measured_draft(draft: Any) -> Any:
     return others[0] if others else Filler()
 
 
+def calibration_prompt(context: int) -> list[int]:
+    """Return so many tokens; which they are does not matter."""
+    return [1 + index % 7 for index in range(context)]
+
+
 # Called with how much is done, and of how much.
 Progress = Callable[[int, int], None]
 # Starts a stream on a prompt with a policy of its own.
 Start = Callable[[list[int], Lengths], Stream]
+CostTable = dict[int, dict[int, float]]
+
+
+def follow_calibration(start: Start, contexts: SequenceOf[int]) -> CostTable:
+    """Run the rounds of a calibration on a rank that does not decide their lengths."""
+    for context in sorted(contexts):
+        for _ in start(calibration_prompt(context), NotingParts(FixedLengths(0))):
+            pass  # to where rank 0 ends it
+    return {}
 
 
 class MeasuredLengths:
@@ -171,11 +185,9 @@ class MeasuredLengths:
     ) -> PartsTable:
         """Run rounds until every length was measured; return their parts."""
         policy = AdaptiveLengths(fresh, AcceptanceRates(), self._longest, thorough=True)
-        # What the tokens are does not matter.
-        prompt = [1 + index % 7 for index in range(context)]
         rounds = 0
         noting = NotingParts(policy)
-        with start(prompt, noting) as stream:
+        with start(calibration_prompt(context), noting) as stream:
             for _ in stream:
                 done = stream.stats.rounds
                 if done > rounds and policy.measured(context):

@@ -16,6 +16,8 @@ from mlx_speculation.engine.kinds import (
 )
 from mlx_speculation.models import (
     Contract,
+    Group,
+    Parallel,
     check_model_folder,
     load,
     model_folder,
@@ -48,6 +50,8 @@ def load_pair(
     quantize_draft: int | None = None,
     adapter_path: str | Path | None = None,
     trust_remote_code: bool = False,
+    group: Group | None = None,
+    parallel: Parallel = "tensor",
 ) -> Pair:
     """Load a target, and a draft where `draft` names one.
 
@@ -65,8 +69,14 @@ def load_pair(
         check_quantized(quantize_draft, kind, draft)
     check_model_folder(path_or_repo)
     model, tokenizer = load(
-        path_or_repo, adapter_path=adapter_path, trust_remote_code=trust_remote_code
+        path_or_repo,
+        adapter_path=adapter_path,
+        trust_remote_code=trust_remote_code,
+        group=group,
+        parallel=parallel,
     )
+    if group is not None and group.rank() > 0 and kind is kind_named("model"):
+        return Pair(model, tokenizer, Choice(None))  # rank 0 drafts alone
     own = model_folder(path_or_repo)
     choice = Choice(draft)
     if draft == "auto":

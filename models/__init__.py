@@ -60,6 +60,18 @@ from mlx_speculation.models.pairing import (
 from mlx_speculation.models.parts import Parts
 from mlx_speculation.models.prompt_files import load_prompt
 from mlx_speculation.models.quantizing import check_bits, quantize_weights, weight_bytes
+from mlx_speculation.models.ranks import (
+    Group,
+    Parallel,
+    check_parallel,
+    gathered,
+    has_split_output,
+    has_states,
+    mark_of,
+    spread,
+    spread_as,
+    told,
+)
 from mlx_speculation.models.recording import Recorders
 from mlx_speculation.models.reduced_output import ReducedEnds, ReducedOutput
 from mlx_speculation.models.restore_points import RestorePoints
@@ -83,6 +95,7 @@ __all__ = [
     "Eagle",
     "EagleHead",
     "GenerationResponse",
+    "Group",
     "HiddenStates",
     "Lane",
     "LaneRound",
@@ -93,6 +106,7 @@ __all__ = [
     "MtpSlots",
     "OnTarget",
     "PairFile",
+    "Parallel",
     "Parts",
     "Read",
     "Recorders",
@@ -108,6 +122,7 @@ __all__ = [
     "check_bits",
     "check_causal",
     "check_model_folder",
+    "check_parallel",
     "check_quantizable",
     "check_resumable",
     "check_same_ids",
@@ -115,7 +130,10 @@ __all__ = [
     "drawn_seed",
     "find_mtp_head",
     "find_parts",
+    "gathered",
     "greedy_sampler",
+    "has_split_output",
+    "has_states",
     "is_assistant",
     "is_dflash",
     "is_eagle",
@@ -132,6 +150,7 @@ __all__ = [
     "load_prompt",
     "logit_width",
     "make_prompt_cache",
+    "mark_of",
     "mlx_lm_speed",
     "model_folder",
     "notice",
@@ -142,7 +161,10 @@ __all__ = [
     "read_config",
     "read_pair",
     "regex",
+    "spread",
+    "spread_as",
     "starts_for",
+    "told",
     "usual_contract",
     "weight_bytes",
     "why_alone",

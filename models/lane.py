@@ -53,6 +53,8 @@ class Lane:
 
     Attributes:
         prefill_step: how many tokens of a prompt are fed at once.
+        shows: evaluate the hidden states of every chunk of a prompt. Ranks that share
+            a target have to do so where one of them reads the states.
         heard: called with the number of tokens of every chunk of a prompt, once it is
             kept.
         quantization: when the caches are quantized; the list then holds new ones.
@@ -81,6 +83,7 @@ class Lane:
         self.points: RestorePoints | None = None
         self.taps: HiddenStates | None = None
         self.follower: CommittedStates | None = None
+        self.shows = False
         self.round_bytes = 0  # the most that an open round was seen to hold
         self._widest = self._rounds = 0
         self.key_steps = takes_key_steps(model)
@@ -156,7 +159,8 @@ class Lane:
             chunk = tokens[start : start + width]
             with self.begin(whole=True) as lane_round:
                 lane_round.forward(mx.array(list(chunk)))
-                shown = [] if each is None else lane_round.hidden.arrays
+                shows = self.shows or each is not None
+                shown = lane_round.hidden.arrays if shows else []
                 mx.eval(states(lane_round.presented), shown)
                 lane_round.commit(len(chunk))
             if lane_round.replaced:

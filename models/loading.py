@@ -16,10 +16,11 @@ from mlx_lm.utils import (
     load_tokenizer,
 )
 
-from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.errors import InvalidRequestError, ModelFolderError
 from mlx_speculation.models.instances import derived, plain_class
 from mlx_speculation.models.model_config import read_config
 from mlx_speculation.models.mtp_files import is_leftover, sidecar_names
+from mlx_speculation.models.ranks import Group, Parallel, check_parallel, spread
 
 ADAPTER = ("adapter_config.json", "adapters.safetensors")
 NEEDED = ("config.json", "tokenizer_config.json")
@@ -76,8 +77,8 @@ def runs_on_linux_cpu() -> bool:
     return on_cpu and not mx.metal.is_available()
 
 
-def to_float32(model: nn.Module) -> nn.Module:
-    """Dequantize and widen the weights to float32.
+def to_float32(model: nn.Module, *, lazy: bool = False) -> nn.Module:
+    """Dequantize and widen the weights to float32; with `lazy`, evaluate nothing.
 
     On a Linux CPU only float32 products go through BLAS; the cost of a quantized or
     half-precision product grows with every row, so that verifying k drafts would cost
@@ -85,7 +86,8 @@ def to_float32(model: nn.Module) -> nn.Module:
     """
     model.set_dtype(mx.float32)  # scales first, so that products do not round
     model = dequantize_model(model)
-    mx.eval(model.parameters())
+    if not lazy:
+        mx.eval(model.parameters())
     return model
 
 
@@ -114,6 +116,8 @@ def load(
     *,
     adapter_path: str | Path | None = None,
     trust_remote_code: bool = False,
+    group: Group | None = None,
+    parallel: Parallel = "tensor",
 ) -> tuple[nn.Module, Any]:
     """Load a model with mlx-lm, plus what this device needs.
 
@@ -124,6 +128,9 @@ def load(
         path_or_repo: a folder in mlx-lm's layout, or the name of a repository.
         adapter_path: a folder of adapter weights that mlx_lm.lora made for it.
         trust_remote_code: let code in the folder run, of the model or its tokenizer.
+        group: spread the model over its ranks; every rank calls this, and reads no
+            more of the weights than it keeps.
+        parallel: how: "tensor" or "pipeline".
 
     Returns:
         The model and mlx-lm's tokenizer wrapper. On a Linux CPU the weights are
@@ -132,15 +139,24 @@ def load(
     Raises:
         ModelFolderError: the folder is not a model, or mlx-lm could not read it, or
             the adapter.
+        UnsupportedModelError: the model cannot be spread so over the ranks.
+        InvalidRequestError: an adapter was named for a model that is spread.
     """
+    check_parallel(parallel)
+    spreads = group is not None and group.size() > 1
     check_model_folder(path_or_repo)
     if adapter_path is not None:
+        if spreads:
+            raise InvalidRequestError(
+                "adapter_path and a group of several ranks were passed, and mlx-lm "
+                "cannot spread an adapter's layers. Fuse it first with mlx_lm.fuse."
+            )
         _check_adapter(Path(adapter_path).expanduser())
     folder = model_folder(path_or_repo)
     _check_config(folder, trust_remote_code)
     more = {"trust_remote_code": trust_remote_code}
     try:
-        model, config = _load_trunk(folder, trust_remote_code)
+        model, config = _load_trunk(folder, trust_remote_code, lazy=spreads)
         ends = config.get("eos_token_id")
         tokenizer = load_tokenizer(folder, more, eos_token_ids=ends)
     except ModelFolderError:
@@ -154,7 +170,12 @@ def load(
     _check_ends(tokenizer.eos_token_ids, path_or_repo)
     if adapter_path is not None:
         model = _adapted(model, Path(adapter_path).expanduser())
-    return (to_float32(model) if runs_on_linux_cpu() else model), tokenizer
+    if runs_on_linux_cpu():
+        model = to_float32(model, lazy=spreads)
+    if group is not None and spreads:
+        spread(model, group, parallel)
+        mx.eval(model.parameters())
+    return model, tokenizer
 
 
 def _check_config(folder: Path, trust_remote_code: bool) -> None:
@@ -219,7 +240,7 @@ def _cut(line: str) -> str:
 
 
 def _load_trunk(
-    folder: Path, trust_remote_code: bool
+    folder: Path, trust_remote_code: bool, *, lazy: bool = False
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Load a model whose class, for as long as that takes, drops what is a head's."""
     beside = sidecar_names(folder)
@@ -241,7 +262,7 @@ def _load_trunk(
         return derived(kind, {"sanitize": sanitize}), arguments
 
     model, config = load_model(
-        folder, get_model_classes=classes, trust_remote_code=trust_remote_code
+        folder, lazy, get_model_classes=classes, trust_remote_code=trust_remote_code
     )
     model.__class__ = plain_class(model)
     return model, config

@@ -144,6 +144,8 @@ def test_the_public_names_are_pinned() -> None:
         "MtpDraft",
         "NonFiniteLogitsError",
         "PrefixCache",
+        "RankLostError",
+        "RankMismatchError",
         "SamplerNotice",
         "Sampling",
         "Speculation",

@@ -3,7 +3,8 @@
 ```
 SpeculationError(Exception)
 ├── InvalidRequestError(ValueError)
-│   └── TokenizerMismatchError
+│   ├── TokenizerMismatchError
+│   └── RankMismatchError
 ├── UnsupportedCacheError(TypeError)
 ├── UnsupportedModelError(TypeError)
 ├── SpeculationClosedError(RuntimeError)
@@ -14,6 +15,7 @@ SpeculationError(Exception)
 ├── ConstraintError(ValueError)
 ├── MissingLibraryError(ImportError)
 ├── DemoModelsMissingError(FileNotFoundError)
+├── RankLostError(ConnectionError)
 └── BlasError(RuntimeError)
 ```
 
@@ -41,6 +43,13 @@ class TokenizerMismatchError(InvalidRequestError):
     """Raised when target and draft model do not share their token ids.
 
     A draft with other ids proposes other words, so the pair is refused.
+    """
+
+
+class RankMismatchError(InvalidRequestError):
+    """Raised when ranks of one group run other programs, options or versions.
+
+    It is raised on every rank, before any of them runs a forward.
     """
 
 
@@ -98,6 +107,13 @@ class MissingLibraryError(SpeculationError, ImportError):
 
 class DemoModelsMissingError(SpeculationError, FileNotFoundError):
     """Raised when the bundled demonstration models are not in this installation."""
+
+
+class RankLostError(SpeculationError, ConnectionError):
+    """Raised when a rank has died, stands still or has left, and others wait for it.
+
+    The message names the rank and says why. The program has to be started again.
+    """
 
 
 class BlasError(SpeculationError, RuntimeError):

@@ -1,0 +1,98 @@
+"""What has to be the same on all ranks when a stream begins, as plain values.
+
+A difference here would let ranks run other rounds, and wait for each other for ever.
+What is rank 0's alone, such as its draft, is not among it.
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_speculation.engine.handling import Handling
+from mlx_speculation.engine.lengths import Lengths
+from mlx_speculation.engine.sequence import Sequence as Tokens
+from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
+from mlx_speculation.models import Parallel, has_states, mark_of, spread_as
+from mlx_speculation.samplers import Sampling
+
+
+def check_spread(model: nn.Module, ranks: int) -> Parallel | None:
+    """Return how a target is spread over a group; None: there is one rank.
+
+    Raises:
+        InvalidRequestError: it is whole, and there are several ranks; or it is spread,
+            and no group was passed.
+    """
+    how = spread_as(model)
+    if ranks > 1 and how is None:
+        raise InvalidRequestError(
+            f"group has {ranks} ranks, and the model is whole on this one. Load it "
+            "with mlx_speculation.load(path, group=group), or call model.shard(group) "
+            "first."
+        )
+    if ranks == 1 and how is not None:
+        raise InvalidRequestError(
+            f"The model is spread over ranks ({how}), and no group of several ranks "
+            "was passed. Pass group=mx.distributed.init()."
+        )
+    if how == "pipeline" and has_states(model):
+        raise UnsupportedModelError(
+            f"{type(model).__module__} has recurrent layers, whose states cannot be "
+            "rolled back in a pipeline: the ranks after this one would have to run "
+            "again with it. Use parallel='tensor'."
+        )
+    return how
+
+
+def fields_of_model(model: nn.Module, how: Parallel) -> dict[str, Any]:
+    """Return what tells one spread target from another."""
+    return {"the model": mark_of(model), "parallel": how}
+
+
+def fields_of_stream(
+    tokens: Tokens,
+    seen: int,
+    sampling: Sampling,
+    *,
+    max_tokens: int,
+    stops: Sequence[str],
+    ends: Collection[int],
+    draft_length: int | Lengths | None,
+    acceptance: str,
+    constraint: Any,
+    handling: Handling,
+) -> dict[str, Any]:
+    """Return the options of a stream that decide what its ranks run."""
+    ids = ",".join(map(str, tokens.tokens)).encode()
+    digest = hashlib.sha256(ids).hexdigest()[:16]
+    named = {
+        "the prompt": f"{len(tokens.tokens)} tokens ({digest})",
+        "what the caches hold": f"{tokens.start + seen} tokens",
+        "max_tokens": max_tokens,
+        "stop": list(stops),
+        "stop_tokens": sorted(ends),
+        "draft_length": shown(draft_length),
+        "acceptance": acceptance,
+        "constraint": shown(constraint),
+        "prefill_step": handling.prefill_step,
+        "quantization": shown(handling.quantization),
+        "yielded_only": handling.yielded_only,
+    }
+    options = {each.name: getattr(sampling, each.name) for each in fields(Sampling)}
+    return named | {name: shown(value) for name, value in options.items()}
+
+
+def shown(value: Any) -> Any:
+    """Return a value as one that JSON has, the same for the same value in each rank."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return shown(sorted(value.items()))
+    if isinstance(value, list | tuple | set | frozenset):
+        return [shown(each) for each in value]
+    if isinstance(value, Callable):  # type: ignore[arg-type]
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return type(value).__qualname__

@@ -1,0 +1,122 @@
+"""A generator's target that is spread over ranks: its streams, as one rank has them."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_speculation.engine.drafts import members
+from mlx_speculation.engine.following import Following
+from mlx_speculation.engine.mtp import MtpDraft
+from mlx_speculation.engine.rank_fields import check_spread, fields_of_model
+from mlx_speculation.engine.ranks import Ranks
+from mlx_speculation.engine.together import Together
+from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
+from mlx_speculation.models import (
+    Group,
+    HiddenStates,
+    Lane,
+    has_split_output,
+    spread_as,
+)
+
+StartStream = Callable[[list[int]], Iterable[Any]]
+
+
+class RankedTarget:
+    """A target on the ranks of a group.
+
+    Args:
+        model: this rank's part of it.
+        ranks: the ranks.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self._model, self.ranks = model, ranks
+        self._fields: dict[str, Any] = {}
+        self._taps: HiddenStates | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, group: Group | None) -> "RankedTarget | None":
+        """Return a generator's target on its ranks; None where there is one rank.
+
+        Raises:
+            InvalidRequestError: it is no group, or the model is on several ranks and
+                there is none.
+            RankMismatchError: the ranks run other versions.
+            RankLostError: rank 0 cannot be reached.
+        """
+        ranks = None if group is None else Ranks.of(group)
+        if ranks is None:
+            check_spread(model, 1)
+            return None
+        return cls(model, ranks)
+
+    @property
+    def decides(self) -> bool:
+        """Whether this is rank 0."""
+        return self.ranks.rank == 0
+
+    def own_draft(self, draft: Any, prefix_cache: Any) -> Any:
+        """Check the target, and return the draft of this rank; only rank 0 has one.
+
+        Raises:
+            InvalidRequestError: the target is not spread; the draft cannot draft for
+                one that is; or there is a prefix cache, of which ranks may drop other
+                parts.
+            UnsupportedModelError: the target cannot be decoded so.
+        """
+        how = check_spread(self._model, self.ranks.size)
+        assert how is not None
+        self._fields = fields_of_model(self._model, how)
+        if prefix_cache is not None:
+            raise InvalidRequestError(
+                f"prefix_cache was passed, and the target is on {self.ranks.size} "
+                "ranks, which may drop other parts of it. Leave it out."
+            )
+        found = members(draft)
+        for member in found if self.decides else ():
+            if isinstance(member, nn.Module) and spread_as(member) is not None:
+                raise InvalidRequestError(
+                    "The draft model is spread over ranks, and a draft is whole, on "
+                    "rank 0. Load it without a group."
+                )
+            if isinstance(member, Following) and not isinstance(member, MtpDraft):
+                raise InvalidRequestError(
+                    f"draft is of kind {type(member).__name__}, and for a target on "
+                    "ranks a model, a lookup, an MTP head or a Drafter is needed."
+                )
+            if isinstance(member, Following):
+                self._check_output(type(member).__name__)
+        return draft if self.decides else None
+
+    def next_stream(self, draft: Any) -> Together:
+        """Return the next stream on all ranks, which is not begun yet."""
+        shows = any(isinstance(member, Following) for member in members(draft))
+        return Together(self.ranks, self._fields, shows=shows)
+
+    @contextmanager
+    def running(
+        self, together: Together, target: Lane, around: AbstractContextManager[None]
+    ) -> Iterator[None]:
+        """Begin a stream on all ranks, inside of what runs around one."""
+        with around:
+            if together.begin():
+                if self._taps is None:
+                    self._taps = HiddenStates(self._model, after_norm=True)
+                target.taps, target.shows = self._taps, True
+            yield
+
+    def _check_output(self, name: str) -> None:
+        """Refuse a head that would need the output layer's rows of other ranks."""
+        if has_split_output(self._model):
+            raise UnsupportedModelError(
+                f"draft is of kind {name}, and reads the target's output layer, of "
+                "which each rank has a part. Use a draft model or a lookup."
+            )
+
+
+def all_or_none(target: RankedTarget | None) -> AbstractContextManager[None]:
+    """Let all ranks refuse what one of them refuses inside the block, if there are."""
+    return nullcontext() if target is None else target.ranks.all_or_none()

@@ -1,0 +1,154 @@
+"""Targets spread over the ranks of `mx.distributed`, and what rank 0 tells the others.
+
+    model, tokenizer = load(path, group=group)      # or, with a model of your own:
+    spread(model, group)                            # mlx-lm's model.shard(group)
+
+    tensor      every rank has all layers and a part of each; ranks add up or gather
+                inside of a forward, and all of them get all logits
+    pipeline    every rank has some layers, whole, and hands states to the next; all
+                ranks get the last states and make all logits
+
+A forward works when every rank runs it, in the same order: what one rank submits and
+another does not blocks both. It knows mlx arrays, and neither tokens nor streams.
+"""
+
+import json
+import zlib
+from typing import Any, Literal, get_args
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.nn.layers import distributed as layers
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+
+from mlx_speculation.caches import leaves
+from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
+
+Parallel = Literal["tensor", "pipeline"]
+Group = mx.distributed.Group
+
+# What a rank says of itself when ranks meet: one line of JSON with so many bytes.
+SAID_BYTES = 1024
+_TENSOR_LAYERS = (
+    layers.AllToShardedLinear,
+    layers.ShardedToAllLinear,
+    layers.QuantizedAllToShardedLinear,
+    layers.QuantizedShardedToAllLinear,
+)
+_SPLIT_OUTPUT = (layers.AllToShardedLinear, layers.QuantizedAllToShardedLinear)
+
+
+def told(array: mx.array, group: Group) -> mx.array:
+    """Return rank 0's array on every rank, not evaluated.
+
+    Every rank passes an array of the same shape and dtype, whole numbers; only rank
+    0's values count. It is one small sum over the ranks, exact since all other
+    summands are 0.
+    """
+    mine = array if group.rank() == 0 else mx.depends(mx.zeros_like(array), array)
+    return mx.distributed.all_sum(mine, group=group)
+
+
+def gathered(said: dict[str, Any], group: Group) -> list[dict[str, Any]]:
+    """Return what every rank says of itself, in order; waits for all of them.
+
+    Raises:
+        InvalidRequestError: it is longer than there is room for.
+    """
+    line = json.dumps(said).encode()
+    if len(line) > SAID_BYTES:
+        raise InvalidRequestError(
+            f"Rank {group.rank()} says {len(line)} bytes of itself, and there is room "
+            f"for {SAID_BYTES}. Shorten the name of the machine."
+        )
+    padded = mx.array(list(line.ljust(SAID_BYTES)), mx.uint8)
+    everything: Any = mx.distributed.all_gather(padded[None], group=group).tolist()
+    return [json.loads(bytes(each)) for each in everything]
+
+
+def check_parallel(parallel: Any) -> None:
+    """Refuse what is no way to spread a model."""
+    if parallel not in get_args(Parallel):
+        raise InvalidRequestError(
+            f"parallel is {parallel!r}, and one of {', '.join(get_args(Parallel))} is "
+            "needed."
+        )
+
+
+def spread(model: nn.Module, group: Group, parallel: Parallel = "tensor") -> None:
+    """Keep this rank's part of a model, with mlx-lm's own `shard` or `pipeline`.
+
+    Legal on a model that is whole; its weights may still be unread.
+
+    Raises:
+        UnsupportedModelError: the architecture cannot be spread so, or not over so
+            many ranks.
+    """
+    check_parallel(parallel)
+    name = type(model).__module__
+    found: Any = model
+    method = None
+    if parallel == "tensor":
+        method = getattr(found, "shard", None)
+    elif hasattr(found, "model"):
+        method = getattr(found.model, "pipeline", None)
+    if method is None:
+        other = "pipeline" if parallel == "tensor" else "tensor"
+        raise UnsupportedModelError(
+            f"{name} cannot be spread over ranks with parallel={parallel!r}: mlx-lm "
+            f"has no such method for it. Try parallel={other!r}, or run it whole on "
+            "one rank."
+        )
+    try:
+        method(group)
+    except (ValueError, AssertionError) as error:
+        raise UnsupportedModelError(
+            f"{name} cannot be spread over {group.size()} ranks: {error}. Choose a "
+            "number of ranks that divides its heads and widths, or has a layer for "
+            "each rank."
+        ) from error
+
+
+def spread_as(model: nn.Module) -> Parallel | None:
+    """Return how a model is spread over ranks; None: it is whole."""
+    modules = [module for _, module in model.named_modules()]
+    if any(getattr(module, "pipeline_size", 1) > 1 for module in modules):
+        return "pipeline"
+    groups = [getattr(module, "sharding_group", None) for module in modules]
+    groups += [each.group for each in modules if isinstance(each, _TENSOR_LAYERS)]
+    return "tensor" if any(each and each.size() > 1 for each in groups) else None
+
+
+def has_split_output(model: nn.Module) -> bool:
+    """Whether each rank has some rows of the model's output layer only."""
+    return any(
+        isinstance(module, _SPLIT_OUTPUT) and "layers." not in name
+        for name, module in model.named_modules()
+    )
+
+
+def has_states(model: nn.Module) -> bool:
+    """Whether this rank has recurrent layers, whose states have no rows."""
+    caches = leaves(make_prompt_cache(model))
+    return any(isinstance(leaf, ArraysCache) for _, leaf in caches)
+
+
+def mark_of(model: nn.Module) -> str:
+    """Return a mark of the weights that every rank has whole: its embeddings.
+
+    Two models of one architecture with other weights have other marks. It reads the
+    first and the last row of each table that is not inside of a layer.
+    """
+    mark = zlib.crc32(type(model).__module__.encode())
+    for name, module in sorted(model.named_modules(), key=lambda pair: pair[0]):
+        if isinstance(module, nn.Embedding | nn.QuantizedEmbedding) and (
+            "layers." not in name
+        ):
+            weight = module.weight
+            ends: Any = weight[mx.array([0, weight.shape[0] - 1])]
+            shape = f"{name} {weight.shape} {weight.dtype}"
+            bits = ends.view(mx.uint8).tolist()
+            mark = zlib.crc32(
+                bytes(bits[0] + bits[1]), zlib.crc32(shape.encode(), mark)
+            )
+    return f"{type(model).__module__} {mark:08x}"

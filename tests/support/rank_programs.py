@@ -1,0 +1,341 @@
+"""What runs on every rank of a test with several; see `support.ranks`."""
+
+import faulthandler
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_speculation import (
+    LookupDrafter,
+    RankLostError,
+    Sampling,
+    SpeculationError,
+    SpeculativeGenerator,
+)
+from mlx_speculation.engine import identity
+from mlx_speculation.engine.drafting import Choose, Draft
+from mlx_speculation.engine.results import Result
+from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.models import Parallel, spread
+from mlx_speculation.samplers import Chooser, Rows
+from support.drafters import ScriptedDrafter
+from support.identity import GREEDY, SAMPLED, prompt_of
+from support.tiny_models import build
+from support.tiny_tokenizer import byte_tokenizer
+
+FOLDER = Path(os.environ.get("RANKS_FOLDER", "."))
+PROMPT, TOKENS = 40, 16  # more than a window of 16
+# Of a logit of a tiny model in float32, between a whole target and one on ranks.
+ROUNDING = 1e-3
+
+group = mx.distributed.init()
+rank = group.rank()
+
+
+def main() -> None:
+    """Run the program that the arguments name."""
+    faulthandler.dump_traceback_later(90, exit=True)
+    name, *arguments = sys.argv[1:]
+    program: Callable[..., Any] = globals()[name]
+    said = program(*arguments)
+    (FOLDER / f"rank{rank}.json").write_text(json.dumps(said))
+
+
+def on_ranks(name: str, parallel: Parallel = "tensor") -> nn.Module:
+    """Return this rank's part of a tiny model."""
+    model = build(name)
+    spread(model, group, parallel)
+    return model
+
+
+def generator(model: nn.Module, draft: Any = None, **options: Any) -> Any:
+    """Return a generator on all ranks."""
+    return SpeculativeGenerator(
+        model, byte_tokenizer(), draft=draft, group=group, **options
+    )
+
+
+class Expected:
+    """The texts of a whole tiny model, which rank 0 knows."""
+
+    def __init__(self, name: str, model: nn.Module) -> None:
+        self.whole = build(name)
+        self._plain = SpeculativeGenerator(self.whole, byte_tokenizer())
+        ids = mx.array([prompt_of(PROMPT)])
+        rows, parts = self.whole(ids), model(ids)
+        self.difference = float(mx.abs(rows - parts).max())
+        self._texts: dict[float, list[int]] = {}
+
+    def text(self, sampling: Sampling) -> list[int]:
+        """Return the plain continuation, longer than will be asked for."""
+        if sampling.temperature not in self._texts:
+            result = self._plain.generate(
+                prompt_of(PROMPT), max_tokens=TOKENS + 8, sampling=sampling
+            )
+            self._texts[sampling.temperature] = result.tokens
+        return self._texts[sampling.temperature]
+
+    def parting(self, sampling: Sampling, got: list[int]) -> identity.Parting | None:
+        """Return where a text parts from the plain one of the whole model."""
+        expected = self.text(sampling)[: len(got)]
+        pairs = enumerate(zip(expected, got, strict=True))
+        found = next(((i, one, two) for i, (one, two) in pairs if one != two), None)
+        if found is None:
+            return None
+        shared = prompt_of(PROMPT) + expected[: found[0]]
+        row = identity.deciding_row(self.whole, shared, PROMPT, first=1, width=1)
+        chooser = Chooser(sampling, 256)
+        return identity.weigh(chooser, row, Rows(shared), found, self.difference)
+
+
+def texts(parallel: Parallel, *cases: str) -> list[dict[str, Any]]:
+    """Generate with drafts of several kinds; say how each text compares.
+
+    A case is an architecture, and its kinds of drafts behind a colon.
+    """
+    said: list[dict[str, Any]] = []
+    for case in cases:
+        name, _, kinds = case.partition(":")
+        model = on_ranks(name, parallel)
+        expected = Expected(name, model)
+        for sampling in (GREEDY, SAMPLED):
+            for kind in kinds.split(","):
+                draft, length = _draft(kind, expected, sampling)
+                made = generator(model, draft, draft_length=length)
+                result = made.generate(
+                    prompt_of(PROMPT), max_tokens=TOKENS, sampling=sampling
+                )
+                parting = expected.parting(sampling, result.tokens)
+                said.append(
+                    _shown(result)
+                    | {
+                        "case": f"{name} {kind} {sampling.temperature}",
+                        "difference": expected.difference,
+                        "parting": parting and str(parting),
+                        "near_tie": parting is None or parting.near_tie,
+                    }
+                )
+    return said
+
+
+def texts_and_decisions(*cases: str) -> dict[str, Any]:
+    """Run both, since a launch takes seconds."""
+    return {"texts": texts("tensor", *cases), "decisions": decisions()}
+
+
+def _draft(kind: str, expected: Expected, sampling: Sampling) -> tuple[Any, int | None]:
+    """Return a draft and its length; other ranks than 0 need none."""
+    if kind == "plain" or rank > 0:
+        return None, {"measured": None, "plain": 0}.get(kind, 4)
+    text = prompt_of(PROMPT) + expected.text(sampling)
+    drafts: dict[str, Callable[[], Any]] = {
+        "same": lambda: expected.whole,
+        "measured": lambda: expected.whole,
+        "other": lambda: build("llama", seed=3),
+        "lookup": lambda: LookupDrafter(corpus=[text]),
+        "mixed": lambda: ScriptedDrafter(text, 0.7, seed=5, ragged=True, least=0),
+    }
+    return drafts[kind](), None if kind == "measured" else 4
+
+
+def _shown(result: Result) -> dict[str, Any]:
+    return {
+        "tokens": result.tokens,
+        "text": result.text,
+        "reason": result.finish_reason,
+        "drafted": result.stats.drafted,
+        "accepted": result.stats.accepted,
+        "seed": result.seed,
+        "cached": result.cached_tokens,
+        "faults": [fault.reason for fault in result.stats.drafter_faults],
+    }
+
+
+def decisions() -> dict[str, Any]:
+    """Run one stream after the other, and say what became of each."""
+    model = on_ranks("llama")
+    draft = build("llama") if rank == 0 else None
+    made = generator(model, draft, draft_length=3)
+    said: dict[str, Any] = {
+        "refused generator": _raised(lambda: _lopsided(model)),
+        "a batch": _raised(lambda: made.generate_batch([[1, 2], [3]])),
+        "whole": _raised(lambda: generator(build("llama"))),
+        "no group": _raised(lambda: SpeculativeGenerator(model, byte_tokenizer())),
+    }
+    seeds = Sampling(temperature=0.8, seed=11 + rank)
+    differing: dict[str, dict[str, Any]] = {
+        "seed": {"sampling": seeds},
+        "length": {"draft_length": 3 + rank},
+        "max_tokens": {"max_tokens": 8 + rank},
+        "stop": {"stop": "x" * (1 + rank)},
+    }
+    for name, options in differing.items():
+        said[name] = _raised(partial(made.generate, prompt_of(PROMPT), **options))
+    said["prompt"] = _raised(lambda: made.generate(prompt_of(PROMPT + rank)))
+    said["no seed"] = _shown(
+        made.generate(
+            prompt_of(PROMPT), max_tokens=8, sampling=Sampling(temperature=0.8)
+        )
+    )
+    plain = _shown(made.generate(prompt_of(PROMPT), max_tokens=TOKENS))
+    said["plain"] = plain
+    said["stopped"] = _shown(
+        made.generate(prompt_of(PROMPT), max_tokens=TOKENS, stop=plain["text"][9:12])
+    )
+    said["serial"] = _shown(
+        made.generate(
+            prompt_of(PROMPT),
+            max_tokens=TOKENS,
+            sampling=Sampling(logits_processors=[_counting]),
+        )
+    )
+    said["calls"] = len(_calls)
+    for rule in ("rejection", "block"):
+        ruled = generator(model, draft, draft_length=3, acceptance=rule)
+        said[rule] = _shown(
+            ruled.generate(prompt_of(PROMPT), max_tokens=12, sampling=SAMPLED)
+        )
+    said["closed"] = _closed(made, plain["tokens"])
+    said["dropped"] = _dropped(made)
+    said["broken"] = _shown(
+        generator(model, Broken(), draft_length=3).generate(
+            prompt_of(PROMPT), max_tokens=TOKENS
+        )
+    )
+    said["after all"] = _shown(made.generate(prompt_of(PROMPT), max_tokens=TOKENS))
+    failing = Sampling(logits_processors=[_failing])
+    said["rank 0 raises"] = _raised(
+        lambda: made.generate(prompt_of(PROMPT), sampling=failing)
+    )
+    said["and then"] = _raised(lambda: made.generate(prompt_of(PROMPT)))
+    return said
+
+
+_calls: list[int] = []
+
+
+def calibrated() -> int:
+    """Calibrate on all ranks; return how many contexts are known on this one."""
+    model = on_ranks("llama")
+    made = generator(model, build("llama", seed=3) if rank == 0 else None)
+    return len(made.calibrate())
+
+
+def _counting(tokens: mx.array, logits: mx.array) -> mx.array:
+    """Process logits, and promise nothing: one row at a time."""
+    _calls.append(len(tokens))
+    return logits
+
+
+def _failing(tokens: mx.array, logits: mx.array) -> mx.array:
+    if len(tokens) > PROMPT + 5:
+        raise ValueError("the processor has failed")
+    return logits
+
+
+class Broken:
+    """A drafter that fails in its third round."""
+
+    def __init__(self) -> None:
+        self._rounds = 0
+
+    def begin(self, sequence: Sequence) -> None:
+        """Do nothing."""
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        """Propose, twice."""
+        self._rounds += 1
+        if self._rounds == 3:
+            raise OSError("the drafter has failed")
+        return Draft(mx.zeros((limit,), mx.uint32))
+
+    def settle(self, accepted: int) -> None:
+        """Do nothing."""
+
+    def discard(self) -> None:
+        """Do nothing."""
+
+
+def _raised(act: Callable[[], Any]) -> str:
+    """Return what is raised, or nothing."""
+    try:
+        act()
+    except (SpeculationError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _lopsided(model: nn.Module) -> None:
+    """Make a generator that rank 1 alone refuses."""
+    generator(model, draft_length=-1 if rank == 1 else 2)
+
+
+def _closed(made: Any, text: list[int]) -> dict[str, Any]:
+    """Close a stream on rank 0 alone, with caches that outlive it."""
+    cache = make_prompt_cache(made.model)
+    stream = made.stream(prompt_of(PROMPT), max_tokens=TOKENS, prompt_cache=cache)
+    yielded = []
+    for chunk in stream:
+        yielded.append(chunk.token)
+        if rank == 0 and len(yielded) == 6:
+            stream.close()
+    result, held = stream.result, cache[0].offset
+    more = made.generate(
+        [result.next_token],
+        max_tokens=TOKENS - len(result.cached_tokens) + PROMPT - 1,
+        prompt_cache=cache,
+        cached_tokens=result.cached_tokens,
+    )
+    return _shown(result) | {
+        "held": held,
+        "whole": [*result.cached_tokens[PROMPT:], result.next_token, *more.tokens],
+    }
+
+
+def _dropped(made: Any) -> int:
+    """Drop a stream in the middle, on all ranks."""
+    for count, _ in enumerate(made.stream(prompt_of(PROMPT), max_tokens=TOKENS)):
+        if count == 4:
+            break
+    return 1
+
+
+def endless(how: str) -> dict[str, Any]:
+    """Generate until a rank is gone; say when, and what was raised.
+
+    `how` names what happens, and on which rank: "kill:1" waits to be killed from
+    outside, "raise:1" and "leave:1" do it themselves.
+    """
+    deed, _, who = how.partition(":")
+    model = on_ranks("llama")
+    made = generator(model, build("llama") if rank == 0 else None, draft_length=2)
+    made.generate(prompt_of(PROMPT), max_tokens=4)
+    prompt = prompt_of(PROMPT)
+    if deed == "prefill":
+        prompt = prompt * 400
+    try:
+        (FOLDER / f"ready{rank}").write_text("")
+        with made.stream(prompt, max_tokens=10**6) as stream:
+            for count, _ in enumerate(stream):
+                if count == 5:
+                    (FOLDER / f"started{rank}").write_text("")
+                if count == 9 and deed == "raise" and rank == int(who):
+                    raise ValueError("its program has failed")
+                if count == 9 and deed == "exit" and rank == int(who):
+                    os._exit(3)
+    except RankLostError as error:
+        lost = time.time()
+        again = _raised(lambda: made.generate(prompt_of(PROMPT)))
+        return {"raised": str(error), "at": lost, "again": again}
+    except ValueError as error:
+        return {"raised": str(error), "at": time.time()}
+    raise AssertionError("the stream has ended")
