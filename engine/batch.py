@@ -98,8 +98,7 @@ class BatchGenerator:
         uid, self._next_uid = self._next_uid, self._next_uid + 1
         self._rows[uid] = Row(uid, stream, stream.parts, alone)
         self._waiting.append(uid)
-        if alone is not None:
-            self.stats.alone[alone] = self.stats.alone.get(alone, 0) + 1
+        self._count_alone(self._rows[uid])
         return uid
 
     def next(self) -> list[BatchResponse]:
@@ -215,7 +214,16 @@ class BatchGenerator:
             self._running.append(self._waiting.popleft())
             if row.ended:
                 self._respond(row)
-        self._together.join(joining)
+        try:
+            self._together.join(joining)
+        except Exception as error:  # nothing was put together
+            for row in joining:
+                row.alone = f"its caches cannot be put beside others: {error}"
+                self._count_alone(row)
+
+    def _count_alone(self, row: Row) -> None:
+        if row.alone is not None:
+            self.stats.alone[row.alone] = self.stats.alone.get(row.alone, 0) + 1
 
     def _respond(self, row: Row) -> None:
         """Give out what a row has got in this round."""

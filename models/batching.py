@@ -72,7 +72,6 @@ TOGETHER = frozenset(
         "llama",
         "llama4_text",
         "longcat_flash",
-        "longcat_flash_ngram",
         "mamba",
         "mamba2",
         "mellum",
@@ -137,6 +136,7 @@ ALONE = {
     "gemma2": "its attention takes no mask with an axis for the rows of a batch",
     "gpt_bigcode": "it takes one position for all rows",
     "llama4": "mlx-lm cannot put its ChunkedKVCache of several sequences together",
+    "longcat_flash_ngram": "short prompts leave fewer token ids in its states",
     "minimax_m3_vl": "its rows choose other tokens in a batch than alone",
     "phi3small": "its rows depend on what is fed with them",
 }

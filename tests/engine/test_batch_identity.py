@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 )
 
 from mlx_speculation import BatchGenerator
+from mlx_speculation.models.batching import TOGETHER
 from support.batches import LONGEST, MODELS, PROMPTS, SAMPLINGS, Case, bench
 
 MOST_ROWS = 4
@@ -103,7 +104,8 @@ def machine(name: str, kind: str) -> type[RuleBasedStateMachine]:
         pytest.param(
             name, kind, marks=[] if (name, kind) in QUICK else [pytest.mark.slow]
         )
-        for name in MODELS
+        for name, tiny in MODELS.items()
+        if tiny.module in TOGETHER
         for kind in ("model", "lookup")
     ],
 )

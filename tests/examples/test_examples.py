@@ -13,6 +13,7 @@ from mlx_speculation.models import parts  # noqa: F401  loads mlx before any exa
 ROOT = Path(__file__).parents[2]
 # What each of them prints, so that an example that stops early is found.
 SAYS = {
+    "batch": r"class Queue:.*\n---\n.*\n112 tokens in \d+ forwards\n",
     "drop_in": r"draft_model=draft: \d+ tokens/s, \d+% accepted\n.*\nclass Queue:",
     "json_text": r"parsed: \{'name': '.*', 'kind': '\w+', 'lines': \d+\}\n",
     "own_benchmark": r"0 drafted: .* 1\.00 x plain\n3 drafted: .*\n",

@@ -1,0 +1,37 @@
+"""Several requests at once: rows come and go between rounds, each with its options.
+
+Each text is that of its prompt alone, whatever runs beside it. `generate_batch` does
+this for a list of prompts that is known beforehand.
+"""
+
+from mlx_speculation import (
+    BatchGenerator,
+    Sampling,
+    SpeculativeGenerator,
+    demo_models,
+)
+
+PROMPTS = ["def fib(n):\n", "class Queue:\n", "import os\n", "# Sort a list.\n"]
+
+bundled = demo_models()
+generator = SpeculativeGenerator.from_pretrained(
+    bundled["dense"], draft=bundled["draft"], draft_length=4
+)
+texts: dict[int, str] = {}
+left = list(enumerate(PROMPTS))
+
+with BatchGenerator(generator, max_rows=3) as batch:
+    while left or batch.waiting or batch.running:
+        if left:  # one comes in every round; the fourth waits for room
+            seed, prompt = left.pop()
+            sampling = Sampling(temperature=0.3, seed=seed)
+            uid = batch.insert(prompt, max_tokens=16 + 8 * seed, sampling=sampling)
+            texts[uid] = prompt
+        for response in batch.next():
+            if response.chunk is not None:
+                texts[response.uid] += response.chunk.text
+            if response.finish_reason is not None:
+                batch.remove(response.uid)
+    print("\n---\n".join(texts.values()))
+    stats = batch.stats
+    print(f"{stats.emitted} tokens in {stats.forwards} forwards")

@@ -1,0 +1,221 @@
+"""Measures batches: speculative over plain decoding of the same prompts together.
+
+Plain is mlx-lm's BatchGenerator; ours without a draft is an arm as well. For every
+batch size and group of prompts the arms take turns on the same prompts and budgets, so
+that a slow moment of the machine meets all alike, and a ratio is one of the same pass.
+Texts are compared first: at temperature 0 with mlx-lm's, above it with ours without a
+draft; they are equal, or part where the choice is a near-tie, which is counted, and
+anything else ends the script. Drafts of fixed lengths, and "auto", whose lengths are
+chosen by what rounds of so many rows cost here; it warms up longer, for it measures
+that first.
+
+The clock leaves prompts out. Rows that end early leave the others alone in the batch,
+as they would at the end of a queue; that is in the time.
+
+The last line on standard output is one JSON object with everything.
+
+    python scripts/benchmark_batch.py
+    python scripts/benchmark_batch.py --shape 8B --batch 1 --batch 8 --batch 32
+"""
+
+import json
+import os
+import tempfile
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from benchmark_options import GROUPS, Blas, Group, Json, folder_of, progress, texts_of
+
+from mlx_speculation.blas import use_blas
+from mlx_speculation.cli import run
+
+if TYPE_CHECKING:
+    from batch_arms import Arm, Job
+
+BATCHES = [1, 2, 4, 8]
+LENGTHS = [2, 4, 8]
+PLACES = 2  # of a forward, to try a row that parts in
+AUTO_WARM_UP = 4  # jobs, in which every length is measured
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def benchmark(
+    target: Annotated[str, typer.Option(help="dense, sliding, hybrid, a folder.")] = (
+        "dense"
+    ),
+    draft_model: Annotated[str, typer.Option(help="A folder.")] = "draft",
+    shape: Annotated[str, typer.Option(help="'as it is', 1B or 8B, bfloat16.")] = (
+        "as it is"
+    ),
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="By default 1, 2, 4 and 8.")
+    ] = None,
+    draft: Annotated[
+        list[str] | None, typer.Option(help="model, lookup; by default both.")
+    ] = None,
+    draft_length: Annotated[
+        list[int] | None, typer.Option(min=1, help="By default 2, 4 and 8.")
+    ] = None,
+    group: Group = None,
+    tokens: Annotated[int, typer.Option(min=8, help="Of each text.")] = 96,
+    repeats: Annotated[int, typer.Option(min=1)] = 5,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    blas: Blas = "auto",
+    json_file: Json = None,
+) -> None:
+    """Measure batches of several sizes, after checking texts."""
+    chosen = use_blas(blas)
+    progress(f"BLAS: {chosen.detail}")
+    with tempfile.TemporaryDirectory() as folder:
+        # What earlier runs measured must not decide what this one measures.
+        os.environ["MLX_SPECULATION_CACHE"] = folder
+        from mlx_speculation.environment import machine, versions
+
+        models = _models(target, draft_model, shape)
+        results = []
+        for rows in batch or BATCHES:
+            for name in group or GROUPS:
+                arms = list(
+                    _arms(models, draft or ["model", "lookup"], draft_length or LENGTHS)
+                )
+                jobs = _jobs(models[1], name, rows, tokens, repeats, temperature)
+                results.append(_measured(arms, jobs, repeats, (models[0], rows, name)))
+    report = {
+        "machine": machine(),
+        "versions": versions(),
+        "blas": chosen.detail,
+        "target": target if shape == "as it is" else f"{target} grown to {shape}",
+        "tokens": tokens,
+        "temperature": temperature,
+        "results": results,
+    }
+    written = json.dumps(report)
+    if json_file is not None:
+        json_file.write_text(written + "\n", encoding="utf-8")
+    print(written)
+
+
+def _models(target: str, draft: str, shape: str) -> tuple[Any, Any, Any]:
+    """Return the target, its tokenizer and the draft model."""
+    from growing import SHAPES, grow
+
+    from mlx_speculation import load
+
+    model: Any
+    model, tokenizer = load(folder_of(target))
+    if shape != "as it is":
+        model = grow(model, SHAPES[shape])
+    return model, tokenizer, load(folder_of(draft))[0]
+
+
+def _arms(models: tuple[Any, Any, Any], drafts: list[str], lengths: list[int]) -> Any:
+    """Yield all arms; the first two are plain."""
+    from batch_arms import Arm, mlx_lm, ours
+
+    from mlx_speculation import SpeculativeGenerator
+
+    model, tokenizer, small = models
+    yield Arm("mlx-lm", partial(mlx_lm, model))
+    plain = SpeculativeGenerator(model, tokenizer)
+    yield Arm("plain", partial(ours, plain, 0))
+    for name in drafts:
+        made = small if name == "model" else name
+        generator = SpeculativeGenerator(model, tokenizer, draft=made)
+        for length in lengths:
+            yield Arm(f"{name} {length}", partial(ours, generator, length), length + 1)
+        widest = 9 if name == "model" else 17
+        run_auto = partial(ours, generator, None)
+        yield Arm(f"{name} auto", run_auto, widest, AUTO_WARM_UP)
+
+
+def _jobs(
+    tokenizer: Any, group: str, rows: int, tokens: int, repeats: int, temperature: float
+) -> "list[Job]":
+    """Return jobs of different prompts; of few texts with other beginnings."""
+    from batch_arms import Job
+
+    texts = [tokenizer.encode(text.text) for text in texts_of(group, 1 << 20)]
+    needed = rows * repeats
+    prompts = []
+    for number in range(needed):
+        text, cut = texts[number % len(texts)], 7 * (number // len(texts))
+        prompts.append(text[cut % max(1, len(text) // 2) :])
+    return [
+        Job(prompts[n * rows : (n + 1) * rows], tokens, temperature)
+        for n in range(repeats)
+    ]
+
+
+def _measured(
+    arms: "list[Arm]", jobs: "list[Job]", repeats: int, what: tuple[Any, int, str]
+) -> dict[str, Any]:
+    """Run one case, check its texts, print its table and return its values."""
+    from batch_arms import run_in_turns
+
+    from mlx_speculation.cli.measuring import Spread
+
+    model, rows, group = what
+    progress(f"batch {rows}, {group}")
+    run_in_turns(arms, jobs, repeats)
+    plain = [one.speed for one in arms[0].runs]
+    found: dict[str, Any] = {"batch": rows, "group": group, "arms": []}
+    print(f"\nbatch {rows}, {group}: mlx-lm {Spread.of(plain).median:.0f} tokens/s")
+    print(f"{'':12} {'x mlx-lm (spread)':24} accepted  forwards  rows  near-ties")
+    for arm in arms:
+        ties = _check(model, arms, arm, jobs, group)
+        pairs = zip(arm.runs, plain, strict=True)
+        ratio = Spread.of([one.speed / other for one, other in pairs])
+        values: dict[str, Any] = {
+            "arm": arm.name,
+            "ratio": [ratio.median, ratio.low, ratio.high],
+            "speeds": [one.speed for one in arm.runs],
+            "near_ties": ties,
+        }
+        line = f"{arm.name:12} {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+        stats = [one.stats for one in arm.runs if one.stats is not None]
+        if stats:
+            drafted = sum(one.drafted for one in stats)
+            values["accepted"] = sum(one.accepted for one in stats) / max(1, drafted)
+            values["forwards"] = sum(one.forwards for one in stats)
+            values["rows"] = sum(one.row_rounds for one in stats) / values["forwards"]
+            line = f"{line:38}{values['accepted']:7.0%}{values['forwards']:10}"
+            line = f"{line}{values['rows']:7.1f}{ties:6}"
+        print(line)
+        found["arms"].append(values)
+    return found
+
+
+def _check(
+    model: Any, arms: "list[Arm]", arm: "Arm", jobs: "list[Job]", group: str
+) -> int:
+    """Return the near-ties of an arm's texts; end where one is not the same."""
+    from mlx_speculation.engine.identity import find_parting
+    from mlx_speculation.models import logit_width
+    from mlx_speculation.samplers import Chooser
+
+    ties = 0
+    reference = arms[0] if jobs[0].temperature == 0 else arms[1]
+    if jobs[0].temperature and arm is arms[0]:
+        return 0  # its draws are its own
+    for job, one, other in zip(jobs, arm.runs, reference.runs, strict=False):
+        rows = zip(job.prompts, job.samplings, other.texts, one.texts, strict=True)
+        for prompt, sampling, expected, got in rows:
+            if expected == got:
+                continue
+            chooser = Chooser(sampling.with_seed(), logit_width(model))
+            parting = find_parting(
+                model, chooser, prompt, expected, got, width=arm.width, places=PLACES
+            )
+            assert parting is not None
+            if not parting.near_tie and len(expected) == len(got):
+                # A batch may round further off than a single row's widths do.
+                assert parting.margin < 0.05, f"{group}, {arm.name}: {parting}"
+            ties += 1
+    return ties
+
+
+if __name__ == "__main__":
+    run(app)
