@@ -258,3 +258,11 @@ def test_the_raw_answer_is_one_json_object(server: Server) -> None:
     assert answer.headers["content-type"] == "application/json"
     assert int(answer.headers["content-length"]) == len(answer.body)
     assert json.loads(answer.body)["object"] == "text_completion"
+
+
+def test_a_stream_tells_how_much_of_its_prompt_was_read(server: Server) -> None:
+    answer = post(server, {**DRAWN, "prompt": "KEEPALIVE" * 9, "stream": True})
+    lines = [line for line in answer.body.split(b"\n") if line.startswith(b":")]
+    assert lines
+    assert all(line.endswith(b"/81") for line in lines)
+    assert lines[-1] == b": keepalive 80/81"

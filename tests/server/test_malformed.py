@@ -43,6 +43,7 @@ FIELDS = [
     ("stop", ""),
     ("stop", [1]),
     ("stop", ["x"] * 17),
+    ("stop", "x" * 501),
     ("stream", "yes"),
     ("stream_options", {"include_usage": True}),
     ("n", 2),
@@ -57,6 +58,7 @@ FIELDS = [
     ("logit_bias.5", {"5": 101}),
     ("xtc_threshold", 0.6),
     ("repetition_penalty", -1),
+    ("repetition_penalty", 1e-300),
     ("presence_context_size", -1),
     ("adapters", "folder"),
     ("draft_model", "other"),
@@ -69,6 +71,10 @@ FIELDS = [
     ("speculative.off", {"off": True, "max_draft": 2}),
     ("speculative.on", {"on": True}),
     ("response_format", {"type": "json_schema"}),
+    (
+        "response_format",
+        {"type": "json_schema", "json_schema": {"schema": {"a": "b" * 40_000}}},
+    ),
     ("response_format.type", {"type": "xml"}),
     ("prompt", 5),
     ("prompt", ["A", "B"]),
@@ -78,7 +84,7 @@ FIELDS = [
 ]
 
 
-@pytest.mark.parametrize(("param", "value"), FIELDS, ids=str)
+@pytest.mark.parametrize(("param", "value"), FIELDS, ids=lambda value: str(value)[:50])
 def test_a_wrong_field_is_named(server: Server, param: str, value: Any) -> None:
     body = {**GOOD, param.split(".")[0]: value}
     error = post(server, body).refused(400)

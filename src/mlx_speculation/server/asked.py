@@ -4,6 +4,7 @@ Fields that would change the text and are not offered are refused, not passed ov
 is every name that is not known.
 """
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,12 @@ from mlx_speculation.server.settings import Settings
 
 SEEDS = 2**64
 MOST_ALTERNATIVES = 20
-MOST_STOPS = 16
+# Each token is compared with every beginning of a stop.
+MOST_STOPS, LONGEST_STOP = 16, 500
+# The time that a grammar takes grows with the square of this, and all wait for it.
+LARGEST_SCHEMA = 1 << 15
+# Logits are divided by it, and have to stay finite.
+SMALLEST_DIVISOR = 0.01
 PENALTIES = ("repetition", "presence", "frequency")
 # Keywords of a chat template that are not the template's: a client's own template could
 # run for ever.
@@ -178,7 +184,9 @@ def _sampling(fields: Fields, settings: Settings) -> dict[str, Any]:
     for kind in PENALTIES:
         low = 0 if kind == "repetition" else -100
         name, size = f"{kind}_penalty", f"{kind}_context_size"
-        options[name] = fields.number(name, 0, low, 100)
+        options[name] = value = fields.number(name, 0, low, 100)
+        if kind == "repetition" and 0 < value < SMALLEST_DIVISOR:
+            raise fields.wrong(name, value, f"0 or at least {SMALLEST_DIVISOR:g}")
         options[size] = fields.whole(size, 20, 0, 2**31)
     return options
 
@@ -207,9 +215,12 @@ def _stop(fields: Fields) -> tuple[str, ...]:
         isinstance(stop, str) and stop for stop in stops
     ):
         raise fields.wrong("stop", given, "a text, or a list of texts, none empty,")
-    if len(stops) > MOST_STOPS:
+    longest = max(map(len, stops), default=0)
+    if len(stops) > MOST_STOPS or longest > LONGEST_STOP:
         raise invalid(
-            f"stop holds {len(stops)} texts, and {MOST_STOPS} may be.", "stop"
+            f"stop holds {len(stops)} texts of up to {longest} characters, and "
+            f"{MOST_STOPS} of up to {LONGEST_STOP} may be.",
+            "stop",
         )
     return tuple(stops)
 
@@ -254,6 +265,12 @@ def _schema(fields: Fields) -> dict[str, Any] | None:
     details.end()
     if schema is None:
         raise details.wrong("schema", None, "a JSON schema")
+    size = len(json.dumps(schema))
+    if size > LARGEST_SCHEMA:
+        raise invalid(
+            f"The schema has {size} characters, and {LARGEST_SCHEMA} may be.",
+            "response_format",
+        )
     return schema
 
 

@@ -25,7 +25,7 @@ from mlx_speculation.server.connections import (
     client_left,
     drain,
 )
-from mlx_speculation.server.jobs import ClientLeftError, Job, Token
+from mlx_speculation.server.jobs import ClientLeftError, Job, Read, Token
 from mlx_speculation.server.metrics import Metrics
 from mlx_speculation.server.refusals import ApiError, as_api_error, invalid
 from mlx_speculation.server.settings import Settings
@@ -142,9 +142,18 @@ class Handler(ChatHandler):
     def _responses(self, job: Job) -> Iterator[Any]:
         """Yield the text in pieces, and note what is not text."""
         for piece in job.pieces(self._check):
+            if isinstance(piece, Read):
+                self._keep_alive(piece.tokens, job.prompt_tokens)
+                continue
             self._unsent += piece.tokens
             self._result = piece.result
             yield response(piece.text, piece.token, ended=piece.result is not None)
+
+    def _keep_alive(self, read: int, of: int) -> None:
+        """Let proxies see that a stream with a long prompt goes on, as mlx-lm does."""
+        assert self._asked is not None
+        if self._asked.stream:
+            self.wfile.write(f": keepalive {read}/{of}\n\n".encode())
 
     def _check(self) -> None:
         """Raise where waiting is of no use."""

@@ -76,6 +76,13 @@ class Piece:
     result: "Result | None" = None
 
 
+@dataclass(frozen=True, slots=True)
+class Read:
+    """How many tokens of the prompt were read so far."""
+
+    tokens: int
+
+
 class Job:
     """One request.
 
@@ -90,7 +97,7 @@ class Job:
         self.arrived = time.monotonic()
         self.deadline = self.arrived + seconds
         self.began: float | None = None
-        self.prompt_tokens = 0
+        self.prompt_tokens = self._read = 0
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._cancelled = False
 
@@ -108,6 +115,11 @@ class Job:
         """Let the engine remove it before the next round."""
         self._cancelled = True
 
+    def heard(self, tokens: int) -> None:
+        """Note that so many more tokens of the prompt were read."""
+        self._read += tokens
+        self.put(Read(self._read))
+
     def put(self, event: Any) -> None:
         """Hand over a context, a piece, or an `ApiError` that ends the request."""
         self._events.put(event)
@@ -120,12 +132,12 @@ class Job:
         """
         return self._next(alive)
 
-    def pieces(self, alive: Callable[[], None]) -> Iterator[Piece]:
+    def pieces(self, alive: Callable[[], None]) -> Iterator[Piece | Read]:
         """Yield the answer; see `wait_for_context`."""
         while True:
-            piece = self._next(alive)
-            yield piece
-            if piece.result is not None:
+            event = self._next(alive)
+            yield event
+            if isinstance(event, Piece) and event.result is not None:
                 return
 
     def _next(self, alive: Callable[[], None]) -> Any:

@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from mlx_speculation.engine import SpeculativeGenerator
 from mlx_speculation.engine.batch import BatchGenerator
+from mlx_speculation.engine.handling import Handling
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models.mlx_lm_server import (
     EngineThread,
@@ -262,6 +263,7 @@ class Worker(EngineThread):
             "draft_length": length,
             "logprobs": asked.logprobs,
             "constraint": _constraint(asked.schema, tokenizer),
+            "handling": Handling(heard=job.heard),
         }
 
     def _round(self, rows: Rows) -> None:
