@@ -18,7 +18,8 @@ from mlx_speculation.models import GenerationResponse
 class SpeculativeResponse(GenerationResponse):
     """mlx-lm's response, with our statistics.
 
-    `from_draft` says whether the token was drafted and accepted. `logprobs` are
+    `from_draft` says whether the token was drafted and accepted, as mlx-lm's, but for
+    the last of `max_tokens`: nothing would be gained by a draft of it. `logprobs` are
     float32 [vocab], not evaluated, and minus infinity for ids that the tokenizer lacks.
 
     Attributes:

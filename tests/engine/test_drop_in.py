@@ -387,6 +387,29 @@ def test_progress_is_told_as_mlx_lm_tells_it() -> None:
         assert told[-1] == (tokens, tokens)
 
 
+@pytest.mark.parametrize("length", [1, 3, 6])
+@pytest.mark.parametrize("end", [0, 5, 30])
+def test_tokens_are_from_the_draft_where_mlx_lm_says_so(length: int, end: int) -> None:
+    model, text = known("llama")
+    small = build("llama", seed=1)
+    for draft in (model, small):
+        for budget in (1, 2, length + 1, 24):
+            options: dict[str, Any] = {
+                "max_tokens": budget,
+                "draft_model": draft,
+                "num_draft_tokens": length,
+            }
+            tokenizer = ending_with(text[end])
+            theirs = list(mlx_lm.stream_generate(model, tokenizer, PROMPT, **options))
+            ours = list(stream_generate(model, tokenizer, PROMPT, **options))
+            assert [r.token for r in ours] == [r.token for r in theirs]
+            flags = [[r.from_draft for r in responses] for responses in (ours, theirs)]
+            if len(theirs) == budget:  # the last one is not drafted by us
+                assert ours[-1].from_draft is False
+                flags = [each[:-1] for each in flags]
+            assert flags[0] == flags[1]
+
+
 def test_a_text_without_a_limit_goes_on_until_it_is_closed() -> None:
     model, text = known("llama")
     options: dict[str, Any] = {"max_tokens": -1, "draft_model": drafter_of(text)}
