@@ -115,6 +115,26 @@ def test_calibrate_prints_what_rounds_cost(
     assert len(list((tmp_path / "costs").glob("*.json"))) == 1
 
 
+def test_next_to_nothing_is_loaded_before_ctrl_c_is_looked_after() -> None:
+    """What Python loads at its own start aside; nobody can catch Ctrl-C in there."""
+    code = """
+import os, signal, sys
+before = set(sys.modules)
+from mlx_speculation.cli import main
+print(*sorted(set(sys.modules) - before))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    own = {name for name in done.stdout.split() if name.startswith("mlx_speculation")}
+    assert own == {
+        "mlx_speculation",
+        "mlx_speculation.cli",
+        "mlx_speculation.errors",
+    }
+    assert len(done.stdout.split()) < 30, done.stdout
+
+
 @pytest.mark.parametrize(
     "when",
     [

@@ -13,7 +13,6 @@ on a Linux CPU the BLAS has to be chosen before mlx is loaded; see `blas`.
 """
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from mlx_speculation.errors import (
@@ -70,7 +69,7 @@ if TYPE_CHECKING:
         pure,
     )
 
-__version__ = version("mlx-speculation")
+    __version__: str
 
 __all__ = [
     "AssistantDraft",
@@ -163,9 +162,14 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    value: object
+    if name == "__version__":
+        # Its module takes longer to load than all that the command line needs first.
+        value = import_module("importlib.metadata").version("mlx-speculation")
+    elif name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value  # The next access does not come here.
     return value
 
