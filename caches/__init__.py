@@ -19,6 +19,7 @@ from mlx_speculation.caches.kinds import (
 from mlx_speculation.caches.kv_quantization import KVQuantization
 from mlx_speculation.caches.loading import LoadedCaches, load_caches, load_into
 from mlx_speculation.caches.prefix_cache import PrefixCache
+from mlx_speculation.caches.ragged import RaggedKVCache
 from mlx_speculation.caches.reading import check_readable, read_rows
 from mlx_speculation.caches.running_points import RunningPoints
 from mlx_speculation.caches.saving import save_caches
@@ -38,6 +39,7 @@ __all__ = [
     "KVQuantization",
     "LoadedCaches",
     "PrefixCache",
+    "RaggedKVCache",
     "RecordedCall",
     "RecordingArraysCache",
     "RecordingLayerCache",

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, KVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
+from mlx_speculation.caches.held_rows import native_type
 from mlx_speculation.caches.kinds import flat, states
+from mlx_speculation.caches.ragged import RaggedKVCache
 from mlx_speculation.caches.sliding_lists import as_native
 
 
@@ -19,9 +21,20 @@ def merged(rows: Sequence[Sequence[Any]]) -> list[Any]:
     Args:
         rows: the caches of each, one per layer.
     """
-    layers = zip(*(as_native(caches) for caches in rows), strict=True)
-    found = [type(layer[0]).merge(list(layer)) for layer in layers]
+    found = _merged([as_native(caches) for caches in rows])
     mx.eval(states(found))
+    return found
+
+
+def _merged(rows: Sequence[Sequence[Any]]) -> list[Any]:
+    found: list[Any] = []
+    for layer in zip(*rows, strict=True):
+        if type(layer[0]) is CacheList:
+            found.append(CacheList(*_merged([one.caches for one in layer])))
+        elif native_type(layer[0]) is KVCache:
+            found.append(RaggedKVCache.merge(layer))
+        else:
+            found.append(type(layer[0]).merge(list(layer)))
     return found
 
 

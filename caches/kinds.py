@@ -33,6 +33,7 @@ from mlx_speculation.caches.isolated import isolate
 from mlx_speculation.caches.journal import Journal
 from mlx_speculation.caches.key_steps import KeySteps
 from mlx_speculation.caches.kv import KVJournal
+from mlx_speculation.caches.ragged import RaggedJournal, RaggedKVCache
 from mlx_speculation.caches.rotating import RotatingJournal
 from mlx_speculation.caches.sliding import SlidingKVCache
 from mlx_speculation.caches.sliding_journal import SlidingJournal
@@ -51,8 +52,9 @@ JOURNALS: dict[type, OpenJournal] = {
     BatchKVCache: lambda cache, whole: BatchKVJournal(cache),
     BatchRotatingKVCache: lambda cache, whole: BatchRotatingJournal(cache, whole=whole),
     SlidingKVCache: lambda cache, whole: SlidingJournal(cache, whole=whole),
+    RaggedKVCache: lambda cache, whole: RaggedJournal(cache),
 }
-BATCHES = frozenset({BatchKVCache, BatchRotatingKVCache})
+BATCHES = frozenset({BatchKVCache, BatchRotatingKVCache, RaggedKVCache})
 KNOWN = (*JOURNALS, CacheList)
 # A cache of which a snapshot shares rows is of a class of its own meanwhile.
 JOURNALS |= {

@@ -61,6 +61,7 @@ from support.batch_rounds import (
 from support.batch_twins import (
     AttentionKind,
     BatchArraysKind,
+    RaggedKind,
 )
 from support.cache_twins import Mixers
 from support.twin_rounds import played
@@ -89,6 +90,22 @@ def test_rows_of_a_batch_kv_cache_equal_their_twins(
     monkeypatch.setattr(batch_kv, "LOOSE", loose)
     kinds = st.sampled_from([4, 256]).map(lambda step: AttentionKind(step=step))
     note_rounds(run(kinds, share=0.15))
+
+
+def test_rows_of_a_ragged_cache_equal_their_twins(
+    note_rounds: Callable[[int], None],
+) -> None:
+    """Also below a window that the model alone knows of.
+
+    Faults made by hand and found: a row is written one column off; a rollback leaves
+    lengths or offsets; a ragged commit leaves offsets; the mask of a row is that of
+    another; rows of one length count as such for a wide write with a window; `filter`
+    keeps too few columns; `extract` takes another row's length.
+    """
+    kinds = st.builds(
+        RaggedKind, step=st.sampled_from([4, 256]), narrow=st.sampled_from([None, 5])
+    )
+    note_rounds(run(kinds, share=0.15, beginnings=("merged",)))
 
 
 RINGS = st.builds(

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from mlx_speculation.caches import Speculation
+from mlx_speculation.caches import RaggedKVCache, Speculation
 from support.cache_twins import Mixers, Rows, Visible, detached, tagged
 
 _EMBEDDINGS = mx.random.normal((97, 64), key=mx.random.key(5))
@@ -142,6 +142,27 @@ class AttentionKind:
         if row is None:
             return [mx.array(cache.offset)]
         return [cache.offset[row]]
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedKind(AttentionKind):
+    """`RaggedKVCache`, which begins with rows that were fed alone."""
+
+    def merge(self, caches: list[Any]) -> Any:
+        cache = RaggedKVCache.merge(caches)
+        cache.step = self.step
+        return cache
+
+    def fields(self, cache: Any) -> list[Any]:
+        rows = []  # what lies behind a row's end is nobody's
+        for row, length in enumerate(cache.lengths):
+            if cache.keys is not None:
+                keys, values = (
+                    cache.keys[row, :, :length],
+                    cache.values[row, :, :length],
+                )
+                rows += [detached(keys), detached(values)]
+        return [cache.offset[...], list(cache.lengths), cache.empty(), *rows]
 
 
 @dataclass(frozen=True, slots=True)

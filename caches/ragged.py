@@ -1,0 +1,272 @@
+"""Keys and values of a batch whose rows all begin at column 0 and end where they end.
+
+mlx-lm's `BatchKVCache` lets rows end at one column, with padding on their left. Rows
+that keep different numbers of positions then have to be moved, which copies all of
+them in every such round. Here each row is written behind its own last position, and
+what a row keeps is a number:
+
+    rows of 5 and 2 positions, capacity 8      a b c d e . . .     x y . . . . . .
+    a write of 3 to both                       a b c d e f g h     x y z u v . . .
+    commit([1, 3])                             lengths 6 and 5, nothing is copied
+    shown for the next write of 1              columns [0, 7), a mask for each row
+
+What lies behind a row's length is hidden by the mask, which every round makes anyway:
+rows of different lengths need one with left padding too. It is a `BatchKVCache` for
+models: the same `offset` of each row, `make_mask` and `update_and_fetch`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import BatchKVCache, KVCache
+
+from mlx_speculation.caches.journal import Keep
+from mlx_speculation.errors import UnsupportedCacheError
+
+
+class RaggedKVCache(BatchKVCache):
+    """Keys and values of several sequences, each from column 0 on.
+
+    Args:
+        rows: how many sequences.
+
+    Attributes:
+        keys: [rows, heads, columns, dim]; None while nothing was written.
+        values: likewise.
+        offset: int32 [rows], the positions of each row, as models read them.
+        lengths: the same, on the host.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.keys: Any = None
+        self.values: Any = None
+        self.lengths = [0] * rows
+        self.offset = mx.zeros((rows,), mx.int32)
+
+    @classmethod
+    def merge(cls, caches: Sequence[KVCache]) -> "RaggedKVCache":
+        """Return a batch that holds copies of what these caches of one row do."""
+        merged = cls(len(caches))
+        merged.lengths = [int(cache.offset) for cache in caches]
+        merged.offset = mx.array(merged.lengths, mx.int32)
+        held: list[Any] = [cache for cache in caches if cache.offset]
+        if held:
+            merged.keys = merged._room(held[0].keys, len(caches))
+            merged.values = merged._room(held[0].values, len(caches))
+        for row, one in enumerate(caches):
+            cache: Any = one
+            if cache.offset:
+                stop = cache.offset
+                merged.keys[row : row + 1, :, :stop] = cache.keys[..., :stop, :]
+                merged.values[row : row + 1, :, :stop] = cache.values[..., :stop, :]
+        return merged
+
+    @property
+    def columns(self) -> int:
+        """How many columns the longest row takes."""
+        return max(self.lengths, default=0)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        """Write behind each row's last position; show all columns up to the longest.
+
+        Args:
+            keys: [rows, heads, positions, dim].
+            values: likewise.
+        """
+        width = keys.shape[2]
+        stop = self.columns + width
+        if self.keys is None:
+            rows = keys.shape[0]
+            self.keys, self.values = self._room(keys, rows), self._room(values, rows)
+        if stop > self.keys.shape[2]:
+            more = self._whole(stop) - self.keys.shape[2]
+            self.keys = mx.pad(self.keys, [(0, 0), (0, 0), (0, more), (0, 0)])
+        if stop > self.values.shape[2]:
+            more = self._whole(stop) - self.values.shape[2]
+            self.values = mx.pad(self.values, [(0, 0), (0, 0), (0, more), (0, 0)])
+        if self._even:
+            start = self.lengths[0]
+            self.keys[..., start : start + width, :] = keys
+            self.values[..., start : start + width, :] = values
+        else:
+            places = self.offset[:, None] + mx.arange(width, dtype=mx.int32)
+            places = places[:, None, :, None]  # [rows, 1, positions, 1]
+            self.keys = mx.put_along_axis(self.keys, places, keys, axis=2)
+            self.values = mx.put_along_axis(self.values, places, values, axis=2)
+        self.lengths = [length + width for length in self.lengths]
+        self.offset = self.offset + width
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> Any:
+        """Return the columns up to the longest row's end."""
+        stop = self.columns
+        return self.keys[..., :stop, :], self.values[..., :stop, :]
+
+    def make_mask(  # type: ignore[override]
+        self,
+        N: int,  # noqa: N803  mlx-lm's name
+        return_array: bool = False,
+        window_size: int | None = None,
+    ) -> Any:
+        """Return which columns each of the next N positions of a row sees.
+
+        Rows of one length need no mask for one position, and a causal one for several.
+        """
+        if self._even and window_size is None and not return_array:
+            return None if N == 1 else "causal"
+        columns = mx.arange(self.columns + N, dtype=mx.int32)
+        last = self.offset[:, None, None, None]
+        last = last + mx.arange(N, dtype=mx.int32)[:, None]  # [rows, 1, N, 1]
+        mask = columns <= last
+        if window_size is not None:
+            mask = mask & (columns > last - window_size)
+        return mask
+
+    def filter(self, batch_indices: Any) -> None:
+        """Keep these rows, in this order, and no more columns than they need."""
+        places: Any = mx.array(batch_indices)
+        self.lengths = [self.lengths[index] for index in places.tolist()]
+        self.offset = self.offset[places]
+        if self.keys is not None:
+            stop = self._whole(self.columns)
+            self.keys = self.keys[places][..., :stop, :]
+            self.values = self.values[places][..., :stop, :]
+
+    def extend(self, other: Any) -> None:
+        """Let the rows of another batch stand behind these."""
+        some: Any = self if self.keys is not None else other
+        if some.keys is not None:
+            stop = max(self._columns_held, other._columns_held)
+            both = [
+                (
+                    cache._padded(cache.keys, some.keys, stop),
+                    cache._padded(cache.values, some.values, stop),
+                )
+                for cache in (self, other)
+            ]
+            self.keys = mx.concatenate([keys for keys, _ in both])
+            self.values = mx.concatenate([values for _, values in both])
+        self.lengths = self.lengths + other.lengths
+        self.offset = mx.concatenate([self.offset, other.offset])
+
+    def extract(self, idx: int) -> KVCache:
+        """Return a copy of one row as a cache of its own."""
+        cache: Any = KVCache()
+        stop = self.lengths[idx]
+        if self.keys is not None and stop:
+            cache.keys = mx.contiguous(self.keys[idx : idx + 1, :, :stop])
+            cache.values = mx.contiguous(self.values[idx : idx + 1, :, :stop])
+            cache.offset = stop
+        found: KVCache = cache
+        return found
+
+    @property
+    def state(self) -> Any:
+        """Its arrays, for an evaluation."""
+        return self.keys, self.values, self.offset
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        raise _refused("state")
+
+    def prepare(self, **padding: Any) -> None:
+        """Refuse padding: prompts are read alone."""
+        raise _refused("prepare()")
+
+    def finalize(self) -> None:
+        """Do nothing: there is no padding."""
+
+    def trim(self, n: int) -> int:
+        """Take the last n positions off every row, or all that the shortest has."""
+        n = min(n, min(self.lengths, default=0))
+        self.lengths = [length - n for length in self.lengths]
+        self.offset = self.offset - n
+        return n
+
+    def size(self) -> int:
+        """Return how many columns the longest row takes."""
+        return self.columns
+
+    @property
+    def _even(self) -> bool:
+        return len(set(self.lengths)) == 1
+
+    @property
+    def _columns_held(self) -> int:
+        return 0 if self.keys is None else int(self.keys.shape[2])
+
+    def _whole(self, columns: int) -> int:
+        """Return a number of columns in whole steps."""
+        return -(-columns // self.step) * self.step
+
+    def _room(self, like: mx.array, rows: int) -> mx.array:
+        """Return zeros for the longest row, of the heads and the dtype of an array."""
+        _, heads, _, dim = like.shape
+        return mx.zeros(
+            (rows, heads, self._whole(max(1, self.columns)), dim), like.dtype
+        )
+
+    def _padded(self, array: Any, like: mx.array, columns: int) -> mx.array:
+        """Return an array of these rows with so many columns."""
+        if array is None:
+            _, heads, _, dim = like.shape
+            return mx.zeros((len(self.lengths), heads, columns, dim), like.dtype)
+        more = columns - array.shape[2]
+        padded: mx.array = mx.pad(array, [(0, 0), (0, 0), (0, more), (0, 0)])
+        return padded if more else array
+
+
+def _refused(what: str) -> UnsupportedCacheError:
+    return UnsupportedCacheError(
+        f"{what} of a RaggedKVCache was asked for, and its rows have no padding and "
+        "are not loaded. Extract a row, or read prompts alone and merge their caches."
+    )
+
+
+class RaggedJournal:
+    """Journal of one `RaggedKVCache`: undone and kept by lengths, nothing is copied."""
+
+    live = True
+
+    def __init__(self, cache: RaggedKVCache) -> None:
+        self._cache: Any = cache
+        self._lengths, self._offset = cache.lengths, cache.offset
+        self._was_empty = cache.keys is None
+
+    @property
+    def presented(self) -> RaggedKVCache:
+        """The live cache."""
+        shown: RaggedKVCache = self._cache
+        return shown
+
+    @property
+    def rows(self) -> int:
+        """Sequences in the batch."""
+        return len(self._lengths)
+
+    @property
+    def written(self) -> int:
+        """Positions appended to every row since the journal was opened."""
+        return int(self._cache.lengths[0] - self._lengths[0])
+
+    def prepare(self, keep: Keep) -> None:
+        """Nothing can fail."""
+
+    def commit(self, keep: Keep) -> None:
+        """Set every row's length."""
+        if keep == 0:
+            self.rollback()
+        elif self.written:
+            each = [keep] * self.rows if isinstance(keep, int) else list(keep)
+            pairs = zip(self._lengths, each, strict=True)
+            self._cache.lengths = [length + kept for length, kept in pairs]
+            more = keep if isinstance(keep, int) else mx.array(each, mx.int32)
+            self._cache.offset = self._offset + more
+
+    def rollback(self) -> None:
+        """Give the lengths back; an empty cache becomes empty again."""
+        cache = self._cache
+        cache.lengths, cache.offset = self._lengths, self._offset
+        if self._was_empty:
+            cache.keys = cache.values = None
