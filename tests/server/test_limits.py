@@ -12,7 +12,9 @@ import openai
 import pytest
 
 from mlx_speculation import InvalidRequestError, PrefixCache
-from mlx_speculation.server import Server, Settings
+from mlx_speculation.engine.batch import BatchGenerator
+from mlx_speculation.server import Server, Settings, jobs
+from mlx_speculation.server.worker import Worker
 from support.servers import (
     NAME,
     answer_of,
@@ -246,3 +248,51 @@ def test_a_port_that_is_taken_is_a_clear_error() -> None:
     port = taken.getsockname()[1]
     with taken, pytest.raises(InvalidRequestError, match="cannot listen at"):
         Server(Settings(names=(NAME,)), make_tiny(), port=port)
+
+
+def test_a_batch_that_fails_as_a_whole_begins_anew(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = BatchGenerator.next
+
+    def fail(batch: BatchGenerator) -> Any:
+        monkeypatch.setattr(BatchGenerator, "next", real)
+        raise RuntimeError("a secret of this machine")
+
+    monkeypatch.setattr(BatchGenerator, "next", fail)
+    error = post(server, SHORT).refused(500)
+    assert error["message"] == (
+        "The server failed (RuntimeError); its log has the details."
+    )
+    assert post(server, SHORT).status == 200
+    assert not server.worker.busy
+
+
+def test_an_engine_that_has_died_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(worker: Worker) -> None:
+        raise RuntimeError("dead")
+
+    with serving() as server:
+        monkeypatch.setattr(Worker, "_note_levels", fail)
+        until(lambda: not server.worker.alive)
+        assert get(server, "/health").status == 503
+        post(server, SHORT).refused(503)
+
+
+def test_an_engine_that_hangs_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jobs, "OVERDUE_SECONDS", 0.1)
+    release = threading.Event()
+    real = BatchGenerator.next
+
+    def hang(batch: BatchGenerator) -> Any:
+        release.wait(20)
+        return real(batch)
+
+    with serving(limits={"seconds": 0.3}) as server:
+        monkeypatch.setattr(BatchGenerator, "next", hang)
+        error = post(server, SHORT).refused(504)
+        assert error["message"] == "The engine does not answer."
+        release.set()
+        until(lambda: not server.worker.busy)

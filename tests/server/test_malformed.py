@@ -150,6 +150,16 @@ def test_a_body_that_is_none_is_refused(server: Server, body: bytes) -> None:
     post(server, body).refused(400)
 
 
+def test_nesting_is_counted_outside_of_texts() -> None:
+    deep = b'{"a":' * 63 + b"[]" + b"}" * 63
+    assert refusal(lambda: parsed(deep)) == 0
+    deeper = b'{"a":' + deep + b"}"
+    with pytest.raises(ApiError, match="nested more than 64 deep"):
+        parsed(deeper)
+    in_text = json.dumps({"a": '[{"\\' * 1000, "b": [[]] * 50}).encode()
+    assert refusal(lambda: parsed(in_text)) == 0
+
+
 RAW = [
     (b"NONSENSE\r\n\r\n", 400),
     (b"GET\r\n\r\n", 400),

@@ -4,24 +4,15 @@ Fields that would change the text and are not offered are refused, not passed ov
 is every name that is not known.
 """
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_speculation.server import wishes
 from mlx_speculation.server.chats import checked_messages, checked_tools
 from mlx_speculation.server.fields import Fields
 from mlx_speculation.server.refusals import ApiError, invalid
 from mlx_speculation.server.settings import Settings
 
-SEEDS = 2**64
-MOST_ALTERNATIVES = 20
-# Each token is compared with every beginning of a stop.
-MOST_STOPS, LONGEST_STOP = 16, 500
-# The time that a grammar takes grows with the square of this, and all wait for it.
-LARGEST_SCHEMA = 1 << 15
-# Logits are divided by it, and have to stay finite.
-SMALLEST_DIVISOR = 0.01
-PENALTIES = ("repetition", "presence", "frequency")
 # Keywords of a chat template that are not the template's: a client's own template could
 # run for ever.
 RESERVED = frozenset(
@@ -91,7 +82,7 @@ def read_request(given: dict[str, Any], settings: Settings, *, chat: bool) -> As
     else:
         prompt = _prompt(fields)
         body["prompt"] = ""
-    draft, length = _speculative(fields, settings)
+    draft, length = wishes.speculative(fields, settings)
     asked = Asked(
         chat=chat,
         body=body,
@@ -99,10 +90,10 @@ def read_request(given: dict[str, Any], settings: Settings, *, chat: bool) -> As
         template_args=template_args,
         stream=stream,
         max_tokens=_max_tokens(fields, settings),
-        sampling=_sampling(fields, settings),
-        stop=_stop(fields),
-        logprobs=_chat_logprobs(fields) if chat else _text_logprobs(fields),
-        schema=_schema(fields),
+        sampling=wishes.sampling(fields, settings),
+        stop=wishes.stop(fields),
+        logprobs=wishes.chat_logprobs(fields) if chat else wishes.text_logprobs(fields),
+        schema=wishes.schema(fields),
         draft=draft,
         draft_length=length,
     )
@@ -167,140 +158,6 @@ def _max_tokens(fields: Fields, settings: Settings) -> int:
     if newer is not None:
         return newer
     return settings.defaults.max_tokens if older is None else older
-
-
-def _sampling(fields: Fields, settings: Settings) -> dict[str, Any]:
-    defaults = settings.defaults
-    options: dict[str, Any] = {
-        "temperature": fields.number("temperature", defaults.temperature, 0, 100),
-        "top_p": fields.number("top_p", defaults.top_p, 0, 1),
-        "min_p": fields.number("min_p", defaults.min_p, 0, 1),
-        "top_k": fields.whole("top_k", defaults.top_k, 0, 2**31),
-        "xtc_probability": fields.number("xtc_probability", 0, 0, 1),
-        "xtc_threshold": fields.number("xtc_threshold", 0.1, 0, 0.5),
-        "logit_bias": _logit_bias(fields),
-        "seed": _seed(fields),
-    }
-    for kind in PENALTIES:
-        low = 0 if kind == "repetition" else -100
-        name, size = f"{kind}_penalty", f"{kind}_context_size"
-        options[name] = value = fields.number(name, 0, low, 100)
-        if kind == "repetition" and 0 < value < SMALLEST_DIVISOR:
-            raise fields.wrong(name, value, f"0 or at least {SMALLEST_DIVISOR:g}")
-        options[size] = fields.whole(size, 20, 0, 2**31)
-    return options
-
-
-def _seed(fields: Fields) -> int | None:
-    """Return a seed of 64 bits; negative ones count from the top."""
-    seed = fields.whole("seed", None, -(2**63), SEEDS - 1)
-    return None if seed is None else seed % SEEDS
-
-
-def _logit_bias(fields: Fields) -> dict[int, float]:
-    bias = fields.object("logit_bias") or {}
-    inner = Fields(bias, "logit_bias.")
-    found = {}
-    for name in bias:
-        if not (name.isascii() and name.isdigit() and len(name) < 10):
-            raise fields.wrong("logit_bias", name, "token ids as names")
-        found[int(name)] = inner.number(name, 0, -100, 100)
-    return found
-
-
-def _stop(fields: Fields) -> tuple[str, ...]:
-    given = fields.take("stop", [])
-    stops = [given] if isinstance(given, str) else given
-    if not isinstance(stops, list) or not all(
-        isinstance(stop, str) and stop for stop in stops
-    ):
-        raise fields.wrong("stop", given, "a text, or a list of texts, none empty,")
-    longest = max(map(len, stops), default=0)
-    if len(stops) > MOST_STOPS or longest > LONGEST_STOP:
-        raise invalid(
-            f"stop holds {len(stops)} texts of up to {longest} characters, and "
-            f"{MOST_STOPS} of up to {LONGEST_STOP} may be.",
-            "stop",
-        )
-    return tuple(stops)
-
-
-def _chat_logprobs(fields: Fields) -> int | None:
-    wanted = fields.flag("logprobs")
-    # -1 is mlx-lm's way of saying none.
-    top = fields.whole("top_logprobs", None, -1, MOST_ALTERNATIVES)
-    if top is not None and top > 0 and not wanted:
-        raise invalid("top_logprobs is given without logprobs: true.", "top_logprobs")
-    return max(top or 0, 0) if wanted else None
-
-
-def _text_logprobs(fields: Fields) -> int | None:
-    """Return the number of alternatives, in OpenAI's way or in the chat's."""
-    given = fields.take("logprobs")
-    if given is None or isinstance(given, bool):
-        again = {"logprobs": given, "top_logprobs": fields.take("top_logprobs")}
-        return _chat_logprobs(Fields(again))
-    return Fields({"logprobs": given}).whole("logprobs", None, 0, MOST_ALTERNATIVES)
-
-
-def _schema(fields: Fields) -> dict[str, Any] | None:
-    given = fields.object("response_format")
-    if given is None:
-        return None
-    inner = Fields(given, "response_format.")
-    kind = inner.only("type", "text", "json_object", "json_schema")
-    if kind is None:
-        raise inner.wrong("type", None, "'text', 'json_object' or 'json_schema'")
-    described = inner.object("json_schema")
-    inner.end()
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return {"type": "object"}
-    if described is None:
-        raise inner.wrong("json_schema", None, "an object with a schema")
-    details = Fields(described, "response_format.json_schema.")
-    schema = details.object("schema")
-    details.without_effect("name", "description", "strict")
-    details.end()
-    if schema is None:
-        raise details.wrong("schema", None, "a JSON schema")
-    size = len(json.dumps(schema))
-    if size > LARGEST_SCHEMA:
-        raise invalid(
-            f"The schema has {size} characters, and {LARGEST_SCHEMA} may be.",
-            "response_format",
-        )
-    return schema
-
-
-def _speculative(fields: Fields, settings: Settings) -> tuple[str | None, int | None]:
-    """Return what drafts, and how many tokens at most."""
-    given = fields.object("speculative")
-    most = settings.limits.draft_tokens
-    mlx_lm_length = fields.whole("num_draft_tokens", None, 0, most)
-    fields.only("draft_model", "default_model")
-    if given is None:
-        return None, mlx_lm_length
-    inner = Fields(given, "speculative.")
-    name = inner.text("draft")
-    length = inner.whole("max_draft", mlx_lm_length, 0, most)
-    off = inner.flag("off")
-    inner.end()
-    known = [one for one in (settings.draft, "lookup") if one is not None]
-    if name is not None and name not in known:
-        raise invalid(
-            f"speculative.draft is {name[:200]!r}, and there is "
-            f"{' and '.join(repr(one) for one in dict.fromkeys(known))}.",
-            "speculative.draft",
-        )
-    if off and (length or name is not None):
-        raise invalid(
-            "speculative.off is true, and draft or max_draft ask for drafts. Leave one "
-            "of them out.",
-            "speculative.off",
-        )
-    return (None if name == settings.draft else name), 0 if off else length
 
 
 def _refuse_the_rest(fields: Fields) -> None:

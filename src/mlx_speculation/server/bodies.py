@@ -2,13 +2,45 @@
 
 import json
 import re
-from typing import Any
+from email.message import Message
+from typing import Any, BinaryIO
 
 from mlx_speculation.server.refusals import ApiError, invalid
 
 DEEPEST = 64
 # A string that is not closed goes to the end, so that no byte is looked at twice.
 _STRINGS_AND_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
+
+
+def read_body(headers: Message, source: BinaryIO, most: int) -> bytes:
+    """Return as many bytes as the client has announced.
+
+    Args:
+        headers: of the request.
+        source: what follows them.
+        most: how many there may be.
+
+    Raises:
+        ApiError: there are more, or fewer came, or it is not said how many.
+    """
+    given = headers.get_all("Content-Length", [])
+    if not given:
+        raise ApiError(411, "Content-Length is missing, and has to be sent.")
+    if len(set(given)) > 1 or not re.fullmatch(r"[0-9]{1,18}", given[0].strip()):
+        raise invalid("Content-Length is not one whole number.")
+    length = int(given[0])
+    if length > most:
+        raise ApiError(
+            413,
+            f"The body has {length} bytes, and {most} may be.",
+            code="body_too_large",
+        )
+    body = source.read(length)
+    if len(body) < length:
+        raise invalid(
+            f"The body has {len(body)} bytes, and Content-Length says {length}."
+        )
+    return body
 
 
 def parsed(raw: bytes) -> dict[str, Any]:

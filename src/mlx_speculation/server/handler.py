@@ -1,10 +1,8 @@
 """One connection: who may ask, what may be asked, and the answer."""
 
-import hmac
 import io
 import json
 import logging
-import re
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Any
@@ -18,7 +16,7 @@ from mlx_speculation.models.mlx_lm_server import (
 )
 from mlx_speculation.server import replies
 from mlx_speculation.server.asked import Asked, read_request
-from mlx_speculation.server.bodies import parsed
+from mlx_speculation.server.bodies import parsed, read_body
 from mlx_speculation.server.connections import (
     LateError,
     TimedReader,
@@ -27,6 +25,7 @@ from mlx_speculation.server.connections import (
 )
 from mlx_speculation.server.jobs import ClientLeftError, Job, Read, Token
 from mlx_speculation.server.metrics import Metrics
+from mlx_speculation.server.permission import check_permission
 from mlx_speculation.server.refusals import ApiError, as_api_error, invalid
 from mlx_speculation.server.settings import Settings
 from mlx_speculation.server.worker import Worker
@@ -186,11 +185,11 @@ class Handler(ChatHandler):
         return replies.usage(self._result, self._job.prompt_tokens, draft)
 
     def _post(self) -> None:
-        self._check_permission()
+        check_permission(self.headers, self._settings)
         self.path = self.path.partition("?")[0]
         if self.path not in (*CHATS, *TEXTS):
             raise self._no_such_path()
-        body = parsed(self._read_body())
+        body = parsed(self._body())
         self._asked = read_request(body, self._settings, chat=self.path in CHATS)
         self.connection.settimeout(self._settings.limits.read_seconds)
         self.handle_request(json.dumps(self._asked.body).encode())
@@ -202,7 +201,7 @@ class Handler(ChatHandler):
             status = {"status": "ok" if ready else "unavailable"}
             self._send(200 if ready else 503, json.dumps(status).encode())
             return
-        self._check_permission()
+        check_permission(self.headers, self._settings)
         if path == "/metrics":
             page, kind = self._metrics.page()
             self._send(200, page, {"Content-Type": kind})
@@ -239,50 +238,8 @@ class Handler(ChatHandler):
             404, f"There is no {self.command} {self.path[:200]!r} here.", code="no_path"
         )
 
-    def _check_permission(self) -> None:
-        """Refuse web pages that are not allowed, and who does not show the key."""
-        origin = self.headers.get("Origin")
-        allowed = self._settings.allowed_origins
-        if origin is not None and "*" not in allowed and origin not in allowed:
-            raise ApiError(
-                403,
-                f"Pages of {origin[:200]!r} may not use this server. Its option "
-                "--allowed-origins names those that may.",
-                code="origin_not_allowed",
-            )
-        if self._settings.api_key is None:
-            return
-        kind, _, shown = self.headers.get("Authorization", "").partition(" ")
-        own = self._settings.api_key.encode()
-        # http.server reads headers as Latin-1.
-        same = hmac.compare_digest(shown.strip().encode("latin-1", "replace"), own)
-        if kind.lower() != "bearer" or not same:
-            raise ApiError(
-                401,
-                "The API key is missing or wrong. Send Authorization: Bearer KEY.",
-                code="invalid_api_key",
-            )
-
-    def _read_body(self) -> bytes:
-        """Return as many bytes as the client has announced."""
-        given = self.headers.get_all("Content-Length", [])
-        if not given:
-            raise ApiError(411, "Content-Length is missing, and has to be sent.")
-        if len(set(given)) > 1 or not re.fullmatch(r"[0-9]{1,18}", given[0].strip()):
-            raise invalid("Content-Length is not one whole number.")
-        length, most = int(given[0]), self._settings.limits.body_bytes
-        if length > most:
-            raise ApiError(
-                413,
-                f"The body has {length} bytes, and {most} may be.",
-                code="body_too_large",
-            )
-        body = bytes(self.rfile.read(length))
-        if len(body) < length:
-            raise invalid(
-                f"The body has {len(body)} bytes, and Content-Length says {length}."
-            )
-        return body
+    def _body(self) -> bytes:
+        return read_body(self.headers, self.rfile, self._settings.limits.body_bytes)
 
     def _guarded(self, act: Callable[[], None]) -> None:
         """Do something that answers; an exception becomes an answer."""

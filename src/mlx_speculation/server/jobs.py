@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from mlx_speculation.engine import Result
 
 POLL_SECONDS = 0.1
+# The engine ends what is late between two rounds; after this long nobody waits for it.
+OVERDUE_SECONDS = 10.0
 
 
 class ClientLeftError(Exception):
@@ -143,6 +145,8 @@ class Job:
     def _next(self, alive: Callable[[], None]) -> Any:
         while True:
             alive()
+            if time.monotonic() > self.deadline + OVERDUE_SECONDS:
+                raise ApiError(504, "The engine does not answer.", code="timeout")
             try:
                 event = self._events.get(timeout=POLL_SECONDS)
             except queue.Empty:

@@ -1,59 +1,37 @@
-"""The engine's thread: takes requests, runs rounds of all of them, hands out pieces.
+"""The engine's thread: loads the models, takes requests, and runs rounds of them.
 
 Everything of mlx happens here, loading included: arrays that one thread has not
 computed yet cannot be computed by another.
 """
 
 import gc
-import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 from mlx_speculation.engine import SpeculativeGenerator
-from mlx_speculation.engine.batch import BatchGenerator
-from mlx_speculation.engine.handling import Handling
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models.mlx_lm_server import (
     EngineThread,
     Provider,
     options_of,
 )
-from mlx_speculation.samplers import Sampling
-from mlx_speculation.server.jobs import Alternative, Job, Piece, Token
+from mlx_speculation.server.jobs import Job
 from mlx_speculation.server.metrics import Metrics
-from mlx_speculation.server.refusals import ApiError, as_api_error, invalid
+from mlx_speculation.server.refusals import ApiError, invalid
+from mlx_speculation.server.rows import Rows, told
 from mlx_speculation.server.settings import Settings
 
 if TYPE_CHECKING:
     from mlx_speculation import PrefixCache
-    from mlx_speculation.engine import Chunk, Result
 
-LOG = logging.getLogger("mlx_speculation.server")
 IDLE_SECONDS = 0.1
 
 MakeGenerator = Callable[["PrefixCache | None"], SpeculativeGenerator]
-
-
-@dataclass(slots=True)
-class Rows:
-    """The requests that one generator serves.
-
-    Attributes:
-        generator: of them all.
-        batch: its rows.
-        jobs: by the name of their row.
-    """
-
-    generator: SpeculativeGenerator
-    batch: BatchGenerator
-    jobs: dict[int, Job] = field(default_factory=dict)
 
 
 class Worker(EngineThread):
@@ -105,8 +83,7 @@ class Worker(EngineThread):
     @property
     def rows_held(self) -> int:
         """Rows that wait or run, of all drafts."""
-        each = (rows.batch for rows in tuple(self._rows.values()))
-        return sum(len(batch.waiting) + len(batch.running) for batch in each)
+        return sum(rows.held for rows in tuple(self._rows.values()))
 
     def refuse(self, why: str) -> None:
         """Take no more requests."""
@@ -151,7 +128,7 @@ class Worker(EngineThread):
             while not self.stopping:
                 self._admit()
                 for rows in tuple(self._rows.values()):
-                    self._round(rows)
+                    rows.round()
                 self._note_levels()
         finally:
             self._leave()
@@ -163,8 +140,7 @@ class Worker(EngineThread):
         self._note_levels()
 
     def _rows_of(self, generator: SpeculativeGenerator) -> Rows:
-        batch = BatchGenerator(generator, max_rows=self._settings.max_rows)
-        return Rows(generator, batch)
+        return Rows(generator, self._settings, self._metrics, self._done)
 
     def _serving(self, draft: str | None) -> Rows:
         """Return the rows of a draft; those of lookups beside the own are made late."""
@@ -179,7 +155,8 @@ class Worker(EngineThread):
         One for each round: those that run wait for one prompt at most, and those that
         come together do not wait for the prompts of all.
         """
-        wait = 0.0 if any(rows.jobs for rows in self._rows.values()) else IDLE_SECONDS
+        idle = not any(len(rows) for rows in self._rows.values())
+        wait = IDLE_SECONDS if idle else 0.0
         admitted = False
         while not admitted:
             try:
@@ -195,7 +172,7 @@ class Worker(EngineThread):
                 self._insert(job)
                 return True
         except Exception as error:
-            job.put(self._told(error))
+            job.put(told(error))
         self._done()
         return False
 
@@ -207,8 +184,7 @@ class Worker(EngineThread):
     def _insert(self, job: Job) -> None:
         asked = job.asked
         rows = self._serving(asked.draft)
-        generator = rows.generator
-        prompt, state = self._prompt(job, generator)
+        prompt, state = self._prompt(job, rows.generator)
         most = self._settings.limits.prompt_tokens
         if len(prompt) > most:
             raise invalid(
@@ -223,11 +199,7 @@ class Worker(EngineThread):
                 '{"enable_thinking": false}.',
                 "response_format",
             )
-        uid = rows.batch.insert(prompt, **self._options(job, generator))
-        rows.jobs[uid] = job
-        if (reason := rows.batch.why_alone(uid)) is not None:
-            self._metrics.alone(reason)
-        job.prompt_tokens = len(prompt)
+        rows.insert(job, prompt)
         job.put(self.context(prompt, state))
 
     def _prompt(
@@ -245,131 +217,6 @@ class Worker(EngineThread):
                 "messages",
             ) from error
 
-    def _options(self, job: Job, generator: SpeculativeGenerator) -> dict[str, Any]:
-        """Return what a stream takes beside the prompt."""
-        asked, tokenizer = job.asked, generator.tokenizer
-        sampling = dict(asked.sampling)
-        if sampling["xtc_probability"]:
-            line = tokenizer.encode("\n", add_special_tokens=False)
-            ends = [int(token) for token in (*line, *tokenizer.eos_token_ids)]
-            sampling["xtc_special_tokens"] = ends
-        length, fixed = asked.draft_length, generator.draft_length
-        if length is not None and fixed is not None:
-            length = min(length, fixed)
-        return {
-            "max_tokens": asked.max_tokens,
-            "sampling": Sampling(**sampling),
-            "stop": asked.stop,
-            "draft_length": length,
-            "logprobs": asked.logprobs,
-            "constraint": _constraint(asked.schema, tokenizer),
-            "handling": Handling(heard=job.heard),
-        }
-
-    def _round(self, rows: Rows) -> None:
-        """Let go of what nobody waits for, and run a round of the rest."""
-        for uid, job in tuple(rows.jobs.items()):
-            if job.cancelled or job.late:
-                self._remove(rows, uid)
-        if not rows.jobs:
-            return
-        try:
-            responses = rows.batch.next()
-        except Exception as error:
-            self._begin_anew(rows, error)
-            return
-        pieces: dict[int, list[Any]] = {}
-        for one in responses:
-            pieces.setdefault(one.uid, []).append(one)
-        for uid, own in pieces.items():
-            self._hand_out(rows, uid, own)
-
-    def _hand_out(self, rows: Rows, uid: int, responses: list[Any]) -> None:
-        """Give a request what one round has brought."""
-        job, last = rows.jobs[uid], responses[-1]
-        if job.began is None:
-            job.began = time.monotonic()
-            self._metrics.began(job.began - job.arrived)
-        chunks = [one.chunk for one in responses if one.chunk is not None]
-        text = "".join(chunk.text for chunk in chunks)
-        token = chunks[-1].token if chunks else 0
-        tokens = self._tokens(rows, chunks)
-        result = None
-        if last.finish_reason is not None:
-            result = self._end(rows, uid)
-        if last.error is not None:
-            job.put(self._told(last.error))
-        else:
-            job.put(Piece(text, token, tokens, result))
-
-    def _tokens(self, rows: Rows, chunks: "list[Chunk]") -> tuple[Token, ...]:
-        """Return tokens as texts, if their probabilities were asked for."""
-        decode = rows.generator.tokenizer.decode
-
-        def named(token: int, value: float) -> Alternative:
-            return Alternative(token, decode([token]), value)
-
-        return tuple(
-            Token(
-                named(chunk.token, chunk.logprob.value),
-                tuple(named(token, value) for token, value in chunk.logprob.top),
-            )
-            for chunk in chunks
-            if chunk.logprob is not None
-        )
-
-    def _end(self, rows: Rows, uid: int) -> "Result":
-        """Forget a row, and count it."""
-        result = rows.batch.remove(uid)
-        job = rows.jobs.pop(uid)
-        self._done()
-        read = job.prompt_tokens if job.began is not None else 0
-        self._metrics.ended(result, read, time.monotonic() - job.arrived)
-        return result
-
-    def _remove(self, rows: Rows, uid: int) -> None:
-        """End a row whose client has gone, or whose time is over."""
-        job = rows.jobs[uid]
-        seconds = f"{self._settings.limits.seconds:g} seconds"
-        if job.cancelled:
-            self._metrics.cancelled()
-        elif job.began is None:
-            job.put(
-                ApiError(
-                    503,
-                    f"The request has waited for {seconds}. Try again later.",
-                    code="queue_timeout",
-                    retry=True,
-                )
-            )
-        else:
-            job.put(
-                ApiError(
-                    504,
-                    f"The answer took more than {seconds}. Ask for fewer tokens.",
-                    code="timeout",
-                    retry=False,
-                )
-            )
-        self._end(rows, uid)
-
-    def _begin_anew(self, rows: Rows, error: Exception) -> None:
-        """Answer all requests of a batch that has failed as a whole."""
-        told = self._told(error)
-        for uid, job in tuple(rows.jobs.items()):
-            job.put(told)
-            del rows.jobs[uid]
-            self._done()
-        rows.batch.close()
-        rows.batch = BatchGenerator(rows.generator, max_rows=self._settings.max_rows)
-
-    def _told(self, error: Exception) -> ApiError:
-        """Return what a client learns of an exception; the log has the rest."""
-        told = as_api_error(error)
-        if told.status >= 500:
-            LOG.error("a request failed", exc_info=error)
-        return told
-
     def _leave(self) -> None:
         """End all rows, and let go of what this thread has made."""
         self._closed = self._closed or "The engine has failed."
@@ -377,16 +224,13 @@ class Worker(EngineThread):
         while not self._arrived.empty():
             self._arrived.get().put(end)
         for rows in self._rows.values():
-            for job in rows.jobs.values():
-                job.put(end)
-            rows.jobs.clear()
-            rows.batch.close()
+            rows.end(end)
         self._taken = 0
         self._rows.clear()
         gc.collect()
 
     def _note_levels(self) -> None:
-        running = sum(len(rows.batch.running) for rows in self._rows.values())
+        running = sum(rows.running for rows in self._rows.values())
         cached = 0 if self._prefixes is None else self._prefixes.nbytes
         self._metrics.level(
             running=running,
@@ -409,12 +253,3 @@ def _beside(
         )
     except InvalidRequestError:
         return SpeculativeGenerator(own.model, own.tokenizer, draft="lookup")
-
-
-def _constraint(schema: dict[str, Any] | None, tokenizer: Any) -> Any:
-    if schema is None:
-        return None
-    from mlx_speculation.models import json_schema
-
-    # Small models write whitespace without end where they may.
-    return json_schema(schema, tokenizer, compact=True)
