@@ -33,10 +33,10 @@ test: docs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n auto --dist worksteal
 
 test-long: environment
-	$(BIN)/pytest -n auto -m "slow or not slow" --hypothesis-profile=long
+	$(BIN)/pytest -n auto --dist worksteal -m "slow or not slow" --hypothesis-profile=long
 
 environment: $(STAMP)
 
