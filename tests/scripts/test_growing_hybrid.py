@@ -142,3 +142,13 @@ def test_an_output_layer_of_its_own_is_refused() -> None:
     model.language_model.args.tie_word_embeddings = False
     with pytest.raises(ValueError, match="tie_word_embeddings=False"):
         hybrid.grow_hybrid(model, Growth(2, 8))
+
+
+def test_a_quantized_model_is_grown_from_its_values(grown: Any) -> None:
+    from mlx_lm import load as load_as_stored
+
+    stored: Any = load_as_stored(str(FOLDER))[0]
+    assert "scales" in stored.layers[0].linear_attn.in_proj_qkv
+    found, expected = map(growing.dense_parameters, (stored, grown.small))
+    assert found.keys() == expected.keys()
+    assert max(distance(found[name], expected[name]) for name in found) < 0.02
