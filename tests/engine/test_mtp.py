@@ -91,8 +91,14 @@ def generator(name: str, draft: Any, **options: Any) -> SpeculativeGenerator:
     )
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [
+        pytest.param(name, temperature, marks=() if common else pytest.mark.slow)
+        for name in LAYOUTS
+        for temperature, common in ((0.0, name in TARGETS), (0.8, True))
+    ],
+)
 def test_a_head_leaves_the_text_as_plain_decoding_has_it(
     name: str, temperature: float
 ) -> None:

@@ -32,7 +32,7 @@ from support.tiny_tokenizer import byte_tokenizer
 pytestmark = pytest.mark.usefixtures("measured")
 MODELS = ("llama", "gemma3_text", "qwen3_5")
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
-TOKENS = 40
+TOKENS = 30
 KINDS = ("model", "right", "random", "lookup")
 
 

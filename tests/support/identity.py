@@ -46,8 +46,9 @@ def check_identity(
     tokens: int,
     bitwise: bool,
     kinds: Sequence[str] = DRAFTERS,
+    samplings: Sequence[Sampling] = (GREEDY, SAMPLED),
 ) -> Compared:
-    """Assert that drafts of several kinds leave greedy and sampled text as it is.
+    """Assert that drafts of several kinds leave text as it is, greedy and sampled.
 
     Args:
         model: the target, and the draft that is right.
@@ -56,10 +57,11 @@ def check_identity(
         tokens: how many are generated.
         bitwise: whether no near-tie is allowed.
         kinds: which of `DRAFTERS`.
+        samplings: how tokens are chosen.
     """
     seen = Compared()
     plain = SpeculativeGenerator(model, byte_tokenizer())
-    for sampling in (GREEDY, SAMPLED):
+    for sampling in samplings:
         expected = plain.generate(prompt, max_tokens=tokens, sampling=sampling).tokens
         if sampling.greedy:
             assert expected == plain_text(model, prompt, tokens)
