@@ -61,7 +61,7 @@ NUMBERS = [
     ("--system-prompt", "x", "--system-prompt is given, and no chat template is used"),
     ("--chat-template-config", "{", "--chat-template-config is no JSON"),
     ("--chat-template-config", "[1]", "is [1], and a JSON object is needed"),
-    ("--chat-template-config", "{}", "no chat template is used: the tokenizer has"),
+    ("--chat-template-config", "{}", "the tokenizer has none. Put it into the prompt"),
     ("--json-schema", "nowhere.json", "'nowhere.json', which cannot be read: No such"),
     ("--html", "nowhere/out.html", "--html is 'nowhere/out.html', and there is no"),
     ("--html", ".", "--html is '.', which is a folder"),
@@ -178,6 +178,36 @@ def test_input_that_is_no_utf8_is_refused(commands: Commands) -> None:
     assert said.startswith("Standard input is not UTF-8: byte 0xff stands at 3")
     said = commands.refused(*PLAIN, "-p", b"a\xfe".decode("utf-8", "surrogateescape"))
     assert said.startswith("The prompt is not UTF-8: byte 0xfe stands at character 1")
+
+
+TEXTS = {
+    "--prompt": "The prompt",
+    "--prefill-response": "--prefill-response",
+    "--stop": "--stop",
+    "--system-prompt": "--system-prompt",
+}
+
+
+@pytest.mark.parametrize("option", TEXTS)
+def test_a_text_of_the_command_line_that_is_no_utf8_is_refused(
+    commands: Commands, option: str
+) -> None:
+    wrong = b"ab\xff".decode("utf-8", "surrogateescape")
+    said = commands.refused("generate", "nowhere", "-p", "x", option, wrong)
+    assert said.startswith(f"{TEXTS[option]} is not UTF-8: byte 0xff stands at char")
+
+
+def test_utf8_is_read_where_the_locale_is_another(commands: Commands) -> None:
+    """In the locale C, without its coercion, Python leaves all bytes above 127."""
+    asked = ["generate", DRAFT, "-m", "3", "--prefill-response"]
+    text = "# na\xefve \u20ac"
+    left = text.encode().decode("ascii", "surrogateescape")
+    assert left != text
+    plain = commands.object(*asked, text, "-p", text)
+    found = commands.object(*asked, left, "-p", left)
+    for each in (plain, found):
+        assert each["prompt_tokens"] == plain["prompt_tokens"]
+        assert each["tokens"] == plain["tokens"]
 
 
 def test_schemas_that_cannot_be_used_are_refused(

@@ -13,7 +13,7 @@ from mlx_speculation.cli.opening import as_object, begin, open_pair
 from mlx_speculation.cli.options import Json, PairOptions, SamplingOptions
 from mlx_speculation.cli.running import FAILED, INTERRUPTED
 from mlx_speculation.cli.screen import Screen
-from mlx_speculation.cli.sources import check_output, check_text, writing
+from mlx_speculation.cli.sources import check_output, sound_text, writing
 from mlx_speculation.cli.tables import number, percent
 from mlx_speculation.cli.templates import encode
 from mlx_speculation.demo import demo_prompts
@@ -63,7 +63,8 @@ def benchmark(
         with screen.progress("calibrating") as report:
             generator.calibrate(progress=report)
     chance = sampling.sampling(generator.tokenizer).with_seed()
-    texts = prompt or [each.text for each in _bundled()]
+    given = [sound_text("--prompt", text) for text in prompt or ()]
+    texts = given or [each.text for each in _bundled()]
     prompts = [encode(generator.tokenizer, text, rendered=False) for text in texts]
     arms = arms_of([pair.draft_length, *sorted(set(compare_length or ()))])
     with screen.progress("measuring") as report:
@@ -125,7 +126,7 @@ def _check(pair: PairOptions, prompts: Sequence[str] | None, plot: Path | None) 
             "more."
         )
     for text in prompts or ():
-        check_text("--prompt", text)
+        sound_text("--prompt", text)
         if not text:
             raise InvalidRequestError("A --prompt is empty. Give it a text.")
     if plot is not None:

@@ -12,7 +12,7 @@ from mlx_speculation.cli.options import EndOptions, Json, PairOptions, SamplingO
 from mlx_speculation.cli.running import INTERRUPTED, note
 from mlx_speculation.cli.screen import Screen
 from mlx_speculation.cli.showing import PromptBar, show
-from mlx_speculation.cli.sources import check_text, decoded
+from mlx_speculation.cli.sources import decoded, sound_text
 from mlx_speculation.cli.tables import number, percent
 from mlx_speculation.cli.templates import TemplateOptions
 from mlx_speculation.environment import versions
@@ -46,6 +46,7 @@ def chat(
     """Talk with a model; a line is a message. Caches are kept between turns."""
     screen = Screen(json=json)
     template.check()
+    end.check()
     blas = begin(pair.blas, screen)
     sampling.check()
     generator = open_pair(pair, screen, prefix_cache=_kept(cache_gigabytes))
@@ -97,7 +98,7 @@ class _Talk:
         self._options: dict[str, Any] = {
             "max_tokens": end.max_tokens,
             "sampling": sampling.sampling(tokenizer),
-            "stop": end.stop or (),
+            "stop": end.stops,
             "stop_tokens": end.stop_tokens(tokenizer),
         }
         self._screen, self._colour = screen, colour
@@ -131,8 +132,7 @@ class _Talk:
         return False
 
     def _turn(self, message: str) -> None:
-        check_text("The message", message)
-        ids = self._conversation.ask(message)
+        ids = self._conversation.ask(sound_text("The message", message))
         from mlx_speculation.engine.handling import Handling
 
         bar = PromptBar(len(ids) - 1)

@@ -22,6 +22,7 @@ from mlx_speculation.cli.sources import (
     check_output,
     read_json_file,
     read_prompt,
+    sound_text,
     writing,
 )
 from mlx_speculation.cli.templates import TemplateOptions, encode
@@ -89,13 +90,15 @@ def generate(
     schema = output.check()
     template.check()
     kv.check()
+    end.check()
     said = read_prompt(prompt)
+    begun = sound_text("--prefill-response", prefill_response or "")
     blas = begin(pair.blas, screen)
     sampling.check()
     generator = open_pair(pair, screen)
     before = kv.before(pair.model, generator)
     text, rendered = _prompt_text(
-        generator, template, said, prefill_response, follows=before is not None
+        generator, template, said, begun, follows=before is not None
     )
     tokens = encode(generator.tokenizer, text, rendered=rendered)
     bar = PromptBar(len(tokens) - 1)
@@ -103,7 +106,7 @@ def generate(
         tokens,
         max_tokens=end.max_tokens,
         sampling=sampling.sampling(generator.tokenizer),
-        stop=end.stop or (),
+        stop=end.stops,
         stop_tokens=end.stop_tokens(generator.tokenizer),
         logprobs=ALTERNATIVES if output.html is not None else None,
         constraint=_constraint(schema, generator),
@@ -144,7 +147,7 @@ def _prompt_text(
     generator: "SpeculativeGenerator",
     template: TemplateOptions,
     said: str,
-    prefill: str | None,
+    begun: str,
     *,
     follows: bool,
 ) -> tuple[str, bool]:
@@ -154,11 +157,11 @@ def _prompt_text(
     out, as in mlx-lm: `mlx_lm.cache_prompt` has read it, and the message's beginning.
     """
     if not template.applies(generator.tokenizer):
-        return said + (prefill or ""), follows
+        return said + begun, follows
 
     def rendered(content: str) -> str:
         message = [{"role": "user", "content": content}]
-        return template.render(generator.tokenizer, message, prefill)
+        return template.render(generator.tokenizer, message, begun or None)
 
     start = rendered(PLACE).find(PLACE) if follows else 0
     return rendered(said)[max(0, start) :], True

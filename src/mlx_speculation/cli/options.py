@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_speculation.blas import BlasName
-from mlx_speculation.cli.sources import parsed_json
+from mlx_speculation.cli.sources import parsed_json, sound_text
 from mlx_speculation.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -199,6 +199,20 @@ class EndOptions:
         list[str] | None,
         typer.Option(help="A token that ends the text. Repeatable."),
     ] = None
+
+    def check(self) -> None:
+        """Refuse texts that cannot be met, before anything is loaded.
+
+        Raises:
+            InvalidRequestError: names the first byte that is no UTF-8.
+        """
+        for text in self.stop or ():
+            sound_text("--stop", text)
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts that end a text."""
+        return [sound_text("--stop", text) for text in self.stop or ()]
 
     def stop_tokens(self, tokenizer: Any) -> set[int]:
         """Return the ids that end a text.

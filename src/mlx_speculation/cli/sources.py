@@ -22,7 +22,7 @@ def read_prompt(prompt: str | None) -> str:
             "There is no prompt. Give --prompt, or a text on standard input."
         )
     text = _standard_input() if prompt in (None, "-") else str(prompt)
-    check_text("The prompt", text)
+    text = sound_text("The prompt", text)
     if not text:
         raise InvalidRequestError(
             "The prompt is empty, and at least one character is needed. Give --prompt "
@@ -31,19 +31,21 @@ def read_prompt(prompt: str | None) -> str:
     return text
 
 
-def check_text(name: str, text: str) -> None:
-    """Refuse a text that is no UTF-8, as a command line may hold.
+def sound_text(name: str, text: str) -> str:
+    """Return a text of the command line, which may hold bytes that are no UTF-8.
+
+    Where the locale is not of UTF-8, Python leaves all that is not ASCII as bytes.
 
     Raises:
         InvalidRequestError: names the first byte that is none.
     """
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        wrong = ord(text[error.start]) & 0xFF
+        return text.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError as error:
+        start = next(i for i, one in enumerate(text) if "\ud800" <= one <= "\udfff")
         raise InvalidRequestError(
-            f"{name} is not UTF-8: byte 0x{wrong:02x} stands at character "
-            f"{error.start}. Convert it, for example with iconv."
+            f"{name} is not UTF-8: byte 0x{ord(text[start]) & 0xFF:02x} stands at "
+            f"character {start}. Convert it, for example with iconv."
         ) from error
 
 

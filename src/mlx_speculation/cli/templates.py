@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from mlx_speculation.cli.options import TEMPLATE
-from mlx_speculation.cli.sources import check_text, parsed_json
+from mlx_speculation.cli.sources import parsed_json, sound_text
 from mlx_speculation.errors import InvalidRequestError
 
 Message = dict[str, str]
@@ -44,8 +44,7 @@ class TemplateOptions:
         Raises:
             InvalidRequestError: names it.
         """
-        if self.system_prompt is not None:
-            check_text("--system-prompt", self.system_prompt)
+        self._system()
         self._config()
 
     def applies(self, tokenizer: Any) -> bool:
@@ -83,11 +82,7 @@ class TemplateOptions:
         Raises:
             InvalidRequestError: the template refuses it.
         """
-        system = [{"role": "system", "content": self.system_prompt}]
-        said: list[Any] = [
-            *(system if self.system_prompt is not None else []),
-            *messages,
-        ]
+        said: list[Any] = [*self._system(), *messages]
         if prefill is not None:
             said.append({"role": "assistant", "content": prefill})
         try:
@@ -104,6 +99,13 @@ class TemplateOptions:
                 f"{type(error).__name__}: {error}. See --ignore-chat-template."
             ) from error
         return text
+
+    def _system(self) -> list[Message]:
+        """Return the message of the system, if there is one."""
+        if self.system_prompt is None:
+            return []
+        text = sound_text("--system-prompt", self.system_prompt)
+        return [{"role": "system", "content": text}]
 
     def _config(self) -> dict[str, Any]:
         if self.chat_template_config is None:
@@ -133,4 +135,4 @@ def encode(tokenizer: Any, text: str, *, rendered: bool) -> list[int]:
 def _why_none(tokenizer: Any) -> str:
     if tokenizer.has_chat_template:
         return "--ignore-chat-template is given too. Leave one of them out."
-    return "the tokenizer has none. Put it into --prompt, or take a chat model."
+    return "the tokenizer has none. Put it into the prompt, or take a chat model."
