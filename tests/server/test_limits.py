@@ -1,9 +1,12 @@
 """What the server refuses, and what it lets go of."""
 
 import gc
+import json
 import socket
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,6 +50,16 @@ def test_a_body_that_is_too_large_is_refused_unread(server: Server) -> None:
     assert post(server, b" " * 10_000_000).refused(413)["code"] == "body_too_large"
     head = b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99999999999999999\r\n\r\n"
     exchange(server, head).refused(413)
+
+
+def test_a_client_that_sends_too_much_gets_to_read_its_answer(server: Server) -> None:
+    """http.client gives up where its connection is reset while it sends."""
+    request = urllib.request.Request(f"{server.url}/v1/completions", b" " * 30_000_000)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=20)
+    with caught.value as answer:
+        assert answer.code == 413
+        assert json.load(answer)["error"]["code"] == "body_too_large"
 
 
 def test_a_prompt_that_is_too_long_is_refused(server: Server) -> None:
