@@ -67,6 +67,7 @@ class Verifier:
         self._draft_chooser = chooser.for_drafts()
         self._rule = None if chooser.sampling.greedy else RULES[acceptance]
         self._whole_rows = whole_rows
+        self._shared = self._in_common()
         self._streams: dict[int, mx.array] = {}
 
     @property
@@ -90,13 +91,15 @@ class Verifier:
         None where a request is decided by itself: its rule or its sampler draws, or
         processors look at its tokens.
         """
+        return self._shared
+
+    def _in_common(self) -> tuple[Sampling, bool] | None:
         sampling, processors = self._chooser.sampling, self._chooser.processors
         if self._rule is not None or sampling.sampler is not None or processors.active:
             return None
+        plain = replace(sampling, seed=None)
         if sampling.greedy:
             plain = Sampling(draft_temperature=sampling.draft_temperature)
-        else:
-            plain = replace(sampling, seed=None)
         return plain, self._whole_rows
 
     def law(self, logits: mx.array, rows: Rows, *, for_draft: bool = False) -> mx.array:

@@ -1,0 +1,172 @@
+"""Decisions for many requests at once are those for each request alone, to the bit.
+
+Faults that were made by hand, and found here: the noise of another request, or of
+positions one off; coins of another request; drafts behind a request's own count as
+accepted; groups that forget a temperature, or the number of reported ids; first tokens
+out of order; a draft's temperature that is the text's.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_speculation import Sampling, pure
+from mlx_speculation.samplers import (
+    Acceptance,
+    Asked,
+    Chooser,
+    Rows,
+    Verifier,
+    propose_batch,
+    verify_batch,
+)
+
+VOCAB = 40
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.8},
+    {"temperature": 0.8, "draft_temperature": 0.5},
+    {"temperature": 1.0, "top_p": 0.8},
+    {"temperature": 1.2, "top_k": 5, "xtc_probability": 0.5, "xtc_threshold": 0.05},
+    {"temperature": 0.7, "repetition_penalty": 1.3},
+    {"logits_processors": [pure(lambda tokens, logits: logits.at[:, 3].add(2.0))]},
+)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[list[Asked], int]:
+    """Draw what some requests ask for, and the widest draft."""
+    rules: list[Acceptance] = ["keyed", "keyed", "keyed", "rejection", "block"]
+    asked, width = [], draw(st.integers(0, 4))
+    for _ in range(draw(st.integers(1, 6))):
+        own = {**draw(st.sampled_from(OPTIONS)), "seed": draw(st.integers(0, 3))}
+        chooser = Chooser(Sampling(**own), VOCAB)
+        verifier = Verifier(chooser, draw(st.sampled_from(rules)))
+        known = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9))
+        count = draw(st.integers(0, width))
+        drafted = draw(
+            st.lists(st.sampled_from([1, 2]), min_size=count, max_size=count)
+        )
+        tokens = mx.array(drafted, mx.uint32) if drafted else None
+        probs = mx.full((count, VOCAB), 1 / VOCAB) if drafted else None
+        keyed = verifier.shared is not None or verifier._rule is None
+        asked.append(
+            Asked(
+                verifier,
+                Rows(known, tokens, count + 1),
+                tokens,
+                None if keyed else probs,
+                draw(st.sampled_from([None, None, 0, 3])),
+            )
+        )
+    return asked, width
+
+
+def logits_of(rows: int, width: int, key: int) -> mx.array:
+    """Return logits in which tokens 1 and 2 are likely."""
+    found = mx.random.normal((rows, width + 1, VOCAB), key=mx.random.key(key))
+    return found + 2 * (mx.arange(VOCAB) % VOCAB < 3)
+
+
+@settings(max_examples=60)
+@given(drawn=requests(), key=st.integers(0, 1000))
+def test_requests_are_decided_as_each_alone(
+    drawn: tuple[list[Asked], int], key: int
+) -> None:
+    asked, width = drawn
+    logits = logits_of(len(asked), width, key)
+    padded = np.zeros((len(asked), width), np.uint32)
+    for row, one in enumerate(asked):
+        if one.drafted is not None:
+            padded[row, : one.count] = np.array(one.drafted)
+    found = verify_batch(asked, logits, mx.array(padded) if width else None)
+    assert not found.failed
+    seen = []
+    for decided in found.decided:
+        for place, index in enumerate(decided.members):
+            one, start = asked[index], place * decided.width
+            alone = one.verifier.verify(
+                logits[index, : one.count + 1],
+                one.rows,
+                one.drafted,
+                one.probs,
+                top=one.top,
+            )
+            accepted: Any = 0 if alone.accepted is None else alone.accepted.item()
+            together = decided.verified
+            if together.accepted is not None:
+                assert together.accepted[place].item() == accepted
+            else:
+                assert accepted == 0
+            stop = start + accepted + 1
+            same = np.testing.assert_array_equal
+            same(together.tokens[start:stop], alone.tokens[: accepted + 1])
+            same(together.normalizers[start:stop], alone.normalizers[: accepted + 1])
+            assert (together.log_probs is None) == (alone.log_probs is None)
+            if together.log_probs is not None and alone.log_probs is not None:
+                for name in ("tokens", "top_ids", "top"):
+                    ours, theirs = (
+                        getattr(report, name)
+                        for report in (together.log_probs, alone.log_probs)
+                    )
+                    same(ours[start:stop], theirs[: accepted + 1])
+            seen.append(index)
+    assert sorted(seen) == list(range(len(asked)))
+    if width == 0:
+        first: Any = found.first_tokens(len(asked)).tolist()
+        for index, one in enumerate(asked):
+            alone = one.verifier.verify(logits[index], one.rows)
+            assert first[index] == alone.tokens.item()
+
+
+@settings(max_examples=40)
+@given(drawn=requests(), key=st.integers(0, 1000))
+def test_requests_draft_as_each_alone(drawn: tuple[list[Asked], int], key: int) -> None:
+    asked = [
+        Asked(one.verifier, Rows(one.rows.known, one.rows.ahead)) for one in drawn[0]
+    ]
+    logits = logits_of(len(asked), 0, key)[:, 0]
+    found = propose_batch(asked, logits)
+    for index, one in enumerate(asked):
+        alone = one.verifier.propose(logits[index][None], one.rows)
+        assert found.tokens[index].item() == alone.tokens.item()
+        assert (index in found.laws) == (alone.probs is not None)
+
+
+def test_a_processor_that_raises_is_the_fault_of_its_request() -> None:
+    @pure
+    def raises(tokens: mx.array, logits: mx.array) -> mx.array:
+        raise KeyError("mine")
+
+    own = [Sampling(seed=1), Sampling(logits_processors=[raises], seed=1), Sampling()]
+    asked = [
+        Asked(Verifier(Chooser(one.with_seed(), VOCAB)), Rows([row, 1]))
+        for row, one in enumerate(own)
+    ]
+    logits = logits_of(3, 0, 5)
+    found = verify_batch(asked, logits)
+    assert isinstance(found.failed.pop(1), KeyError)
+    found.failed[1] = KeyError()
+    expected = mx.argmax(logits[:, 0], axis=-1).tolist()
+    assert found.first_tokens(3).tolist() == [expected[0], 0, expected[2]]  # type: ignore[index]
+    proposed = propose_batch(asked, logits[:, 0])
+    assert [*proposed.failed] == [1]
+    assert proposed.tokens.tolist() == [expected[0], 0, expected[2]]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_what_is_decided_together(rule: Acceptance) -> None:
+    def shared(acceptance: Acceptance = "keyed", **options: Any) -> Any:
+        return Verifier(Chooser(Sampling(seed=1, **options), VOCAB), acceptance).shared
+
+    assert shared() == shared(top_p=0.5) == shared(rule) is not None
+    assert shared(temperature=0.8) == shared(temperature=0.8) != shared()
+    assert shared(temperature=0.8) != shared(temperature=0.8, top_k=3)
+    assert shared(rule, temperature=0.8) is None
+    assert shared(temperature=0.8, repetition_penalty=1.1) is None
+    assert shared(logit_bias={1: 2.0}) is None
+    assert shared(sampler=lambda rows: mx.argmax(rows, axis=-1)) is None
