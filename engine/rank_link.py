@@ -21,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +57,7 @@ class Loss:
 
 
 class Link:
-    """This rank's connections, from now to the end of the process.
+    """This rank's connections, from now on to `close` or the end of the process.
 
     Args:
         rank: this one.
@@ -86,6 +86,7 @@ class Link:
         self._sending = threading.RLock()
         self._inside: list[int] = []  # streams whose rounds run, innermost last
         self._forgotten: set[int] = set()
+        self._closed = False
         self._warned: Loss | None = None
         for peer in self._peers:
             self._thread(self._listen, peer)
@@ -159,6 +160,14 @@ class Link:
                 self._inbox.pop((peer, stream), None)
             self._losses = [each for each in self._losses if each.stream != stream]
 
+    def close(self) -> None:
+        """End the connections; the ranks at the other ends take this one for lost."""
+        self._closed = True
+        for connection in self._peers.values():
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
     @contextmanager
     def inside(self, stream: int) -> Iterator[None]:
         """Say that this thread may be waiting in mlx for other ranks, in a stream."""
@@ -224,7 +233,7 @@ class Link:
     def _watch(self) -> None:
         """Send heartbeats, miss those of others, and end what cannot go on."""
         beat = 0.0
-        while True:
+        while not self._closed:
             now = time.monotonic()
             if now - beat >= BEAT_SECONDS:
                 beat = now

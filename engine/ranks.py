@@ -220,25 +220,32 @@ def _accepted(
         listener.settimeout(max(0.01, until - time.monotonic()))
         try:
             connection, _ = listener.accept()
-            connection.settimeout(5.0)
-            with connection.makefile("rb", buffering=0) as lines:
-                said = lines.readline(200).decode(errors="replace").split()
         except TimeoutError:
-            if time.monotonic() < until:
-                continue
             missing = [name for i, name in enumerate(names) if i and i not in peers]
             raise RankLostError(
                 f"{missing[0].capitalize()} did not come to rank 0 at "
                 f"{listener.getsockname()[0]} in {MEETING_SECONDS:.0f} seconds. Set "
                 f"{HOST} to an address of rank 0 that it can reach."
             ) from None
-        known = len(said) == 2 and secrets.compare_digest(said[0], word)
-        if known and said[1].isdigit() and 0 < int(said[1]) < len(names):
-            connection.settimeout(None)
-            peers[int(said[1])] = watched(connection)
+        rank = _rank_of(connection, word)
+        if 0 < rank < len(names) and rank not in peers:
+            peers[rank] = watched(connection)
         else:
             connection.close()
     return peers
+
+
+def _rank_of(connection: socket.socket, word: str) -> int:
+    """Return which rank is calling; 0 for who does not know the word."""
+    connection.settimeout(5.0)
+    try:
+        with connection.makefile("rb", buffering=0) as lines:  # and nothing behind it
+            said = lines.readline(200).decode(errors="replace").split()
+    except OSError:
+        return 0
+    connection.settimeout(None)
+    known = len(said) == 2 and secrets.compare_digest(said[0].encode(), word.encode())
+    return int(said[1]) if known and said[1].isdecimal() else 0
 
 
 def _connected(place: dict[str, Any], rank: int) -> socket.socket:

@@ -17,9 +17,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from support.ranks import run_ranks, wait_for
+import pytest
 
-DENSE_SLIDING_HYBRID = "llama:lookup,measured llama(sliding):mixed qwen3_5:mixed"
+from mlx_speculation.engine.rank_link import STATUS
+from support.ranks import Ended, run_ranks, wait_for
+
+DENSE_SLIDING_HYBRID = (
+    "llama:lookup,measured llama(sliding):mixed qwen3_5:mixed head/deepseek_v3:mtp"
+)
 
 
 def check_texts(
@@ -48,7 +53,7 @@ def test_two_ranks_write_the_text_of_one_and_do_what_rank_0_decides(
     ended = run_ranks(f"texts_and_decisions {DENSE_SLIDING_HYBRID}", tmp_path)
     assert [each.status for each in ended] == [0, 0], ended
     said = check_texts([each.said["texts"] for each in ended])
-    assert len(said) == 8
+    assert len(said) == 10
     assert all(each["accepted"] for each in said if "lookup" in each["case"])
     zero, one = [each.said["decisions"] for each in ended]
     _check_refusals(zero, one)
@@ -112,7 +117,7 @@ def test_a_killed_rank_is_reported_within_ten_seconds(tmp_path: Path) -> None:
         killed.append(time.time())
         os.kill(processes[1], signal.SIGKILL)
 
-    zero, one = run_ranks("endless kill:1", tmp_path, meanwhile=kill)
+    zero, one = run_ranks("endless wait 1", tmp_path, meanwhile=kill)
     assert one.status == -signal.SIGKILL
     assert zero.status == 0, zero
     assert zero.said["at"] - killed[0] < 10
@@ -120,3 +125,117 @@ def test_a_killed_rank_is_reported_within_ten_seconds(tmp_path: Path) -> None:
         assert error.startswith("Rank 1 (")
         assert "is lost to rank 0" in error
         assert "Start the program again on all ranks." in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("where", ["ready", "started"])
+def test_any_rank_can_be_killed_anywhere(tmp_path: Path, where: str, who: int) -> None:
+    """In the middle of a prompt, and in the middle of the text."""
+    killed: list[float] = []
+
+    def kill(processes: list[int]) -> None:
+        wait_for(tmp_path / f"{where}0")
+        wait_for(tmp_path / f"{where}1")
+        time.sleep(0.3)
+        killed.append(time.time())
+        os.kill(processes[who], signal.SIGKILL)
+
+    program = "endless prompt 0" if where == "ready" else "endless wait 0"
+    other = run_ranks(program, tmp_path, meanwhile=kill)[1 - who]
+    _check_reported(other, tmp_path, 1 - who, killed[0], who)
+
+
+def _check_reported(
+    ended: Ended, folder: Path, rank: int, since: float, lost: int
+) -> None:
+    """Within ten seconds a rank says who was lost: it raises, or is ended."""
+    if ended.said is not None:
+        assert ended.said["at"] - since < 10
+        assert ended.said["raised"].startswith(f"Rank {lost} (")
+    else:
+        assert ended.status == STATUS
+        assert f"RankLostError: Rank {lost} (" in ended.errors
+        assert (folder / f"errors{rank}.txt").stat().st_mtime - since < 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("deed", ["raise", "exit", "fail"])
+def test_a_rank_that_raises_or_ends_is_lost(
+    tmp_path: Path, deed: str, who: int
+) -> None:
+    ended = run_ranks(f"endless {deed} {who}", tmp_path)
+    other = ended[1 - who]
+    if deed == "raise" and who == 0:  # rank 0 closes its stream on the way
+        assert "the stream has ended" in other.errors
+        return
+    assert other.said is not None, ended
+    assert other.said["raised"].startswith(f"Rank {who} (")
+    reason = {"raise": "its program has failed", "fail": "the layer has failed"}
+    assert reason.get(deed, "its process has ended") in other.said["raised"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deed", ["sulk", "stand still"])
+def test_a_process_that_nothing_can_wake_is_ended(tmp_path: Path, deed: str) -> None:
+    since: list[float] = []
+
+    def stand_still(processes: list[int]) -> None:
+        wait_for(tmp_path / ("started1" if deed != "sulk" else "ready1"))
+        since.append(time.time())
+        if deed != "sulk":
+            os.kill(processes[1], signal.SIGSTOP)
+            # The other has been stuck for long; the stopped one is killed at the end.
+            time.sleep(12)
+            os.kill(processes[1], signal.SIGKILL)
+
+    program = "endless sulk 1" if deed == "sulk" else "endless wait 1"
+    silence = {"MLX_SPECULATION_RANK_TIMEOUT": "4"}
+    zero = run_ranks(program, tmp_path, meanwhile=stand_still, environment=silence)[0]
+    assert zero.status == STATUS
+    assert "RankLostError: Rank 1 (" in zero.errors
+    assert "nothing can wake it" in zero.errors
+    assert (tmp_path / "errors0.txt").stat().st_mtime - since[0] < 10
+
+
+@pytest.mark.slow
+def test_an_mtp_head_drafts_on_rank_0(tmp_path: Path) -> None:
+    ended = run_ranks("mtp", tmp_path)
+    assert [each.status for each in ended] == [0, 0], ended
+    for zero, one in zip(ended[0].said, ended[1].said, strict=True):
+        assert zero["tokens"] == one["tokens"] == zero["plain"]
+        assert zero["accepted"] == one["accepted"] > 0
+        assert zero["faults"] == []
+
+
+@pytest.mark.slow
+def test_pipelines_write_the_text_of_one(tmp_path: Path) -> None:
+    cases = "ministral3:mixed deepseek_v3(MLA):mixed,lookup qwen3_moe:measured,plain"
+    ended = run_ranks(f"texts pipeline {cases}", tmp_path)
+    check_texts([each.said for each in ended])
+
+
+@pytest.mark.slow
+def test_mlx_launch_runs_it(tmp_path: Path) -> None:
+    ended = run_ranks("texts tensor llama:mixed", tmp_path, launcher=True)
+    check_texts([each.said for each in ended])
+
+
+@pytest.mark.slow
+def test_a_calibration_runs_on_all_ranks(tmp_path: Path) -> None:
+    ended = run_ranks("calibrated", tmp_path)
+    assert [each.said for each in ended] == [1, 0], ended
+
+
+@pytest.mark.slow
+def test_three_ranks_hear_of_the_loss_of_one(tmp_path: Path) -> None:
+    def kill(processes: list[int]) -> None:
+        for rank in range(3):
+            wait_for(tmp_path / f"started{rank}")
+        os.kill(processes[2], signal.SIGKILL)
+
+    zero, one, _ = run_ranks("endless wait 2", tmp_path, ranks=3, meanwhile=kill)
+    for ended in (zero, one):
+        said = ended.errors if ended.said is None else ended.said["raised"]
+        assert "Rank 2 (" in said

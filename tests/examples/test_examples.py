@@ -19,6 +19,7 @@ SAYS = {
     "own_benchmark": r"0 drafted: .* 1\.00 x plain\n3 drafted: .*\n",
     "own_drafter": r"SourceCounts\(drafts=\d+, drafted=\d+, accepted=[1-9]\d*\)",
     "saved_prompt_cache": r"\d{2,} tokens in \d+ KiB\n",
+    "several_ranks": r"def __init__.*\n[1-9]\d* of \d+ drafts, 1 ranks\n",
     "simplest": r"[1-9]\d* of \d+ drafted tokens were accepted\n",
     "streaming_chat": r"The caches hold \d{2,} tokens of 2 turns\.\n",
 }

@@ -16,17 +16,20 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation import (
     LookupDrafter,
+    MtpDraft,
     RankLostError,
     Sampling,
     SpeculationError,
     SpeculativeGenerator,
 )
+from mlx_speculation.demo import demo_models
 from mlx_speculation.engine import identity
 from mlx_speculation.engine.drafting import Choose, Draft
 from mlx_speculation.engine.results import Result
 from mlx_speculation.engine.sequence import Sequence
-from mlx_speculation.models import Parallel, spread
+from mlx_speculation.models import MtpHead, Parallel, spread
 from mlx_speculation.samplers import Chooser, Rows
+from support import mtp_checkpoints
 from support.drafters import ScriptedDrafter
 from support.identity import GREEDY, SAMPLED, prompt_of
 from support.tiny_models import build
@@ -50,11 +53,27 @@ def main() -> None:
     (FOLDER / f"rank{rank}.json").write_text(json.dumps(said))
 
 
-def on_ranks(name: str, parallel: Parallel = "tensor") -> nn.Module:
+def built(name: str) -> nn.Module:
+    """Return a whole tiny model; "head/NAME" is that of a layout with an MTP head."""
+    layout = name.removeprefix("head/")
+    return build(name) if layout == name else mtp_checkpoints.make(layout)[1]
+
+
+def on_ranks(name: str, parallel: Any = "tensor") -> nn.Module:
     """Return this rank's part of a tiny model."""
-    model = build(name)
+    model = built(name)
     spread(model, group, parallel)
     return model
+
+
+def head_of(name: str, model: nn.Module) -> MtpDraft:
+    """Return the random head of a layout, on this rank's part of its target."""
+    layout = name.removeprefix("head/")
+    family = mtp_checkpoints.family(mtp_checkpoints.LAYOUTS[layout])
+    layers = mtp_checkpoints.make(layout)[2].layers
+    chained = family.layers == "chained"
+    head = MtpHead(layers, family.contract, chained=chained, depth=family.depth)
+    return MtpDraft(model, head)
 
 
 def generator(model: nn.Module, draft: Any = None, **options: Any) -> Any:
@@ -68,7 +87,8 @@ class Expected:
     """The texts of a whole tiny model, which rank 0 knows."""
 
     def __init__(self, name: str, model: nn.Module) -> None:
-        self.whole = build(name)
+        self.name, self.model = name, model
+        self.whole = built(name)
         self._plain = SpeculativeGenerator(self.whole, byte_tokenizer())
         ids = mx.array([prompt_of(PROMPT)])
         rows, parts = self.whole(ids), model(ids)
@@ -141,6 +161,7 @@ def _draft(kind: str, expected: Expected, sampling: Sampling) -> tuple[Any, int 
         "same": lambda: expected.whole,
         "measured": lambda: expected.whole,
         "other": lambda: build("llama", seed=3),
+        "mtp": lambda: head_of(expected.name, expected.model),
         "lookup": lambda: LookupDrafter(corpus=[text]),
         "mixed": lambda: ScriptedDrafter(text, 0.7, seed=5, ragged=True, least=0),
     }
@@ -309,33 +330,68 @@ def _dropped(made: Any) -> int:
     return 1
 
 
-def endless(how: str) -> dict[str, Any]:
+def endless(deed: str, who: str) -> dict[str, Any]:
     """Generate until a rank is gone; say when, and what was raised.
 
-    `how` names what happens, and on which rank: "kill:1" waits to be killed from
-    outside, "raise:1" and "leave:1" do it themselves.
+    Args:
+        deed: "wait" for what comes from outside, there is a long "prompt" for it;
+            "raise" or "exit" after some tokens; "fail" inside of the model, or "sulk":
+            fail, and go on with something else.
+        who: the rank that does it.
     """
-    deed, _, who = how.partition(":")
-    model = on_ranks("llama")
+    parts = ("llama", "tensor") if group.size() == 2 else ("qwen3_moe", "pipeline")
+    model: Any = on_ranks(*parts)
     made = generator(model, build("llama") if rank == 0 else None, draft_length=2)
     made.generate(prompt_of(PROMPT), max_tokens=4)
-    prompt = prompt_of(PROMPT)
-    if deed == "prefill":
-        prompt = prompt * 400
+    mine = rank == int(who)
+    if mine and deed in ("fail", "sulk"):
+        model.model.layers[1] = Failing()
+    prompt = prompt_of(PROMPT) * (400 if deed == "prompt" else 1)
     try:
         (FOLDER / f"ready{rank}").write_text("")
         with made.stream(prompt, max_tokens=10**6) as stream:
             for count, _ in enumerate(stream):
                 if count == 5:
                     (FOLDER / f"started{rank}").write_text("")
-                if count == 9 and deed == "raise" and rank == int(who):
+                if count == 9 and mine and deed == "raise":
                     raise ValueError("its program has failed")
-                if count == 9 and deed == "exit" and rank == int(who):
+                if count == 9 and mine and deed == "exit":
                     os._exit(3)
     except RankLostError as error:
         lost = time.time()
         again = _raised(lambda: made.generate(prompt_of(PROMPT)))
         return {"raised": str(error), "at": lost, "again": again}
     except ValueError as error:
-        return {"raised": str(error), "at": time.time()}
+        failed = time.time()
+        time.sleep(8 if deed == "sulk" else 0)
+        return {"raised": str(error), "at": failed}
     raise AssertionError("the stream has ended")
+
+
+class Failing:
+    """A layer that fails."""
+
+    use_sliding = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+        """Fail."""
+        raise ValueError("the layer has failed")
+
+
+def mtp() -> list[dict[str, Any]]:
+    """Draft with the trained head of the hybrid demo model."""
+    folder = demo_models()["hybrid"]
+    made = SpeculativeGenerator.from_pretrained(folder, draft="mtp", group=group)
+    prompt = "def add(a, b):\n    return"
+    said = []
+    for sampling in (GREEDY, SAMPLED):
+        result = made.generate(
+            prompt, max_tokens=TOKENS, sampling=sampling, draft_length=3
+        )
+        said.append(_shown(result) | {"case": f"mtp {sampling.temperature}"})
+    plain = SpeculativeGenerator.from_pretrained(folder) if rank == 0 else None
+    for each, sampling in zip(said, (GREEDY, SAMPLED), strict=True):
+        if plain is not None:
+            result = plain.generate(prompt, max_tokens=TOKENS, sampling=sampling)
+            each["plain"] = result.tokens
+    return said
