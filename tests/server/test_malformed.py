@@ -1,7 +1,7 @@
 """Whatever is sent, the server lives, and says what is wrong as OpenAI's does."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from mlx_speculation.server import Server, Settings
 from mlx_speculation.server.asked import read_request
 from mlx_speculation.server.bodies import parsed
 from mlx_speculation.server.refusals import ApiError
-from support.servers import NAME, Answer, exchange, get, packet, post, serving
+from support.servers import NAME, Answer, exchange, get, packet, post, refusal, serving
 
 GOOD: dict[str, Any] = {"model": NAME, "prompt": "GOOD", "max_tokens": 2}
 CHAT = "/v1/chat/completions"
@@ -231,21 +231,13 @@ objects = st.dictionaries(st.sampled_from(NAMES), json_values, max_size=5)
 nearly_good = objects.map(lambda wrong: {**GOOD, "max_tokens": 2, **wrong})
 
 
-def refusal(act: Callable[[], Any]) -> int:
-    """Return the status with which something is refused; 0: it is not."""
-    try:
-        act()
-    except ApiError as error:
-        json.dumps(error.body)
-        return error.status
-    return 0
-
-
+@settings(max_examples=50)
 @given(raw=st.binary(max_size=200) | json_values.map(json.dumps).map(str.encode))
 def test_any_bytes_are_an_object_or_refused(raw: bytes) -> None:
     assert refusal(lambda: parsed(raw)) in (0, 400)
 
 
+@settings(max_examples=50)
 @given(body=nearly_good, chat=st.booleans())
 def test_any_object_is_a_request_or_refused(body: dict[str, Any], chat: bool) -> None:
     made = Settings(names=(NAME,))

@@ -15,6 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_speculation import PrefixCache, SpeculativeGenerator
 from mlx_speculation.server import Defaults, Limits, Server, Settings
+from mlx_speculation.server.refusals import ApiError
 from support.tiny_models import build
 from support.tiny_tokenizer import letter_tokenizer
 
@@ -198,3 +199,13 @@ def get(server: Server, path: str, **headers: str) -> Answer:
 def wrapped_letters() -> TokenizerWrapper:
     """Return the tokenizer of a tiny pair."""
     return letter_tokenizer(LETTERS)
+
+
+def refusal(act: Callable[[], Any]) -> int:
+    """Return the status with which something is refused; 0: it is not."""
+    try:
+        act()
+    except ApiError as error:
+        json.dumps(error.body)
+        return error.status
+    return 0

@@ -176,7 +176,7 @@ def serve(
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(message)s")
     settings = Settings(
         names=_names(pair.model, door.model_name),
-        draft=pair.draft,
+        draft=None if pair.draft is None else _shown(pair.draft),
         api_key=door.api_key,
         allowed_origins=door.origins,
         max_rows=limits.max_rows,
@@ -226,10 +226,14 @@ def _until_stopped(
 
 
 def _names(model: str, name: str | None) -> tuple[str, ...]:
-    """Return what requests may call the model; a folder is not shown to clients."""
-    own = Path(model).expanduser()
-    shown = name or (own.resolve().name if own.is_dir() else model)
-    return tuple(dict.fromkeys((shown, model)))
+    """Return what requests may call the model; the first is what answers carry."""
+    return tuple(dict.fromkeys((name or _shown(model), model)))
+
+
+def _shown(path_or_repo: str) -> str:
+    """Return a name for clients, who need not know where a folder is."""
+    own = Path(path_or_repo).expanduser()
+    return own.resolve().name if own.is_dir() else path_or_repo
 
 
 def _kept(gigabytes: float) -> "PrefixCache | None":

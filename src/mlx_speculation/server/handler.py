@@ -219,7 +219,7 @@ class Handler(ChatHandler):
                 "created": self.created,
                 "owned_by": "mlx-speculation",
             }
-            for name in self._settings.names
+            for name in self._settings.names[:1]
         }
         if path in (MODELS, f"{MODELS}/"):
             return {"object": "list", "data": list(each.values())}

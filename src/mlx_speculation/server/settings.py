@@ -67,7 +67,8 @@ class Settings:
     """Everything but the models.
 
     Attributes:
-        names: of the model; the first is the one that answers carry.
+        names: of the model; the first is the one that is shown, and requests may use
+            all of them.
         draft: the name of what drafts; None: nothing does.
         api_key: what clients have to show; None: nothing.
         allowed_origins: of web pages that may use the server; "*": all.
