@@ -15,13 +15,17 @@ from mlx_speculation.caches.ragged import RaggedKVCache
 from mlx_speculation.caches.sliding_lists import as_native
 
 
-def merged(rows: Sequence[Sequence[Any]]) -> list[Any]:
+def merged(rows: Sequence[Sequence[Any]], *, in_steps: bool = False) -> list[Any]:
     """Return the caches of a batch of these sequences: what they hold is copied.
 
     Args:
         rows: the caches of each, one per layer.
+        in_steps: see `RaggedKVCache`.
     """
     found = _merged([as_native(caches) for caches in rows])
+    for leaf in flat(found):
+        if isinstance(leaf, RaggedKVCache):
+            leaf.in_steps = in_steps
     mx.eval(states(found))
     return found
 

@@ -22,6 +22,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from mlx_speculation.caches.journal import Keep
+from mlx_speculation.caches.key_steps import pays, whole_steps
 from mlx_speculation.errors import UnsupportedCacheError
 
 
@@ -36,6 +37,8 @@ class RaggedKVCache(BatchKVCache):
         values: likewise.
         offset: int32 [rows], the positions of each row, as models read them.
         lengths: the same, on the host.
+        in_steps: show several positions whole steps of columns where that is faster,
+            see `caches/key_steps.py`; only for models that have been tried.
     """
 
     def __init__(self, rows: int) -> None:
@@ -43,6 +46,8 @@ class RaggedKVCache(BatchKVCache):
         self.values: Any = None
         self.lengths = [0] * rows
         self.offset = mx.zeros((rows,), mx.int32)
+        self.in_steps = False
+        self.stepped = False  # whether the last mask or write was of several positions
 
     @classmethod
     def merge(cls, caches: Sequence[KVCache]) -> "RaggedKVCache":
@@ -75,7 +80,8 @@ class RaggedKVCache(BatchKVCache):
             values: likewise.
         """
         width = keys.shape[2]
-        stop = self.columns + width
+        self.stepped = width > 1
+        stop = self._shown(self.columns + width)
         if self.keys is None:
             rows = keys.shape[0]
             self.keys, self.values = self._room(keys, rows), self._room(values, rows)
@@ -99,8 +105,8 @@ class RaggedKVCache(BatchKVCache):
         return self.keys_and_values()
 
     def keys_and_values(self) -> Any:
-        """Return the columns up to the longest row's end."""
-        stop = self.columns
+        """Return the columns up to the longest row's end, or the end of its step."""
+        stop = self._shown(self.columns)
         return self.keys[..., :stop, :], self.values[..., :stop, :]
 
     def make_mask(  # type: ignore[override]
@@ -113,9 +119,12 @@ class RaggedKVCache(BatchKVCache):
 
         Rows of one length need no mask for one position, and a causal one for several.
         """
-        if self._even and window_size is None and not return_array:
+        self.stepped = N > 1
+        stop = self._shown(self.columns + N)
+        more = stop > self.columns + N
+        if self._even and window_size is None and not return_array and not more:
             return None if N == 1 else "causal"
-        columns = mx.arange(self.columns + N, dtype=mx.int32)
+        columns = mx.arange(stop, dtype=mx.int32)
         last = self.offset[:, None, None, None]
         last = last + mx.arange(N, dtype=mx.int32)[:, None]  # [rows, 1, N, 1]
         mask = columns <= last
@@ -187,6 +196,12 @@ class RaggedKVCache(BatchKVCache):
     def size(self) -> int:
         """Return how many columns the longest row takes."""
         return self.columns
+
+    def _shown(self, columns: int) -> int:
+        """Return how many columns are shown where so many are written."""
+        if self.stepped and self.in_steps and self.keys is not None:
+            return whole_steps(columns) if pays(self.keys.dtype) else columns
+        return columns
 
     @property
     def _even(self) -> bool:

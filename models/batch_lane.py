@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.caches import Speculation, array_bytes, merged
+from mlx_speculation.models.key_steps import takes_key_steps
 from mlx_speculation.models.lane import Lane
 
 
@@ -32,6 +33,7 @@ class BatchLane:
         self.model = model
         self.caches: list[Any] = []
         self.rows = 0
+        self.key_steps = takes_key_steps(model)
 
     @property
     def nbytes(self) -> int:
@@ -44,7 +46,7 @@ class BatchLane:
         The lanes are left without caches: what they held is copied. If it fails, the
         batch and the lanes are as before.
         """
-        joining = merged([lane.caches for lane in lanes])
+        joining = merged([lane.caches for lane in lanes], in_steps=self.key_steps)
         if self.rows:
             for own, other in zip(self.caches, joining, strict=True):
                 own.extend(other)

@@ -17,24 +17,28 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_speculation.caches import (
+    RaggedKVCache,
     SlidingKVCache,
     Speculation,
     key_steps,
+    ragged,
     sliding_journal,
     with_slack,
 )
+from mlx_speculation.models import BatchLane, Lane, Recorders, why_alone
 from mlx_speculation.models.key_steps import TRIED, takes_key_steps
 from support.cache_twins import read
 from support.tiny_models import TINY_MODELS, build
 
 STEP = 8
 NAMES = [name for name, tiny in TINY_MODELS.items() if tiny.module in TRIED]
+BATCHED = [name for name in NAMES if why_alone(build(name)) is None]
 
 
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_steps, "STEP", STEP)
-    for module in (key_steps, sliding_journal):
+    for module in (key_steps, ragged, sliding_journal):
         monkeypatch.setattr(module, "pays", lambda dtype: True)
     monkeypatch.setattr(KVCache, "step", 5)
 
@@ -78,6 +82,58 @@ def test_rounds_in_whole_steps_compute_what_native_rounds_do(
         one, other = read(found)
         np.testing.assert_allclose(other, one, rtol=0, atol=2e-4)
     assert stepped
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_a_batch_in_whole_steps_computes_what_a_native_one_does(name: str) -> None:
+    """Three rows of other lengths, ragged prefixes kept, past many steps."""
+    model = build(name)
+    hooks = Recorders(model)
+    lanes = [BatchLane(model), BatchLane(model)]
+    assert lanes[0].key_steps
+    lanes[0].key_steps = False
+    for lane in lanes:
+        alone = [Lane(model) for _ in range(3)]
+        for row, one in enumerate(alone):
+            one.feed([(7 * i * i + 3 * i + row) % 256 for i in range(4 + 3 * row)])
+        lane.join(alone)
+    for number in range(12):
+        width = (4, 1, 5, 2, 3)[number % 5]
+        keep = [1 + (number * (row + 1) + row) % width for row in range(3)]
+        tokens = [
+            [(11 * number + 5 * i + row) % 256 for i in range(width)]
+            for row in range(3)
+        ]
+        found = []
+        for lane in lanes:
+            with lane.begin() as lane_round:
+                found.append(lane_round.forward(mx.array(tokens)))
+                mx.eval(found[-1])
+                lane_round.commit(keep)
+        one, other = read(found)
+        np.testing.assert_allclose(other, one, rtol=0, atol=2e-4)
+    hooks.remove()
+
+
+def test_a_batch_shows_whole_steps() -> None:
+    cache = RaggedKVCache(2)
+    cache.in_steps = True
+    rows = mx.random.normal((2, 2, 40, 4), key=mx.random.key(1))
+    cache.update_and_fetch(rows[..., :3, :], rows[..., :3, :])
+    for width, kept, columns in [
+        (3, [1, 3], 8),
+        (9, [4, 9], 16),
+        (1, 1, 16),
+        (2, 2, 24),
+    ]:
+        ends = [length + width for length in cache.lengths]
+        with Speculation([cache]) as speculation:
+            (seen,) = speculation.caches
+            mask = seen.make_mask(width, return_array=True)
+            keys, _ = seen.update_and_fetch(rows[..., :width, :], rows[..., :width, :])
+            assert keys.shape[2] == mask.shape[-1] == columns
+            assert mask[:, 0, -1].sum(axis=-1).tolist() == ends
+            speculation.commit(kept)
 
 
 @given(
