@@ -20,6 +20,9 @@ comma := ,
 INSTALL_EXTRAS := $(if $(EXTRAS),$(EXTRAS)$(comma)test,test)
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(INSTALL_EXTRAS))
 
+# Tests start some 40 processes, and each of them would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo docs test test-long clean system environment
 .DEFAULT_GOAL := test
 
