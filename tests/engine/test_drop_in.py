@@ -30,6 +30,7 @@ The tests of this file fail for each of these faults, made by hand (killed by ha
 import inspect
 from dataclasses import fields, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -45,7 +46,13 @@ from mlx_lm.generate import (
     generate_step,
     speculative_generate_step,
 )
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    KVCache,
+    QuantizedKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
 
 import mlx_speculation
 from mlx_speculation import (
@@ -369,6 +376,50 @@ def test_the_draft_models_caches_may_follow_the_targets_in_one_list() -> None:
         prompt = told[-1:]
     quantizing.feed([*PROMPT, *told[:-1]], step=1)
     assert_same_caches(quantizing.caches, own[:count], bitwise=False, rounding=0.2)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [("llama", None), ("llama", 8), ("gemma3_text", None), ("qwen3_5", None)],
+)
+def test_caches_go_round_through_mlx_lms_files(
+    name: str, bits: int | None, tmp_path: Path
+) -> None:
+    """Ours, a file, mlx-lm's, a file, ours; quantized in the middle of a turn."""
+    model, text = with_wide_heads(name)
+    tokenizer = byte_tokenizer()
+    file = str(tmp_path / "caches.safetensors")
+    options: dict[str, Any] = {"max_tokens": 8}
+    if bits is not None:
+        options |= {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": 25}
+    uninterrupted = make_prompt_cache(model)
+    expected: list[int] = []
+    told: list[int] = []
+    drafter = ScriptedDrafter(PROMPT + text, 0.9)
+    caches = make_prompt_cache(model)
+    prompt = PROMPT
+    for turn in range(4):
+        plain = mlx_lm.stream_generate(
+            model, tokenizer, prompt, prompt_cache=uninterrupted, **options
+        )
+        expected += [response.token for response in plain]
+        ours = turn % 2 == 0
+        turns = stream_generate if ours else mlx_lm.stream_generate
+        more = {"draft_model": drafter, "num_draft_tokens": 3} if ours else {}
+        responses = turns(
+            model, tokenizer, prompt, prompt_cache=caches, **options, **more
+        )
+        told += [response.token for response in responses]
+        save_prompt_cache(file, caches, {"turn": str(turn)})
+        caches, metadata = load_prompt_cache(file, return_metadata=True)
+        assert metadata == {"turn": str(turn)}
+        prompt = [text[8 * turn + 8]]  # as if nothing had happened
+    assert len(told) == len(expected) == 32
+    if told == expected:
+        bitwise = TINY_MODELS[name].bitwise
+        assert_same_caches(uninterrupted, caches, bitwise=bitwise, rounding=0.2)
+    else:
+        assert not TINY_MODELS[name].bitwise
 
 
 def test_progress_is_told_as_mlx_lm_tells_it() -> None:
