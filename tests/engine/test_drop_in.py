@@ -404,7 +404,7 @@ def test_caches_go_round_through_mlx_lms_files(
         )
         expected += [response.token for response in plain]
         ours = turn % 2 == 0
-        turns = stream_generate if ours else mlx_lm.stream_generate
+        turns: Any = stream_generate if ours else mlx_lm.stream_generate
         more = {"draft_model": drafter, "num_draft_tokens": 3} if ours else {}
         responses = turns(
             model, tokenizer, prompt, prompt_cache=caches, **options, **more

@@ -1,0 +1,150 @@
+"""Errors that a caller can cause, and that no other test reads: what each of them says.
+
+What is wrong, the two values, what to do.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from mlx_speculation import (
+    AssistantDraft,
+    Contract,
+    Sampling,
+    Speculation,
+    SpeculationError,
+    SpeculativeGenerator,
+    demo,
+    demo_models,
+)
+from mlx_speculation.caches import SlidingKVCache
+from mlx_speculation.engine import Choose, Draft, Sequence
+from mlx_speculation.models import contract_of
+from mlx_speculation.samplers import Chooser, tree_layout
+from support.tiny_models import build
+from support.tiny_tokenizer import byte_tokenizer
+
+
+def generator(**options: Any) -> SpeculativeGenerator:
+    return SpeculativeGenerator(build("llama"), byte_tokenizer(), **options)
+
+
+def odd_attribute() -> None:
+    caches = make_prompt_cache(build("llama"))
+    caches[1].note = object()
+    Speculation(caches, isolated=True).__enter__()
+
+
+def cut_ring() -> None:
+    ring: Any = RotatingKVCache(max_size=8)
+    rows = mx.zeros((1, 1, 8, 4))
+    ring.update_and_fetch(rows, rows)
+    ring.keys, ring.values = rows[..., :3, :], rows[..., :3, :]
+    SlidingKVCache.from_native(ring)
+
+
+class Drawing:
+    """A drafter that draws by chance, and does not say from which law."""
+
+    def begin(self, sequence: Sequence) -> None: ...
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        choose(mx.zeros((1, 256)), sequence.rows(mx.zeros((0,), mx.uint32)))
+        return Draft(mx.array([1], mx.uint32))
+
+    def settle(self, accepted: int) -> None: ...
+
+    def discard(self) -> None: ...
+
+
+def no_prompts(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "_FOLDER", folder)
+        demo.demo_prompts()
+
+
+ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
+    "isolated": (
+        odd_attribute,
+        "KVCache.note holds a object, and isolated=True can copy arrays, numbers, tex",
+    ),
+    "no window": (
+        lambda: SlidingKVCache(0),
+        "max_size is 0 and slack is 1024. Both are counts of rows, from 1.",
+    ),
+    "no ring": (
+        lambda: SlidingKVCache.from_native(KVCache()),  # type: ignore[arg-type]
+        "A KVCache with keep=None was given, and a RotatingKVCache with keep=0 is nee",
+    ),
+    "cut ring": (
+        cut_ring,
+        "The ring holds 3 rows at offset 8, and 8 belong there: it was cut. Feed its ",
+    ),
+    "anchor": (
+        lambda: AssistantDraft(
+            build("llama"),
+            SimpleNamespace(),  # type: ignore[arg-type]
+            anchor="end",  # type: ignore[arg-type]
+        ),
+        "anchor is 'end', and 'state' or 'token' is needed.",
+    ),
+    "sliding": (
+        lambda: generator(sliding="fast"),
+        "sliding is 'fast', and 'slack' or 'native' is needed.",
+    ),
+    "decisions": (
+        lambda: generator().stream("x").decisions,
+        "The stream keeps no decisions, since explain was False. Start it with explai",
+    ),
+    "contract value": (
+        lambda: Contract(hidden="inside"),  # type: ignore[arg-type]
+        "hidden of a contract is 'inside', and one of after_norm; before_norm is need",
+    ),
+    "contract norms": (
+        lambda: Contract(norms="odd"),  # type: ignore[arg-type]
+        "norms of a contract is 'odd', and one of stored; plus_one; a tuple of norm_e",
+    ),
+    "contract field": (
+        lambda: contract_of({"norm": "stored"}, "the file"),
+        "The contract in the file has a field 'norm', and hidden, recycled, order, no",
+    ),
+    "contract in a file": (
+        lambda: contract_of({"order": "none"}, "the file"),
+        "In the file: order of a contract is 'none', and one of embedding_first; hidd",
+    ),
+    "no seed": (
+        lambda: Chooser(Sampling(), 8),
+        "The seed is None. Call sampling.with_seed().",
+    ),
+    "no nodes": (
+        lambda: tree_layout([], 0),
+        "The tree has no nodes. Node 0 is the root, the last committed token.",
+    ),
+    "folder of the demo": (
+        lambda: no_prompts(demo_models()["draft"]),
+        "the demonstration prompts are missing: no file ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_an_error_says_what_is_wrong(case: str) -> None:
+    cause, said = ERRORS[case]
+    with pytest.raises(SpeculationError, match=f"^{re.escape(said)}"):
+        cause()
+
+
+@pytest.mark.filterwarnings("ignore::mlx_speculation.DrafterFaultWarning")
+def test_a_drafter_that_hides_its_law_is_told() -> None:
+    drawing = generator(draft=Drawing(), draft_length=2, acceptance="rejection")
+    sampling = Sampling(temperature=1.0, seed=1)
+    result = drawing.generate([1, 2, 3], max_tokens=4, sampling=sampling)
+    assert len(result.tokens) == 4
+    said = result.stats.drafter_faults[0].reason
+    assert "their laws are of shape None instead of (1, 256). Return Draft.of(c" in said
