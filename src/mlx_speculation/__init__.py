@@ -12,9 +12,6 @@ Importing this package does not import mlx. Names are loaded at first use, becau
 on a Linux CPU the BLAS has to be chosen before mlx is loaded; see `blas`.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
 from mlx_speculation.errors import (
     BlasError,
     CacheFileError,
@@ -38,6 +35,7 @@ from mlx_speculation.errors import (
     UnsupportedModelError,
 )
 
+TYPE_CHECKING = False  # as typing's, which takes longer to load than all the rest
 if TYPE_CHECKING:
     from mlx_speculation.caches import PrefixCache, Speculation
     from mlx_speculation.demo import demo_models
@@ -162,9 +160,11 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
+    # Not above: before the command line looks after Ctrl-C, little is to be loaded.
+    from importlib import import_module
+
     value: object
     if name == "__version__":
-        # Its module takes longer to load than all that the command line needs first.
         value = import_module("importlib.metadata").version("mlx-speculation")
     elif name in _HOMES:
         value = getattr(import_module(_HOMES[name]), name)
