@@ -61,6 +61,7 @@ def benchmark(
     ] = None,
     group: Group = None,
     tokens: Annotated[int, typer.Option(min=8, help="Of each text.")] = 96,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="At most.")] = 512,
     repeats: Annotated[int, typer.Option(min=1)] = 5,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     blas: Blas = "auto",
@@ -72,6 +73,8 @@ def benchmark(
     with tempfile.TemporaryDirectory() as folder:
         # What earlier runs measured must not decide what this one measures.
         os.environ["MLX_SPECULATION_CACHE"] = folder
+        from batch_arms import Job
+
         from mlx_speculation.environment import machine, versions
 
         models = _models(target, draft_model, shape)
@@ -81,7 +84,8 @@ def benchmark(
                 arms = list(
                     _arms(models, draft or ["model", "lookup"], draft_length or LENGTHS)
                 )
-                jobs = _jobs(models[1], name, rows, tokens, repeats, temperature)
+                prompts = _jobs(models[1], name, rows, prompt_tokens, repeats)
+                jobs = [Job(each, tokens, temperature) for each in prompts]
                 results.append(_measured(arms, jobs, repeats, (models[0], rows, name)))
     report = {
         "machine": machine(),
@@ -132,21 +136,15 @@ def _arms(models: tuple[Any, Any, Any], drafts: list[str], lengths: list[int]) -
 
 
 def _jobs(
-    tokenizer: Any, group: str, rows: int, tokens: int, repeats: int, temperature: float
-) -> "list[Job]":
-    """Return jobs of different prompts; of few texts with other beginnings."""
-    from batch_arms import Job
-
+    tokenizer: Any, group: str, rows: int, longest: int, repeats: int
+) -> list[list[list[int]]]:
+    """Return the prompts of each job, different ones; few texts begin further on."""
     texts = [tokenizer.encode(text.text) for text in texts_of(group, 1 << 20)]
-    needed = rows * repeats
     prompts = []
-    for number in range(needed):
+    for number in range(rows * repeats):
         text, cut = texts[number % len(texts)], 7 * (number // len(texts))
-        prompts.append(text[cut % max(1, len(text) // 2) :])
-    return [
-        Job(prompts[n * rows : (n + 1) * rows], tokens, temperature)
-        for n in range(repeats)
-    ]
+        prompts.append(text[cut % max(1, len(text) // 2) :][:longest])
+    return [prompts[n * rows : (n + 1) * rows] for n in range(repeats)]
 
 
 def _measured(

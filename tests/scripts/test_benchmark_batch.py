@@ -34,6 +34,7 @@ def test_the_last_line_is_json_with_every_ratio(tmp_path: Path) -> None:
     save_config(config, tmp_path / "config.json")
     byte_tokenizer()._tokenizer.save_pretrained(tmp_path)
     sizes = "--batch 2 --draft-length 2 --group code --tokens 10 --repeats 2"
+    sizes += " --prompt-tokens 20"
     done = subprocess.run(
         [
             *(sys.executable, str(SCRIPTS / "benchmark_batch.py")),
