@@ -13,6 +13,7 @@ options and seed alone.
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from mlx_speculation.engine.batch_results import BatchResponse, BatchStatistics
 from mlx_speculation.engine.batch_rows import Row, reason_alone
 from mlx_speculation.engine.results import Result
 from mlx_speculation.errors import InvalidRequestError, SpeculationError
+from mlx_speculation.models import wired
 
 if TYPE_CHECKING:
     from mlx_speculation.engine.generator import SpeculativeGenerator
@@ -61,7 +63,8 @@ class BatchGenerator:
         self._running: list[int] = []
         self._rows: dict[int, Row] = {}
         self._ready: list[BatchResponse] = []  # Ctrl-C keeps them for the next call
-        self._closed = False
+        self._closed = self._wired = False
+        self._open = ExitStack()
         self.stats = BatchStatistics()
         lengths = BatchLengths(generator.lengths.for_batch)
         self._lengths = lengths
@@ -108,12 +111,17 @@ class BatchGenerator:
             What each row has emitted, in the order in which the rows were inserted,
             and of each row in the order of the text. Empty: there are no rows.
         """
+        if self._waiting and not self._wired:
+            # For as long as the batch: rows that end restore what they have found.
+            self._wired = True
+            self._open.enter_context(wired(self._generator.model))
         if not self._together.in_flight:
             self._join()
         self.stats.rounds += bool(self._running)
         if self._together.rows:
             rows = tuple(self._together.rows)
-            self._together.next_round(drain=bool(self._waiting))
+            room = len(self._running) < self._max_rows
+            self._together.next_round(drain=room and bool(self._waiting))
             for row in rows:
                 self._respond(row)
         for uid in tuple(self._running):
@@ -177,6 +185,7 @@ class BatchGenerator:
             for row in self._rows.values():
                 self._close(row)
             self._lengths.end()
+            self._open.close()
 
     def __enter__(self) -> "BatchGenerator":
         return self

@@ -144,9 +144,12 @@ class BatchDecoder:
         self, limits: list[int], ahead: int, context: int
     ) -> list[Draft] | None:
         """Return each row's draft, those ahead included; None: there is none."""
-        self._clock = RoundClock()
         drafts = self._drafts
-        if drafts is None or not any(limits) or (ahead and not drafts.ahead):
+        asks = drafts is not None and any(limits) and (drafts.ahead or not ahead)
+        if drafts is not None and asks:
+            drafts.prepare(self.rows, limits)
+        self._clock = RoundClock()
+        if drafts is None or not asks:
             return None
         found = drafts.propose(self.rows, limits, ahead)
         counts = [max(0, draft.length - ahead) for draft in found]

@@ -10,11 +10,18 @@ from mlx_speculation.engine.drafting import NOTHING, Choices, Draft
 
 
 class BatchDrafts(Protocol):
-    """Drafts for many rows. The calls of a round: `propose`, `settle` or `discard`."""
+    """Drafts for many rows.
+
+    The calls of a round: `prepare`, `propose`, then `settle` or `discard`.
+    """
 
     @property
     def ahead(self) -> bool:
         """Whether it can draft behind a token that is not read yet."""
+        ...
+
+    def prepare(self, rows: Sequence[Row], limits: Sequence[int]) -> None:
+        """Read of the rows what no round should be measured with: prompts, mostly."""
         ...
 
     def propose(
@@ -65,6 +72,14 @@ class OwnDrafters:
         """It can."""
         return True
 
+    def prepare(self, rows: Sequence[Row], limits: Sequence[int]) -> None:
+        """Let drafters begin that are asked for the first time."""
+        for row, limit in zip(rows, limits, strict=True):
+            drafter = row.parts.drafter
+            if drafter is not None and limit > 0 and row.uid not in self._begun:
+                drafter.begin(row.parts.sequence)
+                self._begun.add(row.uid)
+
     def propose(
         self, rows: Sequence[Row], limits: Sequence[int], ahead: int
     ) -> list[Draft]:
@@ -76,9 +91,6 @@ class OwnDrafters:
             drafter = row.parts.drafter
             if drafter is None or limit <= 0:
                 continue
-            if row.uid not in self._begun:
-                drafter.begin(row.parts.sequence)
-                self._begun.add(row.uid)
             choices = Choices(row.parts.verifier)
             self._asked[index] = True
             try:
@@ -90,6 +102,9 @@ class OwnDrafters:
                 self._asked[index] = False
                 row.error = error
                 continue
+            except BaseException:
+                self.discard()
+                raise
             found[index] = draft
             if draft.length <= ahead:
                 drafter.discard()

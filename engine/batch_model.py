@@ -45,9 +45,20 @@ class BatchDraftModel:
         self._rows: list[Row] = []  # those in the lane, in its order
         self._seen: dict[int, int] = {}  # how many of a row's tokens the lane holds
         self._round: BatchRound | None = None
+        self._before: dict[int, int] | None = None  # what was seen, before it settled
         self._places: list[int] = []  # of the lane's rows in the batch
         self._doubts: mx.array | None = None  # bool [rows of the lane]
         self._limits: list[int] = []
+
+    def prepare(self, rows: Sequence[Row], limits: Sequence[int]) -> None:
+        """Let the lane hold all rows that draft, each up to its last two tokens."""
+        self._round, self._before = None, None
+        try:
+            self._take_in(rows, limits)
+        except Exception as error:
+            if isinstance(error, MemoryError):
+                raise
+            self._set_aside("begin", error, rows)
 
     def propose(
         self, rows: Sequence[Row], limits: Sequence[int], ahead: int
@@ -55,17 +66,17 @@ class BatchDraftModel:
         """Draft for every row that may; see `BatchDrafts`."""
         assert ahead == 0
         found = [NOTHING] * len(rows)
-        self._round, self._doubts = None, None
+        self._doubts = None
         try:
-            self._take_in(rows, limits)
             order = {row.uid: place for place, row in enumerate(rows)}
             self._places = [order[row.uid] for row in self._rows]
             self._limits = [max(0, limits[place]) for place in self._places]
             if any(self._limits):
                 for place, draft in zip(self._places, self._chain(), strict=True):
                     found[place] = draft
-        except Exception as error:
-            if isinstance(error, MemoryError):
+        except BaseException as error:
+            self.discard()
+            if not isinstance(error, Exception) or isinstance(error, MemoryError):
                 raise
             self._set_aside("propose", error, rows)
             return [NOTHING] * len(rows)
@@ -73,16 +84,16 @@ class BatchDraftModel:
 
     def settle(self, accepted: Sequence[int | None]) -> None:
         """Keep what was accepted of each row, but its last two known tokens."""
-        lane_round, self._round = self._round, None
+        lane_round = self._round
         if lane_round is None:
             return
+        self._before = dict(self._seen)
         self._note_doubts()
         kept = [accepted[place] or 0 for place in self._places]
         lag = self._lag()
         try:
             lane_round.commit([lag - 1 + count for count in kept])
         except Exception as error:
-            lane_round.rollback()
             self._set_aside("settle", error, self._rows)
             return
         # The tokens of the round are not known yet, all but its last one will be held.
@@ -90,10 +101,12 @@ class BatchDraftModel:
             self._seen[row.uid] += lag - 1 + count
 
     def discard(self) -> None:
-        """Undo the round."""
+        """Undo the round, also after it was settled."""
         if self._round is not None:
             self._round.rollback()
-        self._round = None
+        if self._before is not None:
+            self._seen = self._before
+        self._round, self._before = None, None
 
     def leave(self, gone: Sequence[Row]) -> None:
         """Let go of rows, and of those whose drafter was set aside."""
@@ -116,7 +129,7 @@ class BatchDraftModel:
         return len(self._rows[0].tokens)
 
     def _take_in(self, rows: Sequence[Row], limits: Sequence[int]) -> None:
-        """Let the lane hold all rows that draft, each up to its last two tokens."""
+        """Do `prepare`, without its care for faults."""
         self.leave([])  # those that were set aside
         inside = {row.uid for row in self._rows}
         new = [
