@@ -36,14 +36,16 @@ from support.servers import (
 )
 from support.waiting import until
 
-LONG: dict[str, Any] = {"model": NAME, "prompt": "LONG", "max_tokens": 4000}
+# So many tokens never come within the time of a test.
+MANY = 50_000
+LONG: dict[str, Any] = {"model": NAME, "prompt": "LONG", "max_tokens": MANY}
 GOOD_PAGE, ALLOW_ORIGIN = "http://good.example", "access-control-allow-origin"
 SHORT: dict[str, Any] = {"model": NAME, "prompt": "SHORT", "max_tokens": 2}
 
 
 @pytest.fixture(name="server", scope="module")
 def _server() -> Iterator[Server]:
-    limits = {"max_tokens": 4000, "body_bytes": 2000, "read_seconds": 0.5}
+    limits = {"max_tokens": MANY, "body_bytes": 2000, "read_seconds": 1.0}
     with serving(limits=limits, allowed_origins=(GOOD_PAGE,)) as server:
         yield server
 
@@ -76,9 +78,9 @@ def test_a_prompt_that_is_too_long_is_refused(server: Server) -> None:
 
 def test_too_many_tokens_are_refused(server: Server) -> None:
     for name in ("max_tokens", "max_completion_tokens"):
-        error = post(server, {**SHORT, name: 4001}).refused(400)
+        error = post(server, {**SHORT, name: MANY + 1}).refused(400)
         assert error["param"] == name
-        assert "4000" in error["message"]
+        assert str(MANY) in error["message"]
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nContent-Le"])
@@ -87,18 +89,18 @@ def test_a_request_that_does_not_arrive_is_given_up(
 ) -> None:
     started = time.monotonic()
     exchange(server, sent).refused(408)
-    assert 0.4 < time.monotonic() - started < 5
+    assert 0.9 < time.monotonic() - started < 15
 
 
 def test_a_body_that_drips_in_is_given_up_too(server: Server) -> None:
     with connect(server) as connection:
         connection.sendall(packet(b" " * 99)[:-99])
-        for _ in range(60):  # each comes within the time, all together do not
+        for _ in range(150):  # each comes within the time, all together do not
             connection.sendall(b" ")
             if select.select([connection], [], [], 0.1)[0]:
                 break
         else:
-            raise AssertionError("it has waited for 6 seconds")
+            raise AssertionError("it has waited for 15 seconds")
         answer = answer_of(connection.recv(1 << 16))
     answer.refused(408)
 
@@ -112,13 +114,13 @@ def test_a_client_that_leaves_frees_its_row(server: Server) -> None:
         if stream:
             assert b"200" in connection.recv(100)
         connection.close()
-        until(lambda: not worker.busy, 5)
-        until(lambda: worker.rows_held == 0, 5)
+        until(lambda: not worker.busy)
+        until(lambda: worker.rows_held == 0)
     assert b"requests_cancelled_total" in get(server, "/metrics").body
 
 
 def test_what_takes_too_long_is_ended() -> None:
-    limits = {"seconds": 0.4, "max_tokens": 4000}
+    limits = {"seconds": 1.5, "max_tokens": MANY}
     with serving(limits=limits, max_rows=1) as server, client_of(server) as client:
         post(server, SHORT)  # what is compiled first takes its time
         waiting: list[int] = []
@@ -135,14 +137,14 @@ def test_what_takes_too_long_is_ended() -> None:
             thread.join()
         # One ran for too long, and one may never have had a row.
         assert sorted(waiting) in ([503, 504], [504, 504])
-        with pytest.raises(openai.APIError, match=r"more than 0\.4 seconds"):
+        with pytest.raises(openai.APIError, match=r"more than 1\.5 seconds"):
             list(client.completions.create(**LONG, stream=True))
         until(lambda: not server.worker.busy)
         assert post(server, SHORT).status == 200
 
 
 def test_more_requests_than_may_wait_are_turned_away() -> None:
-    limits = {"queue": 1, "max_tokens": 4000}
+    limits = {"queue": 1, "max_tokens": MANY}
     with serving(limits=limits, max_rows=1) as server:
         connections = []
         for count in (1, 2):
@@ -229,12 +231,12 @@ def test_nothing_is_held_when_requests_have_ended() -> None:
             assert post(server, body).status == 200
         prefixes.clear()
         gc.collect()  # the nodes of a cleared prefix cache know each other
-        until(lambda: mx.get_active_memory() <= held + 4096, 5)
+        until(lambda: mx.get_active_memory() <= held + 4096)
         assert server.worker.rows_held == 0
 
 
 def test_stopping_cuts_off_what_runs_and_says_so() -> None:
-    with serving(limits={"max_tokens": 4000}) as server:
+    with serving(limits={"max_tokens": MANY}) as server:
         answers = []
         thread = threading.Thread(target=lambda: answers.append(post(server, LONG)))
         thread.start()
@@ -248,7 +250,7 @@ def test_stopping_cuts_off_what_runs_and_says_so() -> None:
 
 
 def test_stopping_lets_what_runs_end_within_the_grace() -> None:
-    with serving(limits={"max_tokens": 4000}) as server:
+    with serving(limits={"max_tokens": MANY}) as server:
         answers = []
         body = {**LONG, "max_tokens": 60}
         thread = threading.Thread(target=lambda: answers.append(post(server, body)))
