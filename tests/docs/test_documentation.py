@@ -1,17 +1,23 @@
 """The documentation builds without a warning, and what it shows runs."""
 
+import ast
+import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 import mlx_speculation
 from mlx_speculation.caches.kinds import JOURNALS
+from mlx_speculation.cli.application import app
 from mlx_speculation.models import mtp_families
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+TEXTS = [ROOT / "README.md", *PAGES]
 
 
 def sections(page: str) -> dict[str, list[str]]:
@@ -77,3 +83,61 @@ def test_names_of_files_on_a_page_exist(page: Path) -> None:
     tops = "engine|models|caches|samplers|tests|scripts|examples|docs"
     for path in set(re.findall(rf"\b(?:{tops})/[\w/]+\.\w+", text)):
         assert (ROOT / path).exists(), path
+
+
+def options() -> dict[str, set[str]]:
+    """Return the options of each command."""
+    commands: Any = typer.main.get_command(app)
+    return {
+        name: {option for parameter in command.params for option in parameter.opts}
+        | {"--help"}
+        for name, command in commands.commands.items()
+    }
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
+def test_commands_that_are_shown_have_the_options_that_they_are_shown_with(
+    page: Path,
+) -> None:
+    known = options()
+    for line in page.read_text("utf-8").splitlines():
+        for name, rest in re.findall(r"mlx-speculation ([a-z]+)\b([^`|#]*)", line):
+            if not re.search(r"(^|`)\s*mlx-speculation", line):
+                continue  # a sentence about the package
+            assert name in known, line
+            assert set(re.findall(r"--[a-z][a-z-]*", rest)) <= known[name], line
+
+
+def test_the_readme_names_options_and_commands_that_there_are() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    part = text.split("\n## Command line\n")[1].split("\n## ")[0]
+    known = options()
+    assert set(re.findall(r"^\| `([a-z]+)`", part, flags=re.MULTILINE)) == set(known)
+    everywhere = set[str]().union(*known.values())
+    assert set(re.findall(r"--[a-z][a-z-]*[a-z]", part)) <= everywhere
+
+
+def calls(page: Path) -> Iterator[tuple[str, ast.Call]]:
+    """Yield the calls in the Python blocks of a page, by the name that is called."""
+    for block in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.Call):
+                yield ast.unparse(node.func).rpartition(".")[2], node
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
+def test_calls_that_are_shown_have_keywords_that_there_are(page: Path) -> None:
+    generator = mlx_speculation.SpeculativeGenerator
+    made: dict[str, Any] = {
+        name: getattr(mlx_speculation, name) for name in mlx_speculation.__all__
+    } | {name: getattr(generator, name) for name in ("from_pretrained", "stream")}
+    for name, call in calls(page):
+        if name == "generate" and ast.unparse(call.func) != "generate":
+            name = "stream"  # takes the same
+        if name not in made or isinstance(made[name], str):
+            continue
+        taken = inspect.signature(made[name]).parameters
+        if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+            taken = inspect.signature(made["stream_generate"]).parameters
+        given = {keyword.arg for keyword in call.keywords if keyword.arg is not None}
+        assert given <= set(taken), ast.unparse(call)
