@@ -140,7 +140,7 @@ def _compare(
     plain = generator.generate(
         prompt.text, max_tokens=max_tokens, stop_tokens=(), draft_length=0
     )
-    tokens = generator.tokenizer.encode(prompt.text)
+    tokens = generator.encode(prompt.text)
     theirs = mlx_lm_speed(generator.model, tokens, max_tokens)
     return _Comparison(
         target=target,
