@@ -62,6 +62,7 @@ class BatchGenerator:
         self._waiting: deque[int] = deque()
         self._running: list[int] = []
         self._rows: dict[int, Row] = {}
+        self._joining: list[Row] = []  # their prompts were read
         self._ready: list[BatchResponse] = []  # Ctrl-C keeps them for the next call
         self._closed = self._wired = False
         self._open = ExitStack()
@@ -208,7 +209,6 @@ class BatchGenerator:
 
     def _join(self) -> None:
         """Let waiting rows begin while there is room: their prompts are read here."""
-        joining = []
         while self._waiting and len(self._running) < self._max_rows:
             row = self._rows[self._waiting[0]]
             if row.alone is None:
@@ -219,16 +219,18 @@ class BatchGenerator:
                     goes_on = False
                 if goes_on:
                     row.stream.keep_prompt()
-                    joining.append(row)
+                    self._joining.append(row)
             self._running.append(self._waiting.popleft())
             if row.ended:
                 self._respond(row)
+        joining = [row for row in self._joining if not row.ended]
         try:
             self._together.join(joining)
         except Exception as error:  # nothing was put together
             for row in joining:
                 row.alone = f"its caches cannot be put beside others: {error}"
                 self._count_alone(row)
+        self._joining = []
 
     def _count_alone(self, row: Row) -> None:
         if row.alone is not None:

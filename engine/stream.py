@@ -72,6 +72,7 @@ class Stream:
         self._level_draft = level_draft
         self._open = ExitStack()
         self._started = False
+        self._prompt_read = False
         self._warned = False
         self._reason: str | None = None
         self._ready: deque[Chunk] = deque()
@@ -188,6 +189,8 @@ class Stream:
     def begin(self) -> bool:
         """Read the prompt, for who runs the rounds in this object's place.
 
+        After Ctrl-C it may be called again, and reads on where it was.
+
         Returns:
             Whether there is anything to generate; otherwise the stream has ended.
 
@@ -196,7 +199,7 @@ class Stream:
         """
         try:
             return self._begun()
-        except BaseException:
+        except Exception:
             self._end("error", hold_all=False)
             raise
 
@@ -257,7 +260,9 @@ class Stream:
             self._started = True
             self._open.enter_context(self._running)
             self._reuse()
+        if not self._prompt_read:
             self._decoder.prefill()
+            self._prompt_read = True
         if self.budget and not self._decoder.complete:
             return True
         self._end("length" if self.budget == 0 else "stop")
