@@ -7,7 +7,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -34,6 +37,18 @@ def asked(url: str, body: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+@contextmanager
+def ending(process: "subprocess.Popen[str]") -> Iterator[None]:
+    """Leave no server behind, whatever fails."""
+    guard = threading.Timer(120, process.kill)
+    guard.start()
+    try:
+        yield
+    finally:
+        guard.cancel()
+        process.kill()
+
+
 def test_it_serves_until_it_is_told_to_end() -> None:
     command = ["serve", DRAFT, "--draft", "lookup", "--port", "0", "--blas", "stock"]
     process = subprocess.Popen(
@@ -42,7 +57,7 @@ def test_it_serves_until_it_is_told_to_end() -> None:
         text=True,
         env={**os.environ, **KEY, "COLUMNS": "200"},
     )
-    with process:
+    with process, ending(process):
         assert process.stderr is not None
         said = ""
         for line in process.stderr:
