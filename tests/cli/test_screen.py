@@ -6,12 +6,16 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from rich.table import Table
 
+from mlx_speculation.cli.benchmark import _table
+from mlx_speculation.cli.measuring import Arm
 from mlx_speculation.cli.screen import Screen, plain
-from mlx_speculation.engine import Origin
+from mlx_speculation.engine import Origin, Statistics
 
 
 def shown(*, terminal: bool) -> str:
@@ -35,6 +39,32 @@ def test_a_bar_is_shown_on_a_terminal_and_is_gone_at_the_end() -> None:
 
 def test_no_bar_is_shown_elsewhere() -> None:
     assert shown(terminal=False) == ""
+
+
+@pytest.mark.parametrize("width", [20, 40, 70, 120])
+def test_a_table_keeps_its_figures_on_a_narrow_terminal(width: int) -> None:
+    screen, written = Screen(), io.StringIO()
+    screen.out = Console(file=written, width=width)
+    arm = Arm("k by measuring", 4, speeds=[1234.5, 678.9])
+    arm.totals = Statistics(drafts=3, drafted=9, accepted=6, reached=[3, 2, 1])
+    screen.table(_table([arm], arm, "2 passes"))
+    shown = written.getvalue()
+    for figure in ("k by measuring", "956.7", "1.00..1.00", "67%", "100", "33"):
+        assert figure in shown
+    assert "…" not in shown
+    if width == 120:
+        assert max(map(len, shown.splitlines())) < 90  # and no wider than it has to be
+
+
+def test_a_long_word_is_folded_and_not_cut_off() -> None:
+    screen, written = Screen(), io.StringIO()
+    screen.out = Console(file=written, width=30)
+    table = Table("what", "here")
+    table.add_row("costs are kept in", "/a/path/of/some/forty/characters/or/more")
+    screen.table(table)
+    cells = [line.split("│") for line in written.getvalue().splitlines()]
+    folded = "".join(cell[2].strip() for cell in cells if len(cell) > 2)
+    assert folded == "/a/path/of/some/forty/characters/or/more"
 
 
 VALUES = st.recursive(

@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
 
+WIDEST = 500  # columns of a table
 Report = Callable[[int, int], None]
 
 
@@ -39,10 +43,18 @@ class Screen:
         if not self.json:
             typer.echo(text, nl=False)
 
-    def table(self, table: Any, *, result: bool = True) -> None:
-        """Print a table, of a result on standard output; none beside JSON."""
-        if not self.json:
-            (self.out if result else self.notes).print(table)
+    def table(self, table: Table, *, result: bool = True) -> None:
+        """Print a table, of a result on standard output; none beside JSON.
+
+        It is as wide as its words and figures, also where the terminal is narrower.
+        """
+        if self.json:
+            return
+        console = self.out if result else self.notes
+        least = least_width(table, console)
+        if least > console.width:
+            table.width = least
+        console.print(table, crop=False)
 
     def object(self, **fields: Any) -> None:
         """Print the JSON object, if it was asked for."""
@@ -74,6 +86,16 @@ class Screen:
                 bar.update(task, completed=done, total=total, count=count)
 
             yield report
+
+
+def least_width(table: Table, console: Console) -> int:
+    """Let a table fold its long words, and return how wide it has to be then."""
+    for column in table.columns:
+        column.overflow = "fold"
+        if column.no_wrap:
+            cells = [str(cell) for cell in (column.header, *column.cells)]
+            column.min_width = max(map(cell_len, cells))
+    return Measurement.get(console, console.options.update(width=WIDEST), table).minimum
 
 
 def plain(value: Any) -> Any:
