@@ -243,6 +243,7 @@ class BatchDecoder:
                 self._in_flight = None
                 lane_round.commit(keep)
                 committed = True
+            self._drafts.done()
         except BaseException:
             if not committed:
                 self._drafts.discard()

@@ -12,7 +12,7 @@ from mlx_speculation.engine.drafting import NOTHING, Choices, Draft
 class BatchDrafts(Protocol):
     """Drafts for many rows.
 
-    The calls of a round: `prepare`, `propose`, then `settle` or `discard`.
+    The calls of a round: `prepare`, `propose`, then `settle` and `done`, or `discard`.
     """
 
     @property
@@ -48,6 +48,10 @@ class BatchDrafts(Protocol):
 
     def discard(self) -> None:
         """Undo the last `propose` and `settle`. Never raises."""
+        ...
+
+    def done(self) -> None:
+        """Let go of what could undo the round: the target has committed its own."""
         ...
 
     def leave(self, gone: Sequence[Row]) -> None:
@@ -131,6 +135,9 @@ class OwnDrafters:
             if asked and row.parts.drafter is not None:
                 row.parts.drafter.discard()
         self._rows, self._asked = [], []
+
+    def done(self) -> None:
+        """Do nothing."""
 
     def leave(self, gone: Sequence[Row]) -> None:
         """Forget them."""

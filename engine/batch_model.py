@@ -108,6 +108,10 @@ class BatchDraftModel:
             self._seen = self._before
         self._round, self._before = None, None
 
+    def done(self) -> None:
+        """Let go of the round, and of the states that it began with."""
+        self._round, self._before = None, None
+
     def leave(self, gone: Sequence[Row]) -> None:
         """Let go of rows, and of those whose drafter was set aside."""
         lost = {row.uid for row in gone}

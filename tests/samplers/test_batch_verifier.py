@@ -79,7 +79,7 @@ def test_requests_are_decided_as_each_alone(
 ) -> None:
     asked, width = drawn
     logits = logits_of(len(asked), width, key)
-    padded = np.zeros((len(asked), width), np.uint32)
+    padded = np.ones((len(asked), width), np.uint32)  # likely tokens
     for row, one in enumerate(asked):
         if one.drafted is not None:
             padded[row, : one.count] = np.array(one.drafted)
