@@ -35,7 +35,9 @@ def made_by_mlx_lm(file: Path, model: str, *options: str) -> Path:
     return file
 
 
-@pytest.mark.parametrize("name", ["sliding", "hybrid"])
+@pytest.mark.parametrize(
+    "name", ["hybrid", pytest.param("sliding", marks=pytest.mark.slow)]
+)
 def test_the_text_is_that_of_the_whole_prompt(
     commands: Commands, tmp_path: Path, name: str
 ) -> None:
@@ -75,12 +77,13 @@ def test_files_of_ours_name_their_tokens(commands: Commands, tmp_path: Path) -> 
     read = generator.generate(BEGIN, max_tokens=0, prompt_cache=caches)
     file = tmp_path / "begun.safetensors"
     save_caches(file, caches, read.cached_tokens)
-    sampled = ["--temp", "0.9", "--seed", "4", "-m", "14"]
+    # A penalty of all that is known: of the file's tokens too.
+    sampled = ["--temp", "0.9", "--seed", "4", "-m", "14", "--repetition-penalty", "2"]
     found = commands.object(
         "generate", DRAFT, "-p", REST, *sampled, "--prompt-cache-file", file
     )
     ids = [*read.cached_tokens, *generator.encode(REST)]
-    sampling = Sampling(temperature=0.9, seed=4)
+    sampling = Sampling(temperature=0.9, seed=4, repetition_penalty=2.0)
     whole = generator.generate(ids, max_tokens=14, sampling=sampling)
     assert found["tokens"] == whole.tokens
 
@@ -116,6 +119,18 @@ def test_the_kinds_of_the_file_stay(
     lookup = commands.object(*asked, "--draft", "lookup", "--draft-length", "3")
     assert lookup["tokens"] == plain["tokens"]
     assert len(plain["tokens"]) == 14
+
+
+def test_what_the_file_holds_counts_for_the_start_of_quantization(
+    commands: Commands, tmp_path: Path
+) -> None:
+    file = made_by_mlx_lm(tmp_path / "begun.safetensors", DRAFT)
+    held = len(SpeculativeGenerator.from_pretrained(DRAFT).encode(BEGIN))
+    asked = ["generate", DRAFT, "-p", "x", "-m", "5", "--kv-bits", "7"]
+    asked += ["--quantized-kv-start", held + 6]  # x and 5 tokens reach it
+    assert commands(*asked).exit_code == 0  # without the file they do not
+    said = commands.refused(*asked, "--prompt-cache-file", file)
+    assert "kv_bits is 7 and kv_group_size 64" in said
 
 
 def test_a_file_that_does_not_fit_is_refused(
