@@ -1,4 +1,10 @@
-"""Speculative text equals plain text, on every tiny model, past every window."""
+"""Speculative text equals plain text, on every tiny model, past every window.
+
+Faults that were made by hand, and found by the default cases:
+    a cache of keys, or a sliding one, keeps one row too many
+    noise is keyed by row in place of position
+    a convolution is replayed one row late, or a scan from an empty state
+"""
 
 import pytest
 
