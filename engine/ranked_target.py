@@ -1,6 +1,6 @@
 """A generator's target that is spread over ranks: its streams, as one rank has them."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -17,11 +17,14 @@ from mlx_speculation.models import (
     Group,
     HiddenStates,
     Lane,
+    can_join_output,
     has_split_output,
+    joined_output,
     spread_as,
 )
 
-StartStream = Callable[[list[int]], Iterable[Any]]
+# What a drafter needs all ranks for.
+STATES, OUTPUT = "hidden states", "the output layer"
 
 
 class RankedTarget:
@@ -36,6 +39,7 @@ class RankedTarget:
         self._model, self.ranks = model, ranks
         self._fields: dict[str, Any] = {}
         self._taps: HiddenStates | None = None
+        self._heads: list[MtpDraft] = []
 
     @classmethod
     def of(cls, model: nn.Module, group: Group | None) -> "RankedTarget | None":
@@ -87,14 +91,18 @@ class RankedTarget:
                     f"draft is of kind {type(member).__name__}, and for a target on "
                     "ranks a model, a lookup, an MTP head or a Drafter is needed."
                 )
-            if isinstance(member, Following):
-                self._check_output(type(member).__name__)
+            if isinstance(member, MtpDraft):
+                self._check_output(member)
         return draft if self.decides else None
 
     def next_stream(self, draft: Any) -> Together:
         """Return the next stream on all ranks, which is not begun yet."""
-        shows = any(isinstance(member, Following) for member in members(draft))
-        return Together(self.ranks, self._fields, shows=shows)
+        heads = [member for member in members(draft) if isinstance(member, MtpDraft)]
+        needs = [STATES] if heads else []
+        if has_split_output(self._model) and any(h.mtp.reads_output for h in heads):
+            needs.append(OUTPUT)
+        self._heads = heads
+        return Together(self.ranks, self._fields, needs=needs)
 
     @contextmanager
     def running(
@@ -102,18 +110,30 @@ class RankedTarget:
     ) -> Iterator[None]:
         """Begin a stream on all ranks, inside of what runs around one."""
         with around:
-            if together.begin():
+            needs = together.begin()
+            if STATES in needs:
                 if self._taps is None:
                     self._taps = HiddenStates(self._model, after_norm=True)
                 target.taps, target.shows = self._taps, True
+            if OUTPUT in needs:
+                with together.inside():
+                    output = joined_output(self._model, self.ranks.group)
+                for head in self._heads if output is not None else ():
+                    head.mtp.take_output(output)
             yield
 
-    def _check_output(self, name: str) -> None:
-        """Refuse a head that would need the output layer's rows of other ranks."""
-        if has_split_output(self._model):
+    def _check_output(self, head: MtpDraft) -> None:
+        """Refuse a head that needs rows of other ranks, which cannot be put together.
+
+        Others get a whole copy of the output layer when their first stream begins.
+        """
+        if not head.mtp.reads_output or not has_split_output(self._model):
+            return
+        if not can_join_output(self._model):
             raise UnsupportedModelError(
-                f"draft is of kind {name}, and reads the target's output layer, of "
-                "which each rank has a part. Use a draft model or a lookup."
+                f"The MTP head reads the output layer of {type(self._model).__module__}"
+                ", of which each rank has a part, and more is done to its logits than "
+                "is known here. Use a draft model or a lookup."
             )
 
 

@@ -10,7 +10,7 @@ The others wait for rank 0 on the link, where a rank that is lost ends the wait,
 rank 0 waits there for them, before any of them goes into mlx.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,13 +50,15 @@ class Together:
     Args:
         ranks: the ranks of the generator.
         fields: what has to be the same on all ranks, by the name of the option.
-        shows: on rank 0, whether its drafter reads the target's hidden states.
+        needs: on rank 0, what of the target its drafter needs all ranks for.
     """
 
-    def __init__(self, ranks: Ranks, fields: Mapping[str, Any], *, shows: bool) -> None:
+    def __init__(
+        self, ranks: Ranks, fields: Mapping[str, Any], *, needs: Sequence[str]
+    ) -> None:
         self.ranks, self.stream = ranks, ranks.next_number()
         self._fields = dict(fields)
-        self._shows = shows
+        self._needs = list(needs)
         self._begun = self._ended = False
         self.closed: ClosedByRank0Error | None = None
 
@@ -78,11 +80,11 @@ class Together:
         """Add what has to be the same on all ranks."""
         self._fields |= fields
 
-    def begin(self) -> bool:
+    def begin(self) -> list[str]:
         """Wait for all ranks to begin this stream, with the same options.
 
         Returns:
-            Whether all ranks have to compute the hidden states of the prompt.
+            What rank 0's drafter needs all ranks for.
 
         Raises:
             RankMismatchError: an option differs; on all ranks, and nothing has run.
@@ -99,12 +101,12 @@ class Together:
                 self._difference(rank, theirs)
                 for rank, theirs in zip(link.others, found, strict=True)
             ]
-            said = [next((each for each in wrong if each), ""), self._shows]
+            said = [next((each for each in wrong if each), ""), self._needs]
             self._say("begun", *said)
         if said[0]:
             self._ended = True
             raise RankMismatchError(said[0])
-        return bool(said[1])
+        return list(said[1])
 
     def plan(self, plan: Plan | None) -> Plan:
         """Return rank 0's plan on every rank; others pass None."""

@@ -185,6 +185,19 @@ class Mtp:
             own = [None if layer is None else sliced(layer, ids) for layer in own]
         self._outputs = own
 
+    @property
+    def reads_output(self) -> bool:
+        """Whether a layer makes its logits with the target's output layer."""
+        return None in self._outputs
+
+    def take_output(self, output: nn.Module) -> None:
+        """Make logits with a copy of the target's output layer in its place.
+
+        Args:
+            output: takes states [batch, slots, dim], and returns all logits.
+        """
+        self._outputs = [output if own is None else own for own in self._outputs]
+
     def rows(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> MtpOutput:

@@ -35,6 +35,8 @@ _TENSOR_LAYERS = (
     layers.QuantizedAllToShardedLinear,
     layers.QuantizedShardedToAllLinear,
 )
+# Where all that is done after the last norm is the output layer's product.
+_BARE_OUTPUT = ("mlx_lm.models.qwen3_5", "mlx_lm.models.qwen3_5_moe")
 _SPLIT_OUTPUT = (layers.AllToShardedLinear, layers.QuantizedAllToShardedLinear)
 
 
@@ -121,10 +123,44 @@ def spread_as(model: nn.Module) -> Parallel | None:
 
 def has_split_output(model: nn.Module) -> bool:
     """Whether each rank has some rows of the model's output layer only."""
-    return any(
-        isinstance(module, _SPLIT_OUTPUT) and "layers." not in name
-        for name, module in model.named_modules()
-    )
+    return _split_output(model) is not None
+
+
+def can_join_output(model: nn.Module) -> bool:
+    """Whether the logits are what the output layer returns, and nothing else."""
+    return type(model).__module__ in _BARE_OUTPUT
+
+
+def joined_output(model: nn.Module, group: Group) -> nn.Module | None:
+    """Return a whole copy of an output layer that is divided, on rank 0.
+
+    All ranks call it, and wait for each other.
+    """
+    split: Any = _split_output(model)
+    assert split is not None
+    rows = {
+        name: mx.distributed.all_gather(array, group=group)
+        for name, array in split.parameters().items()
+    }
+    mx.eval(rows)
+    if group.rank() > 0:
+        return None
+    quantized = isinstance(split, layers.QuantizedAllToShardedLinear)
+    made: Any = nn.Linear(1, 1, bias="bias" in rows)  # small, and then filled
+    if quantized:
+        form = (split.group_size, split.bits, split.mode)
+        made = nn.QuantizedLinear(512, 8, "bias" in rows, *form)
+    made.update(rows)
+    found: nn.Module = made
+    return found
+
+
+def _split_output(model: nn.Module) -> nn.Module | None:
+    for name, module in model.named_modules():
+        if isinstance(module, _SPLIT_OUTPUT) and "layers." not in name:
+            found: nn.Module = module
+            return found
+    return None
 
 
 def has_states(model: nn.Module) -> bool:

@@ -29,7 +29,7 @@ from mlx_speculation.engine.results import Result
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.models import MtpHead, Parallel, spread
 from mlx_speculation.samplers import Chooser, Rows
-from support import mtp_checkpoints
+from support import census, mtp_checkpoints
 from support.drafters import ScriptedDrafter
 from support.identity import GREEDY, SAMPLED, prompt_of
 from support.tiny_models import build
@@ -46,7 +46,7 @@ rank = group.rank()
 
 def main() -> None:
     """Run the program that the arguments name."""
-    faulthandler.dump_traceback_later(90, exit=True)
+    faulthandler.dump_traceback_later(300, exit=True)
     name, *arguments = sys.argv[1:]
     program: Callable[..., Any] = globals()[name]
     said = program(*arguments)
@@ -54,7 +54,12 @@ def main() -> None:
 
 
 def built(name: str) -> nn.Module:
-    """Return a whole tiny model; "head/NAME" is that of a layout with an MTP head."""
+    """Return a whole tiny model.
+
+    "head/NAME" is that of a layout with an MTP head, "census/NAME" one of the census.
+    """
+    if name.startswith("census/"):
+        return census.build(name.removeprefix("census/"))
     layout = name.removeprefix("head/")
     return build(name) if layout == name else mtp_checkpoints.make(layout)[1]
 
@@ -394,4 +399,22 @@ def mtp() -> list[dict[str, Any]]:
         if plain is not None:
             result = plain.generate(prompt, max_tokens=TOKENS, sampling=sampling)
             each["plain"] = result.tokens
+    return said
+
+
+def architectures(parallel: Parallel) -> dict[str, Any]:
+    """Try every architecture that can be spread; name what refuses, and why."""
+    said: dict[str, Any] = {}
+    for name in sorted(census.BUILT):
+        model: Any = census.build(name)
+        can = hasattr(model, "shard")
+        if parallel == "pipeline":
+            can = hasattr(getattr(model, "model", None), "pipeline")
+        if not can:
+            continue
+        (FOLDER / f"now{rank}").write_text(name)  # to be found where it hangs
+        try:
+            said[name] = texts(parallel, f"census/{name}:mixed")
+        except (SpeculationError, ValueError) as error:
+            said[name] = f"{type(error).__name__}: {error}"
     return said
