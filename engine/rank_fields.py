@@ -40,9 +40,10 @@ def check_spread(model: nn.Module, ranks: int) -> Parallel | None:
         )
     if how == "pipeline" and has_states(model):
         raise UnsupportedModelError(
-            f"{type(model).__module__} has recurrent layers, whose states cannot be "
-            "rolled back in a pipeline: the ranks after this one would have to run "
-            "again with it. Use parallel='tensor'."
+            f"{type(model).__module__} has layers whose caches are no rows of keys and "
+            "values, such as recurrent states. To keep a part of a draft they may have "
+            "to run again, and in a pipeline all ranks with them. Use parallel='tensor'"
+            ", or run it whole on one rank."
         )
     return how
 

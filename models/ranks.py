@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers import distributed as layers
-from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_speculation.caches import leaves
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
@@ -35,6 +35,8 @@ _TENSOR_LAYERS = (
     layers.QuantizedAllToShardedLinear,
     layers.QuantizedShardedToAllLinear,
 )
+# Caches of which a prefix is kept without running anything of the model again.
+_ROWS = (KVCache, RotatingKVCache)
 # Where all that is done after the last norm is the output layer's product.
 _BARE_OUTPUT = ("mlx_lm.models.qwen3_5", "mlx_lm.models.qwen3_5_moe")
 _SPLIT_OUTPUT = (layers.AllToShardedLinear, layers.QuantizedAllToShardedLinear)
@@ -164,9 +166,9 @@ def _split_output(model: nn.Module) -> nn.Module | None:
 
 
 def has_states(model: nn.Module) -> bool:
-    """Whether this rank has recurrent layers, whose states have no rows."""
+    """Whether this rank has caches of other than rows, such as recurrent states."""
     caches = leaves(make_prompt_cache(model))
-    return any(isinstance(leaf, ArraysCache) for _, leaf in caches)
+    return not all(isinstance(leaf, _ROWS) for _, leaf in caches)
 
 
 def mark_of(model: nn.Module) -> str:

@@ -25,10 +25,20 @@ from support.ranks import Ended, run_ranks, wait_for
 DENSE_SLIDING_HYBRID = (
     "llama:lookup,measured llama(sliding):mixed qwen3_5:mixed head/deepseek_v3:mtp"
 )
-# Architectures that mlx-lm has a method for, which fails.
+# Architectures that mlx-lm has a method for: it fails, or drafts would.
 REFUSED: list[tuple[str, dict[str, str]]] = [
     ("tensor", {"prism_hadamard_qwen35": "does not have parameter"}),
-    ("pipeline", {}),
+    (
+        "pipeline",
+        {
+            "bailing_hybrid": "must be positive and sum to",
+            **dict.fromkeys(
+                ("deepseek_v41", "kimi_k3", "qwen3_5", "qwen3_5_moe", "qwen3_next"),
+                "no rows of keys and values",
+            ),
+            "prism_hadamard_qwen35": "no rows of keys and values",
+        },
+    ),
 ]
 
 
@@ -218,7 +228,8 @@ def test_an_mtp_head_drafts_on_rank_0(tmp_path: Path) -> None:
 def test_a_head_gets_the_whole_of_a_divided_output_layer(tmp_path: Path) -> None:
     ended = run_ranks("texts tensor head/qwen3_5:mtp head/step3p5:mtp", tmp_path)
     said = check_texts([each.said for each in ended])
-    assert all(each["drafted"] > len(each["tokens"]) and not each["faults"] for each in said)
+    assert all(each["drafted"] > len(each["tokens"]) for each in said)
+    assert not any(each["faults"] for each in said)
 
 
 @pytest.mark.slow

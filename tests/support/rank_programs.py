@@ -414,6 +414,8 @@ def architectures(parallel: Parallel) -> dict[str, Any]:
             continue
         (FOLDER / f"now{rank}").write_text(name)  # to be found where it hangs
         try:
+            spread(model, group, parallel)
+            generator(model)  # what is refused here is not fed at all
             said[name] = texts(parallel, f"census/{name}:mixed")
         except (SpeculationError, ValueError) as error:
             said[name] = f"{type(error).__name__}: {error}"
