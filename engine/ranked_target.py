@@ -116,11 +116,16 @@ class RankedTarget:
                     self._taps = HiddenStates(self._model, after_norm=True)
                 target.taps, target.shows = self._taps, True
             if OUTPUT in needs:
-                with together.inside():
-                    output = joined_output(self._model, self.ranks.group)
-                for head in self._heads if output is not None else ():
-                    head.mtp.take_output(output)
+                self._join_output(together)
             yield
+
+    def _join_output(self, together: Together) -> None:
+        """Give rank 0's heads the whole of an output layer that is divided."""
+        with together.inside():
+            output = joined_output(self._model, self.ranks.group)
+        for head in self._heads:
+            assert output is not None
+            head.mtp.take_output(output)
 
     def _check_output(self, head: MtpDraft) -> None:
         """Refuse a head that needs rows of other ranks, which cannot be put together.

@@ -26,7 +26,7 @@ class Divided(nn.Module):
     """A model whose output layer is divided over the ranks, of which there is one."""
 
     def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.lm_head = shard_linear(layer, "all-to-sharded", group=GROUP)
 
 
