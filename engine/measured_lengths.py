@@ -101,7 +101,7 @@ class MeasuredLengths:
         self._model, self._draft, self._sliding = model, draft, sliding
         self._longest = longest_length(draft)
         self._known: Known | None = None
-        self._batches: dict[int, Known] = {}
+        self._batches: dict[int, tuple[Known, Allowance]] = {}
         self._allowance = Allowance()
 
     def for_stream(self, length: int | Lengths | None) -> Lengths:
@@ -134,13 +134,18 @@ class MeasuredLengths:
         """
         if rows not in self._batches:
             key = self._key()
-            self._batches[rows] = Known.read(key and {**key, "rows": rows})
-        known = self._batches[rows]
+            known = Known.read(key and {**key, "rows": rows})
+            self._batches[rows] = known, Allowance()
+        known, allowance = self._batches[rows]
         if rates.known == 0:
             rates.take(known.rates)
         known.rates = rates
         return AdaptiveLengths(
-            known.costs, rates, self._longest, at_end=known.save_if_new
+            known.costs,
+            rates,
+            self._longest,
+            at_end=known.save_if_new,
+            allowance=allowance,
         )
 
     @property

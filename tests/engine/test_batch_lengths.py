@@ -1,0 +1,124 @@
+"""The width of a batch's rounds: by costs and acceptance, and never by the text."""
+
+from typing import Any
+
+import pytest
+
+from mlx_speculation import BatchGenerator
+from mlx_speculation.engine.acceptance_rates import AcceptanceRates
+from mlx_speculation.engine.adaptive import AdaptiveLengths
+from mlx_speculation.engine.batch_lengths import BatchLengths, RowRates, row_bucket
+from mlx_speculation.engine.batch_rows import Row
+from mlx_speculation.engine.lengths import Outcome
+from mlx_speculation.engine.round_costs import RoundCosts
+from support.batches import SAMPLINGS, Case, bench
+from support.identity import prompt_of
+
+LONGEST = 8
+
+
+def rows_of(count: int) -> list[Row]:
+    """Return rows whose lengths are chosen by measurement."""
+    generator = bench("llama").generator("model", draft_length=None)
+    streams = [generator.stream(prompt_of(3)) for _ in range(count)]
+    return [Row(n, stream, stream.parts) for n, stream in enumerate(streams)]
+
+
+def lengths_with(seconds: Any) -> BatchLengths:
+    """Return lengths where a round of so many rows and drafts takes so long."""
+
+    def make(rows: int, rates: AcceptanceRates) -> AdaptiveLengths:
+        table = {0: {n: seconds(rows, n) for n in range(LONGEST + 1)}}
+        return AdaptiveLengths(RoundCosts(table), rates, LONGEST)
+
+    return BatchLengths(make)
+
+
+def play(
+    lengths: BatchLengths, rows: list[Row], seconds: Any, right: float
+) -> list[int]:
+    """Run rounds in which a share of the drafts is right; return their widths."""
+    found = []
+    for _ in range(60):
+        limits = lengths.limits(rows, 100, [50] * len(rows))
+        width = max(limits)
+        accepted = [int(width * right)] * len(rows)
+        took = seconds(row_bucket(len(rows)), width)
+        outcome = Outcome(width, accepted[0], took, steady=width == 0)
+        lengths.note(rows, 100, limits, accepted, outcome)
+        found.append(width)
+    return found
+
+
+def test_numbers_of_rows_share_costs_up_to_powers_of_two() -> None:
+    assert [row_bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 32)] == [
+        *(1, 2, 4, 4, 8, 8, 16, 32)
+    ]
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_large_batch_whose_tokens_cost_like_rows_goes_down_to_plain_steps() -> None:
+    def seconds(rows: int, drafted: int) -> float:
+        return 1 + max(0, rows * (1 + drafted) - 8) / 4  # free up to 8 tokens
+
+    for count, right in ((1, 0.8), (8, 0.3)):
+        rows = rows_of(count)
+        widths = play(lengths_with(seconds), rows, seconds, right)
+        assert widths[0] == 0  # the first token does not wait for a draft
+        if count == 1:
+            assert min(widths[-20:]) >= 5
+        else:
+            assert sum(width > 0 for width in widths[-40:]) <= 4
+
+
+@pytest.mark.usefixtures("measured")
+def test_found_drafts_are_cut_to_the_width_that_pays() -> None:
+    def seconds(rows: int, drafted: int) -> float:
+        return 1 + 0.5 * drafted
+
+    rows = rows_of(4)
+    lengths = lengths_with(seconds)
+    for row in rows:
+        lengths.join(row)
+        for _ in range(40):
+            row.rates.note(8, 8)
+    for _ in range(2):  # the first round is a plain step
+        limits = lengths.limits(rows, 100, [50] * 4)
+        if max(limits):
+            break
+        lengths.note(rows, 100, [0] * 4, [0] * 4, Outcome(0, 0, 1.0, steady=True))
+    # Four rows of 8 pay for a round of 8, and one of 8 beside three of 1 does not.
+    assert lengths.width(rows, 100, [8, 8, 8, 8]) == 8
+    assert lengths.width(rows, 100, [8, 1, 1, 1]) == 1
+    assert lengths.width(rows, 100, [8, 0, 0, 0]) == 0
+
+
+@pytest.mark.usefixtures("measured")
+def test_rows_expect_by_their_own_acceptance() -> None:
+    rates, rows = RowRates(), rows_of(2)
+    rates.rows = rows
+    for _ in range(100):
+        rates.note_row(rows[0], 4, 4)
+        rates.note_row(rows[1], 4, 0)
+    good, bad = (row.rates.expected(4)[-1] for row in rows)
+    assert good > 4.8
+    assert bad < 1.1
+    assert rates.expected(4)[-1] == pytest.approx((good + bad) / 2)
+    assert bad < rates.for_row().expected(4)[-1] < good
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("kind", ["model", "lookup"])
+def test_lengths_by_measurement_change_no_text(kind: str) -> None:
+    made = bench("llama")
+    generator = made.generator(kind, draft_length=None)
+    cases = [Case(p, s, 25) for p in (2, 23) for s in SAMPLINGS[:3]]
+    cases[1] = Case(2, SAMPLINGS[1], 25, draft_length=3)
+    with BatchGenerator(generator) as batch:
+        uids = [made.insert(batch, case) for case in cases]
+        while batch.waiting or batch.running:
+            batch.next()
+        for uid, case in zip(uids, cases, strict=True):
+            made.check(case, batch.result(uid).tokens, width=17)
+        assert batch.stats.drafted > 0
+        assert set(batch._lengths._policies) >= {8}
