@@ -23,7 +23,7 @@ from mlx_speculation.server.permission import check_permission
 from mlx_speculation.server.worker import Worker
 from support.servers import (
     NAME,
-    answer_of,
+    answer_on,
     client_of,
     connect,
     exchange,
@@ -101,8 +101,7 @@ def test_a_body_that_drips_in_is_given_up_too(server: Server) -> None:
                 break
         else:
             raise AssertionError("it has waited for 15 seconds")
-        answer = answer_of(connection.recv(1 << 16))
-    answer.refused(408)
+        answer_on(connection).refused(408)
 
 
 def test_a_client_that_leaves_frees_its_row(server: Server) -> None:

@@ -148,9 +148,14 @@ def exchange(server: Server, sent: bytes, *, close: bool = False) -> Answer:
                 connection.shutdown(socket.SHUT_WR)
         except OSError:
             pass  # it may have answered already
-        received = b""
-        while more := connection.recv(1 << 16):
-            received += more
+        return answer_on(connection)
+
+
+def answer_on(connection: socket.socket) -> Answer:
+    """Read an answer to its end."""
+    received = b""
+    while more := connection.recv(1 << 16):
+        received += more
     return answer_of(received)
 
 
