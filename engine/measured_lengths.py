@@ -128,6 +128,9 @@ class MeasuredLengths:
     def for_batch(self, rows: int, rates: AcceptanceRates) -> AdaptiveLengths:
         """Return the policy of batches with so many rows, with costs of their own.
 
+        Where nothing is known of so many rows, what the next larger batch has measured
+        is taken: it errs to shorter drafts, and is corrected by the rounds themselves.
+
         Args:
             rows: how many; their costs are kept under this number.
             rates: what is accepted of all rows; updated by the caller.
@@ -135,6 +138,9 @@ class MeasuredLengths:
         if rows not in self._batches:
             key = self._key()
             known = Known.read(key and {**key, "rows": rows})
+            larger = sorted(other for other in self._batches if other > rows)
+            if larger and not any(known.costs.table().values()):
+                known.costs.take(self._batches[larger[0]][0].costs)
             self._batches[rows] = known, Allowance()
         known, allowance = self._batches[rows]
         if rates.known == 0:

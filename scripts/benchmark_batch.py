@@ -200,7 +200,8 @@ def _check(
     from mlx_speculation.models import logit_width
     from mlx_speculation.samplers import Chooser
 
-    dtype = next(w.dtype for _, w in tree_flatten(model.parameters()))
+    weights: Any = tree_flatten(model.parameters())
+    dtype = weights[0][1].dtype
     most = OFF_BY[dtype == mx.float32]
     ties = 0
     reference = arms[0] if jobs[0].temperature == 0 else arms[1]

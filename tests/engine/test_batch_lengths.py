@@ -1,5 +1,6 @@
 """The width of a batch's rounds: by costs and acceptance, and never by the text."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,3 +123,18 @@ def test_lengths_by_measurement_change_no_text(kind: str) -> None:
             made.check(case, batch.result(uid).tokens, width=17)
         assert batch.stats.drafted > 0
         assert set(batch._lengths._policies) >= {8}
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_batch_that_shrinks_begins_with_what_the_larger_one_has_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
+    lengths = bench("llama").generator("model", draft_length=None).lengths
+    costs = lengths.for_batch(8, RowRates()).costs
+    for length, seconds in ((0, 1.0), (4, 3.0)):
+        for _ in range(3):
+            costs.note(100, length, seconds)
+    assert lengths.for_batch(4, RowRates()).costs.table() == {0: {0: 1.0, 4: 3.0}}
+    assert lengths.for_batch(16, RowRates()).costs.table() == {}
+    assert lengths.for_batch(2, RowRates()).costs is not costs
