@@ -127,7 +127,7 @@ def test_what_the_file_holds_counts_for_the_start_of_quantization(
     file = made_by_mlx_lm(tmp_path / "begun.safetensors", DRAFT)
     held = len(SpeculativeGenerator.from_pretrained(DRAFT).encode(BEGIN))
     asked = ["generate", DRAFT, "-p", "x", "-m", "5", "--kv-bits", "7"]
-    asked += ["--quantized-kv-start", held + 6]  # x and 5 tokens reach it
+    asked += ["--quantized-kv-start", str(held + 6)]  # x and 5 tokens reach it
     assert commands(*asked).exit_code == 0  # without the file they do not
     said = commands.refused(*asked, "--prompt-cache-file", file)
     assert "kv_bits is 7 and kv_group_size 64" in said
