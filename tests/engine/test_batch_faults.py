@@ -1,7 +1,6 @@
 """What fails in a batch: a row alone, the draft for all, or a round that is run again.
 
-Faults that were made by hand, and found in tests/engine/test_batch_*.py: see the list
-in test_batch_identity.py.
+The faults that were made by hand are listed in test_batch_identity.py.
 """
 
 from typing import Any
