@@ -4,8 +4,8 @@ Rows join and leave between rounds as hypothesis draws them, with prompts around
 windows, options and budgets of their own. Texts may part at a near-tie where a family
 is not bit for bit the same in wide forwards, as in tests/engine/test_identity.py.
 
-Faults that were made by hand in engine/batch_*.py and models/batch_lane.py, and found in
-the default tests of batches:
+Faults that were made by hand in engine/batch_*.py and models/batch_lane.py, and found
+in the default tests of batches:
     a row keeps no fed token where nothing was accepted
     a step in flight keeps the order of rows that have left
     a row that is removed stays in the batch
