@@ -123,8 +123,8 @@ def test_a_batch_shows_whole_steps() -> None:
     for width, kept, columns in [
         (3, [1, 3], 8),
         (9, [4, 9], 16),
-        (1, 1, 16),
-        (2, 2, 24),
+        (1, [1, 1], 16),
+        (2, [2, 2], 24),
     ]:
         ends = [length + width for length in cache.lengths]
         with Speculation([cache]) as speculation:
