@@ -128,8 +128,8 @@ def load(
         path_or_repo: a folder in mlx-lm's layout, or the name of a repository.
         adapter_path: a folder of adapter weights that mlx_lm.lora made for it.
         trust_remote_code: let code in the folder run, of the model or its tokenizer.
-        group: spread the model over its ranks; every rank calls this, and reads no
-            more of the weights than it keeps.
+        group: spread the model over its ranks; every rank calls this, and keeps its
+            part of the weights.
         parallel: how: "tensor" or "pipeline".
 
     Returns:
