@@ -1,9 +1,9 @@
 """Messages between ranks, and how the loss of one becomes known, over real sockets.
 
 Faults that were made by hand, and found here:
-    a closed connection, or "left", does not end a wait; messages from before are lost
-    rank 0 tells nobody who was lost; an end of one stream ends the next one too
-    the watch does not look whether the thread is in mlx, or ends it at once
+    messages from before a loss are lost; no heartbeats are sent
+    rank 0 tells nobody who was lost; who leaves one stream has left the next one too
+    the watch does not look whether the thread is in mlx, or does not end it
     silence is not looked at; a stranger who does not know the word is taken in
 """
 

@@ -2,13 +2,14 @@
 
 A launch costs seconds, so one runs many cases. Faults that were made by hand, and
 found here:
-    another rank takes its own verdict, its own draft, or its own length
-    a verdict is told without the count of accepted tokens
+    another rank takes its own verdict, another draft, or its own length
+    a draft is not told; a verdict is told without the count of accepted tokens
     the hidden states of a prompt are computed on rank 0 alone (it hangs, and is killed)
-    closing on rank 0 is not told; a dropped stream is taken for a lost rank
-    the seed, the length or the prompt are not compared
-    a lost rank is not looked for after an error of mlx; rank 0 waits without a look
+    closing on rank 0 is not told
+    the seed, or the length, is not compared; each rank draws a seed of its own
+    a lost rank is not looked for after an error of mlx
     a processor's error on rank 0 leaves the others in their round
+    a generator that one rank refuses is made on the other
 """
 
 import os
