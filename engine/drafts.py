@@ -81,14 +81,19 @@ def _checked_member(member: Any, target: nn.Module | None) -> Checked:
     return checked
 
 
-def checked_confidence(confidence: Any) -> float:
-    """Return the confidence at which a draft model goes on."""
-    if isinstance(confidence, int | float) and 0 <= confidence < 1:
-        return float(confidence)
-    raise InvalidRequestError(
-        f"draft_confidence is {confidence!r}, and a probability of at least 0 and less "
-        "than 1 is needed."
-    )
+def checked_confidence(confidence: Any, draft: Any) -> float:
+    """Return the confidence at which a draft model goes on, if there is one."""
+    if not isinstance(confidence, int | float) or not 0 <= confidence < 1:
+        raise InvalidRequestError(
+            f"draft_confidence is {confidence!r}, and a probability of at least 0 and "
+            "less than 1 is needed."
+        )
+    if confidence and draft is not None and not models_of(draft):
+        raise InvalidRequestError(
+            f"draft_confidence is {confidence!r}, and no draft model is there to be "
+            f"asked for it: the draft is of kind {type(draft).__name__}. Leave it out."
+        )
+    return float(confidence)
 
 
 def members(draft: Any) -> list[Any]:

@@ -169,7 +169,7 @@ class SpeculativeGenerator:
                 if not self._ranked.decides:
                     draft_vocabulary = None
             self._lengths = MeasuredLengths(model, self._draft, sliding, draft_length)
-            self._draft_confidence = checked_confidence(draft_confidence)
+            self._draft_confidence = checked_confidence(draft_confidence, self._draft)
             self._model, self._tokenizer = model, wrapped(tokenizer)
             self._ids = TokenIds.of(tokenizer)
             self._target_width = logit_width(model)
