@@ -276,7 +276,7 @@ def test_what_cannot_be_quantized_is_refused_before_anything_is_loaded(
 ) -> None:
     for draft, said in (
         ("lookup", "'lookup'"),
-        (None, "a NoneType"),
+        (None, "None"),
         (build("llama"), "a Model"),
     ):
         with pytest.raises(InvalidRequestError, match=f"draft is {said}, which is not"):

@@ -42,6 +42,7 @@ def _scripts(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_the_last_line_is_json_with_every_ratio(folder: Path, tmp_path: Path) -> None:
     sizes = "--temperature 0 --tokens 20 --passes 1 --requests 4 --request-tokens 18"
     models = ["--target", str(folder), "--draft-model", str(folder)]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from mlx_lm.utils import save_config, save_model
 
 from support.tiny_models import TINY_MODELS, build
@@ -13,6 +14,7 @@ from support.tiny_tokenizer import byte_tokenizer
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark_cheaper.py"
 
 
+@pytest.mark.slow
 def test_the_last_line_is_json_with_every_variant(tmp_path: Path) -> None:
     save_model(tmp_path, build("llama"))
     config = {**TINY_MODELS["llama"].args, "model_type": TINY_MODELS["llama"].module}

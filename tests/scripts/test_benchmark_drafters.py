@@ -63,6 +63,7 @@ def test_a_head_that_is_not_the_targets_is_refused(
     assert "The EAGLE-3 head guesses" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_last_line_is_json_with_every_drafter(folder: Path) -> None:
     done = run(folder, "--length", "1", "--length", "3")
     assert done.returncode == 0, done.stderr

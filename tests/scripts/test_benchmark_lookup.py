@@ -18,6 +18,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 SCRIPT = SCRIPTS / "benchmark_lookup.py"
 
 
+@pytest.mark.slow
 def test_the_last_line_is_json_with_costs_and_every_arm(tmp_path: Path) -> None:
     folder = tmp_path / "tiny"
     folder.mkdir()

@@ -39,6 +39,7 @@ def _script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("benchmark_rounds")
 
 
+@pytest.mark.slow
 def test_the_last_line_is_json_with_a_ratio_for_every_run(folder: Path) -> None:
     options = (
         "--drafter model --length 2 --length 3 --prompts 2 --tokens 16 --repeats 2"

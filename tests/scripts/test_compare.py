@@ -53,6 +53,7 @@ def run_compare(*options: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 def test_the_last_line_is_json_with_every_arm(tmp_path: Path) -> None:
     target, draft = save("llama", tmp_path / "one"), save("qwen3", tmp_path / "two")
     options = "--group edit --tokens 18 --passes 1 --final-tokens 18 --final-passes 1"

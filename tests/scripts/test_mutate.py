@@ -166,6 +166,7 @@ def _processes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("mutation.processes")
 
 
+@pytest.mark.slow
 def test_every_mutant_gets_its_verdict_from_the_tests_that_run_it(
     project: Project,
 ) -> None:

@@ -144,7 +144,11 @@ class Job:
 
     def _next(self, alive: Callable[[], None]) -> Any:
         while True:
-            alive()
+            try:
+                alive()
+            except ApiError:
+                if self._events.empty():  # else what it has said last is heard
+                    raise
             if time.monotonic() > self.deadline + OVERDUE_SECONDS:
                 raise ApiError(504, "The engine does not answer.", code="timeout")
             try:
