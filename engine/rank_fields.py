@@ -15,7 +15,7 @@ from mlx_speculation.engine.handling import Handling
 from mlx_speculation.engine.lengths import Lengths
 from mlx_speculation.engine.sequence import Sequence as Tokens
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
-from mlx_speculation.models import Parallel, has_states, mark_of, spread_as
+from mlx_speculation.models import Parallel, keeps_rows_alone, mark_of, spread_as
 from mlx_speculation.samplers import Sampling
 
 
@@ -38,7 +38,7 @@ def check_spread(model: nn.Module, ranks: int) -> Parallel | None:
             f"The model is spread over ranks ({how}), and no group of several ranks "
             "was passed. Pass group=mx.distributed.init()."
         )
-    if how == "pipeline" and has_states(model):
+    if how == "pipeline" and not keeps_rows_alone(model):
         raise UnsupportedModelError(
             f"{type(model).__module__} has layers whose caches are no rows of keys and "
             "values, such as recurrent states. To keep a part of a draft they may have "

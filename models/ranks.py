@@ -165,10 +165,10 @@ def _split_output(model: nn.Module) -> nn.Module | None:
     return None
 
 
-def has_states(model: nn.Module) -> bool:
-    """Whether this rank has caches of other than rows, such as recurrent states."""
+def keeps_rows_alone(model: nn.Module) -> bool:
+    """Whether this rank's caches are rows of keys and values, and no states."""
     caches = leaves(make_prompt_cache(model))
-    return not all(isinstance(leaf, _ROWS) for _, leaf in caches)
+    return all(isinstance(leaf, _ROWS) for _, leaf in caches)
 
 
 def mark_of(model: nn.Module) -> str:
