@@ -20,6 +20,7 @@ from mlx_speculation import InvalidRequestError, PrefixCache
 from mlx_speculation.engine.batch import BatchGenerator
 from mlx_speculation.server import Server, Settings, jobs
 from mlx_speculation.server.permission import check_permission
+from mlx_speculation.server.refusals import ApiError
 from mlx_speculation.server.worker import Worker
 from support.servers import (
     NAME,
@@ -232,6 +233,20 @@ def test_nothing_is_held_when_requests_have_ended() -> None:
         gc.collect()  # the nodes of a cleared prefix cache know each other
         until(lambda: mx.get_active_memory() <= held + 4096)
         assert server.worker.rows_held == 0
+
+
+def test_what_the_engine_has_said_last_is_heard_when_it_is_gone() -> None:
+    """A stopping engine says why and ends: whoever looks at it first missed that."""
+    job = jobs.Job(asked=Any, request=None, seconds=60)  # type: ignore[arg-type]
+    job.put(ApiError(503, "The server is shutting down."))
+
+    def gone() -> None:
+        raise ApiError(503, "The engine has failed.")
+
+    with pytest.raises(ApiError, match="shutting down"):
+        job.wait_for_context(gone)
+    with pytest.raises(ApiError, match="has failed"):
+        job.wait_for_context(gone)
 
 
 def test_stopping_cuts_off_what_runs_and_says_so() -> None:
