@@ -59,7 +59,7 @@ from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import Statistics
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.engine.text import TextStream
-from mlx_speculation.engine.told_rounds import Asked
+from mlx_speculation.engine.told_rounds import Deciders
 from mlx_speculation.engine.vocabulary import ReducedDrafts, checked_vocabulary
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import (
@@ -470,7 +470,7 @@ class SpeculativeGenerator:
         assert sampling.seed is not None
         lengths = self._lengths.for_stream(draft_length)
         verifier = Verifier(chooser, self._acceptance, whole_rows=handling.whole_rows)
-        asked = Asked(drafter, lengths, verifier)
+        deciders = Deciders(drafter, lengths, verifier)
         own_caches = prompt_cache is not None or draft_cache is not None
         make: Callable[..., Stream] = Stream
         running = self._running()
@@ -491,16 +491,16 @@ class SpeculativeGenerator:
                     handling=handling,
                 )
             )
-            asked = asked.on_ranks(together)
+            deciders = deciders.on_ranks(together)
             make = partial(RankedStream, together)
             running = self._ranked.running(together, target, running)
         stream = make(
             decoder=Decoder(
                 target=target,
                 sequence=sequence,
-                verifier=asked.verifier,
-                drafter=asked.drafter,
-                lengths=asked.lengths,
+                verifier=deciders.verifier,
+                drafter=deciders.drafter,
+                lengths=deciders.lengths,
                 explain=explain,
                 top=logprobs,
                 masks=masks,

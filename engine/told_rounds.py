@@ -24,7 +24,7 @@ from mlx_speculation.engine.together import Together
 from mlx_speculation.samplers import Chooser, Rows, Verified, Verifier
 
 
-class Asked(NamedTuple):
+class Deciders(NamedTuple):
     """What a decoder asks.
 
     Attributes:
@@ -37,16 +37,16 @@ class Asked(NamedTuple):
     lengths: Lengths
     verifier: Verifier
 
-    def on_ranks(self, together: Together) -> "Asked":
+    def on_ranks(self, together: Together) -> "Deciders":
         """Return what it asks on this rank, in a stream of all ranks."""
         lengths = ToldLengths(together, self.lengths)
         drafter = self.drafter
         if not together.decides:
             told = ToldVerifier(together, self.verifier)
-            return Asked(ToldDrafter(together), lengths, told)
+            return Deciders(ToldDrafter(together), lengths, told)
         if drafter is not None:
             drafter = TellingDrafter(together, drafter)
-        return Asked(drafter, lengths, TellingVerifier(together, self.verifier))
+        return Deciders(drafter, lengths, TellingVerifier(together, self.verifier))
 
 
 class ToldLengths:
