@@ -10,8 +10,10 @@ from mlx_speculation import SpeculativeGenerator, demo_models, models
 from mlx_speculation.cli.advice import Advice, Facts, advice
 from mlx_speculation.demo import DemoPrompt
 from mlx_speculation.engine import Chunk, Stream
+from support.adapters import write_adapter
 from support.commands import Commands
 from support.demo_folders import copy_of
+from support.own_code import write_own_code
 from support.wide import WrongInWideForwards
 
 DRAFT = str(demo_models()["draft"])
@@ -176,6 +178,31 @@ def test_pair_tries_a_named_folder(commands: Commands) -> None:
     found = commands.object("pair", DRAFT, "--draft", "nowhere", status=1)
     assert "There is no folder 'nowhere'" in found["offers"][-1]["detail"]
     assert "There is no folder" in commands.refused("pair", "nowhere")
+
+
+def test_pair_loads_an_adapter_with_the_target(
+    commands: Commands, tmp_path: Path
+) -> None:
+    adapter = ["--adapter-path", write_adapter(tmp_path)]
+    assert commands.object("pair", DRAFT, *adapter)["auto"]["usable"] is True
+    said = commands.refused("pair", demo_models()["dense"], *adapter)
+    assert "Check that it was made for this" in said
+    said = commands.refused("pair", DRAFT, "--adapter-path", "nowhere")
+    assert "'nowhere' lacks adapter_config.json" in said
+
+
+def test_pair_runs_code_of_target_and_draft_where_it_is_trusted(
+    commands: Commands, tmp_path: Path
+) -> None:
+    trace = tmp_path / "ran"
+    folder = write_own_code(tmp_path / "own", trace)
+    assert "has model_file 'own.py'" in commands.refused("pair", folder)
+    found = commands.object("pair", DRAFT, "--draft", folder, status=1)
+    assert "has model_file 'own.py'" in found["offers"][-1]["detail"]
+    assert not trace.exists()
+    trusted = ["--draft", folder, "--trust-remote-code"]
+    assert commands.object("pair", folder, *trusted)["offers"][-1]["usable"] is True
+    assert trace.exists()
 
 
 def test_doctor_describes_this_installation(
@@ -350,6 +377,38 @@ def test_calibrate_and_demo_print_one_object(
     assert only["same"] is True
     assert only["group"] == "code"
     assert json.dumps(only["text"])
+
+
+def test_calibrate_measures_the_target_with_its_adapter(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "adapter").mkdir()
+    adapter = write_adapter(tmp_path / "adapter")
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "costs"))
+    commands.object("calibrate", DRAFT, "--draft", "lookup", "--adapter-path", adapter)
+    bare = SpeculativeGenerator.from_pretrained(DRAFT, draft="lookup")
+    with_it = SpeculativeGenerator.from_pretrained(
+        DRAFT, draft="lookup", adapter_path=adapter
+    )
+    assert with_it.round_parts
+    assert not bare.round_parts
+    said = commands.refused(
+        "calibrate", DRAFT, "--draft", "lookup", "--adapter-path", "nowhere"
+    )
+    assert "'nowhere' lacks adapter_config.json" in said
+
+
+def test_calibrate_runs_code_of_a_folder_where_it_is_trusted(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "costs"))
+    trace = tmp_path / "ran"
+    own = write_own_code(tmp_path / "own", trace)
+    asked = ["calibrate", own, "--draft", "lookup"]
+    assert "has model_file 'own.py'" in commands.refused(*asked)
+    assert not trace.exists()
+    found = commands.object(*asked, "--trust-remote-code")
+    assert found["seconds_by_context"]["512"]
 
 
 @pytest.mark.parametrize("chunks", [2, 30])

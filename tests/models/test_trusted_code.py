@@ -1,33 +1,16 @@
 """Code in a model's folder runs where it is trusted, and only there."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from mlx_speculation import ModelFolderError, SpeculativeGenerator, demo_models, load
-from support.demo_folders import copy_of
+from support.own_code import write_own_code
 
 
 @pytest.fixture(name="folder")
 def _folder(tmp_path: Path) -> Path:
-    """Copy the draft model, built by a file of its own, which leaves a trace."""
-    folder = copy_of("draft", tmp_path / "own")
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    kind = config.pop("model_type")
-    (folder / "config.json").write_text(json.dumps({**config, "model_file": "own.py"}))
-    trace = tmp_path / "ran"
-    (folder / "own.py").write_text(
-        f"from pathlib import Path\n"
-        f"from mlx_lm.models.{kind} import Model\n"
-        f"from mlx_lm.models.{kind} import ModelArgs as Theirs\n"
-        f"Path({str(trace)!r}).touch()\n"
-        "class ModelArgs(Theirs):\n"
-        "    @classmethod\n"
-        "    def from_dict(cls, params):\n"
-        f"        return super().from_dict({{**params, 'model_type': {kind!r}}})\n"
-    )
-    return folder
+    return write_own_code(tmp_path / "own", tmp_path / "ran")
 
 
 def test_code_in_a_folder_is_not_run_unasked(folder: Path, tmp_path: Path) -> None:

@@ -7,7 +7,15 @@ import typer
 from rich.table import Table
 
 from mlx_speculation.cli.opening import begin, open_pair
-from mlx_speculation.cli.options import DRAFT, Blas, Json, Model, PairOptions
+from mlx_speculation.cli.options import (
+    DRAFT,
+    AdapterPath,
+    Blas,
+    Json,
+    Model,
+    PairOptions,
+    TrustRemoteCode,
+)
 from mlx_speculation.cli.screen import Screen
 from mlx_speculation.environment import versions
 
@@ -34,13 +42,21 @@ def calibrate(
             help="Tokens in the caches; by default 64. Repeatable.",
         ),
     ] = None,
+    adapter_path: AdapterPath = None,
+    trust_remote_code: TrustRemoteCode = False,
     blas: Blas = "auto",
     json: Json = False,
 ) -> None:
     """Measure what rounds cost here by draft length, and keep it for later runs."""
     screen = Screen(json=json)
     chosen = begin(blas, screen)
-    generator = open_pair(PairOptions(model=model, draft=draft), screen)
+    pair = PairOptions(
+        model=model,
+        draft=draft,
+        adapter_path=adapter_path,
+        trust_remote_code=trust_remote_code,
+    )
+    generator = open_pair(pair, screen)
     try:
         with screen.progress("measuring lengths") as report:
             costs = generator.calibrate(contexts=context or [64], progress=report)

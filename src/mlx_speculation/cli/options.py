@@ -17,6 +17,10 @@ DRAFT = "Draft and its length"
 CHANCE = "Sampling, as mlx-lm names it"
 TEMPLATE = "Prompt and chat template"
 
+AdapterPath = Annotated[
+    Path | None,
+    typer.Option(help="Folder of an adapter of the target, made by mlx_lm.lora."),
+]
 Blas = Annotated[
     BlasName,
     typer.Option(help="What multiplies float32 matrices on a Linux CPU."),
@@ -45,6 +49,13 @@ Model = Annotated[
 ]
 MaxTokens = Annotated[
     int, typer.Option("--max-tokens", "-m", min=1, help="Tokens to generate at most.")
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Let code in the folders of target and draft run.",
+    ),
 ]
 
 
@@ -83,17 +94,8 @@ class PairOptions:
             help="Hold the draft's weights in 2, 3, 4, 5, 6 or 8 bits.",
         ),
     ] = None
-    adapter_path: Annotated[
-        Path | None,
-        typer.Option(help="Folder of an adapter of the target, made by mlx_lm.lora."),
-    ] = None
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option(
-            "--trust-remote-code",
-            help="Let code in the folders of target and draft run.",
-        ),
-    ] = False
+    adapter_path: AdapterPath = None
+    trust_remote_code: TrustRemoteCode = False
     blas: Blas = "auto"
 
 

@@ -9,7 +9,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from mlx_speculation.cli.opening import begin
-from mlx_speculation.cli.options import DRAFT, Blas, Json, Model
+from mlx_speculation.cli.options import (
+    DRAFT,
+    AdapterPath,
+    Blas,
+    Json,
+    Model,
+    TrustRemoteCode,
+)
 from mlx_speculation.cli.screen import Screen
 from mlx_speculation.environment import versions
 from mlx_speculation.errors import SpeculationError
@@ -44,6 +51,8 @@ def pair(
             help="Say of this folder too whether it can draft for the target.",
         ),
     ] = None,
+    adapter_path: AdapterPath = None,
+    trust_remote_code: TrustRemoteCode = False,
     blas: Blas = "auto",
     json: Json = False,
 ) -> None:
@@ -57,10 +66,12 @@ def pair(
 
     folder = model_folder(model)
     with screen.busy(f"loading {folder.name}"):
-        target, tokenizer = load(folder)
+        target, tokenizer = load(
+            folder, adapter_path=adapter_path, trust_remote_code=trust_remote_code
+        )
     offers = [_file(folder), _head(folder, target), _LOOKUP]
     if draft is not None:
-        offers.append(_folder(draft, folder, target, tokenizer))
+        offers.append(_folder(draft, folder, target, tokenizer, trust_remote_code))
     with screen.busy("trying what auto takes"):
         auto = _auto(folder, target, tokenizer)
     table = Table("draft", "usable", "what it is, or why not", title=escape(str(model)))
@@ -125,13 +136,15 @@ def _head(folder: Path, target: "nn.Module") -> Offered:
     return Offered("mtp", True, detail)
 
 
-def _folder(draft: str, folder: Path, target: "nn.Module", tokenizer: Any) -> Offered:
+def _folder(
+    draft: str, folder: Path, target: "nn.Module", tokenizer: Any, trusted: bool
+) -> Offered:
     """Say whether a folder can draft for the target."""
     from mlx_speculation.engine.kinds import Offer, draft_folder
 
     try:
         own, kind = draft_folder(draft)
-        kind.load(Offer(own, folder, target, tokenizer))
+        kind.load(Offer(own, folder, target, tokenizer, trust_remote_code=trusted))
     except SpeculationError as error:
         return Offered(draft, False, str(error))
     return Offered(draft, True, f"of kind {kind.name!r}, with the target's token ids")
