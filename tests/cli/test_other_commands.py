@@ -1,6 +1,7 @@
 """`check`, `pair`, `doctor`, and JSON of `demo` and `calibrate`."""
 
 import json
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
@@ -218,9 +219,20 @@ def test_doctor_describes_this_installation(
     assert facts["cache_writable"] is True
     assert not (tmp_path / "new").exists()
     assert not [each for each in found["advice"] if each["level"] == "wrong"]
+    # The tests need all extras, so they are here.
+    assert not [each for each in found["advice"] if "not installed" in each["found"]]
     done = commands("doctor")
     assert done.exit_code == 0
     assert "mlx-lm" in done.stdout
+
+
+WELL = {
+    "mlx": "0.32.4",
+    "mlx-lm": "0.32.2",
+    "llguidance": "1.9.1",
+    "matplotlib": "3.10.3",
+    "prometheus-client": "0.26.0",
+}
 
 
 def facts(**changes: Any) -> Facts:
@@ -228,7 +240,7 @@ def facts(**changes: Any) -> Facts:
     well: dict[str, Any] = {
         "python": (3, 12, 1),
         "system": "linux",
-        "packages": {"mlx": "0.32.4", "mlx-lm": "0.32.2", "llguidance": "1.9.1"},
+        "packages": WELL,
         "requirements": ["mlx<0.33,>=0.32", "mlx-lm<0.33,>=0.32.2", 'x; extra == "y"'],
         "backend": "cpu",
         "blas": "OpenBLAS 0.3.21",
@@ -248,20 +260,12 @@ CUDA = {"backend": "cuda", "openblas": False, "blas": "reference BLAS"}
     [
         ({"python": (3, 10, 4)}, "wrong", "Python is 3.10.4, and 3.11"),
         (
-            {"packages": {"mlx": "0.33.0", "mlx-lm": "0.32.2", "llguidance": "1"}},
+            {"packages": {**WELL, "mlx": "0.33.0"}},
             "wrong",
             "mlx is 0.33.0, and <0.33,>=0.32 is supported",
         ),
-        (
-            {"packages": {"mlx": "0.32.4", "mlx-lm": "0.31.9", "llguidance": "1"}},
-            "wrong",
-            "mlx-lm is 0.31.9",
-        ),
-        (
-            {"packages": {"mlx": "0.32.4", "llguidance": "1"}},
-            "wrong",
-            "mlx-lm is not installed",
-        ),
+        ({"packages": {**WELL, "mlx-lm": "0.31.9"}}, "wrong", "mlx-lm is 0.31.9"),
+        ({"packages": {**WELL, "mlx-lm": None}}, "wrong", "mlx-lm is not installed"),
         (
             {"mlx_error": "libmlx.so: none", "backend": None},
             "wrong",
@@ -285,9 +289,19 @@ CUDA = {"backend": "cuda", "openblas": False, "blas": "reference BLAS"}
             "OPENBLAS_NUM_THREADS is 64, and this process may use 4 cores",
         ),
         (
-            {"packages": {"mlx": "0.32.4", "mlx-lm": "0.32.2"}},
+            {"packages": {**WELL, "llguidance": None}},
             "note",
-            "llguidance is not installed",
+            "llguidance is not installed, so --json-schema cannot be used",
+        ),
+        (
+            {"packages": {**WELL, "matplotlib": None}},
+            "note",
+            "matplotlib is not installed, so benchmark --plot cannot be used",
+        ),
+        (
+            {"packages": {**WELL, "prometheus-client": None}},
+            "note",
+            "prometheus-client is not installed, so serve cannot be used",
         ),
         ({"cache_writable": False}, "note", "cannot be kept (somewhere)"),
         ({"cache_folder": None}, "note", "cannot be kept (nowhere)"),
@@ -309,6 +323,20 @@ def test_doctor_looks_at_every_package_that_is_needed(
     assert [each["found"] for each in found["advice"] if each["level"] == "wrong"] == [
         "no-such-package is not installed"
     ]
+
+
+def test_doctor_looks_at_every_package_that_only_an_extra_needs(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_speculation.cli.doctor.installed", lambda name: None)
+    said = commands.object("doctor", status=1)["advice"]
+    notes = [each for each in said if " is not installed, so " in each["found"]]
+    assert [(each["level"], each["action"]) for each in notes] == [
+        ("note", f"pip install 'mlx-speculation[{extra}]'")
+        for extra in ("grammar", "plot", "serve")
+    ]
+    extras = metadata("mlx-speculation").get_all("Provides-Extra") or []
+    assert {"grammar", "plot", "serve"} <= set(extras)
 
 
 def test_doctor_is_content_where_all_is_well() -> None:

@@ -13,6 +13,12 @@ from packaging.version import Version
 Level = Literal["wrong", "slow", "note"]
 CUDNN = "MLX_CUDA_USE_CUDNN_SDPA"
 OLDEST_PYTHON = (3, 11)
+# Packages of extras: the extra, and what cannot be used without the package.
+OPTIONAL = {
+    "llguidance": ("grammar", "--json-schema"),
+    "matplotlib": ("plot", "benchmark --plot"),
+    "prometheus-client": ("serve", "serve"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,15 +179,15 @@ def _speed(facts: Facts) -> list[Advice]:
 
 
 def _notes(facts: Facts) -> list[Advice]:
-    said = []
-    if facts.packages.get("llguidance") is None:
-        said.append(
-            Advice(
-                "note",
-                "llguidance is not installed, so --json-schema cannot be used",
-                "pip install 'mlx-speculation[grammar]'",
-            )
+    said = [
+        Advice(
+            "note",
+            f"{name} is not installed, so {use} cannot be used",
+            f"pip install 'mlx-speculation[{extra}]'",
         )
+        for name, (extra, use) in OPTIONAL.items()
+        if facts.packages.get(name) is None
+    ]
     if facts.backend == "cuda" and facts.environment.get(CUDNN) != "0":
         said.append(
             Advice(

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from mlx_speculation.blas import blas_in_use
-from mlx_speculation.cli.advice import CUDNN, Facts, advice, required_names
+from mlx_speculation.cli.advice import CUDNN, OPTIONAL, Facts, advice, required_names
 from mlx_speculation.cli.opening import begin
 from mlx_speculation.cli.options import Json
 from mlx_speculation.cli.running import FAILED
@@ -31,7 +31,7 @@ PACKAGES = (
     "numpy",
     "typer",
     "rich",
-    "llguidance",
+    *OPTIONAL,
 )
 VARIABLES = (CUDNN, "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MLX_SPECULATION_CACHE")
 
