@@ -237,7 +237,7 @@ def test_nothing_is_held_when_requests_have_ended() -> None:
 
 def test_what_the_engine_has_said_last_is_heard_when_it_is_gone() -> None:
     """A stopping engine says why and ends: whoever looks at it first missed that."""
-    job = jobs.Job(asked=Any, request=None, seconds=60)  # type: ignore[arg-type]
+    job = jobs.Job(checked=Any, request=None, seconds=60)  # type: ignore[arg-type]
     job.put(ApiError(503, "The server is shutting down."))
 
     def gone() -> None:

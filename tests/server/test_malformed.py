@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_speculation.server import Server, Settings
-from mlx_speculation.server.asked import read_request
 from mlx_speculation.server.bodies import parsed
+from mlx_speculation.server.checked_request import read_request
 from mlx_speculation.server.refusals import ApiError
 from support.servers import NAME, Answer, exchange, get, packet, post, refusal, serving
 

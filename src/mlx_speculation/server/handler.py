@@ -15,8 +15,8 @@ from mlx_speculation.models.mlx_lm_server import (
     response,
 )
 from mlx_speculation.server import replies
-from mlx_speculation.server.asked import Asked, read_request
 from mlx_speculation.server.bodies import parsed, read_body
+from mlx_speculation.server.checked_request import CheckedRequest, read_request
 from mlx_speculation.server.connections import (
     LateError,
     TimedReader,
@@ -57,7 +57,7 @@ class Handler(ChatHandler):
     ) -> None:
         self._worker, self._settings, self._metrics = worker, settings, metrics
         self._sent = self._refused = self._called_tool = False
-        self._asked: Asked | None = None
+        self._checked: CheckedRequest | None = None
         self._job: Job | None = None
         self._result: Any = None
         self._unsent: list[Token] = []
@@ -106,8 +106,8 @@ class Handler(ChatHandler):
 
     def complete(self, request: CompletionRequest) -> None:
         """Hand a request to the engine, and send what comes back."""
-        assert self._asked is not None
-        job = Job(self._asked, request, self._settings.limits.seconds)
+        assert self._checked is not None
+        job = Job(self._checked, request, self._settings.limits.seconds)
         self._worker.submit(job)
         self._job = job
         try:
@@ -150,8 +150,8 @@ class Handler(ChatHandler):
 
     def _keep_alive(self, read: int, of: int) -> None:
         """Let proxies see that a stream with a long prompt goes on, as mlx-lm does."""
-        assert self._asked is not None
-        if self._asked.stream:
+        assert self._checked is not None
+        if self._checked.stream:
             self.wfile.write(f": keepalive {read}/{of}\n\n".encode())
 
     def _check(self) -> None:
@@ -166,22 +166,22 @@ class Handler(ChatHandler):
 
     def _logprobs(self) -> dict[str, Any] | None:
         """Return the log-probabilities of the tokens since the packet before."""
-        assert self._asked is not None
-        if self._asked.logprobs is None:
+        assert self._checked is not None
+        if self._checked.logprobs is None:
             return None
         tokens, self._unsent = self._unsent, []
         if not tokens:
             return None
-        if self._asked.chat:
+        if self._checked.chat:
             return replies.chat_logprobs(tokens)
         start = self._characters
         self._characters += sum(len(token.text) for token in tokens)
         return replies.text_logprobs(tokens, start)
 
     def _usage(self) -> dict[str, Any]:
-        assert self._asked is not None
+        assert self._checked is not None
         assert self._job is not None
-        draft = self._asked.draft or self._settings.draft
+        draft = self._checked.draft or self._settings.draft
         return replies.usage(self._result, self._job.prompt_tokens, draft)
 
     def _post(self) -> None:
@@ -190,9 +190,9 @@ class Handler(ChatHandler):
         if self.path not in (*CHATS, *TEXTS):
             raise self._no_such_path()
         body = parsed(self._body())
-        self._asked = read_request(body, self._settings, chat=self.path in CHATS)
+        self._checked = read_request(body, self._settings, chat=self.path in CHATS)
         self.connection.settimeout(self._settings.limits.read_seconds)
-        self.handle_request(json.dumps(self._asked.body).encode())
+        self.handle_request(json.dumps(self._checked.body).encode())
 
     def _get(self) -> None:
         path = self.path.partition("?")[0]
@@ -263,7 +263,7 @@ class Handler(ChatHandler):
         try:
             if not self._sent:
                 self._send_refusal(error)
-            elif self._asked is not None and self._asked.stream:
+            elif self._checked is not None and self._checked.stream:
                 self._metrics.refused(error.status)
                 self.wfile.write(f"data: {json.dumps(error.body)}\n\n".encode())
         except OSError:

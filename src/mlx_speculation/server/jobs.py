@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mlx_speculation.server.asked import Asked
+from mlx_speculation.server.checked_request import CheckedRequest
 from mlx_speculation.server.refusals import ApiError
 
 if TYPE_CHECKING:
@@ -89,13 +89,13 @@ class Job:
     """One request.
 
     Args:
-        asked: what is asked for.
+        checked: what is asked for, every field checked.
         request: the same, as mlx-lm's server has it.
         seconds: from now until it has to be answered.
     """
 
-    def __init__(self, asked: Asked, request: Any, seconds: float) -> None:
-        self.asked, self.request = asked, request
+    def __init__(self, checked: CheckedRequest, request: Any, seconds: float) -> None:
+        self.checked, self.request = checked, request
         self.arrived = time.monotonic()
         self.deadline = self.arrived + seconds
         self.began: float | None = None

@@ -108,22 +108,22 @@ class Rows:
 
     def _options(self, job: Job) -> dict[str, Any]:
         """Return what a stream takes beside the prompt."""
-        asked, tokenizer = job.asked, self.generator.tokenizer
-        sampling = dict(asked.sampling)
+        checked, tokenizer = job.checked, self.generator.tokenizer
+        sampling = dict(checked.sampling)
         if sampling["xtc_probability"]:
             line = tokenizer.encode("\n", add_special_tokens=False)
             ends = [int(token) for token in (*line, *tokenizer.eos_token_ids)]
             sampling["xtc_special_tokens"] = ends
-        length, fixed = asked.draft_length, self.generator.draft_length
+        length, fixed = checked.draft_length, self.generator.draft_length
         if length is not None and fixed is not None:
             length = min(length, fixed)
         return {
-            "max_tokens": asked.max_tokens,
+            "max_tokens": checked.max_tokens,
             "sampling": Sampling(**sampling),
-            "stop": asked.stop,
+            "stop": checked.stop,
             "draft_length": length,
-            "logprobs": asked.logprobs,
-            "constraint": _constraint(asked.schema, tokenizer),
+            "logprobs": checked.logprobs,
+            "constraint": _constraint(checked.schema, tokenizer),
             "handling": Handling(heard=job.heard),
         }
 

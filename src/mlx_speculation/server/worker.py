@@ -182,17 +182,17 @@ class Worker(EngineThread):
             self._taken -= 1
 
     def _insert(self, job: Job) -> None:
-        asked = job.asked
-        rows = self._serving(asked.draft)
+        checked = job.checked
+        rows = self._serving(checked.draft)
         prompt, state = self._prompt(job, rows.generator)
         most = self._settings.limits.prompt_tokens
         if len(prompt) > most:
             raise invalid(
                 f"The prompt has {len(prompt)} tokens, and {most} may be.",
-                "messages" if asked.chat else "prompt",
+                "messages" if checked.chat else "prompt",
                 code="context_length_exceeded",
             )
-        if asked.schema is not None and state != "normal":
+        if checked.schema is not None and state != "normal":
             raise invalid(
                 "response_format was given, and the chat template lets the model think "
                 "first. Switch that off, for example with chat_template_kwargs "
@@ -206,10 +206,10 @@ class Worker(EngineThread):
         self, job: Job, generator: SpeculativeGenerator
     ) -> tuple[list[int], str]:
         """Return token ids, and in what the answer begins."""
-        if job.asked.prompt is not None:
-            return generator.encode(job.asked.prompt), "normal"
+        if job.checked.prompt is not None:
+            return generator.encode(job.checked.prompt), "normal"
         try:
-            return self.rendered(job.request, job.asked.template_args)
+            return self.rendered(job.request, job.checked.template_args)
         except Exception as error:  # a template raises what it likes
             raise invalid(
                 f"The chat template refused the messages: {type(error).__name__}: "

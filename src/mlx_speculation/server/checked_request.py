@@ -26,8 +26,8 @@ RESERVED = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """One request.
+class CheckedRequest:
+    """One request, every field of it checked.
 
     Attributes:
         chat: whether it came to the chat's path.
@@ -58,7 +58,9 @@ class Asked:
     draft_length: int | None
 
 
-def read_request(given: dict[str, Any], settings: Settings, *, chat: bool) -> Asked:
+def read_request(
+    given: dict[str, Any], settings: Settings, *, chat: bool
+) -> CheckedRequest:
     """Check a request.
 
     Args:
@@ -83,7 +85,7 @@ def read_request(given: dict[str, Any], settings: Settings, *, chat: bool) -> As
         prompt = _prompt(fields)
         body["prompt"] = ""
     draft, length = wishes.speculative(fields, settings)
-    asked = Asked(
+    checked = CheckedRequest(
         chat=chat,
         body=body,
         prompt=prompt,
@@ -98,7 +100,7 @@ def read_request(given: dict[str, Any], settings: Settings, *, chat: bool) -> As
         draft_length=length,
     )
     _refuse_the_rest(fields)
-    return asked
+    return checked
 
 
 def _model(fields: Fields, settings: Settings) -> str:
