@@ -4,7 +4,13 @@ It knows mlx-lm's caches. It does not know models, tokens, samplers or text.
 """
 
 from mlx_speculation.caches.arrays import RecordedCall, RecordingArraysCache
-from mlx_speculation.caches.batch_rows import drop_last, has_states, merged
+from mlx_speculation.caches.batch_rows import (
+    columns_shown,
+    drop_last,
+    has_states,
+    meets_plans,
+    merged,
+)
 from mlx_speculation.caches.compressed import RecordingLayerCache
 from mlx_speculation.caches.held_arrays import array_bytes, arrays_in, bytes_beside
 from mlx_speculation.caches.journal import Journal
@@ -54,12 +60,14 @@ __all__ = [
     "check_readable",
     "check_single",
     "check_supported",
+    "columns_shown",
     "drop_last",
     "has_states",
     "held_bytes",
     "leaves",
     "load_caches",
     "load_into",
+    "meets_plans",
     "merge",
     "merged",
     "position",

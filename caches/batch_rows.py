@@ -10,7 +10,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
 from mlx_speculation.caches.held_rows import native_type
-from mlx_speculation.caches.kinds import flat, states
+from mlx_speculation.caches.key_steps import pays
+from mlx_speculation.caches.kinds import flat, is_batch, states
 from mlx_speculation.caches.ragged import RaggedKVCache
 from mlx_speculation.caches.sliding_lists import as_native
 
@@ -45,6 +46,18 @@ def _merged(rows: Sequence[Sequence[Any]]) -> list[Any]:
 def has_states(caches: Sequence[Any]) -> bool:
     """Whether a layer has a state that follows from all tokens, and no rows."""
     return any(isinstance(leaf, ArraysCache) for leaf in flat(caches))
+
+
+def meets_plans(caches: Sequence[Any]) -> bool:
+    """Whether cuDNN plans attention over a batch, anew for each number of its rows."""
+    held = [leaf.keys for leaf in flat(caches) if is_batch(leaf)]
+    return any(keys is not None and pays(keys.dtype) for keys in held)
+
+
+def columns_shown(caches: Sequence[Any]) -> tuple[int, ...]:
+    """Return the numbers of columns that a batch's last write has shown, each once."""
+    found = [leaf for leaf in flat(caches) if isinstance(leaf, RaggedKVCache)]
+    return tuple(sorted({leaf.shown for leaf in found}))
 
 
 def drop_last(caches: Sequence[Any], count: int) -> bool:

@@ -72,6 +72,11 @@ class RaggedKVCache(BatchKVCache):
         """How many columns the longest row takes."""
         return max(self.lengths, default=0)
 
+    @property
+    def shown(self) -> int:
+        """How many columns the last write has shown, and the next look does."""
+        return self._shown(self.columns)
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """Write behind each row's last position; show all columns up to the longest.
 
@@ -106,8 +111,7 @@ class RaggedKVCache(BatchKVCache):
 
     def keys_and_values(self) -> Any:
         """Return the columns up to the longest row's end, or the end of its step."""
-        stop = self._shown(self.columns)
-        return self.keys[..., :stop, :], self.values[..., :stop, :]
+        return self.keys[..., : self.shown, :], self.values[..., : self.shown, :]
 
     def make_mask(  # type: ignore[override]
         self,

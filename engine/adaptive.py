@@ -122,7 +122,9 @@ class AdaptiveLengths:
         lag, self._lag = self._lag, 0 if outcome.drafted else self._lag + 1
         if outcome.drafted:
             self.rates.note(outcome.drafted, outcome.accepted)
-        if outcome.drafted and lag > 1:
+        if outcome.fresh:
+            pass  # what it lost counts below, what it took tells nothing
+        elif outcome.drafted and lag > 1:
             self._note_catch_up(context, outcome, lag)
         elif outcome.steady == (outcome.drafted == 0):
             self.costs.note(context, outcome.drafted, outcome.seconds)

@@ -24,7 +24,7 @@ from mlx_speculation.engine.batch_results import BatchResponse, BatchStatistics
 from mlx_speculation.engine.batch_rows import Row, reason_alone
 from mlx_speculation.engine.results import Result
 from mlx_speculation.errors import InvalidRequestError, SpeculationError
-from mlx_speculation.models import wired
+from mlx_speculation.models import RowSizes, wired
 
 if TYPE_CHECKING:
     from mlx_speculation.engine.generator import SpeculativeGenerator
@@ -39,13 +39,19 @@ class BatchGenerator:
     Args:
         generator: the target and its draft, whose options are those of the rows.
         max_rows: how many rows run at once; others wait, in their order.
+        row_sizes: show the models few numbers of rows, see `models/row_sizes.py`; the
+            texts are the same. None: where each new number is dear.
 
     Raises:
         InvalidRequestError: `max_rows` is not at least 1.
     """
 
     def __init__(
-        self, generator: "SpeculativeGenerator", *, max_rows: int = 32
+        self,
+        generator: "SpeculativeGenerator",
+        *,
+        max_rows: int = 32,
+        row_sizes: bool | None = None,
     ) -> None:
         if not isinstance(max_rows, int) or isinstance(max_rows, bool) or max_rows < 1:
             raise InvalidRequestError(
@@ -67,9 +73,11 @@ class BatchGenerator:
         self._closed = self._wired = False
         self._open = ExitStack()
         self.stats = BatchStatistics()
-        lengths = BatchLengths(generator.lengths.for_batch)
+        measured = generator.lengths
+        lengths = BatchLengths(measured.for_batch, measured.batch_costs)
         self._lengths = lengths
-        self._together = BatchDecoder(generator.model, lengths, self.stats)
+        sizes = RowSizes(max_rows, row_sizes)
+        self._together = BatchDecoder(generator.model, lengths, self.stats, sizes)
 
     @property
     def waiting(self) -> tuple[int, ...]:

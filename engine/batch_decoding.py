@@ -31,7 +31,7 @@ from mlx_speculation.engine.drafting import NOTHING, Draft
 from mlx_speculation.engine.lengths import Outcome
 from mlx_speculation.engine.round_clock import RoundClock, RoundSeconds
 from mlx_speculation.engine.verdicts import Verdict
-from mlx_speculation.models import BatchLane
+from mlx_speculation.models import BatchLane, RowSizes
 from mlx_speculation.samplers import verify_batch
 
 
@@ -42,16 +42,22 @@ class BatchDecoder:
         model: the target.
         lengths: decides how many tokens a round drafts.
         statistics: what to count in.
+        sizes: which numbers of rows the models are shown.
 
     Attributes:
         rows: those that are in the batch, in the order in which they joined.
     """
 
     def __init__(
-        self, model: nn.Module, lengths: BatchLengths, statistics: BatchStatistics
+        self,
+        model: nn.Module,
+        lengths: BatchLengths,
+        statistics: BatchStatistics,
+        sizes: RowSizes,
     ) -> None:
         self.rows: list[Row] = []
-        self._lane = BatchLane(model)
+        self._sizes = sizes
+        self._lane = BatchLane(model, sizes)
         self._lengths = lengths
         self._statistics = statistics
         self._drafts: BatchDrafts | None = None
@@ -81,7 +87,7 @@ class BatchDecoder:
         kinds = [type(leaf) for lane in lanes for _, leaf in leaves(lane.caches)]
         self._slack = SlidingKVCache in kinds
         if self._drafts is None and (model := rows[0].model) is not None:
-            self._drafts = BatchDraftModel(BatchLane(model.lane.model))
+            self._drafts = BatchDraftModel(BatchLane(model.lane.model, self._sizes))
         elif self._drafts is None:
             self._drafts = OwnDrafters()
         self._lane.join(lanes)
@@ -119,7 +125,7 @@ class BatchDecoder:
         ahead = int(self._in_flight is not None)
         context = max(len(row.tokens) for row in rows)
         room = [row.stream.budget - 1 - ahead for row in rows]
-        limits = self._lengths.limits(rows, context, room)
+        limits = self._lengths.limits(rows, context, room, self._lane.size)
         drafts = self._proposed(limits, ahead, context)
         statistics = self._statistics
         statistics.forwards += 1
@@ -148,6 +154,7 @@ class BatchDecoder:
         asks = drafts is not None and any(limits) and (drafts.ahead or not ahead)
         if drafts is not None and asks:
             drafts.prepare(self.rows, limits)
+            self._met_new_shapes()  # outside of the round
         self._clock = RoundClock()
         if drafts is None or not asks:
             return None
@@ -188,7 +195,7 @@ class BatchDecoder:
 
     def _submit_step(self, fed: mx.array, behind: BatchStep | None) -> BatchStep:
         """Submit a forward over one token of each row, [rows, 1], that is kept."""
-        with self._lane.begin(whole=True) as lane_round:
+        with self._lane.begin(1, whole=True) as lane_round:
             logits = lane_round.forward(fed)[:, -1:]
             self._clock.submit("verify", logits)
             count = len(self.rows)
@@ -215,7 +222,7 @@ class BatchDecoder:
             matrix = padded(behind, width)
             fed = self._last_tokens() if step is None else step.tokens[:, None]
             self._clock.note("draft")
-            with self._lane.begin() as lane_round:
+            with self._lane.begin(1 + width) as lane_round:
                 logits = lane_round.forward(mx.concatenate([fed, matrix], axis=1))
                 self._clock.submit("verify", logits)
                 asked = [
@@ -253,6 +260,13 @@ class BatchDecoder:
             raise
         return pairs
 
+    def _met_new_shapes(self) -> bool:
+        """Return whether a lane met new shapes since the last call."""
+        fresh = self._lane.met_new_shapes()
+        if isinstance(self._drafts, BatchDraftModel):
+            fresh |= self._drafts.lane.met_new_shapes()
+        return fresh
+
     def _last_tokens(self) -> mx.array:
         return mx.array([row.tokens[-1:] for row in self.rows], mx.uint32)
 
@@ -276,7 +290,12 @@ class BatchDecoder:
                 gone.append(row)
         widest = max(range(len(drafted)), key=drafted.__getitem__)
         outcome = Outcome(
-            drafted[widest], accepted[widest], seconds.total, bool(ahead), seconds
+            drafted[widest],
+            accepted[widest],
+            seconds.total,
+            bool(ahead),
+            seconds,
+            fresh=self._met_new_shapes(),
         )
         self._lengths.note(self.rows, context, drafted, accepted, outcome)
         self._statistics.drafted += sum(drafted)

@@ -8,7 +8,8 @@ accepted of each row's drafts:
     speed(k) = sum over rows of (1 + r0 + ... + r0 ... r(k-1)) / seconds(rows, k)
 
 down to 0, which is plain decoding of the batch. Numbers of rows between powers of two
-share their costs. Rows that name a length of their own keep to it.
+share their costs; where the target is shown few numbers of rows, those of one size do.
+Rows that name a length of their own keep to it.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,9 +18,12 @@ from mlx_speculation.engine.acceptance_rates import AcceptanceRates
 from mlx_speculation.engine.adaptive import KNOWN_WEIGHT, AdaptiveLengths
 from mlx_speculation.engine.batch_rows import Row
 from mlx_speculation.engine.lengths import Outcome, Plan
+from mlx_speculation.engine.round_costs import RoundCosts
 
-# Makes the policy of batches with so many rows, given the rates that all share.
-MakeLengths = Callable[[int, AcceptanceRates], AdaptiveLengths]
+# Makes the policy of a batch, given the rates that all of its rows share.
+MakeLengths = Callable[[AcceptanceRates], AdaptiveLengths]
+# Returns what rounds of so many rows cost, given the same rates.
+CostsOf = Callable[[int, AcceptanceRates], RoundCosts]
 
 
 def row_bucket(rows: int) -> int:
@@ -67,24 +71,32 @@ class BatchLengths:
     """Decides the width of every round.
 
     Args:
-        make: makes the policy for a number of rows.
+        make: makes the policy, which goes on when the number of rows changes: what it
+            has tried and lost counts for all of them.
+        costs: of rounds, by the number of rows that they are kept under.
     """
 
-    def __init__(self, make: MakeLengths) -> None:
-        self._make = make
-        self._policies: dict[int, AdaptiveLengths] = {}
+    def __init__(self, make: MakeLengths, costs: CostsOf) -> None:
+        self._make, self._costs = make, costs
         self.rates = RowRates()
-        self._policy: AdaptiveLengths | None = None  # whose plan is open
+        self._policy: AdaptiveLengths | None = None
         self._plan: Plan | None = None
         self._next: Plan | None = None
 
-    def limits(self, rows: Sequence[Row], context: int, room: list[int]) -> list[int]:
+    def limits(
+        self,
+        rows: Sequence[Row],
+        context: int,
+        room: list[int],
+        size: int | None = None,
+    ) -> list[int]:
         """Return how many tokens each row may draft in the next round.
 
         Args:
             rows: all rows.
             context: how many tokens the longest row holds.
             room: how many tokens each row's budget leaves room for.
+            size: how many rows the target is shown; None: as many as there are.
         """
         measured = [row for row in rows if _measured(row)]
         shared = 0
@@ -94,7 +106,10 @@ class BatchLengths:
                 limit for limit, row in zip(room, rows, strict=True) if _measured(row)
             )
             if self._plan is None:
-                self._policy = self._policy_for(len(rows))
+                if self._policy is None:
+                    self._policy = self._make(self.rates)
+                bucket = row_bucket(len(rows)) if size is None else size
+                self._policy.costs = self._costs(bucket, self.rates)
                 self._plan = self._policy.plan(context, longest)
             shared = self._plan.length
         found = []
@@ -175,14 +190,8 @@ class BatchLengths:
 
     def end(self) -> None:
         """Keep what was learnt."""
-        for policy in self._policies.values():
-            policy.end()
-
-    def _policy_for(self, rows: int) -> AdaptiveLengths:
-        bucket = row_bucket(rows)
-        if bucket not in self._policies:
-            self._policies[bucket] = self._make(bucket, self.rates)
-        return self._policies[bucket]
+        if self._policy is not None:
+            self._policy.end()
 
 
 def _measured(row: Row) -> bool:

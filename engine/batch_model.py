@@ -72,6 +72,8 @@ class BatchDraftModel:
             self._places = [order[row.uid] for row in self._rows]
             self._limits = [max(0, limits[place]) for place in self._places]
             if any(self._limits):
+                if self.lane.size is not None:
+                    self._catch_up()  # else each lag would be a shape of its own
                 for place, draft in zip(self._places, self._chain(), strict=True):
                     found[place] = draft
         except BaseException as error:
@@ -161,18 +163,28 @@ class BatchDraftModel:
     def _catch_up(self) -> None:
         """Feed what rounds without drafts have added, but for the last two tokens."""
         missed = [row.tokens[self._seen[row.uid] : -LAG] for row in self._rows]
-        if missed[0]:
-            with self.lane.begin(whole=True) as lane_round:
-                mx.eval(lane_round.forward(mx.array(missed)))
-                lane_round.commit(len(missed[0]))
-            for row, tokens in zip(self._rows, missed, strict=True):
-                self._seen[row.uid] += len(tokens)
+        start = 0
+        for count in self._counts(len(missed[0])):
+            tokens = mx.array([own[start : start + count] for own in missed])
+            with self.lane.begin(count, whole=True) as lane_round:
+                mx.eval(lane_round.forward(tokens))
+                lane_round.commit(count)
+            start += count
+            for row in self._rows:
+                self._seen[row.uid] += count
+
+    def _counts(self, missed: int) -> list[int]:
+        """Return the parts in which so many are fed: few sizes, where each is dear."""
+        if self.lane.size is None:
+            return [missed] if missed else []
+        bits = range(missed.bit_length())
+        return [1 << bit for bit in reversed(bits) if missed >> bit & 1]
 
     def _chain(self) -> list[Draft]:
         """Draft the longest chain for all rows of the lane; cut it to each limit."""
         length, lag = max(self._limits), self._lag()
         inputs = mx.array([row.tokens[-lag:] for row in self._rows], mx.uint32)
-        self._round = self.lane.begin()
+        self._round = self.lane.begin(lag)
         columns: list[mx.array] = []
         laws: list[list[mx.array]] = [[] for _ in self._rows]
         doubts = mx.zeros((len(self._rows),), mx.bool_)

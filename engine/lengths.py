@@ -71,6 +71,8 @@ class Outcome:
             a long run of plain steps. With drafts: that they stand behind such a step,
             whose token and time are in the round too.
         parts: where the time went.
+        fresh: whether it was the first of its shape, and its time tells of making
+            plans for that more than of what such rounds take.
     """
 
     drafted: int
@@ -78,6 +80,7 @@ class Outcome:
     seconds: float
     steady: bool = False
     parts: RoundSeconds = NO_TIME
+    fresh: bool = False
 
 
 @runtime_checkable

@@ -101,8 +101,8 @@ class MeasuredLengths:
         self._model, self._draft, self._sliding = model, draft, sliding
         self._longest = longest_length(draft)
         self._known: Known | None = None
-        self._batches: dict[int, tuple[Known, Allowance]] = {}
-        self._allowance = Allowance()
+        self._batches: dict[int, Known] = {}
+        self._allowance, self._batch_allowance = Allowance(), Allowance()
 
     def for_stream(self, length: int | Lengths | None) -> Lengths:
         """Return the policy of a stream; None: the usual one.
@@ -125,34 +125,46 @@ class MeasuredLengths:
             allowance=self._allowance,
         )
 
-    def for_batch(self, rows: int, rates: AcceptanceRates) -> AdaptiveLengths:
-        """Return the policy of batches with so many rows, with costs of their own.
+    def for_batch(self, rates: AcceptanceRates) -> AdaptiveLengths:
+        """Return the policy of a batch, whose costs are `batch_costs` of its rows.
+
+        Args:
+            rates: what is accepted of all rows; updated by the caller.
+        """
+        return AdaptiveLengths(
+            RoundCosts(),
+            rates,
+            self._longest,
+            at_end=self._save_batches,
+            allowance=self._batch_allowance,
+        )
+
+    def batch_costs(self, rows: int, rates: AcceptanceRates) -> RoundCosts:
+        """Return what the rounds of batches with so many rows cost.
 
         Where nothing is known of so many rows, what the next larger batch has measured
         is taken: it errs to shorter drafts, and is corrected by the rounds themselves.
 
         Args:
             rows: how many; their costs are kept under this number.
-            rates: what is accepted of all rows; updated by the caller.
+            rates: kept beside them, and set to what was kept where they know nothing.
         """
         if rows not in self._batches:
             key = self._key()
             known = Known.read(key and {**key, "rows": rows})
             larger = sorted(other for other in self._batches if other > rows)
             if larger and not any(known.costs.table().values()):
-                known.costs.take(self._batches[larger[0]][0].costs)
-            self._batches[rows] = known, Allowance()
-        known, allowance = self._batches[rows]
+                known.costs.take(self._batches[larger[0]].costs)
+            self._batches[rows] = known
+        known = self._batches[rows]
         if rates.known == 0:
             rates.take(known.rates)
         known.rates = rates
-        return AdaptiveLengths(
-            known.costs,
-            rates,
-            self._longest,
-            at_end=known.save_if_new,
-            allowance=allowance,
-        )
+        return known.costs
+
+    def _save_batches(self) -> None:
+        for known in self._batches.values():
+            known.save_if_new()
 
     @property
     def parts(self) -> PartsTable:

@@ -77,6 +77,7 @@ from mlx_speculation.models.ranks import (
 from mlx_speculation.models.recording import Recorders
 from mlx_speculation.models.reduced_output import ReducedEnds, ReducedOutput
 from mlx_speculation.models.restore_points import RestorePoints
+from mlx_speculation.models.row_sizes import RowSizes
 from mlx_speculation.models.rows import check_causal, check_resumable
 from mlx_speculation.models.running import mlx_lm_speed, wired
 from mlx_speculation.models.shared_kv import SharedKv
@@ -115,6 +116,7 @@ __all__ = [
     "ReducedEnds",
     "ReducedOutput",
     "RestorePoints",
+    "RowSizes",
     "SharedKv",
     "Sliding",
     "Slots",

@@ -1,14 +1,27 @@
 """A model and the caches of several sequences, which it is fed together.
 
     lane.join([one, two])          the caches of lanes that were fed alone, put together
-    with lane.begin() as round:    one forward over a rectangle of tokens
-        logits = round.forward(tokens)         # [rows, n] -> [rows, n, vocab]
+    with lane.begin(3) as round:   one forward over a rectangle of tokens
+        logits = round.forward(tokens)         # [rows, 3] -> [rows, 3, vocab]
         round.commit([3, 1])       row 0 keeps 3 of them, row 1 keeps 1
     lane.leave([1])                only row 1 stays
 
 The caches are mlx-lm's own batch caches: shorter rows have padding on their left, and
 a row of a ring or a recurrent state is as that of its sequence alone. It knows no text,
 no sampler, and not which row is whose.
+
+Where each new number of rows is dear (`models/row_sizes.py`), rounds of several
+positions show the model one of a few sizes: behind the rows stand copies of the first,
+which are fed what it is fed and keep what it keeps, and whose logits nobody reads.
+
+    rows a b c d e, a round of 3       shown a b c d e a     [6, 3]
+    c leaves                           shown a b d e         [4, 3]
+    f joins                            shown a b d e f a     [6, 3]
+
+A copy is a row like any other, so no kind of cache has to know of it: all layers stay
+in step, no row is without positions, and a mixture of experts asks for no other expert.
+Of a row that has left nothing remains. The price is the bytes and the computing of the
+copies, less than half as much as of the rows themselves.
 """
 
 from collections.abc import Sequence
@@ -17,9 +30,16 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.caches import Speculation, array_bytes, merged
+from mlx_speculation.caches import (
+    Speculation,
+    array_bytes,
+    columns_shown,
+    meets_plans,
+    merged,
+)
 from mlx_speculation.models.key_steps import takes_key_steps
 from mlx_speculation.models.lane import Lane
+from mlx_speculation.models.row_sizes import RowSizes
 
 
 class BatchLane:
@@ -27,18 +47,33 @@ class BatchLane:
 
     Args:
         model: an mlx-lm model that `models.batching` lets rows share.
+        sizes: which numbers of rows it is shown.
+
+    Attributes:
+        rows: sequences in the batch.
+        places: rows of the caches: those, and copies of the first.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, sizes: RowSizes | None = None) -> None:
         self.model = model
         self.caches: list[Any] = []
-        self.rows = 0
+        self.rows = self.places = 0
         self.key_steps = takes_key_steps(model)
+        self._met: set[tuple[int, ...]] = set()  # places, positions, columns shown
+        self._fresh = False
+        self._sizes = sizes or RowSizes()
+        self._in_sizes = False
+        self._wide = False  # whether the last round was of several positions
 
     @property
     def nbytes(self) -> int:
         """Bytes of the caches, as allocated."""
         return array_bytes(self.caches)
+
+    @property
+    def size(self) -> int | None:
+        """How many rows a round of several positions shows; None: those there are."""
+        return self._sizes.of(self.rows) if self._in_sizes else None
 
     def join(self, lanes: Sequence[Lane]) -> None:
         """Let rows join behind those that are there.
@@ -48,30 +83,67 @@ class BatchLane:
         """
         joining = merged([lane.caches for lane in lanes], in_steps=self.key_steps)
         if self.rows:
+            self._arrange(list(range(self.rows)), self.rows)
             for own, other in zip(self.caches, joining, strict=True):
                 own.extend(other)
         else:
             self.caches = joining
         self.rows += len(lanes)
+        self.places = self.rows
+        used = self._sizes.used
+        pays = self.key_steps and meets_plans(self.caches)
+        self._in_sizes = pays if used is None else used
         for lane in lanes:
             lane.caches = []
 
     def leave(self, stay: Sequence[int]) -> None:
         """Keep these rows, in this order, and let go of the others."""
-        if not stay:
-            self.caches = []
-        elif len(stay) < self.rows:
-            for cache in self.caches:
-                cache.filter(mx.array(list(stay)))
         self.rows = len(stay)
+        if stay:
+            size = self.size if self._wide else None
+            self._arrange(stay, size or self.rows)
+        else:
+            self.caches, self.places = [], 0
 
     def extract(self, row: int) -> list[Any]:
         """Return caches that hold what one row does, of mlx-lm's kinds for one."""
         return [cache.extract(row) for cache in self.caches]
 
-    def begin(self, *, whole: bool = False) -> "BatchRound":
-        """Open a round of which a prefix of each row, or with `whole` all, is kept."""
+    def begin(self, count: int, *, whole: bool = False) -> "BatchRound":
+        """Open a round of which a prefix of each row, or with `whole` all, is kept.
+
+        Args:
+            count: how many positions of each row its first forward has. Of one, the
+                model is shown as many rows as before: no plan is made for them.
+            whole: promise that all or nothing will be kept.
+        """
+        self._wide = count > 1
+        if self._wide and self.size is not None:
+            self._arrange(list(range(self.rows)), self.size)
         return BatchRound(self, whole=whole)
+
+    def note_shape(self, count: int) -> None:
+        """Remember that so many positions of each row were fed."""
+        if count > 1 and self._in_sizes:
+            shape = (self.places, count, *columns_shown(self.caches))
+            self._fresh = self._fresh or shape not in self._met
+            self._met.add(shape)
+
+    def met_new_shapes(self) -> bool:
+        """Return whether a shape was fed for the first time since the last call.
+
+        Only where the model is shown sizes: a plan may have been made for it.
+        """
+        fresh, self._fresh = self._fresh, False
+        return fresh
+
+    def _arrange(self, rows: Sequence[int], places: int) -> None:
+        """Let these rows stand first, and copies of the first of them in the others."""
+        order = [*rows, *[rows[0]] * (places - len(rows))]
+        if order != list(range(self.places)):
+            for cache in self.caches:
+                cache.filter(mx.array(order))
+        self.places = places
 
 
 class BatchRound:
@@ -83,27 +155,37 @@ class BatchRound:
 
     def __init__(self, lane: BatchLane, *, whole: bool = False) -> None:
         self._lane = lane
+        self._copies = lane.places - lane.rows
         self._speculation = Speculation(lane.caches, whole=whole)
         self.committed = False
 
     def forward(self, tokens: mx.array) -> mx.array:
         """Feed tokens [rows, n]; return logits [rows, n, vocab], not evaluated."""
+        rows, count = tokens.shape
+        if self._copies:
+            first = mx.broadcast_to(tokens[:1], (self._copies, count))
+            tokens = mx.concatenate([tokens, first])
         logits: mx.array = self._lane.model(tokens, cache=self._speculation.caches)
-        return logits
+        self._lane.note_shape(count)
+        return logits[:rows] if self._copies else logits
 
     def prepare(self, keep: int | list[int]) -> None:
         """Do what of `commit(keep)` can fail."""
-        self._speculation.prepare(keep)
+        self._speculation.prepare(self._each(keep))
 
     def commit(self, keep: int | list[int]) -> None:
         """Keep the first `keep` tokens of all rows, or so many of each."""
-        self._speculation.commit(keep)
+        self._speculation.commit(self._each(keep))
         self.committed = True
 
     def rollback(self) -> None:
         """Undo it, also after a commit while nothing else has written."""
         self._speculation.rollback()
         self.committed = False
+
+    def _each(self, keep: int | list[int]) -> int | list[int]:
+        """Let the copies keep what the first row does."""
+        return keep if isinstance(keep, int) else keep + keep[:1] * self._copies
 
     def __enter__(self) -> "BatchRound":
         self._speculation.__enter__()

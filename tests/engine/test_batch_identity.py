@@ -50,17 +50,27 @@ CASES = st.builds(
 )
 
 
-def machine(name: str, kind: str) -> type[RuleBasedStateMachine]:
-    """Return a machine that plays batches of a model with a kind of draft."""
+def machine(name: str, kind: str, sizes: bool) -> type[RuleBasedStateMachine]:
+    """Return a machine that plays batches of a model with a kind of draft.
+
+    Args:
+        name: of the tiny model.
+        kind: of the draft.
+        sizes: whether the models are shown few numbers of rows; more rows run then.
+    """
+    most = 12 if sizes else MOST_ROWS
 
     class Machine(RuleBasedStateMachine):
-        @initialize()
-        def open(self) -> None:
+        @initialize(cases=st.lists(CASES, min_size=5 * sizes, max_size=11 * sizes))
+        def open(self, cases: list[Case]) -> None:
             self.bench = bench(name)
-            self.batch = BatchGenerator(self.bench.generator(kind), max_rows=MOST_ROWS)
+            generator = self.bench.generator(kind)
+            self.batch = BatchGenerator(generator, max_rows=most, row_sizes=sizes)
             self.cases: dict[int, Case] = {}
             self.got: dict[int, list[int]] = {}
             self.ended: dict[int, str] = {}
+            for case in cases:
+                self.a_row_joins(case)
 
         @rule(case=CASES)
         def a_row_joins(self, case: Case) -> None:
@@ -123,9 +133,12 @@ def machine(name: str, kind: str) -> type[RuleBasedStateMachine]:
         for kind in ("model", "lookup")
     ],
 )
-def test_rows_that_come_and_go_write_what_they_do_alone(name: str, kind: str) -> None:
+@pytest.mark.parametrize("sizes", [False, True])
+def test_rows_that_come_and_go_write_what_they_do_alone(
+    name: str, kind: str, sizes: bool
+) -> None:
     few = settings(max_examples=3, stateful_step_count=8, deadline=None)
-    run_state_machine_as_test(machine(name, kind), settings=few)
+    run_state_machine_as_test(machine(name, kind, sizes), settings=few)
     print(f"{name}: {bench(name).ties} near-ties")  # noqa: T201
 
 

@@ -1,5 +1,6 @@
 """The width of a batch's rounds: by costs and acceptance, and never by the text."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from mlx_speculation.engine.batch_lengths import BatchLengths, RowRates, row_buc
 from mlx_speculation.engine.batch_rows import Row
 from mlx_speculation.engine.lengths import Outcome
 from mlx_speculation.engine.round_costs import RoundCosts
+from mlx_speculation.models.row_sizes import row_size
 from support.batches import SAMPLINGS, Case, bench
 from support.identity import prompt_of
 
@@ -28,11 +30,14 @@ def rows_of(count: int) -> list[Row]:
 def lengths_with(seconds: Any) -> BatchLengths:
     """Return lengths where a round of so many rows and drafts takes so long."""
 
-    def make(rows: int, rates: AcceptanceRates) -> AdaptiveLengths:
-        table = {0: {n: seconds(rows, n) for n in range(LONGEST + 1)}}
-        return AdaptiveLengths(RoundCosts(table), rates, LONGEST)
+    @cache
+    def costs(rows: int) -> RoundCosts:
+        return RoundCosts({0: {n: seconds(rows, n) for n in range(LONGEST + 1)}})
 
-    return BatchLengths(make)
+    def make(rates: AcceptanceRates) -> AdaptiveLengths:
+        return AdaptiveLengths(RoundCosts(), rates, LONGEST)
+
+    return BatchLengths(make, lambda rows, _: costs(rows))
 
 
 def play(
@@ -70,6 +75,29 @@ def test_a_large_batch_whose_tokens_cost_like_rows_goes_down_to_plain_steps() ->
             assert min(widths[-20:]) >= 5
         else:
             assert sum(width > 0 for width in widths[-40:]) <= 4
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_batch_that_shrinks_does_not_try_anew_at_each_size() -> None:
+    """What trials lose at all sizes together is what they may lose at one."""
+
+    def seconds(rows: int, drafted: int) -> float:
+        return 1 + 0.9 * drafted  # pays where nearly all is accepted
+
+    rows = rows_of(32)
+    lengths = lengths_with(seconds)
+    drafted = 0
+    for number in range(64):
+        stay = rows[: 32 - number // 2]
+        limits = lengths.limits(stay, 100, [50] * len(stay), row_size(len(stay)))
+        width = max(limits)
+        drafted += width > 0
+        took = seconds(0, width)
+        outcome = Outcome(width, 0, took, steady=width == 0, fresh=width > 0)
+        lengths.note(stay, 100, limits, [0] * len(stay), outcome)
+        if number % 2:
+            lengths.leave()
+    assert 0 < drafted <= 6
 
 
 @pytest.mark.usefixtures("measured")
@@ -122,7 +150,7 @@ def test_lengths_by_measurement_change_no_text(kind: str) -> None:
         for uid, case in zip(uids, cases, strict=True):
             made.check(case, batch.result(uid).tokens, width=17)
         assert batch.stats.drafted > 0
-        assert set(batch._lengths._policies) >= {8}
+        assert set(generator.lengths._batches) >= {8}
 
 
 @pytest.mark.usefixtures("measured")
@@ -131,10 +159,10 @@ def test_a_batch_that_shrinks_begins_with_what_the_larger_one_has_measured(
 ) -> None:
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
     lengths = bench("llama").generator("model", draft_length=None).lengths
-    costs = lengths.for_batch(8, RowRates()).costs
+    costs = lengths.batch_costs(8, RowRates())
     for length, seconds in ((0, 1.0), (4, 3.0)):
         for _ in range(3):
             costs.note(100, length, seconds)
-    assert lengths.for_batch(4, RowRates()).costs.table() == {0: {0: 1.0, 4: 3.0}}
-    assert lengths.for_batch(16, RowRates()).costs.table() == {}
-    assert lengths.for_batch(2, RowRates()).costs is not costs
+    assert lengths.batch_costs(4, RowRates()).table() == {0: {0: 1.0, 4: 3.0}}
+    assert lengths.batch_costs(16, RowRates()).table() == {}
+    assert lengths.batch_costs(2, RowRates()) is not costs

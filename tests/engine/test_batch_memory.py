@@ -38,20 +38,24 @@ def play(made: Bench, batch: BatchGenerator, requests: int, seed: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "requests"),
+    ("name", "kind", "requests", "sizes"),
     [
-        ("llama", "model", 60),
+        ("llama", "model", 60, False),
+        ("llama", "model", 60, True),
         *(
-            pytest.param(name, kind, 1000, marks=pytest.mark.slow)
+            pytest.param(name, kind, 1000, sizes, marks=pytest.mark.slow)
             for name in ("llama", "gemma3_text", "qwen3_5")
             for kind in ("model", "lookup")
+            for sizes in (False, True)
         ),
     ],
 )
-def test_bytes_return_to_the_start(name: str, kind: str, requests: int) -> None:
+def test_bytes_return_to_the_start(
+    name: str, kind: str, requests: int, sizes: bool
+) -> None:
     made = bench(name)
     generator = made.generator(kind)
-    with BatchGenerator(generator, max_rows=6) as batch:
+    with BatchGenerator(generator, max_rows=6, row_sizes=sizes) as batch:
         play(made, batch, 6, seed=0)  # what is made once
         gc.collect()
         mx.clear_cache()
@@ -66,16 +70,18 @@ def test_bytes_return_to_the_start(name: str, kind: str, requests: int) -> None:
         assert mx.get_active_memory() <= start + 4096
 
 
-def test_caches_are_as_wide_as_the_longest_row() -> None:
+@pytest.mark.parametrize("sizes", [False, True])
+def test_caches_are_as_wide_as_the_longest_row(sizes: bool) -> None:
     """Whatever the rows beside it kept of their rounds."""
-    made = bench("llama")
-    with BatchGenerator(made.generator("model"), max_rows=3) as batch:
+    made, most = bench("llama"), 6 if sizes else 3
+    generator = made.generator("model")
+    with BatchGenerator(generator, max_rows=most, row_sizes=sizes) as batch:
         long = batch.insert(prompt_of(30), max_tokens=200, stop_tokens=())
         spare = 0
         for number in range(1000):
             if long not in batch.running and long not in batch.waiting:
                 break
-            if len(batch.running) + len(batch.waiting) < 3:
+            if len(batch.running) + len(batch.waiting) < most:
                 options: dict[str, Any] = {"max_tokens": 5 + number % 17}
                 batch.insert(prompt_of(4 + number % 9), stop_tokens=(), **options)
             batch.next()

@@ -106,7 +106,7 @@ def test_a_batch_in_whole_steps_computes_what_a_native_one_does(name: str) -> No
         ]
         found = []
         for lane in lanes:
-            with lane.begin() as lane_round:
+            with lane.begin(width) as lane_round:
                 found.append(lane_round.forward(mx.array(tokens)))
                 mx.eval(found[-1])
                 lane_round.commit(keep)

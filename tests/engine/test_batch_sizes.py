@@ -1,0 +1,246 @@
+"""Batches whose models are shown few numbers of rows: what is fed, learnt and kept.
+
+That the texts are the same is shown in test_batch_identity.py.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_speculation import BatchGenerator, NonFiniteLogitsError, Sampling, pure
+from mlx_speculation.engine.acceptance_rates import AcceptanceRates
+from mlx_speculation.engine.adaptive import AdaptiveLengths
+from mlx_speculation.engine.lengths import Outcome, Plan
+from mlx_speculation.engine.round_costs import RoundCosts
+from mlx_speculation.models.row_sizes import row_size
+from support.batches import SAMPLINGS, Bench, Case, bench
+from support.identity import prompt_of
+
+Shapes = list[tuple[int, int]]
+
+
+class Watched:
+    """Notes the shapes of what a model is fed, for the length of a block."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.plain = model, type(model)
+        self.shapes: Shapes = []
+
+    def __enter__(self) -> Shapes:
+        plain, shapes = self.plain, self.shapes
+
+        def call(own: Any, inputs: mx.array, **options: Any) -> Any:
+            shapes.append((inputs.shape[0], inputs.shape[1]))
+            return plain.__call__(own, inputs, **options)
+
+        body = {"__call__": call, "__module__": plain.__module__}
+        self.model.__class__ = type(plain.__name__, (plain,), body)
+        return shapes
+
+    def __exit__(self, *error: object) -> None:
+        self.model.__class__ = self.plain
+
+
+def cases_of(rows: int) -> list[Case]:
+    """Return rows that end one by one."""
+    kinds = SAMPLINGS[:4]
+    return [Case(2, kinds[n % 4], 2 + 28 * n // rows) for n in range(rows)]
+
+
+def finish(made: Bench, batch: BatchGenerator, rows: dict[int, Case]) -> None:
+    """Run the rows to the end and check them."""
+    while batch.waiting or batch.running:
+        batch.next()
+    for uid, case in rows.items():
+        result = batch.result(uid)
+        assert len(result.tokens) == case.max_tokens
+        made.check(case, result.tokens)
+    assert batch.memory == 0
+
+
+def play(kind: str, *, row_sizes: bool | None, **options: Any) -> tuple[Shapes, Shapes]:
+    """Run 13 rows; return the shapes that target and draft were fed."""
+    made = bench("llama")
+    generator = made.generator(kind, **options)
+    cases = cases_of(13)
+    for case in cases:
+        made.text(case.prompt, case.sampling)
+    batch = BatchGenerator(generator, row_sizes=row_sizes)
+    with batch, Watched(made.model) as target, Watched(made.draft) as draft:
+        rows = {made.insert(batch, case): case for case in cases}
+        batch.next()  # prompts
+        target.clear()
+        draft.clear()
+        finish(made, batch, rows)
+        assert batch.stats.row_rounds <= 13 * batch.stats.forwards
+        assert batch.stats.emitted == sum(case.max_tokens for case in cases)
+    return target, draft
+
+
+def test_models_are_shown_few_numbers_of_rows() -> None:
+    wide = {True: set[int](), False: set[int]()}
+    for sizes in (True, False):
+        for shapes in play("model", row_sizes=sizes):
+            wide[sizes] |= {rows for rows, width in shapes if width > 1 and rows > 1}
+    assert wide[True] <= {2, 3, 4, 6, 8, 12, 16}
+    assert len(wide[True]) >= 4
+    assert wide[False] & {5, 7, 9, 10, 11, 13}
+
+
+@pytest.mark.parametrize("kind", ["none", "model"])
+def test_plain_decoding_is_shown_the_rows_that_there_are(kind: str) -> None:
+    target, draft = play(kind, row_sizes=True, draft_length=0)
+    assert not draft
+    assert {5, 7, 9, 10, 11} <= {rows for rows, _ in target}
+
+
+def test_sizes_are_not_used_on_a_cpu() -> None:
+    assert play("model", row_sizes=None) == play("model", row_sizes=False)
+
+
+def test_a_draft_that_has_missed_tokens_reads_them_in_few_widths() -> None:
+    """Else it is fed a new number of them in nearly each round after plain ones."""
+    made = bench("llama")
+    found = {}
+    for sizes in (True, False):
+        generator = made.generator("model")
+        batch = BatchGenerator(generator, row_sizes=sizes)
+        with batch, Watched(made.draft) as shapes:
+            uids = [batch.insert(prompt_of(3), max_tokens=60) for _ in range(5)]
+            drafts = batch.next() and batch._together._drafts
+            found[sizes] = set[int]()
+            for missed in (0, 1, 5, 11, 14):
+                for row in batch._together.rows:
+                    row.parts.lengths._length = 0  # type: ignore[attr-defined]
+                for _ in range(missed):
+                    batch.next()
+                for row in batch._together.rows:
+                    row.parts.lengths._length = 3  # type: ignore[attr-defined]
+                shapes.clear()
+                batch.next()
+                batch.next()
+                found[sizes] |= {width for rows, width in shapes if rows > 1}
+            assert drafts is not None
+            assert uids
+    assert found[True] <= {1, 2, 4, 8}
+    assert found[False] - {1, 2, 4, 8}
+
+
+@pytest.mark.parametrize("kind", ["model", "lookup"])
+def test_the_first_row_may_fail_which_the_copies_follow(kind: str) -> None:
+    made = bench("llama")
+
+    @pure
+    def breaks(tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits * mx.nan if len(tokens) > 12 else logits
+
+    with BatchGenerator(made.generator(kind), row_sizes=True) as batch:
+        options = Sampling(logits_processors=[breaks])
+        bad = batch.insert(prompt_of(6), sampling=options, stop_tokens=())
+        rows = {made.insert(batch, case): case for case in cases_of(10)}
+        finish(made, batch, rows)
+        assert isinstance(batch.error(bad), NonFiniteLogitsError)
+        assert (batch.stats.failed, batch.stats.finished) == (1, 11)
+
+
+@pytest.mark.parametrize("kind", ["model", "lookup"])
+def test_copies_whose_logits_are_unusable_are_nobodys_concern(kind: str) -> None:
+    made = bench("llama")
+    cases = cases_of(5)
+    for case in cases:
+        made.text(case.prompt, case.sampling)
+    generator = made.generator(kind)
+    broken = 0
+
+    class Breaking(type(made.model)):  # type: ignore[misc]
+        """Its sixth row is NaN."""
+
+        def __call__(self, inputs: mx.array, **options: Any) -> mx.array:
+            nonlocal broken
+            logits: mx.array = super().__call__(inputs, **options)
+            if inputs.shape[0] < 6:
+                return logits
+            broken += 1
+            sixth = mx.arange(inputs.shape[0])[:, None, None] == 5
+            return mx.where(sixth, mx.nan, logits)
+
+    Breaking.__module__ = type(made.model).__module__
+    plain = type(made.model)
+    models = (made.model, made.draft)
+    try:
+        for model in models:
+            model.__class__ = Breaking
+        with BatchGenerator(generator, row_sizes=True) as batch:
+            rows = {made.insert(batch, case): case for case in cases}
+            finish_plainly(batch)
+            found = {uid: batch.result(uid) for uid in rows}
+    finally:
+        for model in models:
+            model.__class__ = plain
+    assert broken
+    for uid, case in rows.items():
+        made.check(case, found[uid].tokens)
+        assert not found[uid].stats.drafter_faults
+
+
+def finish_plainly(batch: BatchGenerator) -> None:
+    while batch.waiting or batch.running:
+        for response in batch.next():
+            assert response.error is None
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
+def test_a_round_that_fails_for_all_is_run_again(name: str) -> None:
+    made = bench(name)
+    plain: Any = type(made.model)
+    cases = [Case(2, sampling, 12) for sampling in SAMPLINGS[:5]]
+    for case in cases:
+        made.text(case.prompt, case.sampling)
+    for forward in (6, 7, 8):  # behind the prompts
+        with BatchGenerator(made.generator("model"), row_sizes=True) as batch:
+            rows = {made.insert(batch, case): case for case in cases}
+            left = [forward]
+
+            def call(
+                own: Any, *args: Any, left: list[int] = left, **kwargs: Any
+            ) -> Any:
+                left[0] -= 1
+                if left[0] == 0:
+                    raise KeyboardInterrupt
+                return plain.__call__(own, *args, **kwargs)
+
+            body = {"__call__": call, "__module__": plain.__module__}
+            made.model.__class__ = type(plain.__name__, (plain,), body)
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    finish_plainly(batch)
+            finally:
+                made.model.__class__ = plain
+            finish(made, batch, rows)
+
+
+def test_what_the_first_round_of_a_shape_takes_is_not_what_rounds_cost() -> None:
+    lengths = AdaptiveLengths(RoundCosts({0: {0: 1.0, 4: 2.0}}), AcceptanceRates(), 8)
+    plan = Plan(4, "best")
+    lengths.note(10, plan, Outcome(4, 2, 50.0, fresh=True))
+    assert lengths.costs.table() == {0: {0: 1.0, 4: 2.0}}
+    assert lengths.rates.known > 0  # what was accepted counts
+    lengths.note(10, plan, Outcome(4, 2, 50.0))
+    assert lengths.costs.table()[0][4] > 2.0
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("kind", ["model", "lookup"])
+def test_costs_are_kept_by_the_rows_shown(kind: str) -> None:
+    made = bench("llama")
+    generator = made.generator(kind, draft_length=None)
+    with BatchGenerator(generator, row_sizes=True) as batch:
+        rows = {made.insert(batch, case): case for case in cases_of(11)}
+        while batch.waiting or batch.running:
+            batch.next()
+        for uid, case in rows.items():
+            made.check(case, batch.result(uid).tokens, width=17)
+        known = set(generator.lengths._batches)
+    assert 12 in known
+    assert known == {row_size(rows) for rows in known}
