@@ -137,12 +137,12 @@ class RaggedKVCache(BatchKVCache):
         return mask
 
     def filter(self, batch_indices: Any) -> None:
-        """Keep these rows, in this order, and no more columns than they need."""
+        """Keep these rows, in this order, and no more columns than they show."""
         places: Any = mx.array(batch_indices)
         self.lengths = [self.lengths[index] for index in places.tolist()]
         self.offset = self.offset[places]
         if self.keys is not None:
-            stop = self._whole(self.columns)
+            stop = self._whole(self.shown)
             self.keys = self.keys[places][..., :stop, :]
             self.values = self.values[places][..., :stop, :]
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_speculation.caches import array_bytes, arrays_in
+from mlx_speculation.caches.kinds import flat, is_batch
 from mlx_speculation.models import BatchLane, Lane, Recorders, RowSizes
 from mlx_speculation.models.batching import TOGETHER
 from mlx_speculation.models.row_sizes import row_size
@@ -110,6 +111,10 @@ def test_rows_compute_what_they_do_in_a_batch_of_their_own_size(
         shown.add(places - len(seeds))
         if width > 1:
             assert places == row_size(len(seeds))
+        for leaf in flat(lanes[1].caches):
+            offsets = leaf.offset.tolist() if is_batch(leaf) else []
+            copies = offsets[len(seeds) :]
+            assert copies == offsets[:1] * len(copies)
         order = data.draw(st.permutations(range(len(seeds))))
         stay = sorted(order[: data.draw(st.integers(0, len(seeds)))])
         if len(stay) < len(seeds):
