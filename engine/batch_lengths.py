@@ -80,6 +80,7 @@ class BatchLengths:
         self._make, self._costs = make, costs
         self.rates = RowRates()
         self._policy: AdaptiveLengths | None = None
+        self._bucket = 0  # of rows, whose costs count now
         self._plan: Plan | None = None
         self._next: Plan | None = None
 
@@ -109,7 +110,9 @@ class BatchLengths:
                 if self._policy is None:
                     self._policy = self._make(self.rates)
                 bucket = row_bucket(len(rows)) if size is None else size
-                self._policy.costs = self._costs(bucket, self.rates)
+                if bucket != self._bucket:
+                    self._policy.costs = self._costs(bucket, self.rates)
+                    self._bucket = bucket
                 self._plan = self._policy.plan(context, longest)
             shared = self._plan.length
         found = []

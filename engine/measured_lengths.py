@@ -142,8 +142,8 @@ class MeasuredLengths:
     def batch_costs(self, rows: int, rates: AcceptanceRates) -> RoundCosts:
         """Return what the rounds of batches with so many rows cost.
 
-        Where nothing is known of so many rows, what the next larger batch has measured
-        is taken: it errs to shorter drafts, and is corrected by the rounds themselves.
+        What is not known of so many rows is guessed from the next larger batch that
+        has measured it, which errs to shorter drafts, or else from the next smaller.
 
         Args:
             rows: how many; their costs are kept under this number.
@@ -152,11 +152,13 @@ class MeasuredLengths:
         if rows not in self._batches:
             key = self._key()
             known = Known.read(key and {**key, "rows": rows})
-            larger = sorted(other for other in self._batches if other > rows)
-            if larger and not any(known.costs.table().values()):
-                known.costs.take(self._batches[larger[0]].costs)
             self._batches[rows] = known
         known = self._batches[rows]
+        others = sorted(self._batches)
+        larger = [other for other in others if other > rows]
+        smaller = [other for other in others if other < rows]
+        for other in larger + smaller[::-1]:
+            known.costs.guess(self._batches[other].costs)
         if rates.known == 0:
             rates.take(known.rates)
         known.rates = rates

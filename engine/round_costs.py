@@ -32,11 +32,15 @@ def bucket_of(context: int) -> int:
 
 
 class _Cost:
-    """One length's cost: samples at first, then an average."""
+    """One length's cost: samples at first, then an average.
 
-    def __init__(self, seconds: float | None = None) -> None:
+    A guess is what it is taken for until the samples are there.
+    """
+
+    def __init__(self, seconds: float | None = None, *, guessed: bool = False) -> None:
         self.samples: list[float] = []
         self.seconds = seconds
+        self.guessed = guessed
         self.noted = 0
         self.count = 0 if seconds is None else SETTLED
 
@@ -67,13 +71,13 @@ class RoundCosts:
         self._all = 0.0  # the logarithm of the factor that all costs share
 
     def table(self) -> dict[int, dict[int, float]]:
-        """Return what is known, in seconds."""
+        """Return what is known, in seconds; of guesses, only those of plain steps."""
         factor = math.exp(self._all)
         return {
             bucket: {
                 length: cost.seconds * factor
                 for length, cost in sorted(costs.items())
-                if cost.seconds is not None
+                if cost.seconds is not None and not (cost.guessed and length)
             }
             for bucket, costs in sorted(self._buckets.items())
         }
@@ -84,6 +88,22 @@ class RoundCosts:
             factor = math.exp(self._all)
             own = self._buckets.setdefault(bucket, {})
             own |= {n: _Cost(seconds / factor) for n, seconds in costs.items()}
+
+    def guess(self, other: "RoundCosts") -> None:
+        """Take what other costs know and these do not for a guess.
+
+        Guesses are in proportion to the plain step, now and when that is measured.
+        """
+        for bucket, costs in other.table().items():
+            if 0 not in costs:
+                continue
+            own = self._buckets.setdefault(bucket, {})
+            plain = own.get(0, _Cost()).seconds or costs[0] / math.exp(self._all)
+            scale = plain / costs[0]
+            for length, seconds in costs.items():
+                cost = own.setdefault(length, _Cost())
+                if cost.seconds is None:
+                    cost.seconds, cost.guessed = seconds * scale, True
 
     def lengths(self, context: int) -> list[int]:
         """Return the lengths whose cost is known, in order."""
@@ -139,10 +159,13 @@ class RoundCosts:
         self._notes += 1
         cost = self._at(context).setdefault(length, _Cost())
         factor = math.exp(self._all)
-        if cost.seconds is None:
+        if cost.seconds is None or cost.guessed:
             cost.samples.append(seconds / factor)
             if len(cost.samples) >= self.samples:
-                cost.seconds = median(cost.samples)
+                found = median(cost.samples)
+                if cost.guessed and cost.seconds and not length:
+                    self._scale_guesses(context, found / cost.seconds)
+                cost.seconds, cost.guessed = found, False
             return
         most = math.log(LARGEST_CHANGE)
         change = math.log(max(seconds, 1e-9) / (cost.seconds * factor))
@@ -154,6 +177,12 @@ class RoundCosts:
         cost.noted = self._notes
         cost.seconds *= math.exp(max(SLOWEST, 0.3 / cost.count, stale) * change)
 
+    def _scale_guesses(self, context: int, ratio: float) -> None:
+        """Let guesses follow the plain step, which was one too."""
+        for cost in self._at(context).values():
+            if cost.guessed and cost.seconds is not None:
+                cost.seconds *= ratio
+
     def _at(self, context: int) -> dict[int, _Cost]:
         """Return a bucket; a new one begins with what the nearest one knows."""
         bucket = bucket_of(context)
@@ -162,7 +191,7 @@ class RoundCosts:
             if self._buckets:
                 nearest = min(self._buckets, key=lambda b: (abs(b - bucket), b))
                 costs = {
-                    length: _Cost(cost.seconds)
+                    length: _Cost(cost.seconds, guessed=cost.guessed)
                     for length, cost in self._buckets[nearest].items()
                     if cost.seconds is not None
                 }

@@ -163,6 +163,34 @@ def test_a_batch_that_shrinks_begins_with_what_the_larger_one_has_measured(
     for length, seconds in ((0, 1.0), (4, 3.0)):
         for _ in range(3):
             costs.note(100, length, seconds)
-    assert lengths.batch_costs(4, RowRates()).table() == {0: {0: 1.0, 4: 3.0}}
-    assert lengths.batch_costs(16, RowRates()).table() == {}
-    assert lengths.batch_costs(2, RowRates()) is not costs
+    smaller = lengths.batch_costs(4, RowRates())
+    assert smaller is not costs
+    assert [smaller.seconds(100, length) for length in (0, 4)] == [1.0, 3.0]
+    costs.note(100, 8, 5.0)
+    assert lengths.batch_costs(4, RowRates()).lengths(100) == [0, 4]  # not believed
+    for _ in range(2):
+        costs.note(100, 8, 5.0)
+    assert lengths.batch_costs(4, RowRates()).seconds(100, 8) == 5.0
+    assert lengths.batch_costs(16, RowRates()).seconds(100, 4) == 3.0
+
+
+def test_guesses_hold_until_a_length_is_measured() -> None:
+    """And are in proportion to the plain step, whenever that is measured."""
+    known = RoundCosts({0: {0: 1.0, 4: 3.0, 8: 5.0}})
+    costs = RoundCosts()
+    costs.guess(known)
+    for expected in ([1.0, 3.0, 5.0], [1.0, 3.0, 5.0], [0.5, 1.5, 2.5]):
+        costs.note(100, 0, 0.5)
+        assert [costs.seconds(100, n) for n in (0, 4, 8)] == expected
+    for seconds in (1.5, 1.5, 10.0):
+        costs.note(100, 4, 10.0)
+        assert costs.seconds(100, 4) == seconds
+    assert costs.table() == {0: {0: 0.5, 4: 10.0}}
+    late = RoundCosts({0: {0: 0.1}})
+    late.guess(known)
+    assert late.seconds(100, 8) == pytest.approx(0.5)
+    late.guess(RoundCosts({0: {0: 1.0, 8: 1.0}}))
+    assert late.seconds(100, 8) == pytest.approx(0.5)
+    costs.guess(RoundCosts({1: {}}))
+    costs.guess(RoundCosts())
+    assert costs.lengths(100) == [0, 4, 8]
