@@ -22,6 +22,7 @@ from mlx_speculation.engine.batch_decoding import BatchDecoder
 from mlx_speculation.engine.batch_lengths import BatchLengths
 from mlx_speculation.engine.batch_results import BatchResponse, BatchStatistics
 from mlx_speculation.engine.batch_rows import Row, reason_alone
+from mlx_speculation.engine.reading_room import ReadingRoom
 from mlx_speculation.engine.results import Result
 from mlx_speculation.errors import InvalidRequestError, SpeculationError
 from mlx_speculation.models import RowSizes, wired
@@ -34,7 +35,8 @@ class BatchGenerator:
     """Generates the text of many requests, which come and go.
 
     `next` runs one round of every row. Rows that are inserted later join between two
-    rounds, and rows that have ended make room. It is used by one thread at a time.
+    rounds, where one chunk's worth of their prompts is read at most, and rows that have
+    ended make room. It is used by one thread at a time.
 
     Args:
         generator: the target and its draft, whose options are those of the rows.
@@ -81,12 +83,12 @@ class BatchGenerator:
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """The rows that have not begun, in their order."""
+        """The rows whose prompts are not read to the end, in their order."""
         return tuple(self._waiting)
 
     @property
     def running(self) -> tuple[int, ...]:
-        """The rows that have begun and not ended, in the order of their responses."""
+        """The rows that are generating, in the order of their responses."""
         return tuple(self._running)
 
     def insert(self, prompt: str | Sequence[int], **options: Any) -> int:
@@ -114,11 +116,16 @@ class BatchGenerator:
         return uid
 
     def next(self) -> list[BatchResponse]:
-        """Let waiting rows join while there is room, and run one round of every row.
+        """Read prompts, let their rows join, and run one round of every row.
+
+        Prompts are read in their order while there is room for rows, at most one
+        chunk's worth (`Handling.prefill_step`) in a call, which short ones share. The
+        call costs the running rows that much and no more.
 
         Returns:
             What each row has emitted, in the order in which the rows were inserted,
-            and of each row in the order of the text. Empty: there are no rows.
+            and of each row in the order of the text. Empty: there are no rows, or all
+            of them are waiting for the first prompt.
         """
         if self._waiting and not self._wired:
             # For as long as the batch: rows that end restore what they have found.
@@ -133,20 +140,24 @@ class BatchGenerator:
             self._together.next_round(drain=room and bool(self._waiting))
             for row in rows:
                 self._respond(row)
-        for uid in tuple(self._running):
-            row = self._rows[uid]
-            if row.alone is not None:
-                self._round_alone(row)
+        running = [self._rows[uid] for uid in self._running]
+        alone = [row for row in running if row.alone is not None]
+        steps = [row.parts.target.prefill_step for row in alone]
+        drafts = ReadingRoom(max(steps, default=0))
+        for row in alone:
+            self._round_alone(row, drafts)
         responses, self._ready = self._ready, []
         # Rows respond in the order of insertion, each in the order of its text.
         return sorted(responses, key=lambda response: response.uid)
 
     @property
     def memory(self) -> int:
-        """Bytes of the caches of all running rows, as allocated."""
-        alone = [self._rows[uid] for uid in self._running]
-        lanes = [row.parts.target for row in alone if row.alone is not None]
-        own = sum(array_bytes(lane.caches) for lane in lanes)
+        """Bytes of the caches of all rows that have not ended, as allocated.
+
+        Of drafters that a row has for itself, those of models are counted.
+        """
+        rows = [self._rows[uid] for uid in (*self._running, *self._waiting)]
+        own = sum(array_bytes(lane.caches) for row in rows for lane in row.lanes)
         return self._together.nbytes + own
 
     def why_alone(self, uid: int) -> str | None:
@@ -216,18 +227,19 @@ class BatchGenerator:
         return self._rows[uid]
 
     def _join(self) -> None:
-        """Let waiting rows begin while there is room: their prompts are read here."""
+        """Read prompts while there is room, and let those rows join that are read."""
+        room: ReadingRoom | None = None
         while self._waiting and len(self._running) < self._max_rows:
             row = self._rows[self._waiting[0]]
-            if row.alone is None:
-                try:
-                    goes_on = row.stream.begin()
-                except Exception as error:
-                    row.error = error
-                    goes_on = False
-                if goes_on:
-                    row.stream.keep_prompt()
-                    self._joining.append(row)
+            room = room or ReadingRoom(row.parts.target.prefill_step)
+            try:
+                if not row.stream.begin(room.fits):
+                    break
+            except Exception as error:
+                row.error = error
+            if row.alone is None and not row.ended:
+                row.stream.keep_prompt()
+                self._joining.append(row)
             self._running.append(self._waiting.popleft())
             if row.ended:
                 self._respond(row)
@@ -257,15 +269,16 @@ class BatchGenerator:
             )
         row.chunks = []
         if row.ended:
+            row.let_go()
             self._running.remove(uid)
             self.stats.finished += 1
 
-    def _round_alone(self, row: Row) -> None:
-        """Run a round of one row by itself."""
+    def _round_alone(self, row: Row, room: ReadingRoom) -> None:
+        """Run a round of one row by itself, with room for what its draft reads."""
         stats = row.stream.stats
         drafted, accepted = stats.drafted, stats.accepted
         try:
-            row.chunks = row.stream.next_round()
+            row.chunks = row.stream.next_round(room.fits)
         except Exception as error:
             row.error = error
         self.stats.drafted += stats.drafted - drafted
@@ -285,5 +298,5 @@ class BatchGenerator:
             self._together.give_back(row)
             self._together.leave([row])
         row.stream.close()
-        row.parts.target.caches = []
+        row.let_go()
         self.stats.finished += 1

@@ -6,7 +6,8 @@ from typing import Protocol
 import mlx.core as mx
 
 from mlx_speculation.engine.batch_rows import Row
-from mlx_speculation.engine.drafting import NOTHING, Choices, Draft
+from mlx_speculation.engine.drafting import NOTHING, Choices, Draft, ReadsAhead
+from mlx_speculation.engine.reading_room import ReadingRoom
 
 
 class BatchDrafts(Protocol):
@@ -70,19 +71,31 @@ class OwnDrafters:
         self._rows: list[Row] = []  # those that were asked in this round
         self._asked: list[bool] = []
         self._begun: set[int] = set()
+        self._reading = False
 
     @property
     def ahead(self) -> bool:
-        """It can."""
-        return True
+        """It can, but no step should be measured beside what is read."""
+        return not self._reading
 
     def prepare(self, rows: Sequence[Row], limits: Sequence[int]) -> None:
-        """Let drafters begin that are asked for the first time."""
+        """Let drafters begin that are asked for the first time, once they have read.
+
+        One chunk's worth of text is read at most.
+        """
+        self._reading = False
+        room: ReadingRoom | None = None
         for row, limit in zip(rows, limits, strict=True):
-            drafter = row.parts.drafter
-            if drafter is not None and limit > 0 and row.uid not in self._begun:
-                drafter.begin(row.parts.sequence)
-                self._begun.add(row.uid)
+            drafter, sequence = row.parts.drafter, row.parts.sequence
+            if drafter is None or limit <= 0 or row.uid in self._begun:
+                continue
+            room = room or ReadingRoom(row.parts.target.prefill_step)
+            if isinstance(drafter, ReadsAhead):
+                self._reading |= not drafter.read_ahead(sequence, room.fits)
+            if self._reading:
+                break
+            drafter.begin(sequence)
+            self._begun.add(row.uid)
 
     def propose(
         self, rows: Sequence[Row], limits: Sequence[int], ahead: int
@@ -93,7 +106,7 @@ class OwnDrafters:
         for index, (row, limit) in enumerate(zip(rows, limits, strict=True)):
             found.append(NOTHING)
             drafter = row.parts.drafter
-            if drafter is None or limit <= 0:
+            if drafter is None or limit <= 0 or row.uid not in self._begun:
                 continue
             choices = Choices(row.parts.verifier)
             self._asked[index] = True

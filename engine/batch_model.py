@@ -25,7 +25,8 @@ from mlx_speculation.engine.batch_rows import Row
 from mlx_speculation.engine.contained import Contained, what_is_wrong
 from mlx_speculation.engine.draft_model import LONGEST_LAG
 from mlx_speculation.engine.drafting import NOTHING, Draft
-from mlx_speculation.models import BatchLane, BatchRound, Lane
+from mlx_speculation.engine.reading_room import ReadingRoom
+from mlx_speculation.models import BatchLane, BatchRound
 from mlx_speculation.samplers import Asked, peaks, propose_batch
 
 LAG = 2
@@ -51,7 +52,11 @@ class BatchDraftModel:
         self._limits: list[int] = []
 
     def prepare(self, rows: Sequence[Row], limits: Sequence[int]) -> None:
-        """Let the lane hold all rows that draft, each up to its last two tokens."""
+        """Let the lane hold all rows that draft, each up to its last two tokens.
+
+        One chunk's worth of text is read at most, and of what the lane has missed;
+        until all is read, a row does not draft.
+        """
         self._round, self._before = None, None
         try:
             self._take_in(rows, limits)
@@ -71,7 +76,7 @@ class BatchDraftModel:
             order = {row.uid: place for place, row in enumerate(rows)}
             self._places = [order[row.uid] for row in self._rows]
             self._limits = [max(0, limits[place]) for place in self._places]
-            if any(self._limits):
+            if any(self._limits) and self._lag() <= LONGEST_LAG:
                 if self.lane.size is not None:
                     self._catch_up()  # else each lag would be a shape of its own
                 for place, draft in zip(self._places, self._chain(), strict=True):
@@ -144,34 +149,45 @@ class BatchDraftModel:
             if limit > 0 and row.uid not in inside and not _aside(row)
         ]
         # Recurrent layers that were fed nothing have no state to put beside others.
-        new = [row for row in new if len(row.tokens) > LAG]
+        new = self._read([row for row in new if len(row.tokens) > LAG])
         if self._rows and (new or self._lag() > LONGEST_LAG):
             self._catch_up()
-        lanes: list[Lane] = []
-        for row in new:
-            assert row.model is not None
-            lane = row.model.lane
-            lane.feed(row.tokens[lane.seen : -LAG])
-            lanes.append(lane)
-        if lanes:
+        if new and (not self._rows or self._lag() == LAG):
+            lanes = [model.lane for row in new if (model := row.model) is not None]
             self.lane.join(lanes)
             for lane in lanes:
                 lane.seen, lane.points = 0, None
             self._rows += new
             self._seen |= {row.uid: len(row.tokens) - LAG for row in new}
 
+    def _read(self, rows: Sequence[Row]) -> list[Row]:
+        """Read one chunk's worth of the rows' texts; return those that are read."""
+        found: list[Row] = []
+        room: ReadingRoom | None = None
+        for row in rows:
+            assert row.model is not None
+            lane = row.model.lane
+            room = room or ReadingRoom(lane.prefill_step)
+            if not lane.feed(row.tokens[lane.seen : -LAG], fits=room.fits):
+                break
+            found.append(row)
+        return found
+
     def _catch_up(self) -> None:
-        """Feed what rounds without drafts have added, but for the last two tokens."""
-        missed = [row.tokens[self._seen[row.uid] : -LAG] for row in self._rows]
-        start = 0
-        for count in self._counts(len(missed[0])):
-            tokens = mx.array([own[start : start + count] for own in missed])
+        """Feed of what rounds without drafts have added, but for the last two tokens.
+
+        It is a chunk's worth for all rows together at most; more comes the next time.
+        """
+        step = min(row.parts.target.prefill_step for row in self._rows)
+        most = max(1, step // len(self._rows))
+        seen = self._seen
+        for count in self._counts(min(most, self._lag() - LAG)):
+            missed = [r.tokens[seen[r.uid] : seen[r.uid] + count] for r in self._rows]
             with self.lane.begin(count, whole=True) as lane_round:
-                mx.eval(lane_round.forward(tokens))
+                mx.eval(lane_round.forward(mx.array(missed)))
                 lane_round.commit(count)
-            start += count
             for row in self._rows:
-                self._seen[row.uid] += count
+                seen[row.uid] += count
 
     def _counts(self, missed: int) -> list[int]:
         """Return the parts in which so many are fed: few sizes, where each is dear."""

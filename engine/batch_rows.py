@@ -12,13 +12,14 @@ from mlx_speculation.engine.contained import Contained
 from mlx_speculation.engine.decoding import Parts
 from mlx_speculation.engine.draft_model import DraftModel
 from mlx_speculation.engine.drafting import Draft
+from mlx_speculation.engine.drafts import lanes_of
 from mlx_speculation.engine.handling import USUAL
 from mlx_speculation.engine.lengths import Plan
 from mlx_speculation.engine.results import Chunk
 from mlx_speculation.engine.round_clock import RoundSeconds
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.engine.verdicts import Emitted, Verdict
-from mlx_speculation.models import why_alone
+from mlx_speculation.models import Lane, why_alone
 from mlx_speculation.samplers import Asked
 
 
@@ -64,6 +65,17 @@ class Row:
         drafter = self.parts.drafter
         inner = drafter.drafter if isinstance(drafter, Contained) else None
         return inner if isinstance(inner, DraftModel) and inner.whole_chain else None
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """Its own lanes, of target and draft models; they are empty while shared."""
+        found = [self.parts.target, *lanes_of(self.parts.drafter)]
+        return [lane for lane in found if lane is not None]
+
+    def let_go(self) -> None:
+        """Let go of what its lanes hold, once it has ended."""
+        for lane in self.lanes:
+            lane.caches = []
 
     def asked(self, draft: Draft | None = None, ahead: mx.array | None = None) -> Asked:
         """Return what it asks of a verify.

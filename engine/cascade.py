@@ -1,8 +1,15 @@
 """The drafter that asks several drafters in turn."""
 
+from collections.abc import Callable
 from typing import Any
 
-from mlx_speculation.engine.drafting import NOTHING, Choose, Draft, Drafter
+from mlx_speculation.engine.drafting import (
+    NOTHING,
+    Choose,
+    Draft,
+    Drafter,
+    ReadsAhead,
+)
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.errors import InvalidRequestError
 
@@ -33,6 +40,11 @@ class Cascade:
     def drafters(self) -> tuple[Any, ...]:
         """The drafters, in the order in which they are asked."""
         return self._drafters
+
+    def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
+        """Let every drafter read ahead that can."""
+        drafters = [each for each in self._drafters if isinstance(each, ReadsAhead)]
+        return all(each.read_ahead(sequence, fits) for each in drafters)
 
     def begin(self, sequence: Sequence) -> None:
         """Let every drafter begin."""

@@ -27,6 +27,7 @@ from mlx_speculation.engine.drafting import (
     Doubts,
     Draft,
     Drafter,
+    ReadsAhead,
 )
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import DrafterFault
@@ -61,6 +62,16 @@ class Contained:
     def set_aside(self) -> bool:
         """Whether the drafter has failed, and is not asked any more."""
         return self._set_aside
+
+    def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
+        """Let it read ahead, if it can."""
+        drafter = self.drafter
+        if isinstance(drafter, ReadsAhead) and not self._set_aside:
+            try:
+                return drafter.read_ahead(sequence, fits)
+            except Exception as error:
+                self._fail("begin", error)
+        return True
 
     def begin(self, sequence: Sequence) -> None:
         """Let it begin."""

@@ -21,11 +21,18 @@ It knows nothing about text: a `Cut` says where the emitted tokens end.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_speculation.engine.drafting import NOTHING, Choices, Draft, Drafter
+from mlx_speculation.engine.drafting import (
+    NOTHING,
+    Choices,
+    Draft,
+    Drafter,
+    ReadsAhead,
+)
 from mlx_speculation.engine.drafts import lanes_of
 from mlx_speculation.engine.in_turn import decide_in_turn
 from mlx_speculation.engine.lengths import Lengths, Outcome, Plan
@@ -75,6 +82,10 @@ class Decoder:
             report nothing.
         masks: what the request's constraint allows, if it has one.
         statistics: what to count in; new ones when omitted.
+
+    Attributes:
+        fits: whether the drafter may read a chunk of so many tokens of the prompt
+            before the next round; None: it reads all at once.
     """
 
     def __init__(
@@ -109,6 +120,7 @@ class Decoder:
         self._next_token: int | None = None
         self._clock = RoundClock()  # of the round that is running
         self._last_round: LaneRound | None = None
+        self.fits: Callable[[int], bool] | None = None
 
     @property
     def parts(self) -> "Parts":
@@ -139,19 +151,37 @@ class Decoder:
         """How many of the known tokens the target's caches hold."""
         return self._target.seen
 
-    def prefill(self) -> None:
-        """Feed all known tokens but the last, which the first round feeds."""
-        started = time.perf_counter()
-        self._target.feed(self._sequence.tokens[self._target.seen : -1])
-        self.statistics.prefill_seconds += time.perf_counter() - started
+    def prefill(self, fits: Callable[[int], bool] | None = None) -> bool:
+        """Feed all known tokens but the last, which the first round feeds.
 
-    def _begin_drafting(self, drafter: Drafter) -> None:
-        """Let the drafter have its own look at the prompt, when it is first asked."""
+        Args:
+            fits: whether a chunk of so many tokens may be fed now; None: all may.
+
+        Returns:
+            Whether all were fed; otherwise it is to be called again.
+        """
+        started = time.perf_counter()
+        unseen = self._sequence.tokens[self._target.seen : -1]
+        complete = self._target.feed(unseen, fits=fits)
+        self.statistics.prefill_seconds += time.perf_counter() - started
+        return complete
+
+    def _begin_drafting(self, drafter: Drafter) -> bool:
+        """Let the drafter have its own look at the prompt, when it is first asked.
+
+        Returns:
+            Whether it has begun; otherwise it has more to read.
+        """
         if not self._drafter_begun:
             started = time.perf_counter()
-            drafter.begin(self._sequence)
-            self._drafter_begun = True
+            more = False
+            if self.fits is not None and isinstance(drafter, ReadsAhead):
+                more = not drafter.read_ahead(self._sequence, self.fits)
+            if not more:
+                drafter.begin(self._sequence)
+                self._drafter_begun = True
             self.statistics.prefill_seconds += time.perf_counter() - started
+        return self._drafter_begun
 
     def next_round(self, budget: int, cut: MakeCut) -> str | None:
         """Run one round and commit it.
@@ -185,16 +215,21 @@ class Decoder:
         counts = self.statistics
         drafted, accepted = counts.drafted, counts.accepted
         try:
+            reading = False
             if self._drafter is not None and plan.length:
-                self._begin_drafting(self._drafter)
+                reading = not self._begin_drafting(self._drafter)
+            if reading:  # a plain step meanwhile, and what was planned after it
+                self._following = plan
             self._clock = RoundClock()
-            reason = self._run_round(min(plan.length, limit), cut)
+            reason = self._run_round(0 if reading else min(plan.length, limit), cut)
             seconds = self._clock.stop()
         except BaseException:
             self._processors.restore(before)
             raise
         self._plan, self._following = self._following, None
         counts.spend(seconds)
+        if reading:
+            return reason
         outcome = Outcome(
             counts.drafted - drafted,
             counts.accepted - accepted,

@@ -63,6 +63,13 @@ class DraftModel:
         """The caches, for a count of bytes."""
         return self._lane.caches
 
+    def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
+        """Feed what fits of all but the last token to the lane of the next `begin`."""
+        lane = self._lane
+        if len(sequence.tokens) - lane.seen <= LONGEST_LAG:
+            return True
+        return lane.feed(sequence.tokens[lane.seen : -1], fits=fits)
+
     def begin(self, sequence: Sequence) -> None:
         """Take a lane with empty caches, or the given one, and feed it the prompt."""
         self._lane = self._first_lane or self._make_lane()

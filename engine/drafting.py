@@ -1,6 +1,7 @@
 """What proposes tokens."""
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
@@ -132,6 +133,23 @@ class Drafter(Protocol):
 
     def discard(self) -> None:
         """Undo what the last `propose` and `settle` did. Never raises."""
+        ...
+
+
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """A drafter whose `begin` may take long, and be done in parts."""
+
+    def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
+        """Before `begin`, read of the sequence what fits.
+
+        Args:
+            sequence: the one that `begin` will get; it may have grown by then.
+            fits: asked whether a chunk of so many tokens may be read now.
+
+        Returns:
+            Whether `begin` has next to nothing left to read.
+        """
         ...
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from functools import partial
 from typing import Any
 
 import mlx.nn as nn
@@ -210,7 +209,13 @@ def make_draft_model(
         confidence: see `DraftModel`.
         reduced: see `DraftModel`.
     """
-    make = partial(Lane, draft, sliding=sliding)
+    step = target.prefill_step
+
+    def make(*held: Any) -> Lane:
+        lane = Lane(draft, *held, sliding=sliding)
+        lane.prefill_step = step
+        return lane
+
     options: dict[str, Any] = {"confidence": confidence, "reduced": reduced}
     if draft_cache is None:
         return DraftModel(make, make(), **options)
@@ -218,8 +223,7 @@ def make_draft_model(
     check_single(draft_cache)
     _check_apart(target.caches, draft_cache)
     seen = _checked_lag(position(draft_cache), target.seen, sequence.start)
-    lane = Lane(draft, draft_cache, seen, sliding=sliding)
-    return DraftModel(make, lane, **options)
+    return DraftModel(make, make(draft_cache, seen), **options)
 
 
 def _checked_lag(held: int | None, seen: int, start: int) -> int:

@@ -136,12 +136,17 @@ class Stream:
             # Without a round the prompt is all there is, and it was not asked for.
             self._end("closed", hold_all=self.stats.rounds > 0)
 
-    def next_round(self) -> list[Chunk]:
+    def next_round(self, fits: Callable[[int], bool] | None = None) -> list[Chunk]:
         """Run one round, and return the chunks of all that it emitted.
 
         Those of a round that was begun chunk by chunk come first, without another
         round. An empty list means that the stream has ended.
+
+        Args:
+            fits: whether the drafter may read a chunk of so many tokens of the prompt
+                first; None: it reads all at once, when it is first asked.
         """
+        self._decoder.fits = fits
         chunks = [] if (first := next(self, None)) is None else [first]
         while self._ready:
             chunks.append(next(self))
@@ -186,19 +191,26 @@ class Stream:
         if self._prefixes is not None and self._started and self._result is None:
             self._prefixes.store_dropped(self._sequence.tokens)
 
-    def begin(self) -> bool:
-        """Read the prompt, for who runs the rounds in this object's place.
+    def begin(self, fits: Callable[[int], bool]) -> bool:
+        """Read the prompt as far as it fits, for who says when the rounds are run.
 
-        After Ctrl-C it may be called again, and reads on where it was.
+        Called again, also after Ctrl-C, it reads on where it was.
+
+        Args:
+            fits: whether a chunk of so many tokens may be read now.
 
         Returns:
-            Whether there is anything to generate; otherwise the stream has ended.
+            Whether the prompt was read to its end. Without anything to generate the
+            stream has ended then.
 
         Raises:
             Exception: whatever the model raised; the stream has ended with it.
         """
         try:
-            return self._begun()
+            read = self._read(fits)
+            if read:
+                self._begun()
+            return read
         except Exception:
             self._end("error", hold_all=False)
             raise
@@ -256,17 +268,21 @@ class Stream:
 
     def _begun(self) -> bool:
         """Read the prompt if that was not done; return whether there is a round."""
+        self._read()
+        if self.budget and not self._decoder.complete:
+            return True
+        self._end("length" if self.budget == 0 else "stop")
+        return False
+
+    def _read(self, fits: Callable[[int], bool] | None = None) -> bool:
+        """Read the prompt, if that was not done; return whether it is read."""
         if not self._started:
             self._started = True
             self._open.enter_context(self._running)
             self._reuse()
         if not self._prompt_read:
-            self._decoder.prefill()
-            self._prompt_read = True
-        if self.budget and not self._decoder.complete:
-            return True
-        self._end("length" if self.budget == 0 else "stop")
-        return False
+            self._prompt_read = self._decoder.prefill(fits)
+        return self._prompt_read
 
     def _advance(self) -> None:
         """Run the next round; with a budget of nothing, the prompt alone."""

@@ -141,22 +141,30 @@ class Lane:
         tokens: Sequence[int],
         step: int | None = None,
         each: Callable[[Sequence[int], States], None] | None = None,
-    ) -> None:
+        fits: Callable[[int], bool] | None = None,
+    ) -> bool:
         """Feed committed tokens in chunks of at most `step`, each one kept whole.
 
         With `points`, chunks also end where a restore point is due, and at the end.
-        An error leaves the caches at the end of the last finished chunk.
+        An error leaves the caches at the end of the last finished chunk. Feeding the
+        rest then, or after a chunk that did not fit, makes the same chunks.
 
         Args:
             tokens: the tokens.
             step: the most that are fed at once; `prefill_step` when omitted.
             each: called with every chunk and its hidden states, evaluated, once the
                 chunk is kept; the lane needs `taps`. Without it none are computed.
+            fits: asked with the number of tokens of every chunk before it is fed.
+
+        Returns:
+            Whether all were fed: no chunk did not fit.
         """
         start, step = 0, step or self.prefill_step
         while start < len(tokens):
             width = step if self.points is None else self.points.next_chunk(self, step)
             chunk = tokens[start : start + width]
+            if fits is not None and not fits(len(chunk)):
+                return False
             with self.begin(whole=True) as lane_round:
                 lane_round.forward(mx.array(list(chunk)))
                 shows = self.shows or each is not None
@@ -176,6 +184,7 @@ class Lane:
                 mx.clear_cache()
             if self.heard is not None:
                 self.heard(len(chunk))
+        return True
 
 
 class LaneRound:

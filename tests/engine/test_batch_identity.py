@@ -1,8 +1,9 @@
 """Every row of a batch writes what its prompt alone does, whatever the others do.
 
 Rows join and leave between rounds as hypothesis draws them, with prompts around the
-windows, options and budgets of their own. Texts may part at a near-tie where a family
-is not bit for bit the same in wide forwards, as in tests/engine/test_identity.py.
+windows, read at once or in parts, options and budgets of their own. Texts may part at a
+near-tie where a family is not bit for bit the same in wide forwards, as in
+tests/engine/test_identity.py.
 
 Faults that were made by hand in engine/batch_*.py and models/batch_lane.py, and found
 in the default tests of batches:
@@ -31,6 +32,7 @@ from hypothesis.stateful import (
 )
 
 from mlx_speculation import BatchGenerator
+from mlx_speculation.models import PREFILL_STEP
 from mlx_speculation.models.batching import TOGETHER
 from support.batches import LONGEST, MODELS, PROMPTS, SAMPLINGS, Case, bench
 
@@ -47,6 +49,7 @@ CASES = st.builds(
     sampling=st.sampled_from(SAMPLINGS),
     max_tokens=st.integers(0, LONGEST),
     draft_length=st.sampled_from([None, None, None, 0, 2]),
+    prefill_step=st.sampled_from([PREFILL_STEP, 4]),  # 4: in up to ten parts
 )
 
 
@@ -87,10 +90,11 @@ def machine(name: str, kind: str, sizes: bool) -> type[RuleBasedStateMachine]:
             for _ in range(rounds):
                 self.round()
 
-        @precondition(lambda self: len(self.batch.running) > 0)
+        @precondition(lambda self: self.batch.running or self.batch.waiting)
         @rule(data=st.data())
         def a_row_leaves(self, data: st.DataObject) -> None:
-            uid = data.draw(st.sampled_from(self.batch.running))
+            rows = (*self.batch.waiting[:1], *self.batch.running)
+            uid = data.draw(st.sampled_from(rows))
             result = self.batch.remove(uid)
             assert result.finish_reason == "closed"
             assert result.tokens == self.got[uid]

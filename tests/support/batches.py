@@ -14,6 +14,8 @@ from mlx_speculation import (
     Sampling,
     SpeculativeGenerator,
 )
+from mlx_speculation.engine.handling import Handling
+from mlx_speculation.models import PREFILL_STEP
 from mlx_speculation.samplers import Chooser
 from support.identity import ROUNDING, assert_same_text, prompt_of
 from support.recurrent_models import RECURRENT_MODELS
@@ -58,6 +60,12 @@ class Case:
     sampling: Sampling
     max_tokens: int
     draft_length: int | None = None
+    prefill_step: int = PREFILL_STEP
+
+    @property
+    def handling(self) -> Handling:
+        """How the prompt is read."""
+        return Handling(prefill_step=self.prefill_step)
 
 
 @dataclass(slots=True)
@@ -71,7 +79,7 @@ class Bench:
     name: str
     model: nn.Module
     draft: nn.Module
-    texts: dict[tuple[int, Sampling], list[int]] = field(default_factory=dict)
+    texts: dict[tuple[int, Sampling, int], list[int]] = field(default_factory=dict)
     ties: int = 0
 
     def generator(self, kind: str, **options: Any) -> SpeculativeGenerator:
@@ -92,15 +100,22 @@ class Bench:
                 found.append(prompt_of(prompt) + wrong)
         return found
 
-    def text(self, prompt: int, sampling: Sampling) -> list[int]:
+    def text(
+        self, prompt: int, sampling: Sampling, prefill_step: int = PREFILL_STEP
+    ) -> list[int]:
         """Return what plain decoding of one request writes."""
-        if (prompt, sampling) not in self.texts:
+        asked = prompt, sampling, prefill_step
+        if asked not in self.texts:
             plain = SpeculativeGenerator(self.model, byte_tokenizer())
             result = plain.generate(
-                prompt_of(prompt), max_tokens=LONGEST, sampling=sampling, stop_tokens=()
+                prompt_of(prompt),
+                max_tokens=LONGEST,
+                sampling=sampling,
+                stop_tokens=(),
+                handling=Handling(prefill_step=prefill_step),
             )
-            self.texts[prompt, sampling] = result.tokens
-        return self.texts[prompt, sampling]
+            self.texts[asked] = result.tokens
+        return self.texts[asked]
 
     def insert(self, batch: BatchGenerator, case: Case) -> int:
         """Add a row."""
@@ -110,11 +125,13 @@ class Bench:
             sampling=case.sampling,
             stop_tokens=(),
             draft_length=case.draft_length,
+            handling=case.handling,
         )
 
     def check(self, case: Case, tokens: list[int], *, width: int = 5) -> None:
         """Require that a row wrote what its prompt alone does, as far as it came."""
-        expected = self.text(case.prompt, case.sampling)[: len(tokens)]
+        text = self.text(case.prompt, case.sampling, case.prefill_step)
+        expected = text[: len(tokens)]
         if tokens == expected:
             return
         sampling = case.sampling.with_seed()
