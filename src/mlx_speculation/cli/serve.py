@@ -82,6 +82,9 @@ class LimitOptions:
         int,
         _limit("Requests decoded together.", 1, "--max-rows", "--decode-concurrency"),
     ] = 32
+    prefill_step_size: Annotated[
+        int, _limit("Tokens of prompts that are read between two rounds.", 1)
+    ] = 2048
     max_queue: Annotated[int, _limit("Requests that wait beside them.", 0)] = 64
     max_body_bytes: Annotated[int, _limit("Of a request.", 1)] = 1 << 20
     max_prompt_tokens: Annotated[int, _limit("Of a prompt.", 1)] = 32_768
@@ -180,6 +183,7 @@ def serve(
         api_key=door.api_key,
         allowed_origins=door.origins,
         max_rows=limits.max_rows,
+        prefill_step=limits.prefill_step_size,
         chat_template_args=template_args,
         defaults=defaults.defaults(),
         limits=limits.limits(),

@@ -109,6 +109,11 @@ class Job:
         return self._cancelled
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it has had its turn: its prompt was read, or a part of it."""
+        return self.began is not None or self._read > 0
+
+    @property
     def late(self) -> bool:
         """Whether its time is over."""
         return time.monotonic() > self.deadline

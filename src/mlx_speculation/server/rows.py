@@ -124,7 +124,9 @@ class Rows:
             "draft_length": length,
             "logprobs": checked.logprobs,
             "constraint": _constraint(checked.schema, tokenizer),
-            "handling": Handling(heard=job.heard),
+            "handling": Handling(
+                prefill_step=self._settings.prefill_step, heard=job.heard
+            ),
         }
 
     def _hand_out(self, uid: int, responses: "list[BatchResponse]") -> None:
@@ -174,7 +176,7 @@ class Rows:
         if job.cancelled:
             self._metrics.cancelled()
         else:
-            job.put(_late(self._settings.limits.seconds, began=job.began is not None))
+            job.put(_late(self._settings.limits.seconds, began=job.has_begun))
         self._let_go(uid)
 
 

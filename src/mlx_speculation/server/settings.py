@@ -73,6 +73,7 @@ class Settings:
         api_key: what clients have to show; None: nothing.
         allowed_origins: of web pages that may use the server; "*": all.
         max_rows: requests that are decoded together.
+        prefill_step: tokens of prompts that are read at once, and between two rounds.
         chat_template_args: keywords for every chat template.
         defaults: see `Defaults`.
         limits: see `Limits`.
@@ -83,6 +84,7 @@ class Settings:
     api_key: str | None = None
     allowed_origins: tuple[str, ...] = ()
     max_rows: int = 32
+    prefill_step: int = 2048
     chat_template_args: dict[str, Any] = field(default_factory=dict)
     defaults: Defaults = Defaults()
     limits: Limits = Limits()

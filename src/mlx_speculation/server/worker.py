@@ -152,8 +152,8 @@ class Worker(EngineThread):
     def _admit(self) -> None:
         """Give a row to the next request; wait for one if there is nothing else to do.
 
-        One for each round: those that run wait for one prompt at most, and those that
-        come together do not wait for the prompts of all.
+        One for each round: chats are rendered here, and those that run do not wait for
+        many of them.
         """
         idle = not any(len(rows) for rows in self._rows.values())
         wait = IDLE_SECONDS if idle else 0.0

@@ -1,0 +1,104 @@
+"""Long prompts are read in chunks: others go on, and whoever waits may leave."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mlx_speculation import SpeculativeGenerator
+from mlx_speculation.server import Server
+from mlx_speculation.server.jobs import Job, Piece, Read
+from support.servers import (
+    NAME,
+    client_of,
+    connect,
+    get,
+    packet,
+    post,
+    serving,
+    tiny_pair,
+    wrapped_letters,
+)
+from support.waiting import until
+
+MANY = 50_000
+LIMITS: dict[str, Any] = {"max_tokens": MANY, "prompt_tokens": MANY}
+# One token between two rounds: it is never read within the time of a test.
+ENDLESS: dict[str, Any] = {"model": NAME, "prompt": "AB" * 20_000, "max_tokens": 2}
+SHORT: dict[str, Any] = {"model": NAME, "prompt": "SHORT", "max_tokens": MANY}
+
+
+@pytest.fixture(name="events")
+def _events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
+    """Return what requests are told, with the length of their prompts, in order."""
+    told: list[tuple[int, Any]] = []
+    put = Job.put
+
+    def noting(job: Job, event: Any) -> None:
+        told.append((job.prompt_tokens, event))
+        put(job, event)
+
+    monkeypatch.setattr(Job, "put", noting)
+    return told
+
+
+@pytest.fixture(name="slow")
+def _slow() -> Iterator[Server]:
+    with serving(limits=LIMITS, prefill_step=1) as server:
+        yield server
+
+
+def test_a_short_request_goes_on_while_a_long_prompt_is_read(
+    events: list[tuple[int, Any]],
+) -> None:
+    prompt = "THEQUICKBROWNFOX" * 25
+    with (
+        serving(limits=LIMITS, prefill_step=16) as server,
+        client_of(server) as client,
+        client.completions.create(**SHORT, stream=True) as short,
+    ):
+        next(iter(short))
+        long = client.completions.create(model=NAME, prompt=prompt, max_tokens=9)
+    kinds = [
+        "read" if isinstance(event, Read) else "short"
+        for length, event in events
+        if (length, type(event)) in [(len(prompt), Read), (len("SHORT"), Piece)]
+    ]
+    first = kinds.index("read")
+    last = len(kinds) - kinds[::-1].index("read")
+    assert kinds.count("read") == len(prompt) // 16
+    assert kinds[first:last] == ["read", "short"] * (len(prompt) // 16 - 1) + ["read"]
+    plain = SpeculativeGenerator(tiny_pair()[0], wrapped_letters())
+    assert long.choices[0].text == plain.generate(prompt, max_tokens=9).text
+
+
+def test_a_client_that_leaves_is_read_no_further(slow: Server) -> None:
+    worker = slow.worker
+    with connect(slow) as connection:
+        connection.sendall(packet({**ENDLESS, "stream": True}))
+        received = b""
+        while b"keepalive" not in received:
+            received += connection.recv(1 << 12)
+    until(lambda: not worker.busy)
+    until(lambda: worker.rows_held == 0)
+    assert b"requests_cancelled_total" in get(slow, "/metrics").body
+    assert post(slow, {**SHORT, "max_tokens": 3}).status == 200
+
+
+def test_a_prompt_that_takes_too_long_has_had_its_turn() -> None:
+    limits = {**LIMITS, "seconds": 1.5}
+    with serving(limits=limits, prefill_step=1) as server:
+        answer = post(server, ENDLESS).refused(504)
+        assert "took more than 1.5 seconds" in answer["message"]
+        until(lambda: not server.worker.busy)
+
+
+def test_stopping_does_not_wait_for_a_prompt(slow: Server) -> None:
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(post(slow, ENDLESS)))
+    thread.start()
+    until(lambda: slow.worker.rows_held == 1)
+    slow.stop()
+    thread.join()
+    assert answers[0].refused(503)["message"] == "The server is shutting down."
