@@ -167,6 +167,8 @@ class BatchDraftModel:
         for row in rows:
             assert row.model is not None
             lane = row.model.lane
+            if lane.seen > len(row.tokens) - LAG:
+                continue  # an earlier request left one more: after this round it fits
             room = room or ReadingRoom(lane.prefill_step)
             if not lane.feed(row.tokens[lane.seen : -LAG], fits=room.fits):
                 break
