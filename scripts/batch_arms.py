@@ -120,7 +120,8 @@ def ours(generator: SpeculativeGenerator, length: int | None, job: Job) -> Run:
             )
             for prompt, sampling in zip(job.prompts, job.samplings, strict=True)
         ]
-        batch.next()
+        while batch.waiting:  # as above: from where all of them are generating
+            batch.next()
         before, started = batch.stats.emitted, time.perf_counter()
         while batch.running:
             batch.next()
