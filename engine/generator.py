@@ -1,11 +1,7 @@
 """The front door: a target, perhaps a draft, and streams of text from them."""
 
-import copy
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,78 +9,25 @@ import mlx.nn as nn
 
 from mlx_speculation.caches import PrefixCache
 from mlx_speculation.engine.batch_requests import generate_batch
-from mlx_speculation.engine.checks import (
-    check_constraint,
-    check_counts,
-    check_generator,
-    check_rule,
-    checked_stops,
-)
-from mlx_speculation.engine.decoding import Decoder
-from mlx_speculation.engine.draft_model import DraftModel
 from mlx_speculation.engine.drafting import Drafter
-from mlx_speculation.engine.drafts import (
-    check_draft_width,
-    check_head_ids,
-    checked_confidence,
-    checked_draft,
-    drafter_of_stream,
-    lanes_of,
-    make_draft_model,
-    models_of,
-    remember,
-    serves_one_stream,
-)
 from mlx_speculation.engine.following import Following
+from mlx_speculation.engine.generator_setup import checked_setup
 from mlx_speculation.engine.handling import USUAL, Handling
 from mlx_speculation.engine.lengths import Lengths
-from mlx_speculation.engine.masking import Masks
 from mlx_speculation.engine.measured_lengths import (
     CostTable,
     MeasuredLengths,
     Progress,
     follow_calibration,
-    measured_draft,
 )
-from mlx_speculation.engine.memory import held_memory
 from mlx_speculation.engine.pairs import load_pair
-from mlx_speculation.engine.prefixes import Prefixes
-from mlx_speculation.engine.prompts import Prompts
-from mlx_speculation.engine.rank_fields import fields_of_stream
-from mlx_speculation.engine.ranked_stream import RankedStream
-from mlx_speculation.engine.ranked_target import RankedTarget, all_or_none
 from mlx_speculation.engine.results import Result
 from mlx_speculation.engine.round_parts import PartsTable
-from mlx_speculation.engine.sequence import Sequence
-from mlx_speculation.engine.statistics import Statistics
 from mlx_speculation.engine.stream import Stream
-from mlx_speculation.engine.text import TextStream
-from mlx_speculation.engine.told_rounds import Deciders
-from mlx_speculation.engine.vocabulary import ReducedDrafts, checked_vocabulary
-from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import (
-    Contract,
-    Group,
-    Lane,
-    Parallel,
-    Recorders,
-    Sliding,
-    TokenIds,
-    check_causal,
-    check_resumable,
-    logit_width,
-    notice,
-    wired,
-    wrapped,
-)
-from mlx_speculation.samplers import (
-    Acceptance,
-    Chooser,
-    Constrained,
-    Constraint,
-    Sampling,
-    Verifier,
-)
+from mlx_speculation.engine.stream_maker import StreamMaker
+from mlx_speculation.engine.stream_options import StreamOptions
+from mlx_speculation.models import Contract, Group, Parallel, Sliding, notice
+from mlx_speculation.samplers import Acceptance, Constraint, Sampling
 
 
 class SpeculativeGenerator:
@@ -154,46 +97,20 @@ class SpeculativeGenerator:
         draft_vocabulary: Iterable[int] | None = None,
         group: Group | None = None,
     ) -> None:
-        check_generator(model, acceptance, sliding)
-        self._acceptance = acceptance
-        self._sliding = sliding
         self._notices: tuple[str, ...] = ()
-        self._busy: weakref.ref[Stream] | None = None
-        self._ranked = RankedTarget.of(model, group)
-        with all_or_none(self._ranked):
-            self._draft = checked_draft(draft, model)
-            if draft is not None:
-                check_causal(model)
-            if self._ranked is not None:
-                self._draft = self._ranked.own_draft(self._draft, prefix_cache)
-                if not self._ranked.decides:
-                    draft_vocabulary = None
-            self._lengths = MeasuredLengths(model, self._draft, sliding, draft_length)
-            self._draft_confidence = checked_confidence(draft_confidence, self._draft)
-            self._model, self._tokenizer = model, wrapped(tokenizer)
-            self._ids = TokenIds.of(tokenizer)
-            self._target_width = logit_width(model)
-            highest_id = min(self._ids.width, self._target_width) - 1
-            self._prompts = Prompts(self._tokenizer, highest_id)
-            models = [model, *models_of(self._draft)]
-            for module in models:
-                self._lane(module)  # refuses unknown caches now, not in a stream
-                check_draft_width(logit_width(module), highest_id)
-            check_head_ids(self._draft, highest_id)
-            self._reduced = ReducedDrafts(self._draft)
-            if draft_vocabulary is not None:
-                vocabulary = checked_vocabulary(draft_vocabulary, highest_id + 1)
-                self._reduced = ReducedDrafts.make(self._draft, vocabulary)
-                self._draft = self._reduced.draft
-            if prefix_cache is not None:
-                for module in models:
-                    check_resumable(module)
-                prefix_cache.bind(
-                    models, [self._lane(module).caches for module in models]
-                )
-            self._prefix_cache = prefix_cache
-            for module in models:
-                weakref.finalize(self, Recorders(module).remove)
+        self._setup = checked_setup(
+            model,
+            tokenizer,
+            draft=draft,
+            draft_length=draft_length,
+            draft_confidence=draft_confidence,
+            acceptance=acceptance,
+            sliding=sliding,
+            prefix_cache=prefix_cache,
+            draft_vocabulary=draft_vocabulary,
+            group=group,
+        )
+        self._streams = StreamMaker(self._setup)
 
     @classmethod
     def from_pretrained(
@@ -280,22 +197,23 @@ class SpeculativeGenerator:
     @property
     def model(self) -> nn.Module:
         """The target."""
-        return self._model
+        return self._setup.model
 
     @property
     def tokenizer(self) -> Any:
         """The target's tokenizer, in mlx-lm's wrapper."""
-        return self._tokenizer
+        return self._setup.tokenizer
 
     @property
     def ranks(self) -> int:
         """How many ranks the target is spread over; 1: it is whole."""
-        return 1 if self._ranked is None else self._ranked.ranks.size
+        ranked = self._setup.ranked
+        return 1 if ranked is None else ranked.ranks.size
 
     @property
     def draft_length(self) -> int | None:
         """The tokens drafted in a round; None: as many as pay, by measurement."""
-        return self._lengths.usual
+        return self._setup.lengths.usual
 
     def encode(self, prompt: str | Iterable[int]) -> list[int]:
         """Return a prompt's token ids: text encoded as mlx-lm does, or ids checked.
@@ -303,12 +221,12 @@ class SpeculativeGenerator:
         Raises:
             InvalidRequestError: there is no token, or one that the target lacks.
         """
-        return self._prompts.encode(prompt)
+        return self._setup.prompts.encode(prompt)
 
     @property
     def lengths(self) -> MeasuredLengths:
         """What decides draft lengths, for `BatchGenerator`."""
-        return self._lengths
+        return self._setup.lengths
 
     @property
     def round_parts(self) -> PartsTable:
@@ -317,7 +235,7 @@ class SpeculativeGenerator:
         By context bucket and draft length, see `engine.round_clock`; empty without a
         calibration on this machine. They are for people: costs of whole rounds decide.
         """
-        return self._lengths.parts
+        return self._setup.lengths.parts
 
     def calibrate(
         self,
@@ -347,19 +265,17 @@ class SpeculativeGenerator:
         Raises:
             InvalidRequestError: there is no draft, or a context is not at least 1.
         """
-        # What it generates is of no use to later requests.
-        generator = copy.copy(self)
-        generator._prefix_cache = None
-        generator._draft = measured_draft(self._draft)
+        streams = self._streams.for_calibration()
 
         def start(prompt: list[int], lengths: Lengths) -> Stream:
-            return generator.stream(
-                prompt, max_tokens=1 << 20, stop_tokens=(), draft_length=lengths
+            options = StreamOptions(
+                max_tokens=1 << 20, stop_tokens=(), draft_length=lengths
             )
+            return streams.make(prompt, options)
 
-        if self._ranked is not None and not self._ranked.decides:
+        if not self._setup.decides:
             return follow_calibration(start, contexts)
-        return self._lengths.calibrate(start, contexts, progress)
+        return self._setup.lengths.calibrate(start, contexts, progress)
 
     def generate(self, prompt: str | SequenceOf[int], **options: Any) -> Result:
         """Generate to the end; takes what `stream` takes."""
@@ -445,155 +361,18 @@ class SpeculativeGenerator:
             InvalidRequestError: names the two values that do not fit.
             ConstraintError: the constraint fails before the first token.
         """
-        together = None
-        if self._ranked is not None:
-            together = self._ranked.next_stream(self._draft)
-            sampling = together.with_seed(sampling)
-        sampling = (sampling or Sampling()).with_seed()
-        check_counts(max_tokens, logprobs)
-        sequence, seen = self._prompts.sequence(prompt, prompt_cache, cached_tokens)
-        target = self._lane(self._model, prompt_cache, seen)
-        handling.prepare(target)
-        statistics = Statistics()
-        drafter = self._drafter(target, draft_cache, sequence, statistics)
-        chooser = Chooser(
-            sampling,
-            self._ids.width,
-            limit=self._target_width,
-            missing=self._ids.missing,
-        )
-        check_rule(self._acceptance, chooser)
-        stops = checked_stops(stop)
-        ends = self._tokenizer.eos_token_ids if stop_tokens is None else stop_tokens
-        end_ids = frozenset(int(token) for token in ends if token is not None)
-        masks = None if constraint is None else self._masks(constraint, end_ids)
-        assert sampling.seed is not None
-        lengths = self._lengths.for_stream(draft_length)
-        verifier = Verifier(chooser, self._acceptance, whole_rows=handling.whole_rows)
-        deciders = Deciders(drafter, lengths, verifier)
-        own_caches = prompt_cache is not None or draft_cache is not None
-        make: Callable[..., Stream] = Stream
-        running = self._running()
-        if self._ranked is not None and together is not None:
-            together.expect(
-                fields_of_stream(
-                    sequence,
-                    seen,
-                    sampling,
-                    max_tokens=max_tokens,
-                    stops=stops,
-                    ends=end_ids,
-                    draft_length=(
-                        self.draft_length if draft_length is None else draft_length
-                    ),
-                    acceptance=self._acceptance,
-                    constraint=constraint,
-                    handling=handling,
-                )
-            )
-            deciders = deciders.on_ranks(together)
-            make = partial(RankedStream, together)
-            running = self._ranked.running(together, target, running)
-        stream = make(
-            decoder=Decoder(
-                target=target,
-                sequence=sequence,
-                verifier=deciders.verifier,
-                drafter=deciders.drafter,
-                lengths=deciders.lengths,
-                explain=explain,
-                top=logprobs,
-                masks=masks,
-                statistics=statistics,
-            ),
-            sequence=sequence,
-            text=TextStream(self._tokenizer.detokenizer, end_ids, stops),
+        options = StreamOptions(
             max_tokens=max_tokens,
-            seed=sampling.seed,
-            hold_all=prompt_cache is not None,
-            running=running,
-            memory=partial(
-                held_memory,
-                self._model,
-                self._draft,
-                target,
-                drafter,
-                self._prefix_cache,
-                self._reduced.modules,
-            ),
-            prefixes=None if own_caches else self._prefixes(target, drafter, lengths),
-            remember=partial(remember, drafter),
-            yielded_only=handling.yielded_only,
-            level_draft=handling.level_draft,
+            sampling=sampling,
+            stop=stop,
+            stop_tokens=stop_tokens,
+            draft_length=draft_length,
+            prompt_cache=prompt_cache,
+            cached_tokens=cached_tokens,
+            draft_cache=draft_cache,
+            logprobs=logprobs,
+            constraint=constraint,
+            explain=explain,
+            handling=handling,
         )
-        if serves_one_stream(self._draft):
-            self._busy = weakref.ref(stream)
-        return stream
-
-    def _masks(self, constraint: Any, ends: Collection[int]) -> Masks:
-        check_constraint(constraint)
-        usable = self._ids.usable(self._target_width)
-        return Masks(Constrained(constraint, usable=usable, ends=ends))
-
-    def _prefixes(
-        self, target: Lane, drafter: Drafter | None, lengths: Lengths
-    ) -> Prefixes | None:
-        """Return a stream's view of the prefix cache, if there is one."""
-        if self._prefix_cache is None:
-            return None
-
-        def lanes() -> list[Lane | None]:
-            return [target, *lanes_of(drafter)]
-
-        return Prefixes(self._prefix_cache, lanes, reach=lengths.longest + 2)
-
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Keep this generator, and with it the recorders, while a stream runs."""
-        with wired(self._model):
-            yield
-
-    def _lane(
-        self, model: nn.Module, caches: list[Any] | None = None, seen: int = 0
-    ) -> Lane:
-        return Lane(model, caches, seen, sliding=self._sliding)
-
-    def _drafter(
-        self,
-        target: Lane,
-        draft_cache: list[Any] | None,
-        sequence: Sequence,
-        statistics: Statistics,
-    ) -> Drafter | None:
-        draft = self._draft
-        models = len(models_of(draft))
-        if self._ranked is not None and not self._ranked.decides:
-            return None
-        if draft_cache is not None and models != 1:
-            raise InvalidRequestError(
-                f"draft_cache was passed, and draft is {type(draft).__name__}, with "
-                f"{models} models instead of 1. Leave draft_cache out."
-            )
-        running = self._busy() if self._busy is not None else None
-        if running is not None and not running.ended:
-            raise InvalidRequestError(
-                "The drafter serves 1 open stream, and a second one was asked for. "
-                "Close the first, or pass a draft model instead of a drafter."
-            )
-
-        def make(model: nn.Module) -> DraftModel:
-            return make_draft_model(
-                model,
-                self._sliding,
-                target,
-                draft_cache,
-                sequence,
-                self._draft_confidence,
-                self._reduced.of(model),
-            )
-
-        def follow(head: Following) -> Drafter:
-            return head.for_stream(target, sequence)
-
-        note = statistics.drafter_faults.append
-        return drafter_of_stream(draft, make, follow, note, target)
+        return self._streams.make(prompt, options)

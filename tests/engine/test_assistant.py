@@ -481,7 +481,7 @@ def test_the_trained_assistant_is_often_right(temperature: float) -> None:
 
 
 def test_the_probe_leaves_the_trained_assistant_where_it_was_trained() -> None:
-    assert demo()._draft.anchor == "state"  # type: ignore[union-attr]
+    assert demo()._setup.draft.anchor == "state"  # type: ignore[union-attr]
 
 
 def test_the_probe_finds_another_anchor_where_it_is_surely_better(
@@ -492,7 +492,7 @@ def test_the_probe_finds_another_anchor_where_it_is_surely_better(
     def moved(anchor: Any, known: int) -> int:
         return known - 1 + (700 if anchor == "state" else 0)
 
-    draft: Any = demo()._draft
+    draft: Any = demo()._setup.draft
     starts = starts_for(demo().tokenizer)
     monkeypatch.setattr(assistant_probe, "position_of", moved)
     scores = probe_anchor(draft.assistant, draft.model, starts)

@@ -74,7 +74,7 @@ def test_a_trained_head_is_found_probed_and_drafts(draft: str, hybrid: Path) -> 
     with said() as notices:
         made = SpeculativeGenerator.from_pretrained(hybrid, draft=draft)
     assert notices == list(made.notices) == []
-    head: Any = made._draft
+    head: Any = made._setup.draft
     assert head.mtp.head.contract == Contract(norms="stored")
     assert (hybrid / "mtp_contract.json").is_file()
     prompt = made.tokenizer.encode("def add(first, second):\n")
@@ -94,7 +94,7 @@ def test_without_a_head_a_lookup_is_taken_and_said_once(tmp_path: Path) -> None:
     assert len(notices) == 1
     assert "takes a lookup" in notices[0]
     assert "of no family whose MTP heads are known" in notices[0]
-    assert isinstance(made._draft, LookupDrafter)
+    assert isinstance(made._setup.draft, LookupDrafter)
     assert result.tokens == plain_text(model, prompt_of(20), 12)
     assert made.draft_length is None
 
@@ -111,7 +111,7 @@ def test_a_head_that_the_probe_refuses_is_said_with_its_scores(tmp_path: Path) -
     made = write(tmp_path / "mimo", "mimo")
     with said() as notices:
         generator = SpeculativeGenerator.from_pretrained(made.folder, **AUTO)
-    assert isinstance(generator._draft, LookupDrafter)
+    assert isinstance(generator._setup.draft, LookupDrafter)
     assert len(notices) == 1
     assert notices[0].count("agrees") >= 4
     with pytest.raises(ContractError, match="by no convention"):
@@ -127,7 +127,7 @@ def test_the_model_that_a_folder_names_drafts(where: str, tmp_path: Path) -> Non
     with said() as notices:
         made = SpeculativeGenerator.from_pretrained(tmp_path / "target", **AUTO)
     assert notices == []
-    assert isinstance(made._draft, nn.Module)
+    assert isinstance(made._setup.draft, nn.Module)
     sampling = Sampling(temperature=0.8, seed=3)
     plain = SpeculativeGenerator(target, made.tokenizer)
     expected = plain.generate(prompt_of(20), max_tokens=20, sampling=sampling)
@@ -146,7 +146,7 @@ def test_a_lookup_that_is_named_is_no_fall_back(tmp_path: Path) -> None:
     with said() as notices:
         made = SpeculativeGenerator.from_pretrained(tmp_path, **AUTO)
     assert notices == list(made.notices) == []
-    assert isinstance(made._draft, LookupDrafter)
+    assert isinstance(made._setup.draft, LookupDrafter)
     assert made.draft_length == 3
 
 
@@ -157,7 +157,7 @@ def test_a_contract_in_the_file_counts_as_a_named_one(tmp_path: Path) -> None:
     with said() as notices:
         generator = SpeculativeGenerator.from_pretrained(made.folder, **AUTO)
     assert notices == []
-    draft: Any = generator._draft
+    draft: Any = generator._setup.draft
     assert isinstance(draft, MtpDraft)
     assert draft.mtp.head.contract == Contract(
         "before_norm", "before_norm", "embedding_first", "stored"
@@ -172,7 +172,7 @@ def test_a_named_head_that_the_probe_refuses_falls_back(tmp_path: Path) -> None:
     with said() as notices:
         generator = SpeculativeGenerator.from_pretrained(made.folder, **AUTO)
     assert "by no convention" in notices[0]
-    assert isinstance(generator._draft, LookupDrafter)
+    assert isinstance(generator._setup.draft, LookupDrafter)
     assert generator.draft_length == 1
 
 
@@ -201,9 +201,9 @@ def test_a_file_that_is_wrong_is_an_error_and_no_fall_back(
 def test_the_file_counts_where_it_is_asked_for_alone(tmp_path: Path) -> None:
     tiny(tmp_path)
     pair(tmp_path, draft="nonsense")
-    assert SpeculativeGenerator.from_pretrained(tmp_path)._draft is None
+    assert SpeculativeGenerator.from_pretrained(tmp_path)._setup.draft is None
     made = SpeculativeGenerator.from_pretrained(tmp_path, draft="lookup")
-    assert isinstance(made._draft, LookupDrafter)
+    assert isinstance(made._setup.draft, LookupDrafter)
 
 
 def test_every_kind_has_a_name_and_the_last_one_fits_all() -> None:
@@ -223,7 +223,7 @@ def test_a_draft_that_is_chosen_is_quantized_where_it_has_weights(
     made = SpeculativeGenerator.from_pretrained(
         tmp_path / "target", quantize_draft=4, **AUTO
     )
-    draft: Any = made._draft
+    draft: Any = made._setup.draft
     assert isinstance(draft.layers[0].mlp.up_proj, nn.QuantizedLinear)
     with pytest.raises(InvalidRequestError, match="7"):
         SpeculativeGenerator.from_pretrained(

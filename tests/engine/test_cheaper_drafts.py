@@ -71,7 +71,7 @@ def same_text(folder: Path, **options: Any) -> SpeculativeGenerator:
 def test_a_quantized_draft_model_leaves_the_text(tmp_path: Path, bits: int) -> None:
     folder = saved(tmp_path / "llama", "llama")
     generator = same_text(folder, draft=folder, quantize_draft=bits)
-    draft: Any = generator._draft
+    draft: Any = generator._setup.draft
     assert isinstance(draft.lm_head, nn.QuantizedLinear)
     assert draft.lm_head.bits == bits
     assert weight_bytes(draft) < weight_bytes(generator.model) / 32 * (bits + 1.5)
@@ -98,7 +98,7 @@ def test_a_quantized_head_leaves_the_text(tmp_path: Path, name: str) -> None:
     generator = same_text(
         written.folder, draft="mtp", quantize_draft=4, contract=contract
     )
-    draft: Any = generator._draft
+    draft: Any = generator._setup.draft
     quantized = [m for _, m in draft.mtp.head.named_modules() if hasattr(m, "bits")]
     assert quantized
     assert not any(hasattr(m, "bits") for _, m in generator.model.named_modules())
@@ -143,7 +143,7 @@ def drafted_ids(generator: SpeculativeGenerator, **options: Any) -> set[int]:
         patch.setattr(Choices, "checked", noting)
         result = generator.generate(PROMPT, max_tokens=TOKENS, **options)
     assert result.stats.drafted == len(drafted) > TOKENS // 2
-    if "sampling" not in options or generator._acceptance == "keyed":
+    if "sampling" not in options or generator._setup.acceptance == "keyed":
         plain = SpeculativeGenerator(generator.model, generator.tokenizer)
         expected = plain.generate(PROMPT, max_tokens=TOKENS, **options).tokens
         assert result.tokens == expected
@@ -180,7 +180,7 @@ def test_a_head_drafts_from_the_reduced_vocabulary_alone(name: str) -> None:
     found = drafted_ids(generator) | drafted_ids(generator, sampling=SAMPLED)
     assert found <= set(IDS)
     assert max(found) > len(IDS)
-    assert draft.mtp is not generator._draft.mtp  # type: ignore[union-attr]
+    assert draft.mtp is not generator._setup.draft.mtp  # type: ignore[union-attr]
 
 
 def test_with_every_id_nothing_changes() -> None:

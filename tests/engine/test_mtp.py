@@ -439,7 +439,7 @@ def test_a_contract_that_is_named_is_taken(tmp_path: Path) -> None:
     made = SpeculativeGenerator.from_pretrained(
         tmp_path, draft="mtp", contract=contract
     )
-    draft: Any = made._draft
+    draft: Any = made._setup.draft
     assert draft.mtp.head.contract == contract
     expected = plain_text(made.model, prompt_of(PROMPT), 12)
     assert made.generate(prompt_of(PROMPT), max_tokens=12).tokens == expected
