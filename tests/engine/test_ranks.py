@@ -181,15 +181,21 @@ def _check_reported(
 def test_a_rank_that_raises_or_ends_is_lost(
     tmp_path: Path, deed: str, who: int
 ) -> None:
+    """The other raises, or is ended where the lost one takes long to end itself.
+
+    It may wait inside of mlx until then, and does so for two seconds; on a machine
+    with much else to do an interpreter can take longer to end.
+    """
     ended = run_ranks(f"endless {deed} {who}", tmp_path)
     other = ended[1 - who]
     if deed == "raise" and who == 0:  # rank 0 closes its stream on the way
         assert "the stream has ended" in other.errors
         return
-    assert other.said is not None, ended
-    assert other.said["raised"].startswith(f"Rank {who} (")
+    said = other.errors if other.said is None else other.said["raised"]
+    assert other.status == (STATUS if other.said is None else 0), ended
+    assert f"Rank {who} (" in said
     reason = {"raise": "its program has failed", "fail": "the layer has failed"}
-    assert reason.get(deed, "its process has ended") in other.said["raised"]
+    assert reason.get(deed, "its process has ended") in said
 
 
 @pytest.mark.slow
