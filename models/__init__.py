@@ -15,6 +15,7 @@ from mlx_speculation.models.assistant_probe import (
 from mlx_speculation.models.batch_lane import BatchLane, BatchRound
 from mlx_speculation.models.batching import why_alone
 from mlx_speculation.models.committed import CommittedStates
+from mlx_speculation.models.contract import Contract
 from mlx_speculation.models.contract_fields import contract_of
 from mlx_speculation.models.dflash_config import is_dflash
 from mlx_speculation.models.dflash_context import DFlashContext
@@ -44,7 +45,6 @@ from mlx_speculation.models.mlx_lm_api import (
 )
 from mlx_speculation.models.model_config import read_config
 from mlx_speculation.models.mtp_contracts import load_mtp_head, usual_contract
-from mlx_speculation.models.mtp_families import Contract
 from mlx_speculation.models.mtp_files import is_split_head
 from mlx_speculation.models.mtp_head import Mtp, MtpHead, MtpOutput
 from mlx_speculation.models.mtp_loading import find_mtp_head

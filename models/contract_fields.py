@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlx_speculation.errors import InvalidRequestError, ModelFolderError
-from mlx_speculation.models.mtp_families import MIXED_NORMS, Contract
+from mlx_speculation.models.contract import MIXED_NORMS, Contract
 
 FIELDS = ("hidden", "recycled", "order", "norms")
 

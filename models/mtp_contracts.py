@@ -17,10 +17,11 @@ import mlx.nn as nn
 from mlx_lm.utils import load_tokenizer
 
 from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.contract import Contract
 from mlx_speculation.models.fingerprints import head_hash, target_hash
 from mlx_speculation.models.hidden_states import HiddenStates
 from mlx_speculation.models.loading import runs_on_linux_cpu, to_float32
-from mlx_speculation.models.mtp_families import Contract, family_of, module_of
+from mlx_speculation.models.mtp_families import family_of, module_of
 from mlx_speculation.models.mtp_head import MtpHead
 from mlx_speculation.models.mtp_loading import (
     FoundHead,

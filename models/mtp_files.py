@@ -16,11 +16,8 @@ from safetensors import SafetensorError, safe_open
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.model_config import nested, read_json
-from mlx_speculation.models.mtp_families import (
-    MtpFamily,
-    family_of,
-    without_wrappers,
-)
+from mlx_speculation.models.mtp_families import family_of
+from mlx_speculation.models.mtp_family import MtpFamily, without_wrappers
 
 # In this order; each is one place, and the first that holds any of a head counts.
 SIDECARS = (

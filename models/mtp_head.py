@@ -1,4 +1,4 @@
-"""An MTP head as a module, whatever its family: see `mtp_families` for the maths.
+"""An MTP head as a module, whatever its family: see `mtp_family` for the maths.
 
 A head has caches of its own, mlx-lm's, in which slot i has position i: what counts is
 that all slots of one life are shifted alike. Rows whose output nobody reads, which are
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_speculation.models.contract import Contract
 from mlx_speculation.models.mtp_blocks import Block
-from mlx_speculation.models.mtp_families import Contract
 from mlx_speculation.models.slicing import sliced
 
 

@@ -12,17 +12,15 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.errors import ModelFolderError, UnsupportedModelError
+from mlx_speculation.models.contract import Contract, Norms
 from mlx_speculation.models.model_config import nested, read_config, text_config
 from mlx_speculation.models.mtp_families import (
     FAMILIES,
-    Contract,
-    MtpFamily,
-    Norms,
     arguments_of,
     family_of,
     module_of,
-    without_wrappers,
 )
+from mlx_speculation.models.mtp_family import MtpFamily, without_wrappers
 from mlx_speculation.models.mtp_files import (
     HeadFiles,
     find_head,

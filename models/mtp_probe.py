@@ -16,14 +16,8 @@ from mlx.utils import tree_flatten
 
 from mlx_speculation.caches import Speculation
 from mlx_speculation.errors import ContractError
+from mlx_speculation.models.contract import MIXED_NORMS, Contract, Norms, Order, Side
 from mlx_speculation.models.hidden_states import HiddenStates
-from mlx_speculation.models.mtp_families import (
-    MIXED_NORMS,
-    Contract,
-    Norms,
-    Order,
-    Side,
-)
 from mlx_speculation.models.mtp_head import Mtp, MtpHead, MtpOutput
 from mlx_speculation.models.mtp_transforms import Weights, with_ones
 from mlx_speculation.models.own_text import OwnText

@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models.mtp_families import Norms
+from mlx_speculation.models.contract import Norms
 
 Weights = dict[str, mx.array]
 Shapes = Mapping[str, tuple[int, ...]]

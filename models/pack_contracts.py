@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.contract import Contract
 from mlx_speculation.models.model_config import nested, read_json
-from mlx_speculation.models.mtp_families import Contract
 from mlx_speculation.models.notices import notice
 
 RUNTIME = "mtplx_runtime.json"

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from safetensors import TensorSpec, serialize_file
 
 from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.contract import Norms
 from mlx_speculation.models.model_config import read_config
-from mlx_speculation.models.mtp_families import Norms, family_of
+from mlx_speculation.models.mtp_families import family_of
 from mlx_speculation.models.mtp_files import (
     INDEX,
     find_head,

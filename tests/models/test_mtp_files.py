@@ -10,13 +10,10 @@ import pytest
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models import load
+from mlx_speculation.models.contract import Contract
 from mlx_speculation.models.mtp_contracts import load_mtp_head
-from mlx_speculation.models.mtp_families import (
-    Contract,
-    MtpFamily,
-    family_of,
-    without_wrappers,
-)
+from mlx_speculation.models.mtp_families import family_of
+from mlx_speculation.models.mtp_family import MtpFamily, without_wrappers
 from mlx_speculation.models.mtp_files import HeadFiles, find_head
 from mlx_speculation.models.mtp_head import MtpHead
 from mlx_speculation.models.mtp_loading import read_mtp_head

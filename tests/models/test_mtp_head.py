@@ -18,7 +18,7 @@ import pytest
 
 from mlx_speculation.caches import Speculation, check_supported, leaves, with_slack
 from mlx_speculation.models import HiddenStates
-from mlx_speculation.models.mtp_families import Contract
+from mlx_speculation.models.contract import Contract
 from mlx_speculation.models.mtp_head import Mtp, MtpHead
 from support.mtp_checkpoints import LAYOUTS, family, flat, make
 

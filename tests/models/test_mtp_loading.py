@@ -14,8 +14,9 @@ from mlx_lm.utils import load_model
 
 from mlx_speculation.errors import ModelFolderError, UnsupportedModelError
 from mlx_speculation.models import load
+from mlx_speculation.models.contract import Contract
 from mlx_speculation.models.mtp_contracts import load_mtp_head
-from mlx_speculation.models.mtp_families import FAMILIES, Contract
+from mlx_speculation.models.mtp_families import FAMILIES
 from mlx_speculation.models.mtp_loading import read_mtp_head
 from support import tiny_models
 from support.identity import plain_text, prompt_of

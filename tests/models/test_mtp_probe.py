@@ -16,8 +16,8 @@ import pytest
 
 from mlx_speculation.errors import ContractError
 from mlx_speculation.models import Contract, HiddenStates, Mtp, MtpHead
+from mlx_speculation.models.contract import MIXED_NORMS, Norms
 from mlx_speculation.models.mtp_contracts import probe_mtp_head
-from mlx_speculation.models.mtp_families import MIXED_NORMS, Norms
 from mlx_speculation.models.mtp_probe import HeadProbe, probe
 from mlx_speculation.models.mtp_transforms import norms_of
 from mlx_speculation.models.own_text import OwnText

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.contract import Contract
 from mlx_speculation.models.mtp_contracts import load_mtp_head
-from mlx_speculation.models.mtp_families import Contract
 from mlx_speculation.models.mtp_loading import read_mtp_head
 from mlx_speculation.models.mtp_transforms import (
     is_norm,

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from mlx_speculation.errors import DraftNotice, ModelFolderError
 from mlx_speculation.models import Contract
+from mlx_speculation.models.contract import MIXED_NORMS
 from mlx_speculation.models.contract_fields import contract_of, fields_of
 from mlx_speculation.models.fingerprints import (
     BLOCK,
@@ -26,7 +27,6 @@ from mlx_speculation.models.fingerprints import (
     head_hash,
     target_hash,
 )
-from mlx_speculation.models.mtp_families import MIXED_NORMS
 from mlx_speculation.models.mtp_loading import find_mtp_head
 from mlx_speculation.models.saved_contracts import NAME, Pair, SavedContracts
 from support.mtp_checkpoints import Checkpoint, write
