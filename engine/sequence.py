@@ -20,11 +20,6 @@ class Sequence:
     tokens: list[int]
     start: int = 0
 
-    @property
-    def next_position(self) -> int:
-        """The position of the token that follows the known ones."""
-        return self.start + len(self.tokens)
-
     def rows(self, ahead: mx.array | None = None, count: int = 1) -> Rows:
         """Return what precedes `count` rows, the last of which follows `ahead`."""
         return Rows(self.tokens, ahead, count, self.start)

@@ -56,7 +56,7 @@ def find_parts(model: nn.Module) -> Parts:
 
     end = attempt("norm", lambda: _end(model, traced, runs))
     layers = attempt("layers", lambda: _layers(traced, members, runs, end))
-    entry = attempt("entry", lambda: _entry(traced, runs, end))
+    entry = attempt("entry", lambda: _entry(runs, end))
     embedding = attempt("embedding", lambda: _embedding(traced, runs, end))
     output = None if end is None else _output(traced, end)
     norm = None if end is None or end.norm is None else end.norm.module
@@ -186,7 +186,7 @@ def _layers(
     return members
 
 
-def _entry(traced: Trace, runs: list[ModuleCall], end: _End | None) -> nn.Module:
+def _entry(runs: list[ModuleCall], end: _End | None) -> nn.Module:
     """Return the first layer, if it is given a hidden state."""
     given = first_array(runs[0].values) if runs else None
     if end is None or given is None or given.shape != end.hidden.shape:

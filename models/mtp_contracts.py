@@ -70,16 +70,18 @@ def load_mtp_head(
         pack = pack_contract(found.folder, found.config)
         contract = pack if found.norms is not None else None
     if contract is not None:
-        return _ready(*build_mtp_head(found, model, decided(contract, found)))
+        head, _ = build_mtp_head(found, model, decided(contract, found))
+        return _ready(head)
     saved = SavedContracts(_folder_of(found), _pair(found))
     kept = saved.find()
     if kept is not None:
-        return _ready(*build_mtp_head(found, model, decided(kept[0], found)))
+        head, _ = build_mtp_head(found, model, decided(kept[0], found))
+        return _ready(head)
     norms = found.norms
     usual = replace(pack or found.family.contract, norms=norms or "stored")
     usual = decided(usual, found)
     head, stored = build_mtp_head(found, model, usual)
-    head = _ready(head, stored)
+    head = _ready(head)
     free = free_fields(found, head, norms is not None) if pack is None else ["norms"]
     result = _probed(found, model, head, stored, usual, free, tokenizer)
     saved.save(result.contract, _scores(result))
@@ -165,7 +167,7 @@ def _probed(
     )
 
 
-def _ready(head: MtpHead, stored: Weights) -> MtpHead:
+def _ready(head: MtpHead) -> MtpHead:
     if runs_on_linux_cpu():
         to_float32(head)
     return head

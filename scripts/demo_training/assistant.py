@@ -124,7 +124,7 @@ def fitting(
 def export(assistant: Assistant, folder: Path) -> None:
     """Writes `config.json` and `model.safetensors`."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = tensors_of(assistant, "", assistant.shape.stored, True)
+    tensors = tensors_of(assistant, "", assistant.shape.stored)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "mlx"})
     text = json.dumps(config(assistant.shape), indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")

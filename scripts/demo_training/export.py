@@ -23,42 +23,28 @@ def prefix(shape: Shape) -> str:
     return PREFIX.get(shape.family, "language_model.model.")
 
 
-def export(
-    network: Network,
-    folder: Path,
-    head: PredictionHead | None = None,
-    *,
-    quantized: bool = True,
-) -> None:
-    """Writes `config.json`, `generation_config.json` and `model.safetensors`.
-
-    Without `quantized`, everything is float32: for comparing logits only.
-    """
+def export(network: Network, folder: Path) -> None:
+    """Writes `config.json`, `generation_config.json` and `model.safetensors`."""
     shape = network.shape
     folder.mkdir(parents=True, exist_ok=True)
     settings = config(shape)
-    if quantized:
-        settings["quantization"] = {"group_size": shape.group, "bits": shape.bits}
+    settings["quantization"] = {"group_size": shape.group, "bits": shape.bits}
     ends = {"eos_token_id": END_ID, "pad_token_id": PAD_ID, "do_sample": False}
-    tensors = tensors_of(network, prefix(shape), shape, quantized)
-    if head is not None:
-        tensors |= tensors_of(head, "mtp.", shape, quantized)
+    tensors = tensors_of(network, prefix(shape), shape)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "mlx"})
     for name, content in (("config", settings), ("generation_config", ends)):
         text = json.dumps(content, indent=2) + "\n"
         (folder / f"{name}.json").write_text(text, encoding="utf-8")
 
 
-def tensors_of(
-    module: nn.Module, start: str, shape: Shape, quantized: bool
-) -> dict[str, Tensor]:
-    """A module's parameters under the file's names."""
+def tensors_of(module: nn.Module, start: str, shape: Shape) -> dict[str, Tensor]:
+    """A module's parameters, quantized, under the file's names."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in module.state_dict().items():
         value = parameter.detach().float().cpu().contiguous()
         if shape.family == "gemma3_text" and "norm" in name:
             value = value - 1
-        if not quantized or name.endswith(KEPT_FLOAT):
+        if name.endswith(KEPT_FLOAT):
             tensors[start + name] = value
         elif value.ndim != 2:
             tensors[start + name] = value.half()
@@ -107,5 +93,5 @@ def add_head(head: PredictionHead, shape: Shape, folder: Path) -> None:
     file = folder / "model.safetensors"
     tensors = load_file(file)
     kept = {n: t for n, t in tensors.items() if not n.startswith("mtp.")}
-    kept |= tensors_of(head, "mtp.", shape, True)
+    kept |= tensors_of(head, "mtp.", shape)
     save_file(kept, file, metadata={"format": "mlx"})

@@ -67,9 +67,9 @@ DIALECTS = {
 }
 
 
-def draft_ids(seed: int = 0) -> list[int]:
+def draft_ids() -> list[int]:
     """Return the ids of a reduced vocabulary, in order."""
-    order = np.random.default_rng(seed).permutation(VOCAB)[:DRAFT_VOCAB]
+    order = np.random.default_rng(0).permutation(VOCAB)[:DRAFT_VOCAB]
     return sorted(int(token) for token in order)
 
 
@@ -106,9 +106,9 @@ def config_of(dialect: Dialect, layers: tuple[int, ...]) -> dict[str, Any]:
     return config | dict(dialect.options)
 
 
-def tensors_of(dialect: Dialect, features: int, seed: int = 0) -> dict[str, mx.array]:
+def tensors_of(dialect: Dialect, features: int) -> dict[str, mx.array]:
     """Return random tensors of a head, under the names of files."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
 
     def matrix(rows: int, columns: int) -> mx.array:
         values = rng.standard_normal((rows, columns)) * (2.0 / columns**0.5)
@@ -135,7 +135,7 @@ def tensors_of(dialect: Dialect, features: int, seed: int = 0) -> dict[str, mx.a
     if dialect.embedding:
         found[f"{prefix}embed_tokens.weight"] = matrix(VOCAB, DIM)
     if dialect.reduced:
-        ids = np.array(draft_ids(seed))
+        ids = np.array(draft_ids())
         found["lm_head.weight"] = matrix(DRAFT_VOCAB, DIM)
         found["d2t"] = mx.array(ids - np.arange(DRAFT_VOCAB))
         found["t2d"] = mx.array(np.isin(np.arange(VOCAB), ids))
@@ -149,15 +149,13 @@ def tensors_of(dialect: Dialect, features: int, seed: int = 0) -> dict[str, mx.a
     return found
 
 
-def write_eagle(
-    folder: Path, name: str, layers: tuple[int, ...] = (0, 1, 3), seed: int = 0
-) -> Path:
+def write_eagle(folder: Path, name: str, layers: tuple[int, ...] = (0, 1, 3)) -> Path:
     """Write a head of a dialect, and return its folder."""
     dialect = DIALECTS[name]
     folder.mkdir(parents=True, exist_ok=True)
     config = json.dumps(config_of(dialect, layers))
     (folder / "config.json").write_text(config, encoding="utf-8")
-    tensors = tensors_of(dialect, len(layers), seed)
+    tensors = tensors_of(dialect, len(layers))
     mx.save_safetensors(
         str(folder / "model.safetensors"), tensors, metadata={"format": "pt"}
     )

@@ -70,15 +70,14 @@ def simulate(
     rates_at: Callable[[int], Rates],
     tokens: int,
     seed: int,
-    start: int = 0,
 ) -> Run:
     """Generate `tokens` tokens; the seconds charged are those without noise."""
     random = np.random.default_rng(seed)
     run = Run(0.0, 0, 0.0, {})
     steady, lag = False, 0
-    plan = lengths.plan(start, tokens)
+    plan = lengths.plan(0, tokens)
     while run.tokens < tokens:
-        context = start + run.tokens
+        context = run.tokens
         rates = rates_at(run.tokens)
         accepted = 0
         while accepted < plan.length and random.random() < rates[accepted]:
@@ -104,7 +103,7 @@ def simulate(
             steady = following.length == 0
         else:
             lengths.note(context, plan, outcome)
-            following = lengths.plan(start + run.tokens, left)
+            following = lengths.plan(run.tokens, left)
             steady = False
         plan = following
     lengths.end()

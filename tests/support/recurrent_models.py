@@ -31,6 +31,6 @@ RECURRENT_MODELS: dict[str, TinyModel] = {
 RUN_AGAIN = ("jamba", "mamba", "rwkv7")
 
 
-def build_recurrent(name: str, *, seed: int = 0) -> nn.Module:
+def build_recurrent(name: str) -> nn.Module:
     """Build the named model: the same weights for the same arguments."""
-    return build_tiny(RECURRENT_MODELS[name], seed=seed)
+    return build_tiny(RECURRENT_MODELS[name])

@@ -70,14 +70,12 @@ def layer_norms(draws: Draws, prefix: str) -> Named:
     return scales(draws, prefix, dict.fromkeys(names, SIZE))
 
 
-def mlp_tensors(
-    draws: Draws, prefix: str, inner: int, *, size: int = SIZE, bias: bool = False
-) -> Named:
+def mlp_tensors(draws: Draws, prefix: str, inner: int, *, bias: bool = False) -> Named:
     """Return a gated MLP's tensors."""
     shapes = {
-        "gate_proj": (inner, size),
-        "up_proj": (inner, size),
-        "down_proj": (size, inner),
+        "gate_proj": (inner, SIZE),
+        "up_proj": (inner, SIZE),
+        "down_proj": (SIZE, inner),
     }
     return matrices(draws, prefix, shapes, bias=bias)
 
