@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from mlx_speculation.errors import RankLostError
@@ -84,7 +85,8 @@ class Link:
         self._losses: list[Loss] = []
         self._news = threading.Condition(threading.RLock())
         self._sending = threading.RLock()
-        self._inside: list[int] = []  # streams whose rounds run, innermost last
+        # Streams whose rounds run, and since when, innermost last.
+        self._inside: list[tuple[int, float]] = []
         self._forgotten: set[int] = set()
         self._closed = False
         self._warned: Loss | None = None
@@ -171,13 +173,14 @@ class Link:
     @contextmanager
     def inside(self, stream: int) -> Iterator[None]:
         """Say that this thread may be waiting in mlx for other ranks, in a stream."""
+        entry = stream, time.monotonic()
         with self._news:
-            self._inside.append(stream)
+            self._inside.append(entry)
         try:
             yield
         finally:
             with self._news:
-                self._inside.remove(stream)
+                self._inside.remove(entry)
 
     def _said(self, loss: Loss) -> str:
         return (
@@ -247,20 +250,31 @@ class Link:
 
     def _end_if_stuck(self, now: float) -> None:
         """Say, and then end, that the thread of a stream is stuck inside of mlx."""
-        with self._news:
-            streams = (None, *self._inside) if self._inside else ()
-            losses = [loss for loss in self._losses if loss.stream in streams]
-            since = now - losses[0].when if losses else 0.0
-            if since < SAY_SECONDS:
-                return
-        if self._warned is not losses[0]:
-            self._warned = losses[0]
+        loss, seconds = self._longest_wait(now)
+        if loss is None or seconds < SAY_SECONDS:
+            return
+        if self._warned is not loss:
+            self._warned = loss
             print(  # noqa: T201  the process can say it in no other way
-                f"RankLostError: {self._said(losses[0])} This process waits for it "
+                f"RankLostError: {self._said(loss)} This process waits for it "
                 f"inside of mlx, where nothing can wake it, and is ended with status "
                 f"{STATUS} unless it comes out by itself.",
                 file=sys.stderr,
                 flush=True,
             )
-        if since >= GRACE_SECONDS:
+        if seconds >= GRACE_SECONDS:
             self._end(STATUS)
+
+    def _longest_wait(self, now: float) -> tuple[Loss | None, float]:
+        """Return who was lost to a thread in mlx, and how long it has been there since.
+
+        A loss may be older than the stream: to begin one raises, and takes no time.
+        """
+        found: tuple[Loss | None, float] = (None, 0.0)
+        with self._news:
+            for stream, entered in self._inside:
+                loss = self.loss(stream)
+                if loss is not None:
+                    seconds = now - max(loss.when, entered)
+                    found = max(found, (loss, seconds), key=itemgetter(1))
+        return found

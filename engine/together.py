@@ -92,6 +92,9 @@ class Together:
         """
         self._begun = True
         if not self.decides:
+            loss = self.ranks.link.loss(self.stream)
+            if loss is not None:  # else rank 0 would begin, and wait for this one
+                raise self.ranks.link.error(loss)
             self._say("begin", self._fields)
             said = self._hear(0, "begun")
         else:

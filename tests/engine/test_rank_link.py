@@ -10,6 +10,7 @@ Faults that were made by hand, and found here:
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from mlx_speculation.engine import rank_link, ranks
 from mlx_speculation.engine.rank_addresses import address_for, watched
 from mlx_speculation.engine.rank_link import STATUS, Link
+from mlx_speculation.engine.together import Together
 from mlx_speculation.errors import InvalidRequestError, RankLostError
 
 Ended = list[int]
@@ -149,12 +151,56 @@ def test_a_process_that_waits_in_mlx_is_ended_and_says_why(
     time.sleep(1.2)
     assert links.ended[0] == []  # nobody waits in mlx
     with zero.inside(1):
-        time.sleep(0.5)
+        time.sleep(1.2)
     assert STATUS in links.ended[0]
     said = capsys.readouterr().err
     assert said.startswith("RankLostError: Rank 1 (host, process 1) is lost to rank 0")
     assert said.count("\n") == 1
     assert f"is ended with status {STATUS}" in said
+
+
+def test_who_goes_into_mlx_long_after_a_loss_has_its_time_too(make: Any) -> None:
+    """It comes out by itself: it was ended where the watch looked at that moment.
+
+    The watch looks every 200 ms, and a stream that is begun then takes milliseconds
+    to raise; more where the machine has much else to do.
+    """
+    links = make()
+    zero, one = links.each
+    one.close()
+    loss = zero.loss(1, wait=5.0)
+    assert loss is not None
+    zero._losses[0] = replace(loss, when=loss.when - 60)
+    with zero.inside(1):
+        zero._end_if_stuck(time.monotonic())
+        assert links.ended[0] == []
+        zero._end_if_stuck(time.monotonic() + rank_link.GRACE_SECONDS)
+        assert STATUS in links.ended[0]
+
+
+class OnLink:
+    """What a stream needs of `Ranks`, over the link of a test."""
+
+    def __init__(self, link: Link) -> None:
+        self.link, self.rank = link, link.rank
+
+    def next_number(self) -> int:
+        """Return the number of the second stream."""
+        return 2
+
+
+def test_a_rank_that_knows_of_a_loss_does_not_begin_another_stream(make: Any) -> None:
+    """Rank 0 heard "begin", and went into mlx for a rank that was about to end."""
+    zero, one = make().each
+    zero.send(["left", 1, 0, "ValueError: no", "ValueError"])
+    ranks_of_one: Any = OnLink(one)
+    with pytest.raises(RankLostError, match="ValueError: no"):
+        one.receive(0, 1)
+    with pytest.raises(RankLostError, match="ValueError: no"):
+        Together(ranks_of_one, {}, needs=()).begin()
+    one.send(["ready", 3])
+    assert zero.receive(1, 3) == ["ready", 3]
+    assert (1, 2) not in zero._inbox
 
 
 def test_strangers_are_sent_away() -> None:
