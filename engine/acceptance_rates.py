@@ -73,6 +73,11 @@ class AcceptanceRates:
         """How many positions were ever tried."""
         return len(self._tries)
 
+    @property
+    def tried(self) -> float:
+        """For how many rounds the rate of the first position counts."""
+        return self._tries[0] if self._tries else 0.0
+
     def loosened(self, weight: float) -> "AcceptanceRates":
         """Return the same rates, which count for at most so many rounds each.
 

@@ -32,6 +32,13 @@ LEAST_GAIN = 1.05
 KNOWN_WEIGHT = 3.0
 TRIAL_WEIGHT = 4.0
 FEW_STEPS = 64  # steps that a draft has missed, and reads for next to nothing
+# A stream whose drafts were the best in fewer rounds has tried in vain: in a batch, one
+# of many rows that is lucky at its end is such a case.
+DRAFTED_SHARE = 1 / 8
+# Where so many rounds tell of acceptance, a length is measured only if it pays with
+# rates that are higher by so much.
+WELL_KNOWN = 20.0
+HOPED = 0.1
 # Rounds until another length that is nearly as good is measured again, and how near.
 REVIEW_ROUNDS = 32
 REVIEW_SPEED = 0.75
@@ -81,7 +88,8 @@ class AdaptiveLengths:
         self._allowed = self._allowance.steps
         self._elapsed = 0.0
         self._spent = 0.0
-        self._tried = self._drafted = False
+        self._tried = False
+        self._decided = self._drafted = 0  # rounds of the best length, and with drafts
         self._context = 0
         self._lag = 0  # plain steps that a draft has not read
         self._caught_up = 0  # of such steps, all that were read, and their seconds
@@ -108,7 +116,8 @@ class AdaptiveLengths:
             best = max(options, key=lambda option: option.speed)
             self._run = self._trial(context, best, options)
             if self._run is None:
-                self._drafted |= best.length > 0
+                self._decided += 1
+                self._drafted += best.length > 0
                 reason: Reason = "best" if best.length else "plain"
                 return Plan(best.length, reason, tuple(options))
         self._run.left -= 1
@@ -144,7 +153,8 @@ class AdaptiveLengths:
         if self._elapsed and 0 in self.costs.lengths(self._context):
             left = TRIAL_SHARE * self._elapsed - self._spent
             left = self._allowed + left / self.costs.seconds(self._context, 0)
-            self._allowance.end(left, drafted=self._drafted, tried=self._tried)
+            drafted = self._drafted > DRAFTED_SHARE * self._decided
+            self._allowance.end(left, drafted=drafted, tried=self._tried)
         if self._at_end is not None:
             self._at_end()
 
@@ -188,7 +198,7 @@ class AdaptiveLengths:
             length
             for length in _to_measure(longest)
             if length not in known
-            and (not length or self._thorough or self._may_pay(context, length))
+            and (not length or self._thorough or self._is_worth(context, length))
         ]
         if not missing:
             return None
@@ -196,6 +206,17 @@ class AdaptiveLengths:
             return _Run(0, "measure", 2)
         fewest = min(missing, key=lambda n: self.costs.sampled(context, n))
         return _Run(fewest, "measure", 2)
+
+    def _is_worth(self, context: int, length: int) -> bool:
+        """Whether a length is worth its measurement."""
+        if self.rates.tried < WELL_KNOWN or 0 not in self.costs.lengths(context):
+            return self._may_pay(context, length)
+        tokens = reached = 1.0
+        for rate in self.rates.rates(length):
+            reached *= min(1.0, rate + HOPED)
+            tokens += reached
+        plain = self.costs.seconds(context, 0)
+        return tokens * plain > LEAST_GAIN * self.costs.seconds(context, length)
 
     def _may_pay(self, context: int, length: int) -> bool:
         """Whether a draft pays when every token of it is accepted."""

@@ -111,6 +111,37 @@ def test_an_allowance_shrinks_in_vain_and_comes_back() -> None:
     assert allowance.steps == first
 
 
+@pytest.mark.parametrize(("lucky", "in_vain"), [(1, 1), (30, 0)])
+def test_a_stream_that_hardly_drafts_has_tried_in_vain(
+    lucky: int, in_vain: int
+) -> None:
+    allowance, costs = Allowance(), RoundCosts({0: {0: 1.0, 1: 1.7}})
+    lengths = AdaptiveLengths(costs, AcceptanceRates(), 1, allowance=allowance)
+    for number in range(60):
+        plan = lengths.plan(10, 50)
+        right = number >= 60 - lucky
+        if right:  # as those of one row that is left of a batch
+            lengths.rates = AcceptanceRates([1.0], 20.0)
+        took = 1.0 + 0.7 * plan.length
+        outcome = Outcome(plan.length, plan.length * right, took, not plan.length)
+        lengths.note(10, plan, outcome)
+    lengths.end()
+    assert allowance.in_vain == in_vain
+
+
+def test_lengths_are_not_measured_that_acceptance_rules_out() -> None:
+    costs = RoundCosts({0: {0: 1.0, 1: 1.3}})
+    for rate, pays in ((0.9, True), (0.2, False)):
+        known = AcceptanceRates([rate] * 8, 60.0)
+        lengths = AdaptiveLengths(costs, AcceptanceRates(), 8)
+        assert not lengths.measured(10)  # little is known
+        lengths.rates = known
+        assert lengths.measured(10) is not pays
+    thorough = AdaptiveLengths(costs, AcceptanceRates(), 8, thorough=True)
+    thorough.rates = known
+    assert not thorough.measured(10)
+
+
 def test_a_busy_moment_at_the_start_does_not_fall_on_plain_steps_alone() -> None:
     """Else no draft would seem to pay, or each of them, for good."""
     costs = RoundCosts(samples=5)

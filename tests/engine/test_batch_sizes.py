@@ -6,15 +6,18 @@ That the texts are the same is shown in test_batch_identity.py.
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlx_speculation import BatchGenerator, NonFiniteLogitsError, Sampling, pure
 from mlx_speculation.engine.acceptance_rates import AcceptanceRates
 from mlx_speculation.engine.adaptive import AdaptiveLengths
+from mlx_speculation.engine.batch_model import BatchDraftModel
 from mlx_speculation.engine.lengths import Outcome, Plan
 from mlx_speculation.engine.round_costs import RoundCosts
 from mlx_speculation.models.row_sizes import row_size
 from support.batches import SAMPLINGS, Bench, Case, bench
+from support.cache_twins import read
 from support.identity import prompt_of
 
 Shapes = list[tuple[int, int]]
@@ -102,7 +105,7 @@ def test_sizes_are_not_used_on_a_cpu() -> None:
 def test_a_draft_that_has_missed_tokens_reads_them_in_few_widths() -> None:
     """Else it is fed a new number of them in nearly each round after plain ones."""
     made = bench("llama")
-    found = {}
+    found, held = {}, []
     for sizes in (True, False):
         generator = made.generator("model")
         batch = BatchGenerator(generator, row_sizes=sizes)
@@ -121,10 +124,14 @@ def test_a_draft_that_has_missed_tokens_reads_them_in_few_widths() -> None:
                 batch.next()
                 batch.next()
                 found[sizes] |= {width for rows, width in shapes if rows > 1}
-            assert drafts is not None
+            assert isinstance(drafts, BatchDraftModel)
             assert uids
+            (first, *_) = drafts.lane.extract(2)
+            held.append(read(first.keys_and_values()))
     assert found[True] <= {1, 2, 4, 8}
     assert found[False] - {1, 2, 4, 8}
+    for one, other in zip(*held, strict=True):  # whatever they were read in
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["model", "lookup"])
