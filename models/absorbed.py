@@ -19,8 +19,6 @@ keep mlx-lm's way.
 import functools
 import importlib
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from types import FunctionType
 from typing import Any
 
@@ -29,6 +27,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
 
+from mlx_speculation.models.in_round import in_round
 from mlx_speculation.models.instances import Hook, derived, plain_class
 from mlx_speculation.models.known import is_known
 
@@ -47,18 +46,6 @@ ATTENTIONS = frozenset(
         ("mlx_lm.models.longcat_flash", "LongcatFlashMLA"),
     }
 )
-
-_in_round: ContextVar[bool] = ContextVar("in_round", default=False)
-
-
-@contextmanager
-def rows_of_a_round() -> Iterator[None]:
-    """Ask latents in the way of single rows, in this thread, inside the block."""
-    token = _in_round.set(True)
-    try:
-        yield
-    finally:
-        _in_round.reset(token)
 
 
 class _Latents:
@@ -129,7 +116,7 @@ def _absorbing(kind: Any) -> type[nn.Module]:
         current: Any = kind.__call__
         held = [v for v in (*args, *kwargs.values()) if isinstance(v, KVCache)]
         ours = current is original and theirs[name] is scaled_dot_product_attention
-        if not (_in_round.get() and 1 < x.shape[1] <= MOST_ROWS and held and ours):
+        if not (in_round() and 1 < x.shape[1] <= MOST_ROWS and held and ours):
             return current(self, x, *args, **kwargs)
         latents = _Latents(self, held[0])
 

@@ -37,6 +37,7 @@ from mlx_speculation.caches import (
     meets_plans,
     merged,
 )
+from mlx_speculation.models.in_round import rows_of_a_round
 from mlx_speculation.models.key_steps import takes_key_steps
 from mlx_speculation.models.lane import Lane
 from mlx_speculation.models.row_sizes import RowSizes
@@ -165,7 +166,8 @@ class BatchRound:
         if self._copies:
             first = mx.broadcast_to(tokens[:1], (self._copies, count))
             tokens = mx.concatenate([tokens, first])
-        logits: mx.array = self._lane.model(tokens, cache=self._speculation.caches)
+        with rows_of_a_round():
+            logits: mx.array = self._lane.model(tokens, cache=self._speculation.caches)
         self._lane.note_shape(count)
         return logits[:rows] if self._copies else logits
 

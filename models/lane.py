@@ -25,9 +25,9 @@ from mlx_speculation.caches import (
     with_slack,
 )
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models.absorbed import rows_of_a_round
 from mlx_speculation.models.committed import CommittedStates
 from mlx_speculation.models.hidden_states import HiddenStates
+from mlx_speculation.models.in_round import rows_of_a_round
 from mlx_speculation.models.key_steps import takes_key_steps
 from mlx_speculation.models.recording import noting_reruns
 from mlx_speculation.models.restore_points import RestorePoints

@@ -31,6 +31,7 @@ from mlx_lm.models.cache import CacheList
 
 from mlx_speculation.caches import RecordingArraysCache, RecordingLayerCache
 from mlx_speculation.models.absorbed import absorbing_hooks
+from mlx_speculation.models.few_rows import few_row_hooks
 from mlx_speculation.models.hooks import (
     Call,
     Taken,
@@ -185,6 +186,7 @@ def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
         yield module, Hook(_RANK, _recorded, (mixer, scan))
         yield from _parts(module, watch)
     yield from absorbing_hooks(model)
+    yield from few_row_hooks(model)
 
 
 class Recorders:

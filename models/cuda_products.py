@@ -1,0 +1,226 @@
+"""Products of a few rows with a large weight on CUDA, in half precision.
+
+mlx 0.32 has a kernel for one row, and asks cuBLASLt for two and more, whose calls take
+the host 20 to 40 microseconds each: a forward over 5 rows then waits for the host. And
+4-bit weights of 2 to 7 rows are read once for each row. These kernels read weights
+once and are handed over as fast as mlx's own.
+
+Sixteen outputs are the rows of a matrix fragment and eight rows of x its columns
+(`mma.m16n8k16`, sums in float32). A thread needs no certain places of k, as long as
+weight and x agree: so it reads 16 bytes of k that lie together, and calls them two
+fragments. The warps of a block share k, and add up in shared memory. What a row gets
+does not depend on the other rows.
+
+Weights of 4 bits become half floats by their bits: 0x4300 | q is 128 + q in bfloat16,
+0x6400 | q is 1024 + q in float16. With sums over one group of k,
+
+    y = s sum(q x) + b sum(x) = s sum((z + q) x) + (b - z s) sum(x)
+
+where a fragment of ones makes sum(x) in the place where it is needed.
+"""
+
+import functools
+from typing import Any
+
+import mlx.core as mx
+
+WARPS = 8
+OUTPUTS = 16  # of one block
+MOST_ROWS = 16  # from 17 on, what a kernel of 8 rows reads of x begins to count
+
+_HEADER = """
+template <typename H> struct Half;
+template <> struct Half<__nv_bfloat16> {
+  static __device__ void product(float* c, unsigned a0, unsigned a1, unsigned a2,
+                                 unsigned a3, unsigned b0, unsigned b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  }
+  static constexpr unsigned magic = 0x43004300u, ones = 0x3F803F80u;
+  static constexpr float zero = 128.0f;
+};
+template <> struct Half<__half> {
+  static __device__ void product(float* c, unsigned a0, unsigned a1, unsigned a2,
+                                 unsigned a3, unsigned b0, unsigned b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  }
+  static constexpr unsigned magic = 0x64006400u, ones = 0x3C003C00u;
+  static constexpr float zero = 1024.0f;
+};
+"""
+
+_BEGIN = """
+  const int rows = x_shape[0], K = x_shape[1], N = w_shape[0];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int g = lane / 4, t = lane % 4, first = blockIdx.x * 16;
+  __shared__ float sums[WARPS][16][8 * TILES + 1];
+  float acc[TILES][4];
+  #pragma unroll
+  for (int r = 0; r < TILES; r++)
+    acc[r][0] = acc[r][1] = acc[r][2] = acc[r][3] = 0.0f;
+  // Outputs and rows that are not there are computed from the last one, not written.
+  const long long na = min(first + g, N - 1), nb = min(first + g + 8, N - 1);
+"""
+
+_END = """
+  #pragma unroll
+  for (int r = 0; r < TILES; r++) {
+    sums[warp][g][r * 8 + 2 * t] = acc[r][0];
+    sums[warp][g][r * 8 + 2 * t + 1] = acc[r][1];
+    sums[warp][g + 8][r * 8 + 2 * t] = acc[r][2];
+    sums[warp][g + 8][r * 8 + 2 * t + 1] = acc[r][3];
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < 16 * 8 * TILES; i += WARPS * 32) {
+    const int o = i % 16, r = i / 16;
+    if (r >= rows || first + o >= N) continue;
+    float sum = 0.0f;
+    #pragma unroll
+    for (int v = 0; v < WARPS; v++) sum += sums[v][o][r];
+    out[(long long)r * N + first + o] = static_cast<T>(sum);
+  }
+"""
+
+_HALF = f"""{_BEGIN}
+  const uint4* wa = reinterpret_cast<const uint4*>(w + na * K) + t;
+  const uint4* wb = reinterpret_cast<const uint4*>(w + nb * K) + t;
+  const uint4* xs[TILES];
+  #pragma unroll
+  for (int r = 0; r < TILES; r++)
+    xs[r] = reinterpret_cast<const uint4*>(
+        x + (long long)min(r * 8 + g, rows - 1) * K) + t;
+  #pragma unroll 4
+  for (int c = warp; c < K / 32; c += WARPS) {{
+    const uint4 a = __ldg(wa + c * 4), b = __ldg(wb + c * 4);
+    #pragma unroll
+    for (int r = 0; r < TILES; r++) {{
+      const uint4 y = __ldg(xs[r] + c * 4);
+      Half<T>::product(acc[r], a.x, b.x, a.y, b.y, y.x, y.y);
+      Half<T>::product(acc[r], a.z, b.z, a.w, b.w, y.z, y.w);
+    }}
+  }}
+{_END}"""
+
+_FOUR_BITS = f"""{_BEGIN}
+  constexpr int CHUNK = GROUP < 64 ? GROUP : 64;  // of k, all of one group
+  constexpr int OWN = CHUNK / 4, WORDS = OWN / 8;  // of one thread
+  const unsigned* qs = reinterpret_cast<const unsigned*>(w);
+  const unsigned* wa = qs + na * (K / 8) + t * WORDS;
+  const unsigned* wb = qs + nb * (K / 8) + t * WORDS;
+  const T *sa = scales + na * (K / GROUP), *sb = scales + nb * (K / GROUP);
+  const T *ba = biases + na * (K / GROUP), *bb = biases + nb * (K / GROUP);
+  const uint4* xs[TILES];
+  #pragma unroll
+  for (int r = 0; r < TILES; r++)
+    xs[r] = reinterpret_cast<const uint4*>(
+        x + (long long)min(r * 8 + g, rows - 1) * K + t * OWN);
+  const unsigned m = Half<T>::magic, one = Half<T>::ones, low = 0x000F000Fu;
+  #pragma unroll 4
+  for (int c = warp; c < K / CHUNK; c += WARPS) {{
+    const int group = c * CHUNK / GROUP;
+    unsigned qa[WORDS], qb[WORDS];
+    #pragma unroll
+    for (int i = 0; i < WORDS; i++) {{
+      qa[i] = __ldg(wa + c * (CHUNK / 8) + i);
+      qb[i] = __ldg(wb + c * (CHUNK / 8) + i);
+    }}
+    const float s0 = static_cast<float>(sa[group]), s1 = static_cast<float>(sb[group]);
+    const float b0 = static_cast<float>(ba[group]) - Half<T>::zero * s0;
+    const float b1 = static_cast<float>(bb[group]) - Half<T>::zero * s1;
+    #pragma unroll
+    for (int r = 0; r < TILES; r++) {{
+      float p[4] = {{0, 0, 0, 0}}, u[4] = {{0, 0, 0, 0}};
+      #pragma unroll
+      for (int i = 0; i < WORDS; i++) {{
+        const uint4 y = __ldg(xs[r] + c * (CHUNK / 8) + i);
+        // The values of k stand in pairs (j, j + 4) of eight, as the weights do.
+        const unsigned y0 = __byte_perm(y.x, y.z, 0x5410);
+        const unsigned y1 = __byte_perm(y.x, y.z, 0x7632);
+        const unsigned y2 = __byte_perm(y.y, y.w, 0x5410);
+        const unsigned y3 = __byte_perm(y.y, y.w, 0x7632);
+        Half<T>::product(p, (qa[i] & low) | m, (qb[i] & low) | m,
+                         ((qa[i] >> 4) & low) | m, ((qb[i] >> 4) & low) | m, y0, y1);
+        Half<T>::product(p, ((qa[i] >> 8) & low) | m, ((qb[i] >> 8) & low) | m,
+                         ((qa[i] >> 12) & low) | m, ((qb[i] >> 12) & low) | m, y2, y3);
+        Half<T>::product(u, one, one, one, one, y0, y1);
+        Half<T>::product(u, one, one, one, one, y2, y3);
+      }}
+      acc[r][0] += s0 * p[0] + b0 * u[0];
+      acc[r][1] += s0 * p[1] + b0 * u[1];
+      acc[r][2] += s1 * p[2] + b1 * u[2];
+      acc[r][3] += s1 * p[3] + b1 * u[3];
+    }}
+  }}
+{_END}"""
+
+_TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"}
+
+
+# Constants stand in the source, and not in a template: the name of a template's
+# instance is put together anew in every call.
+@functools.cache
+def _kernel(dtype: mx.Dtype, tiles: int, group: int) -> Any:
+    """Return the kernel for 8 x `tiles` rows; `group` is 0 for half-float weights."""
+    constants = (
+        f"using T = {_TYPES[dtype]};\n"
+        f"constexpr int TILES = {tiles}, WARPS = {WARPS}, GROUP = {group};\n"
+    )
+    name = f"few_rows_{str(dtype).rpartition('.')[2]}_{tiles}_{group}"
+    parts = ["x", "w", "scales", "biases"] if group else ["x", "w"]
+    return mx.fast.cuda_kernel(
+        name=name,
+        input_names=parts,
+        output_names=["out"],
+        source=_FOUR_BITS if group else _HALF,
+        header=_HEADER + constants,
+    )
+
+
+def product(x: mx.array, weight: mx.array) -> mx.array:
+    """Return x @ weight.T for a few rows, on CUDA.
+
+    Args:
+        x: [..., k], bfloat16 or float16; at most `MOST_ROWS` rows, k in whole 32s.
+        weight: [n, k], of the same dtype.
+    """
+    return _run(x, weight, 0, ())
+
+
+def product_of_four_bits(
+    x: mx.array, weight: mx.array, scales: mx.array, biases: mx.array, group: int
+) -> mx.array:
+    """Return x @ dequantized(weight).T for a few rows, on CUDA.
+
+    Args:
+        x: [..., k], bfloat16 or float16; at most `MOST_ROWS` rows.
+        weight: uint32 [n, k / 8], as `mx.quantize` packs 4 bits.
+        scales: [n, k / group], of the dtype of x.
+        biases: likewise.
+        group: 32, 64 or 128; k is in whole groups.
+    """
+    return _run(x, weight, group, (scales, biases))
+
+
+def _run(
+    x: mx.array, weight: mx.array, group: int, more: tuple[mx.array, ...]
+) -> mx.array:
+    *lead, width = x.shape
+    flat = x.reshape(-1, width)
+    rows, outputs = flat.shape[0], weight.shape[0]
+    blocks = -(-outputs // OUTPUTS)
+    kernel = _kernel(x.dtype, 1 if rows <= 8 else 2, group)
+    threads = WARPS * 32
+    (out,) = kernel(
+        inputs=[flat, weight, *more],
+        grid=(blocks * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(rows, outputs)],
+        output_dtypes=[x.dtype],
+    )
+    found: mx.array = out.reshape(*lead, outputs)
+    return found

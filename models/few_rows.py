@@ -1,0 +1,99 @@
+"""Linear layers that meet a few rows at once on CUDA, in a round.
+
+A verify is a forward over two to seventeen rows, and a batch's plain step one over as
+many rows as it has. In it the linear layers of a model are asked by the kernels of
+`cuda_products`, whatever model it is: a layer's instance gets a class that does so, as
+mixers do (`instances`). Prompts, single rows, other dtypes and other ways to quantize
+keep mlx's products, and so does every other device.
+
+Results differ from mlx's by rounding, as cuBLASLt's differ from those of single rows.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation.models.cuda_products import (
+    MOST_ROWS,
+    product,
+    product_of_four_bits,
+)
+from mlx_speculation.models.in_round import in_round
+from mlx_speculation.models.instances import Hook, derived, plain_class
+
+# From here on mlx's kernels for 4 bits read weights once, too.
+ENOUGH_FOR_MLX = 8
+_RANK = -1
+
+Ask = Callable[[Any, mx.array], mx.array | None]
+
+
+def served_here() -> bool:
+    """Whether this device runs the kernels."""
+    return mx.default_device().type == mx.DeviceType.gpu and mx.cuda.is_available()
+
+
+def half_product(layer: Any, x: mx.array) -> mx.array | None:
+    """Return x @ layer.weight.T; None: mlx's own product serves better.
+
+    Args:
+        layer: a linear layer or an embedding.
+        x: [..., k]
+    """
+    weight = layer.weight
+    width = x.shape[-1]
+    if not 1 < x.size // width <= MOST_ROWS or width % 32:
+        return None
+    if x.dtype != weight.dtype or x.dtype not in (mx.bfloat16, mx.float16):
+        return None
+    return product(x, weight)
+
+
+def quantized_product(layer: Any, x: mx.array) -> mx.array | None:
+    """Return `half_product` of a quantized layer."""
+    width, group = x.shape[-1], layer.group_size
+    if not 1 < x.size // width < ENOUGH_FOR_MLX:
+        return None
+    if layer.bits != 4 or layer.mode != "affine" or group not in (32, 64, 128):
+        return None
+    scales = layer.scales
+    if x.dtype != scales.dtype or x.dtype not in (mx.bfloat16, mx.float16):
+        return None
+    return product_of_four_bits(x, layer.weight, scales, layer.biases, group)
+
+
+# The class, the method that multiplies, and what is asked in its place.
+_LAYERS: dict[type[nn.Module], tuple[str, Ask]] = {
+    nn.Linear: ("__call__", half_product),
+    nn.QuantizedLinear: ("__call__", quantized_product),
+    nn.Embedding: ("as_linear", half_product),
+    nn.QuantizedEmbedding: ("as_linear", quantized_product),
+}
+
+
+@functools.cache
+def _asking(kind: type[nn.Module], method: str, ask: Ask) -> type[nn.Module]:
+    """Return a class whose `method` asks `ask` first, in a round."""
+    usual = getattr(kind, method)
+
+    def call(self: nn.Module, x: mx.array) -> mx.array:
+        found = ask(self, x) if in_round() and served_here() else None
+        if found is None:
+            given: mx.array = usual(self, x)
+            return given
+        return found + self.bias if "bias" in self else found
+
+    return derived(kind, {method: call})
+
+
+def few_row_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
+    """Yield each layer of a model that can be asked by the kernels, with its hook."""
+    if not served_here():
+        return
+    for _, module in model.named_modules():
+        kind = plain_class(module)
+        if kind in _LAYERS:
+            yield module, Hook(_RANK, _asking, _LAYERS[kind])
