@@ -55,7 +55,9 @@ template <> struct Half<__half> {
 """
 
 _BEGIN = """
-  const int rows = x_shape[0], K = x_shape[1], N = w_shape[0];
+  int rows = 1;
+  for (int i = 0; i < x_ndim - 1; i++) rows *= x_shape[i];
+  const int K = x_shape[x_ndim - 1], N = w_shape[0];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int g = lane / 4, t = lane % 4, first = blockIdx.x * 16;
   __shared__ float sums[WARPS][16][8 * TILES + 1];
@@ -158,6 +160,13 @@ _FOUR_BITS = f"""{_BEGIN}
   }}
 {_END}"""
 
+
+def served_here() -> bool:
+    """Whether this device runs the kernels."""
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    return on_gpu and mx.cuda.is_available()
+
+
 _TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"}
 
 
@@ -210,17 +219,16 @@ def _run(
     x: mx.array, weight: mx.array, group: int, more: tuple[mx.array, ...]
 ) -> mx.array:
     *lead, width = x.shape
-    flat = x.reshape(-1, width)
-    rows, outputs = flat.shape[0], weight.shape[0]
+    outputs = weight.shape[0]
     blocks = -(-outputs // OUTPUTS)
-    kernel = _kernel(x.dtype, 1 if rows <= 8 else 2, group)
+    kernel = _kernel(x.dtype, 1 if x.size // width <= 8 else 2, group)
     threads = WARPS * 32
     (out,) = kernel(
-        inputs=[flat, weight, *more],
+        inputs=[x, weight, *more],
         grid=(blocks * threads, 1, 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=[(rows, outputs)],
+        output_shapes=[(*lead, outputs)],
         output_dtypes=[x.dtype],
     )
-    found: mx.array = out.reshape(*lead, outputs)
+    found: mx.array = out
     return found

@@ -20,20 +20,14 @@ from mlx_speculation.models.cuda_products import (
     MOST_ROWS,
     product,
     product_of_four_bits,
+    served_here,
 )
 from mlx_speculation.models.in_round import in_round
 from mlx_speculation.models.instances import Hook, derived, plain_class
 
-# From here on mlx's kernels for 4 bits read weights once, too.
-ENOUGH_FOR_MLX = 8
 _RANK = -1
 
 Ask = Callable[[Any, mx.array], mx.array | None]
-
-
-def served_here() -> bool:
-    """Whether this device runs the kernels."""
-    return mx.default_device().type == mx.DeviceType.gpu and mx.cuda.is_available()
 
 
 def half_product(layer: Any, x: mx.array) -> mx.array | None:
@@ -55,7 +49,7 @@ def half_product(layer: Any, x: mx.array) -> mx.array | None:
 def quantized_product(layer: Any, x: mx.array) -> mx.array | None:
     """Return `half_product` of a quantized layer."""
     width, group = x.shape[-1], layer.group_size
-    if not 1 < x.size // width < ENOUGH_FOR_MLX:
+    if not 1 < x.size // width <= MOST_ROWS:
         return None
     if layer.bits != 4 or layer.mode != "affine" or group not in (32, 64, 128):
         return None

@@ -32,6 +32,7 @@ from mlx_lm.models.cache import CacheList
 from mlx_speculation.caches import RecordingArraysCache, RecordingLayerCache
 from mlx_speculation.models.absorbed import absorbing_hooks
 from mlx_speculation.models.few_rows import few_row_hooks
+from mlx_speculation.models.few_rows_attention import attention_hooks
 from mlx_speculation.models.hooks import (
     Call,
     Taken,
@@ -187,6 +188,7 @@ def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
         yield from _parts(module, watch)
     yield from absorbing_hooks(model)
     yield from few_row_hooks(model)
+    yield from attention_hooks(model)
 
 
 class Recorders:

@@ -1,0 +1,107 @@
+"""The kernels for a few rows on CUDA give what stock operations in float32 give.
+
+They run where there is a GPU that mlx serves with CUDA, and are skipped elsewhere.
+
+Faults that were made by hand, and found here: the last rows or outputs are written
+twice; a group's scale is that of the next one; the maxima of two parts are not brought
+together; a mask's row is another one's.
+"""
+
+import mlx.core as mx
+import pytest
+
+from mlx_speculation.models.cuda_attention import attention
+from mlx_speculation.models.cuda_products import (
+    product,
+    product_of_four_bits,
+    served_here,
+)
+
+pytestmark = pytest.mark.skipif(
+    not served_here(), reason="the kernels are for CUDA, and there is none"
+)
+
+HALVES = [mx.bfloat16, mx.float16]
+ERROR = {mx.bfloat16: 2**-7, mx.float16: 2**-10}
+
+
+def difference(found: mx.array, wanted: mx.array) -> float:
+    """Return the largest difference, over the largest value."""
+    assert found.shape == wanted.shape
+    error = mx.abs(found.astype(mx.float32) - wanted).max() / mx.abs(wanted).max()
+    return float(error)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("lead", [(2,), (1, 5), (3, 3), (2, 2, 4), (16,)])
+@pytest.mark.parametrize(("outputs", "width"), [(64, 64), (1000, 1408), (7, 4096)])
+def test_a_product_is_that_of_its_values(
+    dtype: mx.Dtype, lead: tuple[int, ...], outputs: int, width: int
+) -> None:
+    mx.random.seed(1)
+    x = mx.random.normal((*lead, width)).astype(dtype)
+    weight = mx.random.normal((outputs, width)).astype(dtype)
+    wanted = x.astype(mx.float32) @ weight.astype(mx.float32).T
+    assert difference(product(x, weight), wanted) < ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("lead", [(2,), (1, 5), (9,), (2, 8)])
+@pytest.mark.parametrize(("outputs", "width"), [(64, 128), (1000, 1408), (23, 4096)])
+def test_a_product_of_four_bits_is_that_of_its_values(
+    dtype: mx.Dtype, group: int, lead: tuple[int, ...], outputs: int, width: int
+) -> None:
+    mx.random.seed(2)
+    x = mx.random.normal((*lead, width)).astype(dtype)
+    weight = mx.random.normal((outputs, width)).astype(dtype)
+    packed, scales, biases = mx.quantize(weight, group_size=group, bits=4)
+    values = mx.dequantize(
+        packed,
+        scales.astype(mx.float32),
+        biases.astype(mx.float32),
+        group_size=group,
+        bits=4,
+    )
+    wanted = x.astype(mx.float32) @ values.T
+    found = product_of_four_bits(x, packed, scales, biases, group)
+    assert difference(found, wanted) < ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("batch", "heads", "key_heads", "rows", "columns"),
+    [(1, 8, 2, 2, 5), (1, 4, 4, 5, 700), (3, 8, 2, 5, 300), (2, 6, 1, 17, 3000)],
+)
+@pytest.mark.parametrize("masked", ["causal", "no", "window", "each"])
+def test_attention_is_that_of_its_values(
+    dtype: mx.Dtype,
+    dim: int,
+    batch: int,
+    heads: int,
+    key_heads: int,
+    rows: int,
+    columns: int,
+    masked: str,
+) -> None:
+    mx.random.seed(3)
+    queries = mx.random.normal((batch, rows, heads, dim)).astype(dtype)
+    queries = queries.swapaxes(1, 2)  # not contiguous, as in a model
+    held = mx.random.normal((2, batch, key_heads, columns + 40, dim)).astype(dtype)
+    keys, values = held[0, ..., :columns, :], held[1, ..., :columns, :]
+    ends = mx.arange(columns - rows, columns)[:, None]
+    places = mx.arange(columns)
+    mask: mx.array | str | None = "causal" if masked == "causal" else None
+    if masked == "window":
+        mask = (places <= ends) & (places > ends - 4)
+    if masked == "each":
+        less = mx.arange(batch)[:, None, None, None]
+        mask = places <= mx.maximum(ends - less, 0)
+    found = attention(queries, keys, values, 0.125, mask)
+    wanted = mx.fast.scaled_dot_product_attention(
+        *(array.astype(mx.float32) for array in (queries, keys, values)),
+        scale=0.125,
+        mask=(places <= ends) if masked == "causal" else mask,
+    )
+    assert difference(found, wanted) < ERROR[dtype]
