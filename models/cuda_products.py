@@ -26,6 +26,7 @@ import mlx.core as mx
 
 WARPS = 8
 OUTPUTS = 16  # of one block
+HALVES = (mx.bfloat16, mx.float16)
 MOST_ROWS = 16  # from 17 on, what a kernel of 8 rows reads of x begins to count
 
 _HEADER = """
@@ -96,7 +97,7 @@ _HALF = f"""{_BEGIN}
   for (int r = 0; r < TILES; r++)
     xs[r] = reinterpret_cast<const uint4*>(
         x + (long long)min(r * 8 + g, rows - 1) * K) + t;
-  #pragma unroll 4
+  #pragma unroll 8
   for (int c = warp; c < K / 32; c += WARPS) {{
     const uint4 a = __ldg(wa + c * 4), b = __ldg(wb + c * 4);
     #pragma unroll
@@ -159,13 +160,6 @@ _FOUR_BITS = f"""{_BEGIN}
     }}
   }}
 {_END}"""
-
-
-def served_here() -> bool:
-    """Whether this device runs the kernels."""
-    on_gpu = mx.default_device().type == mx.DeviceType.gpu
-    return on_gpu and mx.cuda.is_available()
-
 
 _TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"}
 

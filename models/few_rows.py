@@ -17,12 +17,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.models.cuda_products import (
+    HALVES,
     MOST_ROWS,
     product,
     product_of_four_bits,
-    served_here,
 )
-from mlx_speculation.models.in_round import in_round
+from mlx_speculation.models.in_round import cuda_serves, in_round_on_cuda
 from mlx_speculation.models.instances import Hook, derived, plain_class
 
 _RANK = -1
@@ -41,7 +41,9 @@ def half_product(layer: Any, x: mx.array) -> mx.array | None:
     width = x.shape[-1]
     if not 1 < x.size // width <= MOST_ROWS or width % 32:
         return None
-    if x.dtype != weight.dtype or x.dtype not in (mx.bfloat16, mx.float16):
+    if weight.shape[-1] != width:
+        return None  # mlx says so
+    if x.dtype != weight.dtype or x.dtype not in HALVES:
         return None
     return product(x, weight)
 
@@ -49,12 +51,12 @@ def half_product(layer: Any, x: mx.array) -> mx.array | None:
 def quantized_product(layer: Any, x: mx.array) -> mx.array | None:
     """Return `half_product` of a quantized layer."""
     width, group = x.shape[-1], layer.group_size
-    if not 1 < x.size // width <= MOST_ROWS:
-        return None
+    if not 1 < x.size // width <= MOST_ROWS or layer.weight.shape[-1] * 8 != width:
+        return None  # that it has other bits is found out here too
     if layer.bits != 4 or layer.mode != "affine" or group not in (32, 64, 128):
         return None
     scales = layer.scales
-    if x.dtype != scales.dtype or x.dtype not in (mx.bfloat16, mx.float16):
+    if x.dtype != scales.dtype or x.dtype not in HALVES:
         return None
     return product_of_four_bits(x, layer.weight, scales, layer.biases, group)
 
@@ -74,7 +76,7 @@ def _asking(kind: type[nn.Module], method: str, ask: Ask) -> type[nn.Module]:
     usual = getattr(kind, method)
 
     def call(self: nn.Module, x: mx.array) -> mx.array:
-        found = ask(self, x) if in_round() and served_here() else None
+        found = ask(self, x) if in_round_on_cuda() else None
         if found is None:
             given: mx.array = usual(self, x)
             return given
@@ -85,7 +87,7 @@ def _asking(kind: type[nn.Module], method: str, ask: Ask) -> type[nn.Module]:
 
 def few_row_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
     """Yield each layer of a model that can be asked by the kernels, with its hook."""
-    if not served_here():
+    if not cuda_serves():
         return
     for _, module in model.named_modules():
         kind = plain_class(module)

@@ -18,8 +18,8 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 from mlx_speculation.models.absorbed import ATTENTIONS
 from mlx_speculation.models.cuda_attention import DIMENSIONS, attention
-from mlx_speculation.models.cuda_products import served_here
-from mlx_speculation.models.in_round import in_round
+from mlx_speculation.models.cuda_products import HALVES
+from mlx_speculation.models.in_round import cuda_serves, in_round_on_cuda
 from mlx_speculation.models.instances import Hook, derived, plain_class
 
 MOST_ROWS = 32
@@ -39,10 +39,11 @@ def serves(
         return False
     if bools and (mask.dtype != mx.bool_ or (mask.ndim > 2 and mask.shape[-3] != 1)):
         return False
-    if values.shape != keys.shape or queries.shape[1] % keys.shape[1]:
+    if values.shape != keys.shape or queries.shape[0] != keys.shape[0]:
         return False
-    half = queries.dtype in (mx.bfloat16, mx.float16)
-    return half and queries.dtype == keys.dtype == values.dtype
+    if queries.shape[1] % keys.shape[1] or keys.shape[-1] != dim:
+        return False
+    return queries.dtype in HALVES and queries.dtype == keys.dtype == values.dtype
 
 
 def attend(
@@ -80,7 +81,7 @@ def _asking(kind: Any) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         current: Any = kind.__call__
         ours = current is original and theirs[_NAME] is scaled_dot_product_attention
-        if in_round() and ours and served_here():
+        if in_round_on_cuda() and ours:
             return again(self, *args, **kwargs)
         return current(self, *args, **kwargs)
 
@@ -89,7 +90,7 @@ def _asking(kind: Any) -> type[nn.Module]:
 
 def attention_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
     """Yield each layer whose own code calls mlx-lm's function, with its hook."""
-    if not served_here():
+    if not cuda_serves():
         return
     for _, module in model.named_modules():
         kind = plain_class(module)

@@ -11,14 +11,11 @@ import mlx.core as mx
 import pytest
 
 from mlx_speculation.models.cuda_attention import attention
-from mlx_speculation.models.cuda_products import (
-    product,
-    product_of_four_bits,
-    served_here,
-)
+from mlx_speculation.models.cuda_products import product, product_of_four_bits
+from mlx_speculation.models.in_round import cuda_serves
 
 pytestmark = pytest.mark.skipif(
-    not served_here(), reason="the kernels are for CUDA, and there is none"
+    not cuda_serves(), reason="the kernels are for CUDA, and there is none"
 )
 
 HALVES = [mx.bfloat16, mx.float16]

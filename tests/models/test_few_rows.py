@@ -1,0 +1,198 @@
+"""In rounds on CUDA, linear layers and attentions of every model ask the kernels.
+
+CUDA is taken to be there, and stock operations stand in for the kernels, which have a
+test of their own on a GPU (test_cuda_kernels.py): what is shown here is which calls
+reach them, with what, and that a hooked model computes what it did.
+
+Faults that were made by hand, and found here: the bias is left out; prompts are asked
+so too; single rows are; an attention over latents is; a mask is not passed on; the
+hooks stay when their owner has left.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_speculation.models import (
+    Lane,
+    Recorders,
+    few_rows,
+    few_rows_attention,
+    in_round,
+)
+from mlx_speculation.models.in_round import rows_of_a_round
+from mlx_speculation.models.instances import plain_class
+from support.census import BUILT, build
+
+PROMPT = [(7 * i * i + 3 * i) % 256 for i in range(21)]
+ROWS = [201, 7, 96, 255, 31]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let stock operations stand in for the kernels; return who was asked, in order."""
+    seen: list[str] = []
+
+    def product(x: mx.array, weight: mx.array) -> mx.array:
+        seen.append("half")
+        return x @ weight.T
+
+    def four_bits(
+        x: mx.array, weight: mx.array, scales: mx.array, biases: mx.array, group: int
+    ) -> mx.array:
+        seen.append("four bits")
+        return mx.quantized_matmul(
+            x, weight, scales, biases, transpose=True, group_size=group, bits=4
+        )
+
+    def attention(
+        queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any
+    ) -> mx.array:
+        seen.append("attention")
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=mask
+        )
+
+    monkeypatch.setattr(in_round, "cuda_serves", lambda: True)
+    for module in (few_rows, few_rows_attention):
+        monkeypatch.setattr(module, "cuda_serves", lambda: True)
+    monkeypatch.setattr(few_rows, "product", product)
+    monkeypatch.setattr(few_rows, "product_of_four_bits", four_bits)
+    monkeypatch.setattr(few_rows_attention, "attention", attention)
+    monkeypatch.setattr(few_rows_attention, "DIMENSIONS", range(1, 1024))
+    return seen
+
+
+def rows_of(model: nn.Module, *, hooked: bool) -> mx.array:
+    """Return the logits of a round's rows behind the prompt."""
+    recorders = Recorders(model) if hooked else None
+    try:
+        lane = Lane(model, make_prompt_cache(model))
+        lane.feed(PROMPT)
+        with lane.begin() as lane_round:
+            found = lane_round.forward(mx.array(ROWS))
+            mx.eval(found)
+    finally:
+        if recorders is not None:
+            recorders.remove()
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(BUILT))
+def test_a_model_computes_what_it_did(
+    name: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(few_rows, "HALVES", [mx.float32])  # a CPU has no others
+    monkeypatch.setattr(few_rows_attention, "HALVES", [mx.float32])
+    model = build(name)
+    kinds = [type(module) for module in model.modules()]
+    wanted = rows_of(model, hooked=False)
+    assert not asked
+    found = rows_of(model, hooked=True)
+    assert mx.allclose(found, wanted, rtol=1e-3, atol=1e-3)
+    assert [type(module) for module in model.modules()] == kinds
+    assert "half" in asked or not any(
+        plain_class(module) is nn.Linear and module.weight.shape[-1] % 32 == 0
+        for module in model.modules()
+    )
+
+
+def test_prompts_and_single_rows_keep_the_products_of_mlx(asked: list[str]) -> None:
+    model = build("llama")
+    model.set_dtype(mx.bfloat16)
+    recorders = Recorders(model)
+    lane = Lane(model, make_prompt_cache(model))
+    lane.feed(PROMPT)
+    with lane.begin(whole=True) as plain_step:
+        mx.eval(plain_step.forward(mx.array([5])))
+    with lane.begin() as first_draft:
+        mx.eval(first_draft.forward(mx.array([5])))
+    assert asked == []
+    with lane.begin() as verify:
+        verify.forward(mx.array([5, 6]))
+    assert {"half", "attention"} == set(asked)
+    recorders.remove()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 17])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
+@pytest.mark.parametrize("width", [64, 80])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_layer_asks_where_the_kernel_serves(
+    rows: int, dtype: mx.Dtype, width: int, bias: bool, asked: list[str]
+) -> None:
+    layer = nn.Sequential(nn.Linear(width, 48, bias=bias))
+    layer.set_dtype(dtype)
+    x = mx.random.normal((1, rows, width)).astype(dtype)
+    wanted = layer(x)
+    recorders = Recorders(layer)
+    with rows_of_a_round():
+        found = layer(x)
+    serves = 1 < rows <= 16 and dtype != mx.float32 and width % 32 == 0
+    assert asked == (["half"] if serves else [])
+    assert mx.allclose(found, wanted, rtol=0.02, atol=0.02)
+    assert layer(x).shape == wanted.shape
+    assert len(asked) == int(serves)  # outside of a round nobody is asked
+    recorders.remove()
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Embedding])
+def test_a_quantized_layer_asks_with_what_it_holds(
+    bits: int, group: int, kind: type[nn.Module], asked: list[str]
+) -> None:
+    model = nn.Sequential(kind(256, 48) if kind is nn.Linear else kind(48, 256))
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model, group_size=group, bits=bits)
+    layer = model.layers[0]
+    ask = layer if kind is nn.Linear else lambda x: layer.as_linear(x)
+    x = mx.random.normal((2, 4, 256)).astype(mx.bfloat16)
+    wanted = ask(x)
+    recorders = Recorders(model)
+    with rows_of_a_round():
+        found = ask(x)
+    assert asked == (["four bits"] if bits == 4 else [])
+    assert mx.array_equal(found, wanted)
+    with rows_of_a_round(), pytest.raises(ValueError, match="shape"):
+        ask(x[..., :128])  # mlx's own error, and no kernel that reads on
+    recorders.remove()
+
+
+def test_other_ways_to_quantize_are_left_to_mlx(asked: list[str]) -> None:
+    model = nn.Sequential(nn.Linear(256, 64, bias=False))
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model, group_size=32, bits=4, mode="mxfp4")
+    recorders = Recorders(model)
+    with rows_of_a_round():
+        mx.eval(model(mx.ones((1, 4, 256), mx.bfloat16)))
+    assert asked == []
+    recorders.remove()
+
+
+def test_sinks_and_quantized_keys_are_left_to_mlx_lm() -> None:
+    queries = mx.ones((1, 4, 3, 64), mx.bfloat16)
+    keys = mx.ones((1, 2, 9, 64), mx.bfloat16)
+    window = mx.ones((3, 9), mx.bool_)
+
+    class Quantized:
+        bits = 8
+
+    serves = few_rows_attention.serves
+    assert serves(queries, keys, keys, None, "causal", None)
+    assert serves(queries, keys, keys, None, window, None)
+    assert serves(queries[:, :, :1], keys, keys, None, window[:1], None)
+    assert not serves(queries[:, :, :1], keys, keys, None, None, None)
+    assert not serves(queries, keys, keys, None, "causal", mx.zeros((4,)))
+    assert not serves(queries, keys, keys, Quantized(), "causal", None)
+    assert not serves(queries, keys, keys[..., :32], None, "causal", None)
+    assert not serves(queries, keys, keys, None, window.astype(mx.bfloat16), None)
+    assert not serves(queries[:, :3], keys, keys, None, "causal", None)
+    assert not serves(queries[..., :40], keys[..., :40], keys, None, None, None)
+    every_head = mx.ones((1, 4, 3, 9), mx.bool_)
+    assert not serves(queries, keys, keys, None, every_head, None)
+    half = queries.astype(mx.float32)
+    assert not serves(half, keys, keys, None, "causal", None)
