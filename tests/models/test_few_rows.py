@@ -23,6 +23,8 @@ from mlx_speculation.models import (
     few_rows_attention,
     in_round,
 )
+from mlx_speculation.models.absorbed import ATTENTIONS
+from mlx_speculation.models.few_rows_attention import attention_hooks
 from mlx_speculation.models.in_round import rows_of_a_round
 from mlx_speculation.models.instances import plain_class
 from support.census import BUILT, build
@@ -100,6 +102,15 @@ def test_a_model_computes_what_it_did(
     )
 
 
+@pytest.mark.parametrize("home", sorted({home for home, _ in ATTENTIONS}))
+def test_attention_over_latents_keeps_the_way_of_its_own(
+    home: str, asked: list[str]
+) -> None:
+    model = build(home.removeprefix("mlx_lm.models."))
+    hooked = [plain_class(module) for module, _ in attention_hooks(model)]
+    assert not {(kind.__module__, kind.__name__) for kind in hooked} & ATTENTIONS
+
+
 def test_prompts_and_single_rows_keep_the_products_of_mlx(asked: list[str]) -> None:
     model = build("llama")
     model.set_dtype(mx.bfloat16)
@@ -143,12 +154,12 @@ def test_a_linear_layer_asks_where_the_kernel_serves(
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("kind", [nn.Linear, nn.Embedding])
 def test_a_quantized_layer_asks_with_what_it_holds(
-    bits: int, group: int, kind: type[nn.Module], asked: list[str]
+    bits: int, group: int, kind: Any, asked: list[str]
 ) -> None:
     model = nn.Sequential(kind(256, 48) if kind is nn.Linear else kind(48, 256))
     model.set_dtype(mx.bfloat16)
     nn.quantize(model, group_size=group, bits=bits)
-    layer = model.layers[0]
+    layer: Any = model.layers[0]
     ask = layer if kind is nn.Linear else lambda x: layer.as_linear(x)
     x = mx.random.normal((2, 4, 256)).astype(mx.bfloat16)
     wanted = ask(x)
@@ -159,6 +170,7 @@ def test_a_quantized_layer_asks_with_what_it_holds(
     assert mx.array_equal(found, wanted)
     with rows_of_a_round(), pytest.raises(ValueError, match="shape"):
         ask(x[..., :128])  # mlx's own error, and no kernel that reads on
+    assert len(asked) == int(bits == 4)
     recorders.remove()
 
 
