@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_speculation import BatchGenerator, Sampling
+from mlx_speculation.engine.handling import Handling
 from support.batches import LONGEST, SAMPLINGS, Bench, bench
 from support.identity import prompt_of
 
@@ -24,6 +25,7 @@ def play(made: Bench, batch: BatchGenerator, requests: int, seed: int) -> int:
                 "sampling": rng.choice(SAMPLINGS),
                 "draft_length": rng.choice([None, 0, 3]),
                 "logprobs": rng.choice([None, None, 2]),
+                "handling": Handling(prefill_step=rng.choice([7, 2048])),
             }
             if rng.random() < 0.1:  # runs alone
                 options["sampling"] = Sampling(logits_processors=[lambda t, x: x])
@@ -31,8 +33,9 @@ def play(made: Bench, batch: BatchGenerator, requests: int, seed: int) -> int:
         for response in batch.next():
             if response.finish_reason is not None:
                 batch.remove(response.uid)
-        if batch.running and rng.random() < 0.1:
-            batch.remove(rng.choice(batch.running))
+        begun = (*batch.running, *batch.waiting[:1])
+        if begun and rng.random() < 0.1:
+            batch.remove(rng.choice(begun))
         most = max(most, batch.memory)
     return most
 
