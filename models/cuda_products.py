@@ -24,10 +24,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_speculation.models.notices import notice
+
 WARPS = 8
 OUTPUTS = 16  # of one block
 HALVES = (mx.bfloat16, mx.float16)
-MOST_ROWS = 16  # from 17 on, what a kernel of 8 rows reads of x begins to count
+MOST_ROWS = 16
 
 _HEADER = """
 template <typename H> struct Half;
@@ -182,6 +184,26 @@ def _kernel(dtype: mx.Dtype, tiles: int, group: int) -> Any:
         source=_FOUR_BITS if group else _HALF,
         header=_HEADER + constants,
     )
+
+
+@functools.cache
+def kernels_compile() -> bool:
+    """Whether mlx can compile kernels here; it is said once where it cannot.
+
+    mlx asks NVIDIA's compiler at run time, which needs header files that not every
+    installation has. The first call takes about a second.
+    """
+    try:
+        ones = mx.ones((2, 32), mx.bfloat16)
+        mx.eval(product(ones, ones))
+    except RuntimeError as error:
+        notice(
+            "Rounds do without the kernels for few rows, since mlx could not compile "
+            f"one: {str(error).strip().splitlines()[0]}. The text is the same. "
+            "Install the header files of the CUDA toolkit for more speed."
+        )
+        return False
+    return True
 
 
 def product(x: mx.array, weight: mx.array) -> mx.array:

@@ -1,6 +1,6 @@
 """Linear layers that meet a few rows at once on CUDA, in a round.
 
-A verify is a forward over two to seventeen rows, and a batch's plain step one over as
+A verify is a forward over two and more rows, and a batch's plain step one over as
 many rows as it has. In it the linear layers of a model are asked by the kernels of
 `cuda_products`, whatever model it is: a layer's instance gets a class that does so, as
 mixers do (`instances`). Prompts, single rows, other dtypes and other ways to quantize
@@ -19,12 +19,15 @@ import mlx.nn as nn
 from mlx_speculation.models.cuda_products import (
     HALVES,
     MOST_ROWS,
+    kernels_compile,
     product,
     product_of_four_bits,
 )
 from mlx_speculation.models.in_round import cuda_serves, in_round_on_cuda
 from mlx_speculation.models.instances import Hook, derived, plain_class
 
+# Beyond this a round with cuBLASLt takes no longer (docs/gpu.md).
+MOST_HALF_ROWS = 8
 _RANK = -1
 
 Ask = Callable[[Any, mx.array], mx.array | None]
@@ -39,7 +42,7 @@ def half_product(layer: Any, x: mx.array) -> mx.array | None:
     """
     weight = layer.weight
     width = x.shape[-1]
-    if not 1 < x.size // width <= MOST_ROWS or width % 32:
+    if not 1 < x.size // width <= MOST_HALF_ROWS or width % 32:
         return None
     if weight.shape[-1] != width:
         return None  # mlx says so
@@ -87,7 +90,7 @@ def _asking(kind: type[nn.Module], method: str, ask: Ask) -> type[nn.Module]:
 
 def few_row_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
     """Yield each layer of a model that can be asked by the kernels, with its hook."""
-    if not cuda_serves():
+    if not (cuda_serves() and kernels_compile()):
         return
     for _, module in model.named_modules():
         kind = plain_class(module)

@@ -18,7 +18,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 from mlx_speculation.models.absorbed import ATTENTIONS
 from mlx_speculation.models.cuda_attention import DIMENSIONS, attention
-from mlx_speculation.models.cuda_products import HALVES
+from mlx_speculation.models.cuda_products import HALVES, kernels_compile
 from mlx_speculation.models.in_round import cuda_serves, in_round_on_cuda
 from mlx_speculation.models.instances import Hook, derived, plain_class
 
@@ -90,7 +90,7 @@ def _asking(kind: Any) -> type[nn.Module]:
 
 def attention_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
     """Yield each layer whose own code calls mlx-lm's function, with its hook."""
-    if not cuda_serves():
+    if not (cuda_serves() and kernels_compile()):
         return
     for _, module in model.named_modules():
         kind = plain_class(module)
