@@ -92,7 +92,8 @@ class RoundCosts:
     def guess(self, other: "RoundCosts") -> None:
         """Take what other costs know and these do not for a guess.
 
-        Guesses are in proportion to the plain step, now and when that is measured.
+        Guesses are in proportion to the plain step, and go on so: when one of them is
+        measured, the others move as it does.
         """
         for bucket, costs in other.table().items():
             if 0 not in costs:
@@ -162,10 +163,10 @@ class RoundCosts:
         if cost.seconds is None or cost.guessed:
             cost.samples.append(seconds / factor)
             if len(cost.samples) >= self.samples:
-                found = median(cost.samples)
-                if cost.guessed and cost.seconds and not length:
-                    self._scale_guesses(context, found / cost.seconds)
+                found, guess = median(cost.samples), cost.seconds
                 cost.seconds, cost.guessed = found, False
+                if guess:
+                    self._scale_guesses(context, found / guess)
             return
         most = math.log(LARGEST_CHANGE)
         change = math.log(max(seconds, 1e-9) / (cost.seconds * factor))
@@ -178,7 +179,7 @@ class RoundCosts:
         cost.seconds *= math.exp(max(SLOWEST, 0.3 / cost.count, stale) * change)
 
     def _scale_guesses(self, context: int, ratio: float) -> None:
-        """Let guesses follow the plain step, which was one too."""
+        """Let the other guesses follow one that was measured."""
         for cost in self._at(context).values():
             if cost.guessed and cost.seconds is not None:
                 cost.seconds *= ratio

@@ -175,7 +175,7 @@ def test_a_batch_that_shrinks_begins_with_what_the_larger_one_has_measured(
 
 
 def test_guesses_hold_until_a_length_is_measured() -> None:
-    """And are in proportion to the plain step, whenever that is measured."""
+    """And the others follow, so that no length looks cheap for being a guess."""
     known = RoundCosts({0: {0: 1.0, 4: 3.0, 8: 5.0}})
     costs = RoundCosts()
     costs.guess(known)
@@ -186,6 +186,12 @@ def test_guesses_hold_until_a_length_is_measured() -> None:
         costs.note(100, 4, 10.0)
         assert costs.seconds(100, 4) == seconds
     assert costs.table() == {0: {0: 0.5, 4: 10.0}}
+    assert costs.seconds(100, 8) == pytest.approx(2.5 * 10.0 / 1.5)
+    drafting = RoundCosts()
+    drafting.guess(known)
+    for _ in range(3):
+        drafting.note(100, 4, 1.5)
+    assert [drafting.seconds(100, n) for n in (0, 8)] == [0.5, 2.5]
     late = RoundCosts({0: {0: 0.1}})
     late.guess(known)
     assert late.seconds(100, 8) == pytest.approx(0.5)
