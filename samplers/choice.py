@@ -102,8 +102,10 @@ class Chooser:
         """
         if self.sampling.sampler is not None:
             return called_on_rows(self.sampling.sampler, processed)
+        if self.sampling.greedy:
+            return mx.argmax(processed, axis=-1)
         k = self.sampling.top_k
-        if self.sampling.greedy or k == 0 or not self._noise.prefers_few(k):
+        if k == 0 or not self._noise.prefers_few(k):
             return mx.argmax(self.scores(processed, rows), axis=-1)
         log_probs = self.log_probs(processed, rows)
         ids = mx.argpartition(log_probs, max(log_probs.shape[-1] - k, 0), axis=-1)

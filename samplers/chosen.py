@@ -50,9 +50,12 @@ class Verified:
     def arrays(self) -> list[mx.array]:
         """All there is to evaluate."""
         report = self.log_probs
-        every = [self.tokens, self.normalizers, self.accepted]
-        every += [] if report is None else [report.tokens, report.top_ids, report.top]
-        return [array for array in every if array is not None]
+        every = [self.tokens, self.normalizers]
+        if self.accepted is not None:
+            every.append(self.accepted)
+        if report is not None:
+            every += report.tokens, report.top_ids, report.top
+        return every
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,18 +16,16 @@ class Penalties:
 
     Args:
         sampling: the request's options.
+
+    Attributes:
+        active: whether there is anything to do.
     """
 
     def __init__(self, sampling: Sampling) -> None:
-        self._sampling = sampling
+        self._sampling = some = sampling
         self._biases: dict[int, tuple[mx.array, mx.array]] = {}  # by logits' width
-
-    @property
-    def active(self) -> bool:
-        """Whether there is anything to do."""
-        some = self._sampling
         kinds = some.repetition_penalty, some.presence_penalty, some.frequency_penalty
-        return bool(some.biases) or any(kinds)
+        self.active = bool(some.biases) or any(kinds)
 
     def apply(
         self, logits: mx.array, rows: Rows, held: KnownTokens | None = None

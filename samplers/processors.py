@@ -55,6 +55,9 @@ class Processors:
         width: the columns of the target's logits. The user's processors get this
             width also for a draft's logits.
 
+    Attributes:
+        active: whether logits are changed at all.
+
     Raises:
         InvalidRequestError: the logit bias or XTC's special tokens name an id that
             the target does not have.
@@ -66,6 +69,7 @@ class Processors:
         self._width = width
         self._penalties = Penalties(sampling)
         self._users = sampling.logits_processors
+        self.active = self._penalties.active or bool(self._users)
         self._forkable: list[Any] = [user for user in self._users if is_forkable(user)]
         self._known = KnownTokens()
         self._after: dict[int, States] = {}  # a position's row, and the one before
@@ -73,11 +77,6 @@ class Processors:
         self._last = range(0)  # the positions of the last rows
         self._called: dict[tuple[int, ...], _Called] = {}  # by tokens after the known
         self._called_after = 0  # known tokens
-
-    @property
-    def active(self) -> bool:
-        """Whether logits are changed at all."""
-        return self._penalties.active or bool(self._users)
 
     @property
     def parallel(self) -> bool:

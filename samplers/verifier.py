@@ -158,8 +158,7 @@ class Verifier:
             top: report log-probabilities, and this many of the most probable ids.
         """
         processed = self._chooser.processed(logits, rows)
-        start = rows.positions[0]
-        return self._decide(processed, rows, drafted, draft_probs, start, top)
+        return self._decide(processed, rows, drafted, draft_probs, None, top)
 
     def in_turn(
         self,
@@ -200,10 +199,13 @@ class Verifier:
         rows: Rows,
         drafted: mx.array | None,
         draft_probs: mx.array | None,
-        start: int,
+        start: int | None,
         top: int | None,
     ) -> Verified:
-        """Decide on k drafted tokens, given k + 1 rows, in the round from `start`."""
+        """Decide on k drafted tokens, given k + 1 rows, in the round from `start`.
+
+        None: the round begins with these rows.
+        """
         if self._rule is None:
             tokens = self._chooser.pick(processed, rows)
             accepted = None if drafted is None else count_accepted(drafted, tokens)
@@ -223,11 +225,11 @@ class Verifier:
         rows: Rows,
         drafted: mx.array | None,
         draft_probs: mx.array | None,
-        start: int,
+        start: int | None,
     ) -> tuple[mx.array, mx.array | None]:
         """Accept by the rule, and draw the correction or bonus."""
         laws = self._law(self._chooser, processed, rows)
-        first = mx.array([start])
+        first = mx.array([rows.positions[0] if start is None else start])
         if drafted is None:
             return self._draw(laws, first, mx.array(list(rows.positions))), None
         assert self._rule is not None
