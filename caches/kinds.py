@@ -42,8 +42,8 @@ from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 OpenJournal = Callable[[Any, bool], Journal]
 
 JOURNALS: dict[type, OpenJournal] = {
-    KVCache: lambda cache, whole: KVJournal(cache),
-    QuantizedKVCache: lambda cache, whole: KVJournal(cache),
+    KVCache: KVJournal,
+    QuantizedKVCache: KVJournal,
     ConcatenateKVCache: lambda cache, whole: ConcatenateJournal(cache),
     ChunkedKVCache: lambda cache, whole: ChunkedJournal(cache),
     RotatingKVCache: lambda cache, whole: RotatingJournal(cache, whole=whole),
@@ -81,6 +81,8 @@ def leaves(caches: Sequence[Any]) -> Iterator[tuple[str, Any]]:
 
 def flat(caches: Sequence[Any]) -> list[Any]:
     """Return every leaf cache. Every step asks, so no place is worked out here."""
+    if CacheList not in map(type, caches):
+        return list(caches)
     found: list[Any] = []
     for cache in caches:
         found += flat(cache.caches) if type(cache) is CacheList else (cache,)
@@ -95,7 +97,7 @@ def check_supported(caches: Sequence[Any]) -> list[Any]:
         UnsupportedCacheError: a leaf is of an unknown kind.
     """
     found = flat(caches)
-    known = all(type(leaf) in JOURNALS for leaf in found)
+    known = set(map(type, found)) <= JOURNALS.keys()
     if not (found and known and len(set(map(id, found))) == len(found)):
         _refuse(caches)
     return found
@@ -133,7 +135,7 @@ def open_journal(
 ) -> Journal:
     """Return a journal for a leaf that `check_supported` has passed."""
     if steps is not None and native_type(leaf) is KVCache:
-        return KVJournal(leaf, steps)
+        return KVJournal(leaf, whole, steps)
     if steps is not None and type(leaf) is SlidingKVCache:
         return SlidingJournal(leaf, whole=whole, steps=steps)
     opened = JOURNALS[type(leaf)]

@@ -22,26 +22,28 @@ from mlx_speculation.caches.key_steps import KeySteps, in_steps
 class KVJournal:
     """Journal of one cache by length; the live cache itself is what the model sees.
 
-    With `steps` it sees a `KVCache` in whole steps of rows.
+    With `steps` it sees a `KVCache` in whole steps of rows. Whether a part may be kept
+    makes no difference, so `whole` is not looked at.
+
+    Attributes:
+        presented: the live cache, or a view of it in whole steps.
     """
 
-    __slots__ = ("_cache", "_presented", "_start", "_was_empty")
+    __slots__ = ("_cache", "_start", "_was_empty", "presented")
     live = True
 
     def __init__(
-        self, cache: KVCache | QuantizedKVCache, steps: KeySteps | None = None
+        self,
+        cache: KVCache | QuantizedKVCache,
+        whole: bool = False,
+        steps: KeySteps | None = None,
     ) -> None:
         self._cache = cache
-        self._presented = cache
+        self.presented = cache
         if steps is not None and isinstance(cache, KVCache):
-            self._presented = in_steps(cache, steps)
+            self.presented = in_steps(cache, steps)
         self._start = cache.offset
         self._was_empty = cache.keys is None
-
-    @property
-    def presented(self) -> KVCache | QuantizedKVCache:
-        """The live cache, or a view of it in whole steps."""
-        return self._presented
 
     @property
     def written(self) -> int:

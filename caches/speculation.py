@@ -12,7 +12,7 @@ keeps 3, 0 and 5 positions of rows 0, 1 and 2. It knows nothing about tokens or 
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from mlx_speculation.caches.checked_writes import check_together
 from mlx_speculation.caches.held_arrays import bytes_beside
@@ -94,7 +94,8 @@ class Speculation:
     @property
     def caches(self) -> list[Any]:
         """What to pass to the model as `cache`."""
-        self._check_open("caches")
+        if not self._open:
+            self._refuse("caches")
         return self._presented
 
     @property
@@ -126,11 +127,14 @@ class Speculation:
                 which cannot keep different numbers of rows.
             SpeculationClosedError: the speculation is closed.
         """
-        self._check_open("prepare")
-        asked = numbers(keep)
-        keep = per_row(asked, self._leaves)
+        if not self._open:
+            self._refuse("prepare")
+        asked = keep if isinstance(keep, int) else numbers(keep)
+        keep = asked if isinstance(asked, int) else per_row(asked, self._leaves)
         each = [leaf.written for leaf in self._leaves]
-        written = self._check_keep(keep, each)
+        written: int | None = each[0]
+        if not (written and keep == written and each.count(written) == len(each)):
+            written = self._check_keep(keep, each)
         whole = self._whole or keep in (0, written)
         self._needs_rerun = not whole and None in each
         if self._needs_rerun and (self._rerun is None or not isinstance(keep, int)):
@@ -156,8 +160,9 @@ class Speculation:
         not fail, unless the model has to run again: then everything is rolled back
         first, and stays so if that forward fails.
         """
-        self._check_open("commit")
-        if self._prepared != numbers(keep):
+        if not self._open:
+            self._refuse("commit")
+        if self._prepared != (keep if isinstance(keep, int) else numbers(keep)):
             self.prepare(keep)
         keep = self._keep
         if keep == 0:
@@ -185,7 +190,8 @@ class Speculation:
         self._open = False
 
     def __enter__(self) -> "Speculation":
-        self._check_open("with")
+        if not self._open:
+            self._refuse("with")
         return self
 
     def __exit__(
@@ -201,8 +207,6 @@ class Speculation:
         self, keep: int | tuple[int, ...], each: list[int | None]
     ) -> int | None:
         """Check `keep` against what `each` layer wrote; return that."""
-        if isinstance(keep, int) and each.count(keep) == len(each) and keep > 0:
-            return keep
         written = max((w for w in each if w is not None), default=None)
         check_range(keep, written)
         ragged = not isinstance(keep, int)
@@ -221,8 +225,7 @@ class Speculation:
             )
         return written
 
-    def _check_open(self, what: str) -> None:
-        if not self._open:
-            raise SpeculationClosedError(
-                f"{what} was used on a speculation that is closed.\n{_HOW_TO_USE}"
-            )
+    def _refuse(self, what: str) -> NoReturn:
+        raise SpeculationClosedError(
+            f"{what} was used on a speculation that is closed.\n{_HOW_TO_USE}"
+        )

@@ -243,36 +243,44 @@ class LaneRound:
         `hidden`.
         """
         self._fed.append(tokens)
+        model, presented = self._lane.model, self._speculation.caches
+        if self._whole and self._taps is None:  # a plain step, or a chunk of a prompt
+            logits: mx.array = model(tokens[None], cache=presented)
+            return logits[0]
         with ExitStack() as stack:
             if self._taps is not None:
                 stack.enter_context(self._taps.collect(self._hidden))
             if not self._whole:
                 stack.enter_context(rows_of_a_round())
-            logits: mx.array = self._lane.model(tokens[None], cache=self.presented)
+            logits = model(tokens[None], cache=presented)
         return logits[0]
 
     def prepare(self, keep: int) -> None:
         """Do what of `commit(keep)` can fail; see `Speculation.prepare`."""
-        with noting_reruns() as ran:
+        if self._whole:  # nothing is run again to keep all
             self._speculation.prepare(keep)
-        self._prepared, self._mixers_ran = keep, bool(ran)
+        else:
+            with noting_reruns() as ran:
+                self._speculation.prepare(keep)
+            self._mixers_ran = bool(ran)
+        self._prepared = keep
 
     def commit(self, keep: int) -> None:
         """Keep the first `keep` tokens fed; see `Speculation.commit`."""
         if self._prepared != keep:
             self.prepare(keep)
-        width = sum(tokens.shape[0] for tokens in self._fed)
-        self._lane.count_bytes(self._speculation, width, self._whole)
-        self._speculation.commit(keep)
+        lane, speculation = self._lane, self._speculation
+        width = sum([tokens.shape[0] for tokens in self._fed])
+        lane.count_bytes(speculation, width, self._whole)
+        speculation.commit(keep)
         self._committed = keep
-        follower = self._lane.follower
-        if follower is not None and self._hidden is not None:
-            follower.add(self._lane.seen, self._hidden, keep)
-        self._lane.seen += keep
-        self._lane.reruns += self._speculation.reran
-        self._lane.mixer_reruns += self._mixers_ran
-        if self._lane.quantization is not None:
-            self.replaced = self._lane.quantization.replace(self._lane.caches)
+        if lane.follower is not None and self._hidden is not None:
+            lane.follower.add(lane.seen, self._hidden, keep)
+        lane.seen += keep
+        lane.reruns += speculation.reran
+        lane.mixer_reruns += self._mixers_ran
+        if lane.quantization is not None:
+            self.replaced = lane.quantization.replace(lane.caches)
 
     def rollback(self) -> None:
         """Undo every forward, also after a commit while nothing else has written."""
