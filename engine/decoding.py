@@ -253,7 +253,9 @@ class Decoder:
         if drafter is None or length <= 0:
             following = self._following
             drafts_next = following is not None and following.length > 0
-            return self._round_without_draft(cut, submit_next=not drafts_next)
+            if not self._in_turn:
+                return self._plain_round(cut, submit_next=not drafts_next)
+            return self._round_without_draft(cut)
         known, seen = len(self._sequence.tokens), self._target.seen
         try:
             draft = self._propose(drafter, ahead + length)
@@ -327,14 +329,14 @@ class Decoder:
         except NonFiniteLogitsError:
             return None
 
-    def _round_without_draft(
-        self, make_cut: MakeCut, *, submit_next: bool = True
-    ) -> str | None:
+    def _round_without_draft(self, make_cut: MakeCut) -> str | None:
         if not self._in_turn:
-            return self._plain_round(make_cut, submit_next=submit_next)
+            return self._plain_round(make_cut)
         return self._round_in_turn(Draft(mx.zeros((0,), mx.uint32)), make_cut)
 
-    def _plain_round(self, make_cut: MakeCut, *, submit_next: bool) -> str | None:
+    def _plain_round(
+        self, make_cut: MakeCut, *, submit_next: bool = True
+    ) -> str | None:
         """Run a step and, unless a draft is to follow, submit the next one."""
         step = self._in_flight
         fresh: Submitted | None = None
@@ -357,10 +359,11 @@ class Decoder:
                 step.lane_round.rollback()
                 self._in_flight = None
             raise
-        self._sequence.tokens += verdict.emitted
+        self._sequence.tokens += verdict.tokens
         self._in_flight = following
-        self._follow(verdict.emitted)
-        self.statistics.count(drafted=0, accepted=0, emitted=1)
+        if self._masks is not None:
+            self._follow(verdict.tokens)
+        self.statistics.count_step()
         return cut.reason
 
     def _propose(self, drafter: Drafter, limit: int) -> Draft:

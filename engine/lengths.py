@@ -120,6 +120,7 @@ class FixedLengths:
 
     def __init__(self, length: int) -> None:
         self._length = length
+        self._usual = Plan(length, "fixed")
 
     @property
     def longest(self) -> int:
@@ -128,6 +129,8 @@ class FixedLengths:
 
     def plan(self, context: int, limit: int) -> Plan:
         """Return the length, as far as there is room for it."""
+        if 0 <= self._length <= limit:
+            return self._usual
         return Plan(max(0, min(self._length, limit)), "fixed")
 
     def note(self, context: int, plan: Plan, outcome: Outcome) -> None:

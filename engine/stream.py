@@ -59,6 +59,7 @@ class Stream:
         level_draft: bool = False,
     ) -> None:
         self._decoder = decoder
+        self._statistics = decoder.statistics
         self._sequence = sequence
         self._text = text
         self._max_tokens = max_tokens
@@ -73,6 +74,7 @@ class Stream:
         self._open = ExitStack()
         self._started = False
         self._prompt_read = False
+        self._in_rounds = False
         self._warned = False
         self._reason: str | None = None
         self._ready: deque[Chunk] = deque()
@@ -82,7 +84,7 @@ class Stream:
     @property
     def stats(self) -> Statistics:
         """Counts and times so far."""
-        return self._decoder.statistics
+        return self._statistics
 
     @property
     def decisions(self) -> list[tuple[Plan, Outcome]]:
@@ -159,14 +161,15 @@ class Stream:
         if self._result is None and not self._ready:
             try:
                 self._advance()
-                self._warn_of_faults()
+                if self._statistics.drafter_faults:
+                    self._warn_of_faults()
             except BaseException:
                 self._end("error", hold_all=False)
                 raise
         if self._result is not None:
             raise StopIteration
         chunk = self._ready.popleft()
-        self._yielded.append(chunk.without_row)
+        self._yielded.append(chunk if chunk.logprob is None else chunk.without_row)
         if self._reason is not None and not self._ready:
             self._end(self._reason)
         return chunk
@@ -270,6 +273,7 @@ class Stream:
         """Read the prompt if that was not done; return whether there is a round."""
         self._read()
         if self.budget and not self._decoder.complete:
+            self._in_rounds = True
             return True
         self._end("length" if self.budget == 0 else "stop")
         return False
@@ -286,9 +290,9 @@ class Stream:
 
     def _advance(self) -> None:
         """Run the next round; with a budget of nothing, the prompt alone."""
-        if not self._begun():
+        if not self._in_rounds and not self._begun():
             return
-        budget = self.budget
+        budget = self._max_tokens - self._statistics.emitted
         self._ready.clear()
         self._reason = self._decoder.next_round(budget, self._cut)
         if self._prefixes is not None:
@@ -356,10 +360,11 @@ class Stream:
     def _cut(self, emitted: Emitted) -> Cut:
         """Turn a round's next tokens into chunks, up to a stop or the budget."""
         reason: str | None = None
+        before = self._statistics.emitted
         for index, token in enumerate(emitted.tokens):
             text, stopped = self._text.add(token)
             complete = emitted.complete and index + 1 == len(emitted.tokens)
-            spent = self.stats.emitted + len(self._ready) + 1 == self._max_tokens
+            spent = before + len(self._ready) + 1 == self._max_tokens
             if stopped:
                 reason = "stop"
             elif complete or spent:

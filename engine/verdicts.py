@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.engine.origins import Origin, origin_of
+from mlx_speculation.engine.origins import STEP, Origin, origin_of
 from mlx_speculation.engine.results import LogProb
 from mlx_speculation.engine.round_clock import RoundClock
 from mlx_speculation.errors import NonFiniteLogitsError
@@ -78,6 +78,8 @@ class Emitted:
     @classmethod
     def of(cls, *verdicts: Verdict) -> "Emitted":
         """Put together what verdicts on successive rows have emitted."""
+        if len(verdicts) == 1 and len(verdicts[0].tokens) == 1:  # a plain step
+            return cls(verdicts[0].tokens, verdicts[0].log_probs, [STEP])
         return cls(
             [token for verdict in verdicts for token in verdict.emitted],
             [value for verdict in verdicts for value in verdict.log_probs],
@@ -155,8 +157,8 @@ def verdict_of(verified: Verified) -> Verdict:
     """Read what a forward's rows were made of, see `read`."""
     tokens: Any = verified.tokens.tolist()  # waits; the others came with it
     normals: Any = verified.normalizers.tolist()
-    unusable = sum(not math.isfinite(value) for value in normals)
-    if unusable:
+    if not all(map(math.isfinite, normals)):
+        unusable = sum(not math.isfinite(value) for value in normals)
         raise NonFiniteLogitsError(
             f"{unusable} of {len(normals)} rows of the target's logits hold a NaN or "
             "no finite largest value. The round was rolled back. Check the weights, "

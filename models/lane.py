@@ -246,14 +246,14 @@ class LaneRound:
         model, presented = self._lane.model, self._speculation.caches
         if self._whole and self._taps is None:  # a plain step, or a chunk of a prompt
             logits: mx.array = model(tokens[None], cache=presented)
-            return logits[0]
+            return logits.squeeze(0)
         with ExitStack() as stack:
             if self._taps is not None:
                 stack.enter_context(self._taps.collect(self._hidden))
             if not self._whole:
                 stack.enter_context(rows_of_a_round())
             logits = model(tokens[None], cache=presented)
-        return logits[0]
+        return logits.squeeze(0)
 
     def prepare(self, keep: int) -> None:
         """Do what of `commit(keep)` can fail; see `Speculation.prepare`."""

@@ -157,7 +157,7 @@ class Processors:
 
     def fork(self) -> States:
         """Return the state of every forkable processor."""
-        return tuple(processor.copy_state() for processor in self._forkable)
+        return tuple([processor.copy_state() for processor in self._forkable])
 
     def restore(self, states: States) -> None:
         """Go back to the states of `fork`."""
