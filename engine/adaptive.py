@@ -113,7 +113,8 @@ class AdaptiveLengths:
             self._run = self._measurement(context, longest)
         if self._run is None:
             options = self._options(context, longest)
-            best = max(options, key=lambda option: option.speed)
+            speeds = [option.tokens / option.seconds for option in options]
+            best = options[speeds.index(max(speeds))]
             self._run = self._trial(context, best, options)
             if self._run is None:
                 self._decided += 1
@@ -194,54 +195,49 @@ class AdaptiveLengths:
         which of them are.
         """
         known = self.costs.lengths(context)
-        missing = [
-            length
-            for length in _to_measure(longest)
-            if length not in known
-            and (not length or self._thorough or self._is_worth(context, length))
-        ]
+        missing = [n for n in _to_measure(longest) if n not in known]
+        if missing and not self._thorough:
+            if missing[0] == 0:
+                return _Run(0, "measure", 2)
+            seconds = self.costs.curve(context, longest)
+            plain = seconds[0]
+            missing = [n for n in missing if self._is_worth(n, seconds[n], plain)]
         if not missing:
             return None
-        if missing[0] == 0 and not self._thorough:
-            return _Run(0, "measure", 2)
         fewest = min(missing, key=lambda n: self.costs.sampled(context, n))
         return _Run(fewest, "measure", 2)
 
-    def _is_worth(self, context: int, length: int) -> bool:
+    def _is_worth(self, length: int, seconds: float, plain: float) -> bool:
         """Whether a length is worth its measurement."""
-        if self.rates.tried < WELL_KNOWN or 0 not in self.costs.lengths(context):
-            return self._may_pay(context, length)
+        if self.rates.tried < WELL_KNOWN:
+            return _may_pay(length, seconds, plain)
         tokens = reached = 1.0
         for rate in self.rates.rates(length):
             reached *= min(1.0, rate + HOPED)
             tokens += reached
-        plain = self.costs.seconds(context, 0)
-        return tokens * plain > LEAST_GAIN * self.costs.seconds(context, length)
-
-    def _may_pay(self, context: int, length: int) -> bool:
-        """Whether a draft pays when every token of it is accepted."""
-        if 0 not in self.costs.lengths(context):
-            return True
-        plain = self.costs.seconds(context, 0)
-        return (length + 1) * plain > LEAST_GAIN * self.costs.seconds(context, length)
+        return tokens * plain > LEAST_GAIN * seconds
 
     def _trial(self, context: int, best: Option, options: list[Option]) -> _Run | None:
         """Return rounds off the best length that may show a better one."""
         plain = options[0]
         if best.length:
             return self._review(context, best, options)
-        paying = [o for o in options[1:] if self._may_pay(context, o.length)]
-        if not paying:
-            return None
-        tried = max(paying, key=lambda option: option.speed)
-        lost = TRIAL_ROUNDS * (tried.seconds - tried.tokens * plain.seconds)
         # A few steps are read for little, and would tell more of noise than of a rate.
         # What it really takes is in what was spent, so that too low a rate delays the
         # trial after this one, while too high a one would end all trials.
         rate = self._catch_up_seconds / (self._caught_up + FEW_STEPS)
         rate = min(rate, TRIAL_SHARE / 2 * plain.seconds)
-        lost += self._lag * rate + plain.seconds
+        lost = self._lag * rate + plain.seconds
         allowed = self._allowed * plain.seconds + TRIAL_SHARE * self._elapsed
+        if self._spent + lost > allowed:
+            return None  # without a look at each option, in nearly every parked round
+        paying = [
+            o for o in options[1:] if _may_pay(o.length, o.seconds, plain.seconds)
+        ]
+        if not paying:
+            return None
+        tried = max(paying, key=lambda option: option.speed)
+        lost += TRIAL_ROUNDS * (tried.seconds - tried.tokens * plain.seconds)
         if self._spent + lost > allowed:
             return None
         self._tried = True
@@ -265,6 +261,11 @@ class AdaptiveLengths:
             return None
         oldest = min(near, key=lambda o: self.costs.noted(context, o.length))
         return _Run(oldest.length, "review", 3 if oldest.length == 0 else 1)
+
+
+def _may_pay(length: int, seconds: float, plain: float) -> bool:
+    """Whether a draft pays when every token of it is accepted."""
+    return (length + 1) * plain > LEAST_GAIN * seconds
 
 
 @cache

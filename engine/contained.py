@@ -90,7 +90,8 @@ class Contained:
             )
             if choices.raised is None:
                 self._doubts = draft.doubts
-                mx.async_eval(*draft.arrays)
+                if draft.length:
+                    mx.async_eval(*draft.arrays)
                 return draft
         except Exception as error:
             if choices.raised is None:

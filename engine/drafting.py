@@ -272,7 +272,7 @@ def _holds_ids(array: Any) -> bool:
     return (
         isinstance(array, mx.array)
         and array.ndim == 1
-        and mx.issubdtype(array.dtype, mx.integer)
+        and (array.dtype == mx.uint32 or mx.issubdtype(array.dtype, mx.integer))
     )
 
 

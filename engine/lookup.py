@@ -11,12 +11,13 @@ import copy
 import operator
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
 
 import mlx.core as mx
 
-from mlx_speculation.engine.drafting import Choose, Draft
+from mlx_speculation.engine.drafting import NOTHING, Choose, Draft
 from mlx_speculation.engine.earlier import EarlierRequests
 from mlx_speculation.engine.matching import (
     BREAK,
@@ -32,6 +33,7 @@ from mlx_speculation.errors import InvalidRequestError
 
 IndexName = Literal["automaton", "ngram"]
 _LARGEST_ID = 2**31 - 1
+_NOTHING_FOUND = replace(NOTHING, source="lookup")
 
 
 class LookupDrafter:
@@ -114,7 +116,7 @@ class LookupDrafter:
                 count = min(limit, match.length * self._per_match)
                 found = continuation(index.tokens, match.end, count)
                 return Draft(mx.array(found, mx.uint32), source="lookup")
-        return Draft(mx.array([], mx.uint32), source="lookup")
+        return _NOTHING_FOUND
 
     def settle(self, accepted: int) -> None:
         """Do nothing: what is committed is found in the sequence."""

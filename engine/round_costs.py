@@ -28,7 +28,7 @@ SETTLED = 6
 
 def bucket_of(context: int) -> int:
     """Return the bucket of a number of tokens: 0 up to 512, 1 up to 1,024, ..."""
-    return max(0, math.ceil(math.log2(max(1, context) / SHORT_CONTEXT)))
+    return ((max(1, context) - 1) // SHORT_CONTEXT).bit_length()
 
 
 class _Cost:
@@ -187,7 +187,8 @@ class RoundCosts:
     def _at(self, context: int) -> dict[int, _Cost]:
         """Return a bucket; a new one begins with what the nearest one knows."""
         bucket = bucket_of(context)
-        if bucket not in self._buckets:
+        found = self._buckets.get(bucket)
+        if found is None:
             costs: dict[int, _Cost] = {}
             if self._buckets:
                 nearest = min(self._buckets, key=lambda b: (abs(b - bucket), b))
@@ -196,5 +197,5 @@ class RoundCosts:
                     for length, cost in self._buckets[nearest].items()
                     if cost.seconds is not None
                 }
-            self._buckets[bucket] = costs
-        return self._buckets[bucket]
+            found = self._buckets[bucket] = costs
+        return found
