@@ -82,7 +82,8 @@ class Adaptive:
     def _auto(self, drafter: str) -> Arm:
         generator = self.generators[drafter]
         longest = max(self.costs.get(drafter, self.costs["model"]))
-        return Arm("ours", longest, partial(ours, generator, None), drafter, auto=True)
+        decode = partial(ours, generator, None, explain=self.settings.explain)
+        return Arm("ours", longest, decode, drafter, auto=True)
 
     def over_plain(self, temperature: float) -> Case:
         """Run every drafter by measurement, and both plain decodings."""

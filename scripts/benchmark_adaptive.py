@@ -9,7 +9,8 @@ requests   short requests that change their group of prompts each time, over the
 
 All are calibrated before. Where drafting is parked, what a draft has missed is read
 when it is tried again: that is in the time, and in the shares of it that went into
-trials, reviews and measurements, which are printed. Rules as in compare.py: texts are
+trials, reviews and measurements, which --explain prints, at the price of a hundredth of
+the speed. Rules as in compare.py: texts are
 checked first, arms take turns, and ratios are to the faster plain decoding in the same
 pass. A ratio of requests is one of times in all, without prefill and first rounds.
 
@@ -66,6 +67,7 @@ class Settings:
     requests: int
     request_tokens: int
     seed: int
+    explain: bool = False
 
 
 @app.command()
@@ -88,6 +90,9 @@ def benchmark(
     requests: Annotated[int, typer.Option(min=0, help="That change their group.")] = 20,
     request_tokens: Annotated[int, typer.Option(min=18, help="Of each request.")] = 128,
     seed: Seed = 0,
+    explain: Annotated[
+        bool, typer.Option(help="Print what went into trials; rounds are slower so.")
+    ] = False,
     blas: Blas = "auto",
     json_file: Json = None,
 ) -> None:
@@ -103,6 +108,7 @@ def benchmark(
         requests=requests,
         request_tokens=request_tokens,
         seed=seed,
+        explain=explain,
     )
     chosen = use_blas(blas)
     progress(f"BLAS: {chosen.detail}")

@@ -53,8 +53,8 @@ class Run:
         seconds: what the clock showed at the last one.
         statistics: rounds, drafted and accepted tokens.
         failure: what another program raised, or None.
-        reasons: seconds of rounds by the reason of their draft length, where that is
-            chosen in each round.
+        reasons: seconds of rounds by the reason of their draft length, where that was
+            asked for.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -198,8 +198,21 @@ def mlx_lm_arms(models: Models, lengths: list[int]) -> list[Arm]:
     ]
 
 
-def ours(generator: SpeculativeGenerator, length: int | None, job: Job) -> Run:
-    """Run a job with one of our generators; None: the generator's usual length."""
+def ours(
+    generator: SpeculativeGenerator,
+    length: int | None,
+    job: Job,
+    *,
+    explain: bool = False,
+) -> Run:
+    """Run a job with one of our generators.
+
+    Args:
+        generator: with its draft.
+        length: of the drafts; None: the generator's usual one.
+        job: what to generate.
+        explain: tell the reasons of the lengths, at the price of a hundredth.
+    """
     run = Run()
     stream = generator.stream(
         job.prompt,
@@ -207,11 +220,11 @@ def ours(generator: SpeculativeGenerator, length: int | None, job: Job) -> Run:
         sampling=job.sampling,
         stop_tokens=(),
         draft_length=length,
-        explain=length is None,
+        explain=explain,
     )
     run.statistics = stream.stats
     run.follow((chunk.token, stream.stats.rounds) for chunk in stream)
-    for plan, outcome in stream.decisions if length is None else ():
+    for plan, outcome in stream.decisions if explain else ():
         spent = run.reasons.get(plan.reason, 0.0)
         run.reasons[plan.reason] = spent + outcome.seconds
     return run
