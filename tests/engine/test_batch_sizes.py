@@ -13,7 +13,7 @@ from mlx_speculation import BatchGenerator, NonFiniteLogitsError, Sampling, pure
 from mlx_speculation.engine.acceptance_rates import AcceptanceRates
 from mlx_speculation.engine.adaptive import AdaptiveLengths
 from mlx_speculation.engine.batch_model import BatchDraftModel
-from mlx_speculation.engine.lengths import Outcome, Plan
+from mlx_speculation.engine.lengths import FixedLengths, Outcome, Plan
 from mlx_speculation.engine.round_costs import RoundCosts
 from mlx_speculation.models.row_sizes import row_size
 from support.batches import SAMPLINGS, Bench, Case, bench
@@ -102,6 +102,14 @@ def test_sizes_are_not_used_on_a_cpu() -> None:
     assert play("model", row_sizes=None) == play("model", row_sizes=False)
 
 
+def let_draft(batch: BatchGenerator, length: int) -> None:
+    """Let every row draft so many tokens a round from now on."""
+    for row in batch._together.rows:
+        lengths: Any = row.parts.lengths
+        assert type(lengths) is FixedLengths
+        FixedLengths.__init__(lengths, length)
+
+
 def test_a_draft_that_has_missed_tokens_reads_them_in_few_widths() -> None:
     """Else it is fed a new number of them in nearly each round after plain ones."""
     made = bench("llama")
@@ -114,12 +122,10 @@ def test_a_draft_that_has_missed_tokens_reads_them_in_few_widths() -> None:
             drafts = batch.next() and batch._together._drafts
             found[sizes] = set[int]()
             for missed in (0, 1, 5, 11, 14):
-                for row in batch._together.rows:
-                    row.parts.lengths._length = 0  # type: ignore[attr-defined]
+                let_draft(batch, 0)
                 for _ in range(missed):
                     batch.next()
-                for row in batch._together.rows:
-                    row.parts.lengths._length = 3  # type: ignore[attr-defined]
+                let_draft(batch, 3)
                 shapes.clear()
                 batch.next()
                 batch.next()

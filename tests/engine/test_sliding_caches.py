@@ -12,8 +12,7 @@ from mlx_speculation.caches import (
     check_supported,
     with_slack,
 )
-from mlx_speculation.engine import drafts
-from mlx_speculation.engine import generator as generator_module
+from mlx_speculation.engine import drafts, generator_setup
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
 from support.drafters import ScriptedDrafter
@@ -51,7 +50,7 @@ def _made(monkeypatch: pytest.MonkeyPatch) -> list[Lane]:
             super().__init__(*args, **options)
             lanes.append(self)
 
-    for module in (generator_module, drafts):
+    for module in (generator_setup, drafts):
         monkeypatch.setattr(module, "Lane", NotedLane)
     return lanes
 

@@ -24,6 +24,7 @@ from mlx_speculation import (
     SpeculativeGenerator,
 )
 from mlx_speculation.engine import Stream
+from mlx_speculation.engine.stream_maker import StreamMaker
 from mlx_speculation.errors import SpeculationError
 from mlx_speculation.samplers import Chooser
 from support.drafters import ScriptedDrafter
@@ -234,22 +235,23 @@ def test_a_head_of_the_users_own_kind_needs_no_name() -> None:
     assert generator.generate(PROMPT, max_tokens=TOKENS).tokens == text
 
 
-def test_each_context_is_measured_and_counted() -> None:
+def test_each_context_is_measured_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The second one was not, once: its costs began as a copy of the first one's."""
     prompts: list[int] = []
-    small = build("llama", seed=7)
-
-    class Counting(SpeculativeGenerator):
-        """Notes the streams that it starts."""
-
-        def stream(self, prompt: Any, **options: Any) -> Any:
-            made = super().stream(prompt, **options)
-            prompts.append(len(prompt))
-            streams.append(made)
-            return made
-
     streams: list[Any] = []
-    generator = Counting(build("llama"), byte_tokenizer(), draft=small)
+    small = build("llama", seed=7)
+    usual = StreamMaker.make
+
+    def make(self: StreamMaker, prompt: Any, options: Any) -> Any:
+        made = usual(self, prompt, options)
+        prompts.append(len(prompt))
+        streams.append(made)
+        return made
+
+    monkeypatch.setattr(StreamMaker, "make", make)
+    generator = SpeculativeGenerator(build("llama"), byte_tokenizer(), draft=small)
     table = generator.calibrate(contexts=[8, 600])
     assert prompts == [8, 600]
     assert [stream.stats.rounds for stream in streams] == [54, 54]
