@@ -60,7 +60,10 @@ def turns(
     target: Target = None,
     group: Group = None,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    draft: Annotated[list[str] | None, typer.Option(help="lookup or model.")] = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(help="lookup, model, mtp or wrong: a model that is."),
+    ] = None,
     draft_length: Annotated[
         list[int] | None, typer.Option(min=1, help="Beside lengths by measurement.")
     ] = None,
@@ -69,6 +72,9 @@ def turns(
     ] = None,
     tokens: Annotated[int, typer.Option(min=2 * SLICE, help="Of each arm.")] = 128,
     prompts: Annotated[int, typer.Option(min=1, help="Of each group.")] = 8,
+    calibrate: Annotated[
+        bool, typer.Option(help="Measure what rounds cost before, not in the streams.")
+    ] = False,
     seed: Seed = 0,
     blas: Blas = "auto",
 ) -> None:
@@ -79,7 +85,10 @@ def turns(
     results = []
     for name in target or TARGETS:
         models = Models.load(folder_of(name), folder_of("draft"))
-        arms = make_arms(models, draft or [], draft_length or [], mlx_lm_length or [])
+        drafts = {each: drafting(each, models, name) for each in draft or []}
+        for generator in drafts.values() if calibrate else ():
+            generator.calibrate()
+        arms = make_arms(models, drafts, draft_length or [], mlx_lm_length or [])
         for each in group or GROUPS:
             jobs = jobs_of(models, texts_of(each, prompts), tokens, temperature, seed)
             progress(f"{name}, {each}: warm-up")
@@ -94,21 +103,35 @@ def turns(
     print(json.dumps({"temperature": temperature, "blas": blas, "results": results}))
 
 
+def drafting(draft: str, models: "Models", target: str) -> "SpeculativeGenerator":
+    """Make a generator that drafts in the way of that name."""
+    from adaptive_cases import always_wrong
+
+    from mlx_speculation import SpeculativeGenerator, load
+    from mlx_speculation.engine import MtpDraft
+
+    made: Any = draft
+    if draft == "model":
+        return models.speculative
+    if draft == "mtp":
+        made = MtpDraft.from_folder(folder_of(target), models.target)
+    elif draft == "wrong":
+        made = always_wrong(load(folder_of("draft"))[0])
+    return SpeculativeGenerator(models.target, models.plain.tokenizer, draft=made)
+
+
 def make_arms(
-    models: "Models", drafts: list[str], lengths: list[int], mlx_lm: list[int]
+    models: "Models",
+    drafts: dict[str, "SpeculativeGenerator"],
+    lengths: list[int],
+    mlx_lm: list[int],
 ) -> dict[str, Begin]:
     """Make the arms; the first two are those of plain decoding."""
-    from mlx_speculation import SpeculativeGenerator
-
     arms: dict[str, Begin] = {
         PLAIN[0]: partial(begin_mlx_lm, models, 0),
         PLAIN[1]: partial(begin_ours, models.plain, 0),
     }
-    for draft in drafts:
-        generator = models.speculative
-        if draft == "lookup":
-            tokenizer = models.plain.tokenizer
-            generator = SpeculativeGenerator(models.target, tokenizer, draft=draft)
+    for draft, generator in drafts.items():
         arms[f"{draft} auto"] = partial(begin_ours, generator, None)
         for length in lengths:
             arms[f"{draft} k={length}"] = partial(begin_ours, generator, length)
