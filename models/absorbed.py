@@ -28,7 +28,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
 
 from mlx_speculation.models.in_round import in_round
-from mlx_speculation.models.instances import Hook, derived, plain_class
+from mlx_speculation.models.instances import Hook, derived, made_again, plain_class
 from mlx_speculation.models.known import is_known
 
 # By multiplications the two are equal at rank (nope + value) / (2 rank - nope - value)
@@ -103,14 +103,7 @@ def _absorbing(kind: Any) -> type[nn.Module]:
     original: FunctionType = kind.__call__
     theirs = original.__globals__
     name = "scaled_dot_product_attention"
-    again = FunctionType(
-        original.__code__,
-        {**theirs, name: _attend},
-        original.__name__,
-        original.__defaults__,
-        original.__closure__,
-    )
-    again.__kwdefaults__ = original.__kwdefaults__
+    again = made_again(original, name, _attend)
 
     def call(self: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> Any:
         current: Any = kind.__call__

@@ -9,12 +9,17 @@ of the keys, its warps take turns with the keys, and each keeps running maxima a
 (online softmax; Milakov and Gimelshein 2018, "Online normalizer calculation for
 softmax"). Where there are too few blocks, keys are split among several, and a second
 kernel puts their parts together (Dao et al. 2023, "Flash-Decoding").
+
+What is not a number in a key or value that a row sees stays one in its result, as the
+check of the logits needs it; a row that sees nothing gets zeros.
 """
 
 import functools
 from typing import Any
 
 import mlx.core as mx
+
+from mlx_speculation.models.cuda_products import TYPES
 
 ROWS = 4  # of one block
 DIMENSIONS = (64, 128, 256)
@@ -94,7 +99,7 @@ _ATTEND = """
     WRITE
   }
 """
-_WHOLE = "out[row * D + d] = static_cast<T>(sum > 0.0f ? out_d / sum : 0.0f);"
+_WHOLE = "out[row * D + d] = static_cast<T>(sum == 0.0f ? 0.0f : out_d / sum);"
 _PART = """
     sums[(row * parts + part) * D + d] = out_d;
     if (d == 0) {
@@ -112,10 +117,9 @@ _TOGETHER = """
     sum += f * tops[(row * parts + i) * 2 + 1];
     out_d += f * sums[(row * parts + i) * D + d];
   }
-  out[row * D + d] = static_cast<T>(sum > 0.0f ? out_d / sum : 0.0f);
+  out[row * D + d] = static_cast<T>(sum == 0.0f ? 0.0f : out_d / sum);
 """
 
-_TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"}
 # What a row notes before it meets the keys, and whether it sees one of them.
 _MASKS = {
     "none": ("0", "true"),
@@ -130,7 +134,7 @@ _MASKS = {
 def _constants(dtype: mx.Dtype, dim: int) -> str:
     warps = 8 if dim > 128 else 16  # partial results stand in 32 KiB
     return (
-        f"using T = {_TYPES[dtype]};\n"
+        f"using T = {TYPES[dtype]};\n"
         f"constexpr int D = {dim}, WARPS = {warps}, ROWS = {ROWS};\n"
     )
 

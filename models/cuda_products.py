@@ -24,38 +24,40 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.models.notices import notice
-
 WARPS = 8
 OUTPUTS = 16  # of one block
-HALVES = (mx.bfloat16, mx.float16)
+TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"}
+HALVES = tuple(TYPES)
 MOST_ROWS = 16
 
-_HEADER = """
-template <typename H> struct Half;
-template <> struct Half<__nv_bfloat16> {
+_HALF_TYPE = """
+template <> struct Half<TYPE> {
   static __device__ void product(float* c, unsigned a0, unsigned a1, unsigned a2,
                                  unsigned a3, unsigned b0, unsigned b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.NAME.NAME.f32 "
         "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   }
-  static constexpr unsigned magic = 0x43004300u, ones = 0x3F803F80u;
-  static constexpr float zero = 128.0f;
-};
-template <> struct Half<__half> {
-  static __device__ void product(float* c, unsigned a0, unsigned a1, unsigned a2,
-                                 unsigned a3, unsigned b0, unsigned b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  }
-  static constexpr unsigned magic = 0x64006400u, ones = 0x3C003C00u;
-  static constexpr float zero = 1024.0f;
+  static constexpr unsigned magic = MAGIC, ones = ONES;
+  static constexpr float zero = ZERO;
 };
 """
+
+
+def _half_type(kind: str, name: str, magic: str, ones: str, zero: str) -> str:
+    values = {"TYPE": kind, "NAME": name, "MAGIC": magic, "ONES": ones, "ZERO": zero}
+    text = _HALF_TYPE.strip("\n")
+    for place, value in values.items():
+        text = text.replace(place, value)
+    return text + "\n"
+
+
+_HEADER = (
+    "\ntemplate <typename H> struct Half;\n"
+    + _half_type("__nv_bfloat16", "bf16", "0x43004300u", "0x3F803F80u", "128.0f")
+    + _half_type("__half", "f16", "0x64006400u", "0x3C003C00u", "1024.0f")
+)
 
 _BEGIN = """
   int rows = 1;
@@ -163,8 +165,6 @@ _FOUR_BITS = f"""{_BEGIN}
   }}
 {_END}"""
 
-_TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"}
-
 
 # Constants stand in the source, and not in a template: the name of a template's
 # instance is put together anew in every call.
@@ -172,7 +172,7 @@ _TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"}
 def _kernel(dtype: mx.Dtype, tiles: int, group: int) -> Any:
     """Return the kernel for 8 x `tiles` rows; `group` is 0 for half-float weights."""
     constants = (
-        f"using T = {_TYPES[dtype]};\n"
+        f"using T = {TYPES[dtype]};\n"
         f"constexpr int TILES = {tiles}, WARPS = {WARPS}, GROUP = {group};\n"
     )
     name = f"few_rows_{str(dtype).rpartition('.')[2]}_{tiles}_{group}"
@@ -184,26 +184,6 @@ def _kernel(dtype: mx.Dtype, tiles: int, group: int) -> Any:
         source=_FOUR_BITS if group else _HALF,
         header=_HEADER + constants,
     )
-
-
-@functools.cache
-def kernels_compile() -> bool:
-    """Whether mlx can compile kernels here; it is said once where it cannot.
-
-    mlx asks NVIDIA's compiler at run time, which needs header files that not every
-    installation has. The first call takes about a second.
-    """
-    try:
-        ones = mx.ones((2, 32), mx.bfloat16)
-        mx.eval(product(ones, ones))
-    except RuntimeError as error:
-        notice(
-            "Rounds do without the kernels for few rows, since mlx could not compile "
-            f"one: {str(error).strip().splitlines()[0]}. The text is the same. "
-            "Install the header files of the CUDA toolkit for more speed."
-        )
-        return False
-    return True
 
 
 def product(x: mx.array, weight: mx.array) -> mx.array:

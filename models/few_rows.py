@@ -16,10 +16,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_speculation.models.cuda_kernels import kernels_compile
 from mlx_speculation.models.cuda_products import (
     HALVES,
     MOST_ROWS,
-    kernels_compile,
     product,
     product_of_four_bits,
 )

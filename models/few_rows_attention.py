@@ -18,9 +18,10 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 from mlx_speculation.models.absorbed import ATTENTIONS
 from mlx_speculation.models.cuda_attention import DIMENSIONS, attention
-from mlx_speculation.models.cuda_products import HALVES, kernels_compile
+from mlx_speculation.models.cuda_kernels import kernels_compile
+from mlx_speculation.models.cuda_products import HALVES
 from mlx_speculation.models.in_round import cuda_serves, in_round_on_cuda
-from mlx_speculation.models.instances import Hook, derived, plain_class
+from mlx_speculation.models.instances import Hook, derived, made_again, plain_class
 
 MOST_ROWS = 32
 _NAME = "scaled_dot_product_attention"
@@ -69,14 +70,7 @@ def _asking(kind: Any) -> type[nn.Module]:
     """Return a class that asks `attend`, in a round."""
     original: FunctionType = kind.__call__
     theirs = original.__globals__
-    again = FunctionType(
-        original.__code__,
-        {**theirs, _NAME: attend},
-        original.__name__,
-        original.__defaults__,
-        original.__closure__,
-    )
-    again.__kwdefaults__ = original.__kwdefaults__
+    again = made_again(original, _NAME, attend)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         current: Any = kind.__call__

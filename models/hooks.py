@@ -22,7 +22,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.models.instances import derived
+from mlx_speculation.models.instances import derived, made_again
 from mlx_speculation.models.known import is_known
 from mlx_speculation.models.replay import Scan, ScanCall, Watch
 
@@ -122,14 +122,7 @@ def _noting_scan(kind: type[nn.Module], scan: Scan, known: Call) -> Call:
             return known(*args, **kwargs)
         return chunk.y, chunk.after(chunk.y.shape[1])
 
-    again = FunctionType(
-        original.__code__,
-        {**theirs, scan.name: scanned},
-        original.__name__,
-        original.__defaults__,
-        original.__closure__,
-    )
-    again.__kwdefaults__ = original.__kwdefaults__
+    again = made_again(original, scan.name, scanned)
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         current = getattr(kind, scan.called_in)

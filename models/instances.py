@@ -9,6 +9,7 @@ stay the same; what a hook does in a call is for its maker to say.
 
 import threading
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import mlx.nn as nn
@@ -41,6 +42,19 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     while "_hooked_from" in vars(kind):
         kind = vars(kind)["_hooked_from"]
     return kind
+
+
+def made_again(method: FunctionType, name: str, value: Any) -> FunctionType:
+    """Return a method with the same code, to which a global name means `value`."""
+    again = FunctionType(
+        method.__code__,
+        {**method.__globals__, name: value},
+        method.__name__,
+        method.__defaults__,
+        method.__closure__,
+    )
+    again.__kwdefaults__ = method.__kwdefaults__
+    return again
 
 
 def derived(kind: type[nn.Module], methods: dict[str, Any]) -> type[nn.Module]:

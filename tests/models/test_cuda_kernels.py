@@ -1,10 +1,6 @@
 """The kernels for a few rows on CUDA give what stock operations in float32 give.
 
 They run where there is a GPU that mlx serves with CUDA, and are skipped elsewhere.
-
-Faults that were made by hand, and found here: the last rows or outputs are written
-twice; a group's scale is that of the next one; the maxima of two parts are not brought
-together; a mask's row is another one's.
 """
 
 import mlx.core as mx
@@ -102,3 +98,12 @@ def test_attention_is_that_of_its_values(
         mask=(places <= ends) if masked == "causal" else mask,
     )
     assert difference(found, wanted) < ERROR[dtype]
+
+
+@pytest.mark.parametrize("columns", [300, 3000])
+def test_attention_keeps_what_is_not_a_number_where_it_is_seen(columns: int) -> None:
+    queries = mx.ones((1, 2, 3, 64), mx.bfloat16)
+    keys = mx.ones((1, 1, columns, 64), mx.bfloat16)
+    keys[..., -1, 5] = float("nan")
+    found = mx.isnan(attention(queries, keys, keys, 0.1, "causal")).any(axis=-1)
+    assert found.tolist() == [[[False, False, True]] * 2]

@@ -9,7 +9,7 @@ so too; single rows are; an attention over latents is; a mask is not passed on; 
 hooks stay when their owner has left.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,7 +25,7 @@ from mlx_speculation.models import (
     in_round,
 )
 from mlx_speculation.models.absorbed import ATTENTIONS
-from mlx_speculation.models.cuda_products import kernels_compile
+from mlx_speculation.models.cuda_kernels import kernels_compile
 from mlx_speculation.models.few_rows_attention import attention_hooks
 from mlx_speculation.models.in_round import rows_of_a_round
 from mlx_speculation.models.instances import plain_class
@@ -56,6 +56,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any
     ) -> mx.array:
         seen.append("attention")
+        for array in (keys, values):  # the kernel reads a head as one piece
+            mx.eval(array)
+            strides: Any = memoryview(cast(Any, array)).strides
+            assert strides[-1] == array.itemsize
         return mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=scale, mask=mask
         )

@@ -1,0 +1,30 @@
+"""Whether the kernels for few rows can be had."""
+
+import functools
+
+import mlx.core as mx
+
+from mlx_speculation.models.cuda_attention import attention
+from mlx_speculation.models.cuda_products import product
+from mlx_speculation.models.notices import notice
+
+
+@functools.cache
+def kernels_compile() -> bool:
+    """Whether mlx can compile kernels here; it is said once where it cannot.
+
+    mlx asks NVIDIA's compiler at run time, which needs header files that not every
+    installation has. The first call takes some seconds.
+    """
+    try:
+        ones = mx.ones((2, 64), mx.bfloat16)
+        heads = ones.reshape(1, 1, 2, 64)
+        mx.eval(product(ones, ones), attention(heads, heads, heads, 1.0, "causal"))
+    except RuntimeError as error:
+        notice(
+            "Rounds do without the kernels for few rows, since mlx could not compile "
+            f"one: {str(error).strip().splitlines()[0]}. The text is the same. "
+            "Install the header files of the CUDA toolkit for more speed."
+        )
+        return False
+    return True
