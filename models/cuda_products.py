@@ -39,24 +39,49 @@ template <> struct Half<TYPE> {
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   }
+  static __device__ unsigned pair(float low, float high) {
+    __align__(4) const TYPE both[2] = {
+        static_cast<TYPE>(low), static_cast<TYPE>(high)};
+    return *reinterpret_cast<const unsigned*>(both);
+  }
+  static __device__ bool not_finite(uint4 v) {
+    constexpr unsigned low = EXPONENT, high = low << 16;
+    return (v.x & low) == low || (v.x & high) == high || (v.y & low) == low
+        || (v.y & high) == high || (v.z & low) == low || (v.z & high) == high
+        || (v.w & low) == low || (v.w & high) == high;
+  }
   static constexpr unsigned magic = MAGIC, ones = ONES;
   static constexpr float zero = ZERO;
 };
 """
 
 
-def _half_type(kind: str, name: str, magic: str, ones: str, zero: str) -> str:
-    values = {"TYPE": kind, "NAME": name, "MAGIC": magic, "ONES": ones, "ZERO": zero}
+def _half_type(**values: str) -> str:
     text = _HALF_TYPE.strip("\n")
     for place, value in values.items():
         text = text.replace(place, value)
     return text + "\n"
 
 
-_HEADER = (
+# What kernels know of the two types, as `Half<T>`.
+HALF_TYPES = (
     "\ntemplate <typename H> struct Half;\n"
-    + _half_type("__nv_bfloat16", "bf16", "0x43004300u", "0x3F803F80u", "128.0f")
-    + _half_type("__half", "f16", "0x64006400u", "0x3C003C00u", "1024.0f")
+    + _half_type(
+        TYPE="__nv_bfloat16",
+        NAME="bf16",
+        MAGIC="0x43004300u",
+        ONES="0x3F803F80u",
+        ZERO="128.0f",
+        EXPONENT="0x7F80u",
+    )
+    + _half_type(
+        TYPE="__half",
+        NAME="f16",
+        MAGIC="0x64006400u",
+        ONES="0x3C003C00u",
+        ZERO="1024.0f",
+        EXPONENT="0x7C00u",
+    )
 )
 
 _BEGIN = """
@@ -182,7 +207,7 @@ def _kernel(dtype: mx.Dtype, tiles: int, group: int) -> Any:
         input_names=parts,
         output_names=["out"],
         source=_FOUR_BITS if group else _HALF,
-        header=_HEADER + constants,
+        header=HALF_TYPES + constants,
     )
 
 

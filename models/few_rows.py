@@ -26,8 +26,6 @@ from mlx_speculation.models.cuda_products import (
 from mlx_speculation.models.in_round import cuda_serves, in_round_on_cuda
 from mlx_speculation.models.instances import Hook, derived, plain_class
 
-# Beyond this a round with cuBLASLt takes no longer (docs/gpu.md).
-MOST_HALF_ROWS = 8
 _RANK = -1
 
 Ask = Callable[[Any, mx.array], mx.array | None]
@@ -40,9 +38,9 @@ def half_product(layer: Any, x: mx.array) -> mx.array | None:
         layer: a linear layer or an embedding.
         x: [..., k]
     """
-    weight = layer.weight
+    weight = layer["weight"]  # as an attribute it takes mlx's modules longer
     width = x.shape[-1]
-    if not 1 < x.size // width <= MOST_HALF_ROWS or width % 32:
+    if not 1 < x.size // width <= MOST_ROWS or width % 32:
         return None
     if weight.shape[-1] != width:
         return None  # mlx says so
@@ -53,15 +51,15 @@ def half_product(layer: Any, x: mx.array) -> mx.array | None:
 
 def quantized_product(layer: Any, x: mx.array) -> mx.array | None:
     """Return `half_product` of a quantized layer."""
-    width, group = x.shape[-1], layer.group_size
-    if not 1 < x.size // width <= MOST_ROWS or layer.weight.shape[-1] * 8 != width:
+    width, group, weight = x.shape[-1], layer.group_size, layer["weight"]
+    if not 1 < x.size // width <= MOST_ROWS or weight.shape[-1] * 8 != width:
         return None  # that it has other bits is found out here too
     if layer.bits != 4 or layer.mode != "affine" or group not in (32, 64, 128):
         return None
-    scales = layer.scales
+    scales = layer["scales"]
     if x.dtype != scales.dtype or x.dtype not in HALVES:
         return None
-    return product_of_four_bits(x, layer.weight, scales, layer.biases, group)
+    return product_of_four_bits(x, weight, scales, layer["biases"], group)
 
 
 # The class, the method that multiplies, and what is asked in its place.

@@ -3,8 +3,8 @@
 mlx-lm's attention layers call `scaled_dot_product_attention` of `mlx_lm.models.base` by
 its global name. A hooked layer runs its own code, made again with a function in that
 name that asks the kernel of `cuda_attention` where it serves, and mlx-lm's elsewhere:
-for sinks, quantized keys, other dtypes and head dimensions, single rows without a mask,
-which have a kernel of mlx's, and outside of rounds.
+for sinks, quantized keys, other dtypes and head dimensions, a single row of a single
+sequence, and outside of rounds.
 """
 
 import functools
@@ -34,9 +34,10 @@ def serves(
     """Whether the kernel does what mlx-lm's function does here, and better."""
     if sinks is not None or hasattr(cache, "bits"):
         return False
-    rows, dim = queries.shape[2:]
+    batch, _, rows, dim = queries.shape
     bools = isinstance(mask, mx.array)
-    if rows > MOST_ROWS or (rows == 1 and not bools) or dim not in DIMENSIONS:
+    alone = batch == rows == 1 and not bools  # which mlx has a kernel for
+    if alone or rows > MOST_ROWS or dim not in DIMENSIONS:
         return False
     if bools and (mask.dtype != mx.bool_ or (mask.ndim > 2 and mask.shape[-3] != 1)):
         return False
