@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mlx_speculation.blas import use_blas
+from mlx_speculation.blas import _better_than, use_blas
 from mlx_speculation.errors import InvalidRequestError
 
 # macOS has Accelerate and nothing to choose.
@@ -100,6 +100,59 @@ def test_openblas_answers_the_calls_of_mlx(name: str) -> None:
     assert report.startswith("openblas | OpenBLAS ")
     assert "thread" in report
     assert in_order == "False"
+
+
+AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512cd"}
+
+
+@pytest.mark.parametrize(
+    ("core", "flags", "better"),
+    [
+        ("Prescott", {"sse2", "avx2", "fma", *AVX512}, "SkylakeX"),
+        ("Haswell", {"avx2", "fma", *AVX512}, "SkylakeX"),
+        ("Zen", {"avx2", "fma", *AVX512}, "SkylakeX"),
+        ("SkylakeX", {"avx2", "fma", *AVX512}, None),
+        ("Cooperlake", {"avx2", "fma", *AVX512}, None),
+        ("SapphireRapids", {"avx2", "fma", *AVX512}, None),
+        ("Nehalem", {"avx2", "fma", "avx512f"}, "Haswell"),  # too little of AVX-512
+        ("Haswell", {"avx2", "fma"}, None),
+        ("Zen", {"avx2", "fma"}, None),
+        ("Prescott", {"avx2"}, None),
+        ("Prescott", set(), None),
+        ("ARMV8", set(), None),
+    ],
+)
+def test_better_kernels_are_those_that_the_processor_can_run(
+    core: str, flags: set[str], better: str | None
+) -> None:
+    assert _better_than(core, flags) == better
+
+
+@linux
+@with_openblas
+def test_openblas_takes_the_kernels_of_this_processor() -> None:
+    """An OpenBLAS that does not know it takes SSE3, and decodes 1.4 times as long."""
+    found, detail = _run(
+        "import os; os.environ.pop('OPENBLAS_CORETYPE', None)\n"
+        "from mlx_speculation import blas\n"
+        "detail = use_blas('openblas').detail\n"
+        "import ctypes; core = blas._core_of(ctypes.CDLL(None))\n"
+        "print(blas._better_than(core, blas._processor_flags()))\n"
+        "print(core in detail)"
+    )
+    assert found == "None"
+    assert detail == "True"
+
+
+@linux
+@with_openblas
+def test_kernels_that_the_caller_names_are_left() -> None:
+    (kept,) = _run(
+        "import os; os.environ['OPENBLAS_CORETYPE'] = 'Nehalem'\n"
+        "choice = use_blas('openblas')\n"
+        "print(os.environ['OPENBLAS_CORETYPE'], choice.detail)"
+    )
+    assert kept.startswith("Nehalem OpenBLAS")
 
 
 @linux
