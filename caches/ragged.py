@@ -13,9 +13,14 @@ what a row keeps is a number:
 What lies behind a row's length is hidden by the mask, which every round makes anyway:
 rows of different lengths need one with left padding too. It is a `BatchKVCache` for
 models: the same `offset` of each row, `make_mask` and `update_and_fetch`.
+
+Lengths are the host's, and the layers of a model agree on them. So arrays that follow
+from lengths are made on the host, once for all layers: on a GPU, arithmetic on a few
+integers in each layer is a fifth of all the kernels of a step.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -35,8 +40,7 @@ class RaggedKVCache(BatchKVCache):
     Attributes:
         keys: [rows, heads, columns, dim]; None while nothing was written.
         values: likewise.
-        offset: int32 [rows], the positions of each row, as models read them.
-        lengths: the same, on the host.
+        lengths: the positions of each row.
         in_steps: show several positions whole steps of columns where that is faster,
             see `caches/key_steps.py`; only for models that have been tried.
     """
@@ -45,16 +49,19 @@ class RaggedKVCache(BatchKVCache):
         self.keys: Any = None
         self.values: Any = None
         self.lengths = [0] * rows
-        self.offset = mx.zeros((rows,), mx.int32)
         self.in_steps = False
         self.stepped = False  # whether the last mask or write was of several positions
+
+    @property
+    def offset(self) -> mx.array:  # type: ignore[override]
+        """The lengths as models read them, int32 [rows]; not to be written to."""
+        return _offset(tuple(self.lengths))
 
     @classmethod
     def merge(cls, caches: Sequence[KVCache]) -> "RaggedKVCache":
         """Return a batch that holds copies of what these caches of one row do."""
         merged = cls(len(caches))
         merged.lengths = [int(cache.offset) for cache in caches]
-        merged.offset = mx.array(merged.lengths, mx.int32)
         held: list[Any] = [cache for cache in caches if cache.offset]
         if held:
             merged.keys = merged._room(held[0].keys, len(caches))
@@ -101,12 +108,10 @@ class RaggedKVCache(BatchKVCache):
             self.keys[..., start : start + width, :] = keys
             self.values[..., start : start + width, :] = values
         else:
-            places = self.offset[:, None] + mx.arange(width, dtype=mx.int32)
-            places = places[:, None, :, None]  # [rows, 1, positions, 1]
+            places = _places(tuple(self.lengths), width)
             self.keys = mx.put_along_axis(self.keys, places, keys, axis=2)
             self.values = mx.put_along_axis(self.values, places, values, axis=2)
         self.lengths = [length + width for length in self.lengths]
-        self.offset = self.offset + width
         return self.keys_and_values()
 
     def keys_and_values(self) -> Any:
@@ -138,9 +143,11 @@ class RaggedKVCache(BatchKVCache):
 
     def filter(self, batch_indices: Any) -> None:
         """Keep these rows, in this order, and no more columns than they show."""
-        places: Any = mx.array(batch_indices)
-        self.lengths = [self.lengths[index] for index in places.tolist()]
-        self.offset = self.offset[places]
+        places = mx.array(batch_indices)
+        order: Any = batch_indices
+        if isinstance(order, mx.array):
+            order = order.tolist()
+        self.lengths = [self.lengths[index] for index in order]
         if self.keys is not None:
             stop = self._whole(self.shown)
             self.keys = self.keys[places][..., :stop, :]
@@ -161,7 +168,6 @@ class RaggedKVCache(BatchKVCache):
             self.keys = mx.concatenate([keys for keys, _ in both])
             self.values = mx.concatenate([values for _, values in both])
         self.lengths = self.lengths + other.lengths
-        self.offset = mx.concatenate([self.offset, other.offset])
 
     def extract(self, idx: int) -> KVCache:
         """Return a copy of one row as a cache of its own."""
@@ -177,7 +183,7 @@ class RaggedKVCache(BatchKVCache):
     @property
     def state(self) -> Any:
         """Its arrays, for an evaluation."""
-        return self.keys, self.values, self.offset
+        return self.keys, self.values
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -194,7 +200,6 @@ class RaggedKVCache(BatchKVCache):
         """Take the last n positions off every row, or all that the shortest has."""
         n = min(n, min(self.lengths, default=0))
         self.lengths = [length - n for length in self.lengths]
-        self.offset = self.offset - n
         return n
 
     def size(self) -> int:
@@ -236,6 +241,17 @@ class RaggedKVCache(BatchKVCache):
         return padded if more else array
 
 
+@lru_cache(maxsize=4)  # the layers of a target and of a draft ask one after the other
+def _offset(lengths: tuple[int, ...]) -> mx.array:
+    return mx.array(lengths, mx.int32)
+
+
+@lru_cache(maxsize=4)
+def _places(lengths: tuple[int, ...], width: int) -> mx.array:
+    """Return the columns behind each row's last, int32 [rows, 1, width, 1]."""
+    return mx.array([[[[n + i] for i in range(width)]] for n in lengths], mx.int32)
+
+
 def _refused(what: str) -> UnsupportedCacheError:
     return UnsupportedCacheError(
         f"{what} of a RaggedKVCache was asked for, and its rows have no padding and "
@@ -250,7 +266,7 @@ class RaggedJournal:
 
     def __init__(self, cache: RaggedKVCache) -> None:
         self._cache: Any = cache
-        self._lengths, self._offset = cache.lengths, cache.offset
+        self._lengths = cache.lengths
         self._was_empty = cache.keys is None
 
     @property
@@ -280,12 +296,10 @@ class RaggedJournal:
             each = [keep] * self.rows if isinstance(keep, int) else list(keep)
             pairs = zip(self._lengths, each, strict=True)
             self._cache.lengths = [length + kept for length, kept in pairs]
-            more = keep if isinstance(keep, int) else mx.array(each, mx.int32)
-            self._cache.offset = self._offset + more
 
     def rollback(self) -> None:
         """Give the lengths back; an empty cache becomes empty again."""
         cache = self._cache
-        cache.lengths, cache.offset = self._lengths, self._offset
+        cache.lengths = self._lengths
         if self._was_empty:
             cache.keys = cache.values = None

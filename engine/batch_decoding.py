@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.caches import SlidingKVCache, drop_last, leaves, with_slack
-from mlx_speculation.engine.batch_drafts import BatchDrafts, OwnDrafters, padded
+from mlx_speculation.engine.batch_drafts import BatchDrafts, OwnDrafters
 from mlx_speculation.engine.batch_lengths import BatchLengths
 from mlx_speculation.engine.batch_model import BatchDraftModel
 from mlx_speculation.engine.batch_results import BatchStatistics
@@ -219,7 +219,7 @@ class BatchDecoder:
         try:
             behind = [draft.behind(ahead) if ahead else draft for draft in drafts]
             width = max(draft.length for draft in behind)
-            matrix = padded(behind, width)
+            matrix = self._drafts.rectangle(behind, width)
             fed = self._last_tokens() if step is None else step.tokens[:, None]
             self._clock.note("draft")
             with self._lane.begin(1 + width) as lane_round:

@@ -40,6 +40,15 @@ class BatchDrafts(Protocol):
         """
         ...
 
+    def rectangle(self, drafts: Sequence[Draft], width: int) -> mx.array:
+        """Return the tokens of drafts, uint32 [rows, width]; behind short ones any.
+
+        Args:
+            drafts: what `propose` has returned, without what stands ahead.
+            width: that of the longest.
+        """
+        ...
+
     def settle(self, accepted: Sequence[int | None]) -> None:
         """Keep so many tokens of each row's draft; None: the row has failed.
 
@@ -129,6 +138,10 @@ class OwnDrafters:
                 row.parts.statistics.empty_drafts += draft is not NOTHING
                 row.parts.statistics.reads += draft.reads
         return found
+
+    def rectangle(self, drafts: Sequence[Draft], width: int) -> mx.array:
+        """Put them together."""
+        return padded(drafts, width)
 
     def settle(self, accepted: Sequence[int | None]) -> None:
         """Let each drafter keep its own."""

@@ -21,6 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_speculation.engine.batch_drafts import padded
 from mlx_speculation.engine.batch_rows import Row
 from mlx_speculation.engine.contained import Contained, what_is_wrong
 from mlx_speculation.engine.draft_model import LONGEST_LAG
@@ -49,6 +50,7 @@ class BatchDraftModel:
         self._before: dict[int, int] | None = None  # what was seen, before it settled
         self._places: list[int] = []  # of the lane's rows in the batch
         self._doubts: mx.array | None = None  # bool [rows of the lane]
+        self._chosen: mx.array | None = None  # uint32 [rows of the lane, longest]
         self._limits: list[int] = []
 
     def prepare(self, rows: Sequence[Row], limits: Sequence[int]) -> None:
@@ -71,7 +73,7 @@ class BatchDraftModel:
         """Draft for every row that may; see `BatchDrafts`."""
         assert ahead == 0
         found = [NOTHING] * len(rows)
-        self._doubts = None
+        self._doubts = self._chosen = None
         try:
             order = {row.uid: place for place, row in enumerate(rows)}
             self._places = [order[row.uid] for row in self._rows]
@@ -88,6 +90,12 @@ class BatchDraftModel:
             self._set_aside("propose", error, rows)
             return [NOTHING] * len(rows)
         return found
+
+    def rectangle(self, drafts: Sequence[Draft], width: int) -> mx.array:
+        """Return them as they were chosen, if all rows drafted and in their order."""
+        if self._chosen is None or self._places != list(range(len(drafts))):
+            return padded(drafts, width)
+        return self._chosen[:, :width]
 
     def settle(self, accepted: Sequence[int | None]) -> None:
         """Keep what was accepted of each row, but its last two known tokens."""
@@ -219,7 +227,7 @@ class BatchDraftModel:
             mx.async_eval(inputs)  # runs while the next step's graph is built
         self._doubts = doubts
         mx.async_eval(doubts)
-        matrix = mx.stack(columns, axis=1)
+        matrix = self._chosen = mx.stack(columns, axis=1)
         return [
             _draft(matrix[place, :limit], laws[place][:limit])
             if limit and self._rows[place].error is None

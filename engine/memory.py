@@ -1,11 +1,13 @@
 """What a generation holds in memory, in bytes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import mlx.nn as nn
 
-from mlx_speculation.caches import PrefixCache, array_bytes, bytes_beside
+from mlx_speculation.caches import PrefixCache, array_bytes, arrays_in, bytes_beside
 from mlx_speculation.engine.cheaper import own_module
 from mlx_speculation.engine.drafts import lanes_of, members
 from mlx_speculation.models import Lane
@@ -45,34 +47,72 @@ class Memory:
         return self.target_weights + self.draft_weights + caches + self.rounds
 
 
-def held_memory(
-    model: nn.Module,
-    draft: Any,
-    target: Lane,
-    drafter: Any,
-    prefix_cache: PrefixCache | None,
-    more: Any = (),
-) -> Memory:
-    """Count what a stream's target and draft hold.
+@dataclass(frozen=True, slots=True)
+class WeightBytes:
+    """What of its memory a generator's streams have in common.
+
+    Attributes:
+        target: bytes of the target's weights.
+        draft: bytes of the draft's, without what it shares with the target.
+        names: of all these arrays, as `caches.arrays_in` names them.
+    """
+
+    target: int
+    draft: int
+    names: frozenset[int]
+
+
+class Weights:
+    """The weights of a target and its draft, looked at when they are first asked for.
+
+    Only then: to look through a large model takes milliseconds, and in a batch rows end
+    all the time.
 
     Args:
         model: the target.
         draft: the draft of the generator.
+        more: modules that the draft uses beside its own.
+    """
+
+    def __init__(
+        self, model: nn.Module, draft: Any, more: Sequence[nn.Module] = ()
+    ) -> None:
+        self._model, self._draft, self._more = model, draft, more
+
+    @cached_property
+    def bytes(self) -> WeightBytes:
+        """Their bytes, as allocated."""
+        target = self._model.parameters()
+        modules = [own for one in members(self._draft) if (own := own_module(one))]
+        draft = [module.parameters() for module in [*modules, *self._more]]
+        return WeightBytes(
+            target=array_bytes(target),
+            draft=bytes_beside(draft, [target]),
+            names=frozenset(arrays_in(target, *draft)),
+        )
+
+
+def held_memory(
+    weights: Weights, target: Lane, drafter: Any, prefix_cache: PrefixCache | None
+) -> Memory:
+    """Count what a stream's target and draft hold.
+
+    Args:
+        weights: of the generator's models.
         target: the target's lane.
         drafter: the drafter of the stream.
         prefix_cache: of the generator.
-        more: modules that the draft uses beside its own.
     """
-    weights = model.parameters()
-    modules = [module for member in members(draft) if (module := own_module(member))]
-    own = [module.parameters() for module in [*modules, *more]]
+    held = weights.bytes
     drafting = [getattr(member, "held", ()) for member in members(drafter)]
     lanes = [target, *(lane for lane in lanes_of(drafter) if lane is not None)]
+    known = held.names | arrays_in(target.caches).keys()
+    found = arrays_in(*drafting).items()
     return Memory(
-        target_weights=array_bytes(weights),
-        draft_weights=bytes_beside(own, [weights]),
+        target_weights=held.target,
+        draft_weights=held.draft,
         target_caches=array_bytes(target.caches),
-        draft_caches=bytes_beside(drafting, [target.caches, weights, *own]),
+        draft_caches=sum(array.nbytes for name, array in found if name not in known),
         rounds=sum(lane.round_bytes for lane in lanes),
         prefix_cache=0 if prefix_cache is None else prefix_cache.nbytes,
     )

@@ -32,7 +32,7 @@ from mlx_speculation.engine.generator_setup import GeneratorSetup
 from mlx_speculation.engine.lengths import Lengths
 from mlx_speculation.engine.masking import Masks
 from mlx_speculation.engine.measured_lengths import measured_draft
-from mlx_speculation.engine.memory import Memory, held_memory
+from mlx_speculation.engine.memory import Memory, Weights, held_memory
 from mlx_speculation.engine.prefixes import Prefixes
 from mlx_speculation.engine.rank_fields import fields_of_stream
 from mlx_speculation.engine.sequence import Sequence
@@ -56,6 +56,7 @@ class StreamMaker:
 
     def __init__(self, setup: GeneratorSetup) -> None:
         self._setup = setup
+        self._weights = Weights(setup.model, setup.draft, setup.reduced.modules)
         self._busy: weakref.ref[Stream] | None = None
 
     def for_calibration(self) -> "StreamMaker":
@@ -195,15 +196,8 @@ class StreamMaker:
 
     def _memory(self, target: Lane, drafter: Drafter | None) -> Callable[[], Memory]:
         """Return what counts the bytes that a stream holds."""
-        setup = self._setup
         return partial(
-            held_memory,
-            setup.model,
-            setup.draft,
-            target,
-            drafter,
-            setup.prefix_cache,
-            setup.reduced.modules,
+            held_memory, self._weights, target, drafter, self._setup.prefix_cache
         )
 
     def _drafter(

@@ -142,8 +142,10 @@ class BatchLane:
         """Let these rows stand first, and copies of the first of them in the others."""
         order = [*rows, *[rows[0]] * (places - len(rows))]
         if order != list(range(self.places)):
+            indices = mx.array(order)
+            mx.eval(indices)  # caches read it, each in its turn
             for cache in self.caches:
-                cache.filter(mx.array(order))
+                cache.filter(indices)
         self.places = places
 
 

@@ -107,15 +107,21 @@ def benchmark(
 
 def _models(target: str, draft: str, shape: str) -> tuple[Any, Any, Any]:
     """Return the target, its tokenizer and the draft model."""
+    import mlx.core as mx
     from growing import SHAPES, grow
+    from mlx_lm.utils import dequantize_model
 
     from mlx_speculation import load
 
     model: Any
+    small: Any
     model, tokenizer = load(folder_of(target))
+    small = load(folder_of(draft))[0]
     if shape != "as it is":
         model = grow(model, SHAPES[shape])
-    return model, tokenizer, load(folder_of(draft))[0]
+        small = dequantize_model(small)
+        small.set_dtype(mx.bfloat16)  # as the target is
+    return model, tokenizer, small
 
 
 def _arms(models: tuple[Any, Any, Any], drafts: list[str], lengths: list[int]) -> Any:

@@ -205,12 +205,8 @@ def test_sinks_and_quantized_keys_are_left_to_mlx_lm() -> None:
     assert serves(queries, keys, keys, None, window, None)
     assert serves(queries[:, :, :1], keys, keys, None, window[:1], None)
     assert not serves(queries[:, :, :1], keys, keys, None, None, None)
-    assert serves(
-        *[mx.tile(x, [2, 1, 1, 1]) for x in (queries[:, :, :1], keys, keys)],
-        None,
-        None,
-        None,
-    )
+    two, rows = (mx.tile(x, [2, 1, 1, 1]) for x in (queries[:, :, :1], keys))
+    assert serves(two, rows, rows, None, None, None)
     assert not serves(queries, keys, keys, None, "causal", mx.zeros((4,)))
     assert not serves(queries, keys, keys, Quantized(), "causal", None)
     assert not serves(queries, keys, keys[..., :32], None, "causal", None)
