@@ -28,6 +28,8 @@ WORLDS = {
     "steps": World([1, 2.9, 3.1, 3.2, 1.9, 2.1, 2.2, 2.3, 2.4]),
     "cheap": World([1, 1.1, 1.2, 1.25, 1.3, 1.35, 1.4, 1.45, 1.5]),
 }
+# A hybrid target with the draft model on a CPU: drafts pay where most are right.
+DEAR = World([1, 1.84, 2.25, 2.55, 2.75, 3.05, 3.3, 3.5, 4], catch_up=0.02)
 RATES: dict[str, Rates] = {
     "wrong": [0.0] * 8,
     "bad": [0.2] * 8,
@@ -93,6 +95,21 @@ def test_a_draft_that_is_always_wrong_loses_little_over_short_requests(
         run = simulate(policy, machine, partial(_always, [0.0] * 8), tokens, number)
         seconds += run.seconds - machine.cold  # the first step is plain decoding's too
     assert count * (tokens - 1) / seconds >= 0.96
+
+
+@pytest.mark.parametrize("machine", [*WORLDS.values(), DEAR], ids=str)
+def test_rates_of_another_text_do_not_keep_a_good_draft_from_being_used(
+    machine: World,
+) -> None:
+    """A hybrid target stayed at plain steps for 180 tokens whose drafts were right."""
+    shares = []
+    for seed in range(SEEDS):
+        known = AcceptanceRates([0.42, 0.62, 0.7, *[0.5] * 5], weight=8.0)
+        policy = AdaptiveLengths(calibrated(machine), known, machine.longest)
+        run = simulate(policy, machine, partial(_always, RATES["great"]), 192, seed)
+        best = machine.best_speed(RATES["great"])[1]
+        shares.append(run.expected / run.seconds / best)
+    assert statistics.mean(shares) >= 0.91  # 0.85 to 0.9 where it was found
 
 
 def test_an_allowance_shrinks_in_vain_and_comes_back() -> None:
@@ -313,7 +330,7 @@ def test_rates_count_positions_up_to_the_first_rejection() -> None:
         rates.note(drafted=3, accepted=1)
     first, second, third = rates.rates(3)
     assert first > 0.97
-    assert second < 0.06
+    assert second < 0.1  # what it inherits of the first counts too
     assert third == pytest.approx(second)  # never tried: as the one before
     assert rates.known == 2
 
