@@ -43,6 +43,11 @@ HOPED = 0.1
 # Rounds until another length that is nearly as good is measured again, and how near.
 REVIEW_ROUNDS = 64
 REVIEW_SPEED = 0.75
+# Rounds, of all streams, until the plain step is measured again if it would be the best
+# were it so many times as fast: where it was measured in a bad moment, drafting would
+# go on for good. In simulated streams of 1,000 tokens it costs 0.2 %.
+PLAIN_REVIEW_ROUNDS = 256
+PLAIN_REVIEW_SPEED = 3.0
 # Lengths are measured in this order, those between follow.
 _MEASURED_FIRST = (0, 4, 1, 8, 2)
 
@@ -250,6 +255,10 @@ class AdaptiveLengths:
 
         Its cost may be lower than it was, and nothing else would show it.
         """
+        may_win = options[0].speed * PLAIN_REVIEW_SPEED > best.speed
+        if may_win and self.costs.age(context, 0) >= PLAIN_REVIEW_ROUNDS:
+            self.costs.doubt(context, 0)
+            return _Run(0, "review", 1 + self.costs.samples)
         if self._since_review < REVIEW_ROUNDS:
             return None
         near = [

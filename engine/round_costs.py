@@ -121,6 +121,16 @@ class RoundCosts:
         cost = self._at(context).get(length)
         return cost.noted if cost else 0
 
+    def age(self, context: int, length: int) -> int:
+        """Return how many rounds ago a length was last measured."""
+        return self._notes - self.noted(context, length)
+
+    def doubt(self, context: int, length: int) -> None:
+        """Take a cost for a guess, until it was measured as at first."""
+        cost = self._at(context).get(length)
+        if cost is not None and cost.seconds is not None:
+            cost.guessed, cost.samples, cost.noted = True, [], self._notes
+
     def seconds(self, context: int, length: int) -> float:
         """Return a round's cost; between known lengths by straight lines.
 

@@ -241,6 +241,17 @@ def test_a_cost_that_has_changed_is_found() -> None:
     assert long / short < (3.4 / 2.2) * 0.9
 
 
+def test_a_plain_step_that_was_measured_in_a_bad_moment_is_measured_again() -> None:
+    """A batch of 32 rows drafted for good: its first steps had compiled kernels."""
+    world = World([1, 2.0, 2.2, 2.4, 2.6])
+    costs = RoundCosts({0: {**dict(enumerate(world.seconds)), 0: 1.8}})
+    for seed in range(16):  # streams that are too short for a review of their own
+        policy = AdaptiveLengths(costs, AcceptanceRates([0.5] * 4, 40.0), 4)
+        simulate(policy, world, lambda _: [0.5] * 4, 48, seed)
+    table = costs.table()[0]
+    assert table[0] / table[1] == pytest.approx(0.5, rel=0.1)
+
+
 def test_an_outlier_hardly_moves_a_cost() -> None:
     costs = RoundCosts({0: {0: 1.0, 4: 2.0}})
     costs.note(10, 4, 2000.0)
