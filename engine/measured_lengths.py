@@ -211,7 +211,7 @@ class MeasuredLengths:
         """Run rounds until every length was measured; return their parts."""
         policy = AdaptiveLengths(fresh, AcceptanceRates(), self._longest, thorough=True)
         rounds = 0
-        noting = NotingParts(policy)
+        noting = NotingParts(policy, context)
         with start(calibration_prompt(context), noting) as stream:
             for _ in stream:
                 done = stream.stats.rounds

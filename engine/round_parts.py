@@ -19,19 +19,25 @@ PartsTable = dict[int, dict[int, RoundSeconds]]
 class NotingParts:
     """A policy that hands on everything, and notes the parts of rounds.
 
+    Args:
+        policy: decides.
+        context: how many tokens all rounds count for, however the text grows while
+            they are measured; None: for those that there are.
+
     Attributes:
         longest: no plan is longer.
     """
 
-    def __init__(self, policy: Lengths) -> None:
+    def __init__(self, policy: Lengths, context: int | None = None) -> None:
         self._policy = policy
+        self._context = context
         self.longest = policy.longest
         self._noted: dict[int, dict[int, list[RoundSeconds]]] = {}
         self._drafted = False
 
     def plan(self, context: int, limit: int) -> Plan:
         """Return the policy's plan."""
-        return self._policy.plan(context, limit)
+        return self._policy.plan(self._at(context), limit)
 
     def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
         """Let the policy learn, and keep the parts of a round like those before it.
@@ -39,12 +45,16 @@ class NotingParts:
         The first drafted round after plain steps reads what the draft has missed, and
         the first plain step has none on its way.
         """
+        context = self._at(context)
         self._policy.note(context, plan, outcome)
         drafts = outcome.drafted > 0
         if drafts == self._drafted and outcome.steady != drafts:
             bucket = self._noted.setdefault(bucket_of(context), {})
             bucket.setdefault(outcome.drafted, []).append(outcome.parts)
         self._drafted = drafts
+
+    def _at(self, context: int) -> int:
+        return context if self._context is None else self._context
 
     def end(self) -> None:
         """Let the policy learn from the stream as a whole."""

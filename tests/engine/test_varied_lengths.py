@@ -183,6 +183,15 @@ def test_calibration_measures_every_length_and_keeps_it() -> None:
     assert "measure" not in {plan.reason for plan, _ in stream.decisions}
 
 
+def test_a_calibration_at_the_end_of_a_bucket_stays_in_it() -> None:
+    """The text grows while it is measured: 450 tokens, or more on a busy machine."""
+    model = build("llama")
+    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=build("llama"))
+    table = generator.calibrate(contexts=[500])
+    assert set(table) == {0}
+    assert sorted(table[0]) == list(range(9))
+
+
 def test_a_lookup_is_calibrated_too() -> None:
     generator = SpeculativeGenerator(build("llama"), byte_tokenizer(), draft="lookup")
     table = generator.calibrate(contexts=[30])
