@@ -39,7 +39,6 @@ PLACES = 2  # of a forward, to try a row that parts in
 # Margins that a batch may turn over: in float32, and in half precision; bfloat16 logits
 # from 16 on have steps of an eighth.
 OFF_BY, HALF_OFF_BY = 1e-3, 0.3
-AUTO_WARM_UP = 4  # jobs, in which every length is measured
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -66,6 +65,9 @@ def benchmark(
     tokens: Annotated[int, typer.Option(min=8, help="Of each text.")] = 96,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="At most.")] = 512,
     repeats: Annotated[int, typer.Option(min=1)] = 5,
+    auto_warm_up: Annotated[
+        int, typer.Option(min=1, help="Jobs in which lengths are measured first.")
+    ] = 4,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     blas: Blas = "auto",
     json_file: Json = None,
@@ -84,9 +86,8 @@ def benchmark(
         results = []
         for rows in batch or BATCHES:
             for name in group or GROUPS:
-                arms = list(
-                    _arms(models, draft or ["model", "lookup"], draft_length or LENGTHS)
-                )
+                drafts, lengths = draft or ["model", "lookup"], draft_length or LENGTHS
+                arms = list(_arms(models, drafts, lengths, auto_warm_up))
                 prompts = _jobs(models[1], name, rows, prompt_tokens, repeats)
                 jobs = [Job(each, tokens, temperature) for each in prompts]
                 results.append(_measured(arms, jobs, repeats, (models[0], rows, name)))
@@ -124,8 +125,10 @@ def _models(target: str, draft: str, shape: str) -> tuple[Any, Any, Any]:
     return model, tokenizer, small
 
 
-def _arms(models: tuple[Any, Any, Any], drafts: list[str], lengths: list[int]) -> Any:
-    """Yield all arms; the first two are plain."""
+def _arms(
+    models: tuple[Any, Any, Any], drafts: list[str], lengths: list[int], warm_up: int
+) -> Any:
+    """Yield all arms; the first two are plain, and "auto" has longer to warm up."""
     from batch_arms import Arm, mlx_lm, ours
 
     from mlx_speculation import SpeculativeGenerator
@@ -141,7 +144,7 @@ def _arms(models: tuple[Any, Any, Any], drafts: list[str], lengths: list[int]) -
             yield Arm(f"{name} {length}", partial(ours, generator, length), length + 1)
         widest = 9 if name == "model" else 17
         run_auto = partial(ours, generator, None)
-        yield Arm(f"{name} auto", run_auto, widest, AUTO_WARM_UP)
+        yield Arm(f"{name} auto", run_auto, widest, warm_up)
 
 
 def _jobs(
