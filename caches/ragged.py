@@ -16,7 +16,7 @@ models: the same `offset` of each row, `make_mask` and `update_and_fetch`.
 
 Lengths are the host's, and the layers of a model agree on them. So arrays that follow
 from lengths are made on the host, once for all layers: on a GPU, arithmetic on a few
-integers in each layer is a fifth of all the kernels of a step.
+integers in each layer is a sixth of all the kernels of a step.
 """
 
 from collections.abc import Sequence

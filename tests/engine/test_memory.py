@@ -139,6 +139,16 @@ def test_a_target_that_drafts_for_itself_has_no_weights_beside() -> None:
     assert made.generate(PROMPT, max_tokens=8).memory.draft_weights == 0
 
 
+def test_weights_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a batch rows end all the time, and 8 B parameters take 4 ms to go through."""
+    made = generator("llama", build("llama", seed=7), draft_length=2)
+    first = made.generate(PROMPT, max_tokens=8).memory
+    looks: list[Any] = []
+    monkeypatch.setattr(type(made.model), "parameters", lambda self: looks.append(self))
+    assert made.generate(PROMPT, max_tokens=8).memory == first
+    assert looks == []
+
+
 def test_a_lookup_weighs_nothing_and_a_cascade_what_its_model_does() -> None:
     memory = generator("llama", "lookup").generate(PROMPT, max_tokens=8).memory
     assert memory.draft_weights == memory.draft_caches == 0
