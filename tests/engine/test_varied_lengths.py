@@ -8,6 +8,7 @@ wrong one too; noise is keyed by row; the lane counts one token too few.
 """
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
@@ -163,6 +164,13 @@ def test_decisions_that_nobody_asked_for_are_not_kept() -> None:
         _ = stream.decisions
 
 
+@pytest.fixture(name="nothing_known")
+def _nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let a test find no costs that others have measured with the same models."""
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
+
+
+@pytest.mark.usefixtures("nothing_known")
 def test_calibration_measures_every_length_and_keeps_it() -> None:
     model, small = build("llama"), build("llama")
     generator = SpeculativeGenerator(model, byte_tokenizer(), draft=small)
@@ -183,6 +191,7 @@ def test_calibration_measures_every_length_and_keeps_it() -> None:
     assert "measure" not in {plan.reason for plan, _ in stream.decisions}
 
 
+@pytest.mark.usefixtures("nothing_known")
 def test_a_calibration_at_the_end_of_a_bucket_stays_in_it() -> None:
     """The text grows while it is measured: 450 tokens, or more on a busy machine."""
     model = build("llama")
