@@ -286,7 +286,8 @@ def attention(
 
     Args:
         queries: [batch, heads, rows, dim], bfloat16 or float16; dim in `DIMENSIONS`.
-        keys: [batch, key heads, columns, dim], of that dtype; dim lies together.
+        keys: [batch, key heads, columns, dim], of that dtype; dim lies together, and
+            rows are whole heads apart: they are read 16 bytes at once.
         values: likewise.
         scale: of the scores.
         mask: "causal": the last row sees all columns; bool, which broadcasts to

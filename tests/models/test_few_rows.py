@@ -56,10 +56,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any
     ) -> mx.array:
         seen.append("attention")
-        for array in (keys, values):  # the kernel reads a head as one piece
+        for array in (keys, values):  # it reads a head as one piece, 16 bytes at once
             mx.eval(array)
             strides: Any = memoryview(cast(Any, array)).strides
             assert strides[-1] == array.itemsize
+            assert not any(n % (array.shape[-1] * array.itemsize) for n in strides[:-1])
         return mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=scale, mask=mask
         )
