@@ -10,8 +10,8 @@ WINDOW = 40.0
 # are not seen, so that with less a short draft would stay short on a text where all of
 # it is accepted.
 INHERITED = 4.0
-# What the first position is taken for, and in how many rounds: with one, two rounds of
-# bad luck at the start of a text parked a draft that was right four times in five.
+# What the first position is taken for, and in how many rounds: with one, bad
+# luck at the start of simulated texts parked drafts that were right four times in five.
 FIRST_GUESS = 0.7
 GUESSED = 2.0
 

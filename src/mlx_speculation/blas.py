@@ -124,7 +124,7 @@ def _use_openblas(*, required: bool) -> BlasChoice:
             f"with the {blas_in_use()}; call use_blas() first, or pass 'stock'"
         )
     try:
-        better = better_kernels()
+        better = _better_kernels()
         if better is not None:
             os.environ[_CORE_TYPE] = better
         ctypes.CDLL(_LIBRARY, mode=ctypes.RTLD_GLOBAL)
@@ -138,10 +138,10 @@ def _use_openblas(*, required: bool) -> BlasChoice:
     return BlasChoice("openblas", blas_in_use())
 
 
-def better_kernels() -> str | None:
+def _better_kernels() -> str | None:
     """Return kernels for `OPENBLAS_CORETYPE` that are better than those it would take.
 
-    It is asked with a copy of the library that is closed again, before any is in use.
+    The library is opened to be asked and closed again. Legal while none is in use.
 
     Returns:
         OpenBLAS's name of them; None: it takes the best that the processor can run, or
@@ -150,7 +150,7 @@ def better_kernels() -> str | None:
     Raises:
         OSError: there is no OpenBLAS.
     """
-    if os.environ.get(_CORE_TYPE) or _describe_openblas() is not None:
+    if os.environ.get(_CORE_TYPE):
         return None
     library = ctypes.CDLL(_LIBRARY, mode=ctypes.RTLD_LOCAL)
     try:
