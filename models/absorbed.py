@@ -103,7 +103,7 @@ def _absorbing(kind: Any) -> type[nn.Module]:
     original: FunctionType = kind.__call__
     theirs = original.__globals__
     name = "scaled_dot_product_attention"
-    again = made_again(original, name, _attend)
+    again = made_again(original, {name: _attend})
 
     def call(self: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> Any:
         current: Any = kind.__call__

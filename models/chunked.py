@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g
 
-from mlx_speculation.blas import blas_in_use
+from mlx_speculation.models.in_round import rows_differ
 
 # Up to here products over all pairs of rows cost less than steps. Twice what a lookup
 # drafts.
@@ -197,17 +197,6 @@ def _run(
     if seen is not None:
         updates = mx.where(seen, updates, 0)
     return _Block(y, updates, decays, total, keys)
-
-
-@functools.cache
-def _openblas() -> bool:
-    return blas_in_use().startswith("OpenBLAS")
-
-
-def rows_differ(dtype: mx.Dtype) -> bool:
-    """Return whether rows of a product differ here from single rows by rounding."""
-    on_cpu: bool = mx.default_device().type == mx.DeviceType.cpu
-    return on_cpu and dtype == mx.float32 and _openblas()
 
 
 def gated_delta_in_chunks(

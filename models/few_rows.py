@@ -23,7 +23,7 @@ from mlx_speculation.models.cuda_products import (
     product,
     product_of_four_bits,
 )
-from mlx_speculation.models.in_round import cuda_serves, in_round_on_cuda
+from mlx_speculation.models.in_round import cuda_serves, device_of_round
 from mlx_speculation.models.instances import Hook, derived, plain_class
 
 _RANK = -1
@@ -77,7 +77,7 @@ def _asking(kind: type[nn.Module], method: str, ask: Ask) -> type[nn.Module]:
     usual = getattr(kind, method)
 
     def call(self: nn.Module, x: mx.array) -> mx.array:
-        found = ask(self, x) if in_round_on_cuda() else None
+        found = ask(self, x) if device_of_round() == "cuda" else None
         if found is None:
             given: mx.array = usual(self, x)
             return given

@@ -1,31 +1,20 @@
-"""Attention of a few rows on CUDA, in a round, for models that ask mlx-lm's function.
+"""Attention of a few rows, in place of mlx-lm's function where another one is faster.
 
-mlx-lm's attention layers call `scaled_dot_product_attention` of `mlx_lm.models.base` by
-its global name. A hooked layer runs its own code, made again with a function in that
-name that asks the kernel of `cuda_attention` where it serves, and mlx-lm's elsewhere:
-for sinks, quantized keys, other dtypes and head dimensions, a single row of a single
-sequence, and outside of rounds.
+On CUDA that is the kernel of `cuda_attention`, on an x86-64 CPU `blas_attention`.
+mlx-lm's own does everything else: sinks, quantized keys, other dtypes, many rows, and
+a single row of a single sequence.
 """
 
-import functools
-from collections.abc import Iterator
-from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from mlx_speculation.models.absorbed import ATTENTIONS
+from mlx_speculation.models import blas_attention
 from mlx_speculation.models.cuda_attention import DIMENSIONS, attention
-from mlx_speculation.models.cuda_kernels import kernels_compile
 from mlx_speculation.models.cuda_products import HALVES
-from mlx_speculation.models.in_round import cuda_serves, in_round_on_cuda
-from mlx_speculation.models.instances import Hook, derived, made_again, plain_class
 
 MOST_ROWS = 32
-_NAME = "scaled_dot_product_attention"
-_RANK = -1
 
 
 def serves(
@@ -48,7 +37,19 @@ def serves(
     return queries.dtype in HALVES and queries.dtype == keys.dtype == values.dtype
 
 
-def attend(
+def products_serve(
+    queries: mx.array, keys: Any, values: Any, cache: Any, sinks: Any
+) -> bool:
+    """Whether products of BLAS do what mlx-lm's function does here, and better."""
+    if sinks is not None or hasattr(cache, "bits"):
+        return False
+    if not 1 < queries.shape[2] <= MOST_ROWS or queries.shape[1] % keys.shape[1]:
+        return False
+    dtypes = {queries.dtype, keys.dtype, values.dtype}
+    return dtypes == {mx.float32}
+
+
+def attend_on_cuda(
     queries: mx.array,
     keys: Any,
     values: Any,
@@ -66,36 +67,19 @@ def attend(
     return found
 
 
-@functools.cache
-def _asking(kind: Any) -> type[nn.Module]:
-    """Return a class that asks `attend`, in a round."""
-    original: FunctionType = kind.__call__
-    theirs = original.__globals__
-    again = made_again(original, _NAME, attend)
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        current: Any = kind.__call__
-        ours = current is original and theirs[_NAME] is scaled_dot_product_attention
-        if in_round_on_cuda() and ours:
-            return again(self, *args, **kwargs)
-        return current(self, *args, **kwargs)
-
-    return derived(kind, {"__call__": call})
-
-
-def attention_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
-    """Yield each layer whose own code calls mlx-lm's function, with its hook."""
-    if not (cuda_serves() and kernels_compile()):
-        return
-    for _, module in model.named_modules():
-        kind = plain_class(module)
-        method = kind.__call__
-        if (kind.__module__, kind.__name__) in ATTENTIONS:
-            continue  # over latents, which have a way of their own
-        if (
-            not isinstance(method, FunctionType)
-            or _NAME not in method.__code__.co_names
-        ):
-            continue
-        if method.__globals__.get(_NAME) is scaled_dot_product_attention:
-            yield module, Hook(_RANK, _asking)
+def attend_on_x86(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Do what `mlx_lm.models.base.scaled_dot_product_attention` does, on x86-64."""
+    if products_serve(queries, keys, values, cache, sinks):
+        return blas_attention.attention(queries, keys, values, scale, mask)
+    found: mx.array = scaled_dot_product_attention(
+        queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
+    )
+    return found

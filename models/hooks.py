@@ -25,6 +25,7 @@ import mlx.nn as nn
 from mlx_speculation.models.instances import derived, made_again
 from mlx_speculation.models.known import is_known
 from mlx_speculation.models.replay import Scan, ScanCall, Watch
+from mlx_speculation.models.stand_ins import activations_of
 
 Call = Callable[..., Any]
 Taken = dict[Any, list[Any]]
@@ -122,7 +123,7 @@ def _noting_scan(kind: type[nn.Module], scan: Scan, known: Call) -> Call:
             return known(*args, **kwargs)
         return chunk.y, chunk.after(chunk.y.shape[1])
 
-    again = made_again(original, scan.name, scanned)
+    again = made_again(original, {**activations_of(original), scan.name: scanned})
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         current = getattr(kind, scan.called_in)

@@ -1,20 +1,27 @@
-"""Whether a forward is one of a round, in this thread.
+"""Whether a forward is one of a round, in this thread, and what helps it here.
 
 A round's forward is over a few rows, and is not the one that reads a prompt: some
 layers have a better way for it, and some of these ways are for one device.
 """
 
+import functools
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Literal
 
 import mlx.core as mx
 
+from mlx_speculation.blas import blas_in_use
+
+Device = Literal["cuda", "x86"]
+
 _in_round: ContextVar[bool] = ContextVar("in_round", default=False)
-_on_cuda: ContextVar[bool] = ContextVar("on_cuda", default=False)
+_device: ContextVar[Device | None] = ContextVar("device", default=None)
 
 in_round = _in_round.get
-in_round_on_cuda = _on_cuda.get  # found once for all layers of a forward
+device_of_round = _device.get  # found once for all layers of a forward
 
 
 def cuda_serves() -> bool:
@@ -23,12 +30,34 @@ def cuda_serves() -> bool:
     return on_gpu and mx.cuda.is_available()
 
 
+@functools.cache
+def _openblas() -> bool:
+    return blas_in_use().startswith("OpenBLAS")
+
+
+def rows_differ(dtype: mx.Dtype) -> bool:
+    """Return whether rows of a product differ here from single rows by rounding."""
+    on_cpu: bool = mx.default_device().type == mx.DeviceType.cpu
+    return on_cpu and dtype == mx.float32 and _openblas()
+
+
+def x86_serves() -> bool:
+    """Whether rows differ on a processor for which mlx has no vector code."""
+    return platform.machine() in ("x86_64", "AMD64") and rows_differ(mx.float32)
+
+
+def _device_here() -> Device | None:
+    if cuda_serves():
+        return "cuda"
+    return "x86" if x86_serves() else None
+
+
 @contextmanager
 def rows_of_a_round() -> Iterator[None]:
     """Let layers take their ways for a few rows, in this thread, inside the block."""
-    token, on_cuda = _in_round.set(True), _on_cuda.set(cuda_serves())
+    token, device = _in_round.set(True), _device.set(_device_here())
     try:
         yield
     finally:
         _in_round.reset(token)
-        _on_cuda.reset(on_cuda)
+        _device.reset(device)

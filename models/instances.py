@@ -8,7 +8,7 @@ stay the same; what a hook does in a call is for its maker to say.
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -44,11 +44,11 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     return kind
 
 
-def made_again(method: FunctionType, name: str, value: Any) -> FunctionType:
-    """Return a method with the same code, to which a global name means `value`."""
+def made_again(method: FunctionType, names: Mapping[str, Any]) -> FunctionType:
+    """Return a method with the same code, to which these global names mean these."""
     again = FunctionType(
         method.__code__,
-        {**method.__globals__, name: value},
+        {**method.__globals__, **names},
         method.__name__,
         method.__defaults__,
         method.__closure__,

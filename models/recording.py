@@ -32,7 +32,6 @@ from mlx_lm.models.cache import CacheList
 from mlx_speculation.caches import RecordingArraysCache, RecordingLayerCache
 from mlx_speculation.models.absorbed import absorbing_hooks
 from mlx_speculation.models.few_rows import few_row_hooks
-from mlx_speculation.models.few_rows_attention import attention_hooks
 from mlx_speculation.models.hooks import (
     Call,
     Taken,
@@ -46,6 +45,7 @@ from mlx_speculation.models.instances import Hook, Hooked, derived, plain_class
 from mlx_speculation.models.known import is_known
 from mlx_speculation.models.mixers import COMPRESSORS, MIXERS, Mixer
 from mlx_speculation.models.replay import Recipe, Watch, part_of
+from mlx_speculation.models.stand_ins import stand_in_hooks
 
 _TAKES_NOTES = (RecordingArraysCache, RecordingLayerCache)
 
@@ -188,7 +188,7 @@ def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
         yield from _parts(module, watch)
     yield from absorbing_hooks(model)
     yield from few_row_hooks(model)
-    yield from attention_hooks(model)
+    yield from stand_in_hooks(model)
 
 
 class Recorders:

@@ -233,17 +233,6 @@ def test_mlx_lms_scan_runs_where_a_chunk_does_not_serve() -> None:
     assert gated_delta_in_chunks(**half) is None
 
 
-def test_rows_differ_only_with_openblas_in_float32_on_a_cpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for blas, differ in (("OpenBLAS 0.3.21", True), ("reference BLAS", False)):
-        chunked._openblas.cache_clear()
-        monkeypatch.setattr(chunked, "blas_in_use", lambda blas=blas: blas)
-        assert chunked.rows_differ(mx.float32) is differ
-        assert not chunked.rows_differ(mx.bfloat16)
-    chunked._openblas.cache_clear()
-
-
 def recurrent(caches: list[Any]) -> list[Any]:
     return [cache for cache in flat(caches) if isinstance(cache, ArraysCache)]
 

@@ -23,12 +23,13 @@ from mlx_speculation.models import (
     few_rows,
     few_rows_attention,
     in_round,
+    stand_ins,
 )
 from mlx_speculation.models.absorbed import ATTENTIONS
 from mlx_speculation.models.cuda_kernels import kernels_compile
-from mlx_speculation.models.few_rows_attention import attention_hooks
 from mlx_speculation.models.in_round import rows_of_a_round
 from mlx_speculation.models.instances import plain_class
+from mlx_speculation.models.stand_ins import stand_in_hooks
 from support.census import BUILT, build
 
 PROMPT = [(7 * i * i + 3 * i) % 256 for i in range(21)]
@@ -66,7 +67,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         )
 
     monkeypatch.setattr(in_round, "cuda_serves", lambda: True)
-    for module in (few_rows, few_rows_attention):
+    for module in (few_rows, stand_ins):
         monkeypatch.setattr(module, "cuda_serves", lambda: True)
         monkeypatch.setattr(module, "kernels_compile", lambda: True)
     monkeypatch.setattr(few_rows, "product", product)
@@ -115,7 +116,7 @@ def test_attention_over_latents_keeps_the_way_of_its_own(
     home: str, asked: list[str]
 ) -> None:
     model = build(home.removeprefix("mlx_lm.models."))
-    hooked = [plain_class(module) for module, _ in attention_hooks(model)]
+    hooked = [plain_class(module) for module, _ in stand_in_hooks(model)]
     assert not {(kind.__module__, kind.__name__) for kind in hooked} & ATTENTIONS
 
 
@@ -224,7 +225,7 @@ def test_where_kernels_do_not_compile_mlx_multiplies_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A CPU is such a place."""
-    for module in (few_rows, few_rows_attention):
+    for module in (few_rows, stand_ins):
         monkeypatch.setattr(module, "cuda_serves", lambda: True)
     kernels_compile.cache_clear()
     model = build("llama")

@@ -1,0 +1,71 @@
+"""Attention of a few rows in float32 on an x86-64 CPU, by products of BLAS.
+
+What mlx's own does there beside its products takes most of the time: a softmax one
+element after the other (see `exponentials`), and a product for each head where query
+heads that share keys can have one together. The division by the sum of a row comes
+last, when a row is as long as a head and not as a text.
+"""
+
+from threading import local
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.models.exponentials import exponentials
+
+_LOWEST = -3.4028234663852886e38  # of float32; mlx puts it where a bool mask is not set
+
+
+class _LastMask(local):
+    """The causal mask that was last made in this thread.
+
+    The layers of a forward ask for the same one.
+    """
+
+    shape: tuple[int, int] | None = None
+    mask: Any = None
+
+    def of(self, rows: int, count: int) -> mx.array:
+        """Return bool [rows, count]; the last row sees all of `count` keys."""
+        if self.shape != (rows, count):
+            self.mask = mx.tri(rows, count, k=count - rows, dtype=mx.bool_)
+            self.shape = (rows, count)
+        found: mx.array = self.mask
+        return found
+
+
+_causal = _LastMask()
+
+
+def attention(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any
+) -> mx.array:
+    """Do what `mx.fast.scaled_dot_product_attention` does.
+
+    Args:
+        queries: float32 [batch, heads, rows, dim].
+        keys: float32 [batch, key heads, n, dim].
+        values: float32 [batch, key heads, n, value dim].
+        scale: of the products.
+        mask: None; "causal"; bool, or float32 to be added: [rows, n], or with axes for
+            batch and heads before these.
+
+    Returns:
+        float32 [batch, heads, rows, value dim].
+    """
+    batch, heads, rows, dim = queries.shape
+    shared, count = keys.shape[1:3]
+    together = (batch, shared, heads // shared * rows)
+    scores = (queries * scale).reshape(*together, dim) @ keys.swapaxes(-1, -2)
+    if mask is not None:
+        scores = scores.reshape(batch, heads, rows, count)
+        if isinstance(mask, str):
+            mask = _causal.of(rows, count)
+        if mask.dtype == mx.bool_:
+            scores = mx.where(mask, scores, _LOWEST)
+        else:
+            scores = scores + mask
+        scores = scores.reshape(*together, count)
+    weights = exponentials(scores)
+    summed = weights @ values / weights.sum(axis=-1, keepdims=True)
+    return summed.reshape(batch, heads, rows, values.shape[-1])
