@@ -10,6 +10,29 @@ from mlx_speculation.models import Sliding
 from mlx_speculation.samplers import Acceptance, Chooser, Constraint
 
 
+def check_compiled(compile_draft: Any, models: Sequence[Any], vocabulary: Any) -> None:
+    """Refuse to compile what is no draft model, or is one with fewer token ids.
+
+    Args:
+        compile_draft: the option.
+        models: the draft models.
+        vocabulary: the token ids that they draft from, or None.
+    """
+    if not isinstance(compile_draft, bool):
+        raise InvalidRequestError(
+            f"compile_draft is {compile_draft!r}, and True or False is needed."
+        )
+    if compile_draft and not models:
+        raise InvalidRequestError(
+            "compile_draft is True, and there is no draft model. Leave it out."
+        )
+    if compile_draft and vocabulary is not None:
+        raise InvalidRequestError(
+            "compile_draft and draft_vocabulary were passed, and a compiled draft has "
+            "all token ids. Leave one of them out."
+        )
+
+
 def check_generator(model: Any, acceptance: Any, sliding: Any) -> None:
     """Refuse what is no model, no rule and no kind of cache."""
     if acceptance not in get_args(Acceptance):

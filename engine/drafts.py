@@ -17,7 +17,7 @@ from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import DrafterFault
 from mlx_speculation.engine.told_rounds import TellingDrafter
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import Lane, ReducedOutput, Sliding
+from mlx_speculation.models import CompiledSteps, Lane, ReducedOutput, Sliding
 
 MODEL_LENGTH = 8
 # A lookup costs nothing, and drafts as many tokens as its match is long.
@@ -197,6 +197,7 @@ def make_draft_model(
     sequence: Sequence,
     confidence: float,
     reduced: ReducedOutput | None = None,
+    compiled: CompiledSteps | None = None,
 ) -> DraftModel:
     """Return the drafter of one stream that drafts with a model.
 
@@ -208,12 +209,14 @@ def make_draft_model(
         sequence: the tokens that are known.
         confidence: see `DraftModel`.
         reduced: see `DraftModel`.
+        compiled: the draft model's compiled forward, or None.
     """
     step = target.prefill_step
 
     def make(*held: Any) -> Lane:
         lane = Lane(draft, *held, sliding=sliding)
         lane.prefill_step = step
+        lane.compiled = compiled
         return lane
 
     options: dict[str, Any] = {"confidence": confidence, "reduced": reduced}

@@ -1,14 +1,15 @@
 """What a generator is made with: every option checked once, and kept in one place."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.nn as nn
 
 from mlx_speculation.caches import PrefixCache
-from mlx_speculation.engine.checks import check_generator
+from mlx_speculation.engine.checks import check_compiled, check_generator
 from mlx_speculation.engine.drafts import (
     Checked,
     check_draft_width,
@@ -22,6 +23,7 @@ from mlx_speculation.engine.prompts import Prompts
 from mlx_speculation.engine.ranked_target import RankedTarget, all_or_none
 from mlx_speculation.engine.vocabulary import ReducedDrafts, checked_vocabulary
 from mlx_speculation.models import (
+    CompiledSteps,
     Group,
     Lane,
     Recorders,
@@ -29,6 +31,7 @@ from mlx_speculation.models import (
     TokenIds,
     check_causal,
     check_resumable,
+    compiled_steps,
     logit_width,
     wrapped,
 )
@@ -50,6 +53,7 @@ class GeneratorSetup:
         ranked: the target on the ranks that it is spread over; None: it is whole.
         draft: what drafts, on this rank; None: plain decoding.
         draft_confidence: where a draft model stops.
+        compiled: the compiled forwards of draft models, by the id of each.
         reduced: the output layers of drafts that know some token ids only.
         lengths: the draft lengths.
         acceptance: the rule.
@@ -65,6 +69,7 @@ class GeneratorSetup:
     ranked: RankedTarget | None
     draft: Checked | None
     draft_confidence: float
+    compiled: Mapping[int, CompiledSteps]
     reduced: ReducedDrafts
     lengths: MeasuredLengths
     acceptance: Acceptance
@@ -94,6 +99,7 @@ def checked_setup(
     sliding: Sliding,
     prefix_cache: PrefixCache | None,
     draft_vocabulary: Iterable[int] | None,
+    compile_draft: bool,
     group: Group | None,
 ) -> GeneratorSetup:
     """Check what a generator is made with; see `SpeculativeGenerator`.
@@ -112,7 +118,10 @@ def checked_setup(
             checked = ranked.own_draft(checked, prefix_cache)
             if not ranked.decides:
                 draft_vocabulary = None
-        lengths = MeasuredLengths(model, checked, sliding, draft_length)
+        check_compiled(compile_draft, models_of(checked), draft_vocabulary)
+        lengths = MeasuredLengths(
+            model, checked, sliding, draft_length, compiled=compile_draft
+        )
         confidence = checked_confidence(draft_confidence, checked)
         own = wrapped(tokenizer)
         ids, width = TokenIds.of(tokenizer), logit_width(model)
@@ -128,23 +137,27 @@ def checked_setup(
             reduced = ReducedDrafts.make(checked, vocabulary)
         if prefix_cache is not None:
             _bind(prefix_cache, models, sliding)
-        setup = GeneratorSetup(
-            model=model,
-            tokenizer=own,
-            ids=ids,
-            target_width=width,
-            prompts=Prompts(own, highest_id),
-            ranked=ranked,
-            draft=reduced.draft,
-            draft_confidence=confidence,
-            reduced=reduced,
-            lengths=lengths,
-            acceptance=acceptance,
-            sliding=sliding,
-            prefix_cache=prefix_cache,
-        )
-        for module in models:
-            weakref.finalize(setup, Recorders(module).remove)
+        drafts = models_of(checked) if compile_draft else []
+        with ExitStack() as hooks:
+            for module in models:
+                hooks.callback(Recorders(module).remove)
+            setup = GeneratorSetup(
+                model=model,
+                tokenizer=own,
+                ids=ids,
+                target_width=width,
+                prompts=Prompts(own, highest_id),
+                ranked=ranked,
+                draft=reduced.draft,
+                draft_confidence=confidence,
+                compiled={id(module): compiled_steps(module) for module in drafts},
+                reduced=reduced,
+                lengths=lengths,
+                acceptance=acceptance,
+                sliding=sliding,
+                prefix_cache=prefix_cache,
+            )
+            weakref.finalize(setup, hooks.pop_all().close)
     return setup
 
 

@@ -89,16 +89,24 @@ class MeasuredLengths:
         draft: what drafts for it, as the generator has checked it; None: nothing.
         sliding: what stands for sliding windows.
         usual: the length of streams that name none; None: by measurement.
+        compiled: whether the steps of draft models are compiled.
 
     Raises:
         InvalidRequestError: the usual length is not a number of tokens.
     """
 
     def __init__(
-        self, model: nn.Module, draft: Any, sliding: Sliding, usual: int | None
+        self,
+        model: nn.Module,
+        draft: Any,
+        sliding: Sliding,
+        usual: int | None,
+        *,
+        compiled: bool = False,
     ) -> None:
         self.usual = _checked(usual)
         self._model, self._draft, self._sliding = model, draft, sliding
+        self._compiled = compiled
         self._longest = longest_length(draft)
         self._known: Known | None = None
         self._batches: dict[int, Known] = {}
@@ -237,7 +245,7 @@ class MeasuredLengths:
             "target": shape_of(self._model),
             "draft": names,
             "sliding": self._sliding,
-        }
+        } | ({"compiled": True} if self._compiled else {})
 
 
 def _name(member: Any) -> str:

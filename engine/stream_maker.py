@@ -233,6 +233,7 @@ class StreamMaker:
                 sequence,
                 setup.draft_confidence,
                 setup.reduced.of(model),
+                setup.compiled.get(id(model)),
             )
 
         def follow(head: Following) -> Drafter:

@@ -15,6 +15,7 @@ from mlx_speculation.models.assistant_probe import (
 from mlx_speculation.models.batch_lane import BatchLane, BatchRound
 from mlx_speculation.models.batching import why_alone
 from mlx_speculation.models.committed import CommittedStates
+from mlx_speculation.models.compiled_steps import CompiledSteps, compiled_steps
 from mlx_speculation.models.contract import Contract
 from mlx_speculation.models.contract_fields import contract_of
 from mlx_speculation.models.dflash_config import is_dflash
@@ -91,6 +92,7 @@ __all__ = [
     "BatchLane",
     "BatchRound",
     "CommittedStates",
+    "CompiledSteps",
     "Contract",
     "DFlash",
     "DFlashContext",
@@ -131,6 +133,7 @@ __all__ = [
     "check_quantizable",
     "check_resumable",
     "check_same_ids",
+    "compiled_steps",
     "contract_of",
     "drawn_seed",
     "find_mtp_head",

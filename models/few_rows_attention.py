@@ -43,7 +43,9 @@ def products_serve(
     """Whether products of BLAS do what mlx-lm's function does here, and better."""
     if sinks is not None or hasattr(cache, "bits"):
         return False
-    if not 1 < queries.shape[2] <= MOST_ROWS or queries.shape[1] % keys.shape[1]:
+    fewest = 1 if getattr(cache, "single_rows", False) else 2
+    rows = queries.shape[2]
+    if not fewest <= rows <= MOST_ROWS or queries.shape[1] % keys.shape[1]:
         return False
     dtypes = {queries.dtype, keys.dtype, values.dtype}
     return dtypes == {mx.float32}

@@ -26,6 +26,7 @@ from mlx_speculation.caches import (
 )
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models.committed import CommittedStates
+from mlx_speculation.models.compiled_steps import CompiledSteps
 from mlx_speculation.models.hidden_states import HiddenStates
 from mlx_speculation.models.in_round import rows_of_a_round
 from mlx_speculation.models.key_steps import takes_key_steps
@@ -58,6 +59,7 @@ class Lane:
         heard: called with the number of tokens of every chunk of a prompt, once it is
             kept.
         quantization: when the caches are quantized; the list then holds new ones.
+        compiled: computes the forwards of rounds where it serves; of a draft's lane.
 
     Raises:
         UnsupportedCacheError: a cache is of an unknown kind, or holds a batch.
@@ -90,6 +92,7 @@ class Lane:
         self.prefill_step = PREFILL_STEP
         self.heard: Callable[[int], None] | None = None
         self.quantization: KVQuantization | None = None
+        self.compiled: CompiledSteps | None = None
         check_supported(self.caches)
         check_single(self.caches)
         if len(self.caches) != len(own):
@@ -243,7 +246,10 @@ class LaneRound:
         `hidden`.
         """
         self._fed.append(tokens)
-        model, presented = self._lane.model, self._speculation.caches
+        lane = self._lane
+        if lane.compiled is not None and lane.compiled.serves(lane.caches, len(tokens)):
+            return lane.compiled.forward(tokens, lane.caches)
+        model, presented = lane.model, self._speculation.caches
         if self._whole and self._taps is None:  # a plain step, or a chunk of a prompt
             logits: mx.array = model(tokens[None], cache=presented)
             return logits.squeeze(0)

@@ -51,6 +51,7 @@ def open_pair(
             draft_length=pair.draft_length,
             draft_confidence=pair.draft_confidence,
             quantize_draft=pair.quantize_draft,
+            compile_draft=pair.compile_draft,
             adapter_path=pair.adapter_path,
             trust_remote_code=pair.trust_remote_code,
             prefix_cache=prefix_cache,

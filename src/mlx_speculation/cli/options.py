@@ -94,6 +94,15 @@ class PairOptions:
             help="Hold the draft's weights in 2, 3, 4, 5, 6 or 8 bits.",
         ),
     ] = None
+    compile_draft: Annotated[
+        bool,
+        typer.Option(
+            "--compile-draft",
+            rich_help_panel=DRAFT,
+            help="Compile the steps of a small draft model, on a CPU; it takes 16 "
+            "seconds once on a machine.",
+        ),
+    ] = False
     adapter_path: AdapterPath = None
     trust_remote_code: TrustRemoteCode = False
     blas: Blas = "auto"
