@@ -72,6 +72,7 @@ class FixedKeys:
         start = self.offset.reshape(1)
         self.keys = mx.slice_update(self.keys, keys, start, axes=(2,))
         self.values = mx.slice_update(self.values, values, start, axes=(2,))
+        self.offset = self.offset + keys.shape[2]
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
