@@ -19,8 +19,8 @@ block at the price of one product, and is not computed unless somebody asks for 
 
 Results differ from the recurrence by rounding. So this serves only where rows of a
 block differ from single rows anyway, which is float32 on a CPU with OpenBLAS in front.
-With the reference BLAS, on Metal, which has a kernel, and on a GPU of another kind,
-where it has not been tried, mlx-lm's own scan runs; and so it does for single rows.
+On CUDA a kernel runs the steps (`cuda_gated_delta`). With the reference BLAS, and on
+Metal, which has a kernel, mlx-lm's own scan runs; and so it does for single rows.
 """
 
 import functools
@@ -30,7 +30,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g
 
-from mlx_speculation.models.in_round import rows_differ
+from mlx_speculation.models.cuda_gated_delta import Steps, run_steps, serves
+from mlx_speculation.models.cuda_kernels import kernels_compile
+from mlx_speculation.models.in_round import device_of_round, rows_differ
 
 # Up to here products over all pairs of rows cost less than steps. Twice what a lookup
 # drafts.
@@ -213,11 +215,13 @@ def gated_delta_in_chunks(
     lower_bound: float | None = None,
     allow_neg_eigval: bool = False,
     **_: Any,
-) -> Chunk | None:
+) -> Chunk | Steps | None:
     """Do what mlx-lm's `gated_delta_update` does; None: that should do it here."""
-    rows = q.shape[1]
-    if not 1 < rows <= LONGEST or not rows_differ(q.dtype) or a.ndim != b.ndim:
-        return None  # a decay for each channel has one axis more
+    on_cuda = device_of_round() == "cuda" and kernels_compile() and serves(q, v)
+    by_channel = a.ndim != b.ndim  # then a has one axis more
+    in_chunks = rows_differ(q.dtype) and not by_channel
+    if not 1 < q.shape[1] <= LONGEST or not (on_cuda or in_chunks):
+        return None
     beta = mx.sigmoid(b)
     if allow_neg_eigval:
         beta = beta * 2.0
@@ -225,4 +229,5 @@ def gated_delta_in_chunks(
         g = compute_g(A_log, a, dt_bias)
     else:
         g = compute_lower_bound_g(A_log, a, dt_bias, lower_bound)
-    return run_chunk(q, k, v, g, beta, state, mask)
+    run = run_steps if on_cuda else run_chunk
+    return run(q, k, v, g, beta, state, mask)

@@ -5,6 +5,7 @@ import functools
 import mlx.core as mx
 
 from mlx_speculation.models.cuda_attention import attention
+from mlx_speculation.models.cuda_gated_delta import run_steps
 from mlx_speculation.models.cuda_products import product
 from mlx_speculation.models.notices import notice
 
@@ -19,7 +20,13 @@ def kernels_compile() -> bool:
     try:
         ones = mx.ones((2, 64), mx.bfloat16)
         heads = ones.reshape(1, 1, 2, 64)
-        mx.eval(product(ones, ones), attention(heads, heads, heads, 1.0, "causal"))
+        gates = ones[:, :1][None].astype(mx.float32)
+        rows = heads.swapaxes(1, 2)
+        mx.eval(
+            product(ones, ones),
+            attention(heads, heads, heads, 1.0, "causal"),
+            run_steps(rows, rows, rows, gates, gates).y,
+        )
     except RuntimeError as error:
         notice(
             "Rounds do without the kernels for few rows, since mlx could not compile "

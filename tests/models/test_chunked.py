@@ -41,12 +41,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
-from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
+from mlx_lm.models.gated_delta import (
+    gated_delta_ops,
+    gated_delta_update,
+    normalize_qk,
+)
 from numpy.typing import NDArray
 
 from mlx_speculation.caches import Speculation, states
 from mlx_speculation.caches.kinds import flat
-from mlx_speculation.models import Recorders, chunked
+from mlx_speculation.models import Recorders, chunked, cuda_gated_delta, in_round
 from mlx_speculation.models.chunked import gated_delta_in_chunks, run_chunk
 from support.cache_twins import detached
 from support.identity import check_identity, prompt_of
@@ -231,6 +235,46 @@ def test_mlx_lms_scan_runs_where_a_chunk_does_not_serve() -> None:
     assert gated_delta_in_chunks(**scan_arguments(2, vector=True)) is None
     half = {n: v.astype(mx.bfloat16) for n, v in scan_arguments(2).items()}
     assert gated_delta_in_chunks(**half) is None
+
+
+@pytest.mark.parametrize("vector", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "dim", "ours"), [(2, 32, True), (1, 32, False), (2, 8, False)]
+)
+def test_on_cuda_the_kernel_runs_what_it_is_made_for(
+    rows: int, dim: int, ours: bool, vector: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA is taken to be there; mlx-lm's loop stands in for the kernel."""
+    asked: list[tuple[mx.array, ...]] = []
+
+    def run(*inputs: Any) -> list[mx.array]:
+        asked.append(inputs)
+        return list(gated_delta_ops(*inputs))
+
+    monkeypatch.setattr(in_round, "_device_here", lambda: "cuda")
+    monkeypatch.setattr(chunked, "kernels_compile", lambda: True)
+    monkeypatch.setattr(cuda_gated_delta, "_run", run)
+    arguments = scan_arguments(rows, vector=vector)
+    for name in "qk":
+        arguments[name] = mx.tile(arguments[name], [1, 1, 1, 4])[..., :dim]
+    arguments["state"] = mx.tile(arguments["state"], [1, 1, 1, 4])[..., :dim]
+    if vector:
+        arguments["a"] = mx.tile(arguments["a"], [1, 1, 1, 4])[..., :dim]
+        arguments["dt_bias"] = mx.tile(arguments["dt_bias"], [1, 4])[..., :dim]
+    with in_round.rows_of_a_round():
+        found = gated_delta_in_chunks(**arguments)
+    assert (found is not None) is ours
+    if found is not None:
+        y, state = gated_delta_update(**arguments)
+        np.testing.assert_allclose(found.y, y, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(found.after(rows), state, rtol=0, atol=1e-5)
+        first = {
+            name: value[:, :1] if name in "qkvab" else value
+            for name, value in arguments.items()
+        }
+        _, state = gated_delta_update(**first)
+        np.testing.assert_allclose(found.after(1), state, rtol=0, atol=1e-5)
+    assert gated_delta_in_chunks(**arguments) is None  # outside of a round
 
 
 def recurrent(caches: list[Any]) -> list[Any]:

@@ -5,8 +5,10 @@ They run where there is a GPU that mlx serves with CUDA, and are skipped elsewhe
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.gated_delta import gated_delta_ops
 
 from mlx_speculation.models.cuda_attention import attention
+from mlx_speculation.models.cuda_gated_delta import run_steps
 from mlx_speculation.models.cuda_products import product, product_of_four_bits
 from mlx_speculation.models.in_round import cuda_serves
 
@@ -107,3 +109,43 @@ def test_attention_keeps_what_is_not_a_number_where_it_is_seen(columns: int) -> 
     keys[..., -1, 5] = float("nan")
     found = mx.isnan(attention(queries, keys, keys, 0.1, "causal")).any(axis=-1)
     assert found.tolist() == [[[False, False, True]] * 2]
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, mx.float32])
+@pytest.mark.parametrize("dims", [(128, 128), (64, 33), (256, 64)])
+@pytest.mark.parametrize("heads", [(1, 1), (2, 6)])
+@pytest.mark.parametrize(("batch", "rows"), [(1, 2), (1, 9), (3, 5)])
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_gated_delta_steps_are_those_of_their_values(
+    dtype: mx.Dtype,
+    dims: tuple[int, int],
+    heads: tuple[int, int],
+    batch: int,
+    rows: int,
+    by_channel: bool,
+    masked: bool,
+) -> None:
+    mx.random.seed(4)
+    (dim, width), (shared, count) = dims, heads
+    both = mx.random.normal((2, batch, rows, shared, dim)) / dim**0.5
+    q, k = both.astype(dtype)
+    v = mx.random.normal((batch, rows, count, width + 8)).astype(dtype)[..., :width]
+    gates = (batch, rows, count, dim) if by_channel else (batch, rows, count)
+    g = mx.random.uniform(0.2, 1.0, gates)
+    beta = mx.random.uniform(0.0, 1.0, (batch, rows, count)).astype(dtype)
+    state = mx.random.normal((batch, count, width, dim))
+    mask = mx.random.bernoulli(0.7, (batch, rows)) if masked else None
+    found = run_steps(q, k, v, g, beta, state, mask)
+    assert found.y.dtype == dtype
+    exact = [array.astype(mx.float32) for array in (q, k, v, g, beta)]
+    q, k, v, g, beta = exact
+    wanted, last = gated_delta_ops(q, k, v, g, beta, state, mask)
+    error = ERROR.get(dtype, 1e-5)
+    assert difference(found.y, wanted) < error
+    assert difference(found.last, last) < 1e-5
+    for keep in (1, rows - 1, rows):
+        part = None if mask is None else mask[:, :keep]
+        q, k, v, g, beta = (each[:, :keep] for each in exact)
+        _, kept = gated_delta_ops(q, k, v, g, beta, state, part)
+        assert difference(found.after(keep), kept) < 1e-5

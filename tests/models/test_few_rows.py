@@ -15,11 +15,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.gated_delta import gated_delta_ops
 
 from mlx_speculation.errors import DraftNotice
 from mlx_speculation.models import (
     Lane,
     Recorders,
+    chunked,
+    cuda_gated_delta,
     few_rows,
     few_rows_attention,
     in_round,
@@ -70,6 +73,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module in (few_rows, stand_ins):
         monkeypatch.setattr(module, "cuda_serves", lambda: True)
         monkeypatch.setattr(module, "kernels_compile", lambda: True)
+    monkeypatch.setattr(chunked, "kernels_compile", lambda: True)
+    monkeypatch.setattr(
+        cuda_gated_delta, "_run", lambda *inputs: list(gated_delta_ops(*inputs))
+    )
     monkeypatch.setattr(few_rows, "product", product)
     monkeypatch.setattr(few_rows, "product_of_four_bits", four_bits)
     monkeypatch.setattr(few_rows_attention, "attention", attention)

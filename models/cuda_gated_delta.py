@@ -1,0 +1,167 @@
+"""A few steps of the gated delta rule on CUDA, in one kernel.
+
+mlx-lm has a kernel for Metal alone, and elsewhere a loop over the tokens, of some ten
+operations each: a verify of 5 rows is 50 operations in every such layer, which the host
+hands over one by one. With S the state [Dv, Dk] of a head, before a token
+
+    S' = g S      u = b (v - S' k)      S = S' + u k^T      y = S q
+
+Rows of S do not meet, so a warp has one row for all tokens, in registers, and the lanes
+share Dk. A token that the mask leaves out is answered, and the state stays as it was.
+Sums are of float32; they differ from the loop's by rounding.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+WARPS = 8  # of a block, a row of the state each
+WIDEST = 512  # of Dk, of which a lane holds a 32nd
+
+_SOURCE = r"""
+  const int lane = threadIdx.x % 32;
+  const int row = blockIdx.x * WARPS + threadIdx.x / 32;
+  const int head = blockIdx.y, b = blockIdx.z;
+  const int tokens = q_shape[1], heads = v_shape[2], rows = v_shape[3];
+  if (row >= rows) return;
+  const int shared = head / (heads / q_shape[2]);
+  const long place = ((long(b) * heads + head) * rows + row) * DK + lane;
+  float held[N], next[N];
+  for (int i = 0; i < N; ++i)
+    held[i] = static_cast<float>(state[place + 32 * i]);
+  for (int t = 0; t < tokens; ++t) {
+    const auto* keys = k + b * k_strides[0] + t * k_strides[1]
+        + shared * k_strides[2];
+    const auto* queries = q + b * q_strides[0] + t * q_strides[1]
+        + shared * q_strides[2];
+    const long gate = (long(b) * tokens + t) * heads + head;
+    float inside = 0;
+    for (int i = 0; i < N; ++i) {
+      const int c = lane + 32 * i;
+      next[i] = held[i] * static_cast<float>(g[GATE]);
+      inside += next[i] * static_cast<float>(keys[c * k_strides[3]]);
+    }
+    for (int far = 16; far; far /= 2)
+      inside += __shfl_xor_sync(0xffffffff, inside, far);
+    const float value = static_cast<float>(v[b * v_strides[0] + t * v_strides[1]
+        + head * v_strides[2] + row * v_strides[3]]);
+    const float update = (value - inside) * static_cast<float>(beta[gate]);
+    float answer = 0;
+    for (int i = 0; i < N; ++i) {
+      const int c = lane + 32 * i;
+      next[i] += update * static_cast<float>(keys[c * k_strides[3]]);
+      answer += next[i] * static_cast<float>(queries[c * q_strides[3]]);
+    }
+    for (int far = 16; far; far /= 2)
+      answer += __shfl_xor_sync(0xffffffff, answer, far);
+    if (lane == 0)
+      y[((long(b) * tokens + t) * heads + head) * rows + row] = answer;
+    if (SEEN)
+      for (int i = 0; i < N; ++i) held[i] = next[i];
+  }
+  for (int i = 0; i < N; ++i) after[place + 32 * i] = held[i];
+"""
+
+
+@functools.cache
+def _kernel(dim: int, by_channel: bool, masked: bool) -> Any:
+    source = _SOURCE.replace("GATE", "gate * DK + c" if by_channel else "gate")
+    source = source.replace("SEEN", "mask[b * tokens + t]" if masked else "true")
+    inputs = ["q", "k", "v", "g", "beta", "state"]
+    return mx.fast.cuda_kernel(
+        name=f"gated_delta_{dim}_{int(by_channel)}_{int(masked)}",
+        input_names=[*inputs, "mask"] if masked else inputs,
+        output_names=["y", "after"],
+        source=source,
+        header=f"constexpr int WARPS = {WARPS}, DK = {dim}, N = {dim // 32};\n",
+        ensure_row_contiguous=False,
+    )
+
+
+def _run(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array,
+    mask: mx.array | None,
+) -> list[mx.array]:
+    """Return y [batch, rows, heads, Dv] and the state behind the rows, float32."""
+    (batch, rows, _, dim), (heads, width) = q.shape, v.shape[2:]
+    together = [mx.contiguous(array) for array in (g, beta, state)]
+    if mask is not None:
+        together.append(mx.contiguous(mx.broadcast_to(mask, (batch, rows))))
+    found: list[mx.array] = _kernel(dim, g.ndim == 4, mask is not None)(
+        inputs=[q, k, v, *together],
+        grid=(-(-width // WARPS) * WARPS * 32, heads, batch),
+        threadgroup=(WARPS * 32, 1, 1),
+        output_shapes=[(batch, rows, heads, width), state.shape],
+        output_dtypes=[mx.float32, mx.float32],
+    )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """A block that was run.
+
+    Attributes:
+        y: what the scan returns for each row, [batch, rows, heads, Dv].
+        last: the state behind all rows, [batch, heads, Dv, Dk].
+        inputs: q, k, v, g and beta of the rows.
+        start: the state before them.
+        mask: bool [batch, rows], or None.
+    """
+
+    y: mx.array
+    last: mx.array
+    inputs: tuple[mx.array, ...]
+    start: mx.array
+    mask: mx.array | None
+
+    def after(self, keep: int) -> mx.array:
+        """Return the state after the first `keep` rows, from 1, like `start`."""
+        if keep == self.y.shape[1]:
+            return self.last
+        mask = None if self.mask is None else self.mask[:, :keep]
+        q, k, v, g, beta = (each[:, :keep] for each in self.inputs)
+        _, state = _run(q, k, v, g, beta, self.start, mask)
+        return state.astype(self.start.dtype)
+
+
+def serves(q: mx.array, v: mx.array) -> bool:
+    """Whether the kernel is made for these dimensions."""
+    dim, heads, shared = q.shape[-1], v.shape[2], q.shape[2]
+    return dim % 32 == 0 and dim <= WIDEST and heads % shared == 0
+
+
+def run_steps(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array | None = None,
+    mask: mx.array | None = None,
+) -> Steps:
+    """Run a block of gated delta steps on CUDA, where the kernel `serves`.
+
+    Args:
+        q: [batch, rows, key heads, Dk], scaled.
+        k: the same shape, normalized.
+        v: [batch, rows, heads, Dv]; key head h serves the heads from h * ratio on,
+            where ratio is heads / key heads.
+        g: decays in [0, 1], [batch, rows, heads], or for each channel with Dk behind.
+        beta: [batch, rows, heads].
+        state: before the block, [batch, heads, Dv, Dk]; None: zeros, float32.
+        mask: bool [batch, rows].
+    """
+    if state is None:
+        batch, heads, width = q.shape[0], *v.shape[2:]
+        state = mx.zeros((batch, heads, width, q.shape[-1]), mx.float32)
+    y, last = _run(q, k, v, g, beta, state, mask)
+    last = last.astype(state.dtype)
+    return Steps(y.astype(q.dtype), last, (q, k, v, g, beta), state, mask)
