@@ -62,7 +62,7 @@ def turns(
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     draft: Annotated[
         list[str] | None,
-        typer.Option(help="lookup, model, mtp or wrong: a model that is."),
+        typer.Option(help="lookup, model, compiled, mtp or wrong: a model that is."),
     ] = None,
     draft_length: Annotated[
         list[int] | None, typer.Option(min=1, help="Beside lengths by measurement.")
@@ -113,6 +113,13 @@ def drafting(draft: str, models: "Models", target: str) -> "SpeculativeGenerator
     made: Any = draft
     if draft == "model":
         return models.speculative
+    if draft == "compiled":  # a model of its own, as every model is hooked by itself
+        return SpeculativeGenerator(
+            models.target,
+            models.plain.tokenizer,
+            draft=load(folder_of("draft"))[0],
+            compile_draft=True,
+        )
     if draft == "mtp":
         made = MtpDraft.from_folder(folder_of(target), models.target)
     elif draft == "wrong":
