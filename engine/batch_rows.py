@@ -9,7 +9,6 @@ import mlx.core as mx
 from mlx_speculation.caches import has_states
 from mlx_speculation.engine.acceptance_rates import AcceptanceRates
 from mlx_speculation.engine.contained import Contained
-from mlx_speculation.engine.decoding import Parts
 from mlx_speculation.engine.draft_model import DraftModel
 from mlx_speculation.engine.drafting import Draft
 from mlx_speculation.engine.drafts import lanes_of
@@ -17,6 +16,7 @@ from mlx_speculation.engine.handling import USUAL
 from mlx_speculation.engine.lengths import Plan
 from mlx_speculation.engine.results import Chunk
 from mlx_speculation.engine.round_clock import RoundSeconds
+from mlx_speculation.engine.rounds import Parts
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.engine.verdicts import Emitted, Verdict
 from mlx_speculation.models import Lane, why_alone

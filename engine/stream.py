@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 
-from mlx_speculation.engine.decoding import Decoder, Parts
+from mlx_speculation.engine.decoding import Decoder
 from mlx_speculation.engine.lengths import Outcome, Plan
 from mlx_speculation.engine.memory import Memory
 from mlx_speculation.engine.prefixes import Prefixes
 from mlx_speculation.engine.results import Chunk, LogProb, Result
+from mlx_speculation.engine.rounds import Parts
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import Statistics
 from mlx_speculation.engine.text import TextStream

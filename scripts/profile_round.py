@@ -70,15 +70,15 @@ def taken_apart(pieces: Pieces) -> Iterator[None]:
     import mlx.core as mx
 
     from mlx_speculation.caches import states
-    from mlx_speculation.engine import decoding
     from mlx_speculation.engine.contained import Contained
+    from mlx_speculation.engine.rounds import Rounds
     from mlx_speculation.models import Lane, LaneRound
     from mlx_speculation.samplers import Verifier
 
     lanes: list[Lane] = []  # whose round is running: the target's, or a draft model's
     propose, settle = Contained.propose, Contained.settle
     forward, commit = LaneRound.forward, LaneRound.commit
-    verify, drafted = Verifier.verify, decoding.Decoder._drafted_round
+    verify, drafted = Verifier.verify, Rounds._drafted_round
 
     def proposed(self: Any, *args: Any) -> Any:
         def act() -> Any:
@@ -129,7 +129,7 @@ def taken_apart(pieces: Pieces) -> Iterator[None]:
         (LaneRound, "forward", forwarded, forward),
         (LaneRound, "commit", committed, commit),
         (Verifier, "verify", verified, verify),
-        (decoding.Decoder, "_drafted_round", round_of, drafted),
+        (Rounds, "_drafted_round", round_of, drafted),
     ]
     try:
         for owner, name, other, _ in changed:

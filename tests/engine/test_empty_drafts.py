@@ -21,7 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation import NonFiniteLogitsError, SpeculativeGenerator
 from mlx_speculation.caches import Speculation
-from mlx_speculation.engine import decoding
+from mlx_speculation.engine import rounds
 from mlx_speculation.engine.decoding import Decoder
 from mlx_speculation.engine.drafting import Choose, Draft
 from mlx_speculation.engine.lengths import FixedLengths
@@ -255,8 +255,8 @@ STEPS = [
     (Verifier, "verify", 1),
     (verifier, "count_accepted", 1),
     (verifier, "peaks", 1),
-    (decoding, "read", 1),
-    (decoding, "read", 2),
+    (rounds, "read", 1),
+    (rounds, "read", 2),
     (Run, "cut", 1),
     (Speculation, "prepare", 1),
     (PlannedDrafter, "settle", 1),

@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlx_speculation.caches import Speculation
-from mlx_speculation.engine import SpeculativeGenerator, decoding
+from mlx_speculation.engine import SpeculativeGenerator, rounds
 from mlx_speculation.engine.decoding import Decoder
 from mlx_speculation.engine.draft_model import DraftModel
 from mlx_speculation.engine.lengths import FixedLengths
@@ -115,7 +115,7 @@ DRAFTED_STEPS = [
     (Verifier, "verify", 1),
     (verifier, "count_accepted", 1),
     (verifier, "peaks", 1),
-    (decoding, "read", 1),
+    (rounds, "read", 1),
     (Run, "cut", 1),
     (Speculation, "prepare", 1),
     (Speculation, "commit", 1),  # the draft model's
@@ -125,7 +125,7 @@ PLAIN_STEPS = [
     (LaneRound, "forward", 1),
     (Verifier, "verify", 1),
     (Speculation, "commit", 1),
-    (decoding, "read", 1),
+    (rounds, "read", 1),
     (Run, "cut", 1),
 ]
 
@@ -155,12 +155,12 @@ def test_an_error_in_a_drafted_round_changes_nothing(
     generator = SpeculativeGenerator(model, byte_tokenizer(), draft=draft)
     run = Run(model, draft, 3)
     assert run.drafter is not None
-    for rounds, error in ((0, InjectedError()), (3, KeyboardInterrupt())):
-        while run.decoder.statistics.rounds < rounds:
+    for count, error in ((0, InjectedError()), (3, KeyboardInterrupt())):
+        while run.decoder.statistics.rounds < count:
             run.next_round()
         drafted = content(run.drafter.lane.caches)
         fail_one_round(run, step, error)
-        if rounds:  # the first round also feeds the drafter its prompt, and keeps it
+        if count:  # the first round also feeds the drafter its prompt, and keeps it
             assert_same_content(drafted, content(run.drafter.lane.caches))
     assert run.finish() == expected
     assert run.decoder.statistics.acceptance_rate > 0.9  # a rotten draft cache is seen
@@ -175,8 +175,8 @@ def test_an_error_in_a_plain_round_changes_nothing(
     model = build(name)
     expected = plain_text(name)
     run = Run(model, None, 0)
-    for rounds, error in ((0, InjectedError()), (3, KeyboardInterrupt())):
-        while run.decoder.statistics.rounds < rounds:
+    for count, error in ((0, InjectedError()), (3, KeyboardInterrupt())):
+        while run.decoder.statistics.rounds < count:
             run.next_round()
         fail_one_round(run, step, error)
     assert run.finish() == expected

@@ -29,7 +29,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_speculation import InvalidRequestError, Sampling, SpeculativeGenerator, pure
-from mlx_speculation.engine import decoding
+from mlx_speculation.engine import rounds
 from mlx_speculation.engine.results import Result
 from support.drafters import ScriptedDrafter
 from support.planned_lengths import Planned
@@ -241,7 +241,7 @@ def test_a_failed_round_puts_a_forkable_state_back(
     def broken(*_: Any) -> Any:
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(decoding, "read", broken)
+    monkeypatch.setattr(rounds, "read", broken)
     with pytest.raises(RuntimeError, match="device lost"):
         next(stream)
     assert processor.calls == plain.calls[: len(emitted)]

@@ -20,7 +20,7 @@ from mlx_speculation import (
 )
 from mlx_speculation.caches import RecordingArraysCache
 from mlx_speculation.caches.rotating import PresentedRing
-from mlx_speculation.engine import Stream, decoding
+from mlx_speculation.engine import Stream, decoding, rounds
 from mlx_speculation.models import Lane, LaneRound
 from support.drafters import ScriptedDrafter
 from support.tiny_models import build
@@ -292,7 +292,7 @@ def test_an_error_ends_the_stream_with_a_result(
     def broken(*_: Any) -> Any:
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(decoding, "read", broken)
+    monkeypatch.setattr(rounds, "read", broken)
     with pytest.raises(RuntimeError, match="device lost"):
         next(stream)
     stream.close()
@@ -354,14 +354,15 @@ def test_a_drafted_round_waits_for_the_device_once(
 
         monkeypatch.setattr(owner, wait, wrapper)
 
-    counted(decoding, "read")
+    for module in (decoding, rounds):
+        counted(module, "read")
     for wait in ("eval", "synchronize"):
         counted(mx, wait)
-    rounds = stream.stats.rounds
+    before = stream.stats.rounds
     list(stream)
     # One read, and looks at the clock when drafts, logits and tokens are there. The
     # last round may have no room for a draft.
-    assert waits.count("read") == stream.stats.rounds - rounds
+    assert waits.count("read") == stream.stats.rounds - before
     drafted, plain = ["eval", "read", "eval", "eval"], ["read", "eval", "eval"]
     some = drafted * (waits.count("read") - 1)
     assert waits in (some + drafted, some + plain)
