@@ -15,7 +15,8 @@ from support.cache_twins import Mixers
 from support.hooked_mixers import hooked_mixers
 
 # No deadline: the first example compiles kernels, and the machine may be busy.
-settings.register_profile("default", deadline=None, print_blob=True)
+# Few examples: they are drawn anew in every run, and make test-long draws many.
+settings.register_profile("default", deadline=None, print_blob=True, max_examples=40)
 settings.register_profile(
     "long",
     deadline=None,
