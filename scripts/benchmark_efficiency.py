@@ -156,12 +156,13 @@ def make_cases(
     clock: "Clock",
     shape: str = AS_IT_IS,
 ) -> Iterator[Case]:
-    """Make the cases of one target; its forwards run on a copy that has no hooks."""
+    """Make the cases of one target; its forwards run on a copy with the same hooks."""
     from growing import SHAPES, grow
     from steady_forwards import Step, filled, head_step_of, held_by, holding, step_of
 
     from mlx_speculation import SpeculativeGenerator, load
     from mlx_speculation.engine import MtpDraft
+    from mlx_speculation.models import Recorders
 
     folders = demo_models()
     model: Any
@@ -170,6 +171,7 @@ def make_cases(
     bare, _ = load(folders[target])
     if shape != AS_IT_IS:
         model, bare = grow(model, SHAPES[shape]), grow(bare, SHAPES[shape])
+    recorders = Recorders(bare)
     small, _ = load(folders["draft"])
     text = "\n\n".join(p.text for p in demo_prompts() if p.group == "code")
     prompt = [int(token) for token in tokenizer.encode(text)]
@@ -206,6 +208,7 @@ def make_cases(
             yield Case(
                 target, name, length, context, stream, verify, step, clock, *measured
             )
+    recorders.remove()
 
 
 def table_of(cases: list[Case]) -> "Table":

@@ -2,9 +2,10 @@
 
 Each forward is fed the choice of the one before, and is handed over before that one's
 result is read, as in a long run of plain steps. The caches are put back to where they
-were after each, so that the context stays as long as it is; what has no rows, such as a
-recurrent state, goes on. So the time of a forward of w rows is that of a verify of w
-rows with no sampler, no commit, no roll-back and no host that keeps the device waiting.
+were after each, so that the context stays as long as it is; of single tokens, what has
+no rows, such as a recurrent state, goes on. Several rows take the ways that they take
+in a round, if the model has its hooks. So the time of a forward of w rows is that of a
+verify of w rows with no sampler, no commit and no host that keeps the device waiting.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation.caches import (
     Snapshot,
+    Speculation,
     leaves,
     restore,
     snapshot,
@@ -23,6 +25,7 @@ from mlx_speculation.caches import (
     with_slack,
 )
 from mlx_speculation.models import HiddenStates, Mtp
+from mlx_speculation.models.in_round import rows_of_a_round
 
 PREFILL = 2048
 WARM_UP = 2  # forwards that are not counted
@@ -59,9 +62,14 @@ def step_of(model: nn.Module, caches: list[Any]) -> Step:
     rows = [leaf for _, leaf in leaves(caches) if hasattr(leaf, "trim")]
 
     def step(tokens: mx.array) -> mx.array:
-        logits: mx.array = model(tokens, cache=caches)
-        for leaf in rows:
-            leaf.trim(tokens.shape[1])
+        logits: mx.array
+        if tokens.shape[1] > 1:
+            with Speculation(caches) as speculation, rows_of_a_round():
+                logits = model(tokens, cache=speculation.caches)
+        else:
+            logits = model(tokens, cache=caches)
+            for leaf in rows:
+                leaf.trim(1)
         return mx.broadcast_to(mx.argmax(logits[:, -1:], axis=-1), tokens.shape)
 
     return step

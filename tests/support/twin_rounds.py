@@ -224,7 +224,7 @@ def played(machine: type[Counting], rounds: float, steps: int) -> int:
     profile = settings.default
     assert profile is not None
     usual = settings.get_profile("default").max_examples
-    wanted = rounds * min(10, profile.max_examples // usual)
+    wanted = int(rounds * min(10, profile.max_examples // usual))
     while (missing := wanted - machine.rounds) > 0:
         # Some examples stop early, so a run may play less than it was asked for.
         run_state_machine_as_test(
