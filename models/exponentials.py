@@ -13,6 +13,7 @@ is n + 127 in the place of the exponent. Below 2^-126 the result is 0, as it is 
 mlx's by rounding.
 """
 
+import functools
 import math
 from functools import partial
 
@@ -78,6 +79,16 @@ def _gated_twice(
 @_compiled
 def _gelu_argument(x: mx.array) -> mx.array:
     return x * (x * x * 0.044715 + 1.0) * (2.0 * math.sqrt(2.0 / math.pi))
+
+
+@functools.cache
+def compile_here() -> None:
+    """Compile what is compiled here, lest a text wait for it in its first round.
+
+    It takes seconds on the first use on a machine, and milliseconds after that.
+    """
+    rows = mx.zeros((2, 8))
+    mx.eval(exponentials(rows), silu(rows), swiglu(rows, rows), gelu_approx(rows))
 
 
 def exponentials(scores: mx.array) -> mx.array:

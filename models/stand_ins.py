@@ -159,6 +159,7 @@ def stand_in_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
         device = "cuda"
     elif x86_serves():
         device = "x86"
+        exponentials.compile_here()
     else:
         return
     for _, module in model.named_modules():

@@ -128,6 +128,17 @@ def test_prompts_and_plain_steps_are_those_of_mlx(called: list[str]) -> None:
     assert "activation" not in called
 
 
+def test_they_are_compiled_when_the_hooks_are_made(
+    called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the first text on a machine would wait for it."""
+    made: list[str] = []
+    monkeypatch.setattr(exponentials, "compile_here", lambda: made.append("compiled"))
+    Recorders(build("llama")).remove()
+    assert made == ["compiled"]
+    assert not called
+
+
 def test_what_somebody_else_put_there_is_called(
     called: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
