@@ -14,7 +14,7 @@ from mlx_speculation.caches.batch_rows import (
 from mlx_speculation.caches.compressed import RecordingLayerCache
 from mlx_speculation.caches.held_arrays import array_bytes, arrays_in, bytes_beside
 from mlx_speculation.caches.journal import Journal
-from mlx_speculation.caches.key_steps import whole_steps
+from mlx_speculation.caches.key_steps import whole_steps, with_room
 from mlx_speculation.caches.kinds import (
     check_single,
     check_supported,
@@ -80,5 +80,6 @@ __all__ = [
     "split",
     "states",
     "whole_steps",
+    "with_room",
     "with_slack",
 ]

@@ -120,8 +120,8 @@ def shown_in_steps(cache: Any) -> tuple[mx.array, mx.array]:
     """
     rows, room = cache.offset, whole_steps(cache.offset)
     if cache.keys.shape[2] < room:
-        cache.keys = _with_room(cache.keys, rows, room)
-        cache.values = _with_room(cache.values, rows, room)
+        cache.keys = with_room(cache.keys, rows, room)
+        cache.values = with_room(cache.values, rows, room)
     return cache.keys[..., :room, :], cache.values[..., :room, :]
 
 
@@ -131,7 +131,7 @@ def whole_steps(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def _with_room(held: mx.array, rows: int, room: int) -> mx.array:
+def with_room(held: mx.array, rows: int, room: int) -> mx.array:
     """Return a buffer of `room` rows that begins with the first `rows` of `held`."""
     batch, heads, _, dim = held.shape
     more = mx.zeros((batch, heads, room - rows, dim), held.dtype)

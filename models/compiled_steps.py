@@ -26,7 +26,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_speculation.caches import whole_steps
+from mlx_speculation.caches import whole_steps, with_room
 from mlx_speculation.errors import UnsupportedModelError
 from mlx_speculation.models.in_round import rows_of_a_round
 
@@ -125,7 +125,7 @@ class CompiledSteps:
         start = caches[0].offset
         end = start + tokens.shape[0]
         buffers = [
-            with_room(each, start, end) for c in caches for each in (c.keys, c.values)
+            _in_steps(each, start, end) for c in caches for each in (c.keys, c.values)
         ]
         ids = tokens.astype(mx.uint32)  # with another type it is compiled again
         logits, *written = self._step(ids, mx.array(start), *buffers)
@@ -135,22 +135,16 @@ class CompiledSteps:
         return logits
 
 
-def with_room(held: mx.array, rows: int, room: int) -> mx.array:
-    """Return a buffer that begins with the first `rows` rows of `held`.
-
-    It has a whole number of steps, so that few numbers of rows are compiled.
+def _in_steps(held: mx.array, rows: int, room: int) -> mx.array:
+    """Return a buffer of whole steps, so that few numbers of rows are compiled.
 
     Args:
         held: [1, heads, n, dim].
-        rows: how many of them count.
-        room: how many rows are needed.
+        rows: how many of its rows count.
+        room: how many are needed.
     """
     room = whole_steps(room)
-    if held.shape[2] == room:
-        return held
-    batch, heads, _, dim = held.shape
-    more = mx.zeros((batch, heads, room - rows, dim), held.dtype)
-    return mx.concatenate([held[..., :rows, :], more], axis=2)
+    return held if held.shape[2] == room else with_room(held, rows, room)
 
 
 def compiled_steps(model: nn.Module) -> CompiledSteps:
