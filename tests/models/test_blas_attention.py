@@ -2,17 +2,19 @@
 
 Faults that were made by hand, and found here: the causal mask is one key late; heads
 that share keys are folded in the wrong order; the scale is forgotten; a bool mask adds;
-the sum is taken before the mask; a mask of another shape is taken for the last one.
+the sum is another one; a mask of another shape is taken for the last one; threads
+share the last one.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_speculation.models import blas_attention
 from mlx_speculation.models.blas_attention import attention
 
 
@@ -84,18 +86,9 @@ def test_a_value_that_is_no_number_is_felt() -> None:
         assert mx.isnan(attention(queries, keys, values, 1.0, "causal")).all()
 
 
-@pytest.mark.parametrize("threads", [2])
-def test_threads_do_not_share_a_mask(threads: int) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    queries, keys = heads((1, 2, 3, 8), 1), heads((1, 2, 9, 8), 2)
-    mx.eval(queries, keys)
-    wanted = attention(queries, keys, keys, 1.0, "causal").tolist()
-
-    def run() -> Any:
-        with mx.stream(mx.new_stream(mx.default_device())):
-            return attention(queries, keys, keys, 1.0, "causal").tolist()
-
-    with ThreadPoolExecutor(threads) as pool:
-        found = [pool.submit(run).result() for _ in range(threads)]
-    assert found == [wanted] * threads
+def test_threads_do_not_share_a_mask() -> None:
+    """Or one could return what another has just put in its place."""
+    assert blas_attention._causal.of(3, 9).shape == (3, 9)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(lambda: blas_attention._causal.shape).result()
+    assert found is None

@@ -5,8 +5,8 @@ runs, in a process of its own. What stands in has tests of its own.
 
 Faults that were made by hand, and found here: prompts call it too; a function that
 somebody else has put in the place is ignored; few elements and other dtypes are not
-left to mlx; the hooks stay when their owner has left; sinks are ignored; mixers are
-hooked twice.
+left to mlx; sinks are ignored; mixers are hooked twice; nothing is compiled before the
+first text.
 """
 
 import subprocess
