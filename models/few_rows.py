@@ -4,7 +4,8 @@ A verify is a forward over two and more rows, and a batch's plain step one over 
 many rows as it has. In it the linear layers of a model are asked by the kernels of
 `cuda_products`, whatever model it is: a layer's instance gets a class that does so, as
 mixers do (`instances`). Prompts, single rows, other dtypes and other ways to quantize
-keep mlx's products, and so does every other device.
+keep mlx's products, and so does every other device. While a graph is built, these
+layers also submit what there is of it (`submit_in_parts`).
 
 Results differ from mlx's by rounding, as cuBLASLt's differ from those of single rows.
 """
@@ -23,7 +24,11 @@ from mlx_speculation.models.cuda_products import (
     product,
     product_of_four_bits,
 )
-from mlx_speculation.models.in_round import cuda_serves, device_of_round
+from mlx_speculation.models.in_round import (
+    cuda_serves,
+    device_of_round,
+    submit_in_parts,
+)
 from mlx_speculation.models.instances import Hook, derived, plain_class
 
 _RANK = -1
@@ -77,11 +82,17 @@ def _asking(kind: type[nn.Module], method: str, ask: Ask) -> type[nn.Module]:
     usual = getattr(kind, method)
 
     def call(self: nn.Module, x: mx.array) -> mx.array:
-        found = ask(self, x) if device_of_round() == "cuda" else None
+        if device_of_round() != "cuda":
+            plain: mx.array = usual(self, x)
+            return plain
+        found = ask(self, x)
         if found is None:
-            given: mx.array = usual(self, x)
-            return given
-        return found + self.bias if "bias" in self else found
+            found = usual(self, x)
+        elif "bias" in self:
+            found = found + self.bias
+        if x.size > x.shape[-1]:  # steps of a draft are submitted one by one
+            submit_in_parts(found)
+        return found
 
     return derived(kind, {method: call})
 

@@ -5,6 +5,7 @@ layers have a better way for it, and some of these ways are for one device.
 """
 
 import functools
+import itertools
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,11 @@ Device = Literal["cuda", "x86"]
 
 _in_round: ContextVar[bool] = ContextVar("in_round", default=False)
 _device: ContextVar[Device | None] = ContextVar("device", default=None)
+_products: ContextVar[Iterator[int]] = ContextVar("products")
+
+# Products of a forward from one submission to the next; a layer has some 7. A count,
+# and no time, so that all ranks of a sharded model submit alike.
+PRODUCTS_AT_ONCE = 32
 
 in_round = _in_round.get
 device_of_round = _device.get  # found once for all layers of a forward
@@ -56,8 +62,21 @@ def _device_here() -> Device | None:
 def rows_of_a_round() -> Iterator[None]:
     """Let layers take their ways for a few rows, in this thread, inside the block."""
     token, device = _in_round.set(True), _device.set(_device_here())
+    products = _products.set(itertools.count(1))
     try:
         yield
     finally:
+        _products.reset(products)
         _in_round.reset(token)
         _device.reset(device)
+
+
+def submit_in_parts(product: mx.array) -> None:
+    """Submit the forward of a round as far as it is built, every so many products.
+
+    On a GPU the first layers run while the graph of the others is built. Without this
+    the device waits for all of it, since a round cannot be built before the last one
+    was read.
+    """
+    if next(_products.get()) % PRODUCTS_AT_ONCE == 0:
+        mx.async_eval(product)

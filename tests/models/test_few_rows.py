@@ -5,7 +5,8 @@ test of their own on a GPU (test_cuda_kernels.py): what is shown here is which c
 reach them, with what, and that a hooked model computes what it did.
 
 Faults that were made by hand, and found here: the bias is left out; prompts are asked
-so too; single rows are; an attention over latents is; a mask is not passed on; the
+so too; single rows are, or are submitted in parts; products are counted on from one
+forward to the next; an attention over latents is asked; a mask is not passed on; the
 hooks stay when their owner has left.
 """
 
@@ -163,6 +164,34 @@ def test_a_linear_layer_asks_where_the_kernel_serves(
     assert mx.allclose(found, wanted, rtol=0.02, atol=0.02)
     assert layer(x).shape == wanted.shape
     assert len(asked) == int(serves)  # outside of a round nobody is asked
+    recorders.remove()
+
+
+def test_a_forward_over_rows_is_submitted_in_parts(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted: list[tuple[mx.array, ...]] = []
+    submit: Any = mx.async_eval
+
+    def noted(*arrays: mx.array) -> None:
+        submitted.append(arrays)
+        submit(*arrays)
+
+    model = build("llama")
+    recorders = Recorders(model)
+    layers = len(cast(Any, model).layers)
+    lane = Lane(model, make_prompt_cache(model))
+    lane.feed(PROMPT)
+    monkeypatch.setattr(in_round, "PRODUCTS_AT_ONCE", 3)
+    monkeypatch.setattr(mx, "async_eval", noted)
+    for rows in ([5], ROWS, ROWS):  # each forward is counted for itself
+        before = len(submitted)
+        with lane.begin() as lane_round:
+            lane_round.forward(mx.array(rows))
+        parts = 0 if len(rows) == 1 else (7 * layers + 1) // 3
+        assert len(submitted) - before == parts
+    lane.feed(ROWS)
+    assert len(submitted) == 2 * ((7 * layers + 1) // 3)
     recorders.remove()
 
 
