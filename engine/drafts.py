@@ -217,6 +217,7 @@ def make_draft_model(
         lane = Lane(draft, *held, sliding=sliding)
         lane.prefill_step = step
         lane.compiled = compiled
+        lane.guesses = True
         return lane
 
     options: dict[str, Any] = {"confidence": confidence, "reduced": reduced}

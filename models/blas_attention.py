@@ -1,9 +1,11 @@
-"""Attention of a few rows in float32 on an x86-64 CPU, by products of BLAS.
+"""Attention in float32 on an x86-64 CPU, by products of BLAS.
 
 What mlx's own does there beside its products takes most of the time: a softmax one
 element after the other (see `exponentials`), and a product for each head where query
 heads that share keys can have one together. The division by the sum of a row comes
-last, when a row is as long as a head and not as a text.
+last, when a row is as long as a head and not as a text. Many rows, of a prompt that a
+draft model reads, go block by block: what a block computes stays in the caches of the
+processor, and of a causal mask the keys that no row of it sees are left out.
 """
 
 from threading import local
@@ -13,6 +15,8 @@ import mlx.core as mx
 
 from mlx_speculation.models.exponentials import exponentials
 
+# Blocks of 32 to 128 rows take the same time, of 256 up to a fifth more.
+ROWS_AT_ONCE = 64
 _LOWEST = -3.4028234663852886e38  # of float32; mlx puts it where a bool mask is not set
 
 
@@ -53,6 +57,32 @@ def attention(
     Returns:
         float32 [batch, heads, rows, value dim].
     """
+    rows, count = queries.shape[2], keys.shape[2]
+    if rows <= ROWS_AT_ONCE:
+        return _block(queries, keys, values, scale, mask)
+    blocks = []
+    for start in range(0, rows, ROWS_AT_ONCE):
+        stop, seen, own = min(start + ROWS_AT_ONCE, rows), count, mask
+        if isinstance(mask, str):
+            seen = count - rows + stop
+        elif mask is not None:
+            own = mask[..., start:stop, :]
+        blocks.append(
+            _block(
+                queries[:, :, start:stop],
+                keys[:, :, :seen],
+                values[:, :, :seen],
+                scale,
+                own,
+            )
+        )
+    return mx.concatenate(blocks, axis=2)
+
+
+def _block(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any
+) -> mx.array:
+    """Return the attention of some rows, all at once."""
     batch, heads, rows, dim = queries.shape
     shared, count = keys.shape[1:3]
     together = (batch, shared, heads // shared * rows)

@@ -1,8 +1,8 @@
 """Attention of a few rows, in place of mlx-lm's function where another one is faster.
 
 On CUDA that is the kernel of `cuda_attention`, on an x86-64 CPU `blas_attention`.
-mlx-lm's own does everything else: sinks, quantized keys, other dtypes, many rows, and
-a single row of a single sequence.
+mlx-lm's own does everything else: sinks, quantized keys, other dtypes, a single row of
+a single sequence, and on CUDA many rows.
 """
 
 from typing import Any
@@ -44,8 +44,7 @@ def products_serve(
     if sinks is not None or hasattr(cache, "bits"):
         return False
     fewest = 1 if getattr(cache, "single_rows", False) else 2
-    rows = queries.shape[2]
-    if not fewest <= rows <= MOST_ROWS or queries.shape[1] % keys.shape[1]:
+    if queries.shape[2] < fewest or queries.shape[1] % keys.shape[1]:
         return False
     dtypes = {queries.dtype, keys.dtype, values.dtype}
     return dtypes == {mx.float32}

@@ -60,6 +60,8 @@ class Lane:
             kept.
         quantization: when the caches are quantized; the list then holds new ones.
         compiled: computes the forwards of rounds where it serves; of a draft's lane.
+        guesses: whether its tokens only propose. Prompts are then read in the ways of a
+            round too, see `models.in_round`: faster, and other than mlx's by rounding.
 
     Raises:
         UnsupportedCacheError: a cache is of an unknown kind, or holds a batch.
@@ -93,6 +95,7 @@ class Lane:
         self.heard: Callable[[int], None] | None = None
         self.quantization: KVQuantization | None = None
         self.compiled: CompiledSteps | None = None
+        self.guesses = False
         check_supported(self.caches)
         check_single(self.caches)
         if len(self.caches) != len(own):
@@ -250,13 +253,14 @@ class LaneRound:
         if lane.compiled is not None and lane.compiled.serves(lane.caches, len(tokens)):
             return lane.compiled.forward(tokens, lane.caches)
         model, presented = lane.model, self._speculation.caches
-        if self._whole and self._taps is None:  # a plain step, or a chunk of a prompt
+        as_in_round = not self._whole or lane.guesses
+        if not as_in_round and self._taps is None:  # a plain step, or part of a prompt
             logits: mx.array = model(tokens[None], cache=presented)
             return logits.squeeze(0)
         with ExitStack() as stack:
             if self._taps is not None:
                 stack.enter_context(self._taps.collect(self._hidden))
-            if not self._whole:
+            if as_in_round:
                 stack.enter_context(rows_of_a_round())
             logits = model(tokens[None], cache=presented)
         return logits.squeeze(0)

@@ -3,6 +3,7 @@
 Faults that were made by hand, and found here:
     the target is quantized with its head
     a draft that is not loaded here is passed over
+    the target guesses too; the draft model does not
 """
 
 from collections import Counter
@@ -28,6 +29,7 @@ from mlx_speculation.engine.cheaper import own_weights
 from mlx_speculation.engine.drafting import Choices, Draft
 from mlx_speculation.models import (
     Contract,
+    LaneRound,
     load,
     quantize_weights,
     weight_bytes,
@@ -298,3 +300,28 @@ def test_the_quantized_draft_is_not_the_targets_own_folder_in_memory(
         folder, draft=folder, quantize_draft=4
     )
     assert weight_bytes(generator.model) == weight_bytes(model)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_only_a_draft_model_reads_its_prompt_in_the_ways_of_a_round(
+    together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target's prompt is read as in plain decoding, so that its text is."""
+    guessed: list[tuple[nn.Module, bool]] = []
+    forward = LaneRound.forward
+
+    def noted(self: LaneRound, tokens: mx.array) -> mx.array:
+        if len(tokens) > 9:
+            guessed.append((self._lane.model, self._lane.guesses))
+        return forward(self, tokens)
+
+    monkeypatch.setattr(LaneRound, "forward", noted)
+    model, draft = build("llama"), build("llama", seed=7)
+    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=draft)
+    options: dict[str, Any] = {"max_tokens": 6, "draft_length": 3, "stop_tokens": ()}
+    if together:
+        generator.generate_batch([PROMPT, PROMPT], **options)
+    else:
+        generator.generate(PROMPT, **options)
+    assert {id(model) for model, _ in guessed} == {id(model), id(draft)}
+    assert all(guesses == (each is draft) for each, guesses in guessed)
