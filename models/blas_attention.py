@@ -65,7 +65,7 @@ def attention(
         stop, seen, own = min(start + ROWS_AT_ONCE, rows), count, mask
         if isinstance(mask, str):
             seen = count - rows + stop
-        elif mask is not None:
+        elif mask is not None and mask.shape[-2] > 1:
             own = mask[..., start:stop, :]
         blocks.append(
             _block(

@@ -34,7 +34,7 @@ def heads(shape: tuple[int, ...], seed: int) -> mx.array:
     before=st.integers(0, 40),
     dims=st.tuples(st.integers(1, 9), st.integers(1, 9)),
     kind=st.sampled_from(
-        ["none", "causal", "bool", "bool by batch", "bool by head", "added"]
+        ["none", "causal", "bool", "bool by batch", "bool by head", "one row", "added"]
     ),
     seed=st.integers(0, 2**31),
 )
@@ -53,9 +53,9 @@ def test_it_does_what_mlx_does(
     keys = heads((batch, shared, count + 3, dims[0]), seed + 1)[..., :count, :]
     values = heads((batch, shared, count + 3, dims[1]), seed + 2)[..., :count, :]
     first = {"bool by batch": (batch, 1), "bool by head": (batch, shared * ratio)}
-    shape = (*first.get(kind, ()), rows, count)
+    shape = (*first.get(kind, ()), 1 if kind == "one row" else rows, count)
     mask: Any = {"none": None, "causal": "causal"}.get(kind)
-    if kind.startswith("bool"):
+    if kind.startswith(("bool", "one")):
         mask = mx.random.bernoulli(0.6, shape, key=mx.random.key(seed + 3))
         mask[..., -1] = True  # a row that sees nothing is nobody's
     elif kind == "added":
