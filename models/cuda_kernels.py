@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from mlx_speculation.models.cuda_attention import attention
 from mlx_speculation.models.cuda_gated_delta import run_steps
-from mlx_speculation.models.cuda_products import product
+from mlx_speculation.models.cuda_products import Weight, products
 from mlx_speculation.models.notices import notice
 
 
@@ -23,7 +23,7 @@ def kernels_compile() -> bool:
         gates = ones[:, :1][None].astype(mx.float32)
         rows = heads.swapaxes(1, 2)
         mx.eval(
-            product(ones, ones),
+            products(ones, [Weight((ones,), 0)]),
             attention(heads, heads, heads, 1.0, "causal"),
             run_steps(rows, rows, rows, gates, gates).y,
         )

@@ -11,6 +11,10 @@ weight and x agree: so it reads 16 bytes of k that lie together, and calls them 
 fragments. The warps of a block share k, and add up in shared memory. What a row gets
 does not depend on the other rows.
 
+Layers that are fed the same x can be multiplied by one kernel, whose blocks are divided
+among their weights: that is one operation to build and to hand over instead of three,
+and weights with few outputs leave no processor of the device idle.
+
 Weights of 4 bits become half floats by their bits: 0x4300 | q is 128 + q in bfloat16,
 0x6400 | q is 1024 + q in float16. With sums over one group of k,
 
@@ -20,7 +24,8 @@ where a fragment of ones makes sum(x) in the place where it is needed.
 """
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -84,12 +89,29 @@ HALF_TYPES = (
     )
 )
 
+# Which weight a block multiplies, and its outputs from which on: each weight has as
+# many blocks as it needs.
+_CHOOSE = """
+  if (block >= 0 && block < (wI_shape[0] + 15) / 16) {
+    w = wI; out = outI; N = wI_shape[0]; first = block * 16;
+  }
+  block -= (wI_shape[0] + 15) / 16;
+"""
+_CHOOSE_QUANTIZED = _CHOOSE.replace(
+    "w = wI;", "w = wI; scales = scalesI; biases = biasesI;"
+)
+
+_NOT_CHOSEN = """
+  T* out = nullptr;
+  int block = blockIdx.x, first = 0, N = 0;
+"""
+
 _BEGIN = """
   int rows = 1;
   for (int i = 0; i < x_ndim - 1; i++) rows *= x_shape[i];
-  const int K = x_shape[x_ndim - 1], N = w_shape[0];
+  const int K = x_shape[x_ndim - 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int g = lane / 4, t = lane % 4, first = blockIdx.x * 16;
+  const int g = lane / 4, t = lane % 4;
   __shared__ float sums[WARPS][16][8 * TILES + 1];
   float acc[TILES][4];
   #pragma unroll
@@ -118,7 +140,10 @@ _END = """
   }
 """
 
-_HALF = f"""{_BEGIN}
+_HALF = f"""
+  const T* w = nullptr;
+  CHOSEN
+{_BEGIN}
   const uint4* wa = reinterpret_cast<const uint4*>(w + na * K) + t;
   const uint4* wb = reinterpret_cast<const uint4*>(w + nb * K) + t;
   const uint4* xs[TILES];
@@ -138,12 +163,15 @@ _HALF = f"""{_BEGIN}
   }}
 {_END}"""
 
-_FOUR_BITS = f"""{_BEGIN}
+_FOUR_BITS = f"""
+  const unsigned* w = nullptr;
+  const T *scales = nullptr, *biases = nullptr;
+  CHOSEN
+{_BEGIN}
   constexpr int CHUNK = GROUP < 64 ? GROUP : 64;  // of k, all of one group
   constexpr int OWN = CHUNK / 4, WORDS = OWN / 8;  // of one thread
-  const unsigned* qs = reinterpret_cast<const unsigned*>(w);
-  const unsigned* wa = qs + na * (K / 8) + t * WORDS;
-  const unsigned* wb = qs + nb * (K / 8) + t * WORDS;
+  const unsigned* wa = w + na * (K / 8) + t * WORDS;
+  const unsigned* wb = w + nb * (K / 8) + t * WORDS;
   const T *sa = scales + na * (K / GROUP), *sb = scales + nb * (K / GROUP);
   const T *ba = biases + na * (K / GROUP), *bb = biases + nb * (K / GROUP);
   const uint4* xs[TILES];
@@ -191,65 +219,60 @@ _FOUR_BITS = f"""{_BEGIN}
 {_END}"""
 
 
+class Weight(NamedTuple):
+    """What x is multiplied by, transposed.
+
+    Attributes:
+        arrays: [n, k] of the dtype of x; or as `mx.quantize` packs 4 bits, uint32
+            [n, k / 8], and scales and biases of the dtype of x, [n, k / group].
+        group: of the scales: 32, 64 or 128, k in whole groups. 0: there are none, and
+            k is in whole 32s.
+    """
+
+    arrays: tuple[mx.array, ...]
+    group: int
+
+
 # Constants stand in the source, and not in a template: the name of a template's
 # instance is put together anew in every call.
 @functools.cache
-def _kernel(dtype: mx.Dtype, tiles: int, group: int) -> Any:
-    """Return the kernel for 8 x `tiles` rows; `group` is 0 for half-float weights."""
+def _kernel(dtype: mx.Dtype, tiles: int, group: int, count: int) -> Any:
+    """Return the kernel for 8 x `tiles` rows and `count` weights."""
     constants = (
         f"using T = {TYPES[dtype]};\n"
         f"constexpr int TILES = {tiles}, WARPS = {WARPS}, GROUP = {group};\n"
     )
-    name = f"few_rows_{str(dtype).rpartition('.')[2]}_{tiles}_{group}"
-    parts = ["x", "w", "scales", "biases"] if group else ["x", "w"]
+    parts = ["w", "scales", "biases"] if group else ["w"]
+    choose = _CHOOSE_QUANTIZED if group else _CHOOSE
+    chosen = "".join(choose.replace("I", str(i)) for i in range(count))
+    source = _FOUR_BITS if group else _HALF
     return mx.fast.cuda_kernel(
-        name=name,
-        input_names=parts,
-        output_names=["out"],
-        source=_FOUR_BITS if group else _HALF,
+        name=f"few_rows_{str(dtype).rpartition('.')[2]}_{tiles}_{group}_{count}",
+        input_names=["x", *(f"{part}{i}" for i in range(count) for part in parts)],
+        output_names=[f"out{i}" for i in range(count)],
+        source=source.replace("CHOSEN", _NOT_CHOSEN + chosen),
         header=HALF_TYPES + constants,
     )
 
 
-def product(x: mx.array, weight: mx.array) -> mx.array:
-    """Return x @ weight.T for a few rows, on CUDA.
-
-    Args:
-        x: [..., k], bfloat16 or float16; at most `MOST_ROWS` rows, k in whole 32s.
-        weight: [n, k], of the same dtype.
-    """
-    return _run(x, weight, 0, ())
-
-
-def product_of_four_bits(
-    x: mx.array, weight: mx.array, scales: mx.array, biases: mx.array, group: int
-) -> mx.array:
-    """Return x @ dequantized(weight).T for a few rows, on CUDA.
+def products(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:
+    """Return x @ weight.T of each weight, for a few rows, on CUDA.
 
     Args:
         x: [..., k], bfloat16 or float16; at most `MOST_ROWS` rows.
-        weight: uint32 [n, k / 8], as `mx.quantize` packs 4 bits.
-        scales: [n, k / group], of the dtype of x.
-        biases: likewise.
-        group: 32, 64 or 128; k is in whole groups.
+        weights: all with the same `group`.
     """
-    return _run(x, weight, group, (scales, biases))
-
-
-def _run(
-    x: mx.array, weight: mx.array, group: int, more: tuple[mx.array, ...]
-) -> mx.array:
     *lead, width = x.shape
-    outputs = weight.shape[0]
-    blocks = -(-outputs // OUTPUTS)
-    kernel = _kernel(x.dtype, 1 if x.size // width <= 8 else 2, group)
+    outputs = [weight.arrays[0].shape[0] for weight in weights]
+    blocks = sum([-(-count // OUTPUTS) for count in outputs])
+    tiles = 1 if x.size // width <= 8 else 2
+    kernel = _kernel(x.dtype, tiles, weights[0].group, len(weights))
     threads = WARPS * 32
-    (out,) = kernel(
-        inputs=[x, weight, *more],
+    found: list[mx.array] = kernel(
+        inputs=[x, *[array for weight in weights for array in weight.arrays]],
         grid=(blocks * threads, 1, 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=[(*lead, outputs)],
-        output_dtypes=[x.dtype],
+        output_shapes=[(*lead, count) for count in outputs],
+        output_dtypes=[x.dtype] * len(outputs),
     )
-    found: mx.array = out
     return found

@@ -7,37 +7,47 @@ mixers do (`instances`). Prompts, single rows, other dtypes and other ways to qu
 keep mlx's products, and so does every other device. While a graph is built, these
 layers also submit what there is of it (`submit_in_parts`).
 
+Layers of one module whose names say that they are fed the same, such as queries, keys
+and values, are multiplied together when the first of them is called; the others find
+their result. One that was fed something else computes it by itself, and one that was
+not asked for its result is left out from then on.
+
 Results differ from mlx's by rounding, as cuBLASLt's differ from those of single rows.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.models.cuda_kernels import kernels_compile
-from mlx_speculation.models.cuda_products import (
-    HALVES,
-    MOST_ROWS,
-    product,
-    product_of_four_bits,
-)
+from mlx_speculation.models.cuda_products import HALVES, MOST_ROWS, Weight, products
 from mlx_speculation.models.in_round import (
     cuda_serves,
     device_of_round,
+    forward_of_round,
     submit_in_parts,
 )
 from mlx_speculation.models.instances import Hook, derived, plain_class
 
 _RANK = -1
 
-Ask = Callable[[Any, mx.array], mx.array | None]
+# Children of one module that are mostly fed the same.
+_TOGETHER = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+)
+
+WeightOf = Callable[[Any, mx.array], Weight | None]
 
 
-def half_product(layer: Any, x: mx.array) -> mx.array | None:
-    """Return x @ layer.weight.T; None: mlx's own product serves better.
+def half_weight(layer: Any, x: mx.array) -> Weight | None:
+    """Return what the kernel is to multiply; None: mlx's own product serves better.
 
     Args:
         layer: a linear layer or an embedding.
@@ -51,11 +61,11 @@ def half_product(layer: Any, x: mx.array) -> mx.array | None:
         return None  # mlx says so
     if x.dtype != weight.dtype or x.dtype not in HALVES:
         return None
-    return product(x, weight)
+    return Weight((weight,), 0)
 
 
-def quantized_product(layer: Any, x: mx.array) -> mx.array | None:
-    """Return `half_product` of a quantized layer."""
+def quantized_weight(layer: Any, x: mx.array) -> Weight | None:
+    """Return `half_weight` of a quantized layer."""
     width, group, weight = x.shape[-1], layer.group_size, layer["weight"]
     if not 1 < x.size // width <= MOST_ROWS or weight.shape[-1] * 8 != width:
         return None  # that it has other bits is found out here too
@@ -64,28 +74,72 @@ def quantized_product(layer: Any, x: mx.array) -> mx.array | None:
     scales = layer["scales"]
     if x.dtype != scales.dtype or x.dtype not in HALVES:
         return None
-    return product_of_four_bits(x, weight, scales, layer["biases"], group)
+    return Weight((weight, scales, layer["biases"]), group)
 
 
-# The class, the method that multiplies, and what is asked in its place.
-_LAYERS: dict[type[nn.Module], tuple[str, Ask]] = {
-    nn.Linear: ("__call__", half_product),
-    nn.QuantizedLinear: ("__call__", quantized_product),
-    nn.Embedding: ("as_linear", half_product),
-    nn.QuantizedEmbedding: ("as_linear", quantized_product),
+class _Way(NamedTuple):
+    """How a layer is asked: the method that multiplies, and what it multiplies by."""
+
+    method: str
+    weight_of: WeightOf
+
+
+_LAYERS: dict[type[nn.Module], _Way] = {
+    nn.Linear: _Way("__call__", half_weight),
+    nn.QuantizedLinear: _Way("__call__", quantized_weight),
+    nn.Embedding: _Way("as_linear", half_weight),
+    nn.QuantizedEmbedding: _Way("as_linear", quantized_weight),
 }
 
 
-@functools.cache
-def _asking(kind: type[nn.Module], method: str, ask: Ask) -> type[nn.Module]:
-    """Return a class whose `method` asks `ask` first, in a round."""
-    usual = getattr(kind, method)
+class _Together:
+    """Layers that are multiplied with the one that is called first."""
+
+    def __init__(self, others: Sequence[nn.Module]) -> None:
+        self._others = list(others)
+        self._class: type[nn.Module] | None = None
+
+    def class_of(self, kind: type[nn.Module]) -> type[nn.Module]:
+        """Return the class of the layer that is called first."""
+        if self._class is None:
+            self._class = _asking_of(kind, _LAYERS[kind], self)
+        return self._class
+
+    def leave_out(self) -> None:
+        """Multiply them no more: a result was not asked for."""
+        self._others = []
+
+    def found(self, own: Weight, x: mx.array, weight_of: WeightOf) -> mx.array:
+        """Return the product of the first layer, and keep those of the others."""
+        others = [(layer, weight_of(layer, x)) for layer in self._others]
+        fit = [w for _, w in others if w is not None and w.group == own.group]
+        if len(fit) < len(others):
+            fit, others = [], []
+        first, *more = products(x, [own, *fit])
+        kept = forward_of_round().kept
+        for (layer, _), result in zip(others, more, strict=True):
+            kept[id(layer)] = (x, result, self.leave_out)
+        return first
+
+
+_ALONE = _Together(())
+
+
+def _asking_of(
+    kind: type[nn.Module], way: _Way, together: _Together
+) -> type[nn.Module]:
+    """Return a class whose method asks for the kernel first, in a round."""
+    usual, weight_of = getattr(kind, way.method), way.weight_of
 
     def call(self: nn.Module, x: mx.array) -> mx.array:
         if device_of_round() != "cuda":
             plain: mx.array = usual(self, x)
             return plain
-        found = ask(self, x)
+        found = forward_of_round().take(id(self), x)
+        if found is None:
+            weight = weight_of(self, x)
+            if weight is not None:
+                found = together.found(weight, x, weight_of)
         if found is None:
             found = usual(self, x)
         elif "bias" in self:
@@ -94,14 +148,32 @@ def _asking(kind: type[nn.Module], method: str, ask: Ask) -> type[nn.Module]:
             submit_in_parts(found)
         return found
 
-    return derived(kind, {method: call})
+    return derived(kind, {way.method: call})
+
+
+@functools.cache
+def _asking(kind: type[nn.Module]) -> type[nn.Module]:
+    return _asking_of(kind, _LAYERS[kind], _ALONE)
+
+
+def _groups(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Yield layers of one kind that are mostly fed the same."""
+    for _, module in model.named_modules():
+        for names in _TOGETHER:
+            found = [module[name] for name in names if name in module]
+            kinds = {plain_class(each) for each in found}
+            if len(found) > 1 and len(kinds) == 1 and kinds < set(_LAYERS):
+                yield found
 
 
 def few_row_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
     """Yield each layer of a model that can be asked by the kernels, with its hook."""
     if not (cuda_serves() and kernels_compile()):
         return
+    firsts = {id(first): _Together(more) for first, *more in _groups(model)}
     for _, module in model.named_modules():
-        kind = plain_class(module)
-        if kind in _LAYERS:
-            yield module, Hook(_RANK, _asking, _LAYERS[kind])
+        if plain_class(module) not in _LAYERS:
+            continue
+        together = firsts.get(id(module))
+        make = _asking if together is None else together.class_of
+        yield module, Hook(_RANK, make)

@@ -5,9 +5,8 @@ layers have a better way for it, and some of these ways are for one device.
 """
 
 import functools
-import itertools
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal
@@ -20,13 +19,39 @@ Device = Literal["cuda", "x86"]
 
 _in_round: ContextVar[bool] = ContextVar("in_round", default=False)
 _device: ContextVar[Device | None] = ContextVar("device", default=None)
-_products: ContextVar[Iterator[int]] = ContextVar("products")
+_forward: ContextVar["Forward"] = ContextVar("forward")
 
 # Products of a forward from one submission to the next; a layer has some 7. A count,
 # and no time, so that all ranks of a sharded model submit alike.
 PRODUCTS_AT_ONCE = 32
 
+
+class Forward:
+    """What layers of one forward leave for each other.
+
+    Attributes:
+        products: how many there were.
+        kept: by the id of a layer that is likely to be called, what it will be fed, its
+            product with that, and what to call if it was not asked for.
+    """
+
+    __slots__ = ("kept", "products")
+
+    def __init__(self) -> None:
+        self.products = 0
+        self.kept: dict[int, tuple[mx.array, mx.array, Callable[[], None]]] = {}
+
+    def take(self, layer: int, x: mx.array) -> mx.array | None:
+        """Return the product of a layer with this very array, if it is kept."""
+        kept = self.kept.get(layer)
+        if kept is None or kept[0] is not x:
+            return None
+        del self.kept[layer]
+        return kept[1]
+
+
 in_round = _in_round.get
+forward_of_round = _forward.get
 device_of_round = _device.get  # found once for all layers of a forward
 
 
@@ -62,11 +87,14 @@ def _device_here() -> Device | None:
 def rows_of_a_round() -> Iterator[None]:
     """Let layers take their ways for a few rows, in this thread, inside the block."""
     token, device = _in_round.set(True), _device.set(_device_here())
-    products = _products.set(itertools.count(1))
+    forward = Forward()
+    before = _forward.set(forward)
     try:
         yield
+        for _, _, not_taken in forward.kept.values():
+            not_taken()
     finally:
-        _products.reset(products)
+        _forward.reset(before)
         _in_round.reset(token)
         _device.reset(device)
 
@@ -78,5 +106,7 @@ def submit_in_parts(product: mx.array) -> None:
     the device waits for all of it, since a round cannot be built before the last one
     was read.
     """
-    if next(_products.get()) % PRODUCTS_AT_ONCE == 0:
+    forward = _forward.get()
+    forward.products += 1
+    if forward.products % PRODUCTS_AT_ONCE == 0:
         mx.async_eval(product)

@@ -9,7 +9,7 @@ from mlx_lm.models.gated_delta import gated_delta_ops
 
 from mlx_speculation.models.cuda_attention import attention
 from mlx_speculation.models.cuda_gated_delta import run_steps
-from mlx_speculation.models.cuda_products import product, product_of_four_bits
+from mlx_speculation.models.cuda_products import Weight, products
 from mlx_speculation.models.in_round import cuda_serves
 
 pytestmark = pytest.mark.skipif(
@@ -37,7 +37,8 @@ def test_a_product_is_that_of_its_values(
     x = mx.random.normal((*lead, width)).astype(dtype)
     weight = mx.random.normal((outputs, width)).astype(dtype)
     wanted = x.astype(mx.float32) @ weight.astype(mx.float32).T
-    assert difference(product(x, weight), wanted) < ERROR[dtype]
+    (found,) = products(x, [Weight((weight,), 0)])
+    assert difference(found, wanted) < ERROR[dtype]
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -59,8 +60,28 @@ def test_a_product_of_four_bits_is_that_of_its_values(
         bits=4,
     )
     wanted = x.astype(mx.float32) @ values.T
-    found = product_of_four_bits(x, packed, scales, biases, group)
+    (found,) = products(x, [Weight((packed, scales, biases), group)])
     assert difference(found, wanted) < ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("group", [0, 64])
+@pytest.mark.parametrize("rows", [3, 11])
+@pytest.mark.parametrize(
+    "outputs", [(512, 128, 128), (7, 1000), (33, 15, 16, 17), (16, 16)]
+)
+def test_products_together_are_those_of_each(
+    dtype: mx.Dtype, group: int, rows: int, outputs: tuple[int, ...]
+) -> None:
+    mx.random.seed(6)
+    x = mx.random.normal((1, rows, 256)).astype(dtype)
+    weights = []
+    for count in outputs:
+        weight = mx.random.normal((count, 256)).astype(dtype)
+        arrays = mx.quantize(weight, group_size=group, bits=4) if group else (weight,)
+        weights.append(Weight(tuple(arrays), group))
+    for one, each in zip(products(x, weights), weights, strict=True):
+        assert mx.array_equal(one, products(x, [each])[0])
 
 
 @pytest.mark.parametrize("dtype", HALVES)

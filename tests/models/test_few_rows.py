@@ -7,9 +7,12 @@ reach them, with what, and that a hooked model computes what it did.
 Faults that were made by hand, and found here: the bias is left out; prompts are asked
 so too; single rows are, or are submitted in parts; products are counted on from one
 forward to the next; an attention over latents is asked; a mask is not passed on; the
-hooks stay when their owner has left.
+hooks stay when their owner has left; a layer is given the product of what another one
+was fed; one that nobody calls is multiplied for ever; layers that are quantized in
+another way are multiplied together.
 """
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import mlx.core as mx
@@ -31,6 +34,7 @@ from mlx_speculation.models import (
 )
 from mlx_speculation.models.absorbed import ATTENTIONS
 from mlx_speculation.models.cuda_kernels import kernels_compile
+from mlx_speculation.models.cuda_products import Weight
 from mlx_speculation.models.in_round import rows_of_a_round
 from mlx_speculation.models.instances import plain_class
 from mlx_speculation.models.stand_ins import stand_in_hooks
@@ -41,21 +45,31 @@ ROWS = [201, 7, 96, 255, 31]
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def calls() -> list[int]:
+    """Return of each call of the kernel for products how many it multiplied."""
+    return []
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> list[str]:
     """Let stock operations stand in for the kernels; return who was asked, in order."""
     seen: list[str] = []
 
-    def product(x: mx.array, weight: mx.array) -> mx.array:
-        seen.append("half")
-        return x @ weight.T
-
-    def four_bits(
-        x: mx.array, weight: mx.array, scales: mx.array, biases: mx.array, group: int
-    ) -> mx.array:
-        seen.append("four bits")
-        return mx.quantized_matmul(
-            x, weight, scales, biases, transpose=True, group_size=group, bits=4
-        )
+    def products(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:
+        calls.append(len(weights))
+        assert len({weight.group for weight in weights}) == 1
+        found = []
+        for (weight, *more), group in weights:
+            seen.append("four bits" if group else "half")
+            if group:
+                scales, biases = more
+                result = mx.quantized_matmul(
+                    x, weight, scales, biases, transpose=True, group_size=group, bits=4
+                )
+            else:
+                result = x @ weight.T
+            found.append(result)
+        return found
 
     def attention(
         queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any
@@ -78,8 +92,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(
         cuda_gated_delta, "_run", lambda *inputs: list(gated_delta_ops(*inputs))
     )
-    monkeypatch.setattr(few_rows, "product", product)
-    monkeypatch.setattr(few_rows, "product_of_four_bits", four_bits)
+    monkeypatch.setattr(few_rows, "products", products)
     monkeypatch.setattr(few_rows_attention, "attention", attention)
     monkeypatch.setattr(few_rows_attention, "DIMENSIONS", range(1, 1024))
     return seen
@@ -165,6 +178,69 @@ def test_a_linear_layer_asks_where_the_kernel_serves(
     assert layer(x).shape == wanted.shape
     assert len(asked) == int(serves)  # outside of a round nobody is asked
     recorders.remove()
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_layers_that_are_fed_the_same_are_multiplied_together(
+    bits: int | None, asked: list[str], calls: list[int]
+) -> None:
+    model = build("llama")
+    model.set_dtype(mx.bfloat16)
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits)
+    wanted = rows_of(model, hooked=False)
+    found = rows_of(model, hooked=True)
+    layers = len(cast(Any, model).layers)
+    assert calls == [3, 1, 2, 1] * layers + [1]
+    assert mx.allclose(found, wanted, rtol=0.05, atol=0.05)
+
+
+class Fed(nn.Module):
+    """Queries and keys, of which `feed` says what each is fed."""
+
+    def __init__(self, feed: str, **more: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.q_proj = nn.Linear(64, 32, bias=False)
+        self.k_proj = nn.Linear(more.get("width", 64), 16, bias=True)
+        self.feed = feed
+        self.set_dtype(mx.bfloat16)
+        for name, group in more.get("groups", {}).items():
+            self[name] = nn.QuantizedLinear.from_linear(self[name], group, 4)
+
+    def __call__(self, x: mx.array) -> list[mx.array]:
+        if self.feed == "one":
+            return [self.q_proj(x)]
+        other = x[..., : self.k_proj.weight.shape[-1]] if self.feed == "less" else x
+        return [self.q_proj(x), self.k_proj(x + 1 if self.feed == "other" else other)]
+
+
+@pytest.mark.parametrize(
+    ("feed", "more", "wanted_calls"),
+    [
+        ("same", {}, [2, 2]),
+        ("one", {}, [2, 1]),  # the keys are not asked for, and are left out
+        ("other", {}, [2, 1, 1, 1]),
+        ("less", {"width": 32}, [1, 1, 1, 1]),
+        ("same", {"groups": {"k_proj": 32}}, [1, 1, 1, 1]),
+        ("same", {"groups": {"q_proj": 32, "k_proj": 32}}, [2, 2]),
+        ("same", {"groups": {"q_proj": 64, "k_proj": 32}}, [1, 1, 1, 1]),
+    ],
+)
+def test_layers_that_are_fed_something_else_do_it_by_themselves(
+    feed: str, more: Any, wanted_calls: list[int], asked: list[str], calls: list[int]
+) -> None:
+    model = Fed(feed, **more)
+    xs = [mx.random.normal((1, 5, 64)).astype(mx.bfloat16) for _ in range(2)]
+    wanted = [model(x) for x in xs]
+    recorders = Recorders(model)
+    for x, each in zip(xs, wanted, strict=True):
+        with rows_of_a_round():
+            found = model(x)
+        for one, other in zip(found, each, strict=True):
+            assert mx.allclose(one, other, rtol=0.05, atol=0.05)
+    assert calls == wanted_calls
+    recorders.remove()
+    assert type(model.q_proj) is plain_class(model.q_proj)
 
 
 def test_a_forward_over_rows_is_submitted_in_parts(
