@@ -93,7 +93,7 @@ class AdaptiveLengths:
         self._allowance = allowance or Allowance()
         self._allowed = self._allowance.steps
         self._elapsed = 0.0
-        self._spent = 0.0
+        self._spent = self._saved = 0.0
         self._tried = False
         self._decided = self._drafted = 0  # rounds of the best length, and with drafts
         self._context = 0
@@ -148,11 +148,19 @@ class AdaptiveLengths:
             step = self.costs.seconds(context, 0)  # was on its way, and is in the time
             own = max(outcome.seconds - step, 0.1 * outcome.seconds)
             self.costs.note(context, outcome.drafted, own)
-        if plan.reason in ("trial", "review") and 0 in self.costs.lengths(context):
-            behind = outcome.steady and outcome.drafted > 0
-            emitted = outcome.accepted + 1 + behind
+        if 0 in self.costs.lengths(context):
+            self._count_gain(context, plan, outcome)
+
+    def _count_gain(self, context: int, plan: Plan, outcome: Outcome) -> None:
+        """Count what a trial has lost, and what a draft has saved, in seconds."""
+        behind = outcome.steady and outcome.drafted > 0
+        emitted = outcome.accepted + 1 + behind
+        if plan.reason in ("trial", "review"):
             lost = outcome.seconds - emitted / self._best_speed(context)
             self._spent += max(0.0, lost)
+        elif plan.reason == "best" and outcome.drafted:
+            plain = emitted * self.costs.seconds(context, 0)
+            self._saved += plain - outcome.seconds
 
     def end(self) -> None:
         """Leave what was learnt to the next stream."""
@@ -161,7 +169,8 @@ class AdaptiveLengths:
             left = TRIAL_SHARE * self._elapsed - self._spent
             left = self._allowed + left / self.costs.seconds(self._context, 0)
             drafted = self._drafted > DRAFTED_SHARE * self._decided
-            self._allowance.end(left, drafted=drafted, tried=self._tried)
+            saved = self._saved / self.costs.seconds(self._context, 0)
+            self._allowance.end(left, drafted=drafted, tried=self._tried, saved=saved)
         if self._at_end is not None:
             self._at_end()
 
@@ -234,7 +243,8 @@ class AdaptiveLengths:
         rate = self._catch_up_seconds / (self._caught_up + FEW_STEPS)
         rate = min(rate, TRIAL_SHARE / 2 * plain.seconds)
         lost = self._lag * rate + plain.seconds
-        allowed = self._allowed * plain.seconds + TRIAL_SHARE * self._elapsed
+        saved = self._allowance.of_saved(self._saved / plain.seconds)
+        allowed = (self._allowed + saved) * plain.seconds + TRIAL_SHARE * self._elapsed
         if self._spent + lost > allowed:
             return None  # without a look at each option, in nearly every parked round
         paying = [

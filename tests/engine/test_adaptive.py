@@ -4,7 +4,8 @@ The tests fail for each of these faults, made by hand: acceptance never forgotte
 trial without limit, or none; costs that follow every outlier; catching up charged to a
 length; a length never measured again; plans that ignore the budget; a stream that may
 try as much as the one before, which tried in vain; an allowance that is not given back;
-drafts that gain nothing tried; a plain step that is measured before the others.
+drafts that gain nothing tried; a plain step that is measured before the others; what
+drafts have saved is not counted, not forgotten, or spent without end.
 """
 
 import statistics
@@ -112,6 +113,44 @@ def test_rates_of_another_text_do_not_keep_a_good_draft_from_being_used(
     assert statistics.mean(shares) >= 0.91  # 0.85 to 0.9 where it was found
 
 
+def test_what_drafts_have_saved_pays_for_trials_in_an_unlucky_text() -> None:
+    """A hybrid target went on with plain steps where a text had begun badly."""
+    speeds = []
+    for seed in range(SEEDS):
+        known, allowance, costs = AcceptanceRates(), Allowance(), calibrated(DEAR)
+        seconds = expected = 0.0
+        for number in range(7):
+            policy = AdaptiveLengths(costs, known, DEAR.longest, allowance=allowance)
+            text = partial(_unlucky_at_first, 12 if number % 2 else 0, [0.92] * 8)
+            run = simulate(policy, DEAR, text, 144, 10 * seed + number)
+            seconds, expected = seconds + run.seconds, expected + run.expected
+        speeds.append(expected / seconds)
+    assert statistics.mean(speeds) >= 1.4  # 1.25 where nothing of it may be lost
+
+
+def test_what_drafts_have_saved_is_lost_in_part_at_most() -> None:
+    for seed in range(SEEDS):
+        known, allowance, costs = AcceptanceRates(), Allowance(), calibrated(DEAR)
+        for text, tokens in ((RATES["great"], 600), (RATES["wrong"], TOKENS)):
+            policy = AdaptiveLengths(costs, known, DEAR.longest, allowance=allowance)
+            run = simulate(policy, DEAR, partial(_always, text), tokens, seed)
+        assert TOKENS / run.seconds >= 0.95
+
+
+def test_an_allowance_of_what_was_saved_has_an_end_and_is_forgotten() -> None:
+    allowance = Allowance()
+    assert allowance.of_saved(0.0) == allowance.of_saved(-5.0) == 0.0
+    assert allowance.of_saved(10.0) == pytest.approx(2.0)
+    allowance.end(0.0, drafted=True, tried=False, saved=40.0)
+    assert allowance.of_saved(0.0) == pytest.approx(8.0)
+    assert allowance.of_saved(10.0) == pytest.approx(10.0)
+    assert allowance.of_saved(1e6) == pytest.approx(20.0)
+    allowance.end(0.0, drafted=False, tried=True)
+    assert allowance.of_saved(0.0) == pytest.approx(4.0)
+    allowance.end(0.0, drafted=True, tried=True, saved=-100.0)
+    assert allowance.of_saved(0.0) == 0.0
+
+
 def test_an_allowance_shrinks_in_vain_and_comes_back() -> None:
     allowance = Allowance()
     first = allowance.steps
@@ -215,6 +254,11 @@ def test_requests_of_different_kinds_take_their_own_lengths() -> None:
         ideal += run.expected / machine.best_speed(rates)[1]
         spent += run.seconds
     assert ideal / spent >= 0.95
+
+
+def _unlucky_at_first(first: int, rates: Rates, place: int) -> Rates:
+    """Return the rates of a text whose first tokens are never drafted right."""
+    return [0.0] * 8 if place < first else rates
 
 
 def _always(rates: Rates, token: int) -> Rates:
