@@ -34,7 +34,9 @@ from mlx_speculation.models.instances import Hook, derived, plain_class
 
 _RANK = -1
 
-# Children of one module that are mostly fed the same.
+# Children of one module of mlx-lm that are mostly fed the same. Of other modules it is
+# not known whether they change in place (x += y) what they have fed to one of them,
+# which would not be seen here.
 _TOGETHER = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -159,6 +161,8 @@ def _asking(kind: type[nn.Module]) -> type[nn.Module]:
 def _groups(model: nn.Module) -> Iterator[list[nn.Module]]:
     """Yield layers of one kind that are mostly fed the same."""
     for _, module in model.named_modules():
+        if not plain_class(module).__module__.startswith("mlx_lm.models."):
+            continue
         for names in _TOGETHER:
             found = [module[name] for name in names if name in module]
             kinds = {plain_class(each) for each in found}

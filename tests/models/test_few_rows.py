@@ -198,6 +198,8 @@ def test_layers_that_are_fed_the_same_are_multiplied_together(
 class Fed(nn.Module):
     """Queries and keys, of which `feed` says what each is fed."""
 
+    __module__ = "mlx_lm.models.fed"
+
     def __init__(self, feed: str, **more: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.q_proj = nn.Linear(64, 32, bias=False)
@@ -241,6 +243,18 @@ def test_layers_that_are_fed_something_else_do_it_by_themselves(
     assert calls == wanted_calls
     recorders.remove()
     assert type(model.q_proj) is plain_class(model.q_proj)
+
+
+def test_layers_of_other_packages_are_multiplied_one_by_one(
+    asked: list[str], calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fed, "__module__", "somebody.elses")
+    model = Fed("same")
+    recorders = Recorders(model)
+    with rows_of_a_round():
+        model(mx.ones((1, 5, 64), mx.bfloat16))
+    assert calls == [1, 1]
+    recorders.remove()
 
 
 def test_a_forward_over_rows_is_submitted_in_parts(
