@@ -104,7 +104,7 @@ class _Together:
     def class_of(self, kind: type[nn.Module]) -> type[nn.Module]:
         """Return the class of the layer that is called first."""
         if self._class is None:
-            self._class = _asking_of(kind, _LAYERS[kind], self)
+            self._class = _asking_of(kind, self)
         return self._class
 
     def leave_out(self) -> None:
@@ -114,10 +114,10 @@ class _Together:
     def found(self, own: Weight, x: mx.array, weight_of: WeightOf) -> mx.array:
         """Return the product of the first layer, and keep those of the others."""
         others = [(layer, weight_of(layer, x)) for layer in self._others]
-        fit = [w for _, w in others if w is not None and w.group == own.group]
-        if len(fit) < len(others):
-            fit, others = [], []
-        first, *more = products(x, [own, *fit])
+        weights = [w for _, w in others if w is not None and w.group == own.group]
+        if len(weights) < len(others):
+            weights, others = [], []
+        first, *more = products(x, [own, *weights])
         kept = forward_of_round().kept
         for (layer, _), result in zip(others, more, strict=True):
             kept[id(layer)] = (x, result, self.leave_out)
@@ -127,11 +127,10 @@ class _Together:
 _ALONE = _Together(())
 
 
-def _asking_of(
-    kind: type[nn.Module], way: _Way, together: _Together
-) -> type[nn.Module]:
+def _asking_of(kind: type[nn.Module], together: _Together) -> type[nn.Module]:
     """Return a class whose method asks for the kernel first, in a round."""
-    usual, weight_of = getattr(kind, way.method), way.weight_of
+    method, weight_of = _LAYERS[kind]
+    usual = getattr(kind, method)
 
     def call(self: nn.Module, x: mx.array) -> mx.array:
         if device_of_round() != "cuda":
@@ -150,12 +149,12 @@ def _asking_of(
             submit_in_parts(found)
         return found
 
-    return derived(kind, {way.method: call})
+    return derived(kind, {method: call})
 
 
 @functools.cache
 def _asking(kind: type[nn.Module]) -> type[nn.Module]:
-    return _asking_of(kind, _LAYERS[kind], _ALONE)
+    return _asking_of(kind, _ALONE)
 
 
 def _groups(model: nn.Module) -> Iterator[list[nn.Module]]:

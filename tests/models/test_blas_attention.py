@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mlx_speculation.models import blas_attention
@@ -38,6 +38,9 @@ def heads(shape: tuple[int, ...], seed: int) -> mx.array:
     ),
     seed=st.integers(0, 2**31),
 )
+@example(1, 2, 2, 131, 7, (8, 8), "causal", 1)
+@example(1, 2, 2, 131, 7, (8, 8), "bool", 2)
+@example(1, 2, 2, 131, 7, (8, 8), "one row", 3)
 def test_it_does_what_mlx_does(
     batch: int,
     shared: int,
