@@ -74,13 +74,16 @@ class BatchLengths:
         make: makes the policy, which goes on when the number of rows changes: what it
             has tried and lost counts for all of them.
         costs: of rounds, by the number of rows that they are kept under.
+
+    Attributes:
+        bucket: the number of rows that the costs of the last round are kept under.
     """
 
     def __init__(self, make: MakeLengths, costs: CostsOf) -> None:
         self._make, self._costs = make, costs
         self.rates = RowRates()
         self._policy: AdaptiveLengths | None = None
-        self._bucket = 0  # of rows, whose costs count now
+        self.bucket = 0
         self._plan: Plan | None = None
         self._next: Plan | None = None
 
@@ -110,9 +113,9 @@ class BatchLengths:
                 if self._policy is None:
                     self._policy = self._make(self.rates)
                 bucket = row_bucket(len(rows)) if size is None else size
-                if bucket != self._bucket:
+                if bucket != self.bucket:
                     self._policy.costs = self._costs(bucket, self.rates)
-                    self._bucket = bucket
+                    self.bucket = bucket
                 self._plan = self._policy.plan(context, longest)
             shared = self._plan.length
         found = []

@@ -11,6 +11,7 @@ from mlx_speculation.engine.cascade import Cascade
 from mlx_speculation.engine.contained import Contained
 from mlx_speculation.engine.draft_model import DraftModel
 from mlx_speculation.engine.drafting import Drafter
+from mlx_speculation.engine.filler import Filler
 from mlx_speculation.engine.following import Following
 from mlx_speculation.engine.lookup import LookupDrafter
 from mlx_speculation.engine.sequence import Sequence
@@ -152,12 +153,13 @@ def drafter_of_stream(
     return Contained(own, note)
 
 
-_MADE_ANEW = (nn.Module, LookupDrafter, Following)
+# Made anew for each stream, or without a state.
+_FOR_MANY = (nn.Module, LookupDrafter, Following, Filler)
 
 
 def serves_one_stream(draft: Any) -> bool:
     """Whether there is a drafter that cannot be made anew for each stream."""
-    return any(not isinstance(m, _MADE_ANEW) for m in members(draft))
+    return any(not isinstance(m, _FOR_MANY) for m in members(draft))
 
 
 def remember(drafter: Any, tokens: SequenceOf[int]) -> None:
@@ -165,6 +167,14 @@ def remember(drafter: Any, tokens: SequenceOf[int]) -> None:
     for member in members(drafter):
         if isinstance(member, LookupDrafter):
             member.remember(tokens)
+
+
+def measured_draft(draft: Any) -> Any:
+    """Return a draft without its lookups: what they propose depends on the text."""
+    others = [m for m in members(draft) if not isinstance(m, LookupDrafter)]
+    if len(others) > 1:
+        return Cascade(*others)
+    return others[0] if others else Filler()
 
 
 def longest_length(draft: Any) -> int:

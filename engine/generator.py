@@ -8,6 +8,7 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_speculation.caches import PrefixCache
+from mlx_speculation.engine.batch_calibration import calibrate_batches
 from mlx_speculation.engine.batch_requests import generate_batch
 from mlx_speculation.engine.drafting import Drafter
 from mlx_speculation.engine.following import Following
@@ -273,17 +274,40 @@ class SpeculativeGenerator:
         Raises:
             InvalidRequestError: there is no draft, or a context is not at least 1.
         """
-        streams = self._streams.for_calibration()
-
-        def start(prompt: list[int], lengths: Lengths) -> Stream:
-            options = StreamOptions(
-                max_tokens=1 << 20, stop_tokens=(), draft_length=lengths
-            )
-            return streams.make(prompt, options)
-
+        start = self._streams.start_calibration()
         if not self._setup.decides:
             return follow_calibration(start, contexts)
         return self._setup.lengths.calibrate(start, contexts, progress)
+
+    def calibrate_batches(
+        self,
+        rows: SequenceOf[int],
+        *,
+        contexts: SequenceOf[int] = (64,),
+        progress: Progress | None = None,
+    ) -> dict[int, CostTable]:
+        """Measure what rounds of a batch cost here, and keep it in files.
+
+        As `calibrate`, for rounds of so many rows together. Without it a batch measures
+        what it needs in its own rounds, which rows that end early repeat for each
+        number of rows; what is known of one number is a guess for the others.
+
+        Args:
+            rows: numbers of rows. Those between powers of two share their costs, or
+                those between the sizes that the target is shown.
+            contexts: as `calibrate` has them, of the longest row.
+            progress: likewise.
+
+        Returns:
+            For each number of rows, as costs are kept under it, what `calibrate`
+            returns.
+
+        Raises:
+            InvalidRequestError: there is no draft, a number is not at least 1, rows of
+                this target and draft run alone, or the target is on several ranks.
+        """
+        start = self._streams.start_calibration()
+        return calibrate_batches(self, start, rows, contexts, progress)
 
     def generate(self, prompt: str | SequenceOf[int], **options: Any) -> Result:
         """Generate to the end; takes what `stream` takes."""

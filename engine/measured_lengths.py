@@ -4,22 +4,18 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.engine.acceptance_rates import AcceptanceRates
 from mlx_speculation.engine.adaptive import AdaptiveLengths
 from mlx_speculation.engine.allowance import Allowance
-from mlx_speculation.engine.cascade import Cascade
 from mlx_speculation.engine.cheaper import own_module
 from mlx_speculation.engine.cost_files import Known, shape_of
-from mlx_speculation.engine.drafting import Choose, Draft
 from mlx_speculation.engine.drafts import longest_length, members
 from mlx_speculation.engine.lengths import FixedLengths, Lengths
 from mlx_speculation.engine.lookup import LookupDrafter
 from mlx_speculation.engine.round_costs import RoundCosts
 from mlx_speculation.engine.round_parts import NotingParts, PartsTable
-from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Sliding
@@ -30,35 +26,6 @@ USUAL_LENGTH: int | None = None
 # A calibration ends without all lengths when a drafter does not draft as asked.
 MOST_ROUNDS = 300
 CALIBRATION_SAMPLES = 5
-
-
-class Filler:
-    """Proposes the last token again, as often as it is asked to.
-
-    Stands for a lookup in a calibration: what a lookup proposes depends on the text,
-    what it costs does not.
-    """
-
-    def begin(self, sequence: Sequence) -> None:
-        """Do nothing."""
-
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
-        """Propose `limit` tokens."""
-        return Draft(mx.array(sequence.tokens[-1:] * limit, mx.uint32), source="filler")
-
-    def settle(self, accepted: int) -> None:
-        """Do nothing."""
-
-    def discard(self) -> None:
-        """Do nothing."""
-
-
-def measured_draft(draft: Any) -> Any:
-    """Return a draft without its lookups: what they propose depends on the text."""
-    others = [m for m in members(draft) if not isinstance(m, LookupDrafter)]
-    if len(others) > 1:
-        return Cascade(*others)
-    return others[0] if others else Filler()
 
 
 def calibration_prompt(context: int) -> list[int]:
@@ -157,11 +124,7 @@ class MeasuredLengths:
             rows: how many; their costs are kept under this number.
             rates: kept beside them, and set to what was kept where they know nothing.
         """
-        if rows not in self._batches:
-            key = self._key()
-            known = Known.read(key and {**key, "rows": rows})
-            self._batches[rows] = known
-        known = self._batches[rows]
+        known = self._batch(rows)
         others = sorted(self._batches)
         larger = [other for other in others if other > rows]
         smaller = [other for other in others if other < rows]
@@ -172,9 +135,32 @@ class MeasuredLengths:
         known.rates = rates
         return known.costs
 
+    def keep_batch(self, rows: int, measured: RoundCosts) -> CostTable:
+        """Keep what a calibration has measured; return all that is known of the rows.
+
+        Args:
+            rows: the number of rows that it is kept under.
+            measured: takes the place of what was known of the same contexts.
+        """
+        known = self._batch(rows)
+        known.costs.take(measured)
+        known.save()
+        return known.costs.table()
+
+    def _batch(self, rows: int) -> Known:
+        if rows not in self._batches:
+            key = self._key()
+            self._batches[rows] = Known.read(key and {**key, "rows": rows})
+        return self._batches[rows]
+
     def _save_batches(self) -> None:
         for known in self._batches.values():
             known.save_if_new()
+
+    @property
+    def longest(self) -> int:
+        """No draft is longer."""
+        return self._longest
 
     @property
     def parts(self) -> PartsTable:
@@ -188,17 +174,7 @@ class MeasuredLengths:
         progress: Progress | None = None,
     ) -> dict[int, dict[int, float]]:
         """Measure every length at these contexts, see the generator's `calibrate`."""
-        if self._draft is None:
-            raise InvalidRequestError(
-                "The generator has no draft, and there is nothing to calibrate. Pass "
-                "one as draft=..."
-            )
-        wrong = [context for context in contexts if context < 1]
-        if wrong or not contexts:
-            raise InvalidRequestError(
-                f"contexts is {list(contexts)}, and at least one number of tokens from "
-                "1 is needed."
-            )
+        self.check_calibration(contexts)
         known = self._read()
         for number, context in enumerate(sorted(contexts)):
 
@@ -212,6 +188,19 @@ class MeasuredLengths:
             known.costs.take(fresh)
         known.save()
         return known.costs.table()
+
+    def check_calibration(self, contexts: SequenceOf[int]) -> None:
+        """Refuse a calibration without a draft, or of contexts that cannot be."""
+        if self._draft is None:
+            raise InvalidRequestError(
+                "The generator has no draft, and there is nothing to calibrate. Pass "
+                "one as draft=..."
+            )
+        if not contexts or any(context < 1 for context in contexts):
+            raise InvalidRequestError(
+                f"contexts is {list(contexts)}, and at least one number of tokens from "
+                "1 is needed."
+            )
 
     def _measure(
         self, start: Start, context: int, fresh: RoundCosts, report: Progress

@@ -23,6 +23,7 @@ from mlx_speculation.engine.drafts import (
     drafter_of_stream,
     lanes_of,
     make_draft_model,
+    measured_draft,
     models_of,
     remember,
     serves_one_stream,
@@ -31,7 +32,7 @@ from mlx_speculation.engine.following import Following
 from mlx_speculation.engine.generator_setup import GeneratorSetup
 from mlx_speculation.engine.lengths import Lengths
 from mlx_speculation.engine.masking import Masks
-from mlx_speculation.engine.measured_lengths import measured_draft
+from mlx_speculation.engine.measured_lengths import Start
 from mlx_speculation.engine.memory import Memory, Weights, held_memory
 from mlx_speculation.engine.prefixes import Prefixes
 from mlx_speculation.engine.rank_fields import fields_of_stream
@@ -59,12 +60,19 @@ class StreamMaker:
         self._weights = Weights(setup.model, setup.draft, setup.reduced.modules)
         self._busy: weakref.ref[Stream] | None = None
 
-    def for_calibration(self) -> "StreamMaker":
-        """Return one whose streams measure: what they generate is of no later use."""
+    def start_calibration(self) -> Start:
+        """Return what starts streams that measure: their texts are of no later use."""
         draft = measured_draft(self._setup.draft)
         maker = StreamMaker(replace(self._setup, draft=draft, prefix_cache=None))
         maker._busy = self._busy
-        return maker
+
+        def start(prompt: list[int], lengths: Lengths) -> Stream:
+            options = StreamOptions(
+                max_tokens=1 << 20, stop_tokens=(), draft_length=lengths
+            )
+            return maker.make(prompt, options)
+
+        return start
 
     def make(self, prompt: str | SequenceOf[int], options: StreamOptions) -> Stream:
         """Return a stream that has not begun; see `SpeculativeGenerator.stream`.

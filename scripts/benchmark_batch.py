@@ -6,8 +6,9 @@ that a slow moment of the machine meets all alike, and a ratio is one of the sam
 Texts are compared first: at temperature 0 with mlx-lm's, above it with ours without a
 draft; they are equal, or part where the choice is a near-tie, which is counted, and
 anything else ends the script. Drafts of fixed lengths, and "auto", whose lengths are
-chosen by what rounds of so many rows cost here; it warms up longer, for it measures
-that first.
+chosen by what rounds of so many rows cost here, as `calibrate_batches` has measured it
+for the numbers of rows that are met on the way down; with `--no-calibrate` it measures
+in its own rounds, and warms up longer.
 
 The clock leaves prompts out. Rows that end early leave the others alone in the batch,
 as they would at the end of a queue; that is in the time.
@@ -66,8 +67,11 @@ def benchmark(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="At most.")] = 512,
     repeats: Annotated[int, typer.Option(min=1)] = 5,
     auto_warm_up: Annotated[
-        int, typer.Option(min=1, help="Jobs in which lengths are measured first.")
+        int, typer.Option(min=1, help="Jobs in which lengths are measured, if so.")
     ] = 4,
+    calibrate: Annotated[
+        bool, typer.Option(help='Measure what rounds cost first, for "auto".')
+    ] = True,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     blas: Blas = "auto",
     json_file: Json = None,
@@ -84,10 +88,13 @@ def benchmark(
 
         models = _models(target, draft_model, shape)
         results = []
+        drafts, lengths = draft or ["model", "lookup"], draft_length or LENGTHS
+        warm_up = 1 if calibrate else auto_warm_up
+        if calibrate:
+            _calibrate(models, drafts, max(batch or BATCHES), prompt_tokens + tokens)
         for rows in batch or BATCHES:
             for name in group or GROUPS:
-                drafts, lengths = draft or ["model", "lookup"], draft_length or LENGTHS
-                arms = list(_arms(models, drafts, lengths, auto_warm_up))
+                arms = list(_arms(models, drafts, lengths, warm_up))
                 prompts = _jobs(models[1], name, rows, prompt_tokens, repeats)
                 jobs = [Job(each, tokens, temperature) for each in prompts]
                 results.append(_measured(arms, jobs, repeats, (models[0], rows, name)))
@@ -145,6 +152,25 @@ def _arms(
         widest = 9 if name == "model" else 17
         run_auto = partial(ours, generator, None)
         yield Arm(f"{name} auto", run_auto, widest, warm_up)
+
+
+def _calibrate(
+    models: tuple[Any, Any, Any], drafts: list[str], rows: int, context: int
+) -> None:
+    """Measure rounds of 1, 2, 4, 8, ... rows up to so many, in the middle of a text."""
+    from mlx_speculation import SpeculativeGenerator
+
+    model, tokenizer, small = models
+    sizes = sorted({min(rows, 1 << power) for power in range(rows.bit_length() + 1)})
+    for name in drafts:
+        made = small if name == "model" else name
+        progress(f"measuring rounds with the draft {name} of {sizes} rows")
+        generator = SpeculativeGenerator(model, tokenizer, draft=made)
+        found = generator.calibrate_batches(sizes, contexts=[max(1, context // 2)])
+        for count, table in found.items():
+            for costs in table.values():
+                each = "  ".join(f"{n}: {own * 1e3:.1f}" for n, own in costs.items())
+                progress(f"{count} rows, ms by length: {each}")
 
 
 def _jobs(

@@ -109,11 +109,12 @@ def test_calibrate_prints_what_rounds_cost(
 ) -> None:
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
     options = ["calibrate", str(demo_models()["draft"]), "--draft", "lookup"]
-    done = in_process.invoke(app, options)
+    done = in_process.invoke(app, [*options, "--batch", "2"])
     assert done.exit_code == 0, done.output
     assert "plain" in done.stdout
     assert "512" in done.stdout
-    assert len(list((tmp_path / "costs").glob("*.json"))) == 1
+    assert "a round of 2 rows" in done.stdout
+    assert len(list((tmp_path / "costs").glob("*.json"))) == 2
 
 
 def test_next_to_nothing_is_loaded_before_ctrl_c_is_looked_after() -> None:

@@ -385,7 +385,7 @@ def test_ctrl_c_in_a_calibration_keeps_nothing(
     done = commands("calibrate", DRAFT, "--draft", "lookup")
     assert done.exit_code == 130
     assert done.stdout == ""
-    assert "nothing is kept" in done.stderr
+    assert "is not kept" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -405,6 +405,18 @@ def test_calibrate_and_demo_print_one_object(
     assert only["same"] is True
     assert only["group"] == "code"
     assert json.dumps(only["text"])
+
+
+def test_calibrate_measures_batches_too(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
+    asked = ["--draft", "lookup", "--batch", "4", "--batch", "2"]
+    found = commands.object("calibrate", DRAFT, *asked)
+    assert found["seconds_by_rows"].keys() == {"2", "4"}
+    for own in found["seconds_by_rows"].values():
+        assert own["512"].keys() >= {"0", "1", "8"}
+    assert found["seconds_by_rows"]["2"] != found["seconds_by_rows"]["4"]
 
 
 def test_calibrate_measures_the_target_with_its_adapter(

@@ -20,7 +20,8 @@ from mlx_speculation.cli.screen import Screen
 from mlx_speculation.environment import versions
 
 if TYPE_CHECKING:
-    from mlx_speculation.engine.round_clock import RoundSeconds
+    from mlx_speculation.engine.measured_lengths import CostTable
+    from mlx_speculation.engine.round_parts import PartsTable
 
 
 def calibrate(
@@ -42,6 +43,14 @@ def calibrate(
             help="Tokens in the caches; by default 64. Repeatable.",
         ),
     ] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            max=1 << 10,
+            help="Measure batches of so many rows too, as `serve` runs. Repeatable.",
+        ),
+    ] = None,
     adapter_path: AdapterPath = None,
     trust_remote_code: TrustRemoteCode = False,
     blas: Blas = "auto",
@@ -60,16 +69,25 @@ def calibrate(
     try:
         with screen.progress("measuring lengths") as report:
             costs = generator.calibrate(contexts=context or [64], progress=report)
+        batches = {}
+        if batch:
+            with screen.progress("measuring batches") as report:
+                batches = generator.calibrate_batches(
+                    batch, contexts=context or [64], progress=report
+                )
     except KeyboardInterrupt:
-        screen.say("Nothing was measured to its end, and nothing is kept.")
+        screen.say("What was not measured to its end is not kept.")
         raise
     parts = generator.round_parts
-    screen.table(_table(costs, parts))
+    screen.table(_table("Milliseconds of a round by draft length", costs, parts))
+    for rows, own in batches.items():
+        screen.table(_table(f"Milliseconds of a round of {rows} rows", own, {}))
     screen.object(
         command="calibrate",
         model=model,
         draft=draft,
-        seconds_by_context={512 * 2**bucket: own for bucket, own in costs.items()},
+        seconds_by_context=_by_context(costs),
+        seconds_by_rows={rows: _by_context(own) for rows, own in batches.items()},
         parts_by_context={
             512 * 2**bucket: {length: asdict(one) for length, one in own.items()}
             for bucket, own in parts.items()
@@ -80,11 +98,13 @@ def calibrate(
     )
 
 
-def _table(
-    costs: dict[int, dict[int, float]], parts: dict[int, dict[int, "RoundSeconds"]]
-) -> Table:
+def _by_context(costs: "CostTable") -> dict[int, dict[int, float]]:
+    return {512 * 2**bucket: own for bucket, own in costs.items()}
+
+
+def _table(title: str, costs: "CostTable", parts: "PartsTable") -> Table:
     lengths = sorted({length for table in costs.values() for length in table})
-    table = Table(title="Milliseconds of a round by draft length")
+    table = Table(title=title)
     table.add_column("context up to")
     for length in lengths:
         table.add_column("plain" if length == 0 else str(length), justify="right")

@@ -1,0 +1,119 @@
+"""Measures what the rounds of a batch cost, before there are requests.
+
+Rows of one prompt are run together until every draft length was measured. What they
+write does not matter: a round costs by its rows, its width and its context.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import mlx.nn as nn
+
+from mlx_speculation.engine.acceptance_rates import AcceptanceRates
+from mlx_speculation.engine.adaptive import AdaptiveLengths
+from mlx_speculation.engine.batch_decoding import BatchDecoder
+from mlx_speculation.engine.batch_lengths import BatchLengths
+from mlx_speculation.engine.batch_results import BatchStatistics
+from mlx_speculation.engine.batch_rows import Row, reason_alone
+from mlx_speculation.engine.measured_lengths import (
+    CALIBRATION_SAMPLES,
+    MOST_ROUNDS,
+    CostTable,
+    Progress,
+    Start,
+    calibration_prompt,
+)
+from mlx_speculation.engine.reading_room import ReadingRoom
+from mlx_speculation.engine.round_costs import RoundCosts
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models import RowSizes
+
+if TYPE_CHECKING:
+    from mlx_speculation.engine.generator import SpeculativeGenerator
+
+
+def calibrate_batches(
+    generator: "SpeculativeGenerator",
+    start: Start,
+    rows: Sequence[int],
+    contexts: Sequence[int],
+    progress: Progress | None = None,
+) -> dict[int, CostTable]:
+    """Measure every length for these numbers of rows; see the generator's method.
+
+    Args:
+        generator: whose costs are measured, and kept.
+        start: starts a stream on a prompt with a policy of its own.
+        rows: numbers of rows.
+        contexts: numbers of tokens in the caches.
+        progress: called with how much is done, and of how much.
+    """
+    lengths = generator.lengths
+    lengths.check_calibration(contexts)
+    if generator.ranks > 1:
+        raise InvalidRequestError(
+            f"Rounds of a batch were to be measured, and the target is on "
+            f"{generator.ranks} ranks, which generate one text at a time. Use "
+            "calibrate()."
+        )
+    if not rows or any(count < 1 for count in rows):
+        raise InvalidRequestError(
+            f"rows is {list(rows)}, and at least one number of rows from 1 is needed."
+        )
+    cases = [(count, n) for count in sorted(set(rows)) for n in sorted(contexts)]
+    found: dict[int, CostTable] = {}
+    for number, (count, context) in enumerate(cases):
+
+        def report(done: int, total: int, before: int = number) -> None:
+            if progress is not None:
+                progress(before * total + done, len(cases) * total)
+
+        fresh = RoundCosts(samples=CALIBRATION_SAMPLES)
+        policy = AdaptiveLengths(
+            fresh, AcceptanceRates(), lengths.longest, thorough=True
+        )
+        kept_as = _measure(generator.model, start, policy, (count, context), report)
+        found[kept_as] = lengths.keep_batch(kept_as, fresh)
+    return found
+
+
+def _measure(
+    model: nn.Module,
+    start: Start,
+    policy: AdaptiveLengths,
+    what: tuple[int, int],
+    report: Progress,
+) -> int:
+    """Run rounds of so many rows at a context until every length was measured.
+
+    Returns:
+        The number of rows that their costs are kept under.
+    """
+    count, context = what
+    lengths = BatchLengths(lambda _: policy, lambda *_: policy.costs)
+    decoder = BatchDecoder(model, lengths, BatchStatistics(), RowSizes())
+    prompt = calibration_prompt(context)
+    streams = [start(prompt, policy) for _ in range(count)]
+    rows = [Row(uid, stream, stream.parts) for uid, stream in enumerate(streams)]
+    alone = reason_alone(streams[0], model, {})
+    if alone is not None:
+        raise InvalidRequestError(
+            f"Rounds of {count} rows were to be measured, and rows of this target run "
+            f"alone: {alone}. Leave them out; calibrate() measures what they cost."
+        )
+    try:
+        for row in rows:
+            row.stream.begin(ReadingRoom(len(prompt)).fits)
+        decoder.join(rows)
+        for _ in range(MOST_ROUNDS):
+            decoder.next_round()
+            if policy.measured(context) or len(decoder.rows) < count:
+                break
+            report(*policy.progress(context))
+    finally:
+        for row in rows:
+            if not row.ended:
+                decoder.leave([row])
+                row.stream.close()
+            row.let_go()
+    return lengths.bucket
