@@ -10,6 +10,7 @@ from mlx_speculation.caches.batch_rows import (
     has_states,
     meets_plans,
     merged,
+    others_are_longer,
 )
 from mlx_speculation.caches.compressed import RecordingLayerCache
 from mlx_speculation.caches.held_arrays import array_bytes, arrays_in, bytes_beside
@@ -71,6 +72,7 @@ __all__ = [
     "meets_plans",
     "merge",
     "merged",
+    "others_are_longer",
     "position",
     "positions",
     "read_rows",

@@ -60,6 +60,12 @@ def columns_shown(caches: Sequence[Any]) -> tuple[int, ...]:
     return tuple(sorted({leaf.shown for leaf in found}))
 
 
+def others_are_longer(caches: Sequence[Any], rows: Sequence[int]) -> bool:
+    """Whether a batch holds more columns than these of its rows need, by a step."""
+    found = [leaf for leaf in flat(caches) if isinstance(leaf, RaggedKVCache)]
+    return any(leaf.needed() > leaf.needed(rows) for leaf in found)
+
+
 def drop_last(caches: Sequence[Any], count: int) -> bool:
     """Take the last tokens out of a sequence's caches, if all of them can be cut.
 

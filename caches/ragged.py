@@ -79,6 +79,11 @@ class RaggedKVCache(BatchKVCache):
         """How many columns the longest row takes."""
         return max(self.lengths, default=0)
 
+    def needed(self, rows: Sequence[int] | None = None) -> int:
+        """How many columns these rows take, or all, in whole steps."""
+        own = self.lengths if rows is None else [self.lengths[row] for row in rows]
+        return self._whole(max(own, default=0))
+
     @property
     def shown(self) -> int:
         """How many columns the last write has shown, and the next look does."""
@@ -150,8 +155,8 @@ class RaggedKVCache(BatchKVCache):
         self.lengths = [self.lengths[index] for index in order]
         if self.keys is not None:
             stop = self._whole(self.shown)
-            self.keys = self.keys[places][..., :stop, :]
-            self.values = self.values[places][..., :stop, :]
+            self.keys = _taken(self.keys, places)[..., :stop, :]
+            self.values = _taken(self.values, places)[..., :stop, :]
 
     def extend(self, other: Any) -> None:
         """Let the rows of another batch stand behind these."""
@@ -239,6 +244,16 @@ class RaggedKVCache(BatchKVCache):
         more = columns - array.shape[2]
         padded: mx.array = mx.pad(array, [(0, 0), (0, 0), (0, more), (0, 0)])
         return padded if more else array
+
+
+def _taken(array: mx.array, places: mx.array) -> mx.array:
+    """Return rows of an array.
+
+    On CUDA mlx moves one element at a time, so it is shown eight bytes as one.
+    """
+    if array.shape[-1] * array.itemsize % mx.uint64.size:
+        return array[places]
+    return array.view(mx.uint64)[places].view(array.dtype)
 
 
 @lru_cache(maxsize=4)  # the layers of a target and of a draft ask one after the other

@@ -11,17 +11,20 @@ a row of a ring or a recurrent state is as that of its sequence alone. It knows 
 no sampler, and not which row is whose.
 
 Where each new number of rows is dear (`models/row_sizes.py`), rounds of several
-positions show the model one of a few sizes: behind the rows stand copies of the first,
-which are fed what it is fed and keep what it keeps, and whose logits nobody reads.
+positions show the model one of a few sizes: in the other places stand copies of the
+first row, or rows that have left. They are fed what the first row is fed and keep as
+many positions, and nobody reads their logits.
 
-    rows a b c d e, a round of 3       shown a b c d e a     [6, 3]
-    c leaves                           shown a b d e         [4, 3]
-    f joins                            shown a b d e f a     [6, 3]
+    rows a b c d e f g h, a round of 3     shown a b c d e f g h     [8, 3]
+    c leaves                               shown a b . d e f g h     [8, 3]
+    f and h leave                          shown a b d e g a         [6, 3]
+    i joins                                shown a b d e g i         [6, 3]
 
-A copy is a row like any other, so no kind of cache has to know of it: all layers stay
-in step, no row is without positions, and a mixture of experts asks for no other expert.
-Of a row that has left nothing remains. The price is the bytes and the computing of the
-copies, less than half as much as of the rows themselves.
+Such a place is a row like any other, so no kind of cache has to know of it: all layers
+stay in step, and no row is without positions. What a row that has left held is
+overwritten when the size changes, or when it is longer than all others by a step of
+columns: to copy all caches whenever a row leaves took as long as a round. The price is
+the bytes and the computing of the places, less than half as much as of the rows.
 """
 
 from collections.abc import Sequence
@@ -36,6 +39,7 @@ from mlx_speculation.caches import (
     columns_shown,
     meets_plans,
     merged,
+    others_are_longer,
 )
 from mlx_speculation.models.in_round import rows_of_a_round
 from mlx_speculation.models.key_steps import takes_key_steps
@@ -52,13 +56,14 @@ class BatchLane:
 
     Attributes:
         rows: sequences in the batch.
-        places: rows of the caches: those, and copies of the first.
+        places: rows of the caches: those, and others that nobody reads.
     """
 
     def __init__(self, model: nn.Module, sizes: RowSizes | None = None) -> None:
         self.model = model
         self.caches: list[Any] = []
         self.rows = self.places = 0
+        self._live: list[int] = []  # the place of each row
         self.key_steps = takes_key_steps(model)
         self._met: set[tuple[int, ...]] = set()  # places, positions, columns shown
         self._fresh = False
@@ -84,13 +89,14 @@ class BatchLane:
         """
         joining = merged([lane.caches for lane in lanes], in_steps=self.key_steps)
         if self.rows:
-            self._arrange(list(range(self.rows)), self.rows)
+            self._arrange(self._live, self.rows)
             for own, other in zip(self.caches, joining, strict=True):
                 own.extend(other)
         else:
             self.caches = joining
         self.rows += len(lanes)
         self.places = self.rows
+        self._live = list(range(self.rows))
         used = self._sizes.used
         pays = self.key_steps and meets_plans(self.caches)
         self._in_sizes = pays if used is None else used
@@ -100,15 +106,16 @@ class BatchLane:
     def leave(self, stay: Sequence[int]) -> None:
         """Keep these rows, in this order, and let go of the others."""
         self.rows = len(stay)
-        if stay:
-            size = self.size if self._wide else None
-            self._arrange(stay, size or self.rows)
-        else:
+        self._live = [self._live[index] for index in stay]
+        size = self.size if self._wide else None
+        if not stay:
             self.caches, self.places = [], 0
+        elif size != self.places or others_are_longer(self.caches, self._live):
+            self._arrange(self._live, size or self.rows)
 
     def extract(self, row: int) -> list[Any]:
         """Return caches that hold what one row does, of mlx-lm's kinds for one."""
-        return [cache.extract(row) for cache in self.caches]
+        return [cache.extract(self._live[row]) for cache in self.caches]
 
     def begin(self, count: int, *, whole: bool = False) -> "BatchRound":
         """Open a round of which a prefix of each row, or with `whole` all, is kept.
@@ -119,8 +126,9 @@ class BatchLane:
             whole: promise that all or nothing will be kept.
         """
         self._wide = count > 1
-        if self._wide and self.size is not None:
-            self._arrange(list(range(self.rows)), self.size)
+        size = self.size if self._wide else None
+        if size is not None and size != self.places:
+            self._arrange(self._live, size)
         return BatchRound(self, whole=whole)
 
     def note_shape(self, count: int) -> None:
@@ -138,15 +146,35 @@ class BatchLane:
         fresh, self._fresh = self._fresh, False
         return fresh
 
-    def _arrange(self, rows: Sequence[int], places: int) -> None:
-        """Let these rows stand first, and copies of the first of them in the others."""
-        order = [*rows, *[rows[0]] * (places - len(rows))]
+    @property
+    def fed_as(self) -> list[int]:
+        """The row whose tokens each place is fed: its own, or the first."""
+        found = [0] * self.places
+        for row, place in enumerate(self._live):
+            found[place] = row
+        return found
+
+    def live(self, logits: mx.array) -> mx.array:
+        """Return the rows of an array of all places, [places, ...]."""
+        if self._live == list(range(self.rows)):
+            return logits if self.rows == self.places else logits[: self.rows]
+        return logits[mx.array(self._live)]
+
+    def _arrange(self, live: Sequence[int], places: int) -> None:
+        """Let rows stand first, and copies of the first of them in the others.
+
+        Args:
+            live: where they stand now.
+            places: how many there are to be.
+        """
+        order = [*live, *[live[0]] * (places - len(live))]
         if order != list(range(self.places)):
             indices = mx.array(order)
             mx.eval(indices)  # caches read it, each in its turn
             for cache in self.caches:
                 cache.filter(indices)
         self.places = places
+        self._live = list(range(len(live)))
 
 
 class BatchRound:
@@ -158,20 +186,19 @@ class BatchRound:
 
     def __init__(self, lane: BatchLane, *, whole: bool = False) -> None:
         self._lane = lane
-        self._copies = lane.places - lane.rows
+        # Which row each place is fed as; None: every place is a row.
+        self._fed_as = lane.fed_as if lane.places > lane.rows else None
         self._speculation = Speculation(lane.caches, whole=whole)
         self.committed = False
 
     def forward(self, tokens: mx.array) -> mx.array:
         """Feed tokens [rows, n]; return logits [rows, n, vocab], not evaluated."""
-        rows, count = tokens.shape
-        if self._copies:
-            first = mx.broadcast_to(tokens[:1], (self._copies, count))
-            tokens = mx.concatenate([tokens, first])
+        if self._fed_as is not None:
+            tokens = tokens[mx.array(self._fed_as)]
         with rows_of_a_round():
             logits: mx.array = self._lane.model(tokens, cache=self._speculation.caches)
-        self._lane.note_shape(count)
-        return logits[:rows] if self._copies else logits
+        self._lane.note_shape(tokens.shape[1])
+        return logits if self._fed_as is None else self._lane.live(logits)
 
     def prepare(self, keep: int | list[int]) -> None:
         """Do what of `commit(keep)` can fail."""
@@ -188,8 +215,10 @@ class BatchRound:
         self.committed = False
 
     def _each(self, keep: int | list[int]) -> int | list[int]:
-        """Let the copies keep what the first row does."""
-        return keep if isinstance(keep, int) else keep + keep[:1] * self._copies
+        """Let the other places keep as many as the first row does."""
+        if isinstance(keep, int) or self._fed_as is None:
+            return keep
+        return [keep[row] for row in self._fed_as]
 
     def __enter__(self) -> "BatchRound":
         self._speculation.__enter__()

@@ -3,6 +3,7 @@
 That the texts are the same is shown in test_batch_identity.py.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 
 from mlx_speculation import BatchGenerator, NonFiniteLogitsError, Sampling, pure
+from mlx_speculation.caches import RaggedKVCache
 from mlx_speculation.engine.acceptance_rates import AcceptanceRates
 from mlx_speculation.engine.adaptive import AdaptiveLengths
 from mlx_speculation.engine.batch_model import BatchDraftModel
 from mlx_speculation.engine.lengths import FixedLengths, Outcome, Plan
 from mlx_speculation.engine.round_costs import RoundCosts
+from mlx_speculation.models import BatchLane, Lane, Recorders, RowSizes
 from mlx_speculation.models.row_sizes import row_size
 from support.batches import SAMPLINGS, Bench, Case, bench
 from support.cache_twins import read
@@ -100,6 +103,90 @@ def test_plain_decoding_is_shown_the_rows_that_there_are(kind: str) -> None:
 
 def test_sizes_are_not_used_on_a_cpu() -> None:
     assert play("model", row_sizes=None) == play("model", row_sizes=False)
+
+
+@pytest.fixture(name="copied")
+def _copied(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Return a list to which each copy of a layer's rows adds where they stood."""
+    found: list[list[int]] = []
+    usual = RaggedKVCache.filter
+
+    def noted(self: RaggedKVCache, batch_indices: Any) -> None:
+        found.append([int(place) for place in batch_indices.tolist()])
+        usual(self, batch_indices)
+
+    monkeypatch.setattr(RaggedKVCache, "filter", noted)
+    return found
+
+
+def test_rows_are_copied_only_where_the_size_changes(copied: list[list[int]]) -> None:
+    """They were in every round with fewer rows than the size, which cost as much."""
+    made = bench("llama")
+    rows = 13
+    cases = [Case(6, SAMPLINGS[0], 4 + 2 * n) for n in range(rows)]
+    layers = len(made.model.layers)
+    sizes: list[int] = []
+    with BatchGenerator(made.generator("lookup"), row_sizes=True) as batch:
+        uids = {made.insert(batch, case): case for case in cases}
+        while batch.waiting or batch.running:
+            batch.next()
+            sizes.append(batch._together._lane.places)
+        finish(made, batch, uids)
+    changes = sum(one != other for one, other in pairwise([rows, *sizes, 0]))
+    assert changes >= 4
+    assert len(copied) / layers <= changes
+    assert len(copied) < 0.5 * layers * (len(sizes) + rows)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
+def test_a_row_that_has_left_changes_nothing_for_the_others(name: str) -> None:
+    """It stands among them until the size changes, and nobody reads it."""
+    model, rows, stay = bench(name).model, 6, [0, 1, 3, 4, 5]
+    recorders = Recorders(model)  # for states that keep a part of a round
+    fed = mx.array([[3 * row + 1, 3 * row + 2] for row in range(rows)])
+    found: dict[bool, list[Any]] = {}
+    for used in (True, False):
+        lanes = [Lane(model) for _ in range(rows)]
+        for row, lane in enumerate(lanes):
+            lane.feed(prompt_of(5 + row))
+        batch = BatchLane(model, RowSizes(used=used))
+        batch.join(lanes)
+        with batch.begin(2) as first:
+            first.forward(fed)
+            first.commit([2, 1, 0, 1, 2, 1])
+        batch.leave(stay)
+        found[used] = []
+        with Watched(model) as shapes:
+            for keep in ([1, 2, 0, 1, 2], [2, 0, 1, 1, 2]):
+                with batch.begin(2) as lane_round:
+                    logits = lane_round.forward(fed[mx.array(stay)])
+                    found[used].append(read(logits))
+                    lane_round.commit(keep)
+        assert shapes == [(6 if used else 5, 2)] * 2
+        for row in range(5):
+            caches = batch.extract(row)
+            found[used].append(read(model(mx.array([[9]]), cache=caches)))
+    recorders.remove()
+    for ours, others in zip(found[True], found[False], strict=True):
+        np.testing.assert_allclose(ours, others, rtol=0, atol=1e-4)
+
+
+def test_a_row_that_has_left_is_let_go_of_where_it_is_the_longest() -> None:
+    model = bench("llama").model
+    recorders = Recorders(model)
+    lanes = [Lane(model) for _ in range(6)]
+    for length, lane in zip((5, 300, 6, 7, 8, 9), lanes, strict=True):
+        lane.feed(prompt_of(length))
+    batch = BatchLane(model, RowSizes(used=True))
+    batch.join(lanes)
+    with batch.begin(2) as lane_round:
+        lane_round.forward(mx.array([[1, 2]] * 6))
+        lane_round.commit([1] * 6)
+    recorders.remove()
+    held = batch.nbytes
+    batch.leave([0, 2, 3, 4, 5])
+    assert batch.places == 6
+    assert batch.nbytes < 0.6 * held
 
 
 def let_draft(batch: BatchGenerator, length: int) -> None:
