@@ -40,6 +40,7 @@ from mlx_speculation.caches import (
     meets_plans,
     merged,
     others_are_longer,
+    states,
 )
 from mlx_speculation.models.in_round import rows_of_a_round
 from mlx_speculation.models.key_steps import takes_key_steps
@@ -173,6 +174,9 @@ class BatchLane:
             mx.eval(indices)  # caches read it, each in its turn
             for cache in self.caches:
                 cache.filter(indices)
+            # By itself: as a part of the next forward it makes CUDA graphs that were
+            # not met before, and these take five times as long.
+            mx.async_eval(states(self.caches))
         self.places = places
         self._live = list(range(len(live)))
 

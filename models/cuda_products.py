@@ -33,7 +33,7 @@ WARPS = 8
 OUTPUTS = 16  # of one block
 TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"}
 HALVES = tuple(TYPES)
-MOST_ROWS = 16
+MOST_ROWS = 32
 
 _HALF_TYPE = """
 template <> struct Half<TYPE> {
@@ -265,7 +265,7 @@ def products(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:
     *lead, width = x.shape
     outputs = [weight.arrays[0].shape[0] for weight in weights]
     blocks = sum([-(-count // OUTPUTS) for count in outputs])
-    tiles = 1 if x.size // width <= 8 else 2
+    tiles = 1 << ((x.size // width - 1) // 8).bit_length()
     kernel = _kernel(x.dtype, tiles, weights[0].group, len(weights))
     threads = WARPS * 32
     found: list[mx.array] = kernel(

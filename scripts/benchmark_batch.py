@@ -89,7 +89,7 @@ def benchmark(
         models = _models(target, draft_model, shape)
         results = []
         drafts, lengths = draft or ["model", "lookup"], draft_length or LENGTHS
-        warm_up = 1 if calibrate else auto_warm_up
+        warm_up = auto_warm_up
         if calibrate:
             _calibrate(models, drafts, max(batch or BATCHES), prompt_tokens + tokens)
         for rows in batch or BATCHES:

@@ -28,7 +28,9 @@ def difference(found: mx.array, wanted: mx.array) -> float:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("lead", [(2,), (1, 5), (3, 3), (2, 2, 4), (16,)])
+@pytest.mark.parametrize(
+    "lead", [(2,), (1, 5), (3, 3), (2, 2, 4), (16,), (3, 6), (32,)]
+)
 @pytest.mark.parametrize(("outputs", "width"), [(64, 64), (1000, 1408), (7, 4096)])
 def test_a_product_is_that_of_its_values(
     dtype: mx.Dtype, lead: tuple[int, ...], outputs: int, width: int
@@ -43,7 +45,7 @@ def test_a_product_is_that_of_its_values(
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("lead", [(2,), (1, 5), (9,), (2, 8)])
+@pytest.mark.parametrize("lead", [(2,), (1, 5), (9,), (2, 8), (17,), (4, 8)])
 @pytest.mark.parametrize(("outputs", "width"), [(64, 128), (1000, 1408), (23, 4096)])
 def test_a_product_of_four_bits_is_that_of_its_values(
     dtype: mx.Dtype, group: int, lead: tuple[int, ...], outputs: int, width: int
@@ -66,7 +68,7 @@ def test_a_product_of_four_bits_is_that_of_its_values(
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("group", [0, 64])
-@pytest.mark.parametrize("rows", [3, 11])
+@pytest.mark.parametrize("rows", [3, 11, 27])
 @pytest.mark.parametrize(
     "outputs", [(512, 128, 128), (7, 1000), (33, 15, 16, 17), (16, 16)]
 )
