@@ -107,7 +107,9 @@ class BatchLengths:
         if measured:
             self.rates.rows = measured
             longest = max(
-                limit for limit, row in zip(room, rows, strict=True) if _measured(row)
+                min(limit, row.parts.lengths.longest)
+                for limit, row in zip(room, rows, strict=True)
+                if _measured(row)
             )
             if self._plan is None:
                 if self._policy is None:
@@ -125,7 +127,7 @@ class BatchLengths:
                     row.planned = row.parts.lengths.plan(context, limit)
                 limit = min(limit, row.planned.length)
             else:
-                limit = min(limit, shared)
+                limit = min(limit, shared, row.parts.lengths.longest)
             found.append(max(0, limit))
         return found
 

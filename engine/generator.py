@@ -353,6 +353,7 @@ class SpeculativeGenerator:
         stop: str | SequenceOf[str] = (),
         stop_tokens: Collection[int] | None = None,
         draft_length: int | Lengths | None = None,
+        max_draft: int | None = None,
         prompt_cache: list[Any] | None = None,
         cached_tokens: Iterable[int] | None = None,
         draft_cache: list[Any] | None = None,
@@ -371,6 +372,7 @@ class SpeculativeGenerator:
             stop_tokens: ids that end it; the tokenizer's own when omitted.
             draft_length: overrides the generator's; a `Lengths` of your own is asked
                 before each round.
+            max_draft: no draft of this stream is longer; None: no limit of its own.
             prompt_cache: the caller's mlx-lm caches of the target; `prompt` follows
                 what they hold. They are written to.
             cached_tokens: the ids that `prompt_cache` holds. Without it the caches'
@@ -399,6 +401,7 @@ class SpeculativeGenerator:
             stop=stop,
             stop_tokens=stop_tokens,
             draft_length=draft_length,
+            max_draft=max_draft,
             prompt_cache=prompt_cache,
             cached_tokens=cached_tokens,
             draft_cache=draft_cache,

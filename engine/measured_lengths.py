@@ -71,7 +71,7 @@ class MeasuredLengths:
         *,
         compiled: bool = False,
     ) -> None:
-        self.usual = _checked(usual)
+        self.usual = _checked(usual, "draft_length")
         self._model, self._draft, self._sliding = model, draft, sliding
         self._compiled = compiled
         self._longest = longest_length(draft)
@@ -79,23 +79,39 @@ class MeasuredLengths:
         self._batches: dict[int, Known] = {}
         self._allowance, self._batch_allowance = Allowance(), Allowance()
 
-    def for_stream(self, length: int | Lengths | None) -> Lengths:
-        """Return the policy of a stream; None: the usual one.
+    def for_stream(
+        self, length: int | Lengths | None, most: int | None = None
+    ) -> Lengths:
+        """Return the policy of a stream.
+
+        Args:
+            length: None: the usual one.
+            most: no draft is longer; None: than the policy says.
 
         Raises:
-            InvalidRequestError: it is not a number of tokens.
+            InvalidRequestError: one is not a number of tokens, or the policy is the
+                caller's own, and `most` was passed.
         """
+        most = _checked(most, "max_draft")
         if isinstance(length, Lengths):
+            if most is not None:
+                raise InvalidRequestError(
+                    f"max_draft is {most}, and draft_length is a "
+                    f"{type(length).__name__}, which says how long drafts are. Pass "
+                    "one of them."
+                )
             return length
-        length = self.usual if length is None else _checked(length)
+        length = self.usual if length is None else _checked(length, "draft_length")
         length = USUAL_LENGTH if length is None else length
-        if self._draft is None or length is not None:
-            return FixedLengths(length or 0)
+        longest = self._longest if most is None else min(most, self._longest)
+        if self._draft is None or length is not None or not longest:
+            length = length or 0
+            return FixedLengths(length if most is None else min(length, most))
         known = self._read()
         return AdaptiveLengths(
             known.costs,
             known.rates,
-            self._longest,
+            longest,
             at_end=known.save_if_new,
             allowance=self._allowance,
         )
@@ -245,11 +261,11 @@ def _name(member: Any) -> str:
     return "" if module is None else shape_of(module)
 
 
-def _checked(length: Any) -> int | None:
+def _checked(length: Any, name: str) -> int | None:
     whole = isinstance(length, int) and not isinstance(length, bool)
     if length is None or (whole and length >= 0):
         return length if length is None else int(length)
     raise InvalidRequestError(
-        f"draft_length is {length!r}, and a whole number of at least 0 is needed, or "
-        "None for lengths by measurement."
+        f"{name} is {length!r}, and a whole number of at least 0 is needed, or None: as "
+        "many as pay by measurement."
     )

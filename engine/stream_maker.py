@@ -96,7 +96,7 @@ class StreamMaker:
         stops = checked_stops(options.stop)
         ends = self._end_ids(options.stop_tokens)
         masks = self._masks(options.constraint, ends)
-        lengths = setup.lengths.for_stream(options.draft_length)
+        lengths = setup.lengths.for_stream(options.draft_length, options.max_draft)
         verifier = Verifier(chooser, setup.acceptance, whole_rows=handling.whole_rows)
         deciders = ranks.deciders(
             Deciders(drafter, lengths, verifier),
@@ -180,6 +180,7 @@ class StreamMaker:
             stops=stops,
             ends=ends,
             draft_length=setup.lengths.usual if length is None else length,
+            max_draft=options.max_draft,
             acceptance=setup.acceptance,
             constraint=options.constraint,
             handling=options.handling,

@@ -21,6 +21,7 @@ class StreamOptions:
     stop: str | Sequence[str] = ()
     stop_tokens: Collection[int] | None = None
     draft_length: int | Lengths | None = None
+    max_draft: int | None = None
     prompt_cache: list[Any] | None = None
     cached_tokens: Iterable[int] | None = None
     draft_cache: list[Any] | None = None

@@ -123,6 +123,26 @@ def test_found_drafts_are_cut_to_the_width_that_pays() -> None:
 
 
 @pytest.mark.usefixtures("measured")
+def test_no_row_drafts_more_than_its_request_wants() -> None:
+    def seconds(rows: int, drafted: int) -> float:
+        return 1.0  # a draft is free
+
+    generator = bench("llama").generator("model", draft_length=None)
+    asked = (None, 2, 0)
+    streams = [generator.stream(prompt_of(3), max_draft=most) for most in asked]
+    rows = [Row(n, stream, stream.parts) for n, stream in enumerate(streams)]
+    for these, expected in ((rows, [8, 2, 0]), (rows[1:], [2, 0])):
+        lengths = lengths_with(seconds)
+        found = []
+        for _ in range(30):
+            limits = lengths.limits(these, 100, [50] * len(these))
+            outcome = Outcome(max(limits), max(limits), 1.0, steady=not max(limits))
+            lengths.note(these, 100, limits, limits, outcome)
+            found.append(limits)
+        assert found[-1] == expected
+
+
+@pytest.mark.usefixtures("measured")
 def test_rows_expect_by_their_own_acceptance() -> None:
     rates, rows = RowRates(), rows_of(2)
     rates.rows = rows

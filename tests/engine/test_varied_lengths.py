@@ -158,6 +158,34 @@ def test_lengths_by_measurement_keep_the_text_and_explain_themselves() -> None:
     assert len(plans) == stream.stats.rounds
 
 
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_no_draft_is_longer_than_a_request_wants(most: int) -> None:
+    _, text = known("llama", False)
+    measured = drafted("right", "llama", False).stream(
+        PROMPT, max_tokens=TOKENS, max_draft=most, explain=True
+    )
+    for _ in measured:
+        pass
+    assert measured.result.tokens == text
+    assert max(plan.length for plan, _ in measured.decisions) == most
+    assert max(outcome.drafted for _, outcome in measured.decisions) == most
+    fixed = drafted("right", "llama", False).stream(
+        PROMPT, max_tokens=TOKENS, draft_length=2, max_draft=most, explain=True
+    )
+    for _ in fixed:
+        pass
+    assert max(outcome.drafted for _, outcome in fixed.decisions) == min(2, most)
+
+
+def test_a_length_that_is_none_is_refused() -> None:
+    generator = drafted("right", "llama", False)
+    for wrong in (-1, True, 2.0):
+        with pytest.raises(InvalidRequestError, match=f"max_draft is {wrong!r}"):
+            generator.stream(PROMPT, max_draft=wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="draft_length is a Planned"):
+        generator.stream(PROMPT, draft_length=Planned([1]), max_draft=2)
+
+
 def test_decisions_that_nobody_asked_for_are_not_kept() -> None:
     stream = drafted("model", "llama", False).stream(PROMPT, max_tokens=2)
     with pytest.raises(SpeculationError, match="explain=True"):

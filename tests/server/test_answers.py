@@ -148,6 +148,20 @@ def test_a_request_chooses_what_drafts_and_its_text_stays(
     assert places == drafts or (draft == "lookup" and places <= drafts)
 
 
+def test_a_number_of_drafts_is_mlx_lms_and_most_of_them_ours(
+    client: openai.OpenAI, plain: SpeculativeGenerator
+) -> None:
+    for body, drafts in (
+        ({"num_draft_tokens": 3}, 3),
+        ({"num_draft_tokens": 3, "speculative": {"max_draft": 2}}, 2),
+        ({"num_draft_tokens": 1, "speculative": {"max_draft": 2}}, 1),
+    ):
+        answer = client.completions.create(**{**DRAWN, "extra_body": body})
+        assert answer.choices[0].text == expected(plain).text
+        own = answer.usage.model_extra["speculative"]
+        assert len(own["accepted_per_position"]) == drafts
+
+
 def test_log_probabilities_are_those_of_the_library(
     client: openai.OpenAI, plain: SpeculativeGenerator
 ) -> None:

@@ -41,7 +41,8 @@ class CheckedRequest:
         logprobs: how many alternatives to report beside each token; None: nothing.
         schema: that the text has to fit; None: any text.
         draft: the name of what drafts; None: the server's own.
-        draft_length: tokens drafted in a round at most; None: as many as pay.
+        draft_length: tokens drafted in each round; None: as many as pay.
+        max_draft: tokens drafted in a round at most; None: no limit of its own.
     """
 
     chat: bool
@@ -56,6 +57,7 @@ class CheckedRequest:
     schema: dict[str, Any] | None
     draft: str | None
     draft_length: int | None
+    max_draft: int | None
 
 
 def read_request(
@@ -84,7 +86,7 @@ def read_request(
     else:
         prompt = _prompt(fields)
         body["prompt"] = ""
-    draft, length = wishes.speculative(fields, settings)
+    draft, length, at_most = wishes.speculative(fields, settings)
     checked = CheckedRequest(
         chat=chat,
         body=body,
@@ -98,6 +100,7 @@ def read_request(
         schema=wishes.schema(fields),
         draft=draft,
         draft_length=length,
+        max_draft=at_most,
     )
     _refuse_the_rest(fields)
     return checked

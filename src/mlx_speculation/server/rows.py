@@ -122,6 +122,7 @@ class Rows:
             "sampling": Sampling(**sampling),
             "stop": checked.stop,
             "draft_length": length,
+            "max_draft": checked.max_draft,
             "logprobs": checked.logprobs,
             "constraint": _constraint(checked.schema, tokenizer),
             "handling": Handling(

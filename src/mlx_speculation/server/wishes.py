@@ -127,17 +127,19 @@ def schema(fields: Fields) -> dict[str, Any] | None:
     return found
 
 
-def speculative(fields: Fields, settings: Settings) -> tuple[str | None, int | None]:
-    """Return what drafts, and how many tokens at most."""
+def speculative(
+    fields: Fields, settings: Settings
+) -> tuple[str | None, int | None, int | None]:
+    """Return what drafts, how many tokens in each round, and how many at most."""
     given = fields.object("speculative")
     most = settings.limits.draft_tokens
     mlx_lm_length = fields.whole("num_draft_tokens", None, 0, most)
     fields.only("draft_model", "default_model")
     if given is None:
-        return None, mlx_lm_length
+        return None, mlx_lm_length, None
     inner = Fields(given, "speculative.")
     name = inner.text("draft")
-    length = inner.whole("max_draft", mlx_lm_length, 0, most)
+    at_most = inner.whole("max_draft", None, 0, most)
     off = inner.flag("off")
     inner.end()
     known = [one for one in (settings.draft, "lookup") if one is not None]
@@ -147,10 +149,11 @@ def speculative(fields: Fields, settings: Settings) -> tuple[str | None, int | N
             f"{' and '.join(repr(one) for one in dict.fromkeys(known))}.",
             "speculative.draft",
         )
-    if off and (length or name is not None):
+    if off and (mlx_lm_length or at_most or name is not None):
         raise invalid(
             "speculative.off is true, and draft or max_draft ask for drafts. Leave one "
             "of them out.",
             "speculative.off",
         )
-    return (None if name == settings.draft else name), 0 if off else length
+    name = None if name == settings.draft else name
+    return name, 0 if off else mlx_lm_length, at_most
