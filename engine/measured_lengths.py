@@ -266,6 +266,6 @@ def _checked(length: Any, name: str) -> int | None:
     if length is None or (whole and length >= 0):
         return length if length is None else int(length)
     raise InvalidRequestError(
-        f"{name} is {length!r}, and a whole number of at least 0 is needed, or None: as "
-        "many as pay by measurement."
+        f"{name} is {length!r}, and a whole number of at least 0 is needed, or None "
+        "for lengths by measurement."
     )
