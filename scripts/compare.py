@@ -9,8 +9,9 @@ On each target, group of prompts and temperature, in one process, by turns:
                    float32, checked by their logits; where it refuses, the reason
 
 First a survey of all arms on a few prompts, then a final between those that matter,
-over at least 1,000 tokens: the best drafter at its two best lengths and with lengths by
-measurement, mlx-lm's speculation at its best length, and both plain decodings.
+over at least 1,000 tokens: the best drafter at its two best lengths and the second at
+its best, both with lengths by measurement too, the draft model and mlx-lm's speculation
+at their best lengths, and both plain decodings.
 
 No figure of a case is printed unless our texts equal plain decoding's in every pass (at
 temperature 0 also mlx-lm's plain text), up to near-ties that rounding explains, see
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
 LENGTHS = [1, 2, 3, 4, 6, 8]
 MLX_LM_LENGTHS = [2, 3, 4, 8]
 TORCH_LENGTHS = [4]
-DRAFTS = ["model", "mtp", "eagle", "assistant", "dflash", "lookup"]
+DRAFTS = ["model", "compiled", "mtp", "eagle", "assistant", "dflash", "lookup"]
 
 # An assertion is told by its last line; typer would frame the whole stack.
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -101,8 +102,9 @@ def compare(
     draft: Annotated[
         list[str] | None,
         typer.Option(
-            help="model, mtp, eagle, assistant, lookup or cascade; by default all that "
-            "the target has, but for the cascade."
+            help="model, compiled (the same, its steps compiled), mtp, eagle, "
+            "assistant, lookup or cascade; by default all that there are, but for the "
+            "cascade."
         ),
     ] = None,
     draft_model: DraftModel = None,

@@ -8,7 +8,7 @@ from typing import Any
 from benchmark_case import Case, Series
 from benchmark_plain import PlainRatio
 from benchmark_report import console
-from compare_target import best_of
+from compare_target import SAME_PAIR, best_of
 from rich.markup import escape
 from rich.table import Table
 
@@ -102,7 +102,7 @@ def _demand(what: str, case: Case, spread: Spread, note: str, **bound: float) ->
 
 def _over_mlx_lm(case: Case) -> Iterator[Demand]:
     """Our best arm with the draft model over mlx-lm's best with the same pair."""
-    ours, theirs = best_of(case, "ours", "model"), best_of(case, "mlx-lm")
+    ours, theirs = best_of(case, "ours", SAME_PAIR), best_of(case, "mlx-lm")
     if case.target != "dense" or ours is None or theirs is None:
         return
     ratio = ours.over(theirs)

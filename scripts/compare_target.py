@@ -1,5 +1,6 @@
 """One target of the comparison: its drafters, arms, cases and pictures."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from benchmark_arms import Arm, Job, Models, jobs_of, mlx_lm_arms, ours, plain_a
 from benchmark_case import Case, Series, run_case
 from benchmark_options import TARGETS, folder_of, progress, texts_of
 from benchmark_plain import PlainRatio, measure_plain
-from drafter_list import Bench, Source, sources_of
+from drafter_list import Bench, Source, compiled_source, sources_of
 
 from mlx_speculation.cli.measuring import Spread
 from mlx_speculation.plots import Curve, Measured, Panel, predicted_speeds
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
 
 # Tokens in the caches at which rounds are timed; the prompts have about 240.
 CONTEXT = 256
-FINALISTS = 2
+# A survey of a few passes errs: two drafters come to the final, at so many lengths.
+FINALISTS = (2, 1)
+# With the same draft model, and its steps compiled.
+SAME_PAIR = ("model", "compiled")
 
 # Milliseconds of a round by draft length, 0 is a plain step, for each drafter.
 Costs = dict[str, dict[int, float]]
@@ -54,11 +58,10 @@ class Compared:
         bench = Bench(folder, models.target, plain.tokenizer, plain)
         heads = [Path(head) for head in settings.heads]
         known = name if name in TARGETS else None
-        sources = [
-            source
-            for source in sources_of(bench, small, heads, known)
-            if source.name in settings.drafts
-        ]
+        sources = sources_of(bench, small, heads, known)
+        if "compiled" in settings.drafts:
+            sources += compiled_source(bench, small)
+        sources = [source for source in sources if source.name in settings.drafts]
         costs: Costs = {}
         arms = plain_arms(models)
         for source in sources:
@@ -156,12 +159,22 @@ def _arms_of(source: Source, lengths: list[int], longest: int) -> list[Arm]:
     return [*arms, auto]
 
 
-def best_of(case: Case, engine: str, draft: str | None = None) -> Series | None:
-    """Return an engine's fastest arm that drafts and whose text is not wrong."""
+def best_of(
+    case: Case, engine: str, drafts: Collection[str] | None = None
+) -> Series | None:
+    """Return an engine's fastest arm that drafts and whose text is not wrong.
+
+    Args:
+        case: of the arms.
+        engine: whose.
+        drafts: with one of these drafters; None: with any.
+    """
     candidates = [
         series
-        for series in case.of(engine, draft=draft)
-        if series.runs and series.wrong_from is None
+        for series in case.of(engine)
+        if series.runs
+        and series.wrong_from is None
+        and (drafts is None or series.arm.draft in drafts)
     ]
     return max(candidates, key=case.gain, default=None)
 
@@ -169,16 +182,19 @@ def best_of(case: Case, engine: str, draft: str | None = None) -> Series | None:
 def finalists(survey: Case) -> list[Series]:
     """Return the arms of a final, both plain ones first.
 
-    The best of our drafters at its best fixed lengths and by measurement; the draft
-    model at its best; mlx-lm's speculation at its best.
+    The best two of our drafters at their best fixed lengths and by measurement; the
+    draft model at its best; mlx-lm's speculation at its best.
     """
-    best = survey.best.arm.draft
-    fixed = sorted(
-        survey.of("ours", draft=best, auto=False), key=survey.gain, reverse=True
-    )
-    chosen = [*survey.series[:2], *fixed[:FINALISTS]]
-    chosen += survey.of("ours", draft=best, auto=True)
-    for other in (best_of(survey, "ours", "model"), best_of(survey, "mlx-lm")):
+    chosen = survey.series[:2]
+    ours = sorted(survey.of("ours"), key=survey.gain, reverse=True)
+    drafters = dict.fromkeys(series.arm.draft for series in ours)
+    pair = next((draft for draft in drafters if draft in SAME_PAIR), None)
+    best = [draft for draft in drafters if draft == pair or draft not in SAME_PAIR]
+    for draft, lengths in zip(best, FINALISTS, strict=False):
+        own = [series for series in ours if series.arm.draft == draft]
+        chosen += [series for series in own if not series.arm.auto][:lengths]
+        chosen += [series for series in own if series.arm.auto]
+    for other in (best_of(survey, "ours", SAME_PAIR), best_of(survey, "mlx-lm")):
         if other is not None and other not in chosen:
             chosen.append(other)
     return [Series(series.arm) for series in chosen]

@@ -21,6 +21,7 @@ from mlx_speculation.engine.identity import find_parting
 from mlx_speculation.engine.kinds import Offer, draft_folder, kind_named
 from mlx_speculation.errors import (
     ContractError,
+    InvalidRequestError,
     ModelFolderError,
     UnsupportedModelError,
 )
@@ -147,6 +148,21 @@ def sources_of(
         Source(name, SpeculativeGenerator(bench.model, bench.tokenizer, draft=each))
         for name, each in found.items()
     ]
+
+
+def compiled_source(bench: Bench, draft: Path) -> list[Source]:
+    """Return the draft model with its steps compiled; nothing where they cannot be.
+
+    It is a model of its own, as every model is hooked by itself.
+    """
+    offer = Offer(bench.folder, bench.folder, bench.model, bench.tokenizer)
+    small = kind_named("model").load(_offer(offer, draft))
+    with suppress(InvalidRequestError, UnsupportedModelError):
+        generator = SpeculativeGenerator(
+            bench.model, bench.tokenizer, draft=small, compile_draft=True
+        )
+        return [Source("compiled", generator)]
+    return []
 
 
 def _offer(offer: Offer, folder: Path) -> Offer:

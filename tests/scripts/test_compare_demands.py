@@ -101,19 +101,48 @@ def test_the_other_targets_are_not_compared_with_mlx_lm(scripts: Any) -> None:
     assert not [what for what in demands if what.startswith("over mlx-lm")]
 
 
-def test_finalists_are_the_best_drafter_and_the_others_at_their_best(
+def test_finalists_are_the_best_two_drafters_and_the_others_at_their_best(
     scripts: Any,
 ) -> None:
-    names = [s.arm.name for s in scripts.target.finalists(case_of(scripts, SPEEDS))]
+    more = SPEEDS | {
+        ("ours", 2, "mtp", False): (230, 115),
+        ("ours", 4, "mtp", False): (225, 112),
+        ("ours", 8, "mtp", True): (210, 105),
+        ("ours", 2, "compiled", False): (219, 109),
+        ("ours", 8, "compiled", True): (210, 105),
+    }
+    names = [s.arm.name for s in scripts.target.finalists(case_of(scripts, more))]
     assert names == [
         "ours plain",
         "mlx-lm plain",
         "ours lookup k=4",
         "ours lookup k=2",
         "ours lookup auto",
+        "ours mtp k=2",
+        "ours mtp auto",
         "ours model k=4",
         "mlx-lm k=4",
     ]
+
+
+def test_the_same_pair_is_no_second_drafter(scripts: Any) -> None:
+    more = SPEEDS | {
+        ("ours", 4, "compiled", False): (300, 150),
+        ("ours", 8, "compiled", True): (290, 145),
+    }
+    case = case_of(scripts, more)
+    names = [s.arm.name for s in scripts.target.finalists(case)]
+    assert names == [
+        "ours plain",
+        "mlx-lm plain",
+        "ours compiled k=4",
+        "ours compiled auto",
+        "ours lookup k=4",
+        "ours lookup auto",
+        "mlx-lm k=4",
+    ]
+    what = "over mlx-lm's speculation: ours compiled k=4 over mlx-lm k=4"
+    assert asked(scripts, case)[what].value == pytest.approx(1.5)
 
 
 def test_bounds_hold_at_their_value(scripts: Any) -> None:
