@@ -27,6 +27,7 @@ from support.cache_twins import (
     assert_same,
     read,
 )
+from support.covering import covering
 from support.more_twins import (
     ChunkedKind,
     ConcatenateKind,
@@ -131,22 +132,25 @@ def _hooked() -> Iterator[None]:
     owner.remove()
 
 
-@pytest.mark.parametrize("name", KINDS)
+# Of what widths its forwards are, and how many rows are kept.
+ROUNDS = [
+    ((1, 1, 1), 0),
+    ((1, 1, 1), 2),
+    ((3, 1), 2),
+    ((1, 4), 3),
+    ((1,) * 7, 1),
+    ((1, 1), 1),
+]
+
+
 @pytest.mark.parametrize(
-    ("widths", "keep", "isolated"),
-    [
-        ((1, 1, 1), 0, False),
-        ((1, 1, 1), 2, False),
-        ((3, 1), 2, False),
-        ((1, 4), 3, False),
-        ((1,) * 7, 1, False),
-        ((1, 1), 1, True),
-        ((1, 4), 3, True),
-    ],
+    ("name", "round_", "isolated"),
+    covering(KINDS, ROUNDS, (False, True), pairs=[(0, 2)]),
 )
 def test_an_interrupted_round_leaves_the_cache_as_it_was(
-    name: str, widths: tuple[int, ...], keep: int, isolated: bool
+    name: str, round_: tuple[tuple[int, ...], int], isolated: bool
 ) -> None:
+    widths, keep = round_
     kind, cache, position = prepared(name)
     before = contents(kind, cache)
 
