@@ -43,8 +43,8 @@ def play(made: Bench, batch: BatchGenerator, requests: int, seed: int) -> int:
 @pytest.mark.parametrize(
     ("name", "kind", "requests", "sizes"),
     [
-        ("llama", "model", 40, False),
-        ("llama", "model", 40, True),
+        ("llama", "model", 60, False),
+        ("llama", "model", 60, True),
         *(
             pytest.param(name, kind, 1000, sizes, marks=pytest.mark.slow)
             for name in ("llama", "gemma3_text", "qwen3_5")
