@@ -53,8 +53,7 @@ def pair(name: str, right: float = 0.6) -> tuple[nn.Module, Any, Any, list[int]]
     return model, plain, drafted, text
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize(("name", "drafted"), covering(MODELS, (False, True)))
 def test_a_finished_generation_leaves_prompt_and_tokens_in_the_cache(
     name: str, drafted: bool
 ) -> None:
@@ -72,8 +71,7 @@ def test_a_finished_generation_leaves_prompt_and_tokens_in_the_cache(
         _assert_holds(model, caches, result.cached_tokens)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize(("name", "drafted"), covering(MODELS, (False, True)))
 def test_a_stream_closed_early_holds_the_tokens_it_names(
     name: str, drafted: bool
 ) -> None:

@@ -233,7 +233,9 @@ def _wrong_law(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("wrong_law")
-@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+@pytest.mark.parametrize(
+    "acceptance", ["block", pytest.param("rejection", marks=pytest.mark.slow)]
+)
 def test_a_biased_rule_is_found(acceptance: Acceptance) -> None:
     options = CASES[PLAIN]
     counts = count_texts(generator_of(acceptance), options, CONTROL)
