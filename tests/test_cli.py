@@ -81,7 +81,7 @@ def test_an_error_of_the_package_is_one_line_and_status_one() -> None:
 
 def test_demo_finds_the_same_tokens_for_every_target_and_group() -> None:
     # With a length, so that it does not calibrate: test_calibrate_prints_... does.
-    done = run("demo", "--max-tokens", "10", "--draft-length", "2")
+    done = run("demo", "--max-tokens", "5", "--draft-length", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     for target in ("dense", "sliding", "hybrid"):
         assert done.stdout.count(f"{target}: ") == 3

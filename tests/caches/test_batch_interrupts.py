@@ -13,6 +13,7 @@ import pytest
 from mlx_speculation.caches import Speculation, journal
 from support.batch_twins import AttentionKind, sees
 from support.cache_twins import Rows, assert_same, read
+from support.covering import covering
 from support.interrupts import raised_at
 
 TRACED = (mlx_lm.models.cache.__file__, str(Path(journal.__file__).parent))
@@ -47,14 +48,15 @@ def prepared(name: str) -> tuple[AttentionKind, Any, list[int]]:
     return kind, batch, [length + singly for length in lengths]
 
 
-@pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize(
-    ("widths", "keep"),
-    [((1, 1, 1), [2, 0, 1]), ((1, 4), [3, 1, 0]), ((3, 1), [2, 2, 2])],
-)
+# Of what widths its forwards are, and what each row keeps.
+ROUNDS = [((1, 1, 1), [2, 0, 1]), ((1, 4), [3, 1, 0]), ((3, 1), [2, 2, 2])]
+
+
+@pytest.mark.parametrize(("name", "round_"), covering(BATCHES, ROUNDS))
 def test_an_interrupted_round_leaves_every_row_as_it_was(
-    name: str, widths: tuple[int, ...], keep: list[int]
+    name: str, round_: tuple[tuple[int, ...], list[int]]
 ) -> None:
+    widths, keep = round_
     kind, cache, starts = prepared(name)
 
     def contents() -> Any:

@@ -66,7 +66,7 @@ from support.batch_twins import (
 from support.cache_twins import Mixers
 from support.twin_rounds import played
 
-ROUNDS = 1_500
+ROUNDS = 600
 
 
 def run(
@@ -77,7 +77,7 @@ def run(
     steps: int = 30,
     beginnings: tuple[str, ...] = BEGINNINGS,
 ) -> int:
-    """Play `share` of `ROUNDS` rounds, or ten times as many in the long profile."""
+    """Play `share` of `ROUNDS` rounds, or `LONG` times as many in the long profile."""
 
     machine = drawn(Batch, kinds, widths, beginnings)
     return played(machine, share * ROUNDS, steps)

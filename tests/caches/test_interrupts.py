@@ -27,6 +27,7 @@ from support.cache_twins import (
     assert_same,
     read,
 )
+from support.covering import covering
 from support.more_twins import (
     ChunkedKind,
     ConcatenateKind,
@@ -41,6 +42,7 @@ TRACED = (
     str(Path(journal.__file__).parent),
 )
 
+PROBES = (2, 6)
 (COMPRESSING, *_) = attentions()
 
 KINDS: dict[str, tuple[Kind, list[int]]] = {
@@ -119,9 +121,9 @@ def rows(position: int, width: int, serial: int) -> Rows:
     return Rows(position, tuple(range(serial, serial + width)))
 
 
-def contents(kind: Kind, cache: Any) -> Any:
-    """Return all that two different next writes would see."""
-    return read([kind.content(cache, probe) for probe in (2, 6)])
+def contents(kind: Kind, cache: Any, probe: int) -> Any:
+    """Return all that a next write of so many rows would see."""
+    return read(kind.content(cache, probe))
 
 
 @pytest.fixture(autouse=True)
@@ -131,24 +133,27 @@ def _hooked() -> Iterator[None]:
     owner.remove()
 
 
-@pytest.mark.parametrize("name", KINDS)
+# Of what widths its forwards are, and how many rows are kept.
+ROUNDS = [
+    ((1, 1, 1), 0),
+    ((1, 1, 1), 2),
+    ((3, 1), 2),
+    ((1, 4), 3),
+    ((1,) * 7, 1),
+]
+ISOLATED = [((1, 1), 1), ((1, 4), 3)]
+
+
 @pytest.mark.parametrize(
-    ("widths", "keep", "isolated"),
-    [
-        ((1, 1, 1), 0, False),
-        ((1, 1, 1), 2, False),
-        ((3, 1), 2, False),
-        ((1, 4), 3, False),
-        ((1,) * 7, 1, False),
-        ((1, 1), 1, True),
-        ((1, 4), 3, True),
-    ],
+    ("name", "round_", "isolated"),
+    [*covering(KINDS, ROUNDS, [False]), *covering(KINDS, ISOLATED, [True])],
 )
 def test_an_interrupted_round_leaves_the_cache_as_it_was(
-    name: str, widths: tuple[int, ...], keep: int, isolated: bool
+    name: str, round_: tuple[tuple[int, ...], int], isolated: bool
 ) -> None:
+    widths, keep = round_
     kind, cache, position = prepared(name)
-    before = contents(kind, cache)
+    before = [contents(kind, cache, probe) for probe in PROBES]
 
     def action() -> None:
         with Speculation([cache], isolated=isolated) as speculation:
@@ -159,4 +164,7 @@ def test_an_interrupted_round_leaves_the_cache_as_it_was(
             speculation.commit(keep)
 
     for line in at_every_line(lambda: action):
-        assert_same(contents(kind, cache), before, f"interrupted at line {line}")
+        # In turn: what is wrong after one line is so after the next one.
+        which = line % len(PROBES)
+        found = contents(kind, cache, PROBES[which])
+        assert_same(found, before[which], f"interrupted at line {line}")

@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import inspect
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,17 @@ FOLDERS = ("caches", "models")
 FILES = ("samplers/filters.py",)
 
 
+@cache
+def parsed(module: str) -> tuple[str, ast.Module]:
+    """Return the source of a module, and what it says."""
+    text = inspect.getsource(importlib.import_module(module))
+    return text, ast.parse(text)
+
+
 def source_text(touch: Touch) -> str:
     """Return the source of the object; decorated functions hide it from inspect."""
-    text = inspect.getsource(importlib.import_module(touch.module))
-    node: Any = ast.parse(text)
+    text, tree = parsed(touch.module)
+    node: Any = tree
     for part in touch.name.split("."):
         found = [n for n in node.body if getattr(n, "name", None) == part]
         assert found, f"{touch.module} has no {touch.name}: read {touch.used_by} again"

@@ -263,6 +263,7 @@ def test_a_stream_that_is_dropped_while_another_is_stored_changes_nothing() -> N
     assert inner.nbytes == 0
 
 
+@pytest.mark.usefixtures("exact_buffers")
 def test_bytes_reported_are_bytes_held() -> None:
     prefixes, _owners = bound(1 << 30, stateful=True)
     for tokens in ([1] * 9, [1] * 5 + [2] * 7, [0] * 6):

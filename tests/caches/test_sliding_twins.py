@@ -64,8 +64,9 @@ from support.cache_twins import (
     read,
     tagged,
 )
+from support.twin_rounds import LONG
 
-ROUNDS = 3_000
+ROUNDS = 1_200
 WIDTHS = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 PREFILLS = st.lists(st.integers(1, 20), max_size=2)
 
@@ -228,7 +229,7 @@ def test_a_sliding_cache_equals_a_native_ring(
     profile = settings.default
     assert profile is not None
     usual = settings.get_profile("default").max_examples
-    wanted = ROUNDS * min(10, profile.max_examples // usual)
+    wanted = ROUNDS * min(LONG, profile.max_examples // usual)
     while (missing := wanted - Beside.rounds) > 0:
         # Some examples stop early, so a run may play less than it was asked for.
         examples = settings(max_examples=missing // 25 + 2, stateful_step_count=25)

@@ -35,14 +35,15 @@ from mlx_speculation import BatchGenerator
 from mlx_speculation.models import PREFILL_STEP
 from mlx_speculation.models.batching import TOGETHER
 from support.batches import LONGEST, MODELS, PROMPTS, SAMPLINGS, Case, bench
+from support.covering import covering
 
 MOST_ROWS = 4
-QUICK = {
+QUICK = [
     ("llama", "model"),
     ("llama", "lookup"),
     ("gemma3_text", "model"),
     ("qwen3_5", "model"),
-}
+]
 CASES = st.builds(
     Case,
     prompt=st.sampled_from(PROMPTS),
@@ -126,21 +127,31 @@ def machine(name: str, kind: str, sizes: bool) -> type[RuleBasedStateMachine]:
     return Machine
 
 
+OTHERS = [
+    (name, kind)
+    for name, tiny in MODELS.items()
+    if tiny.module in TOGETHER
+    for kind in ("model", "lookup")
+    if (name, kind) not in QUICK
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("drafted", "sizes"),
     [
-        pytest.param(
-            name, kind, marks=[] if (name, kind) in QUICK else [pytest.mark.slow]
-        )
-        for name, tiny in MODELS.items()
-        if tiny.module in TOGETHER
-        for kind in ("model", "lookup")
+        *covering(QUICK, (False, True)),
+        *(
+            pytest.param(drafted, sizes, marks=pytest.mark.slow)
+            for drafted in OTHERS
+            for sizes in (False, True)
+        ),
     ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
 )
-@pytest.mark.parametrize("sizes", [False, True])
 def test_rows_that_come_and_go_write_what_they_do_alone(
-    name: str, kind: str, sizes: bool
+    drafted: tuple[str, str], sizes: bool
 ) -> None:
+    name, kind = drafted
     few = settings(max_examples=3, stateful_step_count=8, deadline=None)
     run_state_machine_as_test(machine(name, kind, sizes), settings=few)
     print(f"{name}: {bench(name).ties} near-ties")  # noqa: T201

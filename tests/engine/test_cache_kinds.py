@@ -27,6 +27,7 @@ from mlx_speculation.engine import Drafter
 from mlx_speculation.samplers import Chooser
 from support import tiny_models
 from support.cache_twins import assert_same, detached, read
+from support.covering import covering
 from support.drafters import ScriptedDrafter
 from support.identity import assert_same_text, plain_text
 from support.tiny_models import TINY_MODELS, build_tiny, read_table
@@ -68,37 +69,39 @@ def test_each_cache_of_the_model_is_known(name: str) -> None:
     assert counts == COUNTS[name]
 
 
-@pytest.mark.parametrize(("length", "sampling"), [(13, SAMPLED), (40, GREEDY)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "length", "drafted"),
+    covering(MODELS, PROMPTS, ("scripted", "model"), pairs=[(0, 1), (1, 2)]),
+)
 def test_any_draft_leaves_the_text_as_plain_decoding_has_it(
-    name: str, length: int, sampling: Sampling
+    name: str, length: int, drafted: str
 ) -> None:
     """The prompt is shorter than windows and chunks of 16, or longer."""
+    sampling = SAMPLED if length < 16 else GREEDY
     model, tokenizer = build_tiny(MODELS[name]), byte_tokenizer()
     prompt, plain = prompt_of(length), SpeculativeGenerator(model, tokenizer)
     expected = plain.generate(prompt, max_tokens=TOKENS, sampling=sampling).tokens
     if sampling.greedy:
         assert expected == plain_text(model, prompt, TOKENS)
     scripted = ScriptedDrafter(prompt + expected, 0.7, seed=length, ragged=True)
-    drafts: list[nn.Module | Drafter] = [scripted, model]
-    for draft in drafts:
-        generator = SpeculativeGenerator(model, tokenizer, draft=draft)
-        caches = make_prompt_cache(model)
-        result = generator.generate(
-            prompt, max_tokens=TOKENS, sampling=sampling, prompt_cache=caches
-        )
-        assert_same_text(
-            model,
-            Chooser(sampling, 256),
-            prompt,
-            expected,
-            result.tokens,
-            width=5,
-            bitwise=MODELS[name].bitwise,
-        )
-        assert result.stats.accepted > 0
-        assert position(caches) == length + TOKENS
-        assert result.stats.reruns == 0
+    draft: nn.Module | Drafter = scripted if drafted == "scripted" else model
+    generator = SpeculativeGenerator(model, tokenizer, draft=draft)
+    caches = make_prompt_cache(model)
+    result = generator.generate(
+        prompt, max_tokens=TOKENS, sampling=sampling, prompt_cache=caches
+    )
+    assert_same_text(
+        model,
+        Chooser(sampling, 256),
+        prompt,
+        expected,
+        result.tokens,
+        width=5,
+        bitwise=MODELS[name].bitwise,
+    )
+    assert result.stats.accepted > 0
+    assert position(caches) == length + TOKENS
+    assert result.stats.reruns == 0
 
 
 def test_a_drafts_own_chunks_hold_what_was_kept_of_several_forwards() -> None:

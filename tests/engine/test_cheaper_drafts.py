@@ -35,6 +35,7 @@ from mlx_speculation.models import (
     weight_bytes,
     wrapped,
 )
+from support.covering import covering
 from support.eagle_checkpoints import write_eagle
 from support.identity import GREEDY, SAMPLED, prompt_of
 from support.mtp_checkpoints import LAYOUTS, family, flat, make, write
@@ -152,8 +153,12 @@ def drafted_ids(generator: SpeculativeGenerator, **options: Any) -> set[int]:
     return set(drafted)
 
 
-@pytest.mark.parametrize("acceptance", ["keyed", "rejection", "block"])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5", "lfm2"])
+@pytest.mark.parametrize(
+    ("name", "acceptance"),
+    covering(
+        ("llama", "gemma3_text", "qwen3_5", "lfm2"), ("keyed", "rejection", "block")
+    ),
+)
 def test_a_model_drafts_from_the_reduced_vocabulary_alone(
     name: str, acceptance: Any
 ) -> None:

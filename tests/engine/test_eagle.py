@@ -23,6 +23,7 @@ from mlx_speculation.engine.drafting import Choose
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.errors import InvalidRequestError, ModelFolderError
 from mlx_speculation.models import Eagle, HiddenStates, load_eagle_head
+from support.covering import covering
 from support.eagle_checkpoints import DIALECTS, draft_ids, write_eagle
 from support.identity import GREEDY, SAMPLED, plain_text, prompt_of
 from support.mtp_oracles import OracleMtp, held_tokens
@@ -80,11 +81,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize(("dialect", "name"), CASES)
+@pytest.mark.parametrize(
+    ("case", "temperature"),
+    covering(CASES, (0.0, 0.8)),
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
+)
 def test_a_head_leaves_the_text_as_plain_decoding_has_it(
-    dialect: str, name: str, temperature: float
+    case: tuple[str, str], temperature: float
 ) -> None:
+    dialect, name = case
     text = text_of(name, temperature)
     result = generator(name, draft_of(dialect, name)).generate(
         text[:PROMPT], max_tokens=TOKENS, sampling=sampling(temperature)
@@ -120,9 +125,10 @@ def oracle(name: str, text: list[int], **options: Any) -> tuple[EagleDraft, Any]
     return draft, knowing
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("length", [1, 4])
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(
+    ("name", "length", "temperature"),
+    covering(TARGETS, (1, 4), (0.0, 0.8), pairs=[(0, 1)]),
+)
 def test_an_oracle_is_always_right(name: str, length: int, temperature: float) -> None:
     text = text_of(name, temperature)
     draft, knowing = oracle(name, text)

@@ -30,6 +30,7 @@ from mlx_speculation.engine.verdicts import Cut, Emitted
 from mlx_speculation.models import Lane, LaneRound
 from mlx_speculation.samplers import Chooser, Verifier, verifier
 from support.content import assert_same_content, content, counts
+from support.covering import covering
 from support.drafters import ScriptedDrafter
 from support.identity import GREEDY, SAMPLED, assert_same_text
 from support.tiny_models import TINY_MODELS, build
@@ -113,8 +114,7 @@ def known(name: str) -> tuple[nn.Module, list[int]]:
     return model, plain.generate(PROMPT, max_tokens=TOKENS, sampling=SAMPLED).tokens
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("right", [1.0, 0.6, 0.0])
+@pytest.mark.parametrize(("name", "right"), covering(MODELS, (1.0, 0.6, 0.0)))
 def test_empty_drafts_leave_the_text_as_it_is(name: str, right: float) -> None:
     model = build(name)
     plain = SpeculativeGenerator(model, byte_tokenizer())
@@ -264,8 +264,11 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("step", STEPS, ids=lambda s: f"{s[1]}-{s[2]}")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "step"),
+    covering(MODELS, STEPS),
+    ids=lambda value: f"{value[1]}-{value[2]}" if isinstance(value, tuple) else None,
+)
 def test_an_error_behind_a_step_changes_nothing(
     name: str, step: tuple[Any, str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ from mlx_speculation.errors import NonFiniteLogitsError
 from mlx_speculation.models import Lane, LaneRound
 from mlx_speculation.samplers import Chooser, Sampling, Verifier, verifier
 from support.content import assert_same_content, content, counts
+from support.covering import covering
 from support.tiny_models import build
 from support.tiny_tokenizer import byte_tokenizer
 
@@ -130,6 +131,10 @@ PLAIN_STEPS = [
 ]
 
 
+def label(value: Any) -> str | None:
+    return f"{value[1]}-{value[2]}" if isinstance(value, tuple) else None
+
+
 def fail_one_round(run: Run, step: tuple[Any, str, int], error: BaseException) -> None:
     owner, name, call = step
     before = run.state()
@@ -143,8 +148,7 @@ def fail_one_round(run: Run, step: tuple[Any, str, int], error: BaseException) -
     assert before[1:] == after[1:]
 
 
-@pytest.mark.parametrize("step", DRAFTED_STEPS, ids=lambda s: f"{s[1]}-{s[2]}")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "step"), covering(MODELS, DRAFTED_STEPS), ids=label)
 def test_an_error_in_a_drafted_round_changes_nothing(
     name: str, step: tuple[Any, str, int]
 ) -> None:
@@ -167,8 +171,7 @@ def test_an_error_in_a_drafted_round_changes_nothing(
     del generator
 
 
-@pytest.mark.parametrize("step", PLAIN_STEPS, ids=lambda s: f"{s[1]}-{s[2]}")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "step"), covering(MODELS, PLAIN_STEPS), ids=label)
 def test_an_error_in_a_plain_round_changes_nothing(
     name: str, step: tuple[Any, str, int]
 ) -> None:

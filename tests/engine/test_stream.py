@@ -22,6 +22,7 @@ from mlx_speculation.caches import RecordingArraysCache
 from mlx_speculation.caches.rotating import PresentedRing
 from mlx_speculation.engine import Stream, decoding, rounds
 from mlx_speculation.models import Lane, LaneRound
+from support.covering import covering
 from support.drafters import ScriptedDrafter
 from support.tiny_models import build
 from support.tiny_tokenizer import byte_tokenizer
@@ -52,8 +53,7 @@ def pair(name: str, right: float = 0.6) -> tuple[nn.Module, Any, Any, list[int]]
     return model, plain, drafted, text
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize(("name", "drafted"), covering(MODELS, (False, True)))
 def test_a_finished_generation_leaves_prompt_and_tokens_in_the_cache(
     name: str, drafted: bool
 ) -> None:
@@ -71,8 +71,7 @@ def test_a_finished_generation_leaves_prompt_and_tokens_in_the_cache(
         _assert_holds(model, caches, result.cached_tokens)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize(("name", "drafted"), covering(MODELS, (False, True)))
 def test_a_stream_closed_early_holds_the_tokens_it_names(
     name: str, drafted: bool
 ) -> None:
@@ -99,10 +98,10 @@ def test_a_stream_closed_early_holds_the_tokens_it_names(
         assert stream.result.tokens == yielded
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("drafted", [False, True])
-@pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("close", [False, True])
+@pytest.mark.parametrize(
+    ("name", "drafted", "named", "close"),
+    covering(MODELS, *[(False, True)] * 3, pairs=[(0, 1), (0, 3), (1, 2), (1, 3)]),
+)
 def test_going_on_gives_the_uninterrupted_text(
     name: str, drafted: bool, named: bool, close: bool
 ) -> None:

@@ -158,18 +158,20 @@ CASES: dict[str, dict[str, Any]] = {
         "draft_temperature": 0.6,
     },
 }
-SHORT, LONG = 1_112, 10_009
-OWN = 626  # of a user's sampler: no rule judges its draws
+SHORT, MIDDLE, LONG = 626, 1_112, 10_009
 RUNS = [
     pytest.param(
         acceptance,
         case,
         samples,
         # Keyed text equals that of plain decoding, which other tests hold it to.
-        marks=pytest.mark.slow if samples == LONG or acceptance == "keyed" else (),
+        marks=pytest.mark.slow if samples != SHORT or acceptance == "keyed" else (),
     )
     for acceptance in get_args(Acceptance)
-    for case, samples in [(FILTERED, SHORT), (FILTERED, LONG), (PLAIN, LONG)]
+    for case, samples in [
+        *((FILTERED, samples) for samples in (SHORT, MIDDLE, LONG)),
+        (PLAIN, LONG),
+    ]
 ]
 
 
@@ -231,7 +233,9 @@ def _wrong_law(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("wrong_law")
-@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+@pytest.mark.parametrize(
+    "acceptance", ["block", pytest.param("rejection", marks=pytest.mark.slow)]
+)
 def test_a_biased_rule_is_found(acceptance: Acceptance) -> None:
     options = CASES[PLAIN]
     counts = count_texts(generator_of(acceptance), options, CONTROL)
@@ -262,7 +266,7 @@ def hot(log_probs: mx.array) -> mx.array:
     return mx.random.categorical(log_probs / 1.2)
 
 
-@pytest.mark.parametrize("samples", [OWN, pytest.param(LONG, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("samples", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)])
 def test_the_law_of_a_sampler_that_draws_by_itself_is_its_own(samples: int) -> None:
     law = joint_law(Options(temperature=1.2))
     assert excess(count_own(hot, samples), law) < 1
@@ -284,5 +288,5 @@ def test_rows_that_share_a_samplers_chance_are_found(
         return mx.argmax(processed / 1.2 + noise, axis=-1).astype(mx.uint32)
 
     monkeypatch.setattr(choice, "called_on_rows", together)
-    counts = count_own(hot, SHORT)
+    counts = count_own(hot, MIDDLE)
     assert excess(counts, joint_law(Options(temperature=1.2))) > 1

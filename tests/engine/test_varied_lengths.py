@@ -28,6 +28,7 @@ from mlx_speculation.engine import Stream
 from mlx_speculation.engine.stream_maker import StreamMaker
 from mlx_speculation.errors import SpeculationError
 from mlx_speculation.samplers import Chooser
+from support.covering import covering
 from support.drafters import ScriptedDrafter
 from support.identity import GREEDY, SAMPLED, assert_same_text
 from support.planned_lengths import Planned
@@ -76,8 +77,7 @@ def run(generator: SpeculativeGenerator, lengths: Planned, sampled: bool) -> Str
     return stream
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "kind"), covering(MODELS, KINDS))
 @given(
     lengths=st.lists(st.integers(0, 5), min_size=1, max_size=9), sampled=st.booleans()
 )

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
@@ -81,6 +81,7 @@ rounds = st.lists(
 
 @pytest.mark.usefixtures("uncompiled")
 @given(start=st.sampled_from([1, 20, 505, 511, 512]), rounds=rounds)
+@settings(max_examples=max(16, settings().max_examples // 4))
 def test_any_rounds_leave_what_the_models_own_leave(
     start: int, rounds: list[tuple[list[int], int]]
 ) -> None:

@@ -28,6 +28,7 @@ from mlx_speculation.caches import (
 from mlx_speculation.models import BatchLane, Lane, Recorders, why_alone
 from mlx_speculation.models.key_steps import TRIED, takes_key_steps
 from support.cache_twins import read
+from support.covering import covering
 from support.tiny_models import TINY_MODELS, build
 
 STEP = 8
@@ -56,8 +57,17 @@ def test_other_models_get_the_native_keys() -> None:
     assert not takes_key_steps(Model(model.args))
 
 
-@pytest.mark.parametrize("slack", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+SLIDING = [name for name in NAMES if TINY_MODELS[name].window]
+OTHERS = [name for name in NAMES if name not in SLIDING]
+
+
+@pytest.mark.parametrize(
+    ("name", "slack"),
+    [
+        *covering(SLIDING, (False, True), pairs=[(0, 1)]),  # a ring, or without one
+        *covering(OTHERS, (False, True)),
+    ],
+)
 def test_rounds_in_whole_steps_compute_what_native_rounds_do(
     name: str, slack: bool
 ) -> None:

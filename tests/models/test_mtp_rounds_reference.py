@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_speculation.models import MtpSlots
+from support.covering import covering
 from support.mtp_bench import Bench, assert_close, make_bench, states
 from support.references.mtp_all import FAMILIES
 from support.references.numerics import Array
@@ -72,9 +73,9 @@ class Rounds:
         return found
 
 
-@pytest.mark.parametrize("undone", [False, True], ids=["", "undone"])
-@pytest.mark.parametrize("fed", [0, PROMPT - 2])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "fed", "undone"), covering(FAMILIES, (0, PROMPT - 2), (False, True))
+)
 def test_drafts_of_rounds_equal_those_of_all_slots_computed_anew(
     tmp_path: Path, name: str, fed: int, undone: bool
 ) -> None:

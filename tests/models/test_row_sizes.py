@@ -81,7 +81,7 @@ def test_no_size_is_larger_than_the_most_rows() -> None:
         for name in BATCHED
     ],
 )
-@settings(max_examples=4)
+@settings(max_examples=max(2, settings().max_examples // 100))
 @given(data=st.data())
 def test_rows_compute_what_they_do_in_a_batch_of_their_own_size(
     name: str, data: st.DataObject

@@ -29,7 +29,9 @@ from support.cache_twins import (
     ring_kinds,
 )
 
-ROUNDS = 10_000
+ROUNDS = 4_000
+# Times as many are played in the long profile.
+LONG = 25
 
 WIDTHS = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 FEWER = st.lists(st.integers(1, 4), min_size=1, max_size=3)
@@ -196,7 +198,7 @@ def run(
     steps: int = 50,
     rarely: bool = False,
 ) -> int:
-    """Play `share` of `ROUNDS` rounds, or ten times as many in the long profile."""
+    """Play `share` of `ROUNDS` rounds, or `LONG` times as many in the long profile."""
 
     class Machine(Twins):
         @initialize(kind=kinds, prefill=prefills)
@@ -215,7 +217,7 @@ def played(machine: type[Counting], rounds: float, steps: int) -> int:
 
     Args:
         machine: a state machine that counts them.
-        rounds: in the default profile; ten times as many are played in the long one.
+        rounds: in the default profile; `LONG` times as many are played in the long one.
         steps: in one example.
 
     Returns:
@@ -224,7 +226,7 @@ def played(machine: type[Counting], rounds: float, steps: int) -> int:
     profile = settings.default
     assert profile is not None
     usual = settings.get_profile("default").max_examples
-    wanted = int(rounds * min(10, profile.max_examples // usual))
+    wanted = int(rounds * min(LONG, profile.max_examples // usual))
     while (missing := wanted - machine.rounds) > 0:
         # Some examples stop early, so a run may play less than it was asked for.
         run_state_machine_as_test(
