@@ -153,7 +153,8 @@ class MtpDrafter:
         self._depth, self._source, self._ids = depth, source, ids
         self._committed = committed
         self._slots = new_slots(0)
-        committed.after_chunk(self._catch_up)
+        self._chunk_end = 0
+        committed.after_chunk(self._read_chunk)
 
     @property
     def history(self) -> range:
@@ -216,16 +217,25 @@ class MtpDrafter:
         drafts = [one.tokens for one in chosen[max(0, start - len(self._tokens)) :]]
         return mx.concatenate([known, *drafts])[None, :count]
 
-    def _catch_up(self) -> None:
+    def _read_chunk(self) -> None:
+        """Read the chunk before the newest: for that the first token need not wait."""
+        before, self._chunk_end = self._chunk_end, self._committed.stop
+        self._catch_up(before)
+
+    def _catch_up(self, until: int | None = None) -> None:
         """Drop the states that were read; feed the others where they are many.
 
         The slot of the first draft, and what comes after it, is left.
+
+        Args:
+            until: likewise from this slot on; None: all may be read.
         """
         committed = self._committed
         if committed.start > self._slots.end or committed.stop < self._slots.end:
             self._slots = self._new_slots(committed.start)
         committed.drop(self._slots.end)
         stop = min(len(self._tokens) - 2, committed.stop)
+        stop = stop if until is None else min(stop, until)
         lag = max(stop - self._slots.end, self._slots.lag)
         if lag <= LONGEST_LAG or stop <= self._slots.end:
             return

@@ -22,6 +22,7 @@ from mlx_speculation import PrefixCache, Sampling, SpeculativeGenerator
 from mlx_speculation.engine import Cascade, Draft, MtpDraft, MtpDrafter
 from mlx_speculation.engine import mtp as mtp_module
 from mlx_speculation.engine.drafting import Choose
+from mlx_speculation.engine.handling import Handling
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Contract, HiddenStates, Lane, Mtp, MtpHead
@@ -29,6 +30,7 @@ from mlx_speculation.samplers import Chosen
 from support.identity import GREEDY, SAMPLED, plain_text, prompt_of
 from support.mtp_checkpoints import LAYOUTS, family, make, write
 from support.mtp_oracles import OracleMtp, held_tokens
+from support.planned_lengths import Planned
 from support.tiny_models import build
 from support.tiny_tokenizer import byte_tokenizer
 
@@ -165,6 +167,29 @@ def test_long_prompts_are_fed_in_chunks(
     fed = [(start, count) for how, layer, start, count in knowing.calls if not layer]
     assert fed[:3] == [(0, 16), (16, 16), (32, 6)]
     assert all(count <= 5 for _, count in fed[3:])
+
+
+@pytest.mark.parametrize(("step", "read"), [(2048, 0), (90, 180)])
+def test_the_first_token_does_not_wait_for_the_newest_chunk(
+    step: int, read: int
+) -> None:
+    """A head that follows the prompt took a third of the time to the first token."""
+    text = text_of("qwen3_5", 0.0, prompt=260)
+    draft, _ = oracle("qwen3_5", text)
+    stream = generator("qwen3_5", draft).stream(
+        text[:260],
+        max_tokens=TOKENS,
+        draft_length=Planned([0, 0, 3]),
+        handling=Handling(prefill_step=step),
+    )
+    contained: Any = stream.parts.drafter
+    assert next(stream).token == text[260]
+    assert contained.drafter.history == range(read)
+    rest = [chunk.token for chunk in stream]
+    assert rest == text[261 : 260 + TOKENS]
+    assert contained.drafter.history.start == 0
+    assert contained.drafter.history.stop > 260
+    assert stream.stats.acceptance_rate == 1.0
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "step3p5"])
