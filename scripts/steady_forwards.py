@@ -36,10 +36,14 @@ Clock = Callable[[], float]  # in seconds
 
 
 def filled(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
-    """Return caches of a model, as a generator makes them, that hold some tokens."""
+    """Return caches of a model, as a generator makes them, that hold some tokens.
+
+    They are read in the ways of a round, which takes a third of the time on x86-64.
+    """
     caches: list[Any] = with_slack(make_prompt_cache(model))
     for start in range(0, len(tokens), PREFILL):
-        model(mx.array([list(tokens[start : start + PREFILL])]), cache=caches)
+        with rows_of_a_round():
+            model(mx.array([list(tokens[start : start + PREFILL])]), cache=caches)
         mx.eval(states(caches))
     return caches
 
