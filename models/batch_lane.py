@@ -25,6 +25,7 @@ copies, less than half as much as of the rows themselves.
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import mlx.core as mx
@@ -37,6 +38,7 @@ from mlx_speculation.caches import (
     meets_plans,
     merged,
 )
+from mlx_speculation.models.batch_states import BatchStates, Unread
 from mlx_speculation.models.in_round import rows_of_a_round
 from mlx_speculation.models.key_steps import takes_key_steps
 from mlx_speculation.models.lane import Lane
@@ -53,12 +55,14 @@ class BatchLane:
     Attributes:
         rows: sequences in the batch.
         places: rows of the caches: those, and copies of the first.
+        follower: gets the hidden states of what rounds commit, where a head reads them.
     """
 
     def __init__(self, model: nn.Module, sizes: RowSizes | None = None) -> None:
         self.model = model
         self.caches: list[Any] = []
         self.rows = self.places = 0
+        self.follower: BatchStates | None = None
         self.key_steps = takes_key_steps(model)
         self._met: set[tuple[int, ...]] = set()  # places, positions, columns shown
         self._fresh = False
@@ -160,6 +164,9 @@ class BatchRound:
         self._lane = lane
         self._copies = lane.places - lane.rows
         self._speculation = Speculation(lane.caches, whole=whole)
+        self._follower = lane.follower
+        self._hidden = None if lane.follower is None else lane.follower.taps.states()
+        self._before: Unread | None = None  # what the follower held before the commit
         self.committed = False
 
     def forward(self, tokens: mx.array) -> mx.array:
@@ -168,7 +175,10 @@ class BatchRound:
         if self._copies:
             first = mx.broadcast_to(tokens[:1], (self._copies, count))
             tokens = mx.concatenate([tokens, first])
-        with rows_of_a_round():
+        with ExitStack() as stack:
+            if self._follower is not None:
+                stack.enter_context(self._follower.taps.collect(self._hidden))
+            stack.enter_context(rows_of_a_round())
             logits: mx.array = self._lane.model(tokens, cache=self._speculation.caches)
         self._lane.note_shape(count)
         return logits[:rows] if self._copies else logits
@@ -179,12 +189,20 @@ class BatchRound:
 
     def commit(self, keep: int | list[int]) -> None:
         """Keep the first `keep` tokens of all rows, or so many of each."""
-        self._speculation.commit(self._each(keep))
+        follower, hidden = self._follower, self._hidden
+        if follower is None or hidden is None:
+            self._speculation.commit(self._each(keep))
+        else:
+            added = follower.added(hidden, keep)  # what may fail comes first
+            self._speculation.commit(self._each(keep))
+            self._before, follower.held = follower.held, added
         self.committed = True
 
     def rollback(self) -> None:
         """Undo it, also after a commit while nothing else has written."""
         self._speculation.rollback()
+        if self._follower is not None and self._before is not None:
+            self._follower.held, self._before = self._before, None
         self.committed = False
 
     def _each(self, keep: int | list[int]) -> int | list[int]:

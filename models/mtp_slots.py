@@ -162,6 +162,16 @@ class MtpSlots:
         return self.end - min(self._held.ends)
 
     @property
+    def mtp(self) -> OnTarget:
+        """The head on its target."""
+        return self._mtp
+
+    @property
+    def caches(self) -> list[Any]:
+        """The caches of the first layer, which makes all drafts but in a chain."""
+        return self._caches[0]
+
+    @property
     def held(self) -> list[Any]:
         """The caches, and states that wait, for a count of bytes."""
         return [self._caches, self._held.waiting]
