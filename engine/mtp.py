@@ -269,7 +269,7 @@ class MtpDrafter:
         hidden = committed.between(self._slots.end, stop)
         try:
             self._slots.feed(hidden, stop, self._known_pairs)
-        except BaseException:
+        except Exception:  # after Ctrl-C they are as before, and can be fed again
             self._slots = self._new_slots(committed.stop)
             raise
         committed.drop(stop)

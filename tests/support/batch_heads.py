@@ -110,14 +110,14 @@ class KnowingMtp:
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> None:
         """Write slots; which of them a row keeps is not known here."""
-        self.fed.append(("history", *tokens.shape))
+        self.fed.append(("history", tokens.shape[0], tokens.shape[1]))
         self._write(hidden, tokens, caches)
 
     def step(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> MtpOutput:
         """Check what is held, write slots, and say what comes behind the last one."""
-        self.fed.append(("step", *tokens.shape))
+        self.fed.append(("step", tokens.shape[0], tokens.shape[1]))
         places = self._write(hidden, tokens, caches)
         held = _held(caches[0])
         logits, own = [], []
@@ -191,7 +191,7 @@ def _held(cache: Any) -> list[list[list[int]]]:
         each = [keys[row, 0, :n] for row, n in enumerate(cache.lengths)]
     elif hasattr(cache, "left_padding"):  # a ring of several rows
         if cache.rotated:
-            keys = mx.roll(keys, -cache._idx, axis=2)
+            keys = mx.roll(keys, -cache._idx, 2)
         else:
             keys = keys[..., : cache._idx, :]
         padding: Any = cache.left_padding.tolist()
@@ -285,7 +285,8 @@ class HeadBench(Bench):
 def knowing(generator: SpeculativeGenerator) -> KnowingMtp:
     """Return the head that knows the texts, of a generator of a bench."""
     draft: Any = generator._setup.draft
-    found: KnowingMtp = draft.eagle if isinstance(draft, EagleDraft) else draft.mtp
+    found: Any = draft.eagle if isinstance(draft, EagleDraft) else draft.mtp
+    assert isinstance(found, KnowingMtp)
     return found
 
 
