@@ -263,7 +263,8 @@ class MtpSlots:
             waiting[layers] = _some(joined[:, : ends[layers - 1] - ends[layers]])
         self._after = _Held(tuple(ends), tuple(waiting))
         for _ in range(layers, count):
-            assert not (out is None or token is None)
+            assert out is not None
+            assert token is not None
             out = self._again(out, token)
             token = choose(out.logits[:, -1])
 
@@ -289,10 +290,9 @@ class MtpSlots:
 
 
 def _joined(first: mx.array | None, second: mx.array | None) -> mx.array | None:
-    parts = [part for part in (first, second) if part is not None]
-    if len(parts) == 2:
-        return mx.concatenate(parts, axis=1)
-    return parts[0] if parts else None
+    if first is None or second is None:
+        return second if first is None else first
+    return mx.concatenate([first, second], axis=1)
 
 
 def _some(array: mx.array) -> mx.array | None:
