@@ -22,6 +22,7 @@ from mlx_speculation import (
 from mlx_speculation.caches.ragged import RaggedJournal
 from mlx_speculation.engine import Cascade, EagleDraft, MtpDrafter, batch_head
 from mlx_speculation.engine.batch_head import BatchHead
+from mlx_speculation.engine.batch_verdicts import BatchStep
 from mlx_speculation.models import MtpOutput
 from support.batch_heads import (
     HeadBench,
@@ -234,33 +235,32 @@ def test_a_head_of_few_ids_drafts_no_others() -> None:
         assert result.stats.accepted > 0
 
 
-@pytest.mark.parametrize("lag", [3, 64])
 @pytest.mark.parametrize("kind", ["mtp", "sliding"])
 def test_rounds_without_drafts_are_caught_up_with(
-    kind: str, lag: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also while steps are in flight, and with more slots than a window has."""
-    made = head_bench("llama")
-    monkeypatch.setattr(batch_head, "LONGEST_LAG", lag)
-    generator = made.generator(kind)
-    head = knowing(generator)
-    lengths = [4, 0, 0, 0, 0, 0, 0, 3, 0, 2]
-    with BatchGenerator(generator) as batch:
-        rows = {}
-        for case in CASES:
-            options = {**asked(case), "draft_length": Planned(lengths)}
-            rows[batch.insert(**options)] = case
-        most = 0
-        while batch.waiting or batch.running:
-            batch.next()
-            follower = batch._together._lane.follower
-            if follower is not None:
-                most = max(most, *follower.held.counts)
-        finish(made, batch, rows)
-        assert batch.stats.forwards < 20 * len(CASES)
-    assert (most <= 6) == (lag == 3)
-    assert head.unknown == 0
-    assert head.chains > 2
+    made, drafted = head_bench("llama"), []
+    for lag in (3, 64):
+        monkeypatch.setattr(batch_head, "LONGEST_LAG", lag)
+        generator = made.generator(kind)
+        head = knowing(generator)
+        with BatchGenerator(generator) as batch:
+            lengths = [4, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 2]
+            rows = insert_planned(made, batch, lengths, CASES)
+            most = 0
+            while batch.waiting or batch.running:
+                batch.next()
+                follower = batch._together._lane.follower
+                if follower is not None:
+                    most = max(most, *follower.held.counts)
+            finish(made, batch, rows)
+            assert batch.stats.forwards < 20
+        assert (most <= 6) == (lag == 3)
+        assert head.unknown == 0
+        drafted.append((head.chains, batch.stats.drafted, batch.stats.accepted))
+    assert drafted[0] == drafted[1]
+    assert drafted[0][0] >= 3
 
 
 def test_rows_that_never_draft_are_not_followed() -> None:
@@ -307,6 +307,46 @@ def test_an_interrupt_anywhere_leaves_rows_and_head_as_they_were(kind: str) -> N
             assert batch.stats.acceptance_rate > 0.5
             assert not any(batch.result(uid).stats.drafter_faults for uid in rows)
         assert head.unknown == 0
+
+
+def insert_planned(
+    made: HeadBench, batch: BatchGenerator, lengths: list[int], cases: list[Case]
+) -> dict[int, Case]:
+    """Let rows draft so many tokens in their rounds, over and over."""
+    rows = {}
+    for case in cases:
+        made.text(case.prompt, case.sampling)
+        planned = {**asked(case), "draft_length": Planned(lengths)}
+        rows[batch.insert(**planned)] = case
+    return rows
+
+
+@pytest.mark.parametrize("where", ["forward", "read"])
+def test_an_interrupt_among_plain_steps_takes_their_states_back(where: str) -> None:
+    """Steps are committed when they are submitted, and read after the next one."""
+    made, cases = head_bench("llama"), [CASES[0], CASES[3], CASES[4]]
+    plain = BatchStep.read
+    for number in range(1, 7):
+        generator = made.generator("mtp")
+        left = number
+
+        def read(step: BatchStep) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+            return plain(step)
+
+        forward = 4 + number if where == "forward" else 0
+        with pytest.MonkeyPatch.context() as patch, BatchGenerator(generator) as batch:
+            rows = insert_planned(made, batch, [2, 0, 0, 0, 3, 0], cases)
+            if where == "read":
+                patch.setattr(BatchStep, "read", read)
+            with Watched(made.model, forward), pytest.raises(KeyboardInterrupt):
+                run(batch)
+            finish(made, batch, rows)
+            assert batch.stats.acceptance_rate > 0.4
+        assert knowing(generator).unknown == 0
 
 
 def fail_in(head: KnowingMtp, call: int, error: BaseException) -> None:
