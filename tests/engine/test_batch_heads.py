@@ -2,7 +2,15 @@
 
 Faults that were made by hand in engine/batch_head.py, engine/mtp.py and the batch_*.py
 of models, and found by the default tests of batches:
-LIST
+    a row keeps a slot of a draft, or not the slot of its newest pair
+    rows keep the slots of the longest, or padding
+    states are off by one, of another row, or of rows that are not followed
+    states of rejected tokens are kept, or those that were read once more
+    a token is paired one slot early
+    a round that fails, or a step that is taken back, leaves slots or states
+    the first draft is made from the last state of the longest row
+    plain steps are never caught up with, or one slot too far
+    the ids of columns are not passed on
 """
 
 import warnings
@@ -241,7 +249,7 @@ def test_rounds_without_drafts_are_caught_up_with(
 ) -> None:
     """Also while steps are in flight, and with more slots than a window has."""
     made, drafted = head_bench("llama"), []
-    for lag in (3, 64):
+    for lag in (1, 3, 64):
         monkeypatch.setattr(batch_head, "LONGEST_LAG", lag)
         generator = made.generator(kind)
         head = knowing(generator)
@@ -256,10 +264,10 @@ def test_rounds_without_drafts_are_caught_up_with(
                     most = max(most, *follower.held.counts)
             finish(made, batch, rows)
             assert batch.stats.forwards < 20
-        assert (most <= 6) == (lag == 3)
+        assert (most <= 6) == (lag < 64)
         assert head.unknown == 0
         drafted.append((head.chains, batch.stats.drafted, batch.stats.accepted))
-    assert drafted[0] == drafted[1]
+    assert drafted[0] == drafted[1] == drafted[2]
     assert drafted[0][0] >= 3
 
 
