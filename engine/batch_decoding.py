@@ -22,6 +22,7 @@ import mlx.nn as nn
 
 from mlx_speculation.caches import SlidingKVCache, drop_last, leaves, with_slack
 from mlx_speculation.engine.batch_drafts import BatchDrafts, OwnDrafters
+from mlx_speculation.engine.batch_head import BatchHead
 from mlx_speculation.engine.batch_lengths import BatchLengths
 from mlx_speculation.engine.batch_model import BatchDraftModel
 from mlx_speculation.engine.batch_results import BatchStatistics
@@ -68,10 +69,8 @@ class BatchDecoder:
     @property
     def nbytes(self) -> int:
         """Bytes of the caches of target and draft."""
-        own = (
-            self._drafts.lane.nbytes if isinstance(self._drafts, BatchDraftModel) else 0
-        )
-        return self._lane.nbytes + own
+        drafts = self._drafts
+        return self._lane.nbytes + (0 if drafts is None else drafts.nbytes)
 
     @property
     def in_flight(self) -> bool:
@@ -86,14 +85,18 @@ class BatchDecoder:
         lanes = [row.parts.target for row in rows]
         kinds = [type(leaf) for lane in lanes for _, leaf in leaves(lane.caches)]
         self._slack = SlidingKVCache in kinds
-        if self._drafts is None and (model := rows[0].model) is not None:
-            self._drafts = BatchDraftModel(BatchLane(model.lane.model, self._sizes))
-        elif self._drafts is None:
-            self._drafts = OwnDrafters()
+        if self._drafts is None:
+            self._drafts = self._drafts_for(rows[0])
         self._lane.join(lanes)
         self.rows += rows
         for row in rows:
             self._lengths.join(row)
+
+    def _drafts_for(self, row: Row) -> BatchDrafts:
+        """Return what drafts for rows like this one."""
+        if (model := row.model) is not None:
+            return BatchDraftModel(BatchLane(model.lane.model, self._sizes))
+        return OwnDrafters() if row.head is None else BatchHead(self._lane)
 
     def give_back(self, row: Row) -> None:
         """Let a row that is to be closed have its caches again, if it keeps them."""
@@ -122,6 +125,8 @@ class BatchDecoder:
             drain: submit nothing ahead, so that rows can join afterwards.
         """
         rows = self.rows
+        if self._drafts is not None:
+            self._drafts.follow(rows)
         ahead = int(self._in_flight is not None)
         context = max(len(row.tokens) for row in rows)
         room = [row.stream.budget - 1 - ahead for row in rows]

@@ -13,12 +13,22 @@ from mlx_speculation.engine.reading_room import ReadingRoom
 class BatchDrafts(Protocol):
     """Drafts for many rows.
 
-    The calls of a round: `prepare`, `propose`, then `settle` and `done`, or `discard`.
+    `follow` comes before every round. The calls of one that drafts: `prepare`,
+    `propose`, then `settle` and `done`, or `discard`.
     """
 
     @property
     def ahead(self) -> bool:
         """Whether it can draft behind a token that is not read yet."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what it holds for all rows together."""
+        ...
+
+    def follow(self, rows: Sequence[Row]) -> None:
+        """Take notice of the rows of the next round, in their order."""
         ...
 
     def prepare(self, rows: Sequence[Row], limits: Sequence[int]) -> None:
@@ -86,6 +96,14 @@ class OwnDrafters:
     def ahead(self) -> bool:
         """It can, but no step should be measured beside what is read."""
         return not self._reading
+
+    @property
+    def nbytes(self) -> int:
+        """Nothing: what drafters hold is their rows'."""
+        return 0
+
+    def follow(self, rows: Sequence[Row]) -> None:
+        """Do nothing."""
 
     def prepare(self, rows: Sequence[Row], limits: Sequence[int]) -> None:
         """Let drafters begin that are asked for the first time, once they have read.

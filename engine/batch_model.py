@@ -21,14 +21,14 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_speculation.engine.batch_chain import BatchChain
 from mlx_speculation.engine.batch_drafts import padded
 from mlx_speculation.engine.batch_rows import Row
-from mlx_speculation.engine.contained import Contained, what_is_wrong
+from mlx_speculation.engine.contained import what_is_wrong
 from mlx_speculation.engine.draft_model import LONGEST_LAG
 from mlx_speculation.engine.drafting import NOTHING, Draft
 from mlx_speculation.engine.reading_room import ReadingRoom
 from mlx_speculation.models import BatchLane, BatchRound
-from mlx_speculation.samplers import Asked, peaks, propose_batch
 
 LAG = 2
 
@@ -52,6 +52,14 @@ class BatchDraftModel:
         self._doubts: mx.array | None = None  # bool [rows of the lane]
         self._chosen: mx.array | None = None  # uint32 [rows of the lane, longest]
         self._limits: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the lane's caches."""
+        return self.lane.nbytes
+
+    def follow(self, rows: Sequence[Row]) -> None:
+        """Do nothing: it reads when it is to draft."""
 
     def prepare(self, rows: Sequence[Row], limits: Sequence[int]) -> None:
         """Let the lane hold all rows that draft, each up to its last two tokens.
@@ -130,7 +138,7 @@ class BatchDraftModel:
     def leave(self, gone: Sequence[Row]) -> None:
         """Let go of rows, and of those whose drafter was set aside."""
         lost = {row.uid for row in gone}
-        lost |= {row.uid for row in self._rows if _aside(row)}
+        lost |= {row.uid for row in self._rows if row.aside}
         stay = [i for i, row in enumerate(self._rows) if row.uid not in lost]
         if len(stay) < len(self._rows):
             self.lane.leave(stay)
@@ -154,7 +162,7 @@ class BatchDraftModel:
         new = [
             row
             for row, limit in zip(rows, limits, strict=True)
-            if limit > 0 and row.uid not in inside and not _aside(row)
+            if limit > 0 and row.uid not in inside and not row.aside
         ]
         # Recurrent layers that were fed nothing have no state to put beside others.
         new = self._read([row for row in new if len(row.tokens) > LAG])
@@ -211,43 +219,14 @@ class BatchDraftModel:
         length, lag = max(self._limits), self._lag()
         inputs = mx.array([row.tokens[-lag:] for row in self._rows], mx.uint32)
         self._round = self.lane.begin(lag)
-        columns: list[mx.array] = []
-        laws: list[list[mx.array]] = [[] for _ in self._rows]
-        doubts = mx.zeros((len(self._rows),), mx.bool_)
+        chain = BatchChain(self._rows)
         for _ in range(length):
-            logits = self._round.forward(inputs)[:, -1]
-            doubts = doubts | ~mx.isfinite(peaks(logits))
-            proposed = propose_batch(self._asked(columns), logits)
-            for place, error in proposed.failed.items():
-                self._rows[place].error = error
-            for place, law in proposed.laws.items():
-                laws[place].append(law)
-            columns.append(proposed.tokens)
-            inputs = proposed.tokens[:, None]
-            mx.async_eval(inputs)  # runs while the next step's graph is built
-        self._doubts = doubts
-        mx.async_eval(doubts)
-        matrix = self._chosen = mx.stack(columns, axis=1)
-        return [
-            _draft(matrix[place, :limit], laws[place][:limit])
-            if limit and self._rows[place].error is None
-            else NOTHING
-            for place, limit in enumerate(self._limits)
-        ]
-
-    def _asked(self, columns: list[mx.array]) -> list[Asked]:
-        """Return what each row asks of the next token, behind those drafted."""
-        placeholder = mx.zeros((len(columns),), mx.uint32) if columns else None
-        matrix = None
-        asked = []
-        for place, row in enumerate(self._rows):
-            ahead = placeholder
-            if columns and row.parts.verifier.shared is None:
-                matrix = mx.stack(columns, axis=1) if matrix is None else matrix
-                ahead = matrix[place]
-            rows = row.parts.sequence.rows(ahead)
-            asked.append(Asked(row.parts.verifier, rows))
-        return asked
+            chosen = chain.choose(self._round.forward(inputs)[:, -1])
+            inputs = chosen[:, None]
+        self._doubts = chain.doubts
+        mx.async_eval(chain.doubts)
+        self._chosen = chain.tokens
+        return chain.drafts(self._limits, "model")
 
     def _note_doubts(self) -> None:
         """Set the model aside for rows where its logits could not be used."""
@@ -255,26 +234,11 @@ class BatchDraftModel:
         self._doubts = None
         for row, doubtful in zip(self._rows, doubts, strict=False):
             if doubtful:
-                _fail(row, "propose", what_is_wrong(1, 0))
+                row.fail_drafter("propose", what_is_wrong(1, 0))
 
     def _set_aside(self, call: str, error: Exception, rows: Sequence[Row]) -> None:
         """Give up on the model for these rows."""
         self.discard()
         for row in rows:
-            _fail(row, call, error)
+            row.fail_drafter(call, error)
         self.leave(self._rows)
-
-
-def _draft(tokens: mx.array, laws: list[mx.array]) -> Draft:
-    return Draft(tokens, mx.concatenate(laws) if laws else None, source="model")
-
-
-def _aside(row: Row) -> bool:
-    drafter = row.parts.drafter
-    return not isinstance(drafter, Contained) or drafter.set_aside
-
-
-def _fail(row: Row, call: str, error: Exception) -> None:
-    drafter = row.parts.drafter
-    if isinstance(drafter, Contained):
-        drafter.fail(call, error)

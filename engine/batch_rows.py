@@ -14,6 +14,7 @@ from mlx_speculation.engine.drafting import Draft
 from mlx_speculation.engine.drafts import lanes_of
 from mlx_speculation.engine.handling import USUAL
 from mlx_speculation.engine.lengths import Plan
+from mlx_speculation.engine.mtp import MtpDrafter
 from mlx_speculation.engine.results import Chunk
 from mlx_speculation.engine.round_clock import RoundSeconds
 from mlx_speculation.engine.rounds import Parts
@@ -62,9 +63,25 @@ class Row:
     @property
     def model(self) -> DraftModel | None:
         """Its drafter, where that is a model which is asked for whole chains."""
-        drafter = self.parts.drafter
-        inner = drafter.drafter if isinstance(drafter, Contained) else None
+        inner = _inner(self.parts.drafter)
         return inner if isinstance(inner, DraftModel) and inner.whole_chain else None
+
+    @property
+    def head(self) -> MtpDrafter | None:
+        """Its drafter, where that is a head which can draft for several rows."""
+        return head_of(self.parts.drafter)
+
+    @property
+    def aside(self) -> bool:
+        """Whether its drafter has failed, or is none that can."""
+        drafter = self.parts.drafter
+        return not isinstance(drafter, Contained) or drafter.set_aside
+
+    def fail_drafter(self, call: str, error: Exception) -> None:
+        """Set its drafter aside for a fault; the text goes on without."""
+        drafter = self.parts.drafter
+        if isinstance(drafter, Contained):
+            drafter.fail(call, error)
 
     @property
     def lanes(self) -> list[Lane]:
@@ -73,9 +90,11 @@ class Row:
         return [lane for lane in found if lane is not None]
 
     def let_go(self) -> None:
-        """Let go of what its lanes hold, once it has ended."""
+        """Let go of what its lanes and its head hold, once it has ended."""
         for lane in self.lanes:
             lane.caches = []
+        if isinstance(head := _inner(self.parts.drafter), MtpDrafter):
+            head.let_go()
 
     def asked(self, draft: Draft | None = None, ahead: mx.array | None = None) -> Asked:
         """Return what it asks of a verify.
@@ -139,6 +158,16 @@ class Row:
         self.stream.fail()
 
 
+def head_of(drafter: Any) -> MtpDrafter | None:
+    """Return a drafter that is a head which can draft for several rows; else None."""
+    inner = _inner(drafter)
+    return inner if isinstance(inner, MtpDrafter) and inner.mtp is not None else None
+
+
+def _inner(drafter: Any) -> Any:
+    return drafter.drafter if isinstance(drafter, Contained) else None
+
+
 def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str | None:
     """Return why a request cannot run with others; None: it can.
 
@@ -159,7 +188,8 @@ def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str 
         "its logits processors have a state": processors.has_state,
         "its rounds are to be explained": bool(options.get("explain")),
         "its caches are quantized": handling.quantization is not None,
-        "its draft reads the target's states": target.follower is not None,
+        "its draft reads the target's states": target.follower is not None
+        and head_of(parts.drafter) is None,
         # mlx-lm puts zeros beside other rows' states, and not every model begins so.
         "its prompt of one token leaves recurrent layers without a state": first
         and has_states(target.caches),

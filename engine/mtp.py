@@ -32,6 +32,7 @@ from mlx_speculation.models import (
     Mtp,
     MtpHead,
     MtpSlots,
+    OnTarget,
     ReducedEnds,
     Slots,
     States,
@@ -137,6 +138,12 @@ class MtpDrafter:
         depth: the most drafts that the head is good for; None: any number.
         source: the kind of drafter, which the statistics count by.
         ids: the target's ids of the head's logits, uint32 [n]; None: all.
+
+    Attributes:
+        committed: the same.
+        depth: the same.
+        source: the same.
+        ids: the same.
     """
 
     def __init__(
@@ -150,8 +157,8 @@ class MtpDrafter:
         ids: mx.array | None = None,
     ) -> None:
         self._new_slots, self._tokens = new_slots, sequence.tokens
-        self._depth, self._source, self._ids = depth, source, ids
-        self._committed = committed
+        self.depth, self.source, self.ids = depth, source, ids
+        self.committed = self._committed = committed
         self._slots = new_slots(0)
         self._chunk_end = 0
         committed.after_chunk(self._read_chunk)
@@ -166,9 +173,35 @@ class MtpDrafter:
         """Caches, and states of the target to be read, for a count of bytes."""
         return [self._slots.held, self._committed.arrays]
 
+    @property
+    def mtp(self) -> OnTarget | None:
+        """The head, if it can draft for several rows at once; see `BatchSlots`."""
+        slots = self._slots
+        if isinstance(slots, MtpSlots) and not slots.mtp.head.chained:
+            return slots.mtp
+        return None
+
     def begin(self, sequence: Sequence) -> None:
         """Read the states of the prompt, which is fed by now."""
         self._catch_up()
+
+    def hand_over(self) -> tuple[MtpSlots, mx.array | None]:
+        """Return what a batch needs to draft in its place, which calls `let_go` then.
+
+        Returns:
+            Its slots, and the states that come after them, at most one, [1, 1, dim].
+        """
+        self._catch_up(0)
+        slots, committed = self._slots, self._committed
+        assert isinstance(slots, MtpSlots)
+        if slots.end >= committed.stop:
+            return slots, None
+        return slots, committed.between(slots.end, committed.stop)
+
+    def let_go(self) -> None:
+        """Let go of what it holds, as if it had seen nothing of the text."""
+        self._slots = self._new_slots(self._committed.stop)
+        self._committed.drop(self._committed.stop)
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
         """Bring the caches up to the known tokens, and draft behind them.
@@ -179,12 +212,12 @@ class MtpDrafter:
         self._catch_up()
         newest = len(self._tokens) - 1
         if not self._committed.start < newest <= self._committed.stop:
-            return Draft(mx.array([], mx.uint32), source=self._source)
+            return Draft(mx.array([], mx.uint32), source=self.source)
         chosen: list[Chosen] = []
 
         def choose_next(logits: mx.array) -> mx.array:
             ahead = Draft.of(chosen).tokens if chosen else None
-            chosen.append(choose(logits, sequence.rows(ahead), self._ids))
+            chosen.append(choose(logits, sequence.rows(ahead), self.ids))
             mx.async_eval(chosen[-1].tokens)  # runs while the next graph is built
             return chosen[-1].tokens
 
@@ -196,9 +229,9 @@ class MtpDrafter:
             newest,
             tokens_of,
             choose_next,
-            limit if self._depth is None else min(limit, self._depth),
+            limit if self.depth is None else min(limit, self.depth),
         )
-        return Draft.of(chosen, source=self._source)
+        return Draft.of(chosen, source=self.source)
 
     def settle(self, accepted: int) -> None:
         """Keep the slots of committed text; those of drafts never stay."""
@@ -220,15 +253,16 @@ class MtpDrafter:
     def _read_chunk(self) -> None:
         """Read the chunk before the newest: for that the first token need not wait."""
         before, self._chunk_end = self._chunk_end, self._committed.stop
-        self._catch_up(before)
+        self._catch_up(until=before)
 
-    def _catch_up(self, until: int | None = None) -> None:
+    def _catch_up(self, longest: int | None = None, until: int | None = None) -> None:
         """Drop the states that were read; feed the others where they are many.
 
         The slot of the first draft, and what comes after it, is left.
 
         Args:
-            until: likewise from this slot on; None: all may be read.
+            longest: so many may be left; `LONGEST_LAG` when omitted.
+            until: what comes from this slot on is left too; None: nothing.
         """
         committed = self._committed
         if committed.start > self._slots.end or committed.stop < self._slots.end:
@@ -237,12 +271,13 @@ class MtpDrafter:
         stop = min(len(self._tokens) - 2, committed.stop)
         stop = stop if until is None else min(stop, until)
         lag = max(stop - self._slots.end, self._slots.lag)
-        if lag <= LONGEST_LAG or stop <= self._slots.end:
+        most = LONGEST_LAG if longest is None else longest
+        if lag <= most or stop <= self._slots.end:
             return
         hidden = committed.between(self._slots.end, stop)
         try:
             self._slots.feed(hidden, stop, self._known_pairs)
-        except BaseException:
+        except Exception:  # after Ctrl-C they are as before, and can be fed again
             self._slots = self._new_slots(committed.stop)
             raise
         committed.drop(stop)

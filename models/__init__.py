@@ -13,6 +13,8 @@ from mlx_speculation.models.assistant_probe import (
     starts_for,
 )
 from mlx_speculation.models.batch_lane import BatchLane, BatchRound
+from mlx_speculation.models.batch_slots import BatchSlots, BatchSlotsRound
+from mlx_speculation.models.batch_states import BatchStates, Unread
 from mlx_speculation.models.batching import why_alone
 from mlx_speculation.models.committed import CommittedStates
 from mlx_speculation.models.compiled_steps import CompiledSteps, compiled_steps
@@ -91,6 +93,9 @@ __all__ = [
     "AssistantOutput",
     "BatchLane",
     "BatchRound",
+    "BatchSlots",
+    "BatchSlotsRound",
+    "BatchStates",
     "CommittedStates",
     "CompiledSteps",
     "Contract",
@@ -124,6 +129,7 @@ __all__ = [
     "Slots",
     "States",
     "TokenIds",
+    "Unread",
     "cache_folder",
     "can_join_output",
     "check_bits",

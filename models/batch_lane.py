@@ -28,6 +28,7 @@ the bytes and the computing of the places, less than half as much as of the rows
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import mlx.core as mx
@@ -42,6 +43,7 @@ from mlx_speculation.caches import (
     others_are_longer,
     states,
 )
+from mlx_speculation.models.batch_states import BatchStates, Unread
 from mlx_speculation.models.in_round import rows_of_a_round
 from mlx_speculation.models.key_steps import takes_key_steps
 from mlx_speculation.models.lane import Lane
@@ -58,13 +60,16 @@ class BatchLane:
     Attributes:
         rows: sequences in the batch.
         places: rows of the caches: those, and others that nobody reads.
+        stand: the place of each row.
+        follower: gets the hidden states of what rounds commit, where a head reads them.
     """
 
     def __init__(self, model: nn.Module, sizes: RowSizes | None = None) -> None:
         self.model = model
         self.caches: list[Any] = []
         self.rows = self.places = 0
-        self._live: list[int] = []  # the place of each row
+        self.stand: list[int] = []
+        self.follower: BatchStates | None = None
         self.key_steps = takes_key_steps(model)
         self._met: set[tuple[int, ...]] = set()  # places, positions, columns shown
         self._fresh = False
@@ -90,14 +95,14 @@ class BatchLane:
         """
         joining = merged([lane.caches for lane in lanes], in_steps=self.key_steps)
         if self.rows:
-            self._arrange(self._live, self.rows)
+            self._arrange(self.stand, self.rows)
             for own, other in zip(self.caches, joining, strict=True):
                 own.extend(other)
         else:
             self.caches = joining
         self.rows += len(lanes)
         self.places = self.rows
-        self._live = list(range(self.rows))
+        self.stand = list(range(self.rows))
         used = self._sizes.used
         pays = self.key_steps and meets_plans(self.caches)
         self._in_sizes = pays if used is None else used
@@ -107,16 +112,16 @@ class BatchLane:
     def leave(self, stay: Sequence[int]) -> None:
         """Keep these rows, in this order, and let go of the others."""
         self.rows = len(stay)
-        self._live = [self._live[index] for index in stay]
+        self.stand = [self.stand[index] for index in stay]
         size = self.size if self._wide else None
         if not stay:
             self.caches, self.places = [], 0
-        elif size != self.places or others_are_longer(self.caches, self._live):
-            self._arrange(self._live, size or self.rows)
+        elif size != self.places or others_are_longer(self.caches, self.stand):
+            self._arrange(self.stand, size or self.rows)
 
     def extract(self, row: int) -> list[Any]:
         """Return caches that hold what one row does, of mlx-lm's kinds for one."""
-        return [cache.extract(self._live[row]) for cache in self.caches]
+        return [cache.extract(self.stand[row]) for cache in self.caches]
 
     def begin(self, count: int, *, whole: bool = False) -> "BatchRound":
         """Open a round of which a prefix of each row, or with `whole` all, is kept.
@@ -129,7 +134,7 @@ class BatchLane:
         self._wide = count > 1
         size = self.size if self._wide else None
         if size is not None and size != self.places:
-            self._arrange(self._live, size)
+            self._arrange(self.stand, size)
         return BatchRound(self, whole=whole)
 
     def note_shape(self, count: int) -> None:
@@ -151,15 +156,15 @@ class BatchLane:
     def fed_as(self) -> list[int]:
         """The row whose tokens each place is fed: its own, or the first."""
         found = [0] * self.places
-        for row, place in enumerate(self._live):
+        for row, place in enumerate(self.stand):
             found[place] = row
         return found
 
     def live(self, logits: mx.array) -> mx.array:
         """Return the rows of an array of all places, [places, ...]."""
-        if self._live == list(range(self.rows)):
+        if self.stand == list(range(self.rows)):
             return logits if self.rows == self.places else logits[: self.rows]
-        return logits[mx.array(self._live)]
+        return logits[mx.array(self.stand)]
 
     def _arrange(self, live: Sequence[int], places: int) -> None:
         """Let rows stand first, and copies of the first of them in the others.
@@ -178,7 +183,7 @@ class BatchLane:
             # not met before, and these take five times as long.
             mx.async_eval(states(self.caches))
         self.places = places
-        self._live = list(range(len(live)))
+        self.stand = list(range(len(live)))
 
 
 class BatchRound:
@@ -193,13 +198,19 @@ class BatchRound:
         # Which row each place is fed as; None: every place is a row.
         self._fed_as = lane.fed_as if lane.places > lane.rows else None
         self._speculation = Speculation(lane.caches, whole=whole)
+        self._follower = lane.follower
+        self._hidden = None if lane.follower is None else lane.follower.taps.states()
+        self._before: Unread | None = None  # what the follower held before the commit
         self.committed = False
 
     def forward(self, tokens: mx.array) -> mx.array:
         """Feed tokens [rows, n]; return logits [rows, n, vocab], not evaluated."""
         if self._fed_as is not None:
             tokens = tokens[mx.array(self._fed_as)]
-        with rows_of_a_round():
+        with ExitStack() as stack:
+            if self._follower is not None:
+                stack.enter_context(self._follower.taps.collect(self._hidden))
+            stack.enter_context(rows_of_a_round())
             logits: mx.array = self._lane.model(tokens, cache=self._speculation.caches)
         self._lane.note_shape(tokens.shape[1])
         return logits if self._fed_as is None else self._lane.live(logits)
@@ -210,12 +221,20 @@ class BatchRound:
 
     def commit(self, keep: int | list[int]) -> None:
         """Keep the first `keep` tokens of all rows, or so many of each."""
-        self._speculation.commit(self._each(keep))
+        follower, hidden = self._follower, self._hidden
+        if follower is None or hidden is None:
+            self._speculation.commit(self._each(keep))
+        else:
+            added = follower.added(hidden, keep, self._lane.stand)  # what may fail
+            self._speculation.commit(self._each(keep))
+            self._before, follower.held = follower.held, added
         self.committed = True
 
     def rollback(self) -> None:
         """Undo it, also after a commit while nothing else has written."""
         self._speculation.rollback()
+        if self._follower is not None and self._before is not None:
+            self._follower.held, self._before = self._before, None
         self.committed = False
 
     def _each(self, keep: int | list[int]) -> int | list[int]:

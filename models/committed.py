@@ -30,13 +30,17 @@ class CommittedStates:
     Args:
         taps: what sees the states.
         select: picks, or joins, states [1, positions, dim].
+
+    Attributes:
+        taps: the same.
+        select: the same.
     """
 
     def __init__(
         self, taps: HiddenStates, select: Callable[[States], mx.array]
     ) -> None:
         self.taps = taps
-        self._select = select
+        self.select = select
         self._after_chunk: weakref.WeakMethod[Callback] | None = None
         self._through: weakref.WeakMethod[Callable[[Callback], None]] | None = None
         self.start = self.stop = 0
@@ -52,7 +56,7 @@ class CommittedStates:
             self._parts, self.start = [], first
         self.stop = first + keep
         if keep:
-            self._parts.append(self._select(states)[:, :keep])
+            self._parts.append(self.select(states)[:, :keep])
 
     def take_back(self, stop: int) -> None:
         """Remove the states of positions from `stop` on."""

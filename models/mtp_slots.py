@@ -140,10 +140,13 @@ class MtpSlots:
     Args:
         mtp: the head on its target.
         first: the first slot that they will hold.
+
+    Attributes:
+        mtp: the same.
     """
 
     def __init__(self, mtp: OnTarget, first: int = 0) -> None:
-        self._mtp = mtp
+        self.mtp = mtp
         layers = mtp.head.new_caches()
         self._caches = [with_slack(caches) for caches in layers]
         self._held = _Held((first,) * len(layers), (None,) * len(layers))
@@ -162,22 +165,34 @@ class MtpSlots:
         return self.end - min(self._held.ends)
 
     @property
+    def caches(self) -> list[Any]:
+        """The caches of the first layer, which makes all drafts but in a chain."""
+        return self._caches[0]
+
+    @property
     def held(self) -> list[Any]:
         """The caches, and states that wait, for a count of bytes."""
         return [self._caches, self._held.waiting]
 
     def feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
-        """Write slots of committed text to all layers, and keep them.
+        """Write slots of committed text to all layers, and keep them, or none.
 
         Args:
             hidden: the target's states at slots [end, stop), [1, stop - end, dim].
             stop: where they end.
-            tokens_of: the tokens that they are paired with.
+            tokens_of: their tokens.
         """
-        held = self._held
+        try:
+            self._feed(hidden, stop, tokens_of)
+        except BaseException:
+            self.rollback()
+            raise
+        self._round, self._before = [], self._held
+
+    def _feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
+        held = self._before = self._after = self._held
         inputs: mx.array | None = hidden
-        ends, waiting = list(held.ends), list(held.waiting)
-        self._round = []
+        ends, waiting, self._round = list(held.ends), list(held.waiting), []
         for layer, caches in enumerate(self._caches):
             if layer:
                 inputs = _joined(waiting[layer], inputs)
@@ -191,16 +206,15 @@ class MtpSlots:
                 tokens = tokens_of(layer, ends[layer], width)
                 part = inputs[:, :width]
                 if last:
-                    self._mtp.history(part, tokens, speculation.caches, layer)
+                    self.mtp.history(part, tokens, speculation.caches, layer)
                 else:
-                    out = self._mtp.rows(part, tokens, speculation.caches, layer)
+                    out = self.mtp.rows(part, tokens, speculation.caches, layer)
                     made = out.recycled
             waiting[layer] = rest if layer else None
             ends[layer] += width
             inputs = made
         self._after = _Held(tuple(ends), tuple(waiting))
         self.commit()
-        self._round, self._before = [], self._held
         held_arrays = [array for array in waiting if array is not None]
         mx.eval([states(caches) for caches in self._caches], held_arrays)
 
@@ -222,7 +236,7 @@ class MtpSlots:
             choose: gets logits [1, vocab] for the next draft, returns it, [1].
             count: how many drafts to make; at least 1, at most the head's depth.
         """
-        held, head = self._held, self._mtp.head
+        held, head = self._held, self.mtp.head
         ends, waiting = list(held.ends), list(held.waiting)
         layers = count if head.chained else 1
         self._round, self._before, self._after = [], held, held
@@ -234,7 +248,7 @@ class MtpSlots:
             self._round.append(speculation)
             # Whole rows where the next layer reads them, in this round or a later one.
             whole = layer + 1 < len(ends)
-            run = self._mtp.rows if whole else self._mtp.step
+            run = self.mtp.rows if whole else self.mtp.step
             tokens = tokens_of(layer, ends[layer], joined.shape[1])
             out = run(joined, tokens, speculation.caches, layer)
             token = choose(out.logits[:, -1])
@@ -272,14 +286,13 @@ class MtpSlots:
     def _again(self, out: MtpOutput, token: mx.array) -> MtpOutput:
         """Run the slot of a draft: the head's own state, and the draft."""
         caches = self._round[0].caches
-        return self._mtp.step(out.recycled[:, -1:], token[None], caches)
+        return self.mtp.step(out.recycled[:, -1:], token[None], caches)
 
 
 def _joined(first: mx.array | None, second: mx.array | None) -> mx.array | None:
-    parts = [part for part in (first, second) if part is not None]
-    if len(parts) == 2:
-        return mx.concatenate(parts, axis=1)
-    return parts[0] if parts else None
+    if first is None or second is None:
+        return second if first is None else first
+    return mx.concatenate([first, second], axis=1)
 
 
 def _some(array: mx.array) -> mx.array | None:

@@ -20,7 +20,7 @@ from mlx_speculation.samplers.acceptance import normalizers, peaks
 from mlx_speculation.samplers.choice import Chooser, tempered
 from mlx_speculation.samplers.chosen import Verified
 from mlx_speculation.samplers.rows import Rows
-from mlx_speculation.samplers.verifier import Verifier, reported
+from mlx_speculation.samplers.verifier import Verifier, reported, spread
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,13 +142,19 @@ def verify_batch(
     return BatchVerified(tuple(found), failed)
 
 
-def propose_batch(asked: Sequence[Asked], logits: mx.array) -> BatchProposed:
+def propose_batch(
+    asked: Sequence[Asked], logits: mx.array, ids: mx.array | None = None
+) -> BatchProposed:
     """Choose the next drafted token of every request.
 
     Args:
-        asked: what each of them asks, for one row.
-        logits: [requests, vocab] of a draft model.
+        asked: what each of them asks, for one row; all are of one target.
+        logits: [requests, vocab] of a draft, or [requests, n] with `ids`.
+        ids: uint32 [n], different token ids, where the draft has logits for some only;
+            see `Verifier.propose`.
     """
+    if ids is not None:
+        logits = spread(logits, ids, asked[0].verifier.chooser.width)
     tokens: list[mx.array] = []
     order: list[int] = []
     laws: dict[int, mx.array] = {}

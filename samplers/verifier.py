@@ -129,7 +129,7 @@ class Verifier:
         """
         chooser = self._draft_chooser
         if ids is not None:
-            logits = _spread(logits, ids, chooser.width)
+            logits = spread(logits, ids, chooser.width)
         processed = chooser.processed(logits, rows, for_draft=True)
         if self._rule is None or chooser.sampling.greedy:
             return Chosen(chooser.pick(processed, rows))
@@ -260,7 +260,7 @@ class Verifier:
         return self._streams[purpose]
 
 
-def _spread(logits: mx.array, ids: mx.array, width: int) -> mx.array:
+def spread(logits: mx.array, ids: mx.array, width: int) -> mx.array:
     """Return logits [rows, n] of some ids as logits of all, -inf elsewhere.
 
     Ids from `width` on are left out: a write to their places would go astray.

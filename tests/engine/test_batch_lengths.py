@@ -14,6 +14,7 @@ from mlx_speculation.engine.batch_rows import Row
 from mlx_speculation.engine.lengths import Outcome
 from mlx_speculation.engine.round_costs import RoundCosts
 from mlx_speculation.models.row_sizes import row_size
+from support.batch_heads import head_bench
 from support.batches import SAMPLINGS, Case, bench
 from support.identity import prompt_of
 
@@ -157,9 +158,9 @@ def test_rows_expect_by_their_own_acceptance() -> None:
 
 
 @pytest.mark.usefixtures("measured")
-@pytest.mark.parametrize("kind", ["model", "lookup"])
+@pytest.mark.parametrize("kind", ["model", "lookup", "mtp"])
 def test_lengths_by_measurement_change_no_text(kind: str) -> None:
-    made = bench("llama")
+    made = head_bench("llama") if kind == "mtp" else bench("llama")
     generator = made.generator(kind, draft_length=None)
     cases = [Case(p, s, 25) for p in (2, 23) for s in SAMPLINGS[:3]]
     cases[1] = Case(2, SAMPLINGS[1], 25, draft_length=3)

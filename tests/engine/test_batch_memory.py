@@ -9,6 +9,7 @@ import pytest
 
 from mlx_speculation import BatchGenerator, Sampling
 from mlx_speculation.engine.handling import Handling
+from support.batch_heads import head_bench
 from support.batches import LONGEST, SAMPLINGS, Bench, bench
 from support.identity import prompt_of
 
@@ -45,10 +46,11 @@ def play(made: Bench, batch: BatchGenerator, requests: int, seed: int) -> int:
     [
         ("llama", "model", 60, False),
         ("llama", "model", 60, True),
+        ("llama", "random", 60, False),  # a head, which knows nothing
         *(
             pytest.param(name, kind, 1000, sizes, marks=pytest.mark.slow)
             for name in ("llama", "gemma3_text", "qwen3_5")
-            for kind in ("model", "lookup")
+            for kind in ("model", "lookup", "random")
             for sizes in (False, True)
         ),
     ],
@@ -56,7 +58,7 @@ def play(made: Bench, batch: BatchGenerator, requests: int, seed: int) -> int:
 def test_bytes_return_to_the_start(
     name: str, kind: str, requests: int, sizes: bool
 ) -> None:
-    made = bench(name)
+    made = head_bench(name) if kind == "random" else bench(name)
     generator = made.generator(kind)
     with BatchGenerator(generator, max_rows=6, row_sizes=sizes) as batch:
         play(made, batch, 6, seed=0)  # what is made once
