@@ -45,8 +45,6 @@ QUICK = [
     ("gemma3_text", "model"),
     ("qwen3_5", "model"),
     ("llama", "mtp"),
-    ("llama", "sliding"),
-    ("qwen3_5", "mtp"),
     ("gemma3_text", "eagle"),
 ]
 # Dense, sliding and hybrid; heads whose states are those of the text, see the support.

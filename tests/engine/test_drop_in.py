@@ -71,6 +71,7 @@ from mlx_speculation.caches import KVQuantization
 from mlx_speculation.engine.handling import Handling
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Chooser
+from support.covering import covering
 from support.drafters import ScriptedDrafter
 from support.drop_in import Answer, assert_same_answer, assert_same_caches, both
 from support.identity import plain_text, prompt_of
@@ -265,13 +266,17 @@ class Quantizing(Lane):
 
 
 @pytest.mark.parametrize(
-    ("name", "bits"), [("llama", 4), ("llama", 8), ("qwen3_5", 4), ("nemotron_h", 8)]
+    ("quantized", "start"),
+    covering(
+        [("llama", 4), ("llama", 8), ("qwen3_5", 4), ("nemotron_h", 8)],
+        [0, 13, len(PROMPT), 30, 33, 200],
+    ),
 )
-@pytest.mark.parametrize("start", [0, 13, len(PROMPT), 30, 33, 200])
 def test_caches_are_quantized_where_mlx_lm_quantizes_them(
-    name: str, bits: int, start: int
+    quantized: tuple[str, int], start: int
 ) -> None:
     """In prefill, at its end, and in the middle of what a round would have written."""
+    name, bits = quantized
     model, text = with_wide_heads(name)
     caches, own = make_prompt_cache(model), make_prompt_cache(model)
     old = list(own)

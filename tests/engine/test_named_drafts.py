@@ -40,7 +40,12 @@ def text(model: Any, tokenizer: Any, **options: Any) -> tuple[list[int], Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [("draft", str), ("draft", Path), ("eagle", Path)]
+    ("name", "form"),
+    [
+        ("draft", str),
+        pytest.param("draft", Path, marks=pytest.mark.slow),
+        ("eagle", Path),
+    ],
 )
 def test_a_path_names_a_model_or_a_head(name: str, form: Any) -> None:
     model, tokenizer = load(demo_models()["dense"])

@@ -25,6 +25,7 @@ from mlx_speculation.engine.lengths import FixedLengths, Outcome, Plan
 from mlx_speculation.engine.round_clock import RoundClock, RoundSeconds
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import Statistics
+from support.covering import covering
 from support.drafters import ScriptedDrafter
 from support.tiny_models import build
 from support.tiny_tokenizer import byte_tokenizer
@@ -57,9 +58,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("explain", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("explain", "way", "name"), covering((False, True), WAYS, ("llama", "qwen3_5"))
+)
 def test_the_parts_are_all_of_the_rounds_time(
     name: str, way: str, explain: bool
 ) -> None:

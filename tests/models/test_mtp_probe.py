@@ -50,7 +50,7 @@ def found(truth: Truth, usual: Contract, free: Sequence[str]) -> Contract:
         ("as trained", "order"),
         ("after_norm", "hidden"),
         ("after_norm", "recycled"),
-        ("before_norm", "hidden"),
+        pytest.param("before_norm", "hidden", marks=pytest.mark.slow),
         pytest.param("before_norm", "recycled", marks=pytest.mark.slow),
     ],
 )

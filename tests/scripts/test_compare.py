@@ -155,6 +155,7 @@ def _dense() -> Any:
     return arms, models, made
 
 
+@pytest.mark.slow
 def test_transformers_says_the_same_and_its_rounds_are_counted(dense: Any) -> None:
     arms, models, (plain, assisted, auto) = dense
     asked = job(arms, models.encode(demo_prompts()[1].text))

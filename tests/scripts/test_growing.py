@@ -67,6 +67,7 @@ def test_other_growths_are_refused(small: Any, growth: Any) -> None:
         grow(small, growth)
 
 
+@pytest.mark.slow
 def test_a_head_drafts_for_the_grown_model_what_it_drafts_for_the_small_one() -> None:
     folders = demo_models()
     small: Any

@@ -76,6 +76,7 @@ def test_further_layers_add_exactly_nothing(grown: Any) -> None:
     assert mx.array_equal(deeper(IDS), grown.small(IDS))
 
 
+@pytest.mark.slow
 def test_a_grown_head_drafts_what_the_small_one_drafts(grown: Any) -> None:
     found = []
     for model, head in ((grown.small, grown.own), (grown.larger, grown.head)):

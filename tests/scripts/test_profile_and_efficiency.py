@@ -34,6 +34,7 @@ def run(script: str, *options: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 def test_a_profile_has_every_part_and_piece() -> None:
     options = "--target hybrid --length 3 --repeats 2 --rounds 2"
     plain, drafted = run("profile_round.py", *options.split())["results"]
