@@ -19,6 +19,7 @@ from mlx_speculation.engine.batch_decoding import BatchDecoder
 from mlx_speculation.engine.batch_lengths import RowRates
 from mlx_speculation.engine.stream_maker import StreamMaker
 from support import census
+from support.batch_heads import head_bench
 from support.batches import bench
 from support.identity import prompt_of
 from support.tiny_models import build
@@ -48,10 +49,14 @@ def _rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def generator_with(kind: str) -> SpeculativeGenerator:
-    return bench("llama").generator(kind, draft_length=None)
+    """Return one that drafts with a "model", a "lookup", or a "random" head."""
+    made = head_bench("llama") if kind == "random" else bench("llama")
+    return made.generator(kind, draft_length=None)
 
 
-@pytest.mark.parametrize(("kind", "lengths"), [("model", 9), ("lookup", 11)])
+@pytest.mark.parametrize(
+    ("kind", "lengths"), [("model", 9), ("lookup", 11), ("random", 9)]
+)
 def test_every_length_is_measured_for_each_number_of_rows(
     kind: str, lengths: int, rounds: list[int]
 ) -> None:
