@@ -88,6 +88,9 @@ def _measure(
 
     Returns:
         The number of rows that their costs are kept under.
+
+    Raises:
+        Exception: whatever ended a row.
     """
     count, context = what
     lengths = BatchLengths(lambda _: policy, lambda *_: policy.costs)
@@ -107,7 +110,9 @@ def _measure(
         decoder.join(rows)
         for _ in range(MOST_ROUNDS):
             decoder.next_round()
-            if policy.measured(context) or len(decoder.rows) < count:
+            if len(decoder.rows) < count:
+                raise next(row.error for row in rows if row.error is not None)
+            if policy.measured(context):
                 break
             report(*policy.progress(context))
     finally:

@@ -7,11 +7,13 @@ another; a length left out; rows that end early; a calibration that is not kept.
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from mlx_speculation import (
     BatchGenerator,
     InvalidRequestError,
+    NonFiniteLogitsError,
     PrefixCache,
     SpeculativeGenerator,
 )
@@ -153,6 +155,30 @@ def test_an_error_ends_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         generator.calibrate_batches([3])
     assert [stream.ended for stream in streams] == [True] * 3
+    assert generator.lengths.batch_costs(3, RowRates()).table() == {}
+
+
+def test_a_row_that_fails_ends_it_and_nothing_is_kept() -> None:
+    made = bench("llama")
+    kind, broken = type(made.model), [0]
+
+    class Breaking(kind):  # type: ignore[misc,valid-type]
+        """Its second row is NaN from some round on."""
+
+        def __call__(self, inputs: Any, **options: Any) -> Any:
+            logits = super().__call__(inputs, **options)
+            broken[0] += inputs.shape[0] == 3
+            bad = (mx.arange(inputs.shape[0]) == 1)[:, None, None]
+            return mx.where(bad & (broken[0] > 5), mx.nan, logits)
+
+    Breaking.__module__ = kind.__module__
+    generator = generator_with("lookup")
+    try:
+        made.model.__class__ = Breaking
+        with pytest.raises(NonFiniteLogitsError):
+            generator.calibrate_batches([3])
+    finally:
+        made.model.__class__ = kind
     assert generator.lengths.batch_costs(3, RowRates()).table() == {}
 
 
