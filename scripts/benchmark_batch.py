@@ -8,7 +8,8 @@ draft; they are equal, or part where the choice is a near-tie, which is counted,
 anything else ends the script. Drafts of fixed lengths, and "auto", whose lengths are
 chosen by what rounds of so many rows cost here, as `calibrate_batches` has measured it
 for the numbers of rows that are met on the way down; with `--no-calibrate` it measures
-in its own rounds, and warms up longer.
+in its own rounds. It warms up longer, since it meets more shapes and learns what is
+accepted.
 
 The clock leaves prompts out. Rows that end early leave the others alone in the batch,
 as they would at the end of a queue; that is in the time.
@@ -67,7 +68,7 @@ def benchmark(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="At most.")] = 512,
     repeats: Annotated[int, typer.Option(min=1)] = 5,
     auto_warm_up: Annotated[
-        int, typer.Option(min=1, help="Jobs in which lengths are measured, if so.")
+        int, typer.Option(min=1, help='Jobs that "auto" runs first, uncounted.')
     ] = 4,
     calibrate: Annotated[
         bool, typer.Option(help='Measure what rounds cost first, for "auto".')
@@ -89,12 +90,11 @@ def benchmark(
         models = _models(target, draft_model, shape)
         results = []
         drafts, lengths = draft or ["model", "lookup"], draft_length or LENGTHS
-        warm_up = auto_warm_up
         if calibrate:
             _calibrate(models, drafts, max(batch or BATCHES), prompt_tokens + tokens)
         for rows in batch or BATCHES:
             for name in group or GROUPS:
-                arms = list(_arms(models, drafts, lengths, warm_up))
+                arms = list(_arms(models, drafts, lengths, auto_warm_up))
                 prompts = _jobs(models[1], name, rows, prompt_tokens, repeats)
                 jobs = [Job(each, tokens, temperature) for each in prompts]
                 results.append(_measured(arms, jobs, repeats, (models[0], rows, name)))

@@ -13,6 +13,7 @@ from benchmark_plain import PlainRatio, measure_plain
 from drafter_list import Bench, Source, compiled_source, sources_of
 
 from mlx_speculation.cli.measuring import Spread
+from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.plots import Curve, Measured, Panel, predicted_speeds
 
 if TYPE_CHECKING:
@@ -60,7 +61,10 @@ class Compared:
         known = name if name in TARGETS else None
         sources = sources_of(bench, small, heads, known)
         if "compiled" in settings.drafts:
-            sources += compiled_source(bench, small)
+            try:
+                sources.append(compiled_source(bench, small))
+            except (InvalidRequestError, UnsupportedModelError) as error:
+                progress(f"{name}: no compiled draft: {error}")
         sources = [source for source in sources if source.name in settings.drafts]
         costs: Costs = {}
         arms = plain_arms(models)

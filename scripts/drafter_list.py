@@ -21,7 +21,6 @@ from mlx_speculation.engine.identity import find_parting
 from mlx_speculation.engine.kinds import Offer, draft_folder, kind_named
 from mlx_speculation.errors import (
     ContractError,
-    InvalidRequestError,
     ModelFolderError,
     UnsupportedModelError,
 )
@@ -150,19 +149,21 @@ def sources_of(
     ]
 
 
-def compiled_source(bench: Bench, draft: Path) -> list[Source]:
-    """Return the draft model with its steps compiled; nothing where they cannot be.
+def compiled_source(bench: Bench, draft: Path) -> Source:
+    """Return the draft model with its steps compiled, as a model of its own.
 
-    It is a model of its own, as every model is hooked by itself.
+    Every model is hooked by itself.
+
+    Raises:
+        InvalidRequestError: its steps cannot be compiled, or not here.
+        UnsupportedModelError: likewise.
     """
     offer = Offer(bench.folder, bench.folder, bench.model, bench.tokenizer)
     small = kind_named("model").load(_offer(offer, draft))
-    with suppress(InvalidRequestError, UnsupportedModelError):
-        generator = SpeculativeGenerator(
-            bench.model, bench.tokenizer, draft=small, compile_draft=True
-        )
-        return [Source("compiled", generator)]
-    return []
+    generator = SpeculativeGenerator(
+        bench.model, bench.tokenizer, draft=small, compile_draft=True
+    )
+    return Source("compiled", generator)
 
 
 def _offer(offer: Offer, folder: Path) -> Offer:

@@ -18,10 +18,9 @@ from mlx_speculation import (
     SpeculativeGenerator,
     pure,
 )
-from mlx_speculation.caches.ragged import RaggedJournal
 from mlx_speculation.engine import Draft, Sequence
 from mlx_speculation.engine.batch_model import BatchDraftModel
-from support.batches import SAMPLINGS, Bench, Case, bench
+from support.batches import SAMPLINGS, Bench, Case, bench, interrupt_commit
 from support.identity import prompt_of
 from support.tiny_tokenizer import byte_tokenizer
 
@@ -156,16 +155,7 @@ def test_a_target_that_cannot_commit_leaves_the_draft_as_it_was(
     with BatchGenerator(made.generator("model")) as batch:
         rows = {made.insert(batch, case): case for case in CASES}
         batch.next()
-        plain, left = RaggedJournal.commit, [calls]
-
-        def commit(self: Any, keep: Any) -> None:
-            if self._cache in batch._together._lane.caches:
-                left[0] -= 1
-                if left[0] == 0:
-                    raise KeyboardInterrupt
-            plain(self, keep)
-
-        monkeypatch.setattr(RaggedJournal, "commit", commit)
+        interrupt_commit(batch, calls, monkeypatch)
         with pytest.raises(KeyboardInterrupt):
             run(batch)
         for _ in range(2):

@@ -26,7 +26,6 @@ from mlx_speculation import (
     Sampling,
     SpeculativeGenerator,
 )
-from mlx_speculation.caches.ragged import RaggedJournal
 from mlx_speculation.engine import Cascade, EagleDraft, MtpDrafter, batch_head
 from mlx_speculation.engine.batch_head import BatchHead
 from mlx_speculation.engine.batch_verdicts import BatchStep
@@ -39,7 +38,7 @@ from support.batch_heads import (
     knowing,
     mtp_on,
 )
-from support.batches import SAMPLINGS, Case
+from support.batches import SAMPLINGS, Case, interrupt_commit
 from support.identity import prompt_of
 from support.planned_lengths import Planned
 from support.tiny_tokenizer import byte_tokenizer
@@ -383,16 +382,7 @@ def test_a_target_that_cannot_commit_leaves_the_head_as_it_was(
     with BatchGenerator(generator) as batch:
         rows = {made.insert(batch, case): case for case in CASES}
         batch.next()
-        plain, left = RaggedJournal.commit, [calls]
-
-        def commit(self: Any, keep: Any) -> None:
-            if self._cache in batch._together._lane.caches:
-                left[0] -= 1
-                if left[0] == 0:
-                    raise KeyboardInterrupt
-            plain(self, keep)
-
-        monkeypatch.setattr(RaggedJournal, "commit", commit)
+        interrupt_commit(batch, calls, monkeypatch)
         with pytest.raises(KeyboardInterrupt):
             run(batch)
         finish(made, batch, rows)

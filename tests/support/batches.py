@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import pytest
 from mlx.utils import tree_map
 
 from mlx_speculation import (
@@ -14,6 +15,7 @@ from mlx_speculation import (
     Sampling,
     SpeculativeGenerator,
 )
+from mlx_speculation.caches.ragged import RaggedJournal
 from mlx_speculation.engine.handling import Handling
 from mlx_speculation.models import PREFILL_STEP
 from mlx_speculation.samplers import Chooser
@@ -154,3 +156,19 @@ def bench(name: str) -> Bench:
     """Return the bench of a tiny model."""
     model = build_tiny(MODELS[name])
     return Bench(name, model, noisy(model, name))
+
+
+def interrupt_commit(
+    batch: BatchGenerator, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let the `calls`-th commit of a layer of the target from now on meet Ctrl-C."""
+    plain, left = RaggedJournal.commit, [calls]
+
+    def commit(self: Any, keep: Any) -> None:
+        if self._cache in batch._together._lane.caches:
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+        plain(self, keep)
+
+    monkeypatch.setattr(RaggedJournal, "commit", commit)

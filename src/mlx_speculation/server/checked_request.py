@@ -86,7 +86,7 @@ def read_request(
     else:
         prompt = _prompt(fields)
         body["prompt"] = ""
-    draft, length, at_most = wishes.speculative(fields, settings)
+    draft, length, max_draft = wishes.speculative(fields, settings)
     checked = CheckedRequest(
         chat=chat,
         body=body,
@@ -100,7 +100,7 @@ def read_request(
         schema=wishes.schema(fields),
         draft=draft,
         draft_length=length,
-        max_draft=at_most,
+        max_draft=max_draft,
     )
     _refuse_the_rest(fields)
     return checked

@@ -139,7 +139,7 @@ def speculative(
         return None, mlx_lm_length, None
     inner = Fields(given, "speculative.")
     name = inner.text("draft")
-    at_most = inner.whole("max_draft", None, 0, most)
+    max_draft = inner.whole("max_draft", None, 0, most)
     off = inner.flag("off")
     inner.end()
     known = [one for one in (settings.draft, "lookup") if one is not None]
@@ -149,11 +149,11 @@ def speculative(
             f"{' and '.join(repr(one) for one in dict.fromkeys(known))}.",
             "speculative.draft",
         )
-    if off and (mlx_lm_length or at_most or name is not None):
+    if off and (mlx_lm_length or max_draft or name is not None):
         raise invalid(
-            "speculative.off is true, and draft or max_draft ask for drafts. Leave one "
-            "of them out.",
+            "speculative.off is true, and draft, max_draft or num_draft_tokens asks "
+            "for drafts. Leave one of them out.",
             "speculative.off",
         )
     name = None if name == settings.draft else name
-    return name, 0 if off else mlx_lm_length, at_most
+    return name, 0 if off else mlx_lm_length, max_draft
