@@ -48,6 +48,10 @@ REVIEW_SPEED = 0.75
 # go on for good. In simulated streams of 1,000 tokens it costs 0.1 %.
 PLAIN_REVIEW_ROUNDS = 256
 PLAIN_REVIEW_SPEED = 3.0
+# Of a run of plain steps the first and the last tell nothing, see `Outcome.steady`.
+AT_ENDS = 2
+# How many tell in a run that is measured by turns with other lengths.
+PLAIN_RUN = 3
 # Lengths are measured in this order, those between follow.
 _MEASURED_FIRST = (0, 4, 1, 8, 2)
 
@@ -142,19 +146,22 @@ class AdaptiveLengths:
             pass  # what it lost counts below, what it took tells nothing
         elif outcome.drafted and lag > 1:
             self._note_catch_up(context, outcome, lag)
-        elif outcome.steady == (outcome.drafted == 0):
+        elif outcome.steady or (outcome.drafted and not outcome.behind):
             self.costs.note(context, outcome.drafted, outcome.seconds)
-        elif outcome.steady and 0 in self.costs.lengths(context):
-            step = self.costs.seconds(context, 0)  # was on its way, and is in the time
-            own = max(outcome.seconds - step, 0.1 * outcome.seconds)
+        elif outcome.behind and not outcome.drafted:
+            self.costs.note_left(context, outcome.seconds)
+        elif outcome.behind and 0 in self.costs.lengths(context):
+            own = outcome.seconds - self.costs.step_left(context)
+            own = max(own, 0.1 * outcome.seconds)
             self.costs.note(context, outcome.drafted, own)
         if 0 in self.costs.lengths(context):
             self._count_gain(context, plan, outcome)
 
     def _count_gain(self, context: int, plan: Plan, outcome: Outcome) -> None:
         """Count what a trial has lost, and what a draft has saved, in seconds."""
-        behind = outcome.steady and outcome.drafted > 0
-        emitted = outcome.accepted + 1 + behind
+        emitted = float(outcome.accepted + 1)
+        if outcome.drafted and outcome.behind:
+            emitted += self.costs.left  # the rest of that step was in another round
         if plan.reason in ("trial", "review"):
             lost = outcome.seconds - emitted / self._best_speed(context)
             self._spent += max(0.0, lost)
@@ -194,33 +201,35 @@ class AdaptiveLengths:
 
     def progress(self, context: int) -> tuple[int, int]:
         """Return how many lengths are measured, in rounds, and how many there are."""
-        known, each = self.costs.lengths(context), self.costs.samples
+        costs, known = self.costs, self.costs.lengths(context)
         lengths = _to_measure(self._longest)
         done = sum(
-            each if n in known else self.costs.sampled(context, n) for n in lengths
+            costs.needed(n) if n in known else costs.sampled(context, n)
+            for n in lengths
         )
-        return done, each * len(lengths)
+        return done, sum(map(costs.needed, lengths))
 
     def _measurement(self, context: int, longest: int) -> _Run | None:
         """Return rounds that measure a length whose cost is not known.
 
-        The first of them reads what the draft has missed, or has nothing on its way,
-        and is not counted. Lengths take turns, so that none of them meets a busy
-        machine alone, but for the plain step where not all are measured: it decides
-        which of them are.
+        Lengths take turns, so that none of them meets a busy machine alone, but for the
+        plain step where not all are measured: it decides which of them are.
         """
-        known = self.costs.lengths(context)
+        costs = self.costs
+        known = costs.lengths(context)
         missing = [n for n in _to_measure(longest) if n not in known]
         if missing and not self._thorough:
             if missing[0] == 0:
-                return _Run(0, "measure", 2)
+                return _Run(0, "measure", costs.needed(0) + AT_ENDS)
             seconds = self.costs.curve(context, longest)
             plain = seconds[0]
             missing = [n for n in missing if self._is_worth(n, seconds[n], plain)]
         if not missing:
             return None
-        fewest = min(missing, key=lambda n: self.costs.sampled(context, n))
-        return _Run(fewest, "measure", 2)
+        fewest = min(missing, key=lambda n: costs.sampled(context, n) / costs.needed(n))
+        # The first may have to read what the draft has missed.
+        rounds = 2 if fewest else PLAIN_RUN + AT_ENDS
+        return _Run(fewest, "measure", rounds)
 
     def _is_worth(self, length: int, seconds: float, plain: float) -> bool:
         """Whether a length is worth its measurement."""
@@ -268,7 +277,7 @@ class AdaptiveLengths:
         may_win = options[0].speed * PLAIN_REVIEW_SPEED > best.speed
         if may_win and self.costs.age(context, 0) >= PLAIN_REVIEW_ROUNDS:
             self.costs.doubt(context, 0)
-            return _Run(0, "review", 1 + self.costs.samples)
+            return _Run(0, "review", self.costs.needed(0) + AT_ENDS)
         if self._since_review < REVIEW_ROUNDS:
             return None
         near = [
@@ -280,7 +289,8 @@ class AdaptiveLengths:
         if not near:
             return None
         oldest = min(near, key=lambda o: self.costs.noted(context, o.length))
-        return _Run(oldest.length, "review", 3 if oldest.length == 0 else 1)
+        rounds = 1 if oldest.length else 1 + AT_ENDS
+        return _Run(oldest.length, "review", rounds)
 
 
 def _may_pay(length: int, seconds: float, plain: float) -> bool:

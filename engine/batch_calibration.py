@@ -15,16 +15,16 @@ from mlx_speculation.engine.batch_decoding import BatchDecoder
 from mlx_speculation.engine.batch_lengths import BatchLengths
 from mlx_speculation.engine.batch_results import BatchStatistics
 from mlx_speculation.engine.batch_rows import Row, reason_alone
+from mlx_speculation.engine.lengths import Outcome, Plan
 from mlx_speculation.engine.measured_lengths import (
-    CALIBRATION_SAMPLES,
     MOST_ROUNDS,
     CostTable,
     Progress,
     Start,
+    calibration_costs,
     calibration_prompt,
 )
 from mlx_speculation.engine.reading_room import ReadingRoom
-from mlx_speculation.engine.round_costs import RoundCosts
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import RowSizes
 
@@ -68,13 +68,24 @@ def calibrate_batches(
             if progress is not None:
                 progress(before * total + done, len(cases) * total)
 
-        fresh = RoundCosts(samples=CALIBRATION_SAMPLES)
-        policy = AdaptiveLengths(
-            fresh, AcceptanceRates(), lengths.longest, thorough=True
-        )
+        policy = _AtContext(context, lengths.longest)
         kept_as = _measure(generator.model, start, policy, (count, context), report)
-        found[kept_as] = lengths.keep_batch(kept_as, fresh)
+        found[kept_as] = lengths.keep_batch(kept_as, policy.costs)
     return found
+
+
+class _AtContext(AdaptiveLengths):
+    """Measures every length; rounds count for one context, however the rows grow."""
+
+    def __init__(self, context: int, longest: int) -> None:
+        super().__init__(calibration_costs(), AcceptanceRates(), longest, thorough=True)
+        self._at = context
+
+    def plan(self, context: int, limit: int) -> Plan:
+        return super().plan(self._at, limit)
+
+    def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
+        super().note(self._at, plan, outcome)
 
 
 def _measure(

@@ -298,8 +298,9 @@ class BatchDecoder:
             drafted[widest],
             accepted[widest],
             seconds.total,
-            bool(ahead),
-            seconds,
+            behind=bool(ahead),
+            ahead=self._in_flight is not None,
+            parts=seconds,
             fresh=self._met_new_shapes(),
         )
         self._lengths.note(self.rows, context, drafted, accepted, outcome)

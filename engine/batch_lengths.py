@@ -13,6 +13,7 @@ Rows that name a length of their own keep to it.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from mlx_speculation.engine.acceptance_rates import AcceptanceRates
 from mlx_speculation.engine.adaptive import KNOWN_WEIGHT, AdaptiveLengths
@@ -181,7 +182,7 @@ class BatchLengths:
             if count:
                 self.rates.note_row(row, count, right)
             if row.planned is not None:
-                own = Outcome(count, right, outcome.seconds, outcome.steady)
+                own = replace(outcome, drafted=count, accepted=right)
                 row.parts.lengths.note(context, row.planned, own)
             row.planned, row.following = row.following, None
         if self._plan is not None and self._policy is not None:

@@ -28,7 +28,7 @@ from mlx_speculation.engine.round_parts import PartsTable
 from mlx_speculation.errors import CostFileWarning
 from mlx_speculation.models import cache_folder, write_json
 
-_VERSION = 2
+_VERSION = 3
 # A saved rate is a first guess, and counts for so many rounds.
 SAVED_WEIGHT = 8.0
 
@@ -98,7 +98,7 @@ class Known:
                 stacklevel=2,
             )
             return cls(RoundCosts(), AcceptanceRates(), path, key)
-        known = cls(RoundCosts(costs), AcceptanceRates(rates, SAVED_WEIGHT), path, key)
+        known = cls(costs, AcceptanceRates(rates, SAVED_WEIGHT), path, key)
         known.parts = parts
         known._saved = known._names()
         return known
@@ -112,6 +112,7 @@ class Known:
             "version": _VERSION,
             "key": self.key,
             "seconds": self.costs.table(),
+            "left": round(self.costs.left, 4),
             "rates": [round(rate, 4) for rate in rates],
             "parts": {
                 bucket: {length: astuple(one) for length, one in own.items()}
@@ -141,9 +142,7 @@ class Known:
         return repr([(b, sorted(costs)) for b, costs in self.costs.table().items()])
 
 
-def _checked(
-    content: Any, key: Any
-) -> tuple[dict[int, dict[int, float]], list[float], PartsTable]:
+def _checked(content: Any, key: Any) -> tuple[RoundCosts, list[float], PartsTable]:
     """Return costs, rates and parts from a file, every field checked."""
     if content["version"] != _VERSION or content["key"] != key:
         raise ValueError("it is of another version, machine or model")
@@ -157,6 +156,9 @@ def _checked(
                 raise ValueError(f"length {length} costs {seconds} seconds")
         if table and 0 not in table:
             raise ValueError("the cost of a plain step is not in it")
+    left = float(content["left"])
+    if not 0 <= left <= 1:
+        raise ValueError(f"{left} of a plain step are left")
     rates = [float(rate) for rate in content["rates"]]
     if not all(0 <= rate <= 1 for rate in rates):
         raise ValueError(f"the rates are {rates}")
@@ -168,4 +170,4 @@ def _checked(
             if not all(0 <= part < math.inf for part in astuple(one)):
                 raise ValueError(f"the parts of length {length} are {given}")
             parts.setdefault(int(bucket), {})[int(length)] = one
-    return costs, rates, parts
+    return RoundCosts(costs, left=left), rates, parts

@@ -160,8 +160,8 @@ class Decoder:
         if self._masks is not None:
             self._masks.text.check()
         before = self._processors.fork()
-        context, steady = self._target.seen, self._rounds.in_flight is not None
-        limit = budget - 1 - steady  # a step's token is emitted too, and not known yet
+        context, behind = self._target.seen, self._rounds.in_flight is not None
+        limit = budget - 1 - behind  # a step's token is emitted too, and not known yet
         if (room := self._target.room) is not None:
             limit = min(limit, room - max(1, len(self._sequence.tokens) - context))
         self._rounds.last_round = None  # or the state before it would stay
@@ -195,8 +195,9 @@ class Decoder:
             counts.drafted - drafted,
             counts.accepted - accepted,
             seconds.total,
-            steady,
-            seconds,
+            behind=behind,
+            ahead=self._rounds.in_flight is not None,
+            parts=seconds,
         )
         self._lengths.note(context, plan, outcome)
         if self.decisions is not None:

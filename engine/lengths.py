@@ -67,9 +67,10 @@ class Outcome:
         drafted: tokens that were drafted; fewer than planned is possible.
         accepted: those accepted, before a cut at a stop.
         seconds: its time, drafting included.
-        steady: whether a plain step had been submitted during the round before, as in
-            a long run of plain steps. With drafts: that they stand behind such a step,
-            whose token and time are in the round too.
+        behind: whether a plain step was on its way when the round began. With drafts:
+            they stand behind it, and its token is in the round too, with what was left
+            of its time.
+        ahead: whether the round has left a plain step on its way.
         parts: where the time went.
         fresh: whether it was the first of its shape, and its time tells of making
             plans for that more than of what such rounds take.
@@ -78,9 +79,20 @@ class Outcome:
     drafted: int
     accepted: int
     seconds: float
-    steady: bool = False
+    behind: bool = False
+    ahead: bool = False
     parts: RoundSeconds = NO_TIME
     fresh: bool = False
+
+    @property
+    def steady(self) -> bool:
+        """Whether it is a plain step as in a long run of them.
+
+        The first of a run brings the next one on its way, and on a CPU, where that
+        takes as long as computing it, the time of two; of the last one hardly any
+        time is left.
+        """
+        return self.drafted == 0 and self.behind and self.ahead
 
 
 @runtime_checkable

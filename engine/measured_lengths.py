@@ -25,12 +25,20 @@ from mlx_speculation.models import Sliding
 USUAL_LENGTH: int | None = None
 # A calibration ends without all lengths when a drafter does not draft as asked.
 MOST_ROUNDS = 300
-CALIBRATION_SAMPLES = 5
+# Plain steps are cheap to measure, and every length is judged by them.
+CALIBRATION_SAMPLES, CALIBRATION_PLAIN_SAMPLES = 5, 15
 
 
 def calibration_prompt(context: int) -> list[int]:
     """Return so many tokens; which they are does not matter."""
     return [1 + index % 7 for index in range(context)]
+
+
+def calibration_costs() -> RoundCosts:
+    """Return costs of which nothing is known, for a calibration."""
+    return RoundCosts(
+        samples=CALIBRATION_SAMPLES, plain_samples=CALIBRATION_PLAIN_SAMPLES
+    )
 
 
 # Called with how much is done, and of how much.
@@ -199,7 +207,7 @@ class MeasuredLengths:
                     progress(before * total + done, len(contexts) * total)
 
             # Costs of its own: a new bucket would begin with what the last one knows.
-            fresh = RoundCosts(samples=CALIBRATION_SAMPLES)
+            fresh = calibration_costs()
             known.parts |= self._measure(start, context, fresh, report)
             known.costs.take(fresh)
         known.save()

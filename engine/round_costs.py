@@ -18,6 +18,7 @@ SAMPLES = 3
 LARGEST_CHANGE = 1.5
 SHARED = 0.1
 SLOWEST = 0.03
+LEFT_SHARE = 0.1
 # Contexts up to here cost about the same; beyond it every doubling is a bucket.
 SHORT_CONTEXT = 512
 # Where only plain steps are known, a drafted token is taken for so many of them.
@@ -50,19 +51,29 @@ class RoundCosts:
 
     Args:
         known: seconds by bucket and length, as `table` returns them.
+        left: see below.
         samples: a cost is a median of so many rounds before it is believed.
+        plain_samples: likewise of plain steps, by which drafts are judged; None: as
+            many.
 
     Attributes:
-        samples: likewise.
+        left: what is left of a plain step that is on its way when a round begins, as a
+            share of it: nearly all where a device computes while the host goes on,
+            hardly any on a CPU, where a step is computed while it is submitted.
     """
 
     def __init__(
         self,
         known: Mapping[int, Mapping[int, float]] | None = None,
         *,
+        left: float = 1.0,
         samples: int = SAMPLES,
+        plain_samples: int | None = None,
     ) -> None:
-        self.samples = samples
+        self.left = left
+        self._left_noted = 0
+        self._samples = samples
+        self._plain_samples = plain_samples or samples
         self._buckets: dict[int, dict[int, _Cost]] = {
             bucket: {length: _Cost(seconds) for length, seconds in costs.items()}
             for bucket, costs in (known or {}).items()
@@ -88,6 +99,7 @@ class RoundCosts:
             factor = math.exp(self._all)
             own = self._buckets.setdefault(bucket, {})
             own |= {n: _Cost(seconds / factor) for n, seconds in costs.items()}
+        self.left = other.left
 
     def guess(self, other: "RoundCosts") -> None:
         """Take what other costs know and these do not for a guess.
@@ -95,6 +107,8 @@ class RoundCosts:
         Guesses are in proportion to the plain step, and go on so: when one of them is
         measured, the others move as it does.
         """
+        if not self._buckets:
+            self.left = other.left
         for bucket, costs in other.table().items():
             if 0 not in costs:
                 continue
@@ -115,6 +129,10 @@ class RoundCosts:
         """Return how many rounds were measured of a length that is not known yet."""
         cost = self._at(context).get(length)
         return len(cost.samples) if cost else 0
+
+    def needed(self, length: int) -> int:
+        """Return how many rounds are measured of a length that is not known."""
+        return self._samples if length else self._plain_samples
 
     def noted(self, context: int, length: int) -> int:
         """Return when a length was last measured, in rounds; 0 if never."""
@@ -172,7 +190,7 @@ class RoundCosts:
         factor = math.exp(self._all)
         if cost.seconds is None or cost.guessed:
             cost.samples.append(seconds / factor)
-            if len(cost.samples) >= self.samples:
+            if len(cost.samples) >= self.needed(length):
                 found, guess = median(cost.samples), cost.seconds
                 cost.seconds, cost.guessed = found, False
                 if guess:
@@ -187,6 +205,23 @@ class RoundCosts:
         stale = min(0.2, 0.002 * (self._notes - cost.noted))
         cost.noted = self._notes
         cost.seconds *= math.exp(max(SLOWEST, 0.3 / cost.count, stale) * change)
+
+    def note_left(self, context: int, seconds: float) -> None:
+        """Learn from a round that only read a plain step which was on its way.
+
+        It tells nothing before a plain step was measured.
+        """
+        cost = self._at(context).get(0, _Cost())
+        known = [cost.seconds] if cost.seconds is not None else cost.samples
+        if known:
+            step = median(known) * math.exp(self._all)
+            share = min(1.0, seconds / step)
+            self._left_noted += 1
+            self.left += max(LEFT_SHARE, 1 / self._left_noted) * (share - self.left)
+
+    def step_left(self, context: int) -> float:
+        """Return the seconds that a plain step takes which is on its way already."""
+        return self.left * self.seconds(context, 0)
 
     def _scale_guesses(self, context: int, ratio: float) -> None:
         """Let the other guesses follow one that was measured."""

@@ -42,13 +42,14 @@ class NotingParts:
     def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
         """Let the policy learn, and keep the parts of a round like those before it.
 
-        The first drafted round after plain steps reads what the draft has missed, and
-        the first plain step has none on its way.
+        The first drafted round after plain steps reads what the draft has missed; of
+        plain steps those tell that are `steady`.
         """
         context = self._at(context)
         self._policy.note(context, plan, outcome)
         drafts = outcome.drafted > 0
-        if drafts == self._drafted and outcome.steady != drafts:
+        usual = outcome.steady or (drafts and not outcome.behind)
+        if usual and drafts == self._drafted:
             bucket = self._noted.setdefault(bucket_of(context), {})
             bucket.setdefault(outcome.drafted, []).append(outcome.parts)
         self._drafted = drafts

@@ -9,6 +9,7 @@ drafts have saved is not counted, not forgotten, or spent without end.
 """
 
 import statistics
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -19,15 +20,19 @@ from mlx_speculation.engine.acceptance_rates import AcceptanceRates
 from mlx_speculation.engine.adaptive import AdaptiveLengths
 from mlx_speculation.engine.allowance import Allowance
 from mlx_speculation.engine.lengths import FixedLengths, Lengths, Outcome
+from mlx_speculation.engine.measured_lengths import calibration_costs
 from mlx_speculation.engine.round_costs import RoundCosts
 from support.length_worlds import Rates, World, simulate
 
+# A CPU, where a plain step is computed while it is submitted.
+AT_ONCE = World([1, 1.6, 2.05, 2.35, 2.6, 2.9, 3.2, 3.5, 3.8], left=0.08)
 WORLDS = {
     # Of a plain step, by drafted tokens; as measured, but for the last.
     "blas": World([1, 1.35, 1.5, 1.65, 1.8, 1.95, 2.1, 2.25, 2.4], catch_up=0.01),
     "linear": World([1 + 1.1 * k for k in range(9)], catch_up=0.03),
     "steps": World([1, 2.9, 3.1, 3.2, 1.9, 2.1, 2.2, 2.3, 2.4]),
     "cheap": World([1, 1.1, 1.2, 1.25, 1.3, 1.35, 1.4, 1.45, 1.5]),
+    "at once": AT_ONCE,
 }
 # A hybrid target with the draft model on a CPU: drafts pay where most are right.
 DEAR = World([1, 1.84, 2.25, 2.55, 2.75, 3.05, 3.3, 3.5, 4], catch_up=0.02)
@@ -179,7 +184,8 @@ def test_a_stream_that_hardly_drafts_has_tried_in_vain(
         if right:  # as those of one row that is left of a batch
             lengths.rates = AcceptanceRates([1.0], 20.0)
         took = 1.0 + 0.7 * plan.length
-        outcome = Outcome(plan.length, plan.length * right, took, not plan.length)
+        plain = plan.length == 0
+        outcome = Outcome(plan.length, plan.length * right, took, plain, plain)
         lengths.note(10, plan, outcome)
     lengths.end()
     assert allowance.in_vain == in_vain
@@ -198,18 +204,36 @@ def test_lengths_are_not_measured_that_acceptance_rules_out() -> None:
     assert not thorough.measured(10)
 
 
+def test_what_is_left_of_a_step_is_learnt_and_charged_to_no_length() -> None:
+    """Plain steps seemed to cost the least that was seen, and drafts gained nothing."""
+    costs = calibration_costs()
+    thorough = AdaptiveLengths(costs, AcceptanceRates(), 8, thorough=True)
+    quiet = replace(AT_ONCE, noise=0.0, outliers=0.0)
+    simulate(thorough, quiet, partial(_always, RATES["fair"]), 400, 0)
+    assert costs.left == pytest.approx(AT_ONCE.left, abs=0.01)
+    table = costs.table()[0]
+    for length, seconds in enumerate(quiet.seconds):
+        assert table[length] == pytest.approx(seconds, rel=0.02)
+    policy = AdaptiveLengths(costs, AcceptanceRates(), 8)
+    behind = quiet.seconds[4] + costs.step_left(0)
+    for _ in range(40):
+        policy.note(0, policy.plan(0, 99), Outcome(4, 2, behind, behind=True))
+    assert costs.table()[0][4] == pytest.approx(quiet.seconds[4], rel=0.02)
+
+
 def test_a_busy_moment_at_the_start_does_not_fall_on_plain_steps_alone() -> None:
     """Else no draft would seem to pay, or each of them, for good."""
-    costs = RoundCosts(samples=5)
+    costs = calibration_costs()
     policy = AdaptiveLengths(costs, AcceptanceRates(), 8, thorough=True)
-    plan, steady, rounds = policy.plan(0, 1000), False, 0
+    plan, behind, rounds = policy.plan(0, 1000), False, 0
     while not policy.measured(0):
         rounds += 1
         seconds = WORLDS["blas"].seconds[plan.length] * (3.0 if rounds < 20 else 1.0)
-        outcome = Outcome(plan.length, plan.length, seconds, steady)
         following = policy.plan(0, 1000) if plan.length == 0 else None
+        ahead = following is not None and following.length == 0
+        outcome = Outcome(plan.length, plan.length, seconds, behind, ahead)
         policy.note(0, plan, outcome)
-        steady = following is not None and following.length == 0
+        behind = ahead
         plan = following or policy.plan(0, 1000)
         assert rounds < 300
     table = costs.table()[0]
@@ -307,7 +331,7 @@ def test_catching_up_is_charged_to_no_length() -> None:
     policy = AdaptiveLengths(RoundCosts({0: {0: 1.0, 4: 1.5}}), AcceptanceRates(), 8)
     plan = policy.plan(0, 100)
     for _ in range(50):
-        policy.note(0, plan, Outcome(0, 0, 1.0, steady=True))
+        policy.note(0, plan, Outcome(0, 0, 1.0, behind=True, ahead=True))
     policy.note(0, plan, Outcome(4, 4, 50.0))
     assert policy.costs.table()[0][4] == pytest.approx(1.5, rel=1e-6)
 

@@ -51,7 +51,8 @@ def play(
         width = max(limits)
         accepted = [int(width * right)] * len(rows)
         took = seconds(row_bucket(len(rows)), width)
-        outcome = Outcome(width, accepted[0], took, steady=width == 0)
+        plain = width == 0
+        outcome = Outcome(width, accepted[0], took, behind=plain, ahead=plain)
         lengths.note(rows, 100, limits, accepted, outcome)
         found.append(width)
     return found
@@ -94,7 +95,8 @@ def test_a_batch_that_shrinks_does_not_try_anew_at_each_size() -> None:
         width = max(limits)
         drafted += width > 0
         took = seconds(0, width)
-        outcome = Outcome(width, 0, took, steady=width == 0, fresh=width > 0)
+        plain = width == 0
+        outcome = Outcome(width, 0, took, plain, plain, fresh=width > 0)
         lengths.note(stay, 100, limits, [0] * len(stay), outcome)
         if number % 2:
             lengths.leave()
@@ -116,7 +118,8 @@ def test_found_drafts_are_cut_to_the_width_that_pays() -> None:
         limits = lengths.limits(rows, 100, [50] * 4)
         if max(limits):
             break
-        lengths.note(rows, 100, [0] * 4, [0] * 4, Outcome(0, 0, 1.0, steady=True))
+        steady = Outcome(0, 0, 1.0, behind=True, ahead=True)
+        lengths.note(rows, 100, [0] * 4, [0] * 4, steady)
     # Four rows of 8 pay for a round of 8, and one of 8 beside three of 1 does not.
     assert lengths.width(rows, 100, [8, 8, 8, 8]) == 8
     assert lengths.width(rows, 100, [8, 1, 1, 1]) == 1
@@ -137,7 +140,8 @@ def test_no_row_drafts_more_than_its_request_wants() -> None:
         found = []
         for _ in range(30):
             limits = lengths.limits(these, 100, [50] * len(these))
-            outcome = Outcome(max(limits), max(limits), 1.0, steady=not max(limits))
+            plain = not max(limits)
+            outcome = Outcome(max(limits), max(limits), 1.0, plain, plain)
             lengths.note(these, 100, limits, limits, outcome)
             found.append(limits)
         assert found[-1] == expected

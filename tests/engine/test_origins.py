@@ -55,7 +55,7 @@ def expected(stream: Stream) -> list[Origin]:
     """Return the origins that the rounds' counts imply, before a cut at the end."""
     origins = []
     for _, outcome in stream.decisions:
-        if outcome.steady or not outcome.drafted:
+        if outcome.behind or not outcome.drafted:
             origins.append(Origin("step"))
         if outcome.drafted:
             origins += [Origin("accepted", i) for i in range(outcome.accepted)]

@@ -20,6 +20,7 @@ class World:
     Attributes:
         seconds: of a round by drafted tokens; 0 is a steady plain step.
         cold: a plain step that was not submitted ahead, in steady ones.
+        left: of a plain step that was, what is left when the next round begins.
         catch_up: seconds for each plain step that the draft has to read.
         noise: standard deviation of the logarithm of times.
         outliers: the share of rounds that take three times as long.
@@ -27,6 +28,7 @@ class World:
 
     seconds: Sequence[float]
     cold: float = 1.2
+    left: float = 1.0
     catch_up: float = 0.0
     noise: float = 0.05
     outliers: float = 0.01
@@ -74,7 +76,7 @@ def simulate(
     """Generate `tokens` tokens; the seconds charged are those without noise."""
     random = np.random.default_rng(seed)
     run = Run(0.0, 0, 0.0, {})
-    steady, lag = False, 0
+    behind, lag = False, 0
     plan = lengths.plan(0, tokens)
     while run.tokens < tokens:
         context = run.tokens
@@ -82,9 +84,13 @@ def simulate(
         accepted = 0
         while accepted < plan.length and random.random() < rates[accepted]:
             accepted += 1
+        left = tokens - run.tokens - accepted - 2
+        following = lengths.plan(context + 1, left) if plan.length == 0 else None
+        ahead = following is not None and following.length == 0
         seconds = world.seconds[plan.length]
         if plan.length == 0:
-            seconds *= 1.0 if steady else world.cold
+            first = world.left if behind else world.cold
+            seconds *= first + (1.0 - world.left if ahead else 0.0)
             lag += 1
         else:
             seconds += world.catch_up * (lag if lag > 1 else 0)
@@ -95,16 +101,9 @@ def simulate(
         run.rounds[plan.length] = run.rounds.get(plan.length, 0) + 1
         observed = seconds * np.exp(world.noise * random.standard_normal())
         observed *= 3.0 if random.random() < world.outliers else 1.0
-        outcome = Outcome(plan.length, accepted, float(observed), steady)
-        left = tokens - run.tokens - 1
-        if plan.length == 0:
-            following = lengths.plan(context + 1, left)
-            lengths.note(context, plan, outcome)
-            steady = following.length == 0
-        else:
-            lengths.note(context, plan, outcome)
-            following = lengths.plan(run.tokens, left)
-            steady = False
-        plan = following
+        outcome = Outcome(plan.length, accepted, float(observed), behind, ahead)
+        lengths.note(context, plan, outcome)
+        plan = following or lengths.plan(run.tokens, left)
+        behind = ahead
     lengths.end()
     return run
