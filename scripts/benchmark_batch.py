@@ -18,6 +18,7 @@ The last line on standard output is one JSON object with everything.
 
     python scripts/benchmark_batch.py
     python scripts/benchmark_batch.py --shape 8B --batch 1 --batch 8 --batch 32
+    python scripts/benchmark_batch.py --target hybrid --draft mtp
 """
 
 import json
@@ -34,6 +35,7 @@ from mlx_speculation.cli import run
 
 if TYPE_CHECKING:
     from batch_arms import Arm, Job
+    from batch_models import Models
 
 BATCHES = [1, 2, 4, 8]
 LENGTHS = [2, 4, 8]
@@ -58,7 +60,10 @@ def benchmark(
         list[int] | None, typer.Option(min=1, help="By default 1, 2, 4 and 8.")
     ] = None,
     draft: Annotated[
-        list[str] | None, typer.Option(help="model, lookup; by default both.")
+        list[str] | None,
+        typer.Option(
+            help="model, lookup, by default both; eagle for dense, mtp for hybrid."
+        ),
     ] = None,
     draft_length: Annotated[
         list[int] | None, typer.Option(min=1, help="By default 2, 4 and 8.")
@@ -84,20 +89,24 @@ def benchmark(
         # What earlier runs measured must not decide what this one measures.
         os.environ["MLX_SPECULATION_CACHE"] = folder
         from batch_arms import Job
+        from batch_models import load_models
 
         from mlx_speculation.environment import machine, versions
 
-        models = _models(target, draft_model, shape)
+        names = draft or ["model", "lookup"]
+        models = load_models(target, folder_of(draft_model), shape, names)
         results = []
-        drafts, lengths = draft or ["model", "lookup"], draft_length or LENGTHS
+        lengths = draft_length or LENGTHS
         if calibrate:
-            _calibrate(models, drafts, max(batch or BATCHES), prompt_tokens + tokens)
+            _calibrate(models, max(batch or BATCHES), prompt_tokens + tokens)
         for rows in batch or BATCHES:
             for name in group or GROUPS:
-                arms = list(_arms(models, drafts, lengths, auto_warm_up))
-                prompts = _jobs(models[1], name, rows, prompt_tokens, repeats)
+                arms = list(_arms(models, lengths, auto_warm_up))
+                prompts = _jobs(models.tokenizer, name, rows, prompt_tokens, repeats)
                 jobs = [Job(each, tokens, temperature) for each in prompts]
-                results.append(_measured(arms, jobs, repeats, (models[0], rows, name)))
+                results.append(
+                    _measured(arms, jobs, repeats, (models.target, rows, name))
+                )
     report = {
         "machine": machine(),
         "versions": versions(),
@@ -113,59 +122,32 @@ def benchmark(
     print(written)
 
 
-def _models(target: str, draft: str, shape: str) -> tuple[Any, Any, Any]:
-    """Return the target, its tokenizer and the draft model."""
-    import mlx.core as mx
-    from growing import SHAPES, grow
-    from mlx_lm.utils import dequantize_model
-
-    from mlx_speculation import load
-
-    model: Any
-    small: Any
-    model, tokenizer = load(folder_of(target))
-    small = load(folder_of(draft))[0]
-    if shape != "as it is":
-        model = grow(model, SHAPES[shape])
-        small = dequantize_model(small)
-        small.set_dtype(mx.bfloat16)  # as the target is
-    return model, tokenizer, small
-
-
-def _arms(
-    models: tuple[Any, Any, Any], drafts: list[str], lengths: list[int], warm_up: int
-) -> Any:
+def _arms(models: "Models", lengths: list[int], warm_up: int) -> Any:
     """Yield all arms; the first two are plain, and "auto" has longer to warm up."""
     from batch_arms import Arm, mlx_lm, ours
 
     from mlx_speculation import SpeculativeGenerator
 
-    model, tokenizer, small = models
-    yield Arm("mlx-lm", partial(mlx_lm, model))
-    plain = SpeculativeGenerator(model, tokenizer)
+    yield Arm("mlx-lm", partial(mlx_lm, models.target))
+    plain = SpeculativeGenerator(models.target, models.tokenizer)
     yield Arm("plain", partial(ours, plain, 0))
-    for name in drafts:
-        made = small if name == "model" else name
-        generator = SpeculativeGenerator(model, tokenizer, draft=made)
+    for name, draft in models.drafts.items():
+        generator = SpeculativeGenerator(models.target, models.tokenizer, draft=draft)
         for length in lengths:
             yield Arm(f"{name} {length}", partial(ours, generator, length), length + 1)
-        widest = 9 if name == "model" else 17
+        widest = 17 if name == "lookup" else 9
         run_auto = partial(ours, generator, None)
         yield Arm(f"{name} auto", run_auto, widest, warm_up)
 
 
-def _calibrate(
-    models: tuple[Any, Any, Any], drafts: list[str], rows: int, context: int
-) -> None:
+def _calibrate(models: "Models", rows: int, context: int) -> None:
     """Measure rounds of 1, 2, 4, 8, ... rows up to so many, in the middle of a text."""
     from mlx_speculation import SpeculativeGenerator
 
-    model, tokenizer, small = models
     sizes = sorted({min(rows, 1 << power) for power in range(rows.bit_length() + 1)})
-    for name in drafts:
-        made = small if name == "model" else name
+    for name, draft in models.drafts.items():
         progress(f"measuring rounds with the draft {name} of {sizes} rows")
-        generator = SpeculativeGenerator(model, tokenizer, draft=made)
+        generator = SpeculativeGenerator(models.target, models.tokenizer, draft=draft)
         found = generator.calibrate_batches(sizes, contexts=[max(1, context // 2)])
         for count, table in found.items():
             for costs in table.values():

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from mlx_lm.utils import save_config, save_model
 
 from mlx_speculation import SpeculativeGenerator
@@ -78,3 +79,16 @@ def test_another_arm_comes_first_in_every_pass(arms: Any) -> None:
     assert warm == [("b", 1), ("c", 1), ("c", 2)]
     assert [name for name, _ in counted] == list("abcbcacab")
     assert [job for _, job in counted] == [1, 1, 1, 2, 2, 2, 1, 1, 1]
+
+
+def test_heads_are_loaded_for_their_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    models: Any = importlib.import_module("batch_models")
+    small = models.demo_models()["draft"]
+    found = models.load_models("hybrid", small, "as it is", ["mtp", "lookup"])
+    SpeculativeGenerator(found.target, found.tokenizer, draft=found.drafts["mtp"])
+    assert found.drafts["lookup"] == "lookup"
+    found = models.load_models("dense", small, "as it is", ["eagle"])
+    SpeculativeGenerator(found.target, found.tokenizer, draft=found.drafts["eagle"])
+    with pytest.raises(typer.BadParameter, match="no 'other'"):
+        models.load_models("dense", small, "as it is", ["other"])
