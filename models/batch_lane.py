@@ -47,6 +47,7 @@ from mlx_speculation.models.batch_states import BatchStates, Unread
 from mlx_speculation.models.in_round import rows_of_a_round
 from mlx_speculation.models.key_steps import takes_key_steps
 from mlx_speculation.models.lane import Lane
+from mlx_speculation.models.layer_by_layer import layer_by_layer
 from mlx_speculation.models.row_sizes import RowSizes
 
 
@@ -194,7 +195,7 @@ class BatchRound:
     """
 
     def __init__(self, lane: BatchLane, *, whole: bool = False) -> None:
-        self._lane = lane
+        self._lane, self._whole = lane, whole
         # Which row each place is fed as; None: every place is a row.
         self._fed_as = lane.fed_as if lane.places > lane.rows else None
         self._speculation = Speculation(lane.caches, whole=whole)
@@ -211,6 +212,8 @@ class BatchRound:
             if self._follower is not None:
                 stack.enter_context(self._follower.taps.collect(self._hidden))
             stack.enter_context(rows_of_a_round())
+            if self._whole:
+                stack.enter_context(layer_by_layer(tokens.size))
             logits: mx.array = self._lane.model(tokens, cache=self._speculation.caches)
         self._lane.note_shape(tokens.shape[1])
         return logits if self._fed_as is None else self._lane.live(logits)

@@ -30,6 +30,7 @@ from mlx_speculation.models.compiled_steps import CompiledSteps
 from mlx_speculation.models.hidden_states import HiddenStates
 from mlx_speculation.models.in_round import rows_of_a_round
 from mlx_speculation.models.key_steps import takes_key_steps
+from mlx_speculation.models.layer_by_layer import layer_by_layer
 from mlx_speculation.models.recording import noting_reruns
 from mlx_speculation.models.restore_points import RestorePoints
 from mlx_speculation.models.taps import States
@@ -255,13 +256,15 @@ class LaneRound:
         model, presented = lane.model, self._speculation.caches
         as_in_round = not self._whole or lane.guesses
         if not as_in_round and self._taps is None:  # a plain step, or part of a prompt
-            logits: mx.array = model(tokens[None], cache=presented)
+            with layer_by_layer(len(tokens)):
+                logits: mx.array = model(tokens[None], cache=presented)
             return logits.squeeze(0)
         with ExitStack() as stack:
             if self._taps is not None:
                 stack.enter_context(self._taps.collect(self._hidden))
-            if as_in_round:
-                stack.enter_context(rows_of_a_round())
+            stack.enter_context(
+                rows_of_a_round() if as_in_round else layer_by_layer(len(tokens))
+            )
             logits = model(tokens[None], cache=presented)
         return logits.squeeze(0)
 

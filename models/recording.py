@@ -43,6 +43,7 @@ from mlx_speculation.models.hooks import (
 )
 from mlx_speculation.models.instances import Hook, Hooked, derived, plain_class
 from mlx_speculation.models.known import is_known
+from mlx_speculation.models.layer_by_layer import layer_hooks
 from mlx_speculation.models.mixers import COMPRESSORS, MIXERS, Mixer
 from mlx_speculation.models.replay import Recipe, Watch, part_of
 from mlx_speculation.models.stand_ins import stand_in_hooks
@@ -189,6 +190,7 @@ def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
     yield from absorbing_hooks(model)
     yield from few_row_hooks(model)
     yield from stand_in_hooks(model)
+    yield from layer_hooks(model)
 
 
 class Recorders:
