@@ -22,7 +22,7 @@ from support.tiny_models import build
 @pytest.fixture(name="submitted")
 def _submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     shapes: list[tuple[int, ...]] = []
-    usual = mx.async_eval
+    usual: Any = mx.async_eval
 
     def noted(*arrays: Any) -> None:
         shapes.extend(array.shape for array in arrays)
@@ -39,6 +39,13 @@ def _model(request: pytest.FixtureRequest) -> Iterator[Any]:
     yield model
     recorders.remove()
     assert not any("_hooks" in vars(layer) for layer in model.layers)
+
+
+class Pairs(nn.Module):
+    """A layer that returns more than an array."""
+
+    def __call__(self, x: mx.array) -> tuple[mx.array, None]:
+        return x + 1, None
 
 
 def fed(lane: Any, count: int, *, whole: bool) -> mx.array:
@@ -95,16 +102,9 @@ def test_so_is_a_step_of_a_batch(submitted: list[tuple[int, ...]]) -> None:
 def test_layers_that_return_several_arrays_submit_the_first(
     submitted: list[tuple[int, ...]],
 ) -> None:
-    class Pairs(nn.Module):
-        def __call__(self, x: mx.array) -> tuple[mx.array, None]:
-            return x + 1, None
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = [Pairs(), Pairs()]
-
-    model: Any = Model()
+    model: Any = nn.Module()
+    kind: Any = Pairs
+    model.layers = [kind(), kind()]
     recorders = Recorders(model)
     with layer_by_layer(1):
         assert model.layers[0](mx.zeros((1, 1, 2)))[0].tolist() == [[[1.0, 1.0]]]
