@@ -61,7 +61,8 @@ class Forwards:
     ) -> Submitted:
         """Submit a forward whose tokens all stay, or are a step's that is not read."""
         with self._target.begin(whole=True) as lane_round:
-            logits = lane_round.forward(unseen)
+            with self.clock.handing_over("verify"):  # layers may be submitted already
+                logits = lane_round.forward(unseen)
             if len(logits) > 1:
                 logits = logits[-1:]
             if behind is not None and (self._exact or self._masks is not None):

@@ -31,7 +31,8 @@ MOST_POSITIONS = 64
 _layer_by_layer: ContextVar[bool] = ContextVar("layer_by_layer", default=False)
 
 
-def _on_cpu() -> bool:
+def on_cpu() -> bool:
+    """Return whether what is computed here and now is computed by a processor."""
     found: bool = mx.default_device().type == mx.DeviceType.cpu
     return found
 
@@ -43,7 +44,7 @@ def layer_by_layer(positions: int) -> Iterator[None]:
     Args:
         positions: how many are fed, of all rows together.
     """
-    token = _layer_by_layer.set(_on_cpu() and positions <= MOST_POSITIONS)
+    token = _layer_by_layer.set(on_cpu() and positions <= MOST_POSITIONS)
     try:
         yield
     finally:
@@ -64,7 +65,7 @@ def _submitting(kind: type[nn.Module]) -> type[nn.Module]:
 
 def layer_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
     """Yield each layer of a model but the last, with its hook."""
-    if not _on_cpu():
+    if not on_cpu():
         return
     layers: Any = getattr(model, "layers", None)
     found = [each for each in layers or () if isinstance(each, nn.Module)]

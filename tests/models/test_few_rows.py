@@ -30,6 +30,7 @@ from mlx_speculation.models import (
     few_rows,
     few_rows_attention,
     in_round,
+    layer_by_layer,
     stand_ins,
 )
 from mlx_speculation.models.absorbed import ATTENTIONS
@@ -273,6 +274,7 @@ def test_a_forward_over_rows_is_submitted_in_parts(
     lane = Lane(model, make_prompt_cache(model))
     lane.feed(PROMPT)
     monkeypatch.setattr(in_round, "PRODUCTS_AT_ONCE", 3)
+    monkeypatch.setattr(layer_by_layer, "on_cpu", lambda: False)
     monkeypatch.setattr(mx, "async_eval", noted)
     for rows in ([5], ROWS, ROWS):  # each forward is counted for itself
         before = len(submitted)
@@ -353,6 +355,7 @@ def test_where_kernels_do_not_compile_mlx_multiplies_and_it_is_said(
     """A CPU is such a place."""
     for module in (few_rows, stand_ins):
         monkeypatch.setattr(module, "cuda_serves", lambda: True)
+    monkeypatch.setattr(layer_by_layer, "on_cpu", lambda: False)
     kernels_compile.cache_clear()
     model = build("llama")
     kinds = [type(module) for module in model.modules()]
