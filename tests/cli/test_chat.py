@@ -17,6 +17,7 @@ from support.commands import Commands
 from support.demo_folders import copy_of
 
 DRAFT = str(demo_models()["draft"])
+OTHERS = ("dense", "sliding")
 LENGTH = ["--draft-length", "3", "-m", "12"]
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>\n{% endfor %}"
@@ -44,7 +45,9 @@ def talk(commands: Commands, text: str, *options: Any, status: int = 0) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("name", ["dense", "sliding", "hybrid"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS), "hybrid"]
+)
 def test_a_turn_reads_only_what_is_new(commands: Commands, name: str) -> None:
     models = demo_models()
     lines = "def add(first, second):\ndef sub(a, b):\ndef mul(c, d):\n"

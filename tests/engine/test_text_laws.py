@@ -164,8 +164,9 @@ RUNS = [
         acceptance,
         case,
         samples,
-        # Keyed text equals that of plain decoding, which other tests hold it to.
-        marks=pytest.mark.slow if samples != SHORT or acceptance == "keyed" else (),
+        # Keyed text equals that of plain decoding, which other tests hold it to, and
+        # the laws of both other rules are enumerated in tests/samplers.
+        marks=() if (samples, acceptance) == (SHORT, "block") else pytest.mark.slow,
     )
     for acceptance in get_args(Acceptance)
     for case, samples in [

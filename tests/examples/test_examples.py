@@ -23,6 +23,7 @@ SAYS = {
     "simplest": r"[1-9]\d* of \d+ drafted tokens were accepted\n",
     "streaming_chat": r"The caches hold \d{2,} tokens of 2 turns\.\n",
 }
+LONG = ("own_benchmark",)  # ten seconds
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
@@ -30,7 +31,14 @@ def test_every_example_is_tried() -> None:
     assert {example.stem for example in EXAMPLES} == set(SAYS)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(path, marks=pytest.mark.slow if path.stem in LONG else ())
+        for path in EXAMPLES
+    ],
+    ids=lambda path: path.stem,
+)
 def test_an_example_runs_on_the_bundled_models(
     example: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
