@@ -159,9 +159,9 @@ class AdaptiveLengths:
 
     def _count_gain(self, context: int, plan: Plan, outcome: Outcome) -> None:
         """Count what a trial has lost, and what a draft has saved, in seconds."""
-        emitted = float(outcome.accepted + 1)
-        if outcome.drafted and outcome.behind:
-            emitted += self.costs.left  # the rest of that step was in another round
+        emitted = outcome.accepted + 1 + (outcome.drafted > 0 and outcome.behind)
+        # Of a step on its way a part was computed in the round that submitted it.
+        emitted += (1 - self.costs.left) * (outcome.ahead - outcome.behind)
         if plan.reason in ("trial", "review"):
             lost = outcome.seconds - emitted / self._best_speed(context)
             self._spent += max(0.0, lost)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from mlx_speculation.engine.acceptance_rates import AcceptanceRates
 from mlx_speculation.engine.adaptive import AdaptiveLengths
 from mlx_speculation.engine.allowance import Allowance
-from mlx_speculation.engine.lengths import FixedLengths, Lengths, Outcome
+from mlx_speculation.engine.lengths import FixedLengths, Lengths, Outcome, Plan
 from mlx_speculation.engine.measured_lengths import calibration_costs
 from mlx_speculation.engine.round_costs import RoundCosts
 from support.length_worlds import Rates, World, simulate
@@ -219,6 +219,16 @@ def test_what_is_left_of_a_step_is_learnt_and_charged_to_no_length() -> None:
     for _ in range(40):
         policy.note(0, policy.plan(0, 99), Outcome(4, 2, behind, behind=True))
     assert costs.table()[0][4] == pytest.approx(quiet.seconds[4], rel=0.02)
+
+
+def test_a_run_of_plain_steps_loses_nothing_to_plain_decoding() -> None:
+    """Though the first takes two steps' time on a CPU, and the last hardly any."""
+    costs = RoundCosts({0: {0: 1.0, 4: 5.0}}, left=0.1)
+    policy = AdaptiveLengths(costs, AcceptanceRates([0.0] * 8, 99.0), 8)
+    for seconds, behind, ahead in ((1.9, 0, 1), (1.0, 1, 1), (0.1, 1, 0), (1.0, 0, 0)):
+        outcome = Outcome(0, 0, seconds, bool(behind), bool(ahead))
+        policy.note(0, Plan(0, "review"), outcome)
+    assert policy._spent == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_busy_moment_at_the_start_does_not_fall_on_plain_steps_alone() -> None:

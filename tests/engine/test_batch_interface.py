@@ -15,6 +15,7 @@ from mlx_speculation import (
 )
 from mlx_speculation.engine import BatchResponse
 from support.identity import prompt_of
+from support.planned_lengths import Planned
 from support.tiny_models import build
 from support.tiny_tokenizer import byte_tokenizer
 
@@ -51,6 +52,23 @@ def test_rows_are_what_the_prompts_are_alone() -> None:
             len(own) - 1
         )
         assert own[-1].finish_reason == result.finish_reason == "length"
+
+
+def test_a_rows_own_lengths_hear_what_a_streams_do() -> None:
+    heard = []
+    for together in (False, True):
+        planned = Planned([0, 0, 0, 2, 0, 2])
+        options: Any = {"max_tokens": 20, "draft_length": planned, "stop_tokens": ()}
+        if together:
+            with BatchGenerator(generator()) as batch:
+                batch.insert(prompt_of(6), **options)
+                run(batch)
+        else:
+            generator().generate(prompt_of(6), **options)
+        kinds = [(o.drafted, o.behind, o.ahead) for _, o in planned.noted]
+        heard.append(kinds[:6])
+    assert heard[0] == heard[1]
+    assert [behind and ahead for _, behind, ahead in heard[0]].count(True) == 1
 
 
 def test_rows_beyond_the_room_wait_in_their_order() -> None:

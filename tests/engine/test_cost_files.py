@@ -26,6 +26,7 @@ def saved() -> Known:
         for _ in range(3):
             known.costs.note(10, length, seconds)
     known.rates.note(drafted=2, accepted=1)
+    known.costs.note_left(10, 0.25)
     known.parts = PARTS
     known.save_if_new()
     return known
@@ -37,6 +38,8 @@ def test_it_is_read_as_it_was_written() -> None:
     assert again.costs.table() == {0: pytest.approx(COSTS)}
     assert again.parts == PARTS
     assert again.rates.rates(2) == pytest.approx(known.rates.rates(2), abs=0.1)
+    assert again.costs.left == pytest.approx(known.costs.left, abs=1e-4)
+    assert again.costs.left < 1
 
 
 def test_other_models_have_another_file() -> None:
@@ -71,6 +74,8 @@ def test_a_draft_without_a_name_keeps_nothing(tmp_path: Path) -> None:
         {"seconds": {"0": {"0": "quick"}}},
         {"seconds": {"0": [1.0]}},
         {"seconds": None},
+        {"left": 1.5},
+        {"left": None},
         {"rates": [1.5]},
         {"rates": None},
         {"parts": None},
