@@ -159,9 +159,10 @@ class AdaptiveLengths:
 
     def _count_gain(self, context: int, plan: Plan, outcome: Outcome) -> None:
         """Count what a trial has lost, and what a draft has saved, in seconds."""
-        emitted = outcome.accepted + 1 + (outcome.drafted > 0 and outcome.behind)
         # Of a step on its way a part was computed in the round that submitted it.
-        emitted += (1 - self.costs.left) * (outcome.ahead - outcome.behind)
+        elsewhere = (1 - self.costs.left) * (outcome.behind - outcome.ahead)
+        first = outcome.drafted > 0 and outcome.behind  # the step's own token
+        emitted = outcome.accepted + 1 + first - elsewhere
         if plan.reason in ("trial", "review"):
             lost = outcome.seconds - emitted / self._best_speed(context)
             self._spent += max(0.0, lost)
