@@ -18,6 +18,7 @@ SAMPLES = 3
 LARGEST_CHANGE = 1.5
 SHARED = 0.1
 SLOWEST = 0.03
+# Of what is seen to be left of a step on its way, what counts once ten were seen.
 LEFT_SHARE = 0.1
 # Contexts up to here cost about the same; beyond it every doubling is a bucket.
 SHORT_CONTEXT = 512
