@@ -135,10 +135,12 @@ def test_a_killed_rank_is_reported_within_ten_seconds(tmp_path: Path) -> None:
 
     zero, one = run_ranks("endless wait 1", tmp_path, meanwhile=kill)
     assert one.status == -signal.SIGKILL
-    assert zero.status == 0, zero
-    assert zero.said["at"] - killed[0] < 10
-    for error in (zero.said["raised"], zero.said["again"].split(": ", 1)[1]):
-        assert error.startswith("Rank 1 (")
+    _check_reported(zero, tmp_path, 0, killed[0], 1)
+    errors = [zero.errors]  # the ring does not always come back, see docs/sharding.md
+    if zero.said is not None:
+        errors = [zero.said["raised"], zero.said["again"].split(": ", 1)[1]]
+        assert all(error.startswith("Rank 1 (") for error in errors)
+    for error in errors:
         assert "is lost to rank 0" in error
         assert "Start the program again on all ranks." in error
 
