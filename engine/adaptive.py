@@ -222,7 +222,7 @@ class AdaptiveLengths:
         if missing and not self._thorough:
             if missing[0] == 0:
                 return _Run(0, "measure", costs.needed(0) + AT_ENDS)
-            seconds = self.costs.curve(context, longest)
+            seconds = costs.curve(context, longest)
             plain = seconds[0]
             missing = [n for n in missing if self._is_worth(n, seconds[n], plain)]
         if not missing:

@@ -55,6 +55,12 @@ forward_of_round = _forward.get
 device_of_round = _device.get  # found once for all layers of a forward
 
 
+def on_cpu() -> bool:
+    """Whether what is computed here and now is computed by a processor."""
+    found: bool = mx.default_device().type == mx.DeviceType.cpu
+    return found
+
+
 def cuda_serves() -> bool:
     """Whether what is computed here and now is computed with CUDA."""
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
@@ -68,8 +74,7 @@ def _openblas() -> bool:
 
 def rows_differ(dtype: mx.Dtype) -> bool:
     """Return whether rows of a product differ here from single rows by rounding."""
-    on_cpu: bool = mx.default_device().type == mx.DeviceType.cpu
-    return on_cpu and dtype == mx.float32 and _openblas()
+    return on_cpu() and dtype == mx.float32 and _openblas()
 
 
 def x86_serves() -> bool:

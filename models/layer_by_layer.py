@@ -20,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_speculation.models.in_round import on_cpu
 from mlx_speculation.models.instances import Hook, derived
 from mlx_speculation.models.observing import first_array
 
@@ -29,12 +30,6 @@ _RANK = 2  # outside of all others: what they return is what is submitted
 MOST_POSITIONS = 64
 
 _layer_by_layer: ContextVar[bool] = ContextVar("layer_by_layer", default=False)
-
-
-def on_cpu() -> bool:
-    """Return whether what is computed here and now is computed by a processor."""
-    found: bool = mx.default_device().type == mx.DeviceType.cpu
-    return found
 
 
 @contextmanager

@@ -5,7 +5,9 @@ trial without limit, or none; costs that follow every outlier; catching up charg
 length; a length never measured again; plans that ignore the budget; a stream that may
 try as much as the one before, which tried in vain; an allowance that is not given back;
 drafts that gain nothing tried; a plain step that is measured before the others; what
-drafts have saved is not counted, not forgotten, or spent without end.
+drafts have saved is not counted, not forgotten, or spent without end; the last plain
+step before a draft taken for a whole one; what is left of a step not learnt, or taken
+for all of it; a run of plain steps that counts as a loss.
 """
 
 import statistics

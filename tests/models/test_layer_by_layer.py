@@ -81,7 +81,9 @@ def test_rounds_and_chunks_of_a_prompt_are_submitted_as_a_whole(
     assert submitted == []
 
 
-def test_so_is_a_step_of_a_batch(submitted: list[tuple[int, ...]]) -> None:
+def test_a_step_of_a_batch_is_submitted_by_layers_and_its_round_is_not(
+    submitted: list[tuple[int, ...]],
+) -> None:
     model = build("llama")
     recorders = Recorders(model)
     lanes = [Lane(model), Lane(model)]
