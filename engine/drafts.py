@@ -20,9 +20,9 @@ from mlx_speculation.engine.told_rounds import TellingDrafter
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import CompiledSteps, Lane, ReducedOutput, Sliding
 
-MODEL_LENGTH = 8
-# A lookup costs nothing, and drafts as many tokens as its match is long.
-LOOKUP_LENGTH = 16
+# No draft by measurement is longer. Greedy text that repeats itself is drafted well for
+# longer than that, but a verify of more rows costs by the row.
+LONGEST = 16
 
 MakeModel = Callable[[nn.Module], DraftModel]
 Follow = Callable[[Following], Drafter]
@@ -175,12 +175,6 @@ def measured_draft(draft: Any) -> Any:
     if len(others) > 1:
         return Cascade(*others)
     return others[0] if others else Filler()
-
-
-def longest_length(draft: Any) -> int:
-    """Return how many tokens are drafted in a round at most, if nobody has said so."""
-    lookup = any(isinstance(member, LookupDrafter) for member in members(draft))
-    return LOOKUP_LENGTH if lookup else MODEL_LENGTH
 
 
 def check_head_ids(draft: Any, highest_id: int) -> None:

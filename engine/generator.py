@@ -256,10 +256,9 @@ class SpeculativeGenerator:
 
         It measures whole rounds: plain steps, and drafting, the head's refresh and the
         verify together for each length up to 8 and every fourth beyond; `round_parts`
-        has the parts. It takes 74 rounds for each context with lengths up to 8, and 86
-        up to a lookup's 16; more, and 300 at most, where the draft is shorter than it
-        was asked for. Without it the first stream measures what it needs in its own
-        rounds, at the price of some speed.
+        has the parts. It takes 86 rounds for each context; more, and 300 at most, where
+        the draft is shorter than it was asked for. Without it the first stream measures
+        what it needs in its own rounds, at the price of some speed.
 
         Args:
             contexts: numbers of tokens in the caches to measure at. Costs between 512,

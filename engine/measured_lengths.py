@@ -11,7 +11,7 @@ from mlx_speculation.engine.adaptive import AdaptiveLengths
 from mlx_speculation.engine.allowance import Allowance
 from mlx_speculation.engine.cheaper import own_module
 from mlx_speculation.engine.cost_files import Known, shape_of
-from mlx_speculation.engine.drafts import longest_length, members
+from mlx_speculation.engine.drafts import LONGEST, members
 from mlx_speculation.engine.lengths import FixedLengths, Lengths
 from mlx_speculation.engine.lookup import LookupDrafter
 from mlx_speculation.engine.round_costs import RoundCosts
@@ -82,7 +82,7 @@ class MeasuredLengths:
         self.usual = _checked(usual, "draft_length")
         self._model, self._draft, self._sliding = model, draft, sliding
         self._compiled = compiled
-        self._longest = longest_length(draft)
+        self._longest = LONGEST
         self._known: Known | None = None
         self._batches: dict[int, Known] = {}
         self._allowance, self._batch_allowance = Allowance(), Allowance()

@@ -95,7 +95,7 @@ class Adaptive:
         series = [Series(arm) for arm in arms]
         sources = [text.source for text in texts]
         case = Case(self.name, "all groups", temperature, sources, series)
-        run_case(case, self.models, jobs, self.settings.passes, progress)
+        run_case(case, self.models, jobs, self.settings.passes, progress, turns=True)
         return case
 
     def demands_over_plain(self, case: Case) -> list[Demand]:
@@ -125,7 +125,8 @@ class Adaptive:
             )
             sources, series = [t.source for t in texts], [Series(arm) for arm in arms]
             cases.append(Case(self.name, group, temperature, sources, series))
-            turns.append(passes_of(cases[-1], self.models, jobs, count, progress))
+            turn = passes_of(cases[-1], self.models, jobs, count, progress, turns=True)
+            turns.append(turn)
         for turn in turns:
             next(turn)  # the warm-up
         for turn in islice(cycle(turns), settings.requests):

@@ -10,9 +10,9 @@ requests   short requests that change their group of prompts each time, over the
 All are calibrated before. Where drafting is parked, what a draft has missed is read
 when it is tried again: that is in the time, and in the shares of it that went into
 trials, reviews and measurements, which --explain prints, at the price of a hundredth of
-the speed. Rules as in compare.py: texts are
-checked first, arms take turns, and ratios are to the faster plain decoding in the same
-pass. A ratio of requests is one of times in all, without prefill and first rounds.
+the speed. Rules as in the finals of compare.py: texts are checked, arms take turns in
+slices of tokens, and ratios are to the faster plain decoding in the same pass. A ratio
+of requests is one of times in all, without prefill and first slices.
 
 The last line on standard output is one JSON object with everything.
 
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from compare_demands import Demand
 
 LENGTHS = [2, 4, 6, 8]
+LEAST = 48  # tokens; the first slice is not timed, nor is the round that ends it
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -83,12 +84,14 @@ def benchmark(
         list[int] | None,
         typer.Option(min=1, help="To compare with; by default 2, 4, 6 and 8."),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=18, help="Of each text.")] = 512,
+    tokens: Annotated[int, typer.Option(min=LEAST, help="Of each text.")] = 512,
     passes: Annotated[
         int, typer.Option(min=0, help="Of wrong and drafters; 0: none.")
     ] = 3,
     requests: Annotated[int, typer.Option(min=0, help="That change their group.")] = 20,
-    request_tokens: Annotated[int, typer.Option(min=18, help="Of each request.")] = 128,
+    request_tokens: Annotated[
+        int, typer.Option(min=LEAST, help="Of each request.")
+    ] = 128,
     seed: Seed = 0,
     explain: Annotated[
         bool, typer.Option(help="Print what went into trials; rounds are slower so.")

@@ -3,16 +3,17 @@
 Every arm takes a job and gives back a run, timed by the same rule: the clock starts
 when the first round's tokens have arrived and stops when the last token has, and the
 tokens that arrived in between are counted. So prefill is left out, and the first
-round of a speculative arm gives it no tokens for nothing.
+round of a speculative arm gives it no tokens for nothing. Where arms take turns, the
+first slice is left out likewise, with all tokens of the round that ends it.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -41,6 +42,10 @@ class Job:
         return Sampling(temperature=self.temperature, seed=self.seed)
 
 
+# Tokens as they arrive, each with the number of its round.
+Arrivals = Generator[tuple[int, int], None, None]
+
+
 @dataclass(slots=True)
 class Run:
     """What an arm generated, and how long it took.
@@ -55,6 +60,7 @@ class Run:
         failure: what another program raised, or None.
         reasons: seconds of rounds by the reason of their draft length, where that was
             asked for.
+        arrivals: the tokens that are still to come; None: it was run already.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -65,24 +71,62 @@ class Run:
     statistics: Statistics = field(default_factory=Statistics)
     failure: str | None = None
     reasons: dict[str, float] = field(default_factory=dict)
+    arrivals: Arrivals | None = None
+    _untimed: int = -1  # the round whose tokens came with the first
 
     @property
     def speed(self) -> float:
         """Tokens per second."""
         return self.timed / self.seconds
 
-    def follow(self, arrivals: Iterator[tuple[int, int]]) -> "Run":
-        """Take pairs of a token and the number of its round, against the clock."""
-        started, first_round = 0.0, -1
-        for token, number in arrivals:
-            now = time.perf_counter()
-            if not self.tokens:
-                started, first_round = now, number
-                self.first_seconds = now - self.begun
-            self.tokens.append(token)
-            self.timed += number != first_round
+    def follow(self, arrivals: Iterator[tuple[int, int]] | None = None) -> "Run":
+        """Take all tokens against the clock; the first round starts it."""
+        started = 0.0
+        for token, number in arrivals or self.arrivals or ():
+            now = self._note(token)
+            if len(self.tokens) == 1:
+                started, self._untimed = now, number
+            self.timed += number != self._untimed
             self.seconds = now - started
         return self
+
+    def take(self, count: int) -> None:
+        """Take a slice of tokens, with nothing in flight before and after.
+
+        The first slice is not timed, nor are tokens of the round that ends it.
+        """
+        if self.arrivals is None:
+            raise ValueError("The run was run as a whole, and cannot take turns.")
+        first, started = not self.tokens, time.perf_counter()
+        self.begun = started if first else self.begun
+        number = -1
+        for token, number in islice(self.arrivals, count):
+            self._note(token)
+            self.timed += not first and number != self._untimed
+        settle()
+        if first:
+            self._untimed = number
+        else:
+            self.seconds += time.perf_counter() - started
+
+    def _note(self, token: int) -> float:
+        now = time.perf_counter()
+        if not self.tokens:
+            self.first_seconds = now - self.begun
+        self.tokens.append(token)
+        return now
+
+    def finish(self) -> "Run":
+        """Take what is left without the clock, and let go of it."""
+        for token, _ in self.arrivals or ():
+            self._note(token)
+        return self
+
+
+def settle() -> None:
+    """Wait until nothing is in flight."""
+    mx.synchronize()
+    mx.synchronize(generation_stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +187,7 @@ class Arm:
     Attributes:
         engine: "ours" or "mlx-lm".
         draft_length: tokens drafted in a round; 0 is plain decoding.
-        decode: runs a job.
+        decode: begins a job, or runs it as a whole.
         draft: what drafts, where it is not the draft model.
         auto: the length is chosen in each round, and this is the longest.
         tolerance: how much its logits may differ from those of our models.
@@ -177,9 +221,8 @@ class Arm:
 
     def run(self, job: Job) -> Run:
         """Run a job with nothing of other arms in flight."""
-        mx.synchronize()
-        mx.synchronize(generation_stream)
-        return self.decode(job)
+        settle()
+        return self.decode(job).follow()
 
 
 def plain_arms(models: Models) -> list[Arm]:
@@ -205,7 +248,7 @@ def ours(
     *,
     explain: bool = False,
 ) -> Run:
-    """Run a job with one of our generators.
+    """Begin a job with one of our generators.
 
     Args:
         generator: with its draft.
@@ -214,66 +257,72 @@ def ours(
         explain: tell the reasons of the lengths, at the price of a hundredth.
     """
     run = Run()
-    stream = generator.stream(
-        job.prompt,
-        max_tokens=job.tokens,
-        sampling=job.sampling,
-        stop_tokens=(),
-        draft_length=length,
-        explain=explain,
-    )
-    run.statistics = stream.stats
-    run.follow((chunk.token, stream.stats.rounds) for chunk in stream)
-    for plan, outcome in stream.decisions if explain else ():
-        spent = run.reasons.get(plan.reason, 0.0)
-        run.reasons[plan.reason] = spent + outcome.seconds
+
+    def arrivals() -> Arrivals:
+        with generator.stream(
+            job.prompt,
+            max_tokens=job.tokens,
+            sampling=job.sampling,
+            stop_tokens=(),
+            draft_length=length,
+            explain=explain,
+        ) as stream:
+            run.statistics = stream.stats
+            for chunk in stream:
+                yield chunk.token, stream.stats.rounds
+            for plan, outcome in stream.decisions if explain else ():
+                spent = run.reasons.get(plan.reason, 0.0)
+                run.reasons[plan.reason] = spent + outcome.seconds
+
+    run.arrivals = arrivals()
     return run
 
 
 def _mlx_lm_plain(models: Models, job: Job) -> Run:
     run = Run()
 
-    def arrivals(steps: Iterator[Any]) -> Iterator[tuple[int, int]]:
-        for token, _ in steps:
-            run.statistics.count(drafted=0, accepted=0, emitted=1)
-            yield token, run.statistics.rounds
+    def arrivals() -> Arrivals:
+        mx.random.seed(job.seed)
+        steps = generate_step(
+            mx.array(job.prompt),
+            models.target,
+            max_tokens=job.tokens,
+            sampler=make_sampler(temp=job.temperature),
+        )
+        with wired(models.target), closing(steps):
+            for token, _ in steps:
+                run.statistics.count(drafted=0, accepted=0, emitted=1)
+                yield int(token), run.statistics.rounds
 
-    mx.random.seed(job.seed)
-    steps = generate_step(
-        mx.array(job.prompt),
-        models.target,
-        max_tokens=job.tokens,
-        sampler=make_sampler(temp=job.temperature),
-    )
-    with wired(models.target), closing(steps):
-        return run.follow(arrivals(steps))
+    run.arrivals = arrivals()
+    return run
 
 
 def _mlx_lm_speculative(models: Models, length: int, job: Job) -> Run:
     run = Run()
-    mx.random.seed(job.seed)
-    steps = speculative_generate_step(
-        mx.array(job.prompt),
-        models.target,
-        models.draft,
-        num_draft_tokens=length,
-        max_tokens=job.tokens,
-        sampler=make_sampler(temp=job.temperature),
-    )
     flags: list[bool] = []
 
-    def arrivals() -> Iterator[tuple[int, int]]:
-        for token, _, from_draft in steps:
-            yield int(token), flags.count(False)
-            flags.append(from_draft)
+    def arrivals() -> Arrivals:
+        mx.random.seed(job.seed)
+        steps = speculative_generate_step(
+            mx.array(job.prompt),
+            models.target,
+            models.draft,
+            num_draft_tokens=length,
+            max_tokens=job.tokens,
+            sampler=make_sampler(temp=job.temperature),
+        )
+        try:
+            with wired(models.target), closing(steps):
+                for token, _, from_draft in steps:
+                    yield int(token), flags.count(False)
+                    flags.append(from_draft)
+        except Exception as error:  # What it cannot do is a result, whatever it raises.
+            when = f"failed after token {len(run.tokens)}" if run.tokens else "refused"
+            run.failure = f"{when}: {type(error).__name__}: {error}"
+        count_rounds(run.statistics, flags, length, job.tokens)
 
-    try:
-        with wired(models.target), closing(steps):
-            run.follow(arrivals())
-    except Exception as error:  # What it cannot do is a result, whatever it raises.
-        when = f"failed after token {len(run.tokens)}" if run.tokens else "refused"
-        run.failure = f"{when}: {type(error).__name__}: {error}"
-    count_rounds(run.statistics, flags, length, job.tokens)
+    run.arrivals = arrivals()
     return run
 
 

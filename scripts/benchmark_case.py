@@ -2,20 +2,25 @@
 
 A short first pass warms up and is not counted. In every pass each arm runs the same
 job, one after the other, and the next pass begins with the next arm, so that a slow
-moment of the machine meets all arms alike. Every text of every pass is checked.
+moment of the machine meets all arms alike. Whole runs differ by more than most arms do,
+where a machine is shared: by turns all arms decode the same job at the same time, a
+slice of tokens each while the others stand still, in another order in each slice.
+Every text of every pass is checked.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from benchmark_arms import Arm, Job, Models, Run
+from benchmark_arms import Arm, Job, Models, Run, settle
 
 from mlx_speculation.cli.measuring import Spread
 from mlx_speculation.engine import Statistics
 from mlx_speculation.engine.identity import Parting, find_parting
+from mlx_speculation.models import wired
 
 WARM_UP_TOKENS = 32
+SLICE = 16  # tokens
 
 
 @dataclass(slots=True)
@@ -160,13 +165,25 @@ def run_case(
     progress: Callable[[str], None],
     *,
     places: int | None = None,
+    turns: bool = False,
 ) -> None:
     """Run the warm-up and all passes; fill the case's series.
+
+    Args:
+        case: its arms.
+        models: what they run.
+        jobs: of the passes, in turn.
+        repeats: passes.
+        progress: is told of each.
+        places: see `find_parting`.
+        turns: let the arms take turns in slices of tokens.
 
     Raises:
         AssertionError: a text that must be equal to plain decoding is not.
     """
-    for _ in passes_of(case, models, jobs, repeats, progress, places=places):
+    for _ in passes_of(
+        case, models, jobs, repeats, progress, places=places, turns=turns
+    ):
         pass
 
 
@@ -178,8 +195,11 @@ def passes_of(
     progress: Callable[[str], None],
     *,
     places: int | None = None,
+    turns: bool = False,
 ) -> Iterator[None]:
-    """Yield after the warm-up and after each pass, so that cases can take turns.
+    """Yield after the warm-up and after each pass, so that cases can alternate.
+
+    See `run_case`.
 
     Raises:
         AssertionError: a text that must be equal to plain decoding is not.
@@ -193,7 +213,10 @@ def passes_of(
         progress(f"{case}: pass {number + 1} of {repeats}")
         prompt, first = number % len(jobs), number % len(case.series)
         order = [*case.series[first:], *case.series[:first]]
-        runs = _run_pass(order, jobs[prompt], prompt, counted=True)
+        if turns:
+            runs = _take_turns(order, models, jobs[prompt], prompt)
+        else:
+            runs = _run_pass(order, jobs[prompt], prompt, counted=True)
         checker.check(jobs[prompt], prompt, runs)
         yield
 
@@ -207,6 +230,25 @@ def _run_pass(
             run = runs[series.arm.name] = series.arm.run(job)
             series.add(run, prompt, counted=counted)
     return runs
+
+
+def _take_turns(
+    order: Sequence[Series], models: Models, job: Job, prompt: int
+) -> dict[str, Run]:
+    """Run a pass by turns; the arms that have failed before are left out."""
+    arms = [series for series in order if series.failure is None]
+    with wired(models.target):  # the arms' own end in any order
+        settle()
+        runs = [series.arm.decode(job) for series in arms]
+        for number in range(-(-job.tokens // SLICE)):
+            turn = number % len(runs)
+            turns = [*runs[turn:], *runs[:turn]]
+            for run in turns[::-1] if number % 2 else turns:
+                if run.failure is None:
+                    run.take(SLICE)
+        for series, run in zip(arms, runs, strict=True):
+            series.add(run.finish(), prompt, counted=True)
+    return {s.arm.name: run for s, run in zip(arms, runs, strict=True)}
 
 
 class Checker:

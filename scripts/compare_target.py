@@ -102,20 +102,29 @@ class Compared:
         return self._case(group, temperature, self.arms, tokens, passes)
 
     def final(self, survey: Case) -> Case:
-        """Run the arms that matter on more prompts."""
+        """Run the arms that matter on more prompts, by turns."""
         tokens, passes = self.settings.final_tokens, self.settings.final_passes
         arms = [series.arm for series in finalists(survey)]
-        return self._case(survey.group, survey.temperature, arms, tokens, passes)
+        return self._case(
+            survey.group, survey.temperature, arms, tokens, passes, turns=True
+        )
 
     def _case(
-        self, group: str, temperature: float, arms: list[Arm], tokens: int, passes: int
+        self,
+        group: str,
+        temperature: float,
+        arms: list[Arm],
+        tokens: int,
+        passes: int,
+        *,
+        turns: bool = False,
     ) -> Case:
         texts, seed = texts_of(group, passes), self.settings.seed
         jobs = jobs_of(self.models, texts, tokens, temperature, seed)
         sources = [text.source for text in texts]
         series = [Series(arm) for arm in arms]
         case = Case(self.name, group, temperature, sources, series)
-        run_case(case, self.models, jobs, passes, progress)
+        run_case(case, self.models, jobs, passes, progress, turns=turns)
         return case
 
     def panel(self, survey: Case) -> Panel:

@@ -24,6 +24,7 @@ from support import census
 from support.batch_heads import head_bench
 from support.batches import bench
 from support.identity import prompt_of
+from support.planned_lengths import CALIBRATED
 from support.tiny_models import build
 from support.tiny_tokenizer import byte_tokenizer
 
@@ -56,11 +57,9 @@ def generator_with(kind: str) -> SpeculativeGenerator:
     return made.generator(kind, draft_length=None)
 
 
-@pytest.mark.parametrize(
-    ("kind", "lengths"), [("model", 9), ("lookup", 11), ("random", 9)]
-)
+@pytest.mark.parametrize("kind", ["model", "lookup", "random"])
 def test_every_length_is_measured_for_each_number_of_rows(
-    kind: str, lengths: int, rounds: list[int]
+    kind: str, rounds: list[int]
 ) -> None:
     told: list[tuple[int, int]] = []
     tables = generator_with(kind).calibrate_batches(
@@ -69,15 +68,15 @@ def test_every_length_is_measured_for_each_number_of_rows(
     assert list(tables) == [2, 4]
     for table in tables.values():
         assert set(table) == {0}
-        assert len(table[0]) == lengths
+        assert list(table[0]) == CALIBRATED
         assert all(seconds > 0 for seconds in table[0].values())
     assert tables[2] != tables[4]
     assert {n: rounds.count(n) for n in (2, 4)} == {2: len(rounds) // 2} | {
         4: len(rounds) // 2
     }
-    assert len(rounds) >= 2 * 5 * lengths
+    assert len(rounds) >= 2 * 5 * len(CALIBRATED)
     assert told == sorted(told)
-    each = 5 * (lengths - 1) + 15
+    each = 5 * (len(CALIBRATED) - 1) + 15
     assert {total for _, total in told} == {2 * each}
     assert 0.8 < told[-1][0] / told[-1][1] <= 1  # nobody asks after the last round
 
@@ -112,7 +111,7 @@ def test_the_costs_of_a_single_text_are_left_as_they_are() -> None:
     assert generator.round_parts == {}
     again = generator_with("model")
     again.calibrate([8])
-    assert sorted(again.lengths.batch_costs(2, RowRates()).table()[0]) == list(range(9))
+    assert sorted(again.lengths.batch_costs(2, RowRates()).table()[0]) == CALIBRATED
 
 
 def test_each_context_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

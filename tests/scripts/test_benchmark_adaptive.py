@@ -44,7 +44,7 @@ def _scripts(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.slow
 def test_the_last_line_is_json_with_every_ratio(folder: Path, tmp_path: Path) -> None:
-    sizes = "--temperature 0 --tokens 20 --passes 1 --requests 4 --request-tokens 18"
+    sizes = "--temperature 0 --tokens 48 --passes 1 --requests 4 --request-tokens 48"
     models = ["--target", str(folder), "--draft-model", str(folder)]
     written = tmp_path / "report.json"
     script = [sys.executable, str(SCRIPTS / "benchmark_adaptive.py")]

@@ -1,6 +1,8 @@
-"""Draft lengths from a list."""
+"""Draft lengths from a list, and those that a calibration measures."""
 
 from mlx_speculation.engine.lengths import Outcome, Plan
+
+CALIBRATED = [*range(9), 12, 16]
 
 
 class Planned:
