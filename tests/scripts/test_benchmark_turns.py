@@ -90,25 +90,27 @@ def test_a_run_that_is_a_whole_takes_no_turns(arms: ModuleType) -> None:
         arms.Run().take(4)
 
 
+@pytest.mark.parametrize("last", [8, 16])
 def test_arms_take_turns_and_their_texts_are_whole(
-    arms: ModuleType, cases: ModuleType
+    arms: ModuleType, cases: ModuleType, last: int
 ) -> None:
     options = importlib.import_module("benchmark_options")
     models = arms.Models.load(options.folder_of("draft"), options.folder_of("draft"))
-    job = arms.Job(models.encode("def f(n):"), 40, 0.0, 3)
+    job = arms.Job(models.encode("def f(n):"), 32 + last, 0.0, 3)
     made = [*arms.plain_arms(models), *arms.mlx_lm_arms(models, [2])]
     made.append(arms.Arm("ours", 2, partial(arms.ours, models.speculative, 2), "model"))
     taken: list[str] = []
     followed = [replace(arm, decode=partial(noting, taken, arm)) for arm in made]
     case = cases.Case("draft", "code", 0.0, [], [cases.Series(arm) for arm in followed])
     cases.run_case(case, models, [job], 1, lambda line: None, turns=True)
-    assert [len(series.runs[0].tokens) for series in case.series] == [40] * 4
+    assert [len(series.runs[0].tokens) for series in case.series] == [32 + last] * 4
     timed = [series.runs[0].timed for series in case.series]
-    assert timed[:2] == [24, 24]
-    assert all(0 < each <= 24 for each in timed)
-    assert [series.statistics.emitted for series in case.series] == [40] * 4
+    assert timed[:2] == [16 + last] * 2
+    assert all(0 < each <= 16 + last for each in timed)
+    emitted = [series.statistics.emitted for series in case.series]
+    assert emitted == [32 + last] * 4
     counted = taken[4 * 32 :]  # behind the warm-up
-    sizes = [16] * 8 + [8] * 4
+    sizes = [16] * 8 + [last] * 4
     slices = [counted[sum(sizes[:n]) : sum(sizes[: n + 1])] for n in range(len(sizes))]
     assert all(len(set(each)) == 1 for each in slices)
     orders = [[each[0] for each in slices[n : n + 4]] for n in (0, 4, 8)]
