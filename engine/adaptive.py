@@ -170,6 +170,10 @@ class AdaptiveLengths:
             plain = emitted * self.costs.seconds(context, 0)
             self._saved += plain - outcome.seconds
 
+    def passed_over(self, tokens: int) -> None:
+        """Take note that another drafter's round has committed so many tokens."""
+        self._lag += tokens
+
     def end(self) -> None:
         """Leave what was learnt to the next stream."""
         self._known.take(self.rates)

@@ -18,6 +18,7 @@ from dataclasses import replace
 from mlx_speculation.engine.acceptance_rates import AcceptanceRates
 from mlx_speculation.engine.adaptive import KNOWN_WEIGHT, AdaptiveLengths
 from mlx_speculation.engine.batch_rows import Row
+from mlx_speculation.engine.cascade_lengths import CascadeLengths
 from mlx_speculation.engine.lengths import Outcome, Plan
 from mlx_speculation.engine.round_costs import RoundCosts
 
@@ -204,4 +205,4 @@ class BatchLengths:
 
 
 def _measured(row: Row) -> bool:
-    return isinstance(row.parts.lengths, AdaptiveLengths)
+    return isinstance(row.parts.lengths, AdaptiveLengths | CascadeLengths)

@@ -1,6 +1,7 @@
 """The drafter that asks several drafters in turn."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from mlx_speculation.engine.drafting import (
@@ -14,6 +15,30 @@ from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.errors import InvalidRequestError
 
 
+@dataclass(slots=True)
+class Turns:
+    """How many tokens each drafter of a cascade may draft, and whose draft was taken.
+
+    Attributes:
+        lengths: of the next round; None: all as many as the round.
+        answered: the drafter that proposed the last draft; None: none did.
+    """
+
+    lengths: tuple[int, ...] | None = None
+    answered: int | None = None
+
+    def limit(self, drafter: int, limit: int) -> int:
+        """Return how many tokens a drafter may propose of a round's.
+
+        A round behind a plain step drafts one token more than was planned, which
+        stands for that step's.
+        """
+        if self.lengths is None:
+            return limit
+        own, more = self.lengths[drafter], max(0, limit - max(self.lengths))
+        return min(limit, own + more) if own else 0
+
+
 class Cascade:
     """Takes the draft of the first drafter that proposes anything.
 
@@ -23,8 +48,13 @@ class Cascade:
     A model that was passed over lags behind, and is fed what it has missed when its
     turn comes.
 
+    Lengths by measurement are each drafter's own, see `engine.cascade_lengths`.
+
     Args:
         drafters: at least two; mlx-lm models with the target's token ids and drafters.
+
+    Attributes:
+        turns: what the lengths of a stream say; set by who makes the stream.
     """
 
     def __init__(self, *drafters: Any) -> None:
@@ -35,6 +65,7 @@ class Cascade:
             )
         self._drafters = drafters
         self._asked: Drafter | None = None
+        self.turns = Turns()
 
     @property
     def drafters(self) -> tuple[Any, ...]:
@@ -55,11 +86,16 @@ class Cascade:
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
         """Return the first draft that is not empty."""
         draft = NOTHING  # stays so where none is asked any more
-        for drafter in self._drafters:
+        self.turns.answered = None
+        for index, drafter in enumerate(self._drafters):
+            own = self.turns.limit(index, limit)
+            if own <= 0:
+                continue
             self._asked = drafter
-            found = drafter.propose(sequence, limit, choose)
+            found = drafter.propose(sequence, own, choose)
             draft = draft if found is NOTHING else found
             if found.length:
+                self.turns.answered = index
                 break
             drafter.discard()
         return draft

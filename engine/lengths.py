@@ -45,18 +45,24 @@ class Plan:
             may pay by now. "review": it is nearly as good as the best, and was not
             measured for long. "budget": no more than one token is wanted.
         options: what was compared, by length.
+        each: of a cascade, the plan of each drafter, of which this is the longest.
     """
 
     length: int
     reason: Reason
     options: tuple[Option, ...] = ()
+    each: tuple["Plan", ...] = ()
 
     def __str__(self) -> str:
         compared = "  ".join(
             f"{o.length}: {o.tokens:.2f} in {o.seconds * 1e3:.1f} ms"
             for o in self.options
         )
-        return f"draft {self.length} ({self.reason})" + (compared and f"  {compared}")
+        said = f"draft {self.length} ({self.reason})" + (compared and f"  {compared}")
+        if not self.each:
+            return said
+        others = " or ".join(f"{plan.length} ({plan.reason})" for plan in self.each)
+        return f"{said}  of each drafter: {others}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ import mlx.nn as nn
 from mlx_speculation.engine.acceptance_rates import AcceptanceRates
 from mlx_speculation.engine.adaptive import AdaptiveLengths
 from mlx_speculation.engine.allowance import Allowance
+from mlx_speculation.engine.cascade import Cascade
+from mlx_speculation.engine.cascade_lengths import CascadeLengths
 from mlx_speculation.engine.cheaper import own_module
 from mlx_speculation.engine.cost_files import Known, shape_of
 from mlx_speculation.engine.drafts import LONGEST, members
@@ -83,9 +85,11 @@ class MeasuredLengths:
         self._model, self._draft, self._sliding = model, draft, sliding
         self._compiled = compiled
         self._longest = LONGEST
-        self._known: Known | None = None
+        self._each = drafters_of(draft)
+        self._known: dict[int, Known] = {}
         self._batches: dict[int, Known] = {}
-        self._allowance, self._batch_allowance = Allowance(), Allowance()
+        self._allowances = [Allowance() for _ in self._each]
+        self._batch_allowance = Allowance()
 
     def for_stream(
         self, length: int | Lengths | None, most: int | None = None
@@ -115,13 +119,18 @@ class MeasuredLengths:
         if self._draft is None or length is not None or not longest:
             length = length or 0
             return FixedLengths(length if most is None else min(length, most))
-        known = self._read()
+        policies = [self._policy(index, longest) for index in range(len(self._each))]
+        return policies[0] if len(policies) == 1 else CascadeLengths(policies)
+
+    def _policy(self, drafter: int, longest: int) -> AdaptiveLengths:
+        """Return the policy of a stream's drafter."""
+        known = self._read(drafter)
         return AdaptiveLengths(
             known.costs,
             known.rates,
             longest,
             at_end=known.save_if_new,
-            allowance=self._allowance,
+            allowance=self._allowances[drafter],
         )
 
     def for_batch(self, rates: AcceptanceRates) -> AdaptiveLengths:
@@ -173,7 +182,7 @@ class MeasuredLengths:
 
     def _batch(self, rows: int) -> Known:
         if rows not in self._batches:
-            key = self._key()
+            key = self._key(self._draft)
             self._batches[rows] = Known.read(key and {**key, "rows": rows})
         return self._batches[rows]
 
@@ -189,7 +198,7 @@ class MeasuredLengths:
     @property
     def parts(self) -> PartsTable:
         """Where the time of calibrated rounds went."""
-        return self._read().parts
+        return self._read(self._calibrated).parts
 
     def calibrate(
         self,
@@ -199,7 +208,7 @@ class MeasuredLengths:
     ) -> dict[int, dict[int, float]]:
         """Measure every length at these contexts, see the generator's `calibrate`."""
         self.check_calibration(contexts)
-        known = self._read()
+        known = self._read(self._calibrated)
         for number, context in enumerate(sorted(contexts)):
 
             def report(done: int, total: int, before: int = number) -> None:
@@ -244,14 +253,20 @@ class MeasuredLengths:
                     break
         return noting.table()
 
-    def _read(self) -> Known:
-        if self._known is None:
-            self._known = Known.read(self._key())
-        return self._known
+    @property
+    def _calibrated(self) -> int:
+        """The drafter whose rounds a calibration measures, see `measured_draft`."""
+        lookups = [isinstance(each, LookupDrafter) for each in self._each]
+        return lookups.index(False) if False in lookups else 0
 
-    def _key(self) -> dict[str, Any] | None:
+    def _read(self, drafter: int) -> Known:
+        if drafter not in self._known:
+            self._known[drafter] = Known.read(self._key(self._each[drafter]))
+        return self._known[drafter]
+
+    def _key(self, draft: Any) -> dict[str, Any] | None:
         """Return what the costs belong to; None where a draft cannot be told."""
-        names = [_name(member) for member in members(self._draft)]
+        names = [_name(member) for member in members(draft)]
         if not all(names):
             return None
         return {
@@ -259,6 +274,14 @@ class MeasuredLengths:
             "draft": names,
             "sliding": self._sliding,
         } | ({"compiled": True} if self._compiled else {})
+
+
+def drafters_of(draft: Any) -> list[Any]:
+    """Return what has lengths of its own: the drafters of a cascade, or the draft."""
+    if not isinstance(draft, Cascade):
+        return [draft]
+    nested = any(isinstance(each, Cascade) for each in draft.drafters)
+    return [draft] if nested else list(draft.drafters)
 
 
 def _name(member: Any) -> str:

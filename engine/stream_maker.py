@@ -10,6 +10,8 @@ from typing import Any
 
 import mlx.nn as nn
 
+from mlx_speculation.engine.cascade import Cascade
+from mlx_speculation.engine.cascade_lengths import CascadeLengths
 from mlx_speculation.engine.checks import (
     check_constraint,
     check_counts,
@@ -97,6 +99,8 @@ class StreamMaker:
         ends = self._end_ids(options.stop_tokens)
         masks = self._masks(options.constraint, ends)
         lengths = setup.lengths.for_stream(options.draft_length, options.max_draft)
+        if isinstance(lengths, CascadeLengths) and isinstance(drafter, Cascade):
+            drafter.turns = lengths.turns
         verifier = Verifier(chooser, setup.acceptance, whole_rows=handling.whole_rows)
         deciders = ranks.deciders(
             Deciders(drafter, lengths, verifier),

@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 
     from mlx_speculation.plots import Panel
 
-LENGTHS = [1, 2, 3, 4, 6, 8]
-MLX_LM_LENGTHS = [2, 3, 4, 8]
+LENGTHS = [1, 2, 4, 6, 8, 12, 16]
+MLX_LM_LENGTHS = [2, 4, 6, 8, 12]
 TORCH_LENGTHS = [4]
 DRAFTS = ["model", "compiled", "mtp", "eagle", "assistant", "dflash", "lookup"]
 
@@ -112,7 +112,8 @@ def compare(
     group: Group = None,
     temperature: Temperature = None,
     draft_length: Annotated[
-        list[int] | None, typer.Option(min=1, help="By default 1, 2, 3, 4, 6 and 8.")
+        list[int] | None,
+        typer.Option(min=1, help="By default 1, 2, 4, 6, 8, 12 and 16."),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Of each arm in the survey.")] = 64,
     passes: Annotated[

@@ -1,0 +1,237 @@
+"""Replays policies of draft lengths on real texts, where luck and noise are known.
+
+Two streams of one text differ by where their rounds begin, and two runs by what else
+the machine does; both are larger than what a policy of lengths gains or loses. So a
+text is taken apart once: behind every token, how many tokens would the draft model have
+right? Then any policy is replayed on it in no time, from several places, at the costs
+that rounds take here (`calibrate`), and compared with every fixed length:
+
+    right behind each token   6 5 4 3 2 1 0 3 2 1 0 ...
+    k = 4 takes               4       . . 1   2 ...        rounds of 5, 2, 3 tokens
+
+What a policy sees of the costs is noisy, as clocks are; what is charged is not.
+
+The last line on standard output is one JSON object.
+
+    python scripts/replay_lengths.py
+    python scripts/replay_lengths.py --target hybrid --temperature 0 --noise 0
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from itertools import product
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+from benchmark_options import (
+    GROUPS,
+    TARGETS,
+    TEMPERATURES,
+    Blas,
+    Group,
+    Seed,
+    Target,
+    Temperature,
+    folder_of,
+    progress,
+    texts_of,
+)
+
+from mlx_speculation.blas import use_blas
+from mlx_speculation.cli import run
+
+if TYPE_CHECKING:
+    from benchmark_arms import Job, Models
+
+    from mlx_speculation.engine.lengths import Lengths
+
+CONTEXT = 256
+SAMPLES, PLAIN_SAMPLES = 5, 15  # as `calibrate` takes them
+PLACES = (0, 3, 7, 11)  # tokens of each text that are left out before a replay
+# Of a plain step on its way, what is left when a draft is verified behind it; on a CPU.
+LEFT = 0.08
+FIRST_TRY = 3  # tokens; most drafts end early
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What rounds take.
+
+    Attributes:
+        seconds: by drafted tokens; 0 is a plain step.
+        noise: standard deviation of the logarithm of what a policy sees.
+    """
+
+    seconds: list[float]
+    noise: float
+
+    @property
+    def longest(self) -> int:
+        """The longest draft."""
+        return len(self.seconds) - 1
+
+    def seen(self, length: int, random: np.random.Generator, count: int = 1) -> float:
+        """Return what a policy sees of a round: a median of so many."""
+        factors = self.noise * random.standard_normal(count)
+        return self.seconds[length] * math.exp(float(np.median(factors)))
+
+
+@app.command()
+def replay(
+    target: Target = None,
+    group: Group = None,
+    temperature: Temperature = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Of each group.")] = 6,
+    tokens: Annotated[int, typer.Option(min=64, help="Of each text.")] = 144,
+    noise: Annotated[float, typer.Option(min=0.0, help="Of the clock.")] = 0.1,
+    seed: Seed = 0,
+    blas: Blas = "auto",
+) -> None:
+    """Replay lengths by measurement and fixed ones."""
+    use_blas(blas)
+    from benchmark_arms import Models, jobs_of
+
+    results = []
+    for name in target or TARGETS:
+        models = Models.load(folder_of(name), folder_of("draft"))
+        progress(f"{name}: rounds are measured")
+        table = models.speculative.calibrate([CONTEXT])[0]
+        machine = Machine(between(table), noise)
+        for warmth, each in product(temperature or TEMPERATURES, group or GROUPS):
+            progress(f"{name}, {each}, temperature {warmth:g}: texts are taken apart")
+            jobs = jobs_of(models, texts_of(each, prompts), tokens, warmth, seed)
+            texts = [right_behind(models, job, machine.longest) for job in jobs]
+            found = compare(machine, texts, seed)
+            results.append(
+                {"target": name, "group": each, "temperature": warmth, **found}
+            )
+            show(results[-1])
+    print(json.dumps({"noise": noise, "results": results}))
+
+
+def between(table: dict[int, float]) -> list[float]:
+    """Return the costs of all lengths; between measured ones by straight lines."""
+    lengths = range(max(table) + 1)
+    return [float(s) for s in np.interp(lengths, list(table), list(table.values()))]
+
+
+def right_behind(models: "Models", job: "Job", longest: int) -> list[int]:
+    """Return how many tokens the draft model has right behind each of a text's.
+
+    Args:
+        models: the target and its draft model.
+        job: the text.
+        longest: no more are drafted.
+    """
+    from mlx_speculation.engine.draft_model import DraftModel
+    from mlx_speculation.engine.drafting import Choices
+    from mlx_speculation.engine.sequence import Sequence
+    from mlx_speculation.models import Lane
+    from mlx_speculation.samplers import Verifier
+
+    text = models.plain.generate(
+        job.prompt, max_tokens=job.tokens, sampling=job.sampling, stop_tokens=()
+    ).tokens
+    verifier = Verifier(models.chooser(job))
+    drafter = DraftModel(lambda: Lane(models.draft))
+    drafter.begin(Sequence(list(job.prompt)))
+    found = []
+    for place in range(len(text)):
+        sequence, following = Sequence(job.prompt + text[:place]), text[place:]
+        for limit in (FIRST_TRY, longest):
+            draft = drafter.propose(sequence, limit, Choices(verifier))
+            drafted: Any = draft.tokens.tolist()
+            right = in_common(drafted, following)
+            if right < limit or limit == longest:
+                break
+            drafter.discard()
+        drafter.settle(0)
+        found.append(right)
+    return found
+
+
+def in_common(drafted: list[int], following: list[int]) -> int:
+    """Return how many tokens are the same before the first that is not."""
+    pairs = list(zip(drafted, following, strict=False))
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs))
+
+
+def replayed(
+    policy: "Lengths", machine: Machine, text: list[int], random: np.random.Generator
+) -> float:
+    """Return the seconds of a token under a policy, the first round left out."""
+    from mlx_speculation.engine.lengths import Outcome
+
+    place, counted, seconds, behind = 0, 0, 0.0, False
+    plan = policy.plan(CONTEXT, len(text) - 1)
+    while place < len(text):
+        accepted = min(plan.length, text[place])
+        left = len(text) - place - accepted - 2
+        after = None if plan.length else policy.plan(CONTEXT + place + 1, left)
+        ahead = after is not None and after.length == 0 <= left
+        share = 1.0 if plan.length else (LEFT if behind else 1.0) + (1 - LEFT) * ahead
+        if place:
+            seconds += share * machine.seconds[plan.length]
+            counted += accepted + 1
+        seen = share * machine.seen(plan.length, random)
+        place += accepted + 1
+        outcome = Outcome(plan.length, accepted, seen, behind, ahead)
+        policy.note(CONTEXT + place, plan, outcome)
+        plan, behind = after or policy.plan(CONTEXT + place, left), ahead
+    policy.end()
+    return seconds / counted
+
+
+def compare(machine: Machine, texts: list[list[int]], seed: int) -> dict[str, Any]:
+    """Return the best fixed length, and lengths by measurement over it."""
+    from mlx_speculation.engine.acceptance_rates import AcceptanceRates
+    from mlx_speculation.engine.adaptive import AdaptiveLengths
+    from mlx_speculation.engine.allowance import Allowance
+    from mlx_speculation.engine.lengths import FixedLengths
+    from mlx_speculation.engine.round_costs import RoundCosts
+
+    measured = [n for n in range(machine.longest + 1) if n <= 8 or n % 4 == 0]
+    fixed = [0.0] * (machine.longest + 1)
+    auto = []
+    for place in PLACES:
+        random = np.random.default_rng([seed, place])
+        known = {
+            n: machine.seen(n, random, SAMPLES if n else PLAIN_SAMPLES)
+            for n in measured
+        }
+        costs, rates = RoundCosts({0: known}, left=LEFT), AcceptanceRates()
+        allowance = Allowance()
+        for text in texts:
+            policy = AdaptiveLengths(costs, rates, machine.longest, allowance=allowance)
+            auto.append(replayed(policy, machine, text[place:], random))
+            for length in range(len(fixed)):
+                spent = replayed(FixedLengths(length), machine, text[place:], random)
+                fixed[length] += spent
+    best = min(range(len(fixed)), key=fixed.__getitem__)
+    return {
+        "best": best,
+        "best_over_plain": fixed[0] / fixed[best],
+        "auto_over_best": fixed[best] / sum(auto),
+        "auto_over_plain": fixed[0] / sum(auto),
+        "seconds": machine.seconds,
+        "right": median(n for text in texts for n in text),
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print one line."""
+    where = f"{result['target']}, {result['group']}, {result['temperature']:g}"
+    print(
+        f"{where:20} best fixed k = {result['best']:2}: "
+        f"{result['best_over_plain']:.2f} x plain; by measurement "
+        f"{result['auto_over_plain']:.2f}, {result['auto_over_best']:.3f} of it"
+    )
+
+
+if __name__ == "__main__":
+    run(app)

@@ -1,0 +1,76 @@
+"""Lengths replayed on texts that were taken apart.
+
+Faults that were made by hand, and found here: the first round counts; a round takes a
+token too few; a plain step that is on its way costs as much as a whole one.
+"""
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from mlx_speculation.engine.lengths import FixedLengths
+from support.planned_lengths import Planned
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+TEXT = [2, 6, 5, 4, 3, 2, 1, 0, 3, 2, 1, 0]
+
+
+@pytest.fixture(name="script")
+def _script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("replay_lengths")
+
+
+def replayed(script: ModuleType, lengths: list[int], text: list[int]) -> float:
+    machine = script.Machine([1.0, 1.5, 2.0, 2.5, 3.0], 0.0)
+    policy = FixedLengths(lengths[0]) if len(lengths) == 1 else Planned(lengths)
+    seconds: float = script.replayed(policy, machine, text, np.random.default_rng(0))
+    return seconds
+
+
+def test_rounds_take_what_is_right_and_one_more(script: ModuleType) -> None:
+    # Rounds begin at 0 (2 right), 3 (4 right), 8 (room for 3): 9 tokens are counted.
+    assert replayed(script, [4], TEXT) == pytest.approx((3.0 + 2.5) / 9)
+
+
+def test_the_end_of_a_text_cuts_its_last_round(script: ModuleType) -> None:
+    # Rounds begin at 0, 3 and 6 (one right), 8 (two of two), 11: the last is plain.
+    seconds = 2.0 + 2.0 + 2.0 + 1.0
+    assert replayed(script, [2], TEXT) == pytest.approx(seconds / 9)
+
+
+def test_plain_steps_cost_a_step_each(script: ModuleType) -> None:
+    # The first one brings the second on its way; the last one brings none.
+    assert replayed(script, [0], TEXT) == pytest.approx((11 - 1 + 0.08) / 11)
+
+
+def test_a_draft_behind_a_step_waits_for_what_is_left_of_it(script: ModuleType) -> None:
+    machine = script.Machine([1.0, 1.5], 0.0)
+    policy = Planned([0, 0, 1])
+    # 0 brings a step, which is read at 1; then drafts at 2 and, after two steps, at 6.
+    text = [0, 0, 1, 0, 0, 0]
+    seconds = script.replayed(policy, machine, text, np.random.default_rng(0))
+    assert seconds == pytest.approx((0.08 + 1.5 + 1.92 + 0.08) / 5)
+
+
+def test_what_is_right_ends_with_the_first_difference(script: ModuleType) -> None:
+    assert script.in_common([1, 2, 3], [1, 2, 4, 5]) == 2
+    assert script.in_common([1, 2, 3], [1, 2]) == 2
+    assert script.in_common([1], [2, 1]) == 0
+
+
+def test_costs_between_measured_ones_lie_on_a_line(script: ModuleType) -> None:
+    assert script.between({0: 1.0, 1: 2.0, 4: 5.0}) == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_lengths_by_measurement_are_compared_with_all_fixed_ones(
+    script: ModuleType,
+) -> None:
+    machine = script.Machine([1.0 + 0.2 * n for n in range(9)], 0.05)
+    found = script.compare(machine, [[8] * 120] * 3, seed=1)
+    assert found["best"] == 8
+    assert found["best_over_plain"] == pytest.approx(9 / 2.6, rel=0.1)
+    assert 0.9 < found["auto_over_best"] <= 1.01
