@@ -132,27 +132,34 @@ def test_better_kernels_are_those_that_the_processor_can_run(
 @with_openblas
 def test_openblas_takes_the_kernels_of_this_processor() -> None:
     """An OpenBLAS that does not know it takes SSE3, and decodes 1.4 times as long."""
-    found, detail = _run(
+    found, detail, better = _run(
         "import os; os.environ.pop('OPENBLAS_CORETYPE', None)\n"
         "from mlx_speculation import blas\n"
         "detail = use_blas('openblas').detail\n"
         "import ctypes; core = blas._core_of(ctypes.CDLL(None))\n"
         "print(blas._better_than(core, blas._processor_flags()))\n"
-        "print(core in detail)"
+        "print(core in detail)\n"
+        "print(blas.better_kernels())"
     )
-    assert found == "None"
+    assert found == better == "None"
     assert detail == "True"
 
 
 @linux
 @with_openblas
-def test_kernels_that_the_caller_names_are_left() -> None:
-    (kept,) = _run(
+def test_kernels_that_the_caller_names_are_left_and_better_ones_named() -> None:
+    none, kept, better, best = _run(
         "import os; os.environ['OPENBLAS_CORETYPE'] = 'Nehalem'\n"
+        "from mlx_speculation import blas\n"
+        "print(blas.better_kernels())\n"
         "choice = use_blas('openblas')\n"
-        "print(os.environ['OPENBLAS_CORETYPE'], choice.detail)"
+        "print(os.environ['OPENBLAS_CORETYPE'], choice.detail)\n"
+        "print(blas.better_kernels())\n"
+        "print(blas._better_than('Nehalem', blas._processor_flags()))"
     )
+    assert none == "None"
     assert kept.startswith("Nehalem OpenBLAS")
+    assert better == best
 
 
 @linux

@@ -97,6 +97,17 @@ def blas_in_use() -> str:
     return _describe_openblas() or "reference BLAS of the mlx wheel"
 
 
+def better_kernels() -> str | None:
+    """Return OpenBLAS's name of kernels that are better than those in use.
+
+    None: those in use are the best that the processor can run, or not OpenBLAS's.
+    `use_blas` takes the best ones itself, unless `OPENBLAS_CORETYPE` names others.
+    """
+    if sys.platform == "darwin" or _describe_openblas() is None:
+        return None
+    return _better_than(_core_of(ctypes.CDLL(None)), _processor_flags())
+
+
 def _use_accelerate(name: BlasName) -> BlasChoice:
     if name == "openblas":
         raise BlasError(

@@ -289,6 +289,13 @@ CUDA = {"backend": "cuda", "openblas": False, "blas": "reference BLAS"}
             "OPENBLAS_NUM_THREADS is 64, and this process may use 4 cores",
         ),
         (
+            {"kernels": "SkylakeX", "environment": {"OPENBLAS_CORETYPE": "Haswell"}},
+            "slow",
+            "OpenBLAS 0.3.21 does not run the SkylakeX kernels that this processor can "
+            "run, since OPENBLAS_CORETYPE is Haswell",
+        ),
+        ({"kernels": "Haswell"}, "slow", "as it was loaded early"),
+        (
             {"packages": {**WELL, "llguidance": None}},
             "note",
             "llguidance is not installed, so --json-schema cannot be used",

@@ -12,6 +12,7 @@ from packaging.version import Version
 
 Level = Literal["wrong", "slow", "note"]
 CUDNN = "MLX_CUDA_USE_CUDNN_SDPA"
+CORE_TYPE = "OPENBLAS_CORETYPE"
 OLDEST_PYTHON = (3, 11)
 # Packages of extras: the extra, and what cannot be used without the package.
 OPTIONAL = {
@@ -35,6 +36,7 @@ class Facts:
         gpus: how many NVIDIA GPUs the machine shows.
         blas: what multiplies float32 on the CPU, in a few words.
         openblas: whether that is OpenBLAS.
+        kernels: of OpenBLAS, better ones than those in use; None: there are none.
         cores: how many this process may use.
         environment: variables that matter.
         cache_folder: where measured costs are kept; None: nowhere.
@@ -50,6 +52,7 @@ class Facts:
     gpus: int = 0
     blas: str = ""
     openblas: bool = False
+    kernels: str | None = None
     cores: int | None = None
     environment: Mapping[str, str]
     cache_folder: str | None = None
@@ -161,6 +164,22 @@ def _speed(facts: Facts) -> list[Advice]:
                 "slow",
                 f"{CUDNN} is '0': prompts are read several times slower without cuDNN",
                 f"unset {CUDNN}, unless a model needs it (see the note without it)",
+            )
+        )
+    if facts.backend == "cpu" and facts.kernels is not None:
+        named = facts.environment.get(CORE_TYPE)
+        by_whom = f"since {CORE_TYPE} is {named}" if named else "as it was loaded early"
+        action = (
+            f"unset {CORE_TYPE}" if named else f"export {CORE_TYPE}={facts.kernels}"
+        )
+        said.append(
+            Advice(
+                "slow",
+                f"{facts.blas} does not run the {facts.kernels} kernels that this "
+                f"processor can run, {by_whom}: some products take twice as long",
+                f"unset {CORE_TYPE}"
+                if named
+                else f"export {CORE_TYPE}={facts.kernels}",
             )
         )
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):

@@ -9,8 +9,15 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from mlx_speculation.blas import blas_in_use
-from mlx_speculation.cli.advice import CUDNN, OPTIONAL, Facts, advice, required_names
+from mlx_speculation.blas import better_kernels, blas_in_use
+from mlx_speculation.cli.advice import (
+    CORE_TYPE,
+    CUDNN,
+    OPTIONAL,
+    Facts,
+    advice,
+    required_names,
+)
 from mlx_speculation.cli.opening import begin
 from mlx_speculation.cli.options import Json
 from mlx_speculation.cli.running import FAILED
@@ -33,7 +40,13 @@ PACKAGES = (
     "rich",
     *OPTIONAL,
 )
-VARIABLES = (CUDNN, "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MLX_SPECULATION_CACHE")
+VARIABLES = (
+    CUDNN,
+    CORE_TYPE,
+    "OPENBLAS_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "MLX_SPECULATION_CACHE",
+)
 
 
 def doctor(json: Json = False) -> None:
@@ -70,6 +83,7 @@ def find_facts() -> tuple[Facts, dict[str, Any]]:
         gpus=len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
         blas=blas,
         openblas=blas.startswith("OpenBLAS"),
+        kernels=better_kernels(),
         cores=cores(),
         environment={n: os.environ[n] for n in VARIABLES if n in os.environ},
         cache_folder=None if folder is None else str(folder),
