@@ -168,18 +168,19 @@ def _speed(facts: Facts) -> list[Advice]:
         )
     if facts.backend == "cpu" and facts.kernels is not None:
         named = facts.environment.get(CORE_TYPE)
-        by_whom = f"since {CORE_TYPE} is {named}" if named else "as it was loaded early"
-        action = (
-            f"unset {CORE_TYPE}" if named else f"export {CORE_TYPE}={facts.kernels}"
-        )
+        action = f"export {CORE_TYPE}={facts.kernels}"
         said.append(
             Advice(
                 "slow",
                 f"{facts.blas} does not run the {facts.kernels} kernels that this "
-                f"processor can run, {by_whom}: some products take twice as long",
-                f"unset {CORE_TYPE}"
-                if named
-                else f"export {CORE_TYPE}={facts.kernels}",
+                "processor can run, "
+                + (
+                    f"since {CORE_TYPE} is {named}"
+                    if named
+                    else "as it was loaded early"
+                )
+                + ": some products take twice as long",
+                f"unset {CORE_TYPE}" if named else action,
             )
         )
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
