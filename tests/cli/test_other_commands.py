@@ -294,7 +294,7 @@ CUDA = {"backend": "cuda", "openblas": False, "blas": "reference BLAS"}
             "OpenBLAS 0.3.21 does not run the SkylakeX kernels that this processor can "
             "run, since OPENBLAS_CORETYPE is Haswell",
         ),
-        ({"kernels": "Haswell"}, "slow", "as it was loaded early"),
+        ({"kernels": "Haswell"}, "slow", "since it was loaded early"),
         (
             {"packages": {**WELL, "llguidance": None}},
             "note",

@@ -168,19 +168,15 @@ def _speed(facts: Facts) -> list[Advice]:
         )
     if facts.backend == "cpu" and facts.kernels is not None:
         named = facts.environment.get(CORE_TYPE)
-        action = f"export {CORE_TYPE}={facts.kernels}"
+        why, action = "it was loaded early", f"export {CORE_TYPE}={facts.kernels}"
+        if named:
+            why, action = f"{CORE_TYPE} is {named}", f"unset {CORE_TYPE}"
         said.append(
             Advice(
                 "slow",
                 f"{facts.blas} does not run the {facts.kernels} kernels that this "
-                "processor can run, "
-                + (
-                    f"since {CORE_TYPE} is {named}"
-                    if named
-                    else "as it was loaded early"
-                )
-                + ": some products take twice as long",
-                f"unset {CORE_TYPE}" if named else action,
+                f"processor can run, since {why}: some products take twice as long",
+                action,
             )
         )
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
