@@ -15,6 +15,9 @@ from mlx_speculation.engine.adaptive import AdaptiveLengths
 from mlx_speculation.engine.cascade import Turns
 from mlx_speculation.engine.lengths import Outcome, Plan
 
+# Plain steps that a policy wants to see are no draft's of another.
+_PLAIN_ALONE = ("first", "measure", "review")
+
 
 class CascadeLengths:
     """Decides the draft lengths of one stream whose draft is a cascade; see `Lengths`.
@@ -38,9 +41,13 @@ class CascadeLengths:
     def plan(self, context: int, limit: int) -> Plan:
         """Return the longest of all plans, which has them all."""
         each = tuple(policy.plan(context, limit) for policy in self.policies)
-        self.turns.lengths = tuple(plan.length for plan in each)
-        longest = max(each, key=lambda plan: plan.length)
-        return Plan(longest.length, longest.reason, longest.options, each)
+        chosen = max(each, key=lambda plan: plan.length)
+        lengths = tuple(plan.length for plan in each)
+        for plan in each:
+            if plan.length == 0 and plan.reason in _PLAIN_ALONE:
+                chosen, lengths = plan, (0,) * len(each)
+        self.turns.lengths = lengths
+        return Plan(chosen.length, chosen.reason, chosen.options, each)
 
     def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
         """Let the drafter's policy learn whose draft it was, or all from a step."""

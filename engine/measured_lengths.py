@@ -120,7 +120,11 @@ class MeasuredLengths:
             length = length or 0
             return FixedLengths(length if most is None else min(length, most))
         policies = [self._policy(index, longest) for index in range(len(self._each))]
-        return policies[0] if len(policies) == 1 else CascadeLengths(policies)
+        if len(policies) == 1:
+            return policies[0]
+        for policy in policies:  # what no calibration has measured of them
+            policy.costs.guess(policies[self._calibrated].costs)
+        return CascadeLengths(policies)
 
     def _policy(self, drafter: int, longest: int) -> AdaptiveLengths:
         """Return the policy of a stream's drafter."""

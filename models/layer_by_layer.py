@@ -6,9 +6,9 @@ therefore hidden by the last operations of that forward, and no longer than thes
 Submitted layer by layer, the thread has the first layers while the others are built.
 
 The operations, their order and their results are the same. Rounds with drafts gain
-nothing: their graphs are built while drafts are computed, and steps of a small model
-lose a twentieth. A GPU has no such end of its queue; what is submitted early there is
-said in `models.in_round`.
+nothing where two cores compute (docs/speed.md), and steps of a small model lose a
+twentieth. A GPU has no such end of its queue; what is submitted early there is said in
+`models.in_round`.
 """
 
 import functools

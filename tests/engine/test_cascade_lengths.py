@@ -3,7 +3,7 @@
 Faults that were made by hand, and found here: all are asked for the longest; a round is
 noted for all, or for the first; a drafter that may draft nothing is asked; one that was
 passed over is taken to know the text; a round behind a step is a token short; costs are
-kept under one name.
+kept under one name; a step that one policy waits for is another's draft.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ from mlx_speculation.engine.adaptive import AdaptiveLengths
 from mlx_speculation.engine.cascade import Turns
 from mlx_speculation.engine.cascade_lengths import CascadeLengths
 from mlx_speculation.engine.drafting import Choose, Draft
-from mlx_speculation.engine.lengths import Outcome
+from mlx_speculation.engine.lengths import Outcome, Plan
 from mlx_speculation.engine.round_costs import RoundCosts
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.errors import DrafterFaultWarning
@@ -130,6 +130,16 @@ def test_a_plan_is_the_longest_and_has_them_all() -> None:
     assert lengths.longest == 8
 
 
+@pytest.mark.parametrize("reason", ["first", "measure", "review"])
+def test_a_step_that_one_policy_wants_to_see_is_a_step_for_all(reason: Any) -> None:
+    lengths, (_, second) = planned(4, 0)
+    second.plan = lambda context, limit: Plan(0, reason)
+    plan = lengths.plan(100, 50)
+    assert (plan.length, plan.reason) == (0, reason)
+    assert lengths.turns.lengths == (0, 0)
+    assert plan.each[0].length == 4
+
+
 def test_a_round_is_noted_for_its_drafter_and_a_step_for_all() -> None:
     lengths, (lookup, first, parked, last) = planned(9, 4, 0, 2)
     plan = lengths.plan(100, 50)
@@ -181,6 +191,34 @@ def test_a_wrong_model_is_parked_behind_a_lookup_that_is_right() -> None:
     assert np.mean([each[1] == 0 for each in asked]) > 0.9
 
 
+@pytest.mark.parametrize("guessed", [False, True])
+def test_a_lookup_whose_costs_nobody_knows_is_asked_before_long(guessed: bool) -> None:
+    """It waited for plain steps, which there were none of while the model drafted."""
+    costs, dear = RoundCosts(left=0.1), RoundCosts({0: dict(enumerate(DEAR))}, left=0.1)
+    if guessed:
+        costs.guess(dear)
+    lookup = AdaptiveLengths(costs, AcceptanceRates(), LONGEST)
+    model = AdaptiveLengths(dear, AcceptanceRates([0.95] * 16, 30.0), LONGEST)
+    lengths = CascadeLengths([lookup, model])
+    behind, drafted = False, []
+    plan = lengths.plan(100, 1000)
+    for _ in range(120):
+        assert lengths.turns.lengths is not None
+        answers = 0 if lengths.turns.lengths[0] else 1
+        length = lengths.turns.lengths[answers]
+        following = None if length else lengths.plan(100, 1000)
+        ahead = following is not None and following.length == 0
+        lengths.turns.answered = answers
+        seconds = (CHEAP if answers == 0 else DEAR)[length]
+        seconds *= 1 if length else (0.1 if behind else 1) + 0.9 * ahead
+        outcome = Outcome(length, length, seconds, behind, ahead)
+        lengths.note(100, plan, outcome)
+        drafted += [answers] if length else []
+        plan, behind = following or lengths.plan(100, 1000), ahead
+    assert drafted[-40:].count(0) == 40
+    assert lookup.costs.seconds(100, LONGEST) < 0.6 * DEAR[LONGEST]
+
+
 @pytest.mark.usefixtures("measured")
 def test_costs_are_kept_for_each_drafter_and_the_text_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -196,6 +234,8 @@ def test_costs_are_kept_for_each_drafter_and_the_text_stays(
     stream = generator.stream(PROMPT, explain=True, **options)
     assert [chunk.token for chunk in stream] == expected
     assert all(len(plan.each) == 2 for plan, _ in stream.decisions)
+    # What the lookup's rounds cost is guessed by the model's, which were measured.
+    assert generator.lengths._read(0).costs.lengths(8) == sorted(table[0])
     for draft in (small, "lookup"):
         other = SpeculativeGenerator(model, byte_tokenizer(), draft=draft)
         known = other.lengths._read(0).costs.table()
