@@ -86,7 +86,7 @@ class Cascade:
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
         """Return the first draft that is not empty."""
         draft = NOTHING  # stays so where none is asked any more
-        self.turns.answered = None
+        self._asked = self.turns.answered = None
         for index, drafter in enumerate(self._drafters):
             own = self.turns.limit(index, limit)
             if own <= 0:

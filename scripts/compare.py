@@ -8,16 +8,18 @@ On each target, group of prompts and temperature, in one process, by turns:
     transformers   plain and assisted generation on the same weights, under torch in
                    float32, checked by their logits; where it refuses, the reason
 
-First a survey of all arms on a few prompts, then a final between those that matter,
-over at least 1,000 tokens: the best drafter at its two best lengths and the second at
-its best, both with lengths by measurement too, the draft model and mlx-lm's speculation
-at their best lengths, and both plain decodings.
+First a survey of all arms on a few prompts, one run after the other, then a final
+between those that matter, over at least 1,000 tokens: the best drafter at its two best
+lengths and the second at its best, both with lengths by measurement too, the draft
+model and mlx-lm's speculation at their best lengths, and both plain decodings. In a
+final all arms decode the same prompt at the same time, by turns of some tokens.
 
 No figure of a case is printed unless our texts equal plain decoding's in every pass (at
 temperature 0 also mlx-lm's plain text), up to near-ties that rounding explains, see
 mlx_speculation.engine.identity. Tokens per second leave out prefill and the first
-round. Ratios are medians over passes of the ratio to the faster plain decoding, ours or
-mlx-lm's, in the same pass. Our plain decoding against mlx-lm's: benchmark_plain.py.
+round, or the first turn. Ratios are medians over passes of the ratio to the faster
+plain decoding, ours or mlx-lm's, in the same pass. Our plain decoding against mlx-lm's:
+benchmark_plain.py.
 
 The last line on standard output is one JSON object with everything.
 

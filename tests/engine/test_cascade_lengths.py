@@ -43,6 +43,7 @@ class Asked:
     def __init__(self, *, speaks: bool = True) -> None:
         self.speaks = speaks
         self.limits: list[int] = []
+        self.discarded = 0
 
     def begin(self, sequence: Sequence) -> None:
         """Do nothing."""
@@ -56,7 +57,8 @@ class Asked:
         """Do nothing."""
 
     def discard(self) -> None:
-        """Do nothing."""
+        """Count the calls."""
+        self.discarded += 1
 
 
 class Noting(Planned):
@@ -106,6 +108,18 @@ def test_a_drafter_that_may_draft_nothing_is_not_asked() -> None:
     assert proposed(cascade_of(lookup, model, lengths=(0, 4)), 5) == 5
     assert (lookup.limits, model.limits) == ([], [5])
     assert proposed(cascade_of(lookup, Asked(), lengths=(0, 0)), 1) == 0
+
+
+def test_who_was_not_asked_undoes_nothing() -> None:
+    """Its last round stays, which was committed."""
+    lookup, model = Asked(), Asked()
+    cascade = cascade_of(lookup, model, lengths=(0, 4))
+    assert proposed(cascade, 4) == 4
+    cascade.settle(4)
+    cascade.turns.lengths = (0, 0)
+    assert proposed(cascade, 1) == 0
+    cascade.discard()
+    assert lookup.discarded == model.discarded == 0
 
 
 def test_without_lengths_all_are_asked_for_as_many() -> None:
