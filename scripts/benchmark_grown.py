@@ -220,6 +220,7 @@ def _arms(
     from benchmark_arms import Arm, ours, plain_arms
 
     from mlx_speculation import SpeculativeGenerator
+    from mlx_speculation.engine.drafts import LONGEST
 
     yield from plain_arms(pair.models)
     plain = pair.models.plain
@@ -233,7 +234,7 @@ def _arms(
         table = generator.calibrate()
         costs[kind] = {n: round(seconds * 1e3, 2) for n, seconds in table[0].items()}
         typer.secho(f"{kind}: ms of a round by length: {costs[kind]}", err=True)
-        yield Arm("ours", 8, partial(ours, generator, None), kind, auto=True)
+        yield Arm("ours", LONGEST, partial(ours, generator, None), kind, auto=True)
 
 
 def _theirs(pair: Pair, lengths: list[int]) -> "list[Arm]":

@@ -143,11 +143,12 @@ def make_arms(
     """Make the arms; the first two are those of plain decoding."""
     from benchmark_arms import Arm, mlx_lm_arms, ours, plain_arms
 
+    from mlx_speculation.engine.drafts import LONGEST
+
     arms = plain_arms(models)
     for draft, generator in drafts.items():
-        longest = max([8, *lengths])
         auto = partial(ours, generator, None)
-        arms.append(Arm("ours", longest, auto, draft, auto=True))
+        arms.append(Arm("ours", LONGEST, auto, draft, auto=True))
         for length in lengths:
             arms.append(Arm("ours", length, partial(ours, generator, length), draft))
     return arms + mlx_lm_arms(models, mlx_lm)

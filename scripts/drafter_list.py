@@ -17,6 +17,7 @@ from mlx_speculation import (
 )
 from mlx_speculation.demo import demo_models
 from mlx_speculation.engine import Statistics
+from mlx_speculation.engine.drafts import LONGEST
 from mlx_speculation.engine.identity import find_parting
 from mlx_speculation.engine.kinds import Offer, draft_folder, kind_named
 from mlx_speculation.errors import (
@@ -84,7 +85,7 @@ class Bench:
             prompt: the text that is continued.
             tokens: how many are generated.
             sampling: how they are chosen.
-            length: tokens drafted in a round; None: by measurement, at most 8.
+            length: tokens drafted in a round; None: by measurement.
 
         Returns:
             The counts, and 1 if the text parts from plain decoding's where rounding
@@ -113,7 +114,7 @@ class Bench:
             [int(token) for token in self.plain.tokenizer.encode(prompt)],
             self._texts[key],
             result.tokens,
-            width=(length or 8) + 1,
+            width=(length or LONGEST) + 1,
         )
         assert parting is not None
         assert parting.near_tie, f"{source.name}: not the text of plain: {parting}"

@@ -6,8 +6,8 @@ text is taken apart once: behind every token, how many tokens would the draft mo
 right? Then any policy is replayed on it in no time, from several places, at the costs
 that rounds take here (`calibrate`), and compared with every fixed length:
 
-    right behind each token   6 5 4 3 2 1 0 3 2 1 0 ...
-    k = 4 takes               4       . . 1   2 ...        rounds of 5, 2, 3 tokens
+    right behind each token   6 5 4 3 2 1 0 3 2 1 0
+    k = 4 takes               4         1   3          rounds of 5, 2 and 4 tokens
 
 What a policy sees of the costs is noisy, as clocks are; what is charged is not.
 
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from mlx_speculation.engine.lengths import Lengths
 
 CONTEXT = 256
-SAMPLES, PLAIN_SAMPLES = 5, 15  # as `calibrate` takes them
 PLACES = (0, 3, 7, 11)  # tokens of each text that are left out before a replay
 # Of a plain step on its way, what is left when a draft is verified behind it; on a CPU.
 LEFT = 0.08
@@ -96,12 +95,15 @@ def replay(
     use_blas(blas)
     from benchmark_arms import Models, jobs_of
 
+    from mlx_speculation.engine.round_costs import RoundCosts
+
     results = []
     for name in target or TARGETS:
         models = Models.load(folder_of(name), folder_of("draft"))
         progress(f"{name}: rounds are measured")
         table = models.speculative.calibrate([CONTEXT])[0]
-        machine = Machine(between(table), noise)
+        costs = RoundCosts({0: table})
+        machine = Machine(costs.curve(CONTEXT, max(table)), noise)
         for warmth, each in product(temperature or TEMPERATURES, group or GROUPS):
             progress(f"{name}, {each}, temperature {warmth:g}: texts are taken apart")
             jobs = jobs_of(models, texts_of(each, prompts), tokens, warmth, seed)
@@ -112,12 +114,6 @@ def replay(
             )
             show(results[-1])
     print(json.dumps({"noise": noise, "results": results}))
-
-
-def between(table: dict[int, float]) -> list[float]:
-    """Return the costs of all lengths; between measured ones by straight lines."""
-    lengths = range(max(table) + 1)
-    return [float(s) for s in np.interp(lengths, list(table), list(table.values()))]
 
 
 def right_behind(models: "Models", job: "Job", longest: int) -> list[int]:
@@ -193,17 +189,16 @@ def compare(machine: Machine, texts: list[list[int]], seed: int) -> dict[str, An
     from mlx_speculation.engine.adaptive import AdaptiveLengths
     from mlx_speculation.engine.allowance import Allowance
     from mlx_speculation.engine.lengths import FixedLengths
+    from mlx_speculation.engine.measured_lengths import calibration_costs
     from mlx_speculation.engine.round_costs import RoundCosts
 
+    needed = calibration_costs().needed
     measured = [n for n in range(machine.longest + 1) if n <= 8 or n % 4 == 0]
     fixed = [0.0] * (machine.longest + 1)
     auto = []
     for place in PLACES:
         random = np.random.default_rng([seed, place])
-        known = {
-            n: machine.seen(n, random, SAMPLES if n else PLAIN_SAMPLES)
-            for n in measured
-        }
+        known = {n: machine.seen(n, random, needed(n)) for n in measured}
         costs, rates = RoundCosts({0: known}, left=LEFT), AcceptanceRates()
         allowance = Allowance()
         for text in texts:

@@ -62,10 +62,6 @@ def test_what_is_right_ends_with_the_first_difference(script: ModuleType) -> Non
     assert script.in_common([1], [2, 1]) == 0
 
 
-def test_costs_between_measured_ones_lie_on_a_line(script: ModuleType) -> None:
-    assert script.between({0: 1.0, 1: 2.0, 4: 5.0}) == [1.0, 2.0, 3.0, 4.0, 5.0]
-
-
 def test_lengths_by_measurement_are_compared_with_all_fixed_ones(
     script: ModuleType,
 ) -> None:
