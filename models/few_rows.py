@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.nn.layers import distributed
 
 from mlx_speculation.models.cuda_kernels import kernels_compile
 from mlx_speculation.models.cuda_products import HALVES, MOST_ROWS, Weight, products
@@ -80,10 +81,17 @@ def quantized_weight(layer: Any, x: mx.array) -> Weight | None:
 
 
 class _Way(NamedTuple):
-    """How a layer is asked: the method that multiplies, and what it multiplies by."""
+    """How a layer is asked.
+
+    Attributes:
+        method: which multiplies.
+        weight_of: what it multiplies by.
+        summed: whether products of all ranks of its group are added up.
+    """
 
     method: str
     weight_of: WeightOf
+    summed: bool = False
 
 
 _LAYERS: dict[type[nn.Module], _Way] = {
@@ -91,6 +99,13 @@ _LAYERS: dict[type[nn.Module], _Way] = {
     nn.QuantizedLinear: _Way("__call__", quantized_weight),
     nn.Embedding: _Way("as_linear", half_weight),
     nn.QuantizedEmbedding: _Way("as_linear", quantized_weight),
+    # A rank's part of a layer.
+    distributed.AllToShardedLinear: _Way("__call__", half_weight),
+    distributed.QuantizedAllToShardedLinear: _Way("__call__", quantized_weight),
+    distributed.ShardedToAllLinear: _Way("__call__", half_weight, summed=True),
+    distributed.QuantizedShardedToAllLinear: _Way(
+        "__call__", quantized_weight, summed=True
+    ),
 }
 
 
@@ -129,7 +144,7 @@ _ALONE = _Together(())
 
 def _asking_of(kind: type[nn.Module], together: _Together) -> type[nn.Module]:
     """Return a class whose method asks for the kernel first, in a round."""
-    method, weight_of = _LAYERS[kind]
+    method, weight_of, summed = _LAYERS[kind]
     usual = getattr(kind, method)
 
     def call(self: nn.Module, x: mx.array) -> mx.array:
@@ -143,8 +158,11 @@ def _asking_of(kind: type[nn.Module], together: _Together) -> type[nn.Module]:
                 found = together.found(weight, x, weight_of)
         if found is None:
             found = usual(self, x)
-        elif "bias" in self:
-            found = found + self.bias
+        else:
+            if summed:
+                found = mx.distributed.all_sum(found, group=self.group)
+            if "bias" in self:
+                found = found + self.bias
         if x.size > x.shape[-1]:  # steps of a draft are submitted one by one
             submit_in_parts(found)
         return found

@@ -127,6 +127,7 @@ def _arms(models: "Models", lengths: list[int], warm_up: int) -> Any:
     from batch_arms import Arm, mlx_lm, ours
 
     from mlx_speculation import SpeculativeGenerator
+    from mlx_speculation.engine.drafts import LONGEST
 
     yield Arm("mlx-lm", partial(mlx_lm, models.target))
     plain = SpeculativeGenerator(models.target, models.tokenizer)
@@ -135,9 +136,8 @@ def _arms(models: "Models", lengths: list[int], warm_up: int) -> Any:
         generator = SpeculativeGenerator(models.target, models.tokenizer, draft=draft)
         for length in lengths:
             yield Arm(f"{name} {length}", partial(ours, generator, length), length + 1)
-        widest = 17 if name == "lookup" else 9
         run_auto = partial(ours, generator, None)
-        yield Arm(f"{name} auto", run_auto, widest, warm_up)
+        yield Arm(f"{name} auto", run_auto, LONGEST + 1, warm_up)
 
 
 def _calibrate(models: "Models", rows: int, context: int) -> None:

@@ -9,7 +9,7 @@ so too; single rows are, or are submitted in parts; products are counted on from
 forward to the next; an attention over latents is asked; a mask is not passed on; the
 hooks stay when their owner has left; a layer is given the product of what another one
 was fed; one that nobody calls is multiplied for ever; layers that are quantized in
-another way are multiplied together.
+another way are multiplied together; parts of ranks are not added up, or with the bias.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx.nn.layers import distributed
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.gated_delta import gated_delta_ops
 
@@ -179,6 +180,34 @@ def test_a_linear_layer_asks_where_the_kernel_serves(
     assert layer(x).shape == wanted.shape
     assert len(asked) == int(serves)  # outside of a round nobody is asked
     recorders.remove()
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("sharding", ["all-to-sharded", "sharded-to-all"])
+def test_a_ranks_part_of_a_layer_asks_and_is_added_up(
+    sharding: str,
+    bias: bool,
+    bits: int | None,
+    asked: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sum over the ranks is that of two which have the same, and one is here."""
+    whole: Any = nn.Sequential(nn.Linear(64, 48, bias=bias))
+    whole.set_dtype(mx.bfloat16)
+    if bits is not None:
+        nn.quantize(whole, group_size=32, bits=bits)
+    layer = nn.Sequential(distributed.shard_linear(whole.layers[0], sharding))
+    monkeypatch.setattr(mx.distributed, "all_sum", lambda x, group: 2 * x)
+    x = mx.random.normal((1, 5, 64)).astype(mx.bfloat16)
+    wanted = layer(x)
+    recorders = Recorders(layer)
+    with rows_of_a_round():
+        found = layer(x)
+    assert asked == ["half" if bits is None else "four bits"]
+    assert mx.allclose(found, wanted, rtol=0.02, atol=0.02)
+    recorders.remove()
+    assert type(layer.layers[0]).__call__ is plain_class(layer.layers[0]).__call__
 
 
 @pytest.mark.parametrize("bits", [None, 4])

@@ -1,4 +1,8 @@
-"""Programs that run on several ranks of one machine, and always come to an end."""
+"""Programs that run on several ranks of one machine, and always come to an end.
+
+They are joined by mlx's ring. With RANKS_BACKEND=nccl in the environment by NCCL, each
+on a GPU of its own; RANKS_SECONDS is how long a program may then take.
+"""
 
 import json
 import os
@@ -15,6 +19,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = "from support.rank_programs import main; main()"
+BACKEND = os.environ.get("RANKS_BACKEND", "ring")
+SECONDS = float(os.environ.get("RANKS_SECONDS", "120"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,7 @@ def run_ranks(
     folder: Path,
     *,
     ranks: int = 2,
-    seconds: float = 120.0,
+    seconds: float = SECONDS,
     launcher: bool = False,
     environment: dict[str, str] | None = None,
     meanwhile: Callable[[list[int]], None] | None = None,
@@ -55,7 +61,8 @@ def run_ranks(
     """
     folder.mkdir(parents=True, exist_ok=True)
     named = dict(os.environ, RANKS_FOLDER=str(folder), **(environment or {}))
-    named["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    paths = [str(ROOT / "src"), str(ROOT / "tests"), named.get("PYTHONPATH", "")]
+    named["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     named["MLX_SPECULATION_CACHE"] = str(folder / "measured")
     command = [sys.executable, "-c", PROGRAM, *program.split()]
     if launcher:
@@ -91,11 +98,19 @@ def wait_for(path: Path, seconds: float = 60.0) -> None:
 def _spawned(
     command: Sequence[str], ranks: int, folder: Path, environment: dict[str, str]
 ) -> list[subprocess.Popen[bytes]]:
-    hosts = folder / "hosts.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _ports(ranks)]))
+    hosts, ports = folder / "hosts.json", _ports(ranks)
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
     started = []
     for rank in range(ranks):
         own = {"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)}
+        if BACKEND == "nccl":
+            own = {
+                "NCCL_HOST_IP": "127.0.0.1",
+                "NCCL_PORT": str(ports[0]),
+                "MLX_WORLD_SIZE": str(ranks),
+                "MLX_RANK": str(rank),
+                "CUDA_VISIBLE_DEVICES": str(rank),
+            }
         with (folder / f"errors{rank}.txt").open("wb") as errors:
             started.append(
                 subprocess.Popen(
@@ -114,8 +129,9 @@ def _launched(
     command: Sequence[str], ranks: int, folder: Path, environment: dict[str, str]
 ) -> subprocess.Popen[bytes]:
     launch = Path(sys.executable).with_name("mlx.launch")
-    options = ["--backend", "ring", "-n", str(ranks)]
-    options += ["--starting-port", str(_ports(1)[0])]
+    options = ["--backend", BACKEND, "-n", str(ranks)]
+    port = "--nccl-port" if BACKEND == "nccl" else "--starting-port"
+    options += [port, str(_ports(1)[0])]
     with (folder / "errors0.txt").open("wb") as errors:
         return subprocess.Popen(
             [str(launch), *options, "--", *command],
