@@ -16,6 +16,7 @@ from functools import cache
 from mlx_speculation.engine.acceptance_rates import AcceptanceRates
 from mlx_speculation.engine.allowance import Allowance
 from mlx_speculation.engine.lengths import Option, Outcome, Plan, Reason
+from mlx_speculation.engine.parked import Parked
 from mlx_speculation.engine.round_costs import RoundCosts
 
 # Up to here every length is measured, beyond it every fourth.
@@ -93,6 +94,7 @@ class AdaptiveLengths:
         self._thorough = thorough
         self._at_end = at_end
         self._run: _Run | None = None
+        self._parked = Parked()
         self._begun = False
         self._allowance = allowance or Allowance()
         self._allowed = self._allowance.steps
@@ -114,6 +116,10 @@ class AdaptiveLengths:
     def plan(self, context: int, limit: int) -> Plan:
         """Return the next round's plan; see `Lengths`."""
         longest = min(limit, self._longest)
+        if longest > 0 and (parked := self._parked.next()) is not None:
+            self._decided += 1
+            return parked
+        self._learn_parked()
         if not self._begun:
             self._begun = True
             return Plan(0, "first")
@@ -128,14 +134,19 @@ class AdaptiveLengths:
             self._run = self._trial(context, best, options)
             if self._run is None:
                 self._decided += 1
-                self._drafted += best.length > 0
-                reason: Reason = "best" if best.length else "plain"
-                return Plan(best.length, reason, tuple(options))
+                if best.length:
+                    self._drafted += 1
+                    return Plan(best.length, "best", tuple(options))
+                return self._parked.begin(Plan(0, "plain", tuple(options)))
         self._run.left -= 1
         return Plan(min(self._run.length, longest), self._run.reason)
 
     def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
         """Learn from a round; see `Lengths`."""
+        if self._parked.keep(context, plan, outcome):
+            self._lag += 1
+            return
+        self._learn_parked()
         self._since_review += 1
         self._context = context
         self._elapsed += outcome.seconds
@@ -157,6 +168,24 @@ class AdaptiveLengths:
         if 0 in self.costs.lengths(context):
             self._count_gain(context, plan, outcome)
 
+    def _learn_parked(self) -> None:
+        """Learn from the plain steps since the last decision."""
+        for context, seconds in self._parked.taken():
+            self._since_review += 1
+            self._context = context
+            self._elapsed += seconds
+            self.costs.note(context, 0, seconds)
+
+    def use_costs(self, costs: RoundCosts) -> None:
+        """Go on with other costs, and decide anew."""
+        self._learn_parked()
+        self._parked.stop()
+        self.costs = costs
+
+    def reconsider(self) -> None:
+        """Decide anew in the next round: the rates are those of other rows."""
+        self._parked.stop()
+
     def _count_gain(self, context: int, plan: Plan, outcome: Outcome) -> None:
         """Count what a trial has lost, and what a draft has saved, in seconds."""
         # Of a step on its way a part was computed in the round that submitted it.
@@ -176,6 +205,7 @@ class AdaptiveLengths:
 
     def end(self) -> None:
         """Leave what was learnt to the next stream."""
+        self._learn_parked()
         self._known.take(self.rates)
         if self._elapsed and 0 in self.costs.lengths(self._context):
             left = TRIAL_SHARE * self._elapsed - self._spent

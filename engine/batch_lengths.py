@@ -118,7 +118,7 @@ class BatchLengths:
                     self._policy = self._make(self.rates)
                 bucket = row_bucket(len(rows)) if size is None else size
                 if bucket != self.bucket:
-                    self._policy.costs = self._costs(bucket, self.rates)
+                    self._policy.use_costs(self._costs(bucket, self.rates))
                     self.bucket = bucket
                 self._plan = self._policy.plan(context, longest)
             shared = self._plan.length
@@ -193,10 +193,16 @@ class BatchLengths:
     def join(self, row: Row) -> None:
         """Let a new row begin with what is known of the others."""
         row.rates = self.rates.for_row()
+        self._reconsider()
 
     def leave(self) -> None:
         """Forget plans that were made for rows which are gone."""
         self._plan = self._next = None
+        self._reconsider()
+
+    def _reconsider(self) -> None:
+        if self._policy is not None:
+            self._policy.reconsider()
 
     def end(self) -> None:
         """Keep what was learnt."""

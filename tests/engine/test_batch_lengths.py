@@ -104,6 +104,40 @@ def test_a_batch_that_shrinks_does_not_try_anew_at_each_size() -> None:
 
 
 @pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("change", ["joins", "leaves", "sizes"])
+def test_a_parked_batch_decides_anew_when_its_rows_change(change: str) -> None:
+    """Several plain steps are decided at once, and other rows may be drafted for."""
+
+    def seconds(rows: int, drafted: int) -> float:
+        return 1 + 0.5 * drafted if rows < 8 else 1 + 2.0 * drafted
+
+    rows = rows_of({"joins": 3, "leaves": 4, "sizes": 8}[change])
+    lengths = lengths_with(seconds)
+    for row in rows:
+        lengths.join(row)
+        for _ in range(40):
+            row.rates.note(8, 8 if change == "sizes" else 0)
+    widths = [1]
+    while any(widths[-3:]) or len(widths) < 40:  # to where it is parked
+        limits = lengths.limits(rows, 100, [50] * len(rows))
+        widths.append(max(limits))
+        plain = widths[-1] == 0
+        outcome = Outcome(widths[-1], 0, 1.0, behind=plain, ahead=plain)
+        lengths.note(rows, 100, limits, [0] * len(rows), outcome)
+        assert len(widths) < 200
+    if change == "joins":
+        rows = [*rows, *rows_of(1)]
+        lengths.join(rows[-1])
+    elif change == "leaves":
+        lengths.leave()
+    else:
+        rows = rows[:4]
+    for row in rows:
+        row.rates = AcceptanceRates([1.0] * LONGEST, 40.0)
+    assert max(lengths.limits(rows, 100, [50] * len(rows))) > 0
+
+
+@pytest.mark.usefixtures("measured")
 def test_found_drafts_are_cut_to_the_width_that_pays() -> None:
     def seconds(rows: int, drafted: int) -> float:
         return 1 + 0.5 * drafted
