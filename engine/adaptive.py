@@ -3,10 +3,10 @@
     speed(k) = (1 + r0 + r0 r1 + ... + r0 ... r(k-1)) / seconds(k)
 
 Every k is searched, since cost goes in steps. Where plain decoding is the fastest,
-drafting is parked, and tried again for a few rounds now and then. What such trials cost
-beside plain decoding, catching up of a draft's caches included, stays below a share of
-the time and an allowance of each stream; so it is when drafting pays little and the
-plain step is measured again.
+drafting is parked, and tried again now and then for a round, and on while all that is
+drafted is right. What such trials cost beside plain decoding, catching up of a draft's
+caches included, stays below a share of the time and an allowance of each stream; so it
+is when drafting pays little and the plain step is measured again.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,6 @@ from mlx_speculation.engine.round_costs import RoundCosts
 SHORT = 8
 # The share of the time that may go into trials, beside the allowance of a stream.
 TRIAL_SHARE = 0.015
-TRIAL_ROUNDS = 3
 # What a draft has to gain over plain decoding, when all of it is accepted, to be tried.
 LEAST_GAIN = 1.05
 # What was learnt counts for so many rounds in a new stream, and in a trial. Fewer
@@ -101,6 +100,8 @@ class AdaptiveLengths:
         self._elapsed = 0.0
         self._spent = self._saved = 0.0
         self._tried = False
+        self._drafting = False  # whether the drafter has read the prompt
+        self._right = False  # whether the last round's draft was right to its end
         self._decided = self._drafted = 0  # rounds of the best length, and with drafts
         self._context = 0
         self._lag = 0  # plain steps that a draft has not read
@@ -150,12 +151,17 @@ class AdaptiveLengths:
         self._since_review += 1
         self._context = context
         self._elapsed += outcome.seconds
+        self._right = 0 < outcome.drafted == outcome.accepted
         lag, self._lag = self._lag, 0 if outcome.drafted else self._lag + 1
+        if outcome.reading:
+            self._drafting = True
+            self.costs.note_reading(context, outcome.reading)
         if outcome.drafted:
+            self._drafting = True
             self.rates.note(outcome.drafted, outcome.accepted)
         if outcome.fresh:
             pass  # what it lost counts below, what it took tells nothing
-        elif outcome.drafted and lag > 1:
+        elif outcome.drafted and lag > 1 and not outcome.reading:
             self._note_catch_up(context, outcome, lag)
         elif outcome.steady or (outcome.drafted and not outcome.behind):
             self.costs.note(context, outcome.drafted, outcome.seconds)
@@ -193,7 +199,9 @@ class AdaptiveLengths:
         first = outcome.drafted > 0 and outcome.behind  # the step's own token
         emitted = outcome.accepted + 1 + first - elsewhere
         if plan.reason in ("trial", "review"):
-            lost = outcome.seconds - emitted / self._best_speed(context)
+            lost = (
+                outcome.seconds + outcome.reading - emitted / self._best_speed(context)
+            )
             self._spent += max(0.0, lost)
         elif plan.reason == "best" and outcome.drafted:
             plain = emitted * self.costs.seconds(context, 0)
@@ -281,28 +289,36 @@ class AdaptiveLengths:
         plain = options[0]
         if best.length:
             return self._review(context, best, options)
+        if self._right and (tried := self._most_hopeful(options)).length:
+            return _Run(tried.length, "trial", 1)  # what is right loses nothing
         # A few steps are read for little, and would tell more of noise than of a rate.
         # What it really takes is in what was spent, so that too low a rate delays the
         # trial after this one, while too high a one would end all trials.
         rate = self._catch_up_seconds / (self._caught_up + FEW_STEPS)
         rate = min(rate, TRIAL_SHARE / 2 * plain.seconds)
-        lost = self._lag * rate + plain.seconds
+        missed = self._lag * rate if self._drafting else context * self.costs.reading
+        lost = missed + plain.seconds
         saved = self._allowance.of_saved(self._saved / plain.seconds)
         allowed = (self._allowed + saved) * plain.seconds + TRIAL_SHARE * self._elapsed
         if self._spent + lost > allowed:
             return None  # without a look at each option, in nearly every parked round
-        paying = [
-            o for o in options[1:] if _may_pay(o.length, o.seconds, plain.seconds)
-        ]
-        if not paying:
+        tried = self._most_hopeful(options)
+        if tried is plain:
             return None
-        tried = max(paying, key=lambda option: option.speed)
-        lost += TRIAL_ROUNDS * (tried.seconds - tried.tokens * plain.seconds)
+        lost += tried.seconds - tried.tokens * plain.seconds
         if self._spent + lost > allowed:
             return None
         self._tried = True
         self.rates = self.rates.loosened(TRIAL_WEIGHT)
-        return _Run(tried.length, "trial", TRIAL_ROUNDS)
+        return _Run(tried.length, "trial", 1)
+
+    def _most_hopeful(self, options: list[Option]) -> Option:
+        """Return the fastest draft that pays if it is right, or the plain step."""
+        plain = options[0]
+        paying = [
+            o for o in options[1:] if _may_pay(o.length, o.seconds, plain.seconds)
+        ]
+        return max(paying, key=lambda option: option.speed, default=plain)
 
     def _review(self, context: int, best: Option, options: list[Option]) -> _Run | None:
         """Return rounds of a length that is nearly as good, the longest not measured.

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 # nothing is taken away: 4 steps of 64.
 FIRST_TRIAL = 4.0
 IN_VAIN = 0.7
+# What short streams may leave to each other of their share of time: enough for a draft
+# that has to read a prompt of a thousand tokens or two before it can be tried.
+MOST_CARRIED = 12.0
 # Of what drafts have saved, in earlier streams and in this one, the share that trials
 # may lose, what a stream leaves of it to the one after the next, and the most of it. In
 # simulated requests of 144 tokens, of which every second begins with 12 that no draft
@@ -52,7 +55,7 @@ class Allowance:
     ) -> None:
         """Learn from a stream that has ended, and what it left of its allowance."""
         self.saved = max(0.0, SAVED_STAYS * self.saved + saved)
-        self.carried = max(-FIRST_TRIAL, min(FIRST_TRIAL, left))
+        self.carried = max(-FIRST_TRIAL, min(MOST_CARRIED, left))
         if drafted:
             self.in_vain = 0
         elif tried:

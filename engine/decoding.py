@@ -69,6 +69,7 @@ class Decoder:
         self._processors = verifier.chooser.processors
         self._drafter = drafter
         self._drafter_begun = False
+        self._reading = 0.0  # seconds of the prompt, told with the first draft's round
         self._lengths = lengths
         self.decisions: list[tuple[Plan, Outcome]] | None = [] if explain else None
         self._plan: Plan | None = None
@@ -138,7 +139,9 @@ class Decoder:
             if not more:
                 drafter.begin(self._sequence)
                 self._drafter_begun = True
-            self.statistics.prefill_seconds += time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            self.statistics.prefill_seconds += seconds
+            self._reading += seconds
         return self._drafter_begun
 
     def next_round(self, budget: int, cut: MakeCut) -> str | None:
@@ -198,7 +201,9 @@ class Decoder:
             behind=behind,
             ahead=self._rounds.in_flight is not None,
             parts=seconds,
+            reading=self._reading,
         )
+        self._reading = 0.0
         self._lengths.note(context, plan, outcome)
         if self.decisions is not None:
             self.decisions.append((plan, outcome))

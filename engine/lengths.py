@@ -78,6 +78,8 @@ class Outcome:
             of its time.
         ahead: whether the round has left a plain step on its way.
         parts: where the time went.
+        reading: seconds that the drafter took before it to read the prompt, which are
+            not in its time; 0 but for the first round of a stream that drafts.
         fresh: whether it was the first of its shape, and its time tells of making
             plans for that more than of what such rounds take.
     """
@@ -89,6 +91,7 @@ class Outcome:
     ahead: bool = False
     parts: RoundSeconds = NO_TIME
     fresh: bool = False
+    reading: float = 0.0
 
     @property
     def steady(self) -> bool:

@@ -61,6 +61,8 @@ class RoundCosts:
         left: what is left of a plain step that is on its way when a round begins, as a
             share of it: nearly all where a device computes while the host goes on,
             hardly any on a CPU, where a step is computed while it is submitted.
+        reading: seconds that the drafter takes for each token of a prompt, which it
+            reads before its first draft; 0: not known.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class RoundCosts:
         plain_samples: int | None = None,
     ) -> None:
         self.left = left
+        self.reading = 0.0
         self._left_noted = 0
         self._samples = samples
         self._plain_samples = plain_samples or samples
@@ -100,7 +103,7 @@ class RoundCosts:
             factor = math.exp(self._all)
             own = self._buckets.setdefault(bucket, {})
             own |= {n: _Cost(seconds / factor) for n, seconds in costs.items()}
-        self.left = other.left
+        self.left, self.reading = other.left, other.reading
 
     def guess(self, other: "RoundCosts") -> None:
         """Take what other costs know and these do not for a guess.
@@ -219,6 +222,11 @@ class RoundCosts:
             share = min(1.0, seconds / step)
             self._left_noted += 1
             self.left += max(LEFT_SHARE, 1 / self._left_noted) * (share - self.left)
+
+    def note_reading(self, tokens: int, seconds: float) -> None:
+        """Learn from a drafter that has read a prompt of so many tokens."""
+        own = seconds / max(1, tokens)
+        self.reading = (self.reading + own) / 2 if self.reading else own
 
     def step_left(self, context: int) -> float:
         """Return the seconds that a plain step takes which is on its way already."""

@@ -7,7 +7,9 @@ try as much as the one before, which tried in vain; an allowance that is not giv
 drafts that gain nothing tried; a plain step that is measured before the others; what
 drafts have saved is not counted, not forgotten, or spent without end; the last plain
 step before a draft taken for a whole one; what is left of a step not learnt, or taken
-for all of it; a run of plain steps that counts as a loss.
+for all of it; a run of plain steps that counts as a loss; a trial that ends though all
+of it was right; a prompt that a draft reads for nothing, or without end, or whose
+reading is taken for what its length costs; an allowance that a long prompt outweighs.
 """
 
 import statistics
@@ -20,7 +22,7 @@ from hypothesis import strategies as st
 
 from mlx_speculation.engine.acceptance_rates import AcceptanceRates
 from mlx_speculation.engine.adaptive import AdaptiveLengths
-from mlx_speculation.engine.allowance import Allowance
+from mlx_speculation.engine.allowance import MOST_CARRIED, Allowance
 from mlx_speculation.engine.lengths import FixedLengths, Lengths, Outcome, Plan
 from mlx_speculation.engine.measured_lengths import calibration_costs
 from mlx_speculation.engine.round_costs import RoundCosts
@@ -169,9 +171,79 @@ def test_an_allowance_shrinks_in_vain_and_comes_back() -> None:
     allowance.end(3.5, drafted=False, tried=True)
     assert allowance.steps == 3.5  # what was left of the share of time
     allowance.end(100.0, drafted=False, tried=True)
-    assert allowance.steps == first  # and never more than at first
+    assert allowance.steps == MOST_CARRIED
     allowance.end(-100.0, drafted=True, tried=True)
     assert allowance.steps == first
+
+
+def test_a_draft_that_has_a_prompt_to_read_is_tried_when_streams_have_left_enough() -> (
+    None
+):
+    """Reading it is a part of what a trial costs, and no stream alone can pay it."""
+    costs, rates = RoundCosts({0: dict(enumerate(DEAR.seconds))}), AcceptanceRates()
+    rates.note(8, 0)
+    allowance = Allowance(carried=-4.0, in_vain=20)
+    reading, tried = 6.0, []
+    for _ in range(60):
+        policy = AdaptiveLengths(costs, rates, DEAR.longest, allowance=allowance)
+        plan, began, spent = policy.plan(200, 100), False, 0.0
+        for place in range(100):
+            behind = plan.length == 0
+            first = reading if plan.length and not began else 0.0
+            began = began or plan.length > 0
+            seconds = DEAR.seconds[plan.length]
+            spent += seconds + first - 1.0
+            outcome = Outcome(plan.length, 0, seconds, behind, behind, reading=first)
+            policy.note(200 + place, plan, outcome)
+            plan = policy.plan(200 + place + 1, 100)
+        policy.end()
+        tried.append(began)
+    assert costs.reading == pytest.approx(reading / 200, rel=0.5)
+    # 1.5 in 100 steps are left by each, and 7 are what it costs.
+    assert 6 <= sum(tried[20:]) <= 12
+
+
+@pytest.mark.parametrize("accepted", [0, 1])
+def test_a_trial_goes_on_while_all_that_is_drafted_is_right(accepted: int) -> None:
+    costs, known = calibrated(WORLDS["blas"]), AcceptanceRates()
+    enough = Allowance(carried=1.5, in_vain=20)  # for one
+    policy = AdaptiveLengths(costs, known, 8, allowance=enough)
+    policy.rates = AcceptanceRates([0.0] * 8, 40.0)  # one that is right tells little
+    plan = policy.plan(200, 500)
+    while plan.reason != "trial":
+        policy.note(200, plan, Outcome(0, 0, 1.0, behind=True, ahead=True))
+        plan = policy.plan(200, 500)
+    right = Outcome(plan.length, plan.length * accepted, 1.35)
+    policy.note(200, plan, right)
+    policy._allowed = 0.0
+    assert (policy.plan(200, 500).length > 0) == bool(accepted)
+
+
+def test_a_drafter_that_has_read_the_prompt_and_found_nothing_has_read_it() -> None:
+    policy = AdaptiveLengths(calibrated(WORLDS["blas"]), AcceptanceRates(), 8)
+    policy.plan(200, 100)
+    policy.note(200, Plan(4, "best"), Outcome(0, 0, 1.0, reading=5.0))
+    assert policy._drafting
+
+
+def test_what_is_read_before_the_first_draft_is_no_part_of_what_its_length_costs() -> (
+    None
+):
+    costs = calibrated(WORLDS["blas"])
+    policy = AdaptiveLengths(costs, AcceptanceRates(), 8)
+    policy.plan(200, 100)
+    before = costs.seconds(200, 4)
+    for _ in range(9):  # which the draft has not seen either
+        policy.note(200, Plan(0, "first"), Outcome(0, 0, 1.0))
+    spent = policy._spent
+    outcome = Outcome(4, 4, before, reading=50.0)
+    policy.note(210, Plan(4, "trial"), outcome)
+    assert costs.seconds(210, 4) == pytest.approx(before)
+    assert costs.reading == pytest.approx(50.0 / 210)
+    assert policy._spent - spent == pytest.approx(50.0, rel=0.1)
+    assert policy._caught_up == 0
+    policy.note(215, Plan(4, "trial"), replace(outcome, reading=0.0))
+    assert policy._spent - spent < 60.0  # once
 
 
 @pytest.mark.parametrize(("lucky", "in_vain"), [(1, 1), (30, 0)])

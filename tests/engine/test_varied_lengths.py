@@ -163,6 +163,22 @@ def test_lengths_by_measurement_keep_the_text_and_explain_themselves() -> None:
     assert len(plans) == stream.stats.rounds
 
 
+def test_the_prompt_that_a_drafter_reads_is_told_once() -> None:
+    """A plain step comes first, so that the first token does not wait for it."""
+    stream = drafted("right", "llama", False).stream(
+        PROMPT, max_tokens=TOKENS, draft_length=3, explain=True
+    )
+    for _ in stream:
+        pass
+    readings = [outcome.reading for _, outcome in stream.decisions]
+    (told,) = [number for number, reading in enumerate(readings) if reading]
+    first = next(
+        n for n, (_, outcome) in enumerate(stream.decisions) if outcome.drafted
+    )
+    assert told == first
+    assert readings[told] < stream.stats.prefill_seconds
+
+
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_no_draft_is_longer_than_a_request_wants(most: int) -> None:
     _, text = known("llama", False)
