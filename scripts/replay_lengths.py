@@ -9,7 +9,9 @@ that rounds take here (`calibrate`), and compared with every fixed length:
     right behind each token   6 5 4 3 2 1 0 3 2 1 0
     k = 4 takes               4         1   3          rounds of 5, 2 and 4 tokens
 
-What a policy sees of the costs is noisy, as clocks are; what is charged is not.
+What a policy sees of the costs is noisy, as clocks are; what is charged is not. The
+draft model has to read a prompt before its first draft, and what it has missed of the
+text; the prompt is charged where a text has begun without drafts.
 
 The last line on standard output is one JSON object.
 
@@ -19,6 +21,7 @@ The last line on standard output is one JSON object.
 
 import json
 import math
+import time
 from dataclasses import dataclass
 from itertools import product
 from statistics import median
@@ -53,6 +56,7 @@ PLACES = (0, 3, 7, 11)  # tokens of each text that are left out before a replay
 # Of a plain step on its way, what is left when a draft is verified behind it; on a CPU.
 LEFT = 0.08
 FIRST_TRY = 3  # tokens; most drafts end early
+BEGUN = 16  # tokens that are decoded before a benchmark by turns looks at the clock
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -64,10 +68,12 @@ class Machine:
     Attributes:
         seconds: by drafted tokens; 0 is a plain step.
         noise: standard deviation of the logarithm of what a policy sees.
+        reading: of a token that the draft model has not read.
     """
 
     seconds: list[float]
     noise: float
+    reading: float = 0.0
 
     @property
     def longest(self) -> int:
@@ -103,7 +109,8 @@ def replay(
         progress(f"{name}: rounds are measured")
         table = models.speculative.calibrate([CONTEXT])[0]
         costs = RoundCosts({0: table})
-        machine = Machine(costs.curve(CONTEXT, max(table)), noise)
+        reading = reading_of(models)
+        machine = Machine(costs.curve(CONTEXT, max(table)), noise, reading)
         for warmth, each in product(temperature or TEMPERATURES, group or GROUPS):
             progress(f"{name}, {each}, temperature {warmth:g}: texts are taken apart")
             jobs = jobs_of(models, texts_of(each, prompts), tokens, warmth, seed)
@@ -114,6 +121,20 @@ def replay(
             )
             show(results[-1])
     print(json.dumps({"noise": noise, "results": results}))
+
+
+def reading_of(models: "Models") -> float:
+    """Return the seconds that the draft model takes for a token of a prompt."""
+    from mlx_speculation.engine.draft_model import DraftModel
+    from mlx_speculation.engine.sequence import Sequence
+    from mlx_speculation.models import Lane
+
+    taken = []
+    for _ in range(5):
+        drafter, begun = DraftModel(lambda: Lane(models.draft)), time.perf_counter()
+        drafter.begin(Sequence([1 + n % 7 for n in range(CONTEXT)]))
+        taken.append(time.perf_counter() - begun)
+    return median(taken) / CONTEXT
 
 
 def right_behind(models: "Models", job: "Job", longest: int) -> list[int]:
@@ -164,6 +185,7 @@ def replayed(
     from mlx_speculation.engine.lengths import Outcome
 
     place, counted, seconds, behind = 0, 0, 0.0, False
+    missed, prompt = 0, CONTEXT  # tokens that the draft has not read
     plan = policy.plan(CONTEXT, len(text) - 1)
     while place < len(text):
         accepted = min(plan.length, text[place])
@@ -171,12 +193,20 @@ def replayed(
         after = None if plan.length else policy.plan(CONTEXT + place + 1, left)
         ahead = after is not None and after.length == 0 <= left
         share = 1.0 if plan.length else (LEFT if behind else 1.0) + (1 - LEFT) * ahead
+        caught_up = first = 0.0
+        if plan.length:
+            first = (prompt + missed) * machine.reading if prompt else 0.0
+            caught_up = 0.0 if prompt else missed * machine.reading
+            missed = prompt = 0
+        else:
+            missed += 1
         if place:
-            seconds += share * machine.seconds[plan.length]
+            seconds += share * machine.seconds[plan.length] + caught_up
             counted += accepted + 1
-        seen = share * machine.seen(plan.length, random)
+        seconds += first if place >= BEGUN else 0.0
+        seen = share * machine.seen(plan.length, random) + caught_up
         place += accepted + 1
-        outcome = Outcome(plan.length, accepted, seen, behind, ahead)
+        outcome = Outcome(plan.length, accepted, seen, behind, ahead, reading=first)
         policy.note(CONTEXT + place, plan, outcome)
         plan, behind = after or policy.plan(CONTEXT + place, left), ahead
     policy.end()

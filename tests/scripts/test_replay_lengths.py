@@ -1,7 +1,8 @@
 """Lengths replayed on texts that were taken apart.
 
 Faults that were made by hand, and found here: the first round counts; a round takes a
-token too few; a plain step that is on its way costs as much as a whole one.
+token too few; a plain step that is on its way costs as much as a whole one; a
+draft that reads the prompt for nothing, or twice, or what it has missed with it.
 """
 
 import importlib
@@ -54,6 +55,21 @@ def test_a_draft_behind_a_step_waits_for_what_is_left_of_it(script: ModuleType) 
     text = [0, 0, 1, 0, 0, 0]
     seconds = script.replayed(policy, machine, text, np.random.default_rng(0))
     assert seconds == pytest.approx((0.08 + 1.5 + 1.92 + 0.08) / 5)
+
+
+def test_a_draft_reads_what_it_has_missed(script: ModuleType) -> None:
+    machine = script.Machine([1.0, 1.5], 0.0, reading=0.01)
+    text = [0] * 24
+    for steps, prompt in ((4, 0), (16, script.CONTEXT + 16)):
+        noted = Planned([0] * steps + [1, 0, 0, 1] + [0] * 30)
+        random = np.random.default_rng(0)
+        seconds = script.replayed(noted, machine, text, random) * 23
+        free = script.Machine([1.0, 1.5], 0.0)
+        again = Planned([0] * steps + [1, 0, 0, 1] + [0] * 30)
+        less = script.replayed(again, free, text, np.random.default_rng(0)) * 23
+        assert seconds - less == pytest.approx((prompt + 2) * 0.01)
+        readings = [outcome.reading for _, outcome in noted.noted if outcome.reading]
+        assert readings == [pytest.approx((script.CONTEXT + steps) * 0.01)]
 
 
 def test_what_is_right_ends_with_the_first_difference(script: ModuleType) -> None:
