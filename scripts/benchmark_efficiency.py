@@ -171,7 +171,7 @@ def make_cases(
     bare, _ = load(folders[target])
     if shape != AS_IT_IS:
         model, bare = grow(model, SHAPES[shape]), grow(bare, SHAPES[shape])
-    recorders = Recorders(bare)
+    hooked = [Recorders(bare)]
     small, _ = load(folders["draft"])
     text = "\n\n".join(p.text for p in demo_prompts() if p.group == "code")
     prompt = [int(token) for token in tokenizer.encode(text)]
@@ -184,7 +184,8 @@ def make_cases(
         bare_small, _ = load(folders["draft"])
         caches = filled(bare_small, prompt)
         held_small = held_by(caches, context)
-        chosen["model"] = small, step_of(bare_small, caches)
+        hooked.append(Recorders(bare_small))
+        chosen["model"] = small, step_of(bare_small, caches, drafts=True)
     if "mtp" in drafters and target == "hybrid":
         head = MtpDraft.from_folder(folders[target], model)
         other = MtpDraft.from_folder(folders[target], bare)
@@ -208,7 +209,8 @@ def make_cases(
             yield Case(
                 target, name, length, context, stream, verify, step, clock, *measured
             )
-    recorders.remove()
+    for recorders in hooked:
+        recorders.remove()
 
 
 def table_of(cases: list[Case]) -> "Table":

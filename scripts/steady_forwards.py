@@ -9,6 +9,7 @@ verify of w rows with no sampler, no commit and no host that keeps the device wa
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -61,8 +62,14 @@ def holding(model: nn.Module, held: Snapshot | None) -> list[Any]:
     return caches
 
 
-def step_of(model: nn.Module, caches: list[Any]) -> Step:
-    """Return a forward of a model over the caches, which stay as long as they are."""
+def step_of(model: nn.Module, caches: list[Any], *, drafts: bool = False) -> Step:
+    """Return a forward of a model over the caches, which stay as long as they are.
+
+    Args:
+        model: with its hooks, for the ways of a round.
+        caches: what it continues.
+        drafts: single tokens are drafts, and take the ways of a round too.
+    """
     rows = [leaf for _, leaf in leaves(caches) if hasattr(leaf, "trim")]
 
     def step(tokens: mx.array) -> mx.array:
@@ -71,7 +78,8 @@ def step_of(model: nn.Module, caches: list[Any]) -> Step:
             with Speculation(caches) as speculation, rows_of_a_round():
                 logits = model(tokens, cache=speculation.caches)
         else:
-            logits = model(tokens, cache=caches)
+            with rows_of_a_round() if drafts else nullcontext():
+                logits = model(tokens, cache=caches)
             for leaf in rows:
                 leaf.trim(1)
         return mx.broadcast_to(mx.argmax(logits[:, -1:], axis=-1), tokens.shape)

@@ -17,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_speculation.caches import position
 from mlx_speculation.demo import demo_models
 from mlx_speculation.models import load
+from mlx_speculation.models.in_round import in_round
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -96,3 +97,26 @@ def test_steady_forwards_are_fed_their_own_choices_and_leave_no_rows(
         fresh = make_prompt_cache(model)
         logits = model(mx.array([[7, 8, 9, *tokens]]), cache=fresh)
         assert following == [int(logits[0, -1].argmax().item())] * 3
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_single_tokens_take_the_ways_of_a_round_where_they_are_drafts(
+    steady: ModuleType, drafts: bool
+) -> None:
+    """As in rounds: a plain step keeps mlx's operations, a draft does not."""
+    model, _ = load(demo_models()["draft"])
+    kind: Any = type(model)
+    ways: list[bool] = []
+
+    class Watched(kind):  # type: ignore[misc]
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            ways.append(in_round())
+            return super().__call__(*arguments, **options)
+
+    caches = steady.filled(model, [7, 8, 9])
+    model.__class__ = Watched
+    step = steady.step_of(model, caches, drafts=drafts)
+    for width in (1, 2):
+        mx.eval(step(mx.array([[5] * width])))
+    assert ways == [drafts, True]
+    assert position(caches) == 3
