@@ -145,7 +145,7 @@ class AdaptiveLengths:
     def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
         """Learn from a round; see `Lengths`."""
         if self._parked.keep(context, plan, outcome):
-            self._lag += 1
+            self._lag, self._right = self._lag + 1, False
             return
         self._learn_parked()
         self._since_review += 1

@@ -44,7 +44,8 @@ class Plan:
             options. "measure": its cost is not known. "trial": drafting is parked, and
             may pay by now. "review": it is nearly as good as the best, and was not
             measured for long. "budget": no more than one token is wanted.
-        options: what was compared, by length.
+        options: what was compared, by length; of parked plain steps, before the first
+            of some.
         each: of a cascade, the plan of each drafter, of which this is the longest.
     """
 
