@@ -126,10 +126,17 @@ def test_other_rows_end_a_run() -> None:
 
 
 def test_a_draft_misses_every_step_of_a_run() -> None:
-    """And what was right before it is no longer the last draft."""
     policy = parked_policy()
-    policy._right = True
     for count in range(1, 30):
         policy.note(CONTEXT, policy.plan(CONTEXT, 500), STEADY)
         assert policy._lag == 1 + count
-        assert not policy._right
+
+
+def test_what_was_right_before_a_run_is_not_the_last_draft_after_it() -> None:
+    policy = parked_policy()
+    plan = policy.plan(CONTEXT, 500)
+    policy._right = True
+    for _ in range(3 * parked.STEPS):
+        assert plan.reason == "plain"
+        policy.note(CONTEXT, plan, STEADY)
+        plan = policy.plan(CONTEXT, 500)
