@@ -154,10 +154,9 @@ class AdaptiveLengths:
         self._right = 0 < outcome.drafted == outcome.accepted
         lag, self._lag = self._lag, 0 if outcome.drafted else self._lag + 1
         if outcome.reading:
-            self._drafting = True
             self.costs.note_reading(context, outcome.reading)
+        self._drafting = self._drafting or bool(outcome.reading or outcome.drafted)
         if outcome.drafted:
-            self._drafting = True
             self.rates.note(outcome.drafted, outcome.accepted)
         if outcome.fresh:
             pass  # what it lost counts below, what it took tells nothing

@@ -25,6 +25,7 @@ from mlx_speculation.cli import run
 
 # Rows of a sum over the ranks in a forward, each as wide as the model; sums in a row.
 ROWS, SUMS = (1, 5, 17), 64
+AS_IT_IS = "as it is"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -32,8 +33,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def benchmark(
     shape: Annotated[
-        str, typer.Option(help="1B, 8B or 'as it is', in bfloat16.")
-    ] = "as bundled",
+        str, typer.Option(help="'as it is', or 1B or 8B in bfloat16.")
+    ] = AS_IT_IS,
     draft: Annotated[
         list[str] | None, typer.Option(help="model or lookup; by default both.")
     ] = None,
@@ -61,7 +62,7 @@ def benchmark(
     ranks = mx.distributed.init()
     first = ranks.rank() == 0
     target, tokenizer, model = _models(shape, ranks)
-    sums = sums_of(ranks, _width(target))
+    sums = sums_of(ranks, target.args.hidden_size)
     generators: dict[str, Any] = {}
     for name in draft or ["model", "lookup"]:
         member = {"model": model, "lookup": "lookup"}[name] if first else None
@@ -101,22 +102,17 @@ def _models(shape: str, ranks: Any) -> tuple[Any, Any, Any]:
 
     target: Any
     target, tokenizer = load(folder_of("dense"))
-    if shape in SHAPES:
-        target = grow(target, SHAPES[shape])
-    elif shape != "as bundled":
+    if shape not in SHAPES:
         raise typer.BadParameter(
             f"the shapes are {', '.join(SHAPES)}; there is no {shape!r}"
         )
+    if shape != AS_IT_IS:
+        target = grow(target, SHAPES[shape])
     if ranks.size() > 1:
         spread(target, ranks)
         mx.eval(target.parameters())
         mx.clear_cache()
     return target, tokenizer, load(folder_of("draft"))[0]
-
-
-def _width(target: Any) -> int:
-    width: int = target.args.hidden_size
-    return width
 
 
 def _told(first: bool) -> Any:
