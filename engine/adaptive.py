@@ -18,6 +18,7 @@ from mlx_speculation.engine.allowance import Allowance
 from mlx_speculation.engine.lengths import Option, Outcome, Plan, Reason
 from mlx_speculation.engine.parked import Parked
 from mlx_speculation.engine.round_costs import RoundCosts
+from mlx_speculation.models import row_size
 
 # Up to here every length is measured, beyond it every fourth.
 SHORT = 8
@@ -73,6 +74,7 @@ class AdaptiveLengths:
         rates: what drafts of the last stream were accepted; updated at the end.
         longest: no draft is longer.
         thorough: measure every length first, also those that cannot pay.
+        few: choose among few lengths, see `few_lengths`.
         at_end: called when the stream has ended.
         allowance: for trials; shared by the streams of a generator.
     """
@@ -84,6 +86,7 @@ class AdaptiveLengths:
         longest: int,
         *,
         thorough: bool = False,
+        few: bool = False,
         at_end: Callable[[], None] | None = None,
         allowance: Allowance | None = None,
     ) -> None:
@@ -91,6 +94,7 @@ class AdaptiveLengths:
         self._known = rates
         self._longest = longest
         self._thorough = thorough
+        self._few = few
         self._at_end = at_end
         self._run: _Run | None = None
         self._parked = Parked()
@@ -232,6 +236,8 @@ class AdaptiveLengths:
     def _options(self, context: int, longest: int) -> list[Option]:
         expected = self.rates.expected(longest)
         seconds = self.costs.curve(context, longest)
+        if self._few:
+            return [Option(n, expected[n], seconds[n]) for n in few_lengths(longest)]
         return list(map(Option, range(longest + 1), expected, seconds))
 
     def _best_speed(self, context: int) -> float:
@@ -244,7 +250,7 @@ class AdaptiveLengths:
     def progress(self, context: int) -> tuple[int, int]:
         """Return how many lengths are measured, in rounds, and how many there are."""
         costs, known = self.costs, self.costs.lengths(context)
-        lengths = _to_measure(self._longest)
+        lengths = _to_measure(self._longest, few=self._few)
         done = sum(
             costs.needed(n) if n in known else costs.sampled(context, n)
             for n in lengths
@@ -259,7 +265,8 @@ class AdaptiveLengths:
         """
         costs = self.costs
         known = costs.lengths(context)
-        missing = [n for n in _to_measure(longest) if n not in known]
+        lengths = _to_measure(longest, few=self._few)
+        missing = [n for n in lengths if n not in known]
         if missing and not self._thorough:
             if missing[0] == 0:
                 return _Run(0, "measure", costs.needed(0) + AT_ENDS)
@@ -349,7 +356,18 @@ def _may_pay(length: int, seconds: float, plain: float) -> bool:
 
 
 @cache
-def _to_measure(longest: int) -> tuple[int, ...]:
+def few_lengths(longest: int) -> tuple[int, ...]:
+    """Return 0, 1, 2, 3, 4, 6, 8, 12, 16, ... up to a length: those of batches.
+
+    Where the number of positions of a forward is new, the first one may be dear, see
+    `models/row_sizes.py`, and there are other lengths for each number of rows.
+    """
+    return (0, *(n for n in range(1, longest + 1) if row_size(n) == n))
+
+
+@cache
+def _to_measure(longest: int, *, few: bool) -> tuple[int, ...]:
     """Return the lengths whose costs are measured, in this order."""
     order = [*_MEASURED_FIRST, *range(1, SHORT + 1), *range(SHORT, longest + 1, 4)]
-    return tuple(dict.fromkeys(length for length in order if length <= longest))
+    chosen = few_lengths(longest) if few else range(longest + 1)
+    return tuple(dict.fromkeys(length for length in order if length in chosen))

@@ -78,7 +78,9 @@ class _AtContext(AdaptiveLengths):
     """Measures every length; rounds count for one context, however the rows grow."""
 
     def __init__(self, context: int, longest: int) -> None:
-        super().__init__(calibration_costs(), AcceptanceRates(), longest, thorough=True)
+        super().__init__(
+            calibration_costs(), AcceptanceRates(), longest, thorough=True, few=True
+        )
         self._at = context
 
     def plan(self, context: int, limit: int) -> Plan:

@@ -7,8 +7,10 @@ accepted of each row's drafts:
 
     speed(k) = sum over rows of (1 + r0 + ... + r0 ... r(k-1)) / seconds(rows, k)
 
-down to 0, which is plain decoding of the batch. Numbers of rows between powers of two
-share their costs; where the target is shown few numbers of rows, those of one size do.
+down to 0, which is plain decoding of the batch. Few lengths are looked at, since each
+new one is dear on some devices, for each number of rows. Numbers of rows between powers
+of two share their costs; where the target is shown few numbers of rows, those of one
+size do.
 Rows that name a length of their own keep to it.
 """
 
@@ -16,7 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mlx_speculation.engine.acceptance_rates import AcceptanceRates
-from mlx_speculation.engine.adaptive import KNOWN_WEIGHT, AdaptiveLengths
+from mlx_speculation.engine.adaptive import (
+    KNOWN_WEIGHT,
+    AdaptiveLengths,
+    few_lengths,
+)
 from mlx_speculation.engine.batch_rows import Row
 from mlx_speculation.engine.cascade_lengths import CascadeLengths
 from mlx_speculation.engine.lengths import Outcome, Plan
@@ -168,7 +174,8 @@ class BatchLengths:
             tokens = sum(expected[min(n, width)] for expected, n in pairs)
             return tokens / policy.costs.seconds(context, width)
 
-        return max(range(least, longest + 1), key=speed)
+        between = [n for n in few_lengths(longest) if n > least]
+        return max((least, *between, longest), key=speed)
 
     def note(
         self,

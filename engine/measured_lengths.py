@@ -147,6 +147,7 @@ class MeasuredLengths:
             RoundCosts(),
             rates,
             self._longest,
+            few=True,
             at_end=self._save_batches,
             allowance=self._batch_allowance,
         )

@@ -48,7 +48,7 @@ from mlx_speculation.models.in_round import rows_of_a_round
 from mlx_speculation.models.key_steps import takes_key_steps
 from mlx_speculation.models.lane import Lane
 from mlx_speculation.models.layer_by_layer import layer_by_layer
-from mlx_speculation.models.row_sizes import RowSizes
+from mlx_speculation.models.row_sizes import RowSizes, row_size
 
 
 class BatchLane:
@@ -87,6 +87,14 @@ class BatchLane:
     def size(self) -> int | None:
         """How many rows a round of several positions shows; None: those there are."""
         return self._sizes.of(self.rows) if self._in_sizes else None
+
+    def positions(self, count: int) -> int:
+        """Return how many positions a forward over so many of each row should have.
+
+        More of them where each new number is dear: one, and a draft of a few lengths.
+        """
+        drafted = count - 1
+        return 1 + row_size(drafted) if self._in_sizes and drafted else count
 
     def join(self, lanes: Sequence[Lane]) -> None:
         """Let rows join behind those that are there.

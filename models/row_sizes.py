@@ -10,6 +10,9 @@ so that less than half as many rows are shown beside the live ones as there are 
 these, and 13 % over a batch that shrinks from 32 to 1 row by row. Powers of two alone
 would have six sizes there, up to twice the rows, and 29 %. A plan is made once, and a
 row is paid for in each round.
+
+Drafts of a batch have these lengths too, and a forward over another one is filled up:
+after a plan, new CUDA graphs are what a new number of positions costs.
 """
 
 from dataclasses import dataclass

@@ -74,6 +74,38 @@ def test_it_is_nearly_as_fast_as_the_best_fixed_length(world: str, rates: str) -
     assert min(shares) >= 0.92
 
 
+def test_where_few_lengths_are_chosen_among_they_alone_are_measured() -> None:
+    world = World([1 + 0.05 * k for k in range(17)])
+    costs = calibration_costs()
+    policy = AdaptiveLengths(costs, AcceptanceRates(), 16, thorough=True, few=True)
+    planned = set()
+    while not policy.measured(100):
+        plan = policy.plan(100, 50)
+        planned.add(plan.length)
+        took = world.seconds[plan.length]
+        plain = plan.length == 0
+        outcome = Outcome(plan.length, plan.length, took, behind=plain, ahead=plain)
+        policy.note(100, plan, outcome)
+    assert planned == {0, 1, 2, 3, 4, 6, 8, 12, 16}
+    assert set(costs.table()[0]) == planned
+    done, of = policy.progress(100)
+    assert done == of
+
+
+def test_where_few_lengths_are_chosen_among_the_best_is_one_of_them() -> None:
+    """Also where the best of all lengths is between them, or the budget is."""
+    costs = RoundCosts({0: {n: 1 + 0.3 * abs(n - 5) for n in range(17)}})
+    policy = AdaptiveLengths(costs, AcceptanceRates([0.9] * 16, 99.0), 16, few=True)
+    policy.plan(100, 50)  # the first token
+    plan = policy.plan(100, 50)
+    assert [option.length for option in plan.options] == [0, 1, 2, 3, 4, 6, 8, 12, 16]
+    assert plan.length == max(plan.options, key=lambda option: option.speed).length == 6
+    assert [option.tokens for option in plan.options] == [
+        policy.rates.expected(16)[option.length] for option in plan.options
+    ]
+    assert policy.plan(100, 5).length == 4
+
+
 @pytest.mark.parametrize("rates", RATES)
 def test_drafts_that_cannot_pay_are_never_tried(rates: str) -> None:
     world = WORLDS["linear"]

@@ -17,14 +17,16 @@ from mlx_speculation import (
     PrefixCache,
     SpeculativeGenerator,
 )
+from mlx_speculation.engine.acceptance_rates import AcceptanceRates
 from mlx_speculation.engine.batch_decoding import BatchDecoder
 from mlx_speculation.engine.batch_lengths import RowRates
+from mlx_speculation.engine.round_costs import RoundCosts
 from mlx_speculation.engine.stream_maker import StreamMaker
 from support import census
 from support.batch_heads import head_bench
 from support.batches import bench
 from support.identity import prompt_of
-from support.planned_lengths import CALIBRATED
+from support.planned_lengths import CALIBRATED_BATCH
 from support.tiny_models import build
 from support.tiny_tokenizer import byte_tokenizer
 
@@ -68,15 +70,15 @@ def test_every_length_is_measured_for_each_number_of_rows(
     assert list(tables) == [2, 4]
     for table in tables.values():
         assert set(table) == {0}
-        assert list(table[0]) == CALIBRATED
+        assert list(table[0]) == CALIBRATED_BATCH
         assert all(seconds > 0 for seconds in table[0].values())
     assert tables[2] != tables[4]
     assert {n: rounds.count(n) for n in (2, 4)} == {2: len(rounds) // 2} | {
         4: len(rounds) // 2
     }
-    assert len(rounds) >= 2 * 5 * len(CALIBRATED)
+    assert len(rounds) >= 2 * 5 * len(CALIBRATED_BATCH)
     assert told == sorted(told)
-    each = 5 * (len(CALIBRATED) - 1) + 15
+    each = 5 * (len(CALIBRATED_BATCH) - 1) + 15
     assert {total for _, total in told} == {2 * each}
     assert 0.8 < told[-1][0] / told[-1][1] <= 1  # nobody asks after the last round
 
@@ -111,7 +113,17 @@ def test_the_costs_of_a_single_text_are_left_as_they_are() -> None:
     assert generator.round_parts == {}
     again = generator_with("model")
     again.calibrate([8])
-    assert sorted(again.lengths.batch_costs(2, RowRates()).table()[0]) == CALIBRATED
+    assert (
+        sorted(again.lengths.batch_costs(2, RowRates()).table()[0]) == CALIBRATED_BATCH
+    )
+
+
+def test_a_batch_chooses_among_the_lengths_that_are_measured() -> None:
+    policy = generator_with("model").lengths.for_batch(AcceptanceRates([0.9] * 16, 99))
+    policy.use_costs(RoundCosts({0: {n: 1 + 0.1 * n for n in CALIBRATED_BATCH}}))
+    policy.plan(8, 50)  # the first token
+    plan = policy.plan(8, 50)
+    assert [option.length for option in plan.options] == CALIBRATED_BATCH
 
 
 def test_each_context_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,25 @@ def test_models_are_shown_few_numbers_of_rows() -> None:
     assert wide[False] & {5, 7, 9, 10, 11, 13}
 
 
+@pytest.mark.parametrize("kind", ["model", "lookup"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_models_are_shown_few_numbers_of_positions(name: str, kind: str) -> None:
+    """Of the draft of 5 tokens, and of what is left of it at the end of a budget."""
+    made = bench(name)
+    widths = {}
+    for sizes in (True, False):
+        batch = BatchGenerator(made.generator(kind, draft_length=5), row_sizes=sizes)
+        with batch, Watched(made.model) as shapes:
+            uids = {made.insert(batch, case): case for case in cases_of(6)}
+            batch.next()  # prompts
+            shapes.clear()
+            finish(made, batch, uids)
+            widths[sizes] = {width for rows, width in shapes if rows > 1}
+    assert widths[True] <= {1, 2, 3, 4, 5, 7}
+    assert 6 in widths[False]
+    assert 7 in widths[True]
+
+
 @pytest.mark.parametrize("kind", ["none", "model"])
 def test_plain_decoding_is_shown_the_rows_that_there_are(kind: str) -> None:
     target, draft = play(kind, row_sizes=True, draft_length=0)

@@ -3,6 +3,7 @@
 from mlx_speculation.engine.lengths import Outcome, Plan
 
 CALIBRATED = [*range(9), 12, 16]
+CALIBRATED_BATCH = [0, 1, 2, 3, 4, 6, 8, 12, 16]
 
 
 class Planned:
