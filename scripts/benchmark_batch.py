@@ -141,10 +141,14 @@ def _arms(models: "Models", lengths: list[int], warm_up: int) -> Any:
 
 
 def _calibrate(models: "Models", rows: int, context: int) -> None:
-    """Measure rounds of 1, 2, 4, 8, ... rows up to so many, in the middle of a text."""
+    """Measure rounds of all numbers of rows that are met, in the middle of a text."""
     from mlx_speculation import SpeculativeGenerator
+    from mlx_speculation.engine.batch_lengths import row_bucket
+    from mlx_speculation.models.in_round import cuda_serves
+    from mlx_speculation.models.row_sizes import row_size
 
-    sizes = sorted({min(rows, 1 << power) for power in range(rows.bit_length() + 1)})
+    kept_as = row_size if cuda_serves() else row_bucket
+    sizes = sorted({min(rows, kept_as(count)) for count in range(1, rows + 1)})
     for name, draft in models.drafts.items():
         progress(f"measuring rounds with the draft {name} of {sizes} rows")
         generator = SpeculativeGenerator(models.target, models.tokenizer, draft=draft)

@@ -165,6 +165,25 @@ def test_kernels_that_the_caller_names_are_left_and_better_ones_named() -> None:
 
 @linux
 @with_openblas
+@pytest.mark.parametrize(
+    ("count", "before", "after"),
+    [(1, None, None), (2, None, "10"), (2, "26", "26"), (4, None, None)],
+)
+def test_on_two_cores_its_threads_do_not_spin_beside_those_of_mlx(
+    count: int, before: str | None, after: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if before is None:
+        monkeypatch.delenv("OPENBLAS_THREAD_TIMEOUT", raising=False)
+    else:
+        monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", before)
+    assert _run(
+        f"import os; os.sched_getaffinity = lambda pid: set(range({count}))\n"
+        "use_blas('openblas'); print(os.environ.get('OPENBLAS_THREAD_TIMEOUT'))"
+    ) == [str(after)]
+
+
+@linux
+@with_openblas
 def test_openblas_is_refused_once_mlx_is_imported() -> None:
     (message,) = _run("import mlx.core" + CAUGHT.format(call="use_blas('openblas')"))
     assert "mlx.core is imported already with the reference BLAS" in message

@@ -14,6 +14,12 @@ long ago: 0.3.21 of Debian 12 runs SSE3 on an Intel server of 2023, and decoding
 1.4 times as long. So the kernels are named to it, by what the processor says it can,
 unless `OPENBLAS_CORETYPE` does so already.
 
+Its threads wait for work by turning in a circle, for 25 ms and more. On two cores that
+takes the second one from mlx's own threads, which build the graph and compute it, and
+both plain steps and rounds took a fifth to a third longer (docs/speed.md). So there
+they are told to sleep at once, unless `OPENBLAS_THREAD_TIMEOUT` is set. From four
+cores on that makes rounds slower, since all of them are woken for each product.
+
 The dynamic linker binds symbols when mlx is loaded. So this module imports no mlx,
 and `use_blas` refuses once `mlx.core` is imported. Only float32 is concerned, and
 only the CPU. On macOS mlx uses Accelerate, and there is nothing to choose.
@@ -27,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from mlx_speculation.environment import cores
 from mlx_speculation.errors import BlasError, InvalidRequestError
 from mlx_speculation.openblas_wheel import WHEEL, RenamedCopy, wheel_version
 
@@ -34,6 +41,10 @@ BlasName = Literal["auto", "openblas", "stock"]
 
 _LIBRARY = "libopenblas.so.0"  # the system's
 _CORE_TYPE = "OPENBLAS_CORETYPE"
+# After how many ticks of the processor's clock a thread without work sleeps, as a
+# power of two from 4 to 30; 26 where nothing is said. From 8 to 14 nothing differs.
+_TIMEOUT, _SLEEP_SOON = "OPENBLAS_THREAD_TIMEOUT", "10"
+_FEW_CORES = 2
 # From the best on: OpenBLAS's name of kernels, what /proc/cpuinfo says of a processor
 # that can run them, and the names of those that are as good.
 _KERNELS = [
@@ -158,7 +169,7 @@ def _use_openblas(*, required: bool) -> BlasChoice:
 
 
 def _load(library: str) -> None:
-    """Load an OpenBLAS for all who come after, with the best kernels.
+    """Load an OpenBLAS for all who come after, with the best kernels and manners.
 
     Raises:
         OSError: it cannot be loaded.
@@ -166,6 +177,8 @@ def _load(library: str) -> None:
     better = _better_kernels(library)
     if better is not None:
         os.environ[_CORE_TYPE] = better
+    if cores() == _FEW_CORES:
+        os.environ.setdefault(_TIMEOUT, _SLEEP_SOON)
     ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
 
 
