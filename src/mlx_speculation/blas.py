@@ -174,11 +174,11 @@ def _load(library: str) -> None:
     Raises:
         OSError: it cannot be loaded.
     """
+    if cores() == _FEW_CORES:
+        os.environ.setdefault(_TIMEOUT, _SLEEP_SOON)
     better = _better_kernels(library)
     if better is not None:
         os.environ[_CORE_TYPE] = better
-    if cores() == _FEW_CORES:
-        os.environ.setdefault(_TIMEOUT, _SLEEP_SOON)
     ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
 
 

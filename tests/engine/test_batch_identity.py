@@ -68,7 +68,7 @@ CASES = st.builds(
     prompt=st.sampled_from(PROMPTS),
     sampling=st.sampled_from(SAMPLINGS),
     max_tokens=st.integers(0, LONGEST),
-    draft_length=st.sampled_from([None, None, None, 0, 2]),
+    draft_length=st.sampled_from([None, None, None, 0, 2, 5]),
     prefill_step=st.sampled_from([PREFILL_STEP, 4]),  # 4: in up to ten parts
 )
 

@@ -19,6 +19,7 @@ from mlx_speculation.engine.lengths import FixedLengths, Outcome, Plan
 from mlx_speculation.engine.round_costs import RoundCosts
 from mlx_speculation.models import BatchLane, Lane, Recorders, RowSizes
 from mlx_speculation.models.row_sizes import row_size
+from support.batch_heads import head_bench
 from support.batches import SAMPLINGS, Bench, Case, bench
 from support.cache_twins import read
 from support.identity import prompt_of
@@ -94,11 +95,11 @@ def test_models_are_shown_few_numbers_of_rows() -> None:
     assert wide[False] & {5, 7, 9, 10, 11, 13}
 
 
-@pytest.mark.parametrize("kind", ["model", "lookup"])
+@pytest.mark.parametrize("kind", ["model", "lookup", "mtp", "eagle"])
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
 def test_models_are_shown_few_numbers_of_positions(name: str, kind: str) -> None:
     """Of the draft of 5 tokens, and of what is left of it at the end of a budget."""
-    made = bench(name)
+    made = bench(name) if kind in ("model", "lookup") else head_bench(name)
     widths = {}
     for sizes in (True, False):
         batch = BatchGenerator(made.generator(kind, draft_length=5), row_sizes=sizes)
