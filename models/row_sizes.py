@@ -11,8 +11,8 @@ these, and 13 % over a batch that shrinks from 32 to 1 row by row. Powers of two
 would have six sizes there, up to twice the rows, and 29 %. A plan is made once, and a
 row is paid for in each round.
 
-Drafts of a batch have these lengths too, and a forward over another one is filled up:
-after a plan, new CUDA graphs are what a new number of positions costs.
+Drafts of a batch have these lengths too, and a forward over another one is filled up: a
+new number of positions is a new plan too, and new CUDA graphs.
 """
 
 from dataclasses import dataclass

@@ -14,9 +14,9 @@ long ago: 0.3.21 of Debian 12 runs SSE3 on an Intel server of 2023, and decoding
 1.4 times as long. So the kernels are named to it, by what the processor says it can,
 unless `OPENBLAS_CORETYPE` does so already.
 
-Its threads wait for work by turning in a circle, for 25 ms and more. On two cores that
+Its threads wait for work by turning in a circle, for some 100 ms. On two cores that
 takes the second one from mlx's own threads, which build the graph and compute it, and
-both plain steps and rounds took a fifth to a third longer (docs/speed.md). So there
+both plain steps and rounds took 5 to 30 % longer (docs/speed.md). So there
 they are told to sleep at once, unless `OPENBLAS_THREAD_TIMEOUT` is set. From four
 cores on that makes rounds slower, since all of them are woken for each product.
 
@@ -35,14 +35,14 @@ from typing import Literal, get_args
 
 from mlx_speculation.environment import cores
 from mlx_speculation.errors import BlasError, InvalidRequestError
-from mlx_speculation.openblas_wheel import WHEEL, RenamedCopy, wheel_version
+from mlx_speculation.openblas_wheel import WHEEL, renamed_copy, wheel_version
 
 BlasName = Literal["auto", "openblas", "stock"]
 
 _LIBRARY = "libopenblas.so.0"  # the system's
 _CORE_TYPE = "OPENBLAS_CORETYPE"
 # After how many ticks of the processor's clock a thread without work sleeps, as a
-# power of two from 4 to 30; 26 where nothing is said. From 8 to 14 nothing differs.
+# power of two. From 8 to 14 no difference was seen.
 _TIMEOUT, _SLEEP_SOON = "OPENBLAS_THREAD_TIMEOUT", "10"
 _FEW_CORES = 2
 # From the best on: OpenBLAS's name of kernels, what /proc/cpuinfo says of a processor
@@ -148,9 +148,9 @@ def _use_openblas(*, required: bool) -> BlasChoice:
             f"with the {blas_in_use()}; call use_blas() first, or pass 'stock'"
         )
     why = ""
-    if wheel_version() is not None:
+    if (version := wheel_version()) is not None:
         try:
-            with RenamedCopy() as copy:
+            with renamed_copy(version) as copy:
                 _load(str(copy))
             return BlasChoice("openblas", blas_in_use())
         except (BlasError, OSError) as error:

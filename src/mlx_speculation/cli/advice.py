@@ -164,9 +164,9 @@ def _speed(facts: Facts) -> list[Advice]:
         if missing:
             said.append(
                 Advice(
-                    "slow",
-                    f"{facts.blas} is the system's, and a newer one of "
-                    f"{OPENBLAS[0]} would take less time to check a few drafts",
+                    "note",
+                    f"{facts.blas} is the system's, and without AVX-512 a newer one "
+                    f"of {OPENBLAS[0]} takes less time to check a few drafts",
                     f"pip install {' '.join(missing)}",
                 )
             )
