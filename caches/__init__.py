@@ -15,7 +15,7 @@ from mlx_speculation.caches.batch_rows import (
 from mlx_speculation.caches.compressed import RecordingLayerCache
 from mlx_speculation.caches.held_arrays import array_bytes, arrays_in, bytes_beside
 from mlx_speculation.caches.journal import Journal
-from mlx_speculation.caches.key_steps import whole_steps, with_room
+from mlx_speculation.caches.key_steps import asks_cudnn, whole_steps, with_room
 from mlx_speculation.caches.kinds import (
     check_single,
     check_supported,
@@ -58,6 +58,7 @@ __all__ = [
     "array_bytes",
     "arrays_in",
     "as_native",
+    "asks_cudnn",
     "bytes_beside",
     "check_readable",
     "check_single",

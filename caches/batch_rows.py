@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
 from mlx_speculation.caches.held_rows import native_type
-from mlx_speculation.caches.key_steps import pays
+from mlx_speculation.caches.key_steps import asks_cudnn
 from mlx_speculation.caches.kinds import flat, is_batch, states
 from mlx_speculation.caches.ragged import RaggedKVCache
 from mlx_speculation.caches.sliding_lists import as_native
@@ -51,7 +51,7 @@ def has_states(caches: Sequence[Any]) -> bool:
 def meets_plans(caches: Sequence[Any]) -> bool:
     """Whether cuDNN plans attention over a batch, anew for each number of its rows."""
     held = [leaf.keys for leaf in flat(caches) if is_batch(leaf)]
-    return any(keys is not None and pays(keys.dtype) for keys in held)
+    return any(keys is not None and asks_cudnn(keys.dtype) for keys in held)
 
 
 def columns_shown(caches: Sequence[Any]) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ STEP = 512
 PARTS = 8  # steps in a power of two, at the least
 
 
-def pays(dtype: mx.Dtype) -> bool:
+def asks_cudnn(dtype: mx.Dtype) -> bool:
     """Whether attention with these keys comes from cuDNN here."""
     return (
         dtype in (mx.float16, mx.bfloat16)
@@ -71,7 +71,7 @@ class SteppedKVCache(KVCache):
     ) -> Any:
         """Return a mask [N, shown keys] for two and more rows, else the native one."""
         keys: Any = self.keys
-        if N == 1 or keys is None or not pays(keys.dtype):
+        if N == 1 or keys is None or not asks_cudnn(keys.dtype):
             self._steps.ends.pop(None, None)
             return self._live.make_mask(
                 N, return_array=return_array, window_size=window_size

@@ -27,7 +27,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from mlx_speculation.caches.journal import Keep
-from mlx_speculation.caches.key_steps import pays, whole_steps
+from mlx_speculation.caches.key_steps import asks_cudnn, whole_steps
 from mlx_speculation.errors import UnsupportedCacheError
 
 
@@ -214,7 +214,7 @@ class RaggedKVCache(BatchKVCache):
     def _shown(self, columns: int) -> int:
         """Return how many columns are shown where so many are written."""
         if self.stepped and self.in_steps and self.keys is not None:
-            return whole_steps(columns) if pays(self.keys.dtype) else columns
+            return whole_steps(columns) if asks_cudnn(self.keys.dtype) else columns
         return columns
 
     @property

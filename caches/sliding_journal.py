@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from mlx_speculation.caches.key_steps import (
     KeySteps,
-    pays,
+    asks_cudnn,
     shown_in_steps,
     stepped_mask,
     whole_steps,
@@ -71,7 +71,7 @@ class PresentedSliding(SlidingKVCache):
         """Whether the window shows all rows so far, and has room for a whole step."""
         return (
             self.keys is not None
-            and pays(self.keys.dtype)
+            and asks_cudnn(self.keys.dtype)
             and self._end == self.offset < self.max_size
             and whole_steps(self.offset + n) <= self.max_size + self.slack
         )

@@ -1,8 +1,8 @@
-"""Attention of a few rows, in place of mlx-lm's function where another one is faster.
+"""Attention in a round, in place of mlx-lm's function where another one is faster.
 
-On CUDA that is the kernel of `cuda_attention`, on an x86-64 CPU `blas_attention`.
-mlx-lm's own does everything else: sinks, quantized keys, other dtypes, a single row of
-a single sequence, and on CUDA many rows.
+On CUDA that is the kernel of `cuda_attention` for a few rows, and `sized_attention` for
+what cuDNN would plan anew; on an x86-64 CPU it is `blas_attention`. mlx-lm's own does
+everything else: sinks, quantized keys, other dtypes, a single row of a single sequence.
 """
 
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from mlx_speculation.models import blas_attention
+from mlx_speculation.caches import asks_cudnn
+from mlx_speculation.models import blas_attention, sized_attention
 from mlx_speculation.models.cuda_attention import DIMENSIONS, attention
 from mlx_speculation.models.cuda_products import HALVES
 
@@ -35,6 +36,19 @@ def serves(
     if queries.shape[1] % keys.shape[1] or keys.shape[-1] != dim:
         return False
     return queries.dtype in HALVES and queries.dtype == keys.dtype == values.dtype
+
+
+def sizes_serve(
+    queries: mx.array, keys: Any, values: Any, cache: Any, mask: Any, sinks: Any
+) -> bool:
+    """Whether cuDNN is asked here, which plans for each new number of rows and keys."""
+    if sinks is not None or hasattr(cache, "bits"):
+        return False
+    bools = isinstance(mask, mx.array)
+    if bools and (mask.dtype != mx.bool_ or mask.shape[-1] != keys.shape[2]):
+        return False
+    same = queries.dtype == keys.dtype == values.dtype
+    return same and (bools or queries.shape[2] > 1) and asks_cudnn(queries.dtype)
 
 
 def products_serve(
@@ -62,6 +76,8 @@ def attend_on_cuda(
     """Do what `mlx_lm.models.base.scaled_dot_product_attention` does, on CUDA."""
     if serves(queries, keys, values, cache, mask, sinks):
         return attention(queries, keys, values, scale, mask)
+    if sizes_serve(queries, keys, values, cache, mask, sinks):
+        return sized_attention.attention(queries, keys, values, scale, mask)
     found: mx.array = scaled_dot_product_attention(
         queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
     )

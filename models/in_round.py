@@ -9,7 +9,7 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal
+from typing import Any, Literal
 
 import mlx.core as mx
 
@@ -33,13 +33,15 @@ class Forward:
         products: how many there were.
         kept: by the id of a layer that is likely to be called, what it will be fed, its
             product with that, and what to call if it was not asked for.
+        masks: by what was asked for, a mask and the one that was made of it.
     """
 
-    __slots__ = ("kept", "products")
+    __slots__ = ("kept", "masks", "products")
 
     def __init__(self) -> None:
         self.products = 0
         self.kept: dict[int, tuple[mx.array, mx.array, Callable[[], None]]] = {}
+        self.masks: dict[tuple[int, ...], tuple[Any, mx.array]] = {}
 
     def take(self, layer: int, x: mx.array) -> mx.array | None:
         """Return the product of a layer with this very array, if it is kept."""

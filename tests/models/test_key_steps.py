@@ -40,7 +40,7 @@ BATCHED = [name for name in NAMES if why_alone(build(name)) is None]
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_steps, "STEP", STEP)
     for module in (key_steps, ragged, sliding_journal):
-        monkeypatch.setattr(module, "pays", lambda dtype: True)
+        monkeypatch.setattr(module, "asks_cudnn", lambda dtype: True)
     monkeypatch.setattr(KVCache, "step", 5)
 
 
@@ -256,7 +256,7 @@ def test_a_model_that_asks_for_no_mask_gets_the_native_rows() -> None:
 
 def test_nothing_changes_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert not key_steps.pays(mx.float32)
+    assert not key_steps.asks_cudnn(mx.float32)
     cache = KVCache()
     rows = mx.ones((1, 1, 3, 4))
     cache.update_and_fetch(rows, rows)
