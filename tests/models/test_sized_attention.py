@@ -5,10 +5,11 @@ GPU (docs/gpu.md).
 
 Faults that were made by hand, and found here: keys that were added are seen; the causal
 mask is one key late; rows that were added stay in the result; a mask of one row serves
-as that of all rows that were added; a mask of another forward is taken; only rows or
-only keys are filled up; many rows are left to mlx; sinks are ignored.
+as that of all rows; layers take the mask of the last one; only rows or only keys are
+filled up; many rows are left to mlx; sinks are ignored.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +23,13 @@ from mlx_speculation.caches import whole_steps
 from mlx_speculation.models import few_rows_attention, sized_attention
 from mlx_speculation.models.in_round import rows_of_a_round
 from mlx_speculation.models.row_sizes import row_size
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _on_the_cpu() -> Iterator[None]:
+    """Compute here: CUDA's products of float32 are rounded by their shape."""
+    with mx.stream(mx.cpu):
+        yield
 
 
 def normal(shape: tuple[int, ...], seed: int) -> mx.array:
@@ -71,6 +79,21 @@ def test_it_does_what_mlx_does(
         for _ in range(2):  # as another layer would
             found = sized_attention.attention(queries, keys, values, scale, mask)
             assert found.shape == expected.shape
+            np.testing.assert_allclose(found, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_layers_of_one_forward_may_have_masks_of_their_own() -> None:
+    """As where some layers see a window."""
+    windows = [mx.tri(40, 50, k=10 - n, dtype=mx.bool_) for n in (0, 3)]
+    asked: list[tuple[Any, int]] = [("causal", 47), ("causal", 50), (None, 50)]
+    asked += [(mask, 50) for mask in (*windows, windows[0])]
+    with rows_of_a_round():
+        for mask, count in asked:
+            queries, keys = normal((1, 2, 40, 8), 1), normal((1, 1, count, 8), 2)
+            found = sized_attention.attention(queries, keys, keys, 0.3, mask)
+            expected = mx.fast.scaled_dot_product_attention(
+                queries, keys, keys, scale=0.3, mask=mask
+            )
             np.testing.assert_allclose(found, expected, atol=2e-5, rtol=2e-5)
 
 
