@@ -6,10 +6,18 @@ draft model reads has a length of its own. So have the texts that it catches up 
 after a pause. Shown in sizes they meet few pairs:
 
     rows     1 2 3 4 6 8 12 16 24 32 48 ... 1,536 2,048      as `row_size` counts
-    keys     512 1,024 1,536 ... 4,096 4,608 ...             in steps of `key_steps`
+    keys     512 1,024 1,536 ... 4,096 4,608 ...             in whole steps; or rows
+                                                             behind whole steps
 
-Rows and keys are filled up with zeros, which a mask hides and nobody reads. It serves
-guesses only, and rounds: with a mask cuDNN rounds otherwise than without.
+Rows and keys are filled up with zeros. From the start of a text, as many keys as rows
+are added at the end of both, so that the mask stays causal and no row sees an added key
+but those that nobody reads:
+
+    rows of 300, 300 keys, causal      shown 384 and 384, causal
+    40 more, 340 keys, causal          shown 48 and 512, bool
+
+Elsewhere a bool mask hides them, which takes cuDNN five times as long over many rows.
+It serves guesses and rounds, whose logits may differ from mlx's by rounding.
 """
 
 from typing import Any
@@ -38,9 +46,12 @@ def attention(
         [batch, heads, rows, value dim].
     """
     rows, count = queries.shape[2], keys.shape[2]
-    more_rows, more_keys = row_size(rows) - rows, whole_steps(count) - count
+    more_rows, before = row_size(rows) - rows, count - rows
+    causal = isinstance(mask, str) and before in (0, whole_steps(before or 1))
+    more_keys = more_rows if causal else whole_steps(count) - count
     if more_rows or more_keys:
-        mask = _filled(mask, rows, count, more_rows, more_keys)
+        if not causal:
+            mask = _filled(mask, rows, count, more_rows, more_keys)
         queries = mx.pad(queries, [(0, 0), (0, 0), (0, more_rows), (0, 0)])
         room = [(0, 0), (0, 0), (0, more_keys), (0, 0)]
         keys, values = mx.pad(keys, room), mx.pad(values, room)

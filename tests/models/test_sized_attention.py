@@ -32,6 +32,9 @@ def _on_the_cpu() -> Iterator[None]:
         yield
 
 
+Shown = tuple[int, int, str]  # rows, keys, the kind of mask
+
+
 def normal(shape: tuple[int, ...], seed: int) -> mx.array:
     made: mx.array = mx.random.normal(shape, key=mx.random.key(seed))
     return made
@@ -49,7 +52,11 @@ def normal(shape: tuple[int, ...], seed: int) -> mx.array:
     ),
     seed=st.integers(0, 2**31),
 )
-@example(1, 1, 1, 48, 464, (8, 8), "causal", 1)  # nothing is filled up
+@example(1, 1, 1, 40, 0, (8, 8), "causal", 1)  # it stays causal
+@example(1, 1, 1, 40, 512, (8, 8), "causal", 1)
+@example(1, 1, 1, 40, 0, (8, 8), "bool", 1)
+@example(1, 1, 1, 40, 0, (8, 8), "none", 1)
+@example(1, 1, 1, 48, 464, (8, 8), "bool", 1)  # nothing is filled up
 @example(1, 1, 1, 40, 472, (8, 8), "causal", 1)  # only rows
 @example(1, 1, 1, 48, 100, (8, 8), "one row", 1)  # only keys
 def test_it_does_what_mlx_does(
@@ -98,13 +105,15 @@ def test_layers_of_one_forward_may_have_masks_of_their_own() -> None:
 
 
 @pytest.fixture(name="asked")
-def _asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Let cuDNN be asked here; return the rows and keys of what mlx is asked."""
-    seen: list[tuple[int, int]] = []
+def _asked(monkeypatch: pytest.MonkeyPatch) -> list[Shown]:
+    """Let cuDNN be asked here; return what mlx is asked."""
+    seen: list[Shown] = []
     theirs = mx.fast.scaled_dot_product_attention
 
     def noting(queries: mx.array, keys: mx.array, *rest: Any, **named: Any) -> Any:
-        seen.append((queries.shape[2], keys.shape[2]))
+        mask = named["mask"]
+        kind = mask if isinstance(mask, str) else type(mask).__name__
+        seen.append((queries.shape[2], keys.shape[2], kind))
         return theirs(queries, keys, *rest, **named)
 
     monkeypatch.setattr(few_rows_attention, "asks_cudnn", lambda dtype: True)
@@ -112,25 +121,40 @@ def _asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return seen
 
 
-def test_prompts_of_all_lengths_show_few_sizes(asked: list[tuple[int, int]]) -> None:
+def test_prompts_of_all_lengths_show_few_sizes(asked: list[Shown]) -> None:
     """A draft that reads 300 tokens does not plan otherwise than one that reads 310."""
-    for rows in range(33, 513):
-        queries, keys = mx.zeros((1, 2, rows, 48)), mx.zeros((1, 1, rows, 48))
-        with rows_of_a_round():
-            found = few_rows_attention.attend_on_cuda(
-                queries, keys, keys, None, 1.0, "causal"
-            )
-        assert found.shape == queries.shape
     sizes = [48, 64, 96, 128, 192, 256, 384, 512]
-    assert set(asked) == {(size, 512) for size in sizes}
+    for before in (0, 512):
+        for rows in range(33, 513):
+            show(rows, before)
+        assert set(asked) == {(size, before + size, "causal") for size in sizes}
+        asked.clear()
+
+
+def test_what_is_read_after_a_pause_shows_few_sizes(asked: list[Shown]) -> None:
+    for before in range(512, 1024, 7):
+        for rows in range(33, 97):
+            show(rows, before)
+    sizes = [48, 64, 96]
+    counts = {(rows, keys) for rows, keys, _ in asked}
+    first = {(size, 512 + size) for size in sizes}  # causal
+    assert counts == first | {(size, keys) for size in sizes for keys in (1024, 1536)}
+
+
+def show(rows: int, before: int) -> None:
+    """Ask for attention with a causal mask."""
+    queries, keys = mx.zeros((1, 2, rows, 48)), mx.zeros((1, 1, before + rows, 48))
+    with rows_of_a_round():
+        found = few_rows_attention.attend_on_cuda(
+            queries, keys, keys, None, 1.0, "causal"
+        )
+    assert found.shape == queries.shape
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 40])
 @pytest.mark.parametrize("kind", ["none", "causal", "bool", "added", "short"])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_who_is_asked(
-    rows: int, kind: str, sinks: bool, asked: list[tuple[int, int]]
-) -> None:
+def test_who_is_asked(rows: int, kind: str, sinks: bool, asked: list[Shown]) -> None:
     """A head of 48 places is none of the kernel's, so these are mlx's in any case."""
     count = rows + 7
     queries = normal((1, 2, rows, 48), 1).astype(mx.bfloat16)
@@ -156,13 +180,13 @@ def test_who_is_asked(
     )
     plans = rows > 1 or kind == "bool"
     in_sizes = plans and not sinks and kind in ("none", "causal", "bool")
-    native = (rows, count)
-    shown = (row_size(rows), whole_steps(count)) if in_sizes else native
-    assert asked == [shown]
+    sizes = (row_size(rows), whole_steps(count), "array")
+    native = (rows, count, "causal" if kind == "causal" else type(mask).__name__)
+    assert asked == [sizes if in_sizes else native]
 
 
 def test_other_dtypes_and_quantized_keys_are_left_to_mlx_lm(
-    asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    asked: list[Shown], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Quantized:
         bits = 8
