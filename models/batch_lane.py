@@ -219,7 +219,7 @@ class BatchRound:
         with ExitStack() as stack:
             if self._follower is not None:
                 stack.enter_context(self._follower.taps.collect(self._hidden))
-            stack.enter_context(rows_of_a_round())
+            stack.enter_context(rows_of_a_round(tokens.size))
             if self._whole:
                 stack.enter_context(layer_by_layer(tokens.size))
             logits: mx.array = self._lane.model(tokens, cache=self._speculation.caches)

@@ -34,11 +34,13 @@ class Forward:
         kept: by the id of a layer that is likely to be called, what it will be fed, its
             product with that, and what to call if it was not asked for.
         masks: by what was asked for, a mask and the one that was made of it.
+        tokens: how many it is fed, of all rows together.
     """
 
-    __slots__ = ("kept", "masks", "products")
+    __slots__ = ("kept", "masks", "products", "tokens")
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
         self.products = 0
         self.kept: dict[int, tuple[mx.array, mx.array, Callable[[], None]]] = {}
         self.masks: dict[tuple[int, ...], tuple[Any, mx.array]] = {}
@@ -91,10 +93,14 @@ def _device_here() -> Device | None:
 
 
 @contextmanager
-def rows_of_a_round() -> Iterator[None]:
-    """Let layers take their ways for a few rows, in this thread, inside the block."""
+def rows_of_a_round(tokens: int = 1) -> Iterator[None]:
+    """Let layers take their ways for a few rows, in this thread, inside the block.
+
+    Args:
+        tokens: how many the forward is fed; some ways are for few.
+    """
     token, device = _in_round.set(True), _device.set(_device_here())
-    forward = Forward()
+    forward = Forward(tokens)
     before = _forward.set(forward)
     try:
         yield

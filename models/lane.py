@@ -263,7 +263,9 @@ class LaneRound:
             if self._taps is not None:
                 stack.enter_context(self._taps.collect(self._hidden))
             stack.enter_context(
-                rows_of_a_round() if as_in_round else layer_by_layer(len(tokens))
+                rows_of_a_round(len(tokens))
+                if as_in_round
+                else layer_by_layer(len(tokens))
             )
             logits = model(tokens[None], cache=presented)
         return logits.squeeze(0)

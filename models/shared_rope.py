@@ -12,6 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_speculation.models import fused
+
 
 @functools.cache
 def _unit(rows: int, dims: int) -> mx.array:
@@ -89,4 +91,4 @@ def rope(
     parts = [x[..., half:dims], x[..., :half]]
     if width > dims:
         parts.append(x[..., dims:])
-    return x * by_x + mx.concatenate(parts, axis=-1) * by_swapped
+    return fused.turned(x, mx.concatenate(parts, axis=-1), by_x, by_swapped)

@@ -7,8 +7,9 @@ has come to mean something else, the layer's own code runs. Which functions ther
 depends on the device:
 
     cuda   attention by the kernel of `cuda_attention`
-    x86    attention by `blas_attention`, activations by `exponentials`; only with
-           OpenBLAS in front, where rows differ from single rows by rounding anyway
+    x86    attention by `blas_attention`, activations by `exponentials`, norms and
+           rotations by `fused` and `shared_rope`; only with OpenBLAS in front, where
+           rows differ from single rows by rounding anyway
 """
 
 import functools
@@ -21,7 +22,7 @@ import mlx.nn as nn
 from mlx_lm.models import activations
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from mlx_speculation.models import exponentials, shared_rope
+from mlx_speculation.models import exponentials, fused, shared_rope
 from mlx_speculation.models.absorbed import ATTENTIONS
 from mlx_speculation.models.cuda_kernels import kernels_compile
 from mlx_speculation.models.few_rows_attention import attend_on_cuda, attend_on_x86
@@ -97,8 +98,11 @@ _STAND_INS: dict[Device, dict[str, StandIn]] = {
         "nn": StandIn(nn, _with(nn, **_NN), frozenset(_NN)),
         "mx": StandIn(
             mx,
-            _with(mx, fast=_with(mx.fast, rope=shared_rope.rope)),
-            frozenset({"rope"}),
+            _with(
+                mx,
+                fast=_with(mx.fast, rope=shared_rope.rope, rms_norm=fused.rms_norm),
+            ),
+            frozenset({"rope", "rms_norm"}),
             within=frozenset({"fast"}),
         ),
     },
@@ -160,6 +164,7 @@ def stand_in_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
     elif x86_serves():
         device = "x86"
         exponentials.compile_here()
+        fused.compile_here()
     else:
         return
     for _, module in model.named_modules():

@@ -43,8 +43,9 @@ def filled(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
     """
     caches: list[Any] = with_slack(make_prompt_cache(model))
     for start in range(0, len(tokens), PREFILL):
-        with rows_of_a_round():
-            model(mx.array([list(tokens[start : start + PREFILL])]), cache=caches)
+        chunk = list(tokens[start : start + PREFILL])
+        with rows_of_a_round(len(chunk)):
+            model(mx.array([chunk]), cache=caches)
         mx.eval(states(caches))
     return caches
 

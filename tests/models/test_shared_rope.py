@@ -12,6 +12,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_speculation.models.in_round import rows_of_a_round
 from mlx_speculation.models.shared_rope import rope
 
 ON_CPU = mx.default_device().type == mx.DeviceType.cpu
@@ -26,6 +27,12 @@ def _same(found: mx.array, wanted: mx.array) -> None:
         np.testing.assert_allclose(
             found.astype(mx.float32), wanted.astype(mx.float32), rtol=1e-4, atol=1e-4
         )
+
+
+def in_round(x: mx.array, tokens: int, *args: Any, **how: Any) -> mx.array:
+    """Turn rows in a forward over so many tokens; of few it is compiled."""
+    with rows_of_a_round(tokens):
+        return rope(x, *args, **how)
 
 
 FREQS = [mx.arange(1, 5).astype(mx.float32), mx.arange(3, 7).astype(mx.float32)]
@@ -45,12 +52,18 @@ ways = st.fixed_dictionaries(
 @given(
     calls=st.lists(ways, min_size=1, max_size=6),
     rows=st.integers(1, 5),
+    tokens=st.sampled_from([1, 64, 65]),
     half=st.booleans(),
     freqs=st.integers(0, 2),
     seed=st.integers(0, 2**31),
 )
 def test_rope_is_mlxs(
-    calls: list[dict[str, Any]], rows: int, half: bool, freqs: int, seed: int
+    calls: list[dict[str, Any]],
+    rows: int,
+    tokens: int,
+    half: bool,
+    freqs: int,
+    seed: int,
 ) -> None:
     x = mx.random.normal((1, rows, 3, 11), key=mx.random.key(seed))
     x = x.transpose(0, 2, 1, 3).astype(mx.bfloat16 if half else mx.float32)
@@ -59,12 +72,12 @@ def test_rope_is_mlxs(
         part = x[..., : how.pop("width")]
         if freqs:
             how |= {"freqs": FREQS[freqs - 1], "base": None, "dims": 8}
-        _same(rope(part, **how), mx.fast.rope(part, **how))
+        _same(in_round(part, tokens, **how), mx.fast.rope(part, **how))
 
 
 def test_layers_with_other_frequencies_have_tables_of_their_own() -> None:
     x = mx.random.normal((1, 2, 3, 8), key=mx.random.key(1))
     how: dict[str, Any] = {"traditional": False, "base": None, "scale": 1.0}
     for freqs in (*FREQS, *FREQS):
-        found = rope(x, 8, **how, offset=5, freqs=freqs)
+        found = in_round(x, 2, 8, **how, offset=5, freqs=freqs)
         _same(found, mx.fast.rope(x, 8, **how, offset=5, freqs=freqs))
