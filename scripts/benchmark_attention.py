@@ -6,7 +6,12 @@ count in every round. Arms: "new" has another key count in each call, "same" doe
 "padded" has the keys of "new" in a buffer of whole steps, and a mask for what is not
 filled.
 
+With --prompts a prompt is read at once, of so many tokens and one more in each call;
+"sized" is what a draft model does (models/sized_attention.py), the median of all calls
+but the first, and "first" is that. --behind says how many tokens come before it.
+
     python scripts/benchmark_attention.py --keys 100 --keys 8192
+    python scripts/benchmark_attention.py --prompts 310 --prompts 1500 --behind 100
     MLX_CUDA_USE_CUDNN_SDPA=0 python scripts/benchmark_attention.py
 """
 
@@ -35,11 +40,19 @@ def benchmark(
     heads: Annotated[int, typer.Option(min=1)] = 32,
     kv_heads: Annotated[int, typer.Option(min=1)] = 8,
     dim: Annotated[int, typer.Option(min=8)] = 128,
+    prompts: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens; nothing else is measured.")
+    ] = None,
+    behind: Annotated[int, typer.Option(min=0, help="Tokens before a prompt.")] = 0,
     step: Annotated[int, typer.Option(min=1, help="Rows a buffer grows by.")] = 256,
     calls: Annotated[int, typer.Option(min=1)] = 12,
 ) -> None:
     """Print milliseconds of one attention, medians over the calls."""
     use_blas("auto")
+    if prompts is not None:
+        shape = (heads, kv_heads, dim)
+        print(json.dumps([_of_prompt(shape, n, behind, calls) for n in prompts]))
+        return
     found = []
     for first in keys or [100, 8192]:
         for width in rows or [1, 2, 3, 4, 5, 6, 8, 9, 16, 17]:
@@ -82,6 +95,48 @@ def _arms(
         "same": lambda first, _: attend(first, causal),
         "padded": padded,
     }
+
+
+def _of_prompt(
+    shape: tuple[int, int, int], first: int, behind: int, calls: int
+) -> dict[str, float]:
+    """Return the milliseconds of attention over a prompt in two ways."""
+    import mlx.core as mx
+
+    from mlx_speculation.models import sized_attention
+    from mlx_speculation.models.in_round import rows_of_a_round
+
+    heads, kv_heads, dim = shape
+    most = first + calls
+    held = mx.random.normal((1, heads, most, dim)).astype(mx.bfloat16)
+    keys = mx.random.normal((1, kv_heads, behind + most, dim)).astype(mx.bfloat16)
+    mx.eval(held, keys)
+
+    def native(_: int, call: int) -> Any:
+        count = first + call
+        seen = keys[..., : behind + count, :]
+        return mx.fast.scaled_dot_product_attention(
+            held[..., :count, :], seen, seen, scale=dim**-0.5, mask="causal"
+        )
+
+    def sized(_: int, call: int) -> Any:
+        count = first + call
+        seen = keys[..., : behind + count, :]
+        with rows_of_a_round(count):
+            return sized_attention.attention(
+                held[..., :count, :], seen, seen, dim**-0.5, "causal"
+            )
+
+    found = {"tokens": float(first), "behind": float(behind)}
+    for name, arm in (("new", native), ("sized", sized)):
+        started = time.perf_counter()
+        mx.eval(arm(first, 0))
+        found[f"{name}, first"] = round((time.perf_counter() - started) * 1e3, 3)
+        found[name] = _median(arm, first, calls)
+    typer.echo(
+        "  ".join(f"{name} {value:g}" for name, value in found.items()), err=True
+    )
+    return found
 
 
 def _median(arm: Callable[[int, int], Any], first: int, calls: int) -> float:
