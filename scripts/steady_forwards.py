@@ -76,7 +76,8 @@ def step_of(model: nn.Module, caches: list[Any], *, drafts: bool = False) -> Ste
     def step(tokens: mx.array) -> mx.array:
         logits: mx.array
         if tokens.shape[1] > 1:
-            with Speculation(caches) as speculation, rows_of_a_round():
+            ways = rows_of_a_round(tokens.size)
+            with Speculation(caches) as speculation, ways:
                 logits = model(tokens, cache=speculation.caches)
         else:
             with rows_of_a_round() if drafts else nullcontext():

@@ -107,7 +107,7 @@ def test_projections_into_a_recurrent_layer_are_one_product() -> None:
     names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     wanted = [mixers[0][name](x) for name in names]
     recorders = Recorders(model)
-    with rows_of_a_round():
+    with rows_of_a_round(3):
         found = [mixers[0][name](x) for name in names]
     assert products(found) == 1
     recorders.remove()
@@ -142,7 +142,7 @@ class Fed(nn.Module):
 def check(model: Fed, x: mx.array) -> int:
     """Compare a round with what the layers do by themselves; return its products."""
     wanted = model(x)
-    with rows_of_a_round():
+    with rows_of_a_round(x.shape[1]):
         found = model(x)
     count = products(found)
     for one, other in zip(found, wanted, strict=True):
@@ -229,12 +229,34 @@ def test_a_result_that_nobody_asks_for_is_not_computed_again() -> None:
     recorders.remove()
 
 
+def replaced(layer: Any) -> None:
+    layer.weight = layer.weight * 2
+
+
+def scaled(layer: Any) -> None:
+    layer.weight *= 2
+
+
+def one_row_of(layer: Any) -> None:
+    layer.weight[0] = 0.0
+
+
+def turned(layer: Any) -> None:
+    weight = layer.weight  # in the same place, and shaped alike
+    layer.weight = mx.as_strided(weight, weight.shape, (1, weight.shape[0]))
+
+
 @pytest.mark.parametrize("name", ["q_proj", "k_proj"])
-def test_a_weight_that_was_replaced_is_used(name: str) -> None:
+@pytest.mark.parametrize("change", [replaced, scaled, one_row_of, turned])
+@pytest.mark.parametrize("hooked", [True, False])
+def test_a_weight_that_was_replaced_or_changed_is_used(
+    name: str, change: Any, hooked: bool
+) -> None:
     model = Fed()
     recorders = Recorders(model)
-    layer: Any = model[name]
-    layer.weight = layer.weight * 2
+    if not hooked:
+        recorders.remove()
+    change(model[name])
     assert check(model, rows()) == 4
     again = Recorders(model)  # which joins the new ones
     assert check(model, rows()) == 3
@@ -254,6 +276,50 @@ def test_another_generator_joins_nothing_again() -> None:
     assert model.k_proj.weight is weights[1]
     assert check(model, rows()) == 3
     third.remove()
+
+
+def test_what_mlx_has_traced_is_still_joined() -> None:
+    """As a compiled draft is: its weights are other objects afterwards."""
+    model = Fed()
+    recorders = Recorders(model)
+
+    def step(x: mx.array) -> Any:
+        with rows_of_a_round():
+            return model(x)
+
+    x = rows(2)
+    compiled = mx.compile(step, inputs=model.state)
+    for one, other in zip(compiled(x), step(x), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    held: Any = model.q_proj
+    common = held._joined
+    assert check(model, rows()) == 3
+    recorders.remove()
+    again = Recorders(model)
+    assert check(model, rows()) == 3
+    assert held._joined is common
+    again.remove()
+
+
+@pytest.mark.parametrize("seen_by", ["a round", "a generator"])
+def test_what_was_replaced_is_let_go_of(seen_by: str) -> None:
+    if mx.default_device().type != mx.DeviceType.cpu:
+        pytest.skip("memory is counted where it is computed: on a CPU")
+    model: Any = Fed()
+    model.q_proj.weight = mx.random.normal((4096, 16))
+    recorders = Recorders(model)
+    model.q_proj.weight = mx.random.normal((8, 16))
+    model.k_proj.weight = mx.random.normal((4, 16))
+    mx.eval(model.parameters())
+    before = mx.get_active_memory()
+    if seen_by == "a round":
+        with rows_of_a_round(3):
+            mx.eval(model(rows()))
+    else:
+        model.set_dtype(mx.bfloat16)
+        Recorders(model).remove()
+    assert before - mx.get_active_memory() > 200_000
+    recorders.remove()
 
 
 def test_weights_take_no_more_memory() -> None:
