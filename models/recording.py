@@ -42,7 +42,6 @@ from mlx_speculation.models.hooks import (
     watched,
 )
 from mlx_speculation.models.instances import Hook, Hooked, derived, plain_class
-from mlx_speculation.models.joined import joined_hooks
 from mlx_speculation.models.known import is_known
 from mlx_speculation.models.layer_by_layer import layer_hooks
 from mlx_speculation.models.mixers import COMPRESSORS, MIXERS, Mixer
@@ -190,7 +189,6 @@ def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
         yield from _parts(module, watch)
     yield from absorbing_hooks(model)
     yield from few_row_hooks(model)
-    yield from joined_hooks(model)
     yield from stand_in_hooks(model)
     yield from layer_hooks(model)
 
