@@ -126,8 +126,8 @@ def shown_in_steps(cache: Any) -> tuple[mx.array, mx.array]:
 
 
 def whole_steps(rows: int) -> int:
-    """Return the end of the step that the last of `rows` rows is in."""
-    step = max(STEP, (1 << (rows.bit_length() - 1)) // PARTS)
+    """Return the end of the step that the last of `rows` rows is in; 0 of none."""
+    step = max(STEP, (1 << rows.bit_length()) // (2 * PARTS))
     return -(-rows // step) * step
 
 

@@ -2,8 +2,9 @@
 
 On a CPU mlx computes an RMS norm by seven operations and a rotation by shared tables by
 four. Each is handed to another thread, which takes 5 to 10 microseconds and more than
-to compute it where rows are few, and together they were a third of all operations in a
-round. Compiled, a norm is three, since mlx does not fuse what sums, and a rotation two.
+to compute it where rows are few, and together they were half of what a verify of the
+dense demo model computes, 223 of 450 operations. Compiled, a norm is three, since mlx
+does not fuse what sums, and a rotation two.
 
 What is compiled is compiled for shapes, and these are looked through one by one. So it
 serves forwards over a few tokens only, which have few shapes; a prompt that a draft
@@ -34,11 +35,13 @@ def _normed(
     return x * mx.rsqrt(squares * part + eps) * weight
 
 
-@mx.compile
 def _turned(
     x: mx.array, swapped: mx.array, by_x: mx.array, by_swapped: mx.array
 ) -> mx.array:
     return x * by_x + swapped * by_swapped
+
+
+_turned_compiled = mx.compile(_turned)
 
 
 def serves() -> bool:
@@ -75,9 +78,8 @@ def turned(
         by_x: [1, rows, width].
         by_swapped: [1, rows, width].
     """
-    if not serves():
-        return x * by_x + swapped * by_swapped
-    found: mx.array = _turned(x, swapped, by_x, by_swapped)
+    turn = _turned_compiled if serves() else _turned
+    found: mx.array = turn(x, swapped, by_x, by_swapped)
     return found
 
 
@@ -87,4 +89,4 @@ def compile_here() -> None:
     rows = mx.zeros((1, 2, 2, 8))
     tables = mx.zeros((1, 2, 8))
     norm = _normed(rows, rows[..., :1], _scalar(1.0), _scalar(1.0), rows[0, 0, 0])
-    mx.eval(norm, _turned(rows, rows, tables, tables))
+    mx.eval(norm, _turned_compiled(rows, rows, tables, tables))
