@@ -86,3 +86,13 @@ def _exact_buffers() -> Iterator[None]:
     old = mx.set_cache_limit(0)
     yield
     mx.set_cache_limit(old)
+
+
+@pytest.fixture(name="on_the_cpu", scope="module")
+def _on_the_cpu() -> Iterator[None]:
+    """Compute here: CUDA rounds products of float32, and has kernels where others lack.
+
+    For tests of stock operations, which are to be the same where CUDA is there too.
+    """
+    with mx.stream(mx.cpu):
+        yield

@@ -42,6 +42,8 @@ from mlx_speculation.models.instances import plain_class
 from mlx_speculation.models.stand_ins import stand_in_hooks
 from support.census import BUILT, build
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 PROMPT = [(7 * i * i + 3 * i) % 256 for i in range(21)]
 ROWS = [201, 7, 96, 255, 31]
 

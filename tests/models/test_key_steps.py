@@ -31,6 +31,8 @@ from support.cache_twins import read
 from support.covering import covering
 from support.tiny_models import TINY_MODELS, build
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 STEP = 8
 NAMES = [name for name, tiny in TINY_MODELS.items() if tiny.module in TRIED]
 BATCHED = [name for name in NAMES if why_alone(build(name)) is None]

@@ -9,7 +9,6 @@ as that of all rows; layers take the mask of the last one; only rows or only key
 filled up; many rows are left to mlx; sinks are ignored.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -24,13 +23,7 @@ from mlx_speculation.models import few_rows_attention, sized_attention
 from mlx_speculation.models.in_round import rows_of_a_round
 from mlx_speculation.models.row_sizes import row_size
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _on_the_cpu() -> Iterator[None]:
-    """Compute here: CUDA's products of float32 are rounded by their shape."""
-    with mx.stream(mx.cpu):
-        yield
-
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 Shown = tuple[int, int, str]  # rows, keys, the kind of mask
 
