@@ -5,9 +5,13 @@ nothing. An observed time therefore moves a factor that all costs share, and the
 of its own length a little:
 
     ratio = observed / expected, at most LARGEST_CHANGE either way
-    all   = all * ratio ** SHARED
-    own   = own * ratio ** own share, large at first and after a long time without
-            one, never below SLOWEST
+    own   = own * ratio ** own share, which makes it a mean of what was seen, and is
+            large after a long time without one and never below SLOWEST
+    all   = all * ratio ** SHARED, of which costs that were seen a few times move a
+            part: of those the luck in their first rounds is the likelier reason
+
+Were it not for the last, a length that was measured in a lucky moment and taken for
+that would make plain steps look dearer round by round, and stay the best.
 """
 
 import math
@@ -25,7 +29,9 @@ SHORT_CONTEXT = 512
 # Where only plain steps are known, a drafted token is taken for so many of them.
 GUESSED_SHARE = 0.25
 # A cost out of a file or another bucket moves like one that was seen so often.
-SETTLED = 6
+SETTLED = 8
+# One that was seen so often moves all by their whole share.
+SEEN_OFTEN = 10
 
 
 def bucket_of(context: int) -> int:
@@ -197,18 +203,19 @@ class RoundCosts:
             if len(cost.samples) >= self.needed(length):
                 found, guess = median(cost.samples), cost.seconds
                 cost.seconds, cost.guessed = found, False
+                cost.count = len(cost.samples)
                 if guess:
                     self._scale_guesses(context, found / guess)
             return
         most = math.log(LARGEST_CHANGE)
         change = math.log(max(seconds, 1e-9) / (cost.seconds * factor))
         change = max(-most, min(most, change))
-        self._all += SHARED * change
         cost.count += 1
+        self._all += SHARED * min(1.0, cost.count / SEEN_OFTEN) * change
         # What was not measured for long is worth less than what is seen now.
         stale = min(0.2, 0.002 * (self._notes - cost.noted))
         cost.noted = self._notes
-        cost.seconds *= math.exp(max(SLOWEST, 0.3 / cost.count, stale) * change)
+        cost.seconds *= math.exp(max(SLOWEST, 1 / cost.count, stale) * change)
 
     def note_left(self, context: int, seconds: float) -> None:
         """Learn from a round that only read a plain step which was on its way.

@@ -9,7 +9,9 @@ drafts have saved is not counted, not forgotten, or spent without end; the last 
 step before a draft taken for a whole one; what is left of a step not learnt, or taken
 for all of it; a run of plain steps that counts as a loss; a trial that ends though all
 of it was right; a prompt that a draft reads for nothing, or without end, or whose
-reading is taken for what its length costs; an allowance that a long prompt outweighs.
+reading is taken for what its length costs; an allowance that a long prompt outweighs;
+costs that all move by their whole share from the first round on, or own ones that move
+too little; a draft that is preferred for a gain of a hundredth.
 """
 
 import statistics
@@ -434,6 +436,38 @@ def test_a_plain_step_that_was_measured_in_a_bad_moment_is_measured_again() -> N
         simulate(policy, world, lambda _: [0.5] * 4, 48, seed)
     table = costs.table()[0]
     assert table[0] / table[1] == pytest.approx(0.5, rel=0.1)
+
+
+def test_what_a_length_was_luckily_measured_at_is_not_put_down_to_the_machine() -> None:
+    measured = RoundCosts()
+    for _ in range(3):
+        measured.note(10, 0, 1.0)
+        measured.note(10, 4, 2.0)
+    kept = RoundCosts({0: {0: 1.0, 4: 2.0}})
+    for costs, least in ((measured, 2.25), (kept, 2.15)):
+        for _ in range(40):  # a fifth more than was believed, and nothing else is seen
+            costs.note(10, 4, 2.4)
+        table = costs.table()[0]
+        assert table[4] == pytest.approx(2.4, rel=0.01)
+        assert table[4] / table[0] > least
+
+
+def test_a_cost_is_a_mean_of_what_was_seen_of_it() -> None:
+    """Its first rounds count too, so that the next one does not take their place."""
+    costs = RoundCosts()
+    for _ in range(3):
+        costs.note(10, 0, 1.0)
+        costs.note(10, 4, 2.0)
+    costs.note(10, 4, 2.0 * 1.4)
+    assert costs.seconds(10, 4) == pytest.approx(2.0 * 1.4 ** (1 / 4), rel=0.02)
+
+
+def test_a_draft_that_gains_next_to_nothing_is_not_preferred_to_plain_steps() -> None:
+    for seconds, reason in ((1.96, "plain"), (1.9, "best")):
+        costs = RoundCosts({0: {0: 1.0, 1: seconds}})
+        policy = AdaptiveLengths(costs, AcceptanceRates([1.0], 40.0), 1)
+        policy.plan(0, 100)  # the first
+        assert policy.plan(0, 100).reason == reason
 
 
 def test_an_outlier_hardly_moves_a_cost() -> None:
