@@ -2,11 +2,11 @@
 
     speed(k) = (1 + r0 + r0 r1 + ... + r0 ... r(k-1)) / seconds(k)
 
-Every k is searched, since cost goes in steps. Where plain decoding is the fastest,
-drafting is parked, and tried again now and then for a round, and on while all that is
-drafted is right. What such trials cost beside plain decoding, catching up of a draft's
-caches included, stays below a share of the time and an allowance of each stream; so it
-is when drafting pays little and the plain step is measured again.
+Every k is searched, since cost goes in steps. Where plain decoding is the fastest, or
+nearly so, drafting is parked, and tried again now and then for a round, and on while
+all that is drafted is right. What such trials cost beside plain decoding, catching up
+of a draft's caches included, stays below a share of the time and an allowance of each
+stream; so it is when drafting pays little and the plain step is measured again.
 """
 
 from collections.abc import Callable

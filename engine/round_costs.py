@@ -10,8 +10,8 @@ of its own length a little:
     all   = all * ratio ** SHARED, of which costs that were seen a few times move a
             part: of those the luck in their first rounds is the likelier reason
 
-Were it not for the last, a length that was measured in a lucky moment and taken for
-that would make plain steps look dearer round by round, and stay the best.
+Were it not for that, a length that was measured in a lucky moment would make plain
+steps look dearer round by round, and stay the best.
 """
 
 import math
