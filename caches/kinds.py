@@ -126,6 +126,22 @@ def _refuse(caches: Sequence[Any]) -> None:
     )
 
 
+def open_journals(
+    found: Sequence[Any],
+    *,
+    whole: bool,
+    isolated: bool = False,
+    steps: KeySteps | None = None,
+) -> list[Journal]:
+    """Return a journal for each of the leaves that `check_supported` has passed."""
+    if not isolated and steps is None:  # a plain step: every call in it counts
+        return [JOURNALS[type(leaf)](leaf, whole) for leaf in found]
+    return [
+        open_journal(leaf, whole=whole, isolated=isolated, steps=steps)
+        for leaf in found
+    ]
+
+
 def open_journal(
     leaf: Any,
     *,
@@ -186,12 +202,12 @@ def position(caches: Sequence[Any]) -> int | None:
         InvalidRequestError: batch caches; their rows have positions of their own.
     """
     offsets = [leaf.offset for leaf in flat(caches) if hasattr(leaf, "offset")]
-    for offset in offsets:
-        if isinstance(offset, mx.array):
-            raise InvalidRequestError(
-                f"One position was asked of batch caches with {offset.shape[0]} rows. "
-                "Use positions(caches), an array with the position of each row."
-            )
+    if mx.array in map(type, offsets):
+        rows = next(each.shape[0] for each in offsets if isinstance(each, mx.array))
+        raise InvalidRequestError(
+            f"One position was asked of batch caches with {rows} rows. "
+            "Use positions(caches), an array with the position of each row."
+        )
     return max(offsets) if offsets else None
 
 

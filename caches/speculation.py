@@ -19,7 +19,7 @@ from mlx_speculation.caches.held_arrays import bytes_beside
 from mlx_speculation.caches.journal import Keep
 from mlx_speculation.caches.keeps import check_range, numbers, per_row, shown
 from mlx_speculation.caches.key_steps import KeySteps
-from mlx_speculation.caches.kinds import check_supported, open_journal, presented
+from mlx_speculation.caches.kinds import check_supported, open_journals, presented
 from mlx_speculation.errors import (
     InvalidRequestError,
     SpeculationClosedError,
@@ -77,10 +77,7 @@ class Speculation:
         self._rerun = rerun
         self._live = found = check_supported(caches)
         steps = KeySteps() if key_steps and not isolated else None
-        self._leaves = [
-            open_journal(leaf, whole=whole, isolated=isolated, steps=steps)
-            for leaf in found
-        ]
+        self._leaves = open_journals(found, whole=whole, isolated=isolated, steps=steps)
         if isolated:
             check_together([journal.presented for journal in self._leaves])
         self._presented = presented(caches, iter(self._leaves))

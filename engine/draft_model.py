@@ -107,7 +107,8 @@ class DraftModel:
         """Feed tokens and return the last one's logits, [1, vocab] or [1, n]."""
         reduced = self._reduced
         with nullcontext() if reduced is None else reduced.only():
-            return lane_round.forward(tokens)[-1:]
+            logits = lane_round.forward(tokens)
+        return logits if len(logits) == 1 else logits[-1:]
 
     def _catch_up(self, sequence: Sequence) -> None:
         """Feed committed text that is too long for a round, all but the last token."""

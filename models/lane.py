@@ -5,7 +5,7 @@ does not matter how far one lags behind the other. It knows no text and no sampl
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
@@ -254,20 +254,17 @@ class LaneRound:
         if lane.compiled is not None and lane.compiled.serves(lane.caches, len(tokens)):
             return lane.compiled.forward(tokens, lane.caches)
         model, presented = lane.model, self._speculation.caches
-        as_in_round = not self._whole or lane.guesses
-        if not as_in_round and self._taps is None:  # a plain step, or part of a prompt
-            with layer_by_layer(len(tokens)):
-                logits: mx.array = model(tokens[None], cache=presented)
-            return logits.squeeze(0)
-        with ExitStack() as stack:
-            if self._taps is not None:
-                stack.enter_context(self._taps.collect(self._hidden))
-            stack.enter_context(
-                rows_of_a_round(len(tokens))
-                if as_in_round
-                else layer_by_layer(len(tokens))
-            )
-            logits = model(tokens[None], cache=presented)
+        if self._whole and not lane.guesses:  # a plain step, or part of a prompt
+            ways: AbstractContextManager[None] = layer_by_layer(len(tokens))
+        else:
+            ways = rows_of_a_round(len(tokens))
+        logits: mx.array
+        if self._taps is None:
+            with ways:
+                logits = model(tokens[None], cache=presented)
+        else:
+            with self._taps.collect(self._hidden), ways:
+                logits = model(tokens[None], cache=presented)
         return logits.squeeze(0)
 
     def prepare(self, keep: int) -> None:

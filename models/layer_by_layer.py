@@ -13,7 +13,6 @@ twentieth. A GPU has no such end of its queue; what is submitted early there is 
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -32,18 +31,26 @@ MOST_POSITIONS = 64
 _layer_by_layer: ContextVar[bool] = ContextVar("layer_by_layer", default=False)
 
 
-@contextmanager
-def layer_by_layer(positions: int) -> Iterator[None]:
+class layer_by_layer:  # noqa: N801 - used like the function that it stands for
     """Submit what the layers of a step return, inside the block, in this thread.
+
+    No generator makes it, since every plain step goes through it.
 
     Args:
         positions: how many are fed, of all rows together.
     """
-    token = _layer_by_layer.set(on_cpu() and positions <= MOST_POSITIONS)
-    try:
-        yield
-    finally:
-        _layer_by_layer.reset(token)
+
+    __slots__ = ("_positions", "_token")
+
+    def __init__(self, positions: int) -> None:
+        self._positions = positions
+
+    def __enter__(self) -> None:
+        submits = self._positions <= MOST_POSITIONS and on_cpu()
+        self._token = _layer_by_layer.set(submits)
+
+    def __exit__(self, *error: Any) -> None:
+        _layer_by_layer.reset(self._token)
 
 
 @functools.cache
