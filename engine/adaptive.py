@@ -15,17 +15,17 @@ from functools import cache
 
 from mlx_speculation.engine.acceptance_rates import AcceptanceRates
 from mlx_speculation.engine.allowance import Allowance
+from mlx_speculation.engine.certainty import Certainties
 from mlx_speculation.engine.lengths import Option, Outcome, Plan, Reason
 from mlx_speculation.engine.parked import Parked
 from mlx_speculation.engine.round_costs import RoundCosts
+from mlx_speculation.engine.worth import LEAST_GAIN, may_pay, stop_of
 from mlx_speculation.models import row_size
 
 # Up to here every length is measured, beyond it every fourth.
 SHORT = 8
 # The share of the time that may go into trials, beside the allowance of a stream.
 TRIAL_SHARE = 0.015
-# What a draft has to gain over plain decoding, when all of it is accepted, to be tried.
-LEAST_GAIN = 1.05
 # What a draft has to gain to be preferred to plain steps: the best of many lengths is
 # one whose measurements were lucky. In simulated streams with noisy clocks, a draft
 # that is right and costs a tenth more than it saves loses 3.3 % so, and 4.7 without.
@@ -81,6 +81,8 @@ class AdaptiveLengths:
         few: choose among few lengths, see `few_lengths`.
         at_end: called when the stream has ended.
         allowance: for trials; shared by the streams of a generator.
+        certainties: let drafts end early where the drafter is unsure, by what these
+            say; None: they are as long as planned. Shared likewise.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class AdaptiveLengths:
         few: bool = False,
         at_end: Callable[[], None] | None = None,
         allowance: Allowance | None = None,
+        certainties: Certainties | None = None,
     ) -> None:
         self.costs, self.rates = costs, rates.loosened(KNOWN_WEIGHT)
         self._known = rates
@@ -100,6 +103,7 @@ class AdaptiveLengths:
         self._thorough = thorough
         self._few = few
         self._at_end = at_end
+        self._certainties = certainties
         self._run: _Run | None = None
         self._parked = Parked()
         self._begun = False
@@ -139,14 +143,17 @@ class AdaptiveLengths:
         if self._run is None:
             options = self._options(context, longest)
             speeds = [option.tokens / option.seconds for option in options]
-            speeds[0] *= PLAIN_SURE
+            if self._certainties is None:  # else drafts gain more than options say
+                speeds[0] *= PLAIN_SURE
             best = options[speeds.index(max(speeds))]
             self._run = self._trial(context, best, options)
             if self._run is None:
                 self._decided += 1
                 if best.length:
                     self._drafted += 1
-                    return Plan(best.length, "best", tuple(options))
+                    stop = stop_of(options, self._certainties)
+                    length = best.length if stop is None else longest
+                    return Plan(length, "best", tuple(options), stop=stop)
                 return self._parked.begin(Plan(0, "plain", tuple(options)))
         self._run.left -= 1
         return Plan(min(self._run.length, longest), self._run.reason)
@@ -166,7 +173,7 @@ class AdaptiveLengths:
             self.costs.note_reading(context, outcome.reading)
         self._drafting = self._drafting or bool(outcome.reading or outcome.drafted)
         if outcome.drafted:
-            self.rates.note(outcome.drafted, outcome.accepted)
+            self._note_acceptance(outcome)
         if outcome.fresh:
             pass  # what it lost counts below, what it took tells nothing
         elif outcome.drafted and lag > 1 and not outcome.reading:
@@ -238,6 +245,18 @@ class AdaptiveLengths:
             self._catch_up_seconds += max(0.0, more)
             self._caught_up += lag
 
+    def _note_acceptance(self, outcome: Outcome) -> None:
+        """Learn what was accepted, and what of a token that was left out would be.
+
+        Else positions would be known by the tokens alone that a drafter is sure of.
+        """
+        drafted, accepted = outcome.drafted, outcome.accepted
+        if outcome.left_out is not None:
+            drafted, accepted = drafted + 1, accepted + outcome.left_out
+        self.rates.note(drafted, accepted)
+        if self._certainties is not None and outcome.certainties:
+            self._certainties.note(outcome.certainties[:drafted], accepted)
+
     def _options(self, context: int, longest: int) -> list[Option]:
         expected = self.rates.expected(longest)
         seconds = self.costs.curve(context, longest)
@@ -288,7 +307,7 @@ class AdaptiveLengths:
     def _is_worth(self, length: int, seconds: float, plain: float) -> bool:
         """Whether a length is worth its measurement."""
         if self.rates.tried < WELL_KNOWN:
-            return _may_pay(length, seconds, plain)
+            return may_pay(length, seconds, plain)
         tokens = reached = 1.0
         for rate in self.rates.rates(length):
             reached *= min(1.0, rate + HOPED)
@@ -326,9 +345,7 @@ class AdaptiveLengths:
     def _most_hopeful(self, options: list[Option]) -> Option:
         """Return the fastest draft that pays if it is right, or the plain step."""
         plain = options[0]
-        paying = [
-            o for o in options[1:] if _may_pay(o.length, o.seconds, plain.seconds)
-        ]
+        paying = [o for o in options[1:] if may_pay(o.length, o.seconds, plain.seconds)]
         return max(paying, key=lambda option: option.speed, default=plain)
 
     def _review(self, context: int, best: Option, options: list[Option]) -> _Run | None:
@@ -353,11 +370,6 @@ class AdaptiveLengths:
         oldest = min(near, key=lambda o: self.costs.noted(context, o.length))
         rounds = 1 if oldest.length else 1 + AT_ENDS
         return _Run(oldest.length, "review", rounds)
-
-
-def _may_pay(length: int, seconds: float, plain: float) -> bool:
-    """Whether a draft pays when every token of it is accepted."""
-    return (length + 1) * plain > LEAST_GAIN * seconds
 
 
 @cache

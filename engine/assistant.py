@@ -20,7 +20,7 @@ from typing import Any, Protocol, get_args
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.engine.drafting import Choose, Draft
+from mlx_speculation.engine.drafting import Choose, Draft, goes_on
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import (
@@ -88,6 +88,7 @@ class AssistantDraft:
                 f"{dim}. Choose the assistant that belongs to this model."
             )
         self.model, self.assistant = model, assistant
+        self.ends_early = True  # see `engine.certainty`
         self.anchor: Anchor = anchor
         self.step: Step = assistant.step
         self.shared = SharedKv(model, assistant)
@@ -200,11 +201,11 @@ class AssistantDrafter:
             return Draft(mx.array([], mx.uint32), source=SOURCE)
         chosen: list[Chosen] = []
 
-        def choose_next(out: AssistantOutput) -> mx.array:
+        def choose_next(out: AssistantOutput) -> tuple[mx.array, bool]:
             ahead = Draft.of(chosen).tokens if chosen else None
             chosen.append(choose(out.logits, sequence.rows(ahead), out.ids))
-            mx.async_eval(chosen[-1].tokens)  # runs while the next graph is built
-            return chosen[-1].tokens
+            token = chosen[-1].tokens  # computed while the next graph is built
+            return token, goes_on(choose, token)
 
         token = mx.array(self._tokens[newest:], mx.uint32)
         self._chain(token, committed.between(newest - 1, newest), limit, choose_next)
@@ -221,9 +222,9 @@ class AssistantDrafter:
         token: mx.array,
         state: mx.array,
         count: int,
-        choose_next: Callable[[AssistantOutput], mx.array],
+        choose_next: Callable[[AssistantOutput], tuple[mx.array, bool]],
     ) -> None:
-        """Run `count` steps. What is read of the target is gone at the end."""
+        """Run at most `count` steps. What is read of the target is gone at the end."""
         draft, target = self._draft, self._target
         # A step on its way may have written the newest token's position already.
         behind = target.seen - (len(self._tokens) - 1)
@@ -231,7 +232,10 @@ class AssistantDrafter:
         position = position_of(draft.anchor, stop)
         for _ in range(count):
             out = draft.step(draft.embed(token), state, read, position)
-            token, state = choose_next(out), out.state
+            token, more = choose_next(out)
+            if not more:
+                break
+            state = out.state
 
     def _forget(self) -> None:
         """Drop the states that will not be read; of a prompt, all but the last."""

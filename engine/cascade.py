@@ -4,8 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_speculation.engine.certainty import Stop
 from mlx_speculation.engine.drafting import (
     NOTHING,
+    Choices,
     Choose,
     Draft,
     Drafter,
@@ -21,10 +23,12 @@ class Turns:
 
     Attributes:
         lengths: of the next round; None: all as many as the round.
+        stops: where each of them ends its draft early, see `engine.certainty`.
         answered: the drafter that proposed the last draft; None: none did.
     """
 
     lengths: tuple[int, ...] | None = None
+    stops: tuple[Stop | None, ...] = ()
     answered: int | None = None
 
     def limit(self, drafter: int, limit: int) -> int:
@@ -92,6 +96,8 @@ class Cascade:
             if own <= 0:
                 continue
             self._asked = drafter
+            if self.turns.stops and isinstance(choose, Choices):
+                choose = choose.ending(self.turns.stops[index])
             found = drafter.propose(sequence, own, choose)
             draft = draft if found is NOTHING else found
             if found.length:

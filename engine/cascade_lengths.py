@@ -47,6 +47,7 @@ class CascadeLengths:
             if plan.length == 0 and plan.reason in _PLAIN_ALONE:
                 chosen, lengths = plan, (0,) * len(each)
         self.turns.lengths = lengths
+        self.turns.stops = tuple(plan.stop for plan in each)
         return Plan(chosen.length, chosen.reason, chosen.options, each)
 
     def note(self, context: int, plan: Plan, outcome: Outcome) -> None:

@@ -185,7 +185,9 @@ class Decoder:
             drafts_next = following is not None and following.length > 0
             length = 0 if reading else min(plan.length, limit)
             self._forwards.clock = RoundClock()
-            reason = self._rounds.run(length, cut, drafts_next=drafts_next)
+            reason = self._rounds.run(
+                length, cut, drafts_next=drafts_next, stop=plan.stop
+            )
             seconds = self._forwards.clock.stop()
         except BaseException:
             self._processors.restore(before)
@@ -202,6 +204,8 @@ class Decoder:
             ahead=self._rounds.in_flight is not None,
             parts=seconds,
             reading=self._reading,
+            certainties=self._rounds.certainties,
+            left_out=self._rounds.left_out,
         )
         self._reading = 0.0
         self._lengths.note(context, plan, outcome)

@@ -6,7 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.engine.drafting import Choose, Draft
+from mlx_speculation.engine.certainty import largest_probability
+from mlx_speculation.engine.drafting import Choose, Draft, goes_on
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.models import Lane, LaneRound, ReducedOutput
 from mlx_speculation.samplers import Chosen
@@ -100,7 +101,8 @@ class DraftModel:
             ids = None if self._reduced is None else self._reduced.ids
             chosen.append(choose(logits, sequence.rows(ahead), ids))
             inputs = chosen[-1].tokens
-            mx.async_eval(inputs)  # runs while the next step's graph is built
+            if not goes_on(choose, inputs):  # runs while the next step's graph is built
+                break
         return Draft.of(chosen, source="model", reads=reads)
 
     def _logits(self, lane_round: LaneRound, tokens: mx.array) -> mx.array:
@@ -128,9 +130,3 @@ class DraftModel:
         if self._round is not None:
             self._round.rollback()
         self._round = None
-
-
-def largest_probability(logits: mx.array) -> mx.array:
-    """Return the largest probability of a row of logits [1, vocab], float32 []."""
-    row = logits.astype(mx.float32)
-    return mx.exp(row.max() - mx.logsumexp(row))

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 
+from mlx_speculation.engine.certainty import Stop, largest_probability
 from mlx_speculation.engine.masking import Masks
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.errors import InvalidRequestError
@@ -66,6 +67,10 @@ class Draft:
         source: the kind of drafter, which the statistics count by.
         reads: how often the host waited for the device while drafting.
         doubts: what cannot be known yet; `checked` sets it.
+        certainties: where a draft may end early, the largest probability of each
+            token's law, and of the first one that was left out for it; `checked` sets
+            them, and they are submitted.
+        left_out: that token, uint32 [1], likewise; None: there is none.
     """
 
     tokens: mx.array
@@ -73,6 +78,8 @@ class Draft:
     source: str = "drafter"
     reads: int = 0
     doubts: Doubts | None = None
+    certainties: tuple[mx.array, ...] = ()
+    left_out: mx.array | None = None
 
     @classmethod
     def of(
@@ -85,8 +92,15 @@ class Draft:
 
     def behind(self, count: int) -> "Draft":
         """Return the draft without its first tokens."""
-        probs = None if self.probs is None else self.probs[count:]
-        return replace(self, tokens=self.tokens[count:], probs=probs)
+        return self._some(slice(count, None))
+
+    def first(self, count: int) -> "Draft":
+        """Return the draft up to its first tokens."""
+        return self._some(slice(count))
+
+    def _some(self, rows: slice) -> "Draft":
+        probs = None if self.probs is None else self.probs[rows]
+        return replace(self, tokens=self.tokens[rows], probs=probs)
 
     @property
     def length(self) -> int:
@@ -159,21 +173,34 @@ class Choices:
     Args:
         verifier: chooses for the request.
         masks: what its constraint allows, if it has one.
+        stop: where a chain ends early; None: nowhere.
 
     Attributes:
         raised: what the request's own processors or constraint have raised in here.
     """
 
-    def __init__(self, verifier: Verifier, masks: Masks | None = None) -> None:
+    def __init__(
+        self,
+        verifier: Verifier,
+        masks: Masks | None = None,
+        stop: Stop | None = None,
+    ) -> None:
         self._verifier = verifier
         self._masks = masks
+        self._stop = stop
+        self._certainties: list[mx.array] = []
+        self._known: list[float] = []  # those of them that were read
         self._drew = False
         self._seen: list[mx.array] = []  # logits, judged together at the end
         self.raised: BaseException | None = None
 
     def anew(self) -> "Choices":
         """Return the choices of another draft."""
-        return Choices(self._verifier, self._masks)
+        return self.ending(self._stop)
+
+    def ending(self, stop: Stop | None) -> "Choices":
+        """Return the choices of another draft, which ends early there."""
+        return Choices(self._verifier, self._masks, stop)
 
     def __call__(
         self, logits: mx.array, rows: Rows, ids: mx.array | None = None
@@ -196,7 +223,23 @@ class Choices:
             self.raised = error
             raise
         self._drew = self._drew or chosen.probs is not None
+        if self._stop is not None:
+            self._certainties.append(largest_probability(logits))
         return chosen
+
+    def goes_on(self, token: mx.array) -> bool:
+        """Submit a chain's newest token; return whether it is to have a further one.
+
+        It is judged by the tokens before, so that the device computes a step while the
+        host waits for the one before it, and builds the next.
+        """
+        if self._stop is None:
+            mx.async_eval(token)
+            return True
+        mx.async_eval(token, *self._certainties[-1:])
+        for certainty in self._certainties[len(self._known) : -1]:
+            self._known.append(float(certainty))
+        return self._stop.kept(self._known) == len(self._known)
 
     def checked(self, draft: Draft, limit: int) -> Draft:
         """Return the draft with ids that the target has a row for, and its doubts.
@@ -228,6 +271,7 @@ class Choices:
                 f"{laws} instead of {(draft.length, chooser.width)}. Return "
                 "Draft.of(choices) with every choice, or choose none of them by chance."
             )
+        draft = self._ended(draft)
         doubts = Doubts(
             said=draft.tokens,
             limit=chooser.limit,
@@ -236,6 +280,31 @@ class Choices:
         return replace(
             draft, tokens=_within(draft.tokens, chooser.limit), doubts=doubts
         )
+
+    def _ended(self, draft: Draft) -> Draft:
+        """Return a chain without the tokens that are not worth their time."""
+        if self._stop is None or draft.length != len(self._certainties):
+            return draft
+        reads, kept = draft.reads + len(self._known), self._stop.kept(self._known)
+        if kept == len(self._known):  # of the last token nothing is known yet
+            return replace(draft, reads=reads, certainties=tuple(self._certainties))
+        return replace(
+            draft.first(kept),
+            reads=reads,
+            certainties=tuple(self._certainties[: kept + 1]),
+            left_out=draft.tokens[kept : kept + 1],
+        )
+
+
+def goes_on(choose: Choose, token: mx.array) -> bool:
+    """Submit the newest token of a chain; return whether it is to have a further one.
+
+    Ask once after each choice: a chain that is long enough is not worth more time.
+    """
+    if isinstance(choose, Choices):
+        return choose.goes_on(token)
+    mx.async_eval(token)
+    return True
 
 
 def _within(tokens: mx.array, limit: int) -> mx.array:

@@ -169,6 +169,11 @@ def remember(drafter: Any, tokens: SequenceOf[int]) -> None:
             member.remember(tokens)
 
 
+def ends_early(draft: Any) -> bool:
+    """Whether a drafter asks if a further token is wanted; see `engine.certainty`."""
+    return isinstance(draft, nn.Module) or getattr(draft, "ends_early", False) is True
+
+
 def measured_draft(draft: Any) -> Any:
     """Return a draft without its lookups: what they propose depends on the text."""
     others = [m for m in members(draft) if not isinstance(m, LookupDrafter)]

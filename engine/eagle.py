@@ -54,6 +54,7 @@ class EagleDraft:
         if "embed_tokens" not in head:
             self._taps.parts.require("embedding")
         self._head = head
+        self.ends_early = True  # see `engine.certainty`
         self.model, self.eagle = model, Eagle(head, self._taps, layers)
 
     @classmethod

@@ -119,10 +119,15 @@ def checked_setup(
             if not ranked.decides:
                 draft_vocabulary = None
         check_compiled(compile_draft, models_of(checked), draft_vocabulary)
-        lengths = MeasuredLengths(
-            model, checked, sliding, draft_length, compiled=compile_draft
-        )
         confidence = checked_confidence(draft_confidence, checked)
+        lengths = MeasuredLengths(
+            model,
+            checked,
+            sliding,
+            draft_length,
+            compiled=compile_draft,
+            early=not confidence,  # or the caller has said where they do
+        )
         own = wrapped(tokenizer)
         ids, width = TokenIds.of(tokenizer), logit_width(model)
         highest_id = min(ids.width, width) - 1

@@ -6,6 +6,7 @@ Knows neither models nor tokens: a plan is made from counts and seconds alone.
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
+from mlx_speculation.engine.certainty import Stop
 from mlx_speculation.engine.round_clock import NO_TIME, RoundSeconds
 
 Reason = Literal[
@@ -47,19 +48,23 @@ class Plan:
         options: what was compared, by length; of parked plain steps, before the first
             of some.
         each: of a cascade, the plan of each drafter, of which this is the longest.
+        stop: where a drafter that is unsure ends its draft before; None: nowhere.
     """
 
     length: int
     reason: Reason
     options: tuple[Option, ...] = ()
     each: tuple["Plan", ...] = ()
+    stop: Stop | None = None
 
     def __str__(self) -> str:
         compared = "  ".join(
             f"{o.length}: {o.tokens:.2f} in {o.seconds * 1e3:.1f} ms"
             for o in self.options
         )
-        said = f"draft {self.length} ({self.reason})" + (compared and f"  {compared}")
+        most = "" if self.stop is None else "at most "
+        said = f"draft {most}{self.length} ({self.reason})"
+        said += compared and f"  {compared}"
         if not self.each:
             return said
         others = " or ".join(f"{plan.length} ({plan.reason})" for plan in self.each)
@@ -83,6 +88,11 @@ class Outcome:
             not in its time; 0 but for the first round of a stream that drafts.
         fresh: whether it was the first of its shape, and its time tells of making
             plans for that more than of what such rounds take.
+        certainties: of a draft that may end early, the largest probability of each
+            token's law, and of the first one that was left out for it; empty where
+            the round stood behind a plain step.
+        left_out: whether that one would have been accepted; None: there is none, or a
+            token before it was rejected.
     """
 
     drafted: int
@@ -93,6 +103,8 @@ class Outcome:
     parts: RoundSeconds = NO_TIME
     fresh: bool = False
     reading: float = 0.0
+    certainties: tuple[float, ...] = ()
+    left_out: bool | None = None
 
     @property
     def steady(self) -> bool:

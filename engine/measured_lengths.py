@@ -11,16 +11,17 @@ from mlx_speculation.engine.adaptive import AdaptiveLengths
 from mlx_speculation.engine.allowance import Allowance
 from mlx_speculation.engine.cascade import Cascade
 from mlx_speculation.engine.cascade_lengths import CascadeLengths
+from mlx_speculation.engine.certainty import Certainties
 from mlx_speculation.engine.cheaper import own_module
 from mlx_speculation.engine.cost_files import Known, shape_of
-from mlx_speculation.engine.drafts import LONGEST, members
+from mlx_speculation.engine.drafts import LONGEST, ends_early, members
 from mlx_speculation.engine.lengths import FixedLengths, Lengths
 from mlx_speculation.engine.lookup import LookupDrafter
 from mlx_speculation.engine.round_costs import RoundCosts
 from mlx_speculation.engine.round_parts import NotingParts, PartsTable
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import Sliding
+from mlx_speculation.models import Sliding, on_cpu
 
 # The length where nobody has named one; None: by measurement. The tests name one, as
 # no test may depend on how long a round takes.
@@ -67,6 +68,7 @@ class MeasuredLengths:
         sliding: what stands for sliding windows.
         usual: the length of streams that name none; None: by measurement.
         compiled: whether the steps of draft models are compiled.
+        early: whether drafts by measurement may end early, see `engine.certainty`.
 
     Raises:
         InvalidRequestError: the usual length is not a number of tokens.
@@ -80,6 +82,7 @@ class MeasuredLengths:
         usual: int | None,
         *,
         compiled: bool = False,
+        early: bool = True,
     ) -> None:
         self.usual = _checked(usual, "draft_length")
         self._model, self._draft, self._sliding = model, draft, sliding
@@ -89,16 +92,25 @@ class MeasuredLengths:
         self._known: dict[int, Known] = {}
         self._batches: dict[int, Known] = {}
         self._allowances = [Allowance() for _ in self._each]
+        self._certainties = [
+            Certainties() if early and ends_early(each) else None for each in self._each
+        ]
         self._batch_allowance = Allowance()
 
     def for_stream(
-        self, length: int | Lengths | None, most: int | None = None
+        self,
+        length: int | Lengths | None,
+        most: int | None = None,
+        *,
+        greedy: bool = False,
     ) -> Lengths:
         """Return the policy of a stream.
 
         Args:
             length: None: the usual one.
             most: no draft is longer; None: than the policy says.
+            greedy: whether its tokens are chosen without chance. On a CPU, where the
+                host waits for a step for next to nothing, drafts then end early.
 
         Raises:
             InvalidRequestError: one is not a number of tokens, or the policy is the
@@ -119,14 +131,18 @@ class MeasuredLengths:
         if self._draft is None or length is not None or not longest:
             length = length or 0
             return FixedLengths(length if most is None else min(length, most))
-        policies = [self._policy(index, longest) for index in range(len(self._each))]
+        early = greedy and on_cpu()
+        policies = [
+            self._policy(index, longest, early=early)
+            for index in range(len(self._each))
+        ]
         if len(policies) == 1:
             return policies[0]
         for policy in policies:  # what no calibration has measured of them
             policy.costs.guess(policies[self._calibrated].costs)
         return CascadeLengths(policies)
 
-    def _policy(self, drafter: int, longest: int) -> AdaptiveLengths:
+    def _policy(self, drafter: int, longest: int, *, early: bool) -> AdaptiveLengths:
         """Return the policy of a stream's drafter."""
         known = self._read(drafter)
         return AdaptiveLengths(
@@ -135,6 +151,7 @@ class MeasuredLengths:
             longest,
             at_end=known.save_if_new,
             allowance=self._allowances[drafter],
+            certainties=self._certainties[drafter] if early else None,
         )
 
     def for_batch(self, rates: AcceptanceRates) -> AdaptiveLengths:

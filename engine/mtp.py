@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.engine.drafting import Choose, Draft
+from mlx_speculation.engine.drafting import Choose, Draft, goes_on
 from mlx_speculation.engine.following import check_embedding
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.models import (
@@ -108,6 +108,11 @@ class MtpDraft:
     def reduced_rows(self) -> nn.Module | None:
         """The rows of the target's output layer for the ids to draft from, if any."""
         return self._rows
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether its drafts may; see `engine.certainty`. Layers of a chain all run."""
+        return not self._head.chained
 
     def reduced(self, ids: SequenceOf[int]) -> "MtpDraft":
         """Return a draft of the same head that drafts from some token ids only."""
@@ -215,11 +220,11 @@ class MtpDrafter:
             return Draft(mx.array([], mx.uint32), source=self.source)
         chosen: list[Chosen] = []
 
-        def choose_next(logits: mx.array) -> mx.array:
+        def choose_next(logits: mx.array) -> tuple[mx.array, bool]:
             ahead = Draft.of(chosen).tokens if chosen else None
             chosen.append(choose(logits, sequence.rows(ahead), self.ids))
-            mx.async_eval(chosen[-1].tokens)  # runs while the next graph is built
-            return chosen[-1].tokens
+            token = chosen[-1].tokens  # computed while the next graph is built
+            return token, goes_on(choose, token)
 
         def tokens_of(layer: int, first: int, count: int) -> mx.array:
             return self._pairs(layer, first, count, chosen)

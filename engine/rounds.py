@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlx_speculation.engine.certainty import Stop
 from mlx_speculation.engine.drafting import NOTHING, Choices, Draft, Drafter
 from mlx_speculation.engine.forwards import Forwards
 from mlx_speculation.engine.in_turn import decide_in_turn
@@ -69,6 +70,8 @@ class Rounds:
         in_flight: a step that was submitted, and is not read yet.
         next_token: what comes after the known tokens, where a round has brought it.
         last_round: the last one that was not plain, to be taken back.
+        certainties: of the last round's draft, see `Outcome`.
+        left_out: likewise.
     """
 
     def __init__(self, parts: Parts, forwards: Forwards) -> None:
@@ -84,8 +87,17 @@ class Rounds:
         self.in_flight: Submitted | None = None
         self.next_token: int | None = None
         self.last_round: LaneRound | None = None
+        self.certainties: tuple[float, ...] = ()
+        self.left_out: bool | None = None
 
-    def run(self, length: int, cut: MakeCut, *, drafts_next: bool) -> str | None:
+    def run(
+        self,
+        length: int,
+        cut: MakeCut,
+        *,
+        drafts_next: bool,
+        stop: Stop | None = None,
+    ) -> str | None:
         """Run a round with at most `length` drafted tokens, and commit it.
 
         Args:
@@ -93,11 +105,13 @@ class Rounds:
             cut: gets the emitted tokens before anything is committed.
             drafts_next: whether the round after a plain one is to draft: nothing is
                 submitted ahead then.
+            stop: where a drafter that is unsure ends its draft; None: nowhere.
 
         Returns:
             Why the generation ends with this round, or None.
         """
         drafter, step = self._drafter, self.in_flight
+        self.certainties, self.left_out = (), None
         ahead = 0 if step is None else 1
         if drafter is None or length <= 0:
             if not self.in_turn:
@@ -105,7 +119,7 @@ class Rounds:
             return self._round_without_draft(cut)
         known, seen = len(self._sequence.tokens), self._target.seen
         try:
-            draft = self._propose(drafter, ahead + length)
+            draft = self._propose(drafter, ahead + length, stop)
             if draft.length > ahead:
                 if self.in_turn:
                     return self._round_in_turn(draft, cut, drafter)
@@ -162,9 +176,9 @@ class Rounds:
         self._statistics.count_step()
         return cut.reason
 
-    def _propose(self, drafter: Drafter, limit: int) -> Draft:
+    def _propose(self, drafter: Drafter, limit: int, stop: Stop | None) -> Draft:
         self._forwards.clock.note("host")
-        choices = Choices(self._verifier, self._masks)
+        choices = Choices(self._verifier, self._masks, stop)
         draft = drafter.propose(self._sequence, limit, choices)
         if draft.doubts is None:
             draft = choices.checked(draft, limit)
@@ -198,6 +212,8 @@ class Rounds:
             self.in_flight = None
             lane_round.commit(len(fed) + accepted)
             self.last_round = lane_round
+        if step is None:
+            self._note_certainties(draft, verdict)
         self._follow(emitted)
         if cut.keep > len(first):
             self._processors.keep(cut.keep - len(first))
@@ -207,6 +223,13 @@ class Rounds:
         self.next_token = verdict.tokens[accepted] if all_held else None
         self._count(draft, len(first), verdict.accepted, cut.keep)
         return cut.reason
+
+    def _note_certainties(self, draft: Draft, verdict: Verdict) -> None:
+        """Keep how sure the drafter was, all of which is computed by now."""
+        self.certainties = tuple(map(float, draft.certainties))
+        if draft.left_out is not None and verdict.accepted == draft.length:
+            bonus = verdict.tokens[verdict.accepted]
+            self.left_out = bonus == int(draft.left_out)
 
     def _round_in_turn(
         self, draft: Draft, make_cut: MakeCut, drafter: Drafter | None = None

@@ -98,7 +98,9 @@ class StreamMaker:
         stops = checked_stops(options.stop)
         ends = self._end_ids(options.stop_tokens)
         masks = self._masks(options.constraint, ends)
-        lengths = setup.lengths.for_stream(options.draft_length, options.max_draft)
+        lengths = setup.lengths.for_stream(
+            options.draft_length, options.max_draft, greedy=sampling.greedy
+        )
         if isinstance(lengths, CascadeLengths) and isinstance(drafter, Cascade):
             drafter.turns = lengths.turns
         verifier = Verifier(chooser, setup.acceptance, whole_rows=handling.whole_rows)

@@ -31,6 +31,7 @@ from mlx_speculation.models.eagle_probe import probe_layers
 from mlx_speculation.models.finding import find_parts
 from mlx_speculation.models.grammars import json_schema, lark, regex
 from mlx_speculation.models.hidden_states import HiddenStates
+from mlx_speculation.models.in_round import on_cpu
 from mlx_speculation.models.kept_files import write_json
 from mlx_speculation.models.lane import PREFILL_STEP, Lane, LaneRound, Sliding
 from mlx_speculation.models.loading import (
@@ -168,6 +169,7 @@ __all__ = [
     "mlx_lm_speed",
     "model_folder",
     "notice",
+    "on_cpu",
     "position_of",
     "probe_anchor",
     "probe_layers",

@@ -5,14 +5,13 @@ their keys and values, then those of a block behind them. A commit keeps positio
 n - 1, whatever is accepted, since they are of committed text; the block's go.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_speculation.caches import Speculation, states
 from mlx_speculation.models.dflash_head import DFlash
-from mlx_speculation.models.mtp_slots import TokensOf
+from mlx_speculation.models.mtp_slots import ChooseNext, TokensOf
 
 
 class DFlashContext:
@@ -60,7 +59,7 @@ class DFlashContext:
         hidden: mx.array,
         stop: int,
         tokens_of: TokensOf,
-        choose: Callable[[mx.array], mx.array],
+        choose: ChooseNext,
         count: int,
     ) -> None:
         """Open a round: write context of committed text, and draft behind it.
@@ -69,15 +68,18 @@ class DFlashContext:
             hidden: of positions [end, stop), at least one.
             stop: the position of the newest token.
             tokens_of: gives the newest token.
-            choose: gets logits [1, vocab] for the next draft, returns it, [1].
-            count: how many drafts to make; at most the head's depth.
+            choose: gets logits [1, vocab] for the next draft, returns it, [1], and
+                whether another one is wanted.
+            count: how many drafts to make at most; no more than the head's depth.
         """
         self._before, self._after = self.end, stop
         self._round = Speculation(self._caches)
         newest = tokens_of(0, stop - 1, 1)
         logits = self._dflash.block(hidden, newest, self._round.caches, count)
         for index in range(count):
-            choose(logits[:, index])
+            _, more = choose(logits[:, index])
+            if not more:
+                break
 
     def commit(self) -> None:
         """Keep what of the round is of committed text."""

@@ -25,6 +25,7 @@ from mlx_speculation.models.mtp_head import MtpOutput
 
 # (layer, first slot, slots) -> token ids [1, slots] that the layer pairs with them
 TokensOf = Callable[[int, int, int], mx.array]
+ChooseNext = Callable[[mx.array], tuple[mx.array, bool]]
 
 
 class SlotHead(Protocol):
@@ -105,7 +106,7 @@ class Slots(Protocol):
         hidden: mx.array,
         stop: int,
         tokens_of: TokensOf,
-        choose: Callable[[mx.array], mx.array],
+        choose: ChooseNext,
         count: int,
     ) -> None:
         """Open a round: write slots of committed text, and draft behind them."""
@@ -223,7 +224,7 @@ class MtpSlots:
         hidden: mx.array,
         stop: int,
         tokens_of: TokensOf,
-        choose: Callable[[mx.array], mx.array],
+        choose: ChooseNext,
         count: int,
     ) -> None:
         """Open a round: write slots of committed text, and draft behind them.
@@ -233,14 +234,16 @@ class MtpSlots:
             stop: where they end.
             tokens_of: the tokens that they are paired with; for a layer of a chain,
                 the drafts that were chosen before among them.
-            choose: gets logits [1, vocab] for the next draft, returns it, [1].
-            count: how many drafts to make; at least 1, at most the head's depth.
+            choose: gets logits [1, vocab] for the next draft, returns it, [1], and
+                whether another one is wanted; of a chain all are made.
+            count: how many drafts to make at most; at least 1, and no more than the
+                head's depth.
         """
         held, head = self._held, self.mtp.head
         ends, waiting = list(held.ends), list(held.waiting)
         layers = count if head.chained else 1
         self._round, self._before, self._after = [], held, held
-        inputs, out, token = hidden, None, None
+        inputs, out, token, more = hidden, None, None, True
         for layer in range(layers):
             joined = _joined(waiting[layer], inputs) if layer else inputs
             assert joined is not None
@@ -251,7 +254,7 @@ class MtpSlots:
             run = self.mtp.rows if whole else self.mtp.step
             tokens = tokens_of(layer, ends[layer], joined.shape[1])
             out = run(joined, tokens, speculation.caches, layer)
-            token = choose(out.logits[:, -1])
+            token, more = choose(out.logits[:, -1])
             end = max(ends[layer], stop - layer)
             if layer:
                 begun = ends[layer]
@@ -265,8 +268,10 @@ class MtpSlots:
         for _ in range(layers, count):
             assert out is not None
             assert token is not None
+            if not more:
+                break
             out = self._again(out, token)
-            token = choose(out.logits[:, -1])
+            token, more = choose(out.logits[:, -1])
 
     def commit(self) -> None:
         """Keep what of the round is of committed text."""
