@@ -41,6 +41,7 @@ from mlx_speculation.engine.adaptive import AdaptiveLengths
 from mlx_speculation.engine.certainty import EDGES, GUESSED, Certainties, Stop
 from mlx_speculation.engine.decoding import Decoder
 from mlx_speculation.engine.draft_model import DraftModel
+from mlx_speculation.engine.drafting import Choose, Draft
 from mlx_speculation.engine.filler import Filler
 from mlx_speculation.engine.lengths import Option, Outcome, Plan
 from mlx_speculation.engine.measured_lengths import MeasuredLengths
@@ -229,7 +230,7 @@ PAIRS = (
 def test_the_text_is_plain_decodings_and_unsure_drafts_are_short(
     pair: tuple[str, str], sampling: Sampling, every: int
 ) -> None:
-    """Every third round drafts, behind a plain step, or all do."""
+    """Every third round drafts, or all do."""
     kind, target = pair
     model, tokenizer = demo(target)
     generator = SpeculativeGenerator(
@@ -252,6 +253,50 @@ def test_the_text_is_plain_decodings_and_unsure_drafts_are_short(
         right = outcome.accepted == outcome.drafted
         assert (outcome.left_out is not None) == right
     assert longer or every > 1
+    # A chain that ends early is computed no further: the first token that is not worth
+    # its time is the last that was asked about.
+    asked = [o.drafted + (1 if o in longer else -1) for o in drafts]
+    assert result.stats.reads == sum(asked)
+
+
+class Seldom:
+    """Proposes nothing every second time, so that the next draft is behind a step."""
+
+    def __init__(self, drafter: DraftModel) -> None:
+        self._drafter, self._calls = drafter, 0
+
+    def begin(self, sequence: Sequence) -> None:
+        self._drafter.begin(sequence)
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        self._calls += 1
+        if self._calls % 2:
+            return Draft(mx.array([], mx.uint32))
+        return self._drafter.propose(sequence, limit, choose)
+
+    def settle(self, accepted: int) -> None:
+        self._drafter.settle(accepted)
+
+    def discard(self) -> None:
+        if self._calls % 2 == 0:
+            self._drafter.discard()
+
+
+@pytest.mark.parametrize("least", [0.001, 0.05])
+def test_behind_a_step_nothing_is_told_of_what_was_drafted(least: float) -> None:
+    """There the first token is the step's, and the others are judged with it."""
+    model = build("llama")
+    drafter = Seldom(DraftModel(lambda: Lane(model)))
+    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=drafter)
+    known = Certainties([1.0] * 12, [0.05 + n / 12 for n in range(12)])
+    lengths = Ending(Stop(least, known))
+    text = generator.generate(PROMPT, max_tokens=50, draft_length=lengths).tokens
+    assert text == generator.generate(PROMPT, max_tokens=50, draft_length=0).tokens
+    behind = [each for each in lengths.noted if each.behind and each.drafted]
+    assert len(behind) > 3
+    for outcome in behind:
+        assert outcome.certainties == ()
+        assert outcome.left_out is None
 
 
 def test_each_drafter_of_a_cascade_ends_where_its_own_policy_says(
