@@ -11,7 +11,9 @@ that rounds take here (`calibrate`), and compared with every fixed length:
 
 What a policy sees of the costs is noisy, as clocks are; what is charged is not. The
 draft model has to read a prompt before its first draft, and what it has missed of the
-text; the prompt is charged where a text has begun without drafts.
+text; the prompt is charged where a text has begun without drafts. At temperature 0
+drafts end early (`engine/certainty.py`), with two steps in vain; "whole drafts"
+are lengths by measurement that do not.
 
 The last line on standard output is one JSON object.
 
@@ -22,6 +24,7 @@ The last line on standard output is one JSON object.
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from statistics import median
@@ -49,6 +52,7 @@ from mlx_speculation.cli import run
 if TYPE_CHECKING:
     from benchmark_arms import Job, Models
 
+    from mlx_speculation.engine.certainty import Certainties
     from mlx_speculation.engine.lengths import Lengths
 
 CONTEXT = 256
@@ -57,6 +61,9 @@ PLACES = (0, 3, 7, 11)  # tokens of each text that are left out before a replay
 LEFT = 0.08
 FIRST_TRY = 3  # tokens; most drafts end early
 BEGUN = 16  # tokens that are decoded before a benchmark by turns looks at the clock
+# Steps of a draft that ends early which are computed for nothing: that of the token
+# that ends it, and the one behind it.
+IN_VAIN = 2
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -69,11 +76,13 @@ class Machine:
         seconds: by drafted tokens; 0 is a plain step.
         noise: standard deviation of the logarithm of what a policy sees.
         reading: of a token that the draft model has not read.
+        step: of the draft model.
     """
 
     seconds: list[float]
     noise: float
     reading: float = 0.0
+    step: float = 0.0
 
     @property
     def longest(self) -> int:
@@ -84,6 +93,19 @@ class Machine:
         """Return what a policy sees of a round: a median of so many."""
         factors = self.noise * random.standard_normal(count)
         return self.seconds[length] * math.exp(float(np.median(factors)))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What would be drafted behind a token of a text.
+
+    Attributes:
+        right: how many tokens the draft model would have right.
+        certainties: its largest probability for each token; empty where not asked for.
+    """
+
+    right: int
+    certainties: tuple[float, ...] = ()
 
 
 @app.command()
@@ -109,8 +131,8 @@ def replay(
         progress(f"{name}: rounds are measured")
         table = models.speculative.calibrate([CONTEXT])[0]
         costs = RoundCosts({0: table})
-        reading = reading_of(models)
-        machine = Machine(costs.curve(CONTEXT, max(table)), noise, reading)
+        reading, step = reading_of(models), step_of(models)
+        machine = Machine(costs.curve(CONTEXT, max(table)), noise, reading, step)
         for warmth, each in product(temperature or TEMPERATURES, group or GROUPS):
             progress(f"{name}, {each}, temperature {warmth:g}: texts are taken apart")
             jobs = jobs_of(models, texts_of(each, prompts), tokens, warmth, seed)
@@ -137,20 +159,47 @@ def reading_of(models: "Models") -> float:
     return median(taken) / CONTEXT
 
 
-def right_behind(models: "Models", job: "Job", longest: int) -> list[int]:
-    """Return how many tokens the draft model has right behind each of a text's.
+def step_of(models: "Models") -> float:
+    """Return the seconds that a step of the draft model takes in a chain."""
+    from mlx_speculation import Sampling
+    from mlx_speculation.engine.draft_model import DraftModel
+    from mlx_speculation.engine.drafting import Choices
+    from mlx_speculation.engine.sequence import Sequence
+    from mlx_speculation.models import Lane
+    from mlx_speculation.samplers import Chooser, Verifier
+
+    drafter = DraftModel(lambda: Lane(models.draft))
+    sequence = Sequence([1 + n % 7 for n in range(CONTEXT)])
+    width = models.plain.tokenizer.vocab_size
+    verifier = Verifier(Chooser(Sampling(temperature=0, seed=0), width))
+    drafter.begin(sequence)
+    taken: dict[int, list[float]] = {4: [], 16: []}
+    for _ in range(7):
+        for length, seconds in taken.items():
+            begun = time.perf_counter()
+            drafter.propose(sequence, length, Choices(verifier)).tokens.tolist()
+            seconds.append(time.perf_counter() - begun)
+            drafter.settle(0)
+    return (median(taken[16]) - median(taken[4])) / 12
+
+
+def right_behind(models: "Models", job: "Job", longest: int) -> list[Place]:
+    """Return what the draft model would draft behind each token of a text.
 
     Args:
         models: the target and its draft model.
         job: the text.
         longest: no more are drafted.
     """
+    from mlx_speculation.engine.certainty import Certainties, Stop
     from mlx_speculation.engine.draft_model import DraftModel
     from mlx_speculation.engine.drafting import Choices
     from mlx_speculation.engine.sequence import Sequence
     from mlx_speculation.models import Lane
     from mlx_speculation.samplers import Verifier
 
+    # It ends no draft, and asks for certainties.
+    stop = Stop(0.0, Certainties()) if job.sampling.greedy else None
     text = models.plain.generate(
         job.prompt, max_tokens=job.tokens, sampling=job.sampling, stop_tokens=()
     ).tokens
@@ -160,15 +209,16 @@ def right_behind(models: "Models", job: "Job", longest: int) -> list[int]:
     found = []
     for place in range(len(text)):
         sequence, following = Sequence(job.prompt + text[:place]), text[place:]
-        for limit in (FIRST_TRY, longest):
-            draft = drafter.propose(sequence, limit, Choices(verifier))
+        for limit in (longest,) if stop else (FIRST_TRY, longest):
+            choices = Choices(verifier, stop=stop)
+            draft = choices.checked(drafter.propose(sequence, limit, choices), limit)
             drafted: Any = draft.tokens.tolist()
             right = in_common(drafted, following)
             if right < limit or limit == longest:
                 break
             drafter.discard()
         drafter.settle(0)
-        found.append(right)
+        found.append(Place(right, tuple(map(float, draft.certainties))))
     return found
 
 
@@ -179,7 +229,10 @@ def in_common(drafted: list[int], following: list[int]) -> int:
 
 
 def replayed(
-    policy: "Lengths", machine: Machine, text: list[int], random: np.random.Generator
+    policy: "Lengths",
+    machine: Machine,
+    text: list[Place],
+    random: np.random.Generator,
 ) -> float:
     """Return the seconds of a token under a policy, the first round left out."""
     from mlx_speculation.engine.lengths import Outcome
@@ -188,64 +241,103 @@ def replayed(
     missed, prompt = 0, CONTEXT  # tokens that the draft has not read
     plan = policy.plan(CONTEXT, len(text) - 1)
     while place < len(text):
-        accepted = min(plan.length, text[place])
+        here, drafted = text[place], plan.length
+        shown: tuple[float, ...] = ()
+        if plan.stop is not None:
+            drafted = plan.stop.kept(here.certainties[: plan.length])
+            shown = here.certainties[: min(drafted + 1, plan.length)]
+        accepted = min(drafted, here.right)
+        in_vain = min(IN_VAIN, plan.length - drafted) * machine.step
         left = len(text) - place - accepted - 2
-        after = None if plan.length else policy.plan(CONTEXT + place + 1, left)
+        after = None if drafted else policy.plan(CONTEXT + place + 1, left)
         ahead = after is not None and after.length == 0 <= left
-        share = 1.0 if plan.length else (LEFT if behind else 1.0) + (1 - LEFT) * ahead
+        share = 1.0 if drafted else (LEFT if behind else 1.0) + (1 - LEFT) * ahead
         caught_up = first = 0.0
-        if plan.length:
+        if drafted:
             first = (prompt + missed) * machine.reading if prompt else 0.0
             caught_up = 0.0 if prompt else missed * machine.reading
             missed = prompt = 0
         else:
             missed += 1
         if place:
-            seconds += share * machine.seconds[plan.length] + caught_up
+            seconds += share * machine.seconds[drafted] + in_vain + caught_up
             counted += accepted + 1
         seconds += first if place >= BEGUN else 0.0
-        seen = share * machine.seen(plan.length, random) + caught_up
+        seen = share * machine.seen(drafted, random) + in_vain + caught_up
         place += accepted + 1
-        outcome = Outcome(plan.length, accepted, seen, behind, ahead, reading=first)
+        told = len(shown) > drafted == accepted and not behind
+        outcome = Outcome(
+            drafted,
+            accepted,
+            seen,
+            behind,
+            ahead,
+            reading=first,
+            certainties=() if behind else shown,
+            left_out=here.right > drafted if told else None,
+        )
         policy.note(CONTEXT + place, plan, outcome)
         plan, behind = after or policy.plan(CONTEXT + place, left), ahead
     policy.end()
     return seconds / counted
 
 
-def compare(machine: Machine, texts: list[list[int]], seed: int) -> dict[str, Any]:
+def compare(machine: Machine, texts: list[list[Place]], seed: int) -> dict[str, Any]:
     """Return the best fixed length, and lengths by measurement over it."""
+    from mlx_speculation.engine.certainty import Certainties
+    from mlx_speculation.engine.lengths import FixedLengths
+
+    fixed = [0.0] * (machine.longest + 1)
+    for text, place, length in product(texts, PLACES, range(len(fixed))):
+        random = np.random.default_rng()  # times of fixed lengths are charged, not seen
+        fixed[length] += replayed(FixedLengths(length), machine, text[place:], random)
+    best = min(range(len(fixed)), key=fixed.__getitem__)
+    auto = usual = measured(machine, texts, seed)
+    if any(place.certainties for text in texts for place in text):
+        auto = measured(machine, texts, seed, Certainties)
+    return {
+        "best": best,
+        "best_over_plain": fixed[0] / fixed[best],
+        "auto_over_best": fixed[best] / auto,
+        "auto_over_plain": fixed[0] / auto,
+        "whole_over_best": fixed[best] / usual,
+        "seconds": machine.seconds,
+        "step_seconds": machine.step,
+        "right": median(place.right for text in texts for place in text),
+    }
+
+
+def measured(
+    machine: Machine,
+    texts: list[list[Place]],
+    seed: int,
+    make_certainties: "Callable[[], Certainties | None]" = lambda: None,
+) -> float:
+    """Return the seconds of lengths by measurement, summed up over texts and places."""
     from mlx_speculation.engine.acceptance_rates import AcceptanceRates
     from mlx_speculation.engine.adaptive import AdaptiveLengths
     from mlx_speculation.engine.allowance import Allowance
-    from mlx_speculation.engine.lengths import FixedLengths
     from mlx_speculation.engine.measured_lengths import calibration_costs
     from mlx_speculation.engine.round_costs import RoundCosts
 
     needed = calibration_costs().needed
-    measured = [n for n in range(machine.longest + 1) if n <= 8 or n % 4 == 0]
-    fixed = [0.0] * (machine.longest + 1)
-    auto = []
+    lengths = [n for n in range(machine.longest + 1) if n <= 8 or n % 4 == 0]
+    seconds = 0.0
     for place in PLACES:
         random = np.random.default_rng([seed, place])
-        known = {n: machine.seen(n, random, needed(n)) for n in measured}
+        known = {n: machine.seen(n, random, needed(n)) for n in lengths}
         costs, rates = RoundCosts({0: known}, left=LEFT), AcceptanceRates()
-        allowance = Allowance()
+        allowance, certainties = Allowance(), make_certainties()
         for text in texts:
-            policy = AdaptiveLengths(costs, rates, machine.longest, allowance=allowance)
-            auto.append(replayed(policy, machine, text[place:], random))
-            for length in range(len(fixed)):
-                spent = replayed(FixedLengths(length), machine, text[place:], random)
-                fixed[length] += spent
-    best = min(range(len(fixed)), key=fixed.__getitem__)
-    return {
-        "best": best,
-        "best_over_plain": fixed[0] / fixed[best],
-        "auto_over_best": fixed[best] / sum(auto),
-        "auto_over_plain": fixed[0] / sum(auto),
-        "seconds": machine.seconds,
-        "right": median(n for text in texts for n in text),
-    }
+            policy = AdaptiveLengths(
+                costs,
+                rates,
+                machine.longest,
+                allowance=allowance,
+                certainties=certainties,
+            )
+            seconds += replayed(policy, machine, text[place:], random)
+    return seconds
 
 
 def show(result: dict[str, Any]) -> None:
@@ -254,7 +346,8 @@ def show(result: dict[str, Any]) -> None:
     print(
         f"{where:20} best fixed k = {result['best']:2}: "
         f"{result['best_over_plain']:.2f} x plain; by measurement "
-        f"{result['auto_over_plain']:.2f}, {result['auto_over_best']:.3f} of it"
+        f"{result['auto_over_plain']:.2f}, {result['auto_over_best']:.3f} of it; "
+        f"whole drafts {result['whole_over_best']:.3f}"
     )
 
 

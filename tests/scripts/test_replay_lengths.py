@@ -2,17 +2,20 @@
 
 Faults that were made by hand, and found here: the first round counts; a round takes a
 token too few; a plain step that is on its way costs as much as a whole one; a
-draft that reads the prompt for nothing, or twice, or what it has missed with it.
+draft that reads the prompt for nothing, or twice, or what it has missed with it; steps
+of a draft that ends early cost nothing, or what was left out is told wrongly.
 """
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-from mlx_speculation.engine.lengths import FixedLengths
+from mlx_speculation.engine.certainty import Certainties, Stop
+from mlx_speculation.engine.lengths import FixedLengths, Plan
 from support.planned_lengths import Planned
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -28,7 +31,8 @@ def _script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def replayed(script: ModuleType, lengths: list[int], text: list[int]) -> float:
     machine = script.Machine([1.0, 1.5, 2.0, 2.5, 3.0], 0.0)
     policy = FixedLengths(lengths[0]) if len(lengths) == 1 else Planned(lengths)
-    seconds: float = script.replayed(policy, machine, text, np.random.default_rng(0))
+    places = [script.Place(right) for right in text]
+    seconds: float = script.replayed(policy, machine, places, np.random.default_rng(0))
     return seconds
 
 
@@ -52,14 +56,14 @@ def test_a_draft_behind_a_step_waits_for_what_is_left_of_it(script: ModuleType) 
     machine = script.Machine([1.0, 1.5], 0.0)
     policy = Planned([0, 0, 1])
     # 0 brings a step, which is read at 1; then drafts at 2 and, after two steps, at 6.
-    text = [0, 0, 1, 0, 0, 0]
+    text = [script.Place(right) for right in (0, 0, 1, 0, 0, 0)]
     seconds = script.replayed(policy, machine, text, np.random.default_rng(0))
     assert seconds == pytest.approx((0.08 + 1.5 + 1.92 + 0.08) / 5)
 
 
 def test_a_draft_reads_what_it_has_missed(script: ModuleType) -> None:
     machine = script.Machine([1.0, 1.5], 0.0, reading=0.01)
-    text = [0] * 24
+    text = [script.Place(0)] * 24
     for steps, prompt in ((4, 0), (16, script.CONTEXT + 16)):
         noted = Planned([0] * steps + [1, 0, 0, 1] + [0] * 30)
         random = np.random.default_rng(0)
@@ -72,6 +76,46 @@ def test_a_draft_reads_what_it_has_missed(script: ModuleType) -> None:
         assert readings == [pytest.approx((script.CONTEXT + steps) * 0.01)]
 
 
+class Early(Planned):
+    """Plans drafts of 4 tokens that end where the draft is unsure."""
+
+    def __init__(self) -> None:
+        super().__init__([4])
+        self.stop = Stop(0.5, Certainties())
+
+    def plan(self, context: int, limit: int) -> Plan:
+        plan = replace(super().plan(context, limit), stop=self.stop)
+        return plan if plan.length else replace(plan, stop=None)
+
+
+def test_a_draft_that_ends_early_has_computed_two_steps_in_vain(
+    script: ModuleType,
+) -> None:
+    machine = script.Machine([1.0, 1.5, 2.0, 2.5, 3.0], 0.0, step=0.1)
+    sure, unsure = (0.97,) * 4, (0.97, 0.02, 0.97, 0.97)
+    # Rounds: whole and right, ended behind a right one, likewise but the one that was
+    # left out is right, ended by the first token, and one that ends before its fourth.
+    places = {0: (4, sure), 5: (1, unsure), 7: (3, unsure), 9: (0, unsure)}
+    places |= {10: (3, (0.97, 0.97, 0.97, 0.02))}
+    text = [script.Place(*places.get(n, (0, sure))) for n in range(16)]
+    policy = Early()
+    seconds = script.replayed(policy, machine, text, np.random.default_rng(0))
+    told = [(o.drafted, o.accepted, o.left_out) for _, o in policy.noted]
+    assert told[:5] == [
+        (4, 4, None),
+        (1, 1, False),
+        (1, 1, True),
+        (1, 0, None),
+        (3, 3, False),
+    ]
+    assert [len(o.certainties) for _, o in policy.noted[:5]] == [4, 2, 2, 2, 4]
+    # The first round is not counted, and two tokens are left for one that is whole.
+    last = [o for _, o in policy.noted[5:]]
+    rest = sum(machine.seconds[o.drafted] for o in last)
+    spent = 3 * (1.5 + 0.2) + (2.5 + 0.1) + rest
+    assert seconds * 11 == pytest.approx(spent)
+
+
 def test_what_is_right_ends_with_the_first_difference(script: ModuleType) -> None:
     assert script.in_common([1, 2, 3], [1, 2, 4, 5]) == 2
     assert script.in_common([1, 2, 3], [1, 2]) == 2
@@ -82,7 +126,22 @@ def test_lengths_by_measurement_are_compared_with_all_fixed_ones(
     script: ModuleType,
 ) -> None:
     machine = script.Machine([1.0 + 0.2 * n for n in range(9)], 0.05)
-    found = script.compare(machine, [[8] * 120] * 3, seed=1)
+    found = script.compare(machine, [[script.Place(8)] * 120] * 3, seed=1)
     assert found["best"] == 8
     assert found["best_over_plain"] == pytest.approx(9 / 2.6, rel=0.1)
-    assert 0.9 < found["auto_over_best"] <= 1.01
+    assert 0.9 < found["auto_over_best"] == found["whole_over_best"] <= 1.01
+
+
+def test_drafts_end_early_where_it_is_known_how_sure_they_are(
+    script: ModuleType,
+) -> None:
+    machine = script.Machine([1.0 + 0.2 * n for n in range(9)], 0.05, step=0.1)
+    random = np.random.default_rng(3)
+    sure = np.where(random.random((120, 8)) < 0.88, 0.97, 0.2)
+    right = np.cumprod(random.random((120, 8)) < sure, axis=1).sum(axis=1)
+    text = [
+        script.Place(int(n), tuple(row))
+        for n, row in zip(right, sure.tolist(), strict=True)
+    ]
+    found = script.compare(machine, [text] * 3, seed=1)
+    assert found["auto_over_best"] > found["whole_over_best"] + 0.05
