@@ -161,17 +161,17 @@ def reading_of(models: "Models") -> float:
 
 def step_of(models: "Models") -> float:
     """Return the seconds that a step of the draft model takes in a chain."""
-    from mlx_speculation import Sampling
+    from benchmark_arms import Job
+
     from mlx_speculation.engine.draft_model import DraftModel
     from mlx_speculation.engine.drafting import Choices
     from mlx_speculation.engine.sequence import Sequence
     from mlx_speculation.models import Lane
-    from mlx_speculation.samplers import Chooser, Verifier
+    from mlx_speculation.samplers import Verifier
 
+    job = Job([1 + n % 7 for n in range(CONTEXT)], 1, 0.0, 0)
+    sequence, verifier = Sequence(job.prompt), Verifier(models.chooser(job))
     drafter = DraftModel(lambda: Lane(models.draft))
-    sequence = Sequence([1 + n % 7 for n in range(CONTEXT)])
-    width = models.plain.tokenizer.vocab_size
-    verifier = Verifier(Chooser(Sampling(temperature=0, seed=0), width))
     drafter.begin(sequence)
     taken: dict[int, list[float]] = {4: [], 16: []}
     for _ in range(7):
@@ -179,7 +179,7 @@ def step_of(models: "Models") -> float:
             begun = time.perf_counter()
             drafter.propose(sequence, length, Choices(verifier)).tokens.tolist()
             seconds.append(time.perf_counter() - begun)
-            drafter.settle(0)
+            drafter.discard()
     return (median(taken[16]) - median(taken[4])) / 12
 
 
@@ -289,7 +289,7 @@ def compare(machine: Machine, texts: list[list[Place]], seed: int) -> dict[str, 
 
     fixed = [0.0] * (machine.longest + 1)
     for text, place, length in product(texts, PLACES, range(len(fixed))):
-        random = np.random.default_rng()  # times of fixed lengths are charged, not seen
+        random = np.random.default_rng(seed)  # of what nobody looks at
         fixed[length] += replayed(FixedLengths(length), machine, text[place:], random)
     best = min(range(len(fixed)), key=fixed.__getitem__)
     auto = usual = measured(machine, texts, seed)

@@ -180,22 +180,6 @@ def test_a_chain_ends_where_its_tokens_are_not_worth_their_time(
     del owner
 
 
-def test_what_was_left_out_is_only_told_where_the_tokens_before_it_were_right() -> None:
-    model, draft = build("llama"), build("llama", seed=1)
-    lengths = Ending(Stop(0.5, Certainties([1.0] * 12, [0.8] * 12)))
-    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=draft)
-    text = generator.generate(PROMPT, max_tokens=60, draft_length=lengths).tokens
-    assert text == generator.generate(PROMPT, max_tokens=60, draft_length=0).tokens
-    place, told = 0, set()
-    for outcome in lengths.noted:
-        if outcome.drafted < 4:  # 0.8 ** 4 is less than a half: the first of 4 ends it
-            place += outcome.accepted + 1
-            continue
-        assert outcome.left_out is None or outcome.accepted == outcome.drafted
-        told.add(outcome.left_out)
-    assert None in told
-
-
 @cache
 def demo(name: str) -> tuple[nn.Module, Any]:
     """Return a bundled model and its tokenizer."""

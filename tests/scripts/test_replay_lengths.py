@@ -14,6 +14,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from mlx_speculation import demo_models
 from mlx_speculation.engine.certainty import Certainties, Stop
 from mlx_speculation.engine.lengths import FixedLengths, Plan
 from support.planned_lengths import Planned
@@ -145,3 +146,21 @@ def test_drafts_end_early_where_it_is_known_how_sure_they_are(
     ]
     found = script.compare(machine, [text] * 3, seed=1)
     assert found["auto_over_best"] > found["whole_over_best"] + 0.05
+
+
+def test_texts_are_taken_apart_with_how_sure_a_greedy_draft_is(
+    script: ModuleType,
+) -> None:
+    arms = importlib.import_module("benchmark_arms")
+    folders = demo_models()
+    models = arms.Models.load(folders["dense"], folders["draft"])
+    assert 0 < script.step_of(models) < 1
+    prompt = models.encode("import os\nimport sys\n")
+    for temperature, shown in ((0.0, 4), (1.0, 0)):
+        job = arms.Job(prompt, 6, temperature, 0)
+        places = script.right_behind(models, job, 4)
+        assert len(places) == 6
+        for place in places:
+            assert 0 <= place.right <= 4
+            assert len(place.certainties) == shown
+            assert all(0 < each <= 1 for each in place.certainties)
