@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Callable, Iterator
 
 import support.scheduling  # noqa: F401  for what it does
@@ -14,6 +15,11 @@ from hypothesis import HealthCheck, Phase, settings
 from mlx_speculation.engine import measured_lengths
 from support.cache_twins import Mixers
 from support.hooked_mixers import hooked_mixers
+
+# A shell lets what it runs in the background ignore Ctrl-C, and so would every program
+# that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: the first example compiles kernels, and the machine may be busy.
 # Few examples: they are drawn anew in every run, and make test-long draws many.
