@@ -31,9 +31,7 @@ from mlx_speculation.models.in_round import (
     forward_of_round,
     submit_in_parts,
 )
-from mlx_speculation.models.instances import Hook, derived, plain_class
-
-_RANK = -1
+from mlx_speculation.models.instances import OF_ROUNDS, Hook, derived, plain_class
 
 # Children of one module of mlx-lm that are mostly fed the same. Of other modules it is
 # not known whether they change in place (x += y) what they have fed to one of them,
@@ -197,4 +195,4 @@ def few_row_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
             continue
         together = firsts.get(id(module))
         make = _asking if together is None else together.class_of
-        yield module, Hook(_RANK, make)
+        yield module, Hook(OF_ROUNDS, make)

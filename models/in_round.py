@@ -14,6 +14,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from mlx_speculation.blas import blas_in_use
+from mlx_speculation.models.instances import done, on_in_round
 
 Device = Literal["cuda", "x86"]
 
@@ -99,6 +100,7 @@ def rows_of_a_round(tokens: int = 1) -> Iterator[None]:
     Args:
         tokens: how many the forward is fed; some ways are for few.
     """
+    on_in_round()
     token, device = _in_round.set(True), _device.set(_device_here())
     forward = Forward(tokens)
     before = _forward.set(forward)
@@ -110,6 +112,7 @@ def rows_of_a_round(tokens: int = 1) -> Iterator[None]:
         _forward.reset(before)
         _in_round.reset(token)
         _device.reset(device)
+        done()
 
 
 def submit_in_parts(product: mx.array) -> None:

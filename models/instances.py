@@ -5,6 +5,13 @@ with the hooks of all owners on it, those of a lower rank inside, whatever the o
 in which owners come and leave. Of one rank a module has one hook, the first that was
 asked for, until the last of its owners has left. Parameter paths and `isinstance`
 stay the same; what a hook does in a call is for its maker to say.
+
+A class of one's own has its price in each call, also where the hook then does nothing,
+and a plain step of a small model on a GPU feels it. Hooks of the rank `OF_ROUNDS` are
+therefore on their modules from the first forward of a round (`on_in_round`) to the next
+plain step (`off_outside`), all of this process together: modules may belong to several
+models. They ask for themselves whether they are in a round, as other threads may not
+be.
 """
 
 import threading
@@ -29,8 +36,15 @@ class Hook(NamedTuple):
     args: tuple[Any, ...] = ()
 
 
+OF_ROUNDS = -1  # the rank of hooks that do nothing outside of rounds
+
 # Re-entrant: a collected generator removes its hooks in whatever thread allocates.
 lock = threading.RLock()
+
+# By id, modules with a hook of rounds, and their classes with it and without.
+_of_rounds: dict[int, tuple[nn.Module, type[nn.Module], type[nn.Module]]] = {}
+_are_on = False
+_forwards = 0  # of rounds, being built in any thread
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
@@ -89,6 +103,40 @@ class Hooked:
                 _count(module, hook, -1)
 
 
+def on_in_round() -> None:
+    """Put the hooks of rounds on, until the forward that is built calls `done`."""
+    global _forwards
+    with lock:
+        if not _are_on:
+            _turn(on=True)
+        _forwards += 1
+
+
+def done() -> None:
+    """Say that a forward of a round is built; its hooks stay on for the next one."""
+    global _forwards
+    with lock:
+        _forwards -= 1
+
+
+def off_outside() -> None:
+    """Take the hooks of rounds off, unless a forward of a round is being built."""
+    if _are_on:  # asked in every plain step
+        with lock:
+            if not _forwards:
+                _turn(on=False)
+
+
+def _turn(*, on: bool) -> None:
+    global _are_on
+    _are_on = False  # an interrupt leaves what the next round puts right
+    for module, within, outside in _of_rounds.values():
+        before, after = (outside, within) if on else (within, outside)
+        if type(module) is before:  # somebody may have derived a class of their own
+            object.__setattr__(module, "__class__", after)
+    _are_on = on
+
+
 def _count(module: nn.Module, hook: Hook, change: int) -> None:
     """Count an owner of a hook in or out, and give the module its class."""
     held: dict[int, tuple[Hook, int]] = dict(getattr(module, "_hooks", {}))
@@ -96,12 +144,17 @@ def _count(module: nn.Module, hook: Hook, change: int) -> None:
     held[hook.rank] = (first, count + change)
     if not held[hook.rank][1]:
         del held[hook.rank]
-    kind = plain_class(module)
-    for _, (each, _) in sorted(held.items()):
-        kind = each.make(kind, *each.args)
+    within = outside = plain_class(module)
+    for rank, (each, _) in sorted(held.items()):
+        within = each.make(within, *each.args)
+        if rank != OF_ROUNDS:
+            outside = each.make(outside, *each.args)
     # Not a parameter: nn.Module would put it among them.
     object.__setattr__(module, "_hooks", held)
     if not held:
         object.__delattr__(module, "_hooks")
-    if type(module) is not kind:
-        module.__class__ = kind
+    if OF_ROUNDS in held:
+        _of_rounds[id(module)] = (module, within, outside)
+    else:
+        _of_rounds.pop(id(module), None)
+    object.__setattr__(module, "__class__", within if _are_on else outside)

@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.models.in_round import on_cpu
-from mlx_speculation.models.instances import Hook, derived
+from mlx_speculation.models.instances import Hook, derived, off_outside
 from mlx_speculation.models.observing import first_array
 
 _RANK = 2  # outside of all others: what they return is what is submitted
@@ -46,6 +46,7 @@ class layer_by_layer:  # noqa: N801 - used like the function that it stands for
         self._positions = positions
 
     def __enter__(self) -> None:
+        off_outside()
         submits = self._positions <= MOST_POSITIONS and on_cpu()
         self._token = _layer_by_layer.set(submits)
 

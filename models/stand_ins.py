@@ -32,11 +32,16 @@ from mlx_speculation.models.in_round import (
     device_of_round,
     x86_serves,
 )
-from mlx_speculation.models.instances import Hook, derived, made_again, plain_class
+from mlx_speculation.models.instances import (
+    OF_ROUNDS,
+    Hook,
+    derived,
+    made_again,
+    plain_class,
+)
 from mlx_speculation.models.mixers import COMPRESSORS, MIXERS
 
 _ATTENTION = "scaled_dot_product_attention"
-_RANK = -1
 # mlx's own are as fast for fewer elements.
 _FEWEST = 2048
 
@@ -173,4 +178,4 @@ def stand_in_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
         if place in ATTENTIONS or place in MIXERS or place in COMPRESSORS:
             continue
         if _called(kind.__call__, device):
-            yield module, Hook(_RANK, _with_stand_ins, (device,))
+            yield module, Hook(OF_ROUNDS, _with_stand_ins, (device,))

@@ -1,6 +1,17 @@
-"""Hooks of several owners on one module, in whatever order they come and leave."""
+"""Hooks of several owners on one module, in whatever order they come and leave.
+
+Faults that were made by hand, and found here: hooks of rounds stay on in plain steps;
+they are taken off while a round is built; of two rounds the first one ends both; an
+error in a round leaves it open; a hook that comes or leaves outside of rounds puts
+those of rounds on; a class that somebody derived is replaced; who leaves stays among
+those that are put on.
+"""
 
 import functools
+import gc
+import threading
+import weakref
+from contextlib import suppress
 from itertools import permutations, product
 from typing import Any
 
@@ -8,7 +19,16 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_speculation.models.instances import Hook, Hooked, derived, plain_class
+from mlx_speculation.models.in_round import rows_of_a_round
+from mlx_speculation.models.instances import (
+    OF_ROUNDS,
+    Hook,
+    Hooked,
+    derived,
+    off_outside,
+    plain_class,
+)
+from mlx_speculation.models.layer_by_layer import layer_by_layer
 
 HEARD: list[str] = []
 
@@ -28,6 +48,12 @@ def heard(module: nn.Module) -> list[str]:
     return list(HEARD)
 
 
+@pytest.fixture(autouse=True)
+def _no_round_before() -> None:
+    off_outside()
+
+
+OF_A_ROUND = Hook(OF_ROUNDS, saying, ("of a round",))
 INNER, OUTER = Hook(0, saying, ("inner",)), Hook(1, saying, ("outer",))
 
 
@@ -78,3 +104,105 @@ def test_a_class_that_somebody_derived_from_a_hooked_one_stays() -> None:
     assert plain_class(norm) is theirs
     owner.remove()
     assert type(norm) is theirs
+
+
+def in_a_round(module: nn.Module) -> list[str]:
+    with rows_of_a_round():
+        return heard(module)
+
+
+def in_a_plain_step(module: nn.Module) -> list[str]:
+    with layer_by_layer(1):
+        return heard(module)
+
+
+def test_a_hook_of_rounds_is_on_from_a_round_to_the_next_plain_step() -> None:
+    norm = nn.RMSNorm(4)
+    owner = Hooked([(norm, OF_A_ROUND)])
+    assert type(norm) is nn.RMSNorm
+    for _ in range(2):
+        assert in_a_plain_step(norm) == []
+        assert in_a_round(norm) == ["of a round"]
+        assert heard(norm) == ["of a round"]  # so it costs nothing where rounds follow
+        assert in_a_round(norm) == ["of a round"]
+    owner.remove()
+    assert type(norm) is nn.RMSNorm
+    assert in_a_round(norm) == []
+
+
+@pytest.mark.parametrize("hooks", list(permutations((OF_A_ROUND, INNER, OUTER))))
+@pytest.mark.parametrize("leaving", list(permutations(range(3))))
+@pytest.mark.parametrize("before", [in_a_plain_step, in_a_round])
+def test_other_hooks_come_and_leave_whether_those_of_rounds_are_on_or_off(
+    hooks: tuple[Hook, ...], leaving: tuple[int, ...], before: Any
+) -> None:
+    norm = nn.RMSNorm(4)
+
+    def check(held: set[str]) -> None:
+        order = [each for each in ("outer", "inner", "of a round") if each in held]
+        plain = [each for each in order if each != "of a round"]
+        assert heard(norm) == (order if before is in_a_round else plain)
+        assert in_a_plain_step(norm) == plain
+        assert in_a_round(norm) == order
+        before(norm)
+
+    before(norm)
+    owners, held = [], set()
+    for hook in hooks:
+        owners.append(Hooked([(norm, hook)]))
+        held |= set(hook.args)
+        check(held)
+    for index in leaving:
+        owners[index].remove()
+        held -= set(hooks[index].args)
+        check(held)
+    assert type(norm) is nn.RMSNorm
+
+
+def test_a_plain_step_of_another_thread_leaves_a_round_its_hooks() -> None:
+    norm, elsewhere = nn.RMSNorm(4), nn.RMSNorm(4)
+    owner = Hooked([(norm, OF_A_ROUND)])
+
+    def plain_step() -> None:
+        other = threading.Thread(target=in_a_plain_step, args=(elsewhere,))
+        other.start()
+        other.join()
+
+    with rows_of_a_round():
+        with rows_of_a_round():
+            plain_step()
+        plain_step()  # the outer one is not built yet
+        assert heard(norm) == ["of a round"]
+    with suppress(ZeroDivisionError), rows_of_a_round():
+        raise ZeroDivisionError
+    plain_step()
+    assert heard(norm) == []
+    owner.remove()
+
+
+def test_a_round_and_a_plain_step_leave_a_class_that_somebody_derived() -> None:
+    norm = nn.RMSNorm(4)
+    owner = Hooked([(norm, OF_A_ROUND)])
+    for before in (in_a_plain_step, in_a_round):
+        before(norm)
+        kind = type(norm)
+        theirs = type("Theirs", (kind,), {})
+        norm.__class__ = theirs
+        in_a_round(norm)
+        in_a_plain_step(norm)
+        assert type(norm) is theirs
+        norm.__class__ = kind
+    in_a_plain_step(norm)
+    owner.remove()
+    assert type(norm) is nn.RMSNorm
+
+
+def test_a_module_whose_owners_have_left_is_not_kept() -> None:
+    norm = nn.RMSNorm(4)
+    gone = weakref.ref(norm)
+    owners = [Hooked([(norm, OF_A_ROUND), (norm, INNER)]) for _ in range(2)]
+    for owner in owners:
+        owner.remove()
+    del owner, owners, norm
+    gc.collect()
+    assert gone() is None
