@@ -11,6 +11,7 @@ and values (packed numbers, scales, biases), all with rows on the same axis, and
 row is quantized by itself.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from mlx.utils import tree_flatten, tree_map
@@ -45,6 +46,13 @@ class KVJournal:
         self._start = cache.offset
         self._was_empty = cache.keys is None
 
+    @classmethod
+    def since(cls, cache: KVCache, start: int, was_empty: bool) -> "KVJournal":
+        """Return a journal as if it had been opened at an earlier offset."""
+        journal = cls(cache)
+        journal._start, journal._was_empty = start, was_empty
+        return journal
+
     @property
     def written(self) -> int:
         """Rows appended since the journal was opened."""
@@ -69,6 +77,31 @@ class KVJournal:
             cache.values = None
         elif cache.keys is not None:
             even_out(cache)
+
+
+class KVJournals:
+    """Journals of all caches of a model that has no other ones, made when asked for.
+
+    A plain step keeps what it wrote, and then there is nothing to do for any of them;
+    to make and to ask one for every layer costs a small model's step on a GPU 1 %.
+    """
+
+    __slots__ = ("_caches", "_empty", "_starts")
+
+    def __init__(self, caches: Sequence[KVCache]) -> None:
+        self._caches = caches
+        self._starts = [cache.offset for cache in caches]
+        self._empty = [cache.keys is None for cache in caches]
+
+    def all_wrote(self, count: int) -> bool:
+        """Whether every layer wrote so many rows."""
+        ends = [start + count for start in self._starts]
+        return ends == [cache.offset for cache in self._caches]
+
+    def opened(self) -> list[KVJournal]:
+        """Return a journal for every cache, as it was when this was made."""
+        held = zip(self._caches, self._starts, self._empty, strict=True)
+        return [KVJournal.since(cache, start, empty) for cache, start, empty in held]
 
 
 def even_out(cache: Any) -> None:

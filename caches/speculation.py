@@ -14,12 +14,15 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
+from mlx_lm.models.cache import KVCache
+
 from mlx_speculation.caches.checked_writes import check_together
 from mlx_speculation.caches.held_arrays import bytes_beside
-from mlx_speculation.caches.journal import Keep
+from mlx_speculation.caches.journal import Journal, Keep
 from mlx_speculation.caches.keeps import check_range, numbers, per_row, shown
 from mlx_speculation.caches.key_steps import KeySteps
 from mlx_speculation.caches.kinds import check_supported, open_journals, presented
+from mlx_speculation.caches.kv import KVJournals
 from mlx_speculation.errors import (
     InvalidRequestError,
     SpeculationClosedError,
@@ -77,16 +80,33 @@ class Speculation:
         self._rerun = rerun
         self._live = found = check_supported(caches)
         steps = KeySteps() if key_steps and not isolated else None
-        self._leaves = open_journals(found, whole=whole, isolated=isolated, steps=steps)
+        self._opened: list[Journal] = []
+        # Until one is asked for, there need be none where the model has KV caches only.
+        self._unopened: KVJournals | None = None
+        if steps is None and not isolated and {*map(type, caches)} == {KVCache}:
+            self._unopened = KVJournals(found)
+            self._presented = found
+        else:
+            self._opened = open_journals(
+                found, whole=whole, isolated=isolated, steps=steps
+            )
+            self._presented = presented(caches, iter(self._opened))
         if isolated:
-            check_together([journal.presented for journal in self._leaves])
-        self._presented = presented(caches, iter(self._leaves))
+            check_together([journal.presented for journal in self._opened])
         self._to_change: list[Any] = []  # each takes a tuple where one was passed
         self._prepared: int | tuple[int, ...] | None = None
         self._keep: int | tuple[int, ...] = 0
         self._needs_rerun = False
         self._open = True
         self._reran = False
+
+    @property
+    def _leaves(self) -> list[Journal]:
+        """The journals of all leaves."""
+        if self._unopened is not None:
+            self._opened = [*self._unopened.opened()]
+            self._unopened = None
+        return self._opened
 
     @property
     def caches(self) -> list[Any]:
@@ -126,6 +146,12 @@ class Speculation:
         """
         if not self._open:
             self._refuse("prepare")
+        unopened = self._unopened
+        if isinstance(keep, int) and keep > 0 and unopened and unopened.all_wrote(keep):
+            self._prepared = self._keep = keep
+            self._needs_rerun = False
+            self._to_change = []
+            return
         asked = keep if isinstance(keep, int) else numbers(keep)
         keep = asked if isinstance(asked, int) else per_row(asked, self._leaves)
         each = [leaf.written for leaf in self._leaves]
@@ -172,7 +198,7 @@ class Speculation:
             self.rollback()
             assert self._rerun is not None
             assert isinstance(keep, int)
-            self._leaves = []  # what the model writes now is another speculation's
+            self._opened = []  # what the model writes now is another speculation's
             self._reran = True
             self._rerun(keep)
 
