@@ -148,9 +148,7 @@ class Speculation:
             self._refuse("prepare")
         unopened = self._unopened
         if isinstance(keep, int) and keep > 0 and unopened and unopened.all_wrote(keep):
-            self._prepared = self._keep = keep
-            self._needs_rerun = False
-            self._to_change = []
+            self._prepared = self._keep = keep  # there is nothing to change
             return
         asked = keep if isinstance(keep, int) else numbers(keep)
         keep = asked if isinstance(asked, int) else per_row(asked, self._leaves)

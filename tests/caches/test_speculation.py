@@ -192,14 +192,18 @@ def test_keeping_something_of_nothing_written_is_refused() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_layers_out_of_step_are_refused_with_both_counts(first: int) -> None:
-    caches = written_pair()
+@pytest.mark.parametrize("keep", [2, 3])
+@pytest.mark.parametrize("alike", [False, True])
+def test_layers_out_of_step_are_refused_with_both_counts(
+    first: int, keep: int, alike: bool
+) -> None:
+    caches: list[Any] = [KVCache(), KVCache()] if alike else written_pair()
     before = image(caches)
     with Speculation(caches) as speculation:
         write(speculation.caches, 2)
         write([speculation.caches[first]], 1)
         with pytest.raises(InvalidRequestError, match="3 positions and another 2"):
-            speculation.commit(2)
+            speculation.commit(keep)
     assert_same(image(caches), before, "layers out of step")
 
 
