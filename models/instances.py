@@ -15,7 +15,8 @@ be.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -38,8 +39,11 @@ class Hook(NamedTuple):
 
 OF_ROUNDS = -1  # the rank of hooks that do nothing outside of rounds
 
-# Re-entrant: a collected generator removes its hooks in whatever thread allocates.
+# Re-entrant: a collected generator removes its hooks in whatever thread allocates, and
+# so perhaps in the middle of a change. Then they are removed when it is done.
 lock = threading.RLock()
+_changing = False
+_left: list["Hooked"] = []
 
 # By id, modules with a hook of rounds, and their classes with it and without.
 _of_rounds: dict[int, tuple[nn.Module, type[nn.Module], type[nn.Module]]] = {}
@@ -91,16 +95,34 @@ class Hooked:
             hook.make(plain_class(module), *hook.args)
         self.modules = [module for module, _ in pairs]
         self._pairs = pairs
-        with lock:
+        with _change():
             for module, hook in pairs:
                 _count(module, hook, 1)
 
     def remove(self) -> None:
         """Take the hooks off, but those that another owner needs."""
         with lock:
-            pairs, self._pairs = self._pairs, []
-            for module, hook in pairs:
-                _count(module, hook, -1)
+            if _changing:
+                _left.append(self)
+                return
+            with _change():
+                pairs, self._pairs = self._pairs, []
+                for module, hook in pairs:
+                    _count(module, hook, -1)
+
+
+@contextmanager
+def _change() -> Iterator[None]:
+    """Let nothing else change classes meanwhile, in this thread or another."""
+    global _changing
+    with lock:
+        _changing = True
+        try:
+            yield
+        finally:
+            _changing = False
+            while _left:
+                _left.pop().remove()
 
 
 def on_in_round() -> None:
@@ -108,7 +130,8 @@ def on_in_round() -> None:
     global _forwards
     with lock:
         if not _are_on:
-            _turn(on=True)
+            with _change():
+                _turn(on=True)
         _forwards += 1
 
 
@@ -124,7 +147,8 @@ def off_outside() -> None:
     if _are_on:  # asked in every plain step
         with lock:
             if not _forwards:
-                _turn(on=False)
+                with _change():
+                    _turn(on=False)
 
 
 def _turn(*, on: bool) -> None:

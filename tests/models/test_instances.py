@@ -4,7 +4,7 @@ Faults that were made by hand, and found here: hooks of rounds stay on in plain 
 they are taken off while a round is built; of two rounds the first one ends both; an
 error in a round leaves it open; a hook that comes or leaves outside of rounds puts
 those of rounds on; a class that somebody derived is replaced; who leaves stays among
-those that are put on.
+those that are put on, or leaves in the middle of a change; who left then is forgotten.
 """
 
 import functools
@@ -19,6 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from mlx_speculation.models import instances
 from mlx_speculation.models.in_round import rows_of_a_round
 from mlx_speculation.models.instances import (
     OF_ROUNDS,
@@ -195,6 +196,43 @@ def test_a_round_and_a_plain_step_leave_a_class_that_somebody_derived() -> None:
     in_a_plain_step(norm)
     owner.remove()
     assert type(norm) is nn.RMSNorm
+
+
+@pytest.mark.parametrize("change", ["comes", "leaves", "turns on", "turns off"])
+def test_an_owner_that_is_collected_in_the_middle_of_a_change_leaves_behind_it(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norms = [nn.RMSNorm(4) for _ in range(3)]
+    leaving: list[Hooked] = []
+
+    def collecting(kind: type[nn.Module]) -> type[nn.Module]:
+        while leaving:
+            leaving.pop().remove()
+        return kind
+
+    def kind_of(module: nn.Module) -> type[nn.Module]:
+        return collecting(type(module))
+
+    collected = [Hooked([(norm, OF_A_ROUND), (norm, INNER)]) for norm in norms]
+    stays = Hooked([(norm, Hook(1, collecting)) for norm in norms])
+    if change == "turns off":
+        in_a_round(norms[0])
+    leaving += collected
+    if change == "comes":
+        Hooked([(norm, OUTER) for norm in norms]).remove()
+    elif change == "leaves":
+        other = Hooked([(norm, INNER) for norm in norms])
+        leaving += collected
+        other.remove()
+    else:
+        monkeypatch.setattr(instances, "type", kind_of, raising=False)
+        (in_a_plain_step if change == "turns off" else in_a_round)(norms[0])
+        monkeypatch.undo()
+    assert not leaving
+    assert [in_a_round(norm) for norm in norms] == [[], [], []]
+    stays.remove()
+    assert [type(norm) for norm in norms] == [nn.RMSNorm] * 3
+    assert not any("_hooks" in vars(norm) for norm in norms)
 
 
 def test_a_module_whose_owners_have_left_is_not_kept() -> None:
