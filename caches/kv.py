@@ -93,6 +93,11 @@ class KVJournals:
         self._starts = [cache.offset for cache in caches]
         self._empty = [cache.keys is None for cache in caches]
 
+    @property
+    def start(self) -> int:
+        """The largest offset, when this was made."""
+        return max(self._starts)
+
     def all_wrote(self, count: int) -> bool:
         """Whether every layer wrote so many rows."""
         ends = [start + count for start in self._starts]

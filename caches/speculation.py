@@ -14,14 +14,18 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
-from mlx_lm.models.cache import KVCache
-
 from mlx_speculation.caches.checked_writes import check_together
 from mlx_speculation.caches.held_arrays import bytes_beside
 from mlx_speculation.caches.journal import Journal, Keep
 from mlx_speculation.caches.keeps import check_range, numbers, per_row, shown
 from mlx_speculation.caches.key_steps import KeySteps
-from mlx_speculation.caches.kinds import check_supported, open_journals, presented
+from mlx_speculation.caches.kinds import (
+    all_kv,
+    check_supported,
+    open_journals,
+    position,
+    presented,
+)
 from mlx_speculation.caches.kv import KVJournals
 from mlx_speculation.errors import (
     InvalidRequestError,
@@ -83,7 +87,7 @@ class Speculation:
         self._opened: list[Journal] = []
         # Until one is asked for, there need be none where the model has KV caches only.
         self._unopened: KVJournals | None = None
-        if steps is None and not isolated and {*map(type, caches)} == {KVCache}:
+        if steps is None and not isolated and all_kv(caches):
             self._unopened = KVJournals(found)
             self._presented = found
         else:
@@ -114,6 +118,13 @@ class Speculation:
         if not self._open:
             self._refuse("caches")
         return self._presented
+
+    @property
+    def start(self) -> int | None:
+        """How many positions the caches hold, see `position`. Legal until a write."""
+        if self._unopened is not None:
+            return self._unopened.start
+        return position(self._live)
 
     @property
     def written(self) -> int | None:

@@ -21,7 +21,7 @@ from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import Statistics
 from mlx_speculation.engine.verdicts import MakeCut, read
 from mlx_speculation.errors import NonFiniteLogitsError
-from mlx_speculation.models import Lane
+from mlx_speculation.models import Lane, cuda_serves
 from mlx_speculation.samplers import Verifier
 
 
@@ -69,6 +69,7 @@ class Decoder:
         self._processors = verifier.chooser.processors
         self._drafter = drafter
         self._drafter_begun = False
+        self._waits = not cuda_serves()
         self._reading = 0.0  # seconds of the prompt, told with the first draft's round
         self._lengths = lengths
         self.decisions: list[tuple[Plan, Outcome]] | None = [] if explain else None
@@ -184,7 +185,7 @@ class Decoder:
             following = self._following
             drafts_next = following is not None and following.length > 0
             length = 0 if reading else min(plan.length, limit)
-            self._forwards.clock = RoundClock()
+            self._forwards.clock = RoundClock(waits=self._waits)
             reason = self._rounds.run(
                 length, cut, drafts_next=drafts_next, stop=plan.stop
             )

@@ -31,7 +31,7 @@ from mlx_speculation.models.eagle_probe import probe_layers
 from mlx_speculation.models.finding import find_parts
 from mlx_speculation.models.grammars import json_schema, lark, regex
 from mlx_speculation.models.hidden_states import HiddenStates
-from mlx_speculation.models.in_round import on_cpu
+from mlx_speculation.models.in_round import cuda_serves, on_cpu
 from mlx_speculation.models.kept_files import write_json
 from mlx_speculation.models.lane import PREFILL_STEP, Lane, LaneRound, Sliding
 from mlx_speculation.models.loading import (
@@ -141,6 +141,7 @@ __all__ = [
     "check_same_ids",
     "compiled_steps",
     "contract_of",
+    "cuda_serves",
     "drawn_seed",
     "find_mtp_head",
     "find_parts",

@@ -118,13 +118,14 @@ class Lane:
         Raises:
             InvalidRequestError: the caches do not hold what this lane left in them.
         """
-        held = position(self.caches)
+        lane_round = LaneRound(self, whole=whole)
+        held = lane_round.start
         if held is not None and held != self._unknown + self.seen:
             raise InvalidRequestError(
                 f"The caches hold {held} tokens, and {self._unknown + self.seen} were "
                 "left in them: something else has written. Use caches in one stream."
             )
-        return LaneRound(self, whole=whole)
+        return lane_round
 
     def count_bytes(self, speculation: Speculation, width: int, whole: bool) -> None:
         """Note what an open round holds, if it is the first so wide, or their turn.
@@ -221,6 +222,11 @@ class LaneRound:
         self._prepared: int | None = None
         self._mixers_ran = False
         self.replaced: Replaced = []
+
+    @property
+    def start(self) -> int | None:
+        """How many positions the caches hold. Legal until the first forward."""
+        return self._speculation.start
 
     @property
     def presented(self) -> list[Any]:

@@ -128,6 +128,16 @@ def test_the_position_is_the_largest_offset_and_unknown_to_recurrent_states() ->
     assert position([ArraysCache(1), CacheList(ArraysCache(2))]) is None
 
 
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_speculation_knows_where_it_starts(alike: bool, isolated: bool) -> None:
+    caches: list[Any] = [KVCache(), KVCache()] if alike else [KVCache(), ArraysCache(2)]
+    assert Speculation(caches, isolated=isolated).start == 0
+    write(caches[:1], 6)  # a layer that the model does not use stays at 0
+    assert Speculation(caches, isolated=isolated).start == 6
+    assert Speculation([ArraysCache(2)]).start is None
+
+
 def test_states_hold_every_array() -> None:
     caches = [*written_pair(), ArraysCache(1)]
     caches[2][0] = mx.ones(3)

@@ -279,6 +279,19 @@ def test_what_is_done_before_a_wait_and_after_the_last_is_the_hosts() -> None:
     assert seconds.verify < NAP
 
 
+def test_where_nothing_waits_to_hand_over_a_graph_is_the_hosts() -> None:
+    clock, ready = RoundClock(waits=False), mx.array(1) + 1
+    with clock.handing_over("verify"):
+        time.sleep(NAP)
+    clock.submit("verify", ready)
+    assert clock.stop().host >= NAP
+    clock = RoundClock()
+    with clock.handing_over("verify"):
+        time.sleep(NAP)
+    seconds = clock.stop()
+    assert seconds.verify >= NAP > seconds.host
+
+
 def test_waiting_while_a_graph_is_handed_over_is_not_the_hosts() -> None:
     """On a CPU mlx takes a long graph piece by piece."""
     big = mx.random.normal((160, 160))
