@@ -96,16 +96,15 @@ def check_supported(caches: Sequence[Any]) -> list[Any]:
         InvalidRequestError: there is no cache, or one object stands in two places.
         UnsupportedCacheError: a leaf is of an unknown kind.
     """
-    plain = all_kv(caches)
-    found = list(caches) if plain else flat(caches)
-    known = plain or set(map(type, found)) <= JOURNALS.keys()
+    found = flat(caches)
+    known = set(map(type, found)) <= JOURNALS.keys()
     if not (found and known and len(set(map(id, found))) == len(found)):
         _refuse(caches)
     return found
 
 
 def all_kv(caches: Sequence[Any]) -> bool:
-    """Whether there are only KV caches; every step of such a model asks."""
+    """Whether there are KV caches, and no others."""
     return set(map(type, caches)) == {KVCache}
 
 

@@ -89,7 +89,7 @@ class Speculation:
         self._unopened: KVJournals | None = None
         if steps is None and not isolated and all_kv(caches):
             self._unopened = KVJournals(found)
-            self._presented = found
+            self._presented = list(found)
         else:
             self._opened = open_journals(
                 found, whole=whole, isolated=isolated, steps=steps

@@ -11,9 +11,10 @@ The thread waits for what the device computes in the order in which it does, and
 parts end where it is woken. On a CPU it waits while it hands over a graph too: mlx
 takes more operations when it has done as many. Of handing over, the processor time of
 the thread is therefore the host's, and the rest is waiting: for the logits, though
-some of it may be for the last drafted tokens. With CUDA nothing waits there, and nobody
-asks: a plain step of 3 ms is 1 % shorter so. And a plain step's choice is made while
-the next step is handed over: on a CPU its time is found in `verify`, all but nothing.
+some of it may be for the last drafted tokens. With CUDA the thread was seen to compute
+all the while (docs/gpu.md), and is not asked: a plain step of 3 ms is 1 % shorter so.
+And a plain step's choice is made while the next step is handed over: on a CPU its time
+is found in `verify`, all but nothing.
 
 `exact` parts are those of a stream with `explain=True`. A graph is handed over there
 when the one before it has been computed, which makes rounds slower: on 2 cores those of

@@ -100,9 +100,9 @@ def rows_of_a_round(tokens: int = 1) -> Iterator[None]:
     Args:
         tokens: how many the forward is fed; some ways are for few.
     """
+    here, forward = _device_here(), Forward(tokens)
     on_in_round()
-    token, device = _in_round.set(True), _device.set(_device_here())
-    forward = Forward(tokens)
+    token, device = _in_round.set(True), _device.set(here)
     before = _forward.set(forward)
     try:
         yield

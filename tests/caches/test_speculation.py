@@ -138,6 +138,17 @@ def test_a_speculation_knows_where_it_starts(alike: bool, isolated: bool) -> Non
     assert Speculation([ArraysCache(2)]).start is None
 
 
+def test_a_list_that_somebody_empties_is_rolled_back_all_the_same() -> None:
+    caches: list[Any] = [KVCache(), KVCache()]
+    write(caches, 6)
+    before = image(caches)
+    with Speculation(caches) as speculation:
+        shown = speculation.caches
+        write(shown, 2)
+        shown.clear()
+    assert_same(image(caches), before, "an emptied list")
+
+
 def test_states_hold_every_array() -> None:
     caches = [*written_pair(), ArraysCache(1)]
     caches[2][0] = mx.ones(3)
