@@ -61,6 +61,7 @@ class Run:
         reasons: seconds of rounds by the reason of their draft length, where that was
             asked for.
         arrivals: the tokens that are still to come; None: it was run already.
+        slices: where arms take turns, timed tokens and seconds of each slice.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -72,6 +73,7 @@ class Run:
     failure: str | None = None
     reasons: dict[str, float] = field(default_factory=dict)
     arrivals: Arrivals | None = None
+    slices: list[tuple[int, float]] = field(default_factory=list)
     _untimed: int = -1  # the round whose tokens came with the first
 
     @property
@@ -99,15 +101,18 @@ class Run:
             raise ValueError("The run was run as a whole, and cannot take turns.")
         first, started = not self.tokens, time.perf_counter()
         self.begun = started if first else self.begun
-        number = -1
+        number, timed = -1, 0
         for token, number in islice(self.arrivals, count):
             self._note(token)
-            self.timed += not first and number != self._untimed
+            timed += not first and number != self._untimed
         settle()
         if first:
             self._untimed = number
-        else:
-            self.seconds += time.perf_counter() - started
+            return
+        seconds = time.perf_counter() - started
+        self.slices.append((timed, seconds))
+        self.timed += timed
+        self.seconds += seconds
 
     def _note(self, token: int) -> float:
         now = time.perf_counter()

@@ -11,6 +11,9 @@ At temperature 0 all texts have to be equal, or part at a near-tie; above it, al
 ours: mlx-lm draws from the global generator. The texts of mlx-lm's speculation may be
 wrong, which is said.
 
+Lengths by measurement are compared with the best of the named ones, see
+`turn_ratios`: a ratio, and between what 95 of 100 draws of its slices lie.
+
 The last line on standard output is one JSON object.
 
     python scripts/benchmark_turns.py --temperature 1 --group prose --draft lookup
@@ -19,6 +22,8 @@ The last line on standard output is one JSON object.
 """
 
 import json
+from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,6 +47,7 @@ from mlx_speculation.cli import run
 if TYPE_CHECKING:
     from benchmark_arms import Arm, Models
     from benchmark_case import Case, Series
+    from turn_ratios import OverBest
 
     from mlx_speculation import SpeculativeGenerator
 
@@ -83,7 +89,7 @@ def turns(
     from benchmark_arms import Models, jobs_of
     from benchmark_case import Case, Series, run_case
 
-    results = []
+    results: list[dict[str, Any]] = []
     for name in target or TARGETS:
         models = Models.load(folder_of(name), folder_of("draft"))
         drafts = {each: drafting(each, models, name) for each in draft or []}
@@ -178,7 +184,25 @@ def ratios(case: "Case") -> dict[str, Any]:
                 "wrong_from": series.wrong_from,
             }
         )
-    return {"plain": plain.arm.name, "arms": arms}
+    found: dict[str, Any] = {"plain": plain.arm.name, "arms": arms}
+    compared = {arm: asdict(ratio) for arm, ratio in best_ratios(case)}
+    return found | ({"over_best": compared} if compared else {})
+
+
+def best_ratios(case: "Case") -> "Iterator[tuple[str, OverBest]]":
+    """Yield arms of lengths by measurement, over the best named one or plain steps."""
+    from turn_ratios import over_best
+
+    plain = {s.arm.name: _slices(s) for s in case.series[:1]}
+    for series in case.of("ours", auto=True):
+        named = case.of("ours", draft=series.arm.draft, auto=False)
+        if named:
+            others = plain | {each.arm.name: _slices(each) for each in named}
+            yield series.arm.name, over_best(_slices(series), others)
+
+
+def _slices(series: "Series") -> list[tuple[int, float]]:
+    return [piece for run in series.runs for piece in run.slices]
 
 
 def _seconds(series: "Series") -> list[float]:
@@ -202,6 +226,11 @@ def show(result: dict[str, Any]) -> None:
             f"{arm['arm']:19} {arm['tokens_per_second']:8.0f}  {arm['x_plain']:19.3f}  "
             f"{middle:.3f} ({low:.2f} to {high:.2f})"
             f"  {arm['mean_accepted_length'] or 0:17.2f}{wrong}"
+        )
+    for name, found in result.get("over_best", {}).items():
+        print(
+            f"{name} over {found['best']}: {found['ratio']:.3f} "
+            f"({found['low']:.2f} to {found['high']:.2f})"
         )
 
 
