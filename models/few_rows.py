@@ -146,7 +146,9 @@ def _asking_of(kind: type[nn.Module], together: _Together) -> type[nn.Module]:
     usual = getattr(kind, method)
 
     def call(self: nn.Module, x: mx.array) -> mx.array:
-        if device_of_round() != "cuda":
+        # Steps of a draft are single rows: for them there is no kernel, and they are
+        # submitted one by one.
+        if x.size == x.shape[-1] or device_of_round() != "cuda":
             plain: mx.array = usual(self, x)
             return plain
         found = forward_of_round().take(id(self), x)
@@ -161,8 +163,7 @@ def _asking_of(kind: type[nn.Module], together: _Together) -> type[nn.Module]:
                 found = mx.distributed.all_sum(found, group=self.group)
             if "bias" in self:
                 found = found + self.bias
-        if x.size > x.shape[-1]:  # steps of a draft are submitted one by one
-            submit_in_parts(found)
+        submit_in_parts(found)
         return found
 
     return derived(kind, {method: call})

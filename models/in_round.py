@@ -6,8 +6,7 @@ layers have a better way for it, and some of these ways are for one device.
 
 import functools
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, Literal
 
@@ -93,26 +92,35 @@ def _device_here() -> Device | None:
     return "x86" if x86_serves() else None
 
 
-@contextmanager
-def rows_of_a_round(tokens: int = 1) -> Iterator[None]:
+class rows_of_a_round:  # noqa: N801 - used like the function that it stands for
     """Let layers take their ways for a few rows, in this thread, inside the block.
+
+    No generator makes it, since every step of a draft goes through it.
 
     Args:
         tokens: how many the forward is fed; some ways are for few.
     """
-    here, forward = _device_here(), Forward(tokens)
-    on_in_round()
-    token, device = _in_round.set(True), _device.set(here)
-    before = _forward.set(forward)
-    try:
-        yield
-        for _, _, not_taken in forward.kept.values():
-            not_taken()
-    finally:
-        _forward.reset(before)
-        _in_round.reset(token)
-        _device.reset(device)
-        done()
+
+    __slots__ = ("_before", "_device", "_forward", "_token")
+
+    def __init__(self, tokens: int = 1) -> None:
+        self._forward = Forward(tokens)
+
+    def __enter__(self) -> None:
+        here = _device_here()
+        on_in_round()
+        self._token, self._device = _in_round.set(True), _device.set(here)
+        self._before = _forward.set(self._forward)
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        try:
+            for _, _, not_taken in self._forward.kept.values() if kind is None else ():
+                not_taken()
+        finally:
+            _forward.reset(self._before)
+            _in_round.reset(self._token)
+            _device.reset(self._device)
+            done()
 
 
 def submit_in_parts(product: mx.array) -> None:

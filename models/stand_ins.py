@@ -134,15 +134,15 @@ def _with_stand_ins(kind: Any, device: Device) -> type[nn.Module]:
     """Return a class whose code has the stand-ins of a device, in a round."""
     original: FunctionType = kind.__call__
     names = {name: _STAND_INS[device][name] for name in _called(original, device)}
-    theirs = original.__globals__
+    means = original.__globals__
     again = made_again(original, {name: each.ours for name, each in names.items()})
+    theirs = [(name, each.theirs) for name, each in names.items()]
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         current: Any = kind.__call__
-        known = current is original and all(
-            theirs[name] is each.theirs for name, each in names.items()
-        )
-        ours = known and device_of_round() == device
+        ours = current is original and device_of_round() == device
+        for name, their in theirs:
+            ours = ours and means[name] is their
         return (again if ours else current)(self, *args, **kwargs)
 
     return derived(kind, {"__call__": call})

@@ -14,7 +14,9 @@ drafts and a forward over them in turn, dependent and pipelined too, with nothin
 around them.
 
 A lookup drafts in no time here, and rounds in which it finds nothing are plain steps.
-Rounds and forwards are measured by turns, some of each in every repeat. On a machine
+Rounds and forwards are measured by turns, some of each in every repeat. The rounds of
+each repeat are those of a new stream, so that they stand at the context of the
+forwards: one that went on would be thousands of tokens further by the end. On a machine
 that does other things too, --processor-time with one thread of OpenBLAS says how much
 work is no forward's, though not how long the device had to wait for the host.
 
@@ -33,7 +35,7 @@ The last line on standard output is one JSON object.
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
     from mlx_speculation.engine import Stream
 
+WARM_UP = 2  # rounds of each stream that are not timed
 BESIDE = ("sampler", "commit", "replay", "host")
 AS_IT_IS = "as it is"
 ENOUGH = 1 << 20  # tokens; no stream here comes to its end
@@ -62,6 +65,7 @@ class Case:
     """One target, drafter, draft length and context, and what was measured.
 
     Attributes:
+        open: begins a stream whose caches hold the context.
         ratios: the efficiency of each repeat.
         bare: likewise, over bare rounds.
         tokens: per second, of each repeat.
@@ -74,7 +78,7 @@ class Case:
     drafter: str
     length: int
     context: int
-    stream: "Stream"
+    open: "Callable[[], Stream]"
     verify: "Step"
     draft: "Step | None"
     clock: "Clock"
@@ -91,14 +95,24 @@ class Case:
         from profile_round import pieces_of_round
         from steady_forwards import bare_round_seconds, steady_seconds
 
-        stats = self.stream.stats
+        stream = self.open()
+        stats = stream.stats
+        while stats.rounds < WARM_UP:
+            next(stream)
         before = replace(stats)
+        mx.synchronize()
         started = self.clock()
         while stats.rounds < before.rounds + rounds:
-            next(self.stream)
+            next(stream)
         mx.synchronize()  # a step on its way was so at the start too
         seconds = self.clock() - started
         rounds = stats.rounds - before.rounds
+        drafts, drafted = stats.drafts - before.drafts, stats.drafted - before.drafted
+        emitted = stats.emitted - before.emitted
+        for _ in range(rounds if self.length else 0):
+            pieces = pieces_of_round(stream)
+            self.beside.append(sum(pieces[name] for name in BESIDE))
+        stream.close()
         plain = steady_seconds(self.verify, 1, count, self.clock)
         wide, step = plain, 0.0
         if self.length:
@@ -106,11 +120,7 @@ class Case:
         if self.draft is not None:
             steps = count * max(1, self.length)
             step = steady_seconds(self.draft, 1, steps, self.clock)
-        drafts, drafted = stats.drafts - before.drafts, stats.drafted - before.drafted
         ideal = (rounds - drafts) * plain + drafts * wide + drafted * step
-        for _ in range(rounds if self.length else 0):
-            pieces = pieces_of_round(self.stream)
-            self.beside.append(sum(pieces[name] for name in BESIDE))
         bare = plain
         if self.length:
             bare = bare_round_seconds(
@@ -118,7 +128,7 @@ class Case:
             )
         self.bare.append(((rounds - drafts) * plain + drafts * bare) / seconds)
         self.ratios.append(ideal / seconds)
-        self.tokens.append((stats.emitted - before.emitted) / seconds)
+        self.tokens.append(emitted / seconds)
         self.forwards.append(wide)
         self.plain.append(plain)
 
@@ -195,19 +205,33 @@ def make_cases(
     for name, (draft, step) in chosen.items():
         generator = SpeculativeGenerator(model, tokenizer, draft=draft)
         for length in lengths if draft is not None else [0]:
-            stream = generator.stream(
-                prompt[-1:],
-                max_tokens=ENOUGH,
-                stop_tokens=(),
-                draft_length=length,
-                prompt_cache=holding(model, held),
-                cached_tokens=prompt,
-                draft_cache=holding(small, held_small) if draft is small else None,
-            )
-            next(stream)
+
+            def open_stream(
+                generator: SpeculativeGenerator = generator,
+                length: int = length,
+                small: Any = small if draft is small else None,
+            ) -> "Stream":
+                return generator.stream(
+                    prompt[-1:],
+                    max_tokens=ENOUGH,
+                    stop_tokens=(),
+                    draft_length=length,
+                    prompt_cache=holding(model, held),
+                    cached_tokens=prompt,
+                    draft_cache=None if small is None else holding(small, held_small),
+                )
+
             measured: list[list[float]] = [[], [], [], [], [], []]
             yield Case(
-                target, name, length, context, stream, verify, step, clock, *measured
+                target,
+                name,
+                length,
+                context,
+                open_stream,
+                verify,
+                step,
+                clock,
+                *measured,
             )
     for recorders in hooked:
         recorders.remove()

@@ -120,3 +120,26 @@ def test_single_tokens_take_the_ways_of_a_round_where_they_are_drafts(
         mx.eval(step(mx.array([[5] * width])))
     assert ways == [drafts, True]
     assert position(caches) == 3
+
+
+def test_rounds_stand_where_the_forwards_do_in_every_repeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stream that goes on is further in its text each time, and forwards are not."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    script = importlib.import_module("benchmark_efficiency")
+    cases = script.make_cases("dense", ["model"], [2], 32, time.perf_counter)
+    case = next(case for case in cases if case.drafter == "model")
+    begin, streams = case.open, []
+
+    def opened() -> Any:
+        streams.append(begin())
+        return streams[-1]
+
+    case.open = opened
+    for _ in range(3):
+        case.repeat(2, 2)
+    assert len(case.ratios) == len(streams) == 3
+    assert {stream.stats.rounds for stream in streams} == {script.WARM_UP + 2 + 2}
+    assert len(case.beside) == 3 * 2
+    assert len({stream.stats.emitted for stream in streams}) == 1
