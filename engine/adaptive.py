@@ -173,7 +173,9 @@ class AdaptiveLengths:
             self.costs.note_reading(context, outcome.reading)
         self._drafting = self._drafting or bool(outcome.reading or outcome.drafted)
         if outcome.drafted:
-            self._note_acceptance(outcome)
+            self.rates.note(outcome.drafted, outcome.accepted)
+        if self._certainties is not None and outcome.certainties:
+            self._certainties.note(outcome.certainties, outcome.accepted)
         if outcome.fresh:
             pass  # what it lost counts below, what it took tells nothing
         elif outcome.drafted and lag > 1 and not outcome.reading:
@@ -244,18 +246,6 @@ class AdaptiveLengths:
             more = outcome.seconds - self.costs.seconds(context, outcome.drafted)
             self._catch_up_seconds += max(0.0, more)
             self._caught_up += lag
-
-    def _note_acceptance(self, outcome: Outcome) -> None:
-        """Learn what was accepted, and what of a token that was left out would be.
-
-        Else positions would be known by the tokens alone that a drafter is sure of.
-        """
-        drafted, accepted = outcome.drafted, outcome.accepted
-        if outcome.left_out is not None:
-            drafted, accepted = drafted + 1, accepted + outcome.left_out
-        self.rates.note(drafted, accepted)
-        if self._certainties is not None and outcome.certainties:
-            self._certainties.note(outcome.certainties[:drafted], accepted)
 
     def _options(self, context: int, longest: int) -> list[Option]:
         expected = self.rates.expected(longest)

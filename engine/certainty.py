@@ -7,9 +7,9 @@ dense demo target, code at temperature 0, by the largest probability of the draf
     accepted               0.12  0.42  0.58  0.66  0.82  0.96  0.98  0.96  0.99
 
 So a chain goes on while it is likely to be accepted to its end, and ends where it is
-not: replayed, that is a tenth more tokens per second than the best fixed length. Where
-tokens are drawn by chance it tells less (0.5 to 0.9 at temperature 1), and what is
-drafted in vain meanwhile costs more than it gains.
+not: replayed, that is a twentieth more tokens per second than with the best fixed
+length. Where tokens are drawn by chance it tells less (0.5 to 0.9 at temperature 1),
+and what is drafted in vain meanwhile costs more than it gains.
 """
 
 from bisect import bisect_right
@@ -25,10 +25,6 @@ EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 GUESSED = 4.0
 # Tokens of its class that an average looks back on.
 WINDOW = 100.0
-# A token is worth its time where it is accepted with this share of the tokens that the
-# time brings otherwise: with it those behind it are reached. Replayed on greedy code
-# at the costs of three machines, 0.5 to 1.3 lose 3 % to it at most.
-WORTH = 0.7
 
 
 def _middles() -> list[float]:

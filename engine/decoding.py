@@ -206,7 +206,6 @@ class Decoder:
             parts=seconds,
             reading=self._reading,
             certainties=self._rounds.certainties,
-            left_out=self._rounds.left_out,
         )
         self._reading = 0.0
         self._lengths.note(context, plan, outcome)

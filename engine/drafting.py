@@ -68,9 +68,7 @@ class Draft:
         reads: how often the host waited for the device while drafting.
         doubts: what cannot be known yet; `checked` sets it.
         certainties: where a draft may end early, the largest probability of each
-            token's law, and of the first one that was left out for it; `checked` sets
-            them, and they are submitted.
-        left_out: that token, uint32 [1], likewise; None: there is none.
+            token's law; `checked` sets them, and they are submitted.
     """
 
     tokens: mx.array
@@ -79,7 +77,6 @@ class Draft:
     reads: int = 0
     doubts: Doubts | None = None
     certainties: tuple[mx.array, ...] = ()
-    left_out: mx.array | None = None
 
     @classmethod
     def of(
@@ -92,15 +89,8 @@ class Draft:
 
     def behind(self, count: int) -> "Draft":
         """Return the draft without its first tokens."""
-        return self._some(slice(count, None))
-
-    def first(self, count: int) -> "Draft":
-        """Return the draft up to its first tokens."""
-        return self._some(slice(count))
-
-    def _some(self, rows: slice) -> "Draft":
-        probs = None if self.probs is None else self.probs[rows]
-        return replace(self, tokens=self.tokens[rows], probs=probs)
+        probs = None if self.probs is None else self.probs[count:]
+        return replace(self, tokens=self.tokens[count:], probs=probs)
 
     @property
     def length(self) -> int:
@@ -231,7 +221,9 @@ class Choices:
         """Submit a chain's newest token; return whether it is to have a further one.
 
         It is judged by the tokens before, so that the device computes a step while the
-        host waits for the one before it, and builds the next.
+        host waits for the one before it, and builds the next. So behind the first token
+        that is not worth its time another one is computed; both stay in the draft, for
+        to verify them costs less than it took to draft them.
         """
         if self._stop is None:
             mx.async_eval(token)
@@ -271,7 +263,9 @@ class Choices:
                 f"{laws} instead of {(draft.length, chooser.width)}. Return "
                 "Draft.of(choices) with every choice, or choose none of them by chance."
             )
-        draft = self._ended(draft)
+        if self._stop is not None and draft.length == len(self._certainties):
+            reads = draft.reads + len(self._known)
+            draft = replace(draft, reads=reads, certainties=tuple(self._certainties))
         doubts = Doubts(
             said=draft.tokens,
             limit=chooser.limit,
@@ -279,20 +273,6 @@ class Choices:
         )
         return replace(
             draft, tokens=_within(draft.tokens, chooser.limit), doubts=doubts
-        )
-
-    def _ended(self, draft: Draft) -> Draft:
-        """Return a chain without the tokens that are not worth their time."""
-        if self._stop is None or draft.length != len(self._certainties):
-            return draft
-        reads, kept = draft.reads + len(self._known), self._stop.kept(self._known)
-        if kept == len(self._known):  # of the last token nothing is known yet
-            return replace(draft, reads=reads, certainties=tuple(self._certainties))
-        return replace(
-            draft.first(kept),
-            reads=reads,
-            certainties=tuple(self._certainties[: kept + 1]),
-            left_out=draft.tokens[kept : kept + 1],
         )
 
 

@@ -89,10 +89,7 @@ class Outcome:
         fresh: whether it was the first of its shape, and its time tells of making
             plans for that more than of what such rounds take.
         certainties: of a draft that may end early, the largest probability of each
-            token's law, and of the first one that was left out for it; empty where
-            the round stood behind a plain step.
-        left_out: whether that one would have been accepted; None: there is none, or a
-            token before it was rejected.
+            token's law; empty where the round stood behind a plain step.
     """
 
     drafted: int
@@ -104,7 +101,6 @@ class Outcome:
     fresh: bool = False
     reading: float = 0.0
     certainties: tuple[float, ...] = ()
-    left_out: bool | None = None
 
     @property
     def steady(self) -> bool:

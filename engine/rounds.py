@@ -71,7 +71,6 @@ class Rounds:
         next_token: what comes after the known tokens, where a round has brought it.
         last_round: the last one that was not plain, to be taken back.
         certainties: of the last round's draft, see `Outcome`.
-        left_out: likewise.
     """
 
     def __init__(self, parts: Parts, forwards: Forwards) -> None:
@@ -88,7 +87,6 @@ class Rounds:
         self.next_token: int | None = None
         self.last_round: LaneRound | None = None
         self.certainties: tuple[float, ...] = ()
-        self.left_out: bool | None = None
 
     def run(
         self,
@@ -111,7 +109,7 @@ class Rounds:
             Why the generation ends with this round, or None.
         """
         drafter, step = self._drafter, self.in_flight
-        self.certainties, self.left_out = (), None
+        self.certainties = ()
         ahead = 0 if step is None else 1
         if drafter is None or length <= 0:
             if not self.in_turn:
@@ -213,7 +211,8 @@ class Rounds:
             lane_round.commit(len(fed) + accepted)
             self.last_round = lane_round
         if step is None:
-            self._note_certainties(draft, verdict)
+            # All of them are computed by now.
+            self.certainties = tuple(map(float, draft.certainties))
         self._follow(emitted)
         if cut.keep > len(first):
             self._processors.keep(cut.keep - len(first))
@@ -223,13 +222,6 @@ class Rounds:
         self.next_token = verdict.tokens[accepted] if all_held else None
         self._count(draft, len(first), verdict.accepted, cut.keep)
         return cut.reason
-
-    def _note_certainties(self, draft: Draft, verdict: Verdict) -> None:
-        """Keep how sure the drafter was, all of which is computed by now."""
-        self.certainties = tuple(map(float, draft.certainties))
-        if draft.left_out is not None and verdict.accepted == draft.length:
-            bonus = verdict.tokens[verdict.accepted]
-            self.left_out = bonus == int(draft.left_out)
 
     def _round_in_turn(
         self, draft: Draft, make_cut: MakeCut, drafter: Drafter | None = None

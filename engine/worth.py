@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from operator import mul
 
-from mlx_speculation.engine.certainty import WORTH, Certainties, Stop
+from mlx_speculation.engine.certainty import Certainties, Stop
 from mlx_speculation.engine.lengths import Option
 
 # What a draft has to gain over plain decoding, when all of it is accepted, to be tried.
@@ -24,7 +24,7 @@ def stop_of(options: Sequence[Option], certainties: Certainties | None) -> Stop 
     """
     if certainties is None or len(options) < 3:
         return None
-    return Stop(WORTH * worth_of_time(options), certainties)
+    return Stop(worth_of_time(options), certainties)
 
 
 def worth_of_time(options: Sequence[Option]) -> float:

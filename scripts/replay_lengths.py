@@ -12,8 +12,8 @@ that rounds take here (`calibrate`), and compared with every fixed length:
 What a policy sees of the costs is noisy, as clocks are; what is charged is not. The
 draft model has to read a prompt before its first draft, and what it has missed of the
 text; the prompt is charged where a text has begun without drafts. At temperature 0
-drafts end early (`engine/certainty.py`), with two steps in vain; "whole drafts"
-are lengths by measurement that do not.
+drafts end early (`engine/certainty.py`), two tokens behind what is worth its time;
+"whole drafts" are lengths by measurement that do not.
 
 The last line on standard output is one JSON object.
 
@@ -61,9 +61,9 @@ PLACES = (0, 3, 7, 11)  # tokens of each text that are left out before a replay
 LEFT = 0.08
 FIRST_TRY = 3  # tokens; most drafts end early
 BEGUN = 16  # tokens that are decoded before a benchmark by turns looks at the clock
-# Steps of a draft that ends early which are computed for nothing: that of the token
-# that ends it, and the one behind it.
-IN_VAIN = 2
+# Tokens at the end of a draft that ends early: the one that ends it, and the one that
+# is computed meanwhile.
+AT_END = 2
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -76,13 +76,11 @@ class Machine:
         seconds: by drafted tokens; 0 is a plain step.
         noise: standard deviation of the logarithm of what a policy sees.
         reading: of a token that the draft model has not read.
-        step: of the draft model.
     """
 
     seconds: list[float]
     noise: float
     reading: float = 0.0
-    step: float = 0.0
 
     @property
     def longest(self) -> int:
@@ -131,8 +129,8 @@ def replay(
         progress(f"{name}: rounds are measured")
         table = models.speculative.calibrate([CONTEXT])[0]
         costs = RoundCosts({0: table})
-        reading, step = reading_of(models), step_of(models)
-        machine = Machine(costs.curve(CONTEXT, max(table)), noise, reading, step)
+        curve, reading = costs.curve(CONTEXT, max(table)), reading_of(models)
+        machine = Machine(curve, noise, reading)
         for warmth, each in product(temperature or TEMPERATURES, group or GROUPS):
             progress(f"{name}, {each}, temperature {warmth:g}: texts are taken apart")
             jobs = jobs_of(models, texts_of(each, prompts), tokens, warmth, seed)
@@ -157,30 +155,6 @@ def reading_of(models: "Models") -> float:
         drafter.begin(Sequence([1 + n % 7 for n in range(CONTEXT)]))
         taken.append(time.perf_counter() - begun)
     return median(taken) / CONTEXT
-
-
-def step_of(models: "Models") -> float:
-    """Return the seconds that a step of the draft model takes in a chain."""
-    from benchmark_arms import Job
-
-    from mlx_speculation.engine.draft_model import DraftModel
-    from mlx_speculation.engine.drafting import Choices
-    from mlx_speculation.engine.sequence import Sequence
-    from mlx_speculation.models import Lane
-    from mlx_speculation.samplers import Verifier
-
-    job = Job([1 + n % 7 for n in range(CONTEXT)], 1, 0.0, 0)
-    sequence, verifier = Sequence(job.prompt), Verifier(models.chooser(job))
-    drafter = DraftModel(lambda: Lane(models.draft))
-    drafter.begin(sequence)
-    taken: dict[int, list[float]] = {4: [], 16: []}
-    for _ in range(7):
-        for length, seconds in taken.items():
-            begun = time.perf_counter()
-            drafter.propose(sequence, length, Choices(verifier)).tokens.tolist()
-            seconds.append(time.perf_counter() - begun)
-            drafter.discard()
-    return (median(taken[16]) - median(taken[4])) / 12
 
 
 def right_behind(models: "Models", job: "Job", longest: int) -> list[Place]:
@@ -244,10 +218,10 @@ def replayed(
         here, drafted = text[place], plan.length
         shown: tuple[float, ...] = ()
         if plan.stop is not None:
-            drafted = plan.stop.kept(here.certainties[: plan.length])
-            shown = here.certainties[: min(drafted + 1, plan.length)]
+            kept = plan.stop.kept(here.certainties[: plan.length])
+            drafted = min(kept + AT_END, plan.length)
+            shown = here.certainties[:drafted]
         accepted = min(drafted, here.right)
-        in_vain = min(IN_VAIN, plan.length - drafted) * machine.step
         left = len(text) - place - accepted - 2
         after = None if drafted else policy.plan(CONTEXT + place + 1, left)
         ahead = after is not None and after.length == 0 <= left
@@ -260,12 +234,11 @@ def replayed(
         else:
             missed += 1
         if place:
-            seconds += share * machine.seconds[drafted] + in_vain + caught_up
+            seconds += share * machine.seconds[drafted] + caught_up
             counted += accepted + 1
         seconds += first if place >= BEGUN else 0.0
-        seen = share * machine.seen(drafted, random) + in_vain + caught_up
+        seen = share * machine.seen(drafted, random) + caught_up
         place += accepted + 1
-        told = len(shown) > drafted == accepted and not behind
         outcome = Outcome(
             drafted,
             accepted,
@@ -274,7 +247,6 @@ def replayed(
             ahead,
             reading=first,
             certainties=() if behind else shown,
-            left_out=here.right > drafted if told else None,
         )
         policy.note(CONTEXT + place, plan, outcome)
         plan, behind = after or policy.plan(CONTEXT + place, left), ahead
@@ -302,7 +274,6 @@ def compare(machine: Machine, texts: list[list[Place]], seed: int) -> dict[str, 
         "auto_over_plain": fixed[0] / auto,
         "whole_over_best": fixed[best] / usual,
         "seconds": machine.seconds,
-        "step_seconds": machine.step,
         "right": median(place.right for text in texts for place in text),
     }
 

@@ -2,14 +2,13 @@
 
 Faults that were made by hand, and found here:
     a chain ends at a token that is worth its time, or goes on behind one that is not;
-    the first token can be left out; tokens that were left out are verified; the wrong
-    one of them is said to have been left out; whether it was right is not told, or told
-    where a token before it was rejected; certainties of rounds behind a step are told;
-    a read is not counted; classes learn from tokens behind a rejected one; averages of
-    all classes are one; the line through the costs ignores how dear a round is, or is
-    not one; drafts end early above temperature 0, on a GPU, with a length that was
-    named, or a confidence; a drafter that asks nobody is asked for 16 tokens; a cascade
-    gives all its drafters the first one's stop
+    the first token can end it; tokens at its end are not verified; their certainties
+    are not told; certainties of rounds behind a step are told; a read is not counted;
+    classes learn from tokens behind a rejected one; averages of all classes are one;
+    the line through the costs ignores how dear a round is, or is not one; drafts end
+    early above temperature 0, on a GPU, with a length that was named, or a confidence;
+    a drafter that asks nobody is asked for 16 tokens; a cascade gives all its drafters
+    the first one's stop
 """
 
 import math
@@ -137,7 +136,7 @@ def test_classes_learn_from_tokens_up_to_the_first_rejected_one(
 def test_a_chain_ends_where_its_tokens_are_not_worth_their_time(
     name: str, least: float
 ) -> None:
-    """Of a model that drafts for itself all tokens are right, left out or not."""
+    """Of a model that drafts for itself all tokens are right, sure or not."""
     model = build(name)
     owner = SpeculativeGenerator(model, byte_tokenizer())  # installs recorders
     known = Certainties([1.0] * 12, [0.05 + n / 12 for n in range(12)])
@@ -156,27 +155,25 @@ def test_a_chain_ends_where_its_tokens_are_not_worth_their_time(
         chain = certain(model, sequence.tokens)
         reached = np.cumprod([known.accepted(largest) for largest, _ in chain])
         below = (n for n in range(1, LONGEST) if reached[n] < least)
-        expected = next(below, LONGEST)
+        kept = next(below, LONGEST)
         reads, begun = decoder.statistics.reads, len(sequence.tokens)
         decoder.next_round(99, all_of)
         outcome = lengths.noted[-1]
-        # Of the last token of a whole chain nobody asks whether it is worth its time.
-        early = expected < LONGEST - 1
-        expected = expected if early else LONGEST
+        # The token that is not worth its time ends it, and one is computed meanwhile.
+        expected = min(kept + 2, LONGEST)
         drafted.add(expected)
         assert outcome.drafted == outcome.accepted == expected
-        assert outcome.left_out is (True if early else None)
-        shown = [largest for largest, _ in chain[: expected + early]]
+        shown = [largest for largest, _ in chain[:expected]]
         assert outcome.certainties == pytest.approx(shown, rel=1e-3)
         said = [token for _, token in chain[:expected]]
         assert sequence.tokens[begun : begun + expected] == said
         # One wait for each token but the newest: it was computed meanwhile.
-        assert decoder.statistics.reads - reads == expected + early - (not early)
+        assert decoder.statistics.reads - reads == expected - 1
         twin = Lane(model)
         twin.feed(sequence.tokens[: drafter.lane.seen], step=1)
         assert_same_content(content(twin.caches), content(drafter.lane.caches))
     if least in (1e-9, 2.0):
-        assert drafted == {LONGEST if least < 1 else 1}
+        assert drafted == {LONGEST if least < 1 else 3}
     del owner
 
 
@@ -231,16 +228,10 @@ def test_the_text_is_plain_decodings_and_unsure_drafts_are_short(
     assert {each.drafted for each in drafts} - {LONGEST}
     for outcome in lengths.noted:
         assert bool(outcome.certainties) == (outcome.drafted > 0 and not outcome.behind)
-    longer = [o for o in drafts if len(o.certainties) > o.drafted]
-    for outcome in longer:
-        assert len(outcome.certainties) == outcome.drafted + 1
-        right = outcome.accepted == outcome.drafted
-        assert (outcome.left_out is not None) == right
-    assert longer or every > 1
-    # A chain that ends early is computed no further: the first token that is not worth
-    # its time is the last that was asked about.
-    asked = [o.drafted + (1 if o in longer else -1) for o in drafts]
-    assert result.stats.reads == sum(asked)
+    for outcome in drafts:
+        assert len(outcome.certainties) in (0, outcome.drafted)
+    # Of a chain's last token nobody asks whether it is worth its time.
+    assert result.stats.reads == sum(outcome.drafted - 1 for outcome in drafts)
 
 
 class Seldom:
@@ -280,7 +271,6 @@ def test_behind_a_step_nothing_is_told_of_what_was_drafted(least: float) -> None
     assert len(behind) > 3
     for outcome in behind:
         assert outcome.certainties == ()
-        assert outcome.left_out is None
 
 
 def test_each_drafter_of_a_cascade_ends_where_its_own_policy_says(
@@ -365,16 +355,15 @@ def test_a_draft_that_may_end_early_may_be_as_long_as_any() -> None:
     assert "at most" not in str(usual)
 
 
-def test_a_policy_learns_what_was_left_out() -> None:
+def test_a_policy_learns_from_the_tokens_that_end_a_draft() -> None:
     """A rate is that of all tokens at its place, and not of the sure ones alone."""
     known = Certainties()
     policy = AdaptiveLengths(COSTS, AcceptanceRates(), 16, certainties=known)
     policy.plan(100, 50)
     plan = policy.plan(100, 50)
     for number in range(200):
-        outcome = Outcome(
-            2, 2, 1.5, certainties=(0.97, 0.85, 0.45), left_out=number % 4 == 0
-        )
+        accepted = 3 if number % 4 == 0 else 2
+        outcome = Outcome(3, accepted, 1.5, certainties=(0.97, 0.85, 0.45))
         policy.note(100, plan, outcome)
     rates = policy.rates.rates(3)
     assert min(rates[:2]) > 0.9
@@ -403,7 +392,7 @@ def speed(
     texts: list[list[tuple[int, list[float]]]],
     make: Callable[[], AdaptiveLengths | int],
 ) -> float:
-    """Return tokens by plain steps; a draft that ends early has run 2 steps in vain."""
+    """Return tokens by plain steps; a draft that ends early is longer by two tokens."""
     tokens, seconds = 0, 0.0
     cost = {n: 1 + 0.25 * bool(n) + 0.15 * n for n in range(17)}
     for text in texts:
@@ -417,18 +406,16 @@ def speed(
                 kept = plan.length
                 if plan.stop is not None:
                     kept = plan.stop.kept(sure[: plan.length])
+                    kept = min(kept + 2, plan.length)
                 accepted = min(kept, right)
-                took = cost[kept] + 0.08 * min(2, plan.length - kept)
-                told = kept < plan.length and accepted == kept
-                shown = tuple(sure[: kept + (kept < plan.length)])
+                took = cost[kept]
                 outcome = Outcome(
                     kept,
                     accepted,
                     took,
                     behind=kept == 0,
                     ahead=kept == 0,
-                    certainties=shown if plan.stop is not None else (),
-                    left_out=right > kept if told and plan.stop else None,
+                    certainties=tuple(sure[:kept]) if plan.stop is not None else (),
                 )
                 policy.note(place, plan, outcome)
             tokens, seconds = tokens + accepted + 1, seconds + took
