@@ -21,7 +21,6 @@ from transformers import (
 from mlx_speculation.models import SharedKv, load_assistant
 from support.references import gemma4_assistant
 from support.tiny_models import TINY_MODELS, build_tiny
-from support.torch_gemma import KV_SHARING_MODES
 from support.torch_heads import fill
 
 TOLERANCE = 1e-4
@@ -38,11 +37,6 @@ LARGE: dict[str, Any] = {
 }
 
 
-@pytest.fixture(name="_shared_layers")
-def _let_layers_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gemma4TextConfig, "kv_sharing_modes", KV_SHARING_MODES)
-
-
 def build_pair(changes: dict[str, Any]) -> tuple[nn.Module, Any]:
     """Return the same target from mlx-lm and from transformers."""
     tiny = TINY_MODELS["gemma4_text"]
@@ -57,7 +51,6 @@ def build_pair(changes: dict[str, Any]) -> tuple[nn.Module, Any]:
     return model, theirs
 
 
-@pytest.mark.usefixtures("_shared_layers")
 @pytest.mark.parametrize("changes", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("tokens", [5, WINDOW, 41])
 @pytest.mark.parametrize("centroids", [None, 16])

@@ -14,7 +14,6 @@ import torch
 from transformers import (
     Gemma4AssistantConfig,
     Gemma4AssistantForCausalLM,
-    Gemma4TextConfig,
     LlamaConfig,
     MuseGlimmerAssistantConfig,
     MuseGlimmerAssistantModel,
@@ -29,7 +28,6 @@ from transformers.models.llama.modeling_llama import (
 
 from support.references import dflash, eagle3, gemma4_assistant
 from support.references.numerics import Array, below
-from support.torch_gemma import KV_SHARING_MODES
 from support.torch_heads import fill, to_torch
 
 TOLERANCE = 1e-5
@@ -40,12 +38,6 @@ def assert_close(reference: Array, theirs: Any) -> None:
     assert np.abs(reference - values).max() <= TOLERANCE * np.abs(values).max()
 
 
-@pytest.fixture(name="_shared_layers")
-def _let_layers_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gemma4TextConfig, "kv_sharing_modes", KV_SHARING_MODES)
-
-
-@pytest.mark.usefixtures("_shared_layers")
 @pytest.mark.parametrize("centroids", [None, 16])
 @pytest.mark.parametrize(("kv_heads", "global_kv_heads"), [(1, None), (2, 1)])
 @pytest.mark.parametrize(("full", "sliding"), [(20, 16), (5, 5)])
@@ -171,7 +163,7 @@ def test_a_dflash_block_equals_that_of_transformers(
                 noise_embeds=to_torch(block)[None],
                 context_hidden_states=to_torch(features[old:new])[None],
                 position_ids=start + torch.arange(old, new + 4)[None],
-                past_key_values=cache,
+                cache=cache,
             )
         assert_close(ours, out.last_hidden_state[0])
 
