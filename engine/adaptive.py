@@ -142,10 +142,11 @@ class AdaptiveLengths:
             self._run = self._measurement(context, longest)
         if self._run is None:
             options = self._options(context, longest)
-            speeds = [option.tokens / option.seconds for option in options]
-            if self._certainties is None:  # else drafts gain more than options say
-                speeds[0] *= PLAIN_SURE
-            best = options[speeds.index(max(speeds))]
+            best = self._most_hopeful(options)
+            # Drafts that end early gain more than options say.
+            sure = PLAIN_SURE if self._certainties is None else 1.0
+            if best.speed <= sure * options[0].speed:
+                best = options[0]
             self._run = self._trial(context, best, options)
             if self._run is None:
                 self._decided += 1
