@@ -142,12 +142,14 @@ class AdaptiveLengths:
             self._run = self._measurement(context, longest)
         if self._run is None:
             options = self._options(context, longest)
-            best = self._most_hopeful(options)
+            plain, hopeful = options[0], _most_hopeful(options)
             # Drafts that end early gain more than options say.
             sure = PLAIN_SURE if self._certainties is None else 1.0
-            if best.speed <= sure * options[0].speed:
-                best = options[0]
-            self._run = self._trial(context, best, options)
+            best = hopeful if hopeful.speed > sure * plain.speed else plain
+            if best.length:
+                self._run = self._review(context, best, options)
+            else:
+                self._run = self._trial(context, plain, hopeful)
             if self._run is None:
                 self._decided += 1
                 if best.length:
@@ -305,39 +307,27 @@ class AdaptiveLengths:
             tokens += reached
         return tokens * plain > LEAST_GAIN * seconds
 
-    def _trial(self, context: int, best: Option, options: list[Option]) -> _Run | None:
-        """Return rounds off the best length that may show a better one."""
-        plain = options[0]
-        if best.length:
-            return self._review(context, best, options)
-        if self._right and (tried := self._most_hopeful(options)).length:
-            return _Run(tried.length, "trial", 1)  # what is right loses nothing
+    def _trial(self, context: int, plain: Option, hopeful: Option) -> _Run | None:
+        """Return a round with a draft where none is the best, if it may be lost."""
+        if hopeful is plain:
+            return None
+        if self._right:
+            return _Run(hopeful.length, "trial", 1)  # what is right loses nothing
         # A few steps are read for little, and would tell more of noise than of a rate.
         # What it really takes is in what was spent, so that too low a rate delays the
         # trial after this one, while too high a one would end all trials.
         rate = self._catch_up_seconds / (self._caught_up + FEW_STEPS)
         rate = min(rate, TRIAL_SHARE / 2 * plain.seconds)
         missed = self._lag * rate if self._drafting else context * self.costs.reading
-        lost = missed + plain.seconds
+        slower = hopeful.seconds - hopeful.tokens * plain.seconds
+        lost = missed + plain.seconds + max(0.0, slower)
         saved = self._allowance.of_saved(self._saved / plain.seconds)
         allowed = (self._allowed + saved) * plain.seconds + TRIAL_SHARE * self._elapsed
-        if self._spent + lost > allowed:
-            return None  # without a look at each option, in nearly every parked round
-        tried = self._most_hopeful(options)
-        if tried is plain:
-            return None
-        lost += tried.seconds - tried.tokens * plain.seconds
         if self._spent + lost > allowed:
             return None
         self._tried = True
         self.rates = self.rates.loosened(TRIAL_WEIGHT)
-        return _Run(tried.length, "trial", 1)
-
-    def _most_hopeful(self, options: list[Option]) -> Option:
-        """Return the fastest draft that pays if it is right, or the plain step."""
-        plain = options[0]
-        paying = [o for o in options[1:] if may_pay(o.length, o.seconds, plain.seconds)]
-        return max(paying, key=lambda option: option.speed, default=plain)
+        return _Run(hopeful.length, "trial", 1)
 
     def _review(self, context: int, best: Option, options: list[Option]) -> _Run | None:
         """Return rounds of a length that is nearly as good, the longest not measured.
@@ -361,6 +351,13 @@ class AdaptiveLengths:
         oldest = min(near, key=lambda o: self.costs.noted(context, o.length))
         rounds = 1 if oldest.length else 1 + AT_ENDS
         return _Run(oldest.length, "review", rounds)
+
+
+def _most_hopeful(options: list[Option]) -> Option:
+    """Return the fastest draft that pays if it is right, or the plain step."""
+    plain = options[0]
+    paying = [o for o in options[1:] if may_pay(o.length, o.seconds, plain.seconds)]
+    return max(paying, key=lambda option: option.speed, default=plain)
 
 
 @cache

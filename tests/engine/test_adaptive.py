@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from mlx_speculation.engine.acceptance_rates import AcceptanceRates
 from mlx_speculation.engine.adaptive import AdaptiveLengths
 from mlx_speculation.engine.allowance import MOST_CARRIED, Allowance
+from mlx_speculation.engine.certainty import Certainties
 from mlx_speculation.engine.lengths import FixedLengths, Lengths, Outcome, Plan
 from mlx_speculation.engine.measured_lengths import calibration_costs
 from mlx_speculation.engine.round_costs import RoundCosts
@@ -476,6 +477,19 @@ def test_a_draft_that_gains_next_to_nothing_is_not_preferred_to_plain_steps(
 ) -> None:
     costs = RoundCosts({0: {0: 1.0, 1: seconds}})
     policy = AdaptiveLengths(costs, AcceptanceRates([rate], 400.0), 1)
+    policy.plan(0, 100)  # the first
+    assert (policy.plan(0, 100).reason == "best") is preferred
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rate", "preferred"),
+    [(1.5, 0.53, True), (1.5, 0.48, False), (1.78, 1.0, False)],  # 1.02, 0.99, 1.12
+)
+def test_a_draft_that_may_end_early_is_preferred_for_less(
+    seconds: float, rate: float, preferred: bool
+) -> None:
+    costs, rates = RoundCosts({0: {0: 1.0, 1: seconds}}), AcceptanceRates([rate], 400.0)
+    policy = AdaptiveLengths(costs, rates, 1, certainties=Certainties())
     policy.plan(0, 100)  # the first
     assert (policy.plan(0, 100).reason == "best") is preferred
 
