@@ -141,6 +141,8 @@ class StreamMaker:
     def _running(self) -> Iterator[None]:
         """Keep the setup, and with it the recorders, while a stream runs."""
         with wired(self._setup.model):
+            for recorders in self._setup.recorders:
+                recorders.begin()
             yield
 
     def _chooser(self, sampling: Sampling) -> Chooser:

@@ -31,7 +31,13 @@ from mlx_speculation.models.in_round import (
     forward_of_round,
     submit_in_parts,
 )
-from mlx_speculation.models.instances import OF_ROUNDS, Hook, derived, plain_class
+from mlx_speculation.models.instances import (
+    OF_ROUNDS,
+    Hook,
+    derived,
+    plain_class,
+    unhooked,
+)
 
 # Children of one module of mlx-lm that are mostly fed the same. Of other modules it is
 # not known whether they change in place (x += y) what they have fed to one of them,
@@ -142,7 +148,7 @@ _ALONE = _Together(())
 
 def _asking_of(kind: type[nn.Module], together: _Together) -> type[nn.Module]:
     """Return a class whose method asks for the kernel first, in a round."""
-    method, weight_of, summed = _LAYERS[kind]
+    method, weight_of, summed = _LAYERS[unhooked(kind)]
     usual = getattr(kind, method)
 
     def call(self: nn.Module, x: mx.array) -> mx.array:

@@ -56,7 +56,11 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
     A class that somebody else derived from a hooked one is left alone.
     """
-    kind: type[nn.Module] = type(module)
+    return unhooked(type(module))
+
+
+def unhooked(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that hooks have made this class from."""
     while "_hooked_from" in vars(kind):
         kind = vars(kind)["_hooked_from"]
     return kind

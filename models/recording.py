@@ -47,6 +47,7 @@ from mlx_speculation.models.layer_by_layer import layer_hooks
 from mlx_speculation.models.mixers import COMPRESSORS, MIXERS, Mixer
 from mlx_speculation.models.replay import Recipe, Watch, part_of
 from mlx_speculation.models.stand_ins import stand_in_hooks
+from mlx_speculation.models.transposed import TransposedWeights, transposed_hooks
 
 _TAKES_NOTES = (RecordingArraysCache, RecordingLayerCache)
 
@@ -191,6 +192,7 @@ def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
     yield from few_row_hooks(model)
     yield from stand_in_hooks(model)
     yield from layer_hooks(model)
+    yield from transposed_hooks(model)
 
 
 class Recorders:
@@ -201,7 +203,13 @@ class Recorders:
 
     def __init__(self, model: nn.Module) -> None:
         self._hooked = Hooked(_hooks(model))
+        self._weights = TransposedWeights(model)
+
+    def begin(self) -> None:
+        """Take the weights as they are now, for a stream that begins."""
+        self._weights.renew()
 
     def remove(self) -> None:
         """Give every module its own class back, unless another owner needs the hook."""
         self._hooked.remove()
+        self._weights.drop()

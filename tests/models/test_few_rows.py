@@ -385,12 +385,15 @@ def test_where_kernels_do_not_compile_mlx_multiplies_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A machine without CUDA is such a place."""
+    monkeypatch.setattr(layer_by_layer, "on_cpu", lambda: False)
+    monkeypatch.setattr(stand_ins, "x86_serves", lambda: False)
+    model = build("llama")
+    recorders = Recorders(model)  # as on a device without kernels
+    kinds = [type(module) for module in model.modules()]
+    recorders.remove()
     for module in (few_rows, stand_ins):
         monkeypatch.setattr(module, "cuda_serves", lambda: True)
-    monkeypatch.setattr(layer_by_layer, "on_cpu", lambda: False)
     kernels_compile.cache_clear()
-    model = build("llama")
-    kinds = [type(module) for module in model.modules()]
     with pytest.warns(DraftNotice, match="could not compile"):
         recorders = Recorders(model)
     assert [type(module) for module in model.modules()] == kinds
