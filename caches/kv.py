@@ -84,24 +84,22 @@ class KVJournals:
 
     A plain step keeps what it wrote, and then there is nothing to do for any of them;
     to make and to ask one for every layer costs a small model's step on a GPU 0.5 %.
+
+    Attributes:
+        start: the largest offset, when this was made.
     """
 
-    __slots__ = ("_caches", "_empty", "_starts")
+    __slots__ = ("_caches", "_empty", "_starts", "start")
 
     def __init__(self, caches: Sequence[KVCache]) -> None:
         self._caches = caches
         self._starts = [cache.offset for cache in caches]
+        self.start = max(self._starts)
         self._empty = [cache.keys is None for cache in caches]
-
-    @property
-    def start(self) -> int:
-        """The largest offset, when this was made."""
-        return max(self._starts)
 
     def all_wrote(self, count: int) -> bool:
         """Whether every layer wrote so many rows."""
-        ends = [start + count for start in self._starts]
-        return ends == [cache.offset for cache in self._caches]
+        return self._starts == [cache.offset - count for cache in self._caches]
 
     def opened(self) -> list[KVJournal]:
         """Return a journal for every cache, as it was when this was made."""

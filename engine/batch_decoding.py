@@ -201,8 +201,7 @@ class BatchDecoder:
     def _submit_step(self, fed: mx.array, behind: BatchStep | None) -> BatchStep:
         """Submit a forward over one token of each row, [rows, 1], that is kept."""
         with self._lane.begin(1, whole=True) as lane_round:
-            with self._clock.handing_over("verify"):  # as in a stream's step
-                logits = lane_round.forward(fed)[:, -1:]
+            logits = self._clock.hand_over("verify", lane_round.forward, fed)[:, -1:]
             self._clock.submit("verify", logits)
             count = len(self.rows)
             ahead = None if behind is None else behind.tokens

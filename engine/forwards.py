@@ -61,19 +61,21 @@ class Forwards:
     ) -> Submitted:
         """Submit a forward whose tokens all stay, or are a step's that is not read."""
         with self._target.begin(whole=True) as lane_round:
-            with self.clock.handing_over("verify"):  # layers may be submitted already
-                logits = lane_round.forward(unseen)
+            # Layers may be submitted already.
+            logits = self.clock.hand_over("verify", lane_round.forward, unseen)
             if len(logits) > 1:
                 logits = logits[-1:]
             if behind is not None and (self._exact or self._masks is not None):
                 wait_for(behind, self.clock)  # the masks would wait for its tokens
+            early = None
             if self._exact or self._masks is not None:
                 self.clock.submit("verify", logits)  # runs while masks are made
+                early = logits
             rows = self._rows(logits, None if behind is None else unseen)
             verified = self._verifier.verify(logits, rows, top=self._top)
             self.clock.submit("verify", *verified.arrays)
             lane_round.commit(unseen.shape[0])
-        return Submitted(lane_round, logits, verified)
+        return Submitted(lane_round, early, verified)
 
     def submit_verify(
         self,

@@ -23,12 +23,13 @@ in every stream costs 0.2 %.
 """
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import mlx.core as mx
 
+T = TypeVar("T")
 Part = Literal["draft", "verify", "sampler"]
 
 
@@ -48,7 +49,6 @@ class RoundSeconds:
 
 
 NO_TIME = RoundSeconds()
-_NO_WAIT: AbstractContextManager[None] = nullcontext()
 
 
 class RoundClock:
@@ -81,42 +81,26 @@ class RoundClock:
 
     def submit(self, part: Part, *arrays: mx.array) -> None:
         """Submit arrays; where that has to wait, it waits for a part."""
-        with self.handing_over(part):
-            mx.async_eval(*arrays)
+        self.hand_over(part, mx.async_eval, *arrays)
 
-    def handing_over(self, part: Part) -> "HandingOver | AbstractContextManager[None]":
-        """Take the time that the block does not compute for a wait for a part."""
-        return HandingOver(self, part) if self._waits else _NO_WAIT
+    def hand_over(self, part: Part, call: Callable[..., T], *args: Any) -> T:
+        """Make a call that hands over a graph, and return what it does.
 
-    def handed_over(self, part: Part, before: float, busy: float) -> None:
-        """A graph was handed over from then until now; so many seconds were busy."""
+        The time that the call does not compute is a wait for a part. One that fails is
+        not counted.
+        """
+        if not self._waits:
+            return call(*args)
+        before, busy = time.perf_counter(), time.thread_time()
+        result = call(*args)
+        busy = time.thread_time() - busy
         now = time.perf_counter()
         self._spent["host"] += before - self._last + busy
         self._spent[part] += now - before - busy
         self._last = now
+        return result
 
     def stop(self) -> RoundSeconds:
         """Return the parts; what was done since the last look is the host's."""
         self.note("host")
         return RoundSeconds(**self._spent)
-
-
-class HandingOver:
-    """A block in which a graph is handed over; one that fails is not counted.
-
-    No generator makes it: every plain step goes through two of them.
-    """
-
-    __slots__ = ("_before", "_busy", "_clock", "_part")
-
-    def __init__(self, clock: RoundClock, part: Part) -> None:
-        self._clock, self._part = clock, part
-
-    def __enter__(self) -> None:
-        self._before = time.perf_counter()
-        self._busy = time.thread_time()
-
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        if kind is None:
-            busy = time.thread_time() - self._busy
-            self._clock.handed_over(self._part, self._before, busy)

@@ -21,12 +21,13 @@ class Submitted:
 
     Attributes:
         lane_round: the transaction; committed already where there are no drafts.
-        logits: what it verifies, submitted before it.
+        logits: what it verifies, where they were submitted before it; None: with it,
+            and so they are there when it is.
         verified: what the target makes of its rows.
     """
 
     lane_round: LaneRound
-    logits: mx.array
+    logits: mx.array | None
     verified: Verified
 
 
@@ -134,6 +135,9 @@ MakeCut = Callable[[Emitted], Cut]
 
 def wait_for(submitted: Submitted, clock: RoundClock) -> None:
     """Wait for the logits, then for what is made of them."""
+    if submitted.logits is None:
+        clock.wait("verify", submitted.verified.tokens)
+        return
     clock.wait("verify", submitted.logits)
     clock.wait("sampler", submitted.verified.tokens)
 

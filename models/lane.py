@@ -207,6 +207,7 @@ class LaneRound:
     def __init__(self, lane: Lane, *, whole: bool = False) -> None:
         self._lane, self._whole = lane, whole
         self._fed: list[mx.array] = []
+        self._width = 0  # tokens fed
         self._taps = lane.taps if lane.follower is None else lane.follower.taps
         self._hidden = None if self._taps is None else self._taps.states()
         self._again: list[Speculation] = []
@@ -256,6 +257,7 @@ class LaneRound:
         `hidden`.
         """
         self._fed.append(tokens)
+        self._width += tokens.shape[0]
         lane = self._lane
         if lane.compiled is not None and lane.compiled.serves(lane.caches, len(tokens)):
             return lane.compiled.forward(tokens, lane.caches)
@@ -288,8 +290,7 @@ class LaneRound:
         if self._prepared != keep:
             self.prepare(keep)
         lane, speculation = self._lane, self._speculation
-        width = sum([tokens.shape[0] for tokens in self._fed])
-        lane.count_bytes(speculation, width, self._whole)
+        lane.count_bytes(speculation, self._width, self._whole)
         speculation.commit(keep)
         self._committed = keep
         if lane.follower is not None and self._hidden is not None:

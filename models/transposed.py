@@ -15,6 +15,7 @@ weights anyway.
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,9 +30,17 @@ _views: dict[int, tuple[mx.array, mx.array]] = {}
 
 @functools.cache
 def _transposed(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a class that multiplies by the view, where there is one."""
+    """Return a class that multiplies by the view, where there is one.
+
+    Where somebody has put another method in mlx's class, that one is called.
+    """
+    original: Any = kind.__call__
 
     def call(self: nn.Module, x: mx.array) -> mx.array:
+        current: Any = kind.__call__
+        if current is not original:
+            replaced: mx.array = current(self, x)
+            return replaced
         weight = self["weight"]
         held = _views.get(id(self))
         view = held[1] if held is not None and held[0] is weight else weight.T

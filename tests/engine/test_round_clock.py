@@ -279,17 +279,20 @@ def test_what_is_done_before_a_wait_and_after_the_last_is_the_hosts() -> None:
     assert seconds.verify < NAP
 
 
+def slept(value: int) -> int:
+    time.sleep(NAP)
+    return value
+
+
 def test_where_nothing_waits_to_hand_over_a_graph_is_the_hosts() -> None:
     clock, ready = RoundClock(waits=False), mx.array(1) + 1
-    with clock.handing_over("verify"):
-        time.sleep(NAP)
+    assert clock.hand_over("verify", slept, 3) == 3
     clock.submit("verify", ready)
     seconds = clock.stop()
     assert seconds.host >= NAP
     assert seconds.verify == 0
     clock = RoundClock()
-    with clock.handing_over("verify"):
-        time.sleep(NAP)
+    assert clock.hand_over("verify", slept, 4) == 4
     assert clock.stop().verify >= NAP
 
 

@@ -2,8 +2,8 @@
 
 Faults that were made by hand, and found here: the bias is left out, or added after the
 product is rounded; a weight that was replaced goes on being used; so does one that was
-changed in place, in streams that begin afterwards; views stay when their owner has
-left; none are made.
+changed in place, in streams that begin afterwards; a method that somebody put in
+mlx's class is passed over; views stay when their owner has left; none are made.
 """
 
 import gc
@@ -78,6 +78,18 @@ def test_a_weight_that_was_replaced_is_used_no_more() -> None:
     assert layer(x).tolist() == expected
     recorders.begin()
     assert layer(x).tolist() == expected
+
+
+def test_a_method_that_somebody_put_in_mlxs_class_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer, x = linear(8, 6, 0), mx.random.normal((3, 8))
+    recorders = Recorders(layer)
+    recorders.begin()
+    usual, native = layer(x), nn.Linear.__call__
+    monkeypatch.setattr(nn.Linear, "__call__", lambda self, x: native(self, x) + 1)
+    assert layer(x).tolist() == (usual + 1).tolist()
+    recorders.remove()
 
 
 def test_two_owners_share_layers_and_leave_in_any_order() -> None:
