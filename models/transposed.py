@@ -24,8 +24,27 @@ from mlx_speculation.models.instances import Hook, derived, plain_class
 
 _RANK = -2  # inside of all others, which call it where they have nothing better
 
-# By the id of a layer: its weight, and the view of it.
-_views: dict[int, tuple[mx.array, mx.array]] = {}
+
+class _Held:
+    """A layer's weight, and the view of it, once both are set.
+
+    Copies of a layer hold nothing: nobody would renew it.
+    """
+
+    __slots__ = ("view", "weight")
+
+    def __init__(self) -> None:
+        self.weight: mx.array | None = None
+        self.view: mx.array | None = None
+
+    def take(self, weight: mx.array | None, view: mx.array | None) -> None:
+        """Hold these; a step that another thread builds meanwhile never mixes them."""
+        self.weight = None
+        self.view = view
+        self.weight = weight
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Held":
+        return _Held()
 
 
 @functools.cache
@@ -36,19 +55,19 @@ def _transposed(kind: type[nn.Module]) -> type[nn.Module]:
     """
     original: Any = kind.__call__
 
-    def call(self: nn.Module, x: mx.array) -> mx.array:
-        current: Any = kind.__call__
-        if current is not original:
-            replaced: mx.array = current(self, x)
+    def call(self: Any, x: mx.array) -> mx.array:
+        # Every step calls it for every layer, so that each look-up in it counts.
+        if kind.__call__ is not original:
+            replaced: mx.array = kind.__call__(self, x)
             return replaced
-        weight = self["weight"]
-        held = _views.get(id(self))
-        view = held[1] if held is not None and held[0] is weight else weight.T
+        weight, held = self["weight"], self._held
+        view = held.view if held.weight is weight else weight.T
         if "bias" in self:
             return mx.addmm(self["bias"], x, view)
-        return x @ view
+        product: mx.array = x @ view
+        return product
 
-    return derived(kind, {"__call__": call})
+    return derived(kind, {"__call__": call, "_held": _Held()})
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
@@ -79,9 +98,12 @@ class TransposedWeights:
         views = [weight.T for weight in weights]
         mx.eval(views)
         for layer, weight, view in zip(self._layers, weights, views, strict=True):
-            _views[id(layer)] = (weight, view)
+            if "_held" not in vars(layer):  # not a parameter: nn.Module would take it
+                object.__setattr__(layer, "_held", _Held())
+            vars(layer)["_held"].take(weight, view)
 
     def drop(self) -> None:
         """Hold no weights any more."""
         for layer in self._layers:
-            _views.pop(id(layer), None)
+            if (held := vars(layer).pop("_held", None)) is not None:
+                held.take(None, None)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+from bare_models import bare
 from mlx_lm.generate import generate_step, generation_stream, speculative_generate_step
 from mlx_lm.sample_utils import make_sampler
 
@@ -136,12 +137,24 @@ def settle() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """A target with its draft, in our generators and for mlx-lm's functions."""
+    """A target with its draft, in our generators and for mlx-lm's functions.
+
+    Attributes:
+        target: verifies.
+        draft: proposes.
+        plain: decodes without a draft.
+        speculative: decodes with it.
+        bare: target and draft without our hooks, for mlx-lm's functions.
+    """
 
     target: nn.Module
     draft: nn.Module
     plain: SpeculativeGenerator
     speculative: SpeculativeGenerator
+    bare: tuple[nn.Module, nn.Module] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bare", (bare(self.target), bare(self.draft)))
 
     @classmethod
     def load(cls, target_path: Path | str, draft_path: Path | str) -> "Models":
@@ -290,7 +303,7 @@ def _mlx_lm_plain(models: Models, job: Job) -> Run:
         mx.random.seed(job.seed)
         steps = generate_step(
             mx.array(job.prompt),
-            models.target,
+            models.bare[0],
             max_tokens=job.tokens,
             sampler=make_sampler(temp=job.temperature),
         )
@@ -311,8 +324,7 @@ def _mlx_lm_speculative(models: Models, length: int, job: Job) -> Run:
         mx.random.seed(job.seed)
         steps = speculative_generate_step(
             mx.array(job.prompt),
-            models.target,
-            models.draft,
+            *models.bare,
             num_draft_tokens=length,
             max_tokens=job.tokens,
             sampler=make_sampler(temp=job.temperature),

@@ -124,12 +124,13 @@ def benchmark(
 
 def _arms(models: "Models", lengths: list[int], warm_up: int) -> Any:
     """Yield all arms; the first two are plain, and "auto" has longer to warm up."""
+    from bare_models import bare
     from batch_arms import Arm, mlx_lm, ours
 
     from mlx_speculation import SpeculativeGenerator
     from mlx_speculation.engine.drafts import LONGEST
 
-    yield Arm("mlx-lm", partial(mlx_lm, models.target))
+    yield Arm("mlx-lm", partial(mlx_lm, bare(models.target)))
     plain = SpeculativeGenerator(models.target, models.tokenizer)
     yield Arm("plain", partial(ours, plain, 0))
     for name, draft in models.drafts.items():
