@@ -22,12 +22,17 @@ standard output is one JSON object with everything.
     python scripts/benchmark_grown.py --shape 1B --bits 4 --context 8192 --group edit
     python scripts/benchmark_grown.py --target hybrid --shape 8B --bits 16 \
         --group code --group edit --tokens 96
+
+With --plain-runs, plain decoding alone is measured, ours over mlx-lm's, by turns of 16
+tokens (benchmark_plain.py):
+
+    python scripts/benchmark_grown.py --shape 1B --bits 16 --plain-runs 8
 """
 
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -41,6 +46,7 @@ from mlx_speculation.demo import demo_models, demo_prompts
 if TYPE_CHECKING:
     from benchmark_arms import Arm, Models
     from benchmark_case import Case
+    from benchmark_plain import PlainRatio
 
 LENGTHS = {"dense": [2, 4, 6, 8], "hybrid": [1, 2, 4, 8]}
 # In half precision most texts part at a near-tie somewhere, and each place that is
@@ -97,6 +103,9 @@ def benchmark(
         bool,
         typer.Option(help="mlx-lm's own too, on the dense target, with its draft."),
     ] = True,
+    plain_runs: Annotated[
+        int, typer.Option(min=0, help="Plain decoding alone, 11 turns in each run.")
+    ] = 0,
 ) -> None:
     """Measure plain and speculative decoding on a grown model."""
     if target == "hybrid" and draft_shape:
@@ -118,6 +127,11 @@ def benchmark(
         f"parameters: {pair.sizes} {pair.shares or ''}",
         err=True,
     )
+    if plain_runs:
+        ratio = _plain(pair.models, f"{target} {shape}", temperature, plain_runs)
+        report = {"machine": machine(), "versions": versions()}
+        print(json.dumps({**report, "plain": asdict(ratio)}))
+        return
     cases = []
     lengths = draft_length or LENGTHS[target]
     costs: dict[str, Any] = {}
@@ -143,6 +157,18 @@ def benchmark(
     }
     report = {"grown": settings, "machine": machine(), "versions": versions()}
     print(json.dumps({**report, "results": as_json(cases)}))
+
+
+def _plain(models: "Models", name: str, temperature: float, runs: int) -> "PlainRatio":
+    """Measure plain decoding alone, and print what is found."""
+    from benchmark_arms import Job
+    from benchmark_plain import measure_plain
+
+    prompt = models.encode(texts_of("code", 1)[0].text)
+    ratio = measure_plain(name, models, Job(prompt, 1, temperature, 0), runs)
+    spread = f"{ratio.lower:.3f} to {ratio.upper:.3f}; {ratio.slices} turns"
+    progress(f"{name}: our plain decoding over mlx-lm's: {ratio.median:.3f} ({spread})")
+    return ratio
 
 
 def _dense(shape: str, bits: int | None, draft_shapes: list[str]) -> Pair:

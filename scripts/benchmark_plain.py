@@ -77,7 +77,7 @@ def _one_run(models: Models, job: Job, first: int) -> list[float]:
         mx.random.seed(job.seed)
         theirs = generate_step(
             mx.array(job.prompt),
-            models.target,
+            models.bare[0],
             max_tokens=count,
             sampler=make_sampler(temp=job.temperature),
         )
