@@ -196,6 +196,8 @@ def make_cases(
         held_small = held_by(caches, context)
         hooked.append(Recorders(bare_small))
         chosen["model"] = small, step_of(bare_small, caches, drafts=True)
+    for recorders in hooked:  # as when a stream begins
+        recorders.begin()
     if "mtp" in drafters and target == "hybrid":
         head = MtpDraft.from_folder(folders[target], model)
         other = MtpDraft.from_folder(folders[target], bare)
