@@ -59,7 +59,6 @@ class GeneratorSetup:
         acceptance: the rule.
         sliding: what stands for sliding windows in the caches made here.
         prefix_cache: what requests leave for later ones; None: nothing.
-        recorders: in the target and the draft models.
     """
 
     model: nn.Module
@@ -76,7 +75,6 @@ class GeneratorSetup:
     acceptance: Acceptance
     sliding: Sliding
     prefix_cache: PrefixCache | None
-    recorders: tuple[Recorders, ...]
 
     @property
     def decides(self) -> bool:
@@ -146,10 +144,8 @@ def checked_setup(
             _bind(prefix_cache, models, sliding)
         drafts = models_of(checked) if compile_draft else []
         with ExitStack() as hooks:
-            recorders = []
             for module in models:
-                recorders.append(Recorders(module))
-                hooks.callback(recorders[-1].remove)
+                hooks.callback(Recorders(module).remove)
             setup = GeneratorSetup(
                 model=model,
                 tokenizer=own,
@@ -165,7 +161,6 @@ def checked_setup(
                 acceptance=acceptance,
                 sliding=sliding,
                 prefix_cache=prefix_cache,
-                recorders=tuple(recorders),
             )
             weakref.finalize(setup, hooks.pop_all().close)
     return setup

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -46,7 +46,7 @@ from mlx_speculation.engine.stream_ranks import StreamRanks
 from mlx_speculation.engine.text import TextStream
 from mlx_speculation.engine.told_rounds import Deciders
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import Lane, wired
+from mlx_speculation.models import Lane, transposed_weights, wired
 from mlx_speculation.samplers import Chooser, Constrained, Sampling, Verifier
 
 
@@ -126,7 +126,7 @@ class StreamMaker:
             max_tokens=options.max_tokens,
             seed=sampling.seed,
             hold_all=options.prompt_cache is not None,
-            running=ranks.running(target, self._running()),
+            running=self._running(ranks.running(target, wired(setup.model))),
             memory=self._memory(target, drafter),
             prefixes=self._prefixes(options, target, drafter, lengths),
             remember=partial(remember, drafter),
@@ -138,11 +138,11 @@ class StreamMaker:
         return stream
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
+    def _running(self, ranks: AbstractContextManager[None]) -> Iterator[None]:
         """Keep the setup, and with it the recorders, while a stream runs."""
-        with wired(self._setup.model):
-            for recorders in self._setup.recorders:
-                recorders.begin()
+        with ranks, ExitStack() as views:  # the ranks first: they hear of what fails
+            for model in (self._setup.model, *models_of(self._setup.draft)):
+                views.enter_context(transposed_weights(model))
             yield
 
     def _chooser(self, sampling: Sampling) -> Chooser:

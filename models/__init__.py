@@ -86,6 +86,7 @@ from mlx_speculation.models.rows import check_causal, check_resumable
 from mlx_speculation.models.running import mlx_lm_speed, wired
 from mlx_speculation.models.shared_kv import SharedKv
 from mlx_speculation.models.taps import States
+from mlx_speculation.models.transposed import transposed_weights
 
 __all__ = [
     "PREFILL_STEP",
@@ -183,6 +184,7 @@ __all__ = [
     "spread_as",
     "starts_for",
     "told",
+    "transposed_weights",
     "usual_contract",
     "weight_bytes",
     "why_alone",

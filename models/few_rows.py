@@ -118,13 +118,13 @@ class _Together:
 
     def __init__(self, others: Sequence[nn.Module]) -> None:
         self._others = list(others)
-        self._class: type[nn.Module] | None = None
+        self._classes: dict[type[nn.Module], type[nn.Module]] = {}
 
     def class_of(self, kind: type[nn.Module]) -> type[nn.Module]:
         """Return the class of the layer that is called first."""
-        if self._class is None:
-            self._class = _asking_of(kind, self)
-        return self._class
+        if kind not in self._classes:  # the plain class, or with inner hooks
+            self._classes[kind] = _asking_of(kind, self)
+        return self._classes[kind]
 
     def leave_out(self) -> None:
         """Multiply them no more: a result was not asked for."""

@@ -47,11 +47,11 @@ from mlx_speculation.models.layer_by_layer import layer_hooks
 from mlx_speculation.models.mixers import COMPRESSORS, MIXERS, Mixer
 from mlx_speculation.models.replay import Recipe, Watch, part_of
 from mlx_speculation.models.stand_ins import stand_in_hooks
-from mlx_speculation.models.transposed import TransposedWeights, transposed_hooks
+from mlx_speculation.models.transposed import transposed_hooks
 
 _TAKES_NOTES = (RecordingArraysCache, RecordingLayerCache)
 
-_RANK = 0  # inside all other hooks: a scan is noted from the code of the plain class
+_RANK = 0  # inside of what wraps modules: a scan is noted from their plain code
 
 # The mixers that ran again inside `noting_reruns`, in this thread.
 _ran_again: ContextVar[list[nn.Module] | None] = ContextVar("ran_again", default=None)
@@ -203,13 +203,7 @@ class Recorders:
 
     def __init__(self, model: nn.Module) -> None:
         self._hooked = Hooked(_hooks(model))
-        self._weights = TransposedWeights(model)
-
-    def begin(self) -> None:
-        """Take the weights as they are now, for a stream that begins."""
-        self._weights.renew()
 
     def remove(self) -> None:
         """Give every module its own class back, unless another owner needs the hook."""
         self._hooked.remove()
-        self._weights.drop()

@@ -1,4 +1,4 @@
-"""The weights of linear layers, transposed once for all steps of a stream.
+"""On CUDA, the weights of linear layers are transposed once for all steps of a stream.
 
 mlx's layer multiplies by `weight.T`, and so every call adds an operation to the graph
 that computes nothing: a view of the same numbers in another order. A GPU that serves
@@ -6,42 +6,41 @@ a small model waits for its host, and a model of 22 layers has 154 of these view
 each step. Here a layer is given one that was made before. The product is the same
 operation on the same numbers, so that its results are the same to the last bit.
 
-Views are made when a stream begins (`TransposedWeights.renew`), and hold for a layer
-as long as its weight is the array that they are of; otherwise it multiplies as mlx's
-does. An array that is changed in place (`weight += 1`) stays the same object: streams
-that begin afterwards see the change, and one that runs meanwhile has caches of the old
-weights anyway.
+Views are made when a stream begins, and are there while one runs; a layer takes its
+own as long as its weight is the array that it is of, and otherwise multiplies as mlx's
+does. An array that is changed in place (`weight += 1`) stays the same object: whoever
+calls the model meanwhile does not see the change, and the next stream does.
 """
 
 import functools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.models.instances import Hook, derived, plain_class
+from mlx_speculation.models.in_round import cuda_serves
+from mlx_speculation.models.instances import Hook, derived, lock, plain_class
+from mlx_speculation.models.known import is_known
 
 _RANK = -2  # inside of all others, which call it where they have nothing better
 
+Pair = tuple[mx.array | None, mx.array | None]
+_NOTHING: Pair = (None, None)
+
 
 class _Held:
-    """A layer's weight, and the view of it, once both are set.
+    """A layer's weight and the view of it, for the streams that run.
 
-    Copies of a layer hold nothing: nobody would renew it.
+    A copy of the layer holds nothing: no stream would end for it.
     """
 
-    __slots__ = ("view", "weight")
+    __slots__ = ("pair", "streams")
 
     def __init__(self) -> None:
-        self.weight: mx.array | None = None
-        self.view: mx.array | None = None
-
-    def take(self, weight: mx.array | None, view: mx.array | None) -> None:
-        """Hold these; a step that another thread builds meanwhile never mixes them."""
-        self.weight = None
-        self.view = view
-        self.weight = weight
+        self.pair = _NOTHING  # changed as a whole, as other threads may read it
+        self.streams: set[object] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Held":
         return _Held()
@@ -60,8 +59,10 @@ def _transposed(kind: type[nn.Module]) -> type[nn.Module]:
         if kind.__call__ is not original:
             replaced: mx.array = kind.__call__(self, x)
             return replaced
-        weight, held = self["weight"], self._held
-        view = held.view if held.weight is weight else weight.T
+        weight = self["weight"]
+        seen, view = self._held.pair
+        if seen is not weight:
+            view = weight.T
         if "bias" in self:
             return mx.addmm(self["bias"], x, view)
         product: mx.array = x @ view
@@ -77,33 +78,48 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def transposed_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
-    """Yield each linear layer of a model, with its hook."""
-    for layer in _layers(model):
-        yield layer, Hook(_RANK, _transposed)
+    """Yield each linear layer of a model, with its hook.
 
-
-class TransposedWeights:
-    """The views of one model, whose layers are hooked.
-
-    Models may share layers, and then views; who drops them makes the others slower
-    until their next stream begins.
+    None on other devices, where it gains next to nothing, nor where mlx's layer is not
+    the one that was read.
     """
+    if cuda_serves() and is_known(nn.Linear):
+        for layer in _layers(model):
+            yield layer, Hook(_RANK, _transposed)
 
-    def __init__(self, model: nn.Module) -> None:
-        self._layers = [layer for layer in _layers(model) if "weight" in layer]
 
-    def renew(self) -> None:
-        """Make the views anew; weights that are not evaluated yet are."""
-        weights = [layer["weight"] for layer in self._layers]
-        views = [weight.T for weight in weights]
-        mx.eval(views)
-        for layer, weight, view in zip(self._layers, weights, views, strict=True):
-            if "_held" not in vars(layer):  # not a parameter: nn.Module would take it
-                object.__setattr__(layer, "_held", _Held())
-            vars(layer)["_held"].take(weight, view)
+@contextmanager
+def transposed_weights(model: nn.Module) -> Iterator[None]:
+    """Let the hooked layers of a model have their views, inside the block.
 
-    def drop(self) -> None:
-        """Hold no weights any more."""
-        for layer in self._layers:
-            if (held := vars(layer).pop("_held", None)) is not None:
-                held.take(None, None)
+    Weights that are not evaluated yet are.
+    """
+    hooked = [layer for layer in _layers(model) if hasattr(type(layer), "_held")]
+    layers = [layer for layer in hooked if "weight" in layer]
+    pairs = [(layer["weight"], layer["weight"].T) for layer in layers]
+    mx.eval([view for _, view in pairs])
+    with lock:
+        held = [_of(layer) for layer in layers]
+    stream = object()
+    try:
+        with lock:
+            for each, pair in zip(held, pairs, strict=True):
+                each.streams.add(stream)
+                each.pair = pair
+        del hooked, layers, pairs  # the model may lose a layer meanwhile, or a weight
+        yield
+    finally:
+        with lock:
+            for each in held:
+                each.streams.discard(stream)
+                if not each.streams:
+                    each.pair = _NOTHING
+
+
+def _of(layer: nn.Module) -> _Held:
+    """Return what a layer holds, made when it is first asked for."""
+    found: _Held | None = vars(layer).get("_held")
+    if found is None:
+        found = _Held()
+        object.__setattr__(layer, "_held", found)  # no parameter
+    return found

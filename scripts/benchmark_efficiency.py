@@ -36,6 +36,7 @@ The last line on standard output is one JSON object.
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -172,7 +173,7 @@ def make_cases(
 
     from mlx_speculation import SpeculativeGenerator, load
     from mlx_speculation.engine import MtpDraft
-    from mlx_speculation.models import Recorders
+    from mlx_speculation.models import Recorders, transposed_weights
 
     folders = demo_models()
     model: Any
@@ -181,7 +182,14 @@ def make_cases(
     bare, _ = load(folders[target])
     if shape != AS_IT_IS:
         model, bare = grow(model, SHAPES[shape]), grow(bare, SHAPES[shape])
-    hooked = [Recorders(bare)]
+    hooked = ExitStack()
+
+    def hook(bare: Any) -> None:
+        """Let a model be as in a generator while a stream runs."""
+        hooked.callback(Recorders(bare).remove)
+        hooked.enter_context(transposed_weights(bare))
+
+    hook(bare)
     small, _ = load(folders["draft"])
     text = "\n\n".join(p.text for p in demo_prompts() if p.group == "code")
     prompt = [int(token) for token in tokenizer.encode(text)]
@@ -194,10 +202,8 @@ def make_cases(
         bare_small, _ = load(folders["draft"])
         caches = filled(bare_small, prompt)
         held_small = held_by(caches, context)
-        hooked.append(Recorders(bare_small))
+        hook(bare_small)
         chosen["model"] = small, step_of(bare_small, caches, drafts=True)
-    for recorders in hooked:  # as when a stream begins
-        recorders.begin()
     if "mtp" in drafters and target == "hybrid":
         head = MtpDraft.from_folder(folders[target], model)
         other = MtpDraft.from_folder(folders[target], bare)
@@ -235,8 +241,7 @@ def make_cases(
                 clock,
                 *measured,
             )
-    for recorders in hooked:
-        recorders.remove()
+    hooked.close()
 
 
 def table_of(cases: list[Case]) -> "Table":

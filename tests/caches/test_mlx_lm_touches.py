@@ -47,8 +47,9 @@ def source_text(touch: Touch) -> str:
 def test_mlx_lm_is_as_it_was_read(touch: Touch) -> None:
     digest = hashlib.sha256(source_text(touch).encode()).hexdigest()
     assert digest == touch.sha256, (
-        f"{touch.module}.{touch.name} of mlx-lm {mlx_lm.__version__} is not that of "
-        f"{MLX_LM_VERSION}. {touch.used_by} relies on this: {touch.reason}. Read the "
+        f"{touch.module}.{touch.name} is not what was read of mlx-lm {MLX_LM_VERSION} "
+        f"({mlx_lm.__version__} is here). {touch.used_by} relies on this: "
+        f"{touch.reason}. Read the "
         f"new source, run the tests of that folder, and then set sha256 to {digest}."
     )
 
