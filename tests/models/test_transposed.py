@@ -7,7 +7,8 @@ product is rounded; a weight that was replaced goes on being used; so does one t
 changed in place, in streams that begin afterwards or after the stream; a method that
 somebody put in mlx's class is passed over, before or after; views stay when the stream
 has ended; one stream's end takes another one's; none are made, or none of a draft; a
-copy has views; a layer that is multiplied with others has none.
+copy has views; a layer that is multiplied with others has none; a layer without a
+weight is asked for it.
 """
 
 import gc
@@ -165,14 +166,17 @@ def test_streams_that_overlap_share_views_until_the_last_has_ended() -> None:
 
 def test_layers_that_left_a_model_or_lost_their_weight_do_no_harm() -> None:
     model: Any = build("llama")
+    model.unused = nn.Linear(4, 4)
     generator = SpeculativeGenerator(model, byte_tokenizer(), draft=None)
     left = layers_of(model)
-    nn.quantize(model, group_size=32, bits=8)
+
+    def used(path: str, module: Any) -> bool:
+        return path != "unused" and hasattr(module, "to_quantized")
+
+    nn.quantize(model, group_size=32, bits=8, class_predicate=used)
+    assert [id(layer) for layer in layers_of(model)] == [id(model.unused)]
     for layer in left:
         del layer["weight"]
-    unused = linear(4, 4, 0)
-    model.unused = unused
-    del unused["weight"]
     assert len(generator.generate(PROMPT, max_tokens=4, stop_tokens=()).tokens) == 4
 
 
