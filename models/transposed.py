@@ -94,6 +94,9 @@ def transposed_weights(model: nn.Module) -> Iterator[None]:
 
     Weights that are not evaluated yet are.
     """
+    if not cuda_serves():
+        yield
+        return
     hooked = [layer for layer in _layers(model) if hasattr(type(layer), "_held")]
     layers = [layer for layer in hooked if "weight" in layer]
     pairs = [(layer["weight"], layer["weight"].T) for layer in layers]
