@@ -174,15 +174,15 @@ class NotedRounds(FixedLengths):
 @pytest.mark.parametrize("explain", [False, True])
 @pytest.mark.parametrize("length", [0, 3])
 def test_each_part_gets_what_is_slow_in_it(length: int, explain: bool) -> None:
-    text = plain_text(24)
+    text = plain_text(56)
 
     def run(
-        made: SpeculativeGenerator, *processors: Any
+        made: SpeculativeGenerator, *processors: Any, tokens: int = 48
     ) -> tuple[str, dict[str, float]]:
         sampling, noted = Sampling(logits_processors=processors), NotedRounds(length)
         stream = made.stream(
             PROMPT,
-            max_tokens=16,
+            max_tokens=tokens,
             stop_tokens=(),
             sampling=sampling,
             draft_length=noted,
@@ -204,11 +204,11 @@ def test_each_part_gets_what_is_slow_in_it(length: int, explain: bool) -> None:
     slow = SpeculativeGenerator(model, byte_tokenizer(), draft=scripted)
     assert run(slow)[0] == "verify"
     fast = generator(scripted)
-    _, found = run(fast, slow_to_build)
+    _, found = run(fast, slow_to_build, tokens=16)
     assert found["host"] > nap.seconds > 0
     if length:
         nap.seconds = 0
-        _, found = run(generator(Sleepy(script, nap)))
+        _, found = run(generator(Sleepy(script, nap)), tokens=16)
         assert found["draft"] > nap.seconds > 0
     if length and explain:
         assert run(fast, slow_to_compute)[0] == "sampler"
