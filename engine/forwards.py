@@ -65,17 +65,16 @@ class Forwards:
             logits = self.clock.hand_over("verify", lane_round.forward, unseen)
             if len(logits) > 1:
                 logits = logits[-1:]
-            if behind is not None and (self._exact or self._masks is not None):
+            early = self._exact or self._masks is not None
+            if early and behind is not None:
                 wait_for(behind, self.clock)  # the masks would wait for its tokens
-            early = None
-            if self._exact or self._masks is not None:
+            if early:
                 self.clock.submit("verify", logits)  # runs while masks are made
-                early = logits
             rows = self._rows(logits, None if behind is None else unseen)
             verified = self._verifier.verify(logits, rows, top=self._top)
             self.clock.submit("verify", *verified.arrays)
             lane_round.commit(unseen.shape[0])
-        return Submitted(lane_round, early, verified)
+        return Submitted(lane_round, logits if early else None, verified)
 
     def submit_verify(
         self,

@@ -13,8 +13,8 @@ takes more operations when it has done as many. Of handing over, the processor t
 the thread is therefore the host's, and the rest is waiting: for the logits, though
 some of it may be for the last drafted tokens. With CUDA the thread was seen to compute
 all the while (docs/gpu.md), and is not asked: a plain step of 3 ms is 1 % shorter so.
-And a plain step's choice is made while the next step is handed over: on a CPU its time
-is found in `verify`, all but nothing.
+And a plain step's choice is submitted with its logits: its time is found in `verify`,
+all but nothing, unless parts are exact or a constraint has masks to make in between.
 
 `exact` parts are those of a stream with `explain=True`. A graph is handed over there
 when the one before it has been computed, which makes rounds slower: on 2 cores those of

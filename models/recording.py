@@ -51,7 +51,7 @@ from mlx_speculation.models.transposed import transposed_hooks
 
 _TAKES_NOTES = (RecordingArraysCache, RecordingLayerCache)
 
-_RANK = 0  # inside of what wraps modules: a scan is noted from their plain code
+_RANK = 0  # a mixer has no hook inside: a scan is noted from its plain class's code
 
 # The mixers that ran again inside `noting_reruns`, in this thread.
 _ran_again: ContextVar[list[nn.Module] | None] = ContextVar("ran_again", default=None)

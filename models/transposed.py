@@ -26,8 +26,7 @@ from mlx_speculation.models.known import is_known
 
 _RANK = -2  # inside of all others, which call it where they have nothing better
 
-Pair = tuple[mx.array | None, mx.array | None]
-_NOTHING: Pair = (None, None)
+_NOTHING: tuple[mx.array | None, mx.array | None] = (None, None)
 
 
 class _Held:
@@ -94,22 +93,11 @@ def transposed_weights(model: nn.Module) -> Iterator[None]:
 
     Weights that are not evaluated yet are.
     """
-    if not cuda_serves():
-        yield
-        return
-    hooked = [layer for layer in _layers(model) if hasattr(type(layer), "_held")]
-    layers = [layer for layer in hooked if "weight" in layer]
-    pairs = [(layer["weight"], layer["weight"].T) for layer in layers]
-    mx.eval([view for _, view in pairs])
-    with lock:
-        held = [_of(layer) for layer in layers]
+    held: list[_Held] = []
     stream = object()
     try:
-        with lock:
-            for each, pair in zip(held, pairs, strict=True):
-                each.streams.add(stream)
-                each.pair = pair
-        del hooked, layers, pairs  # the model may lose a layer meanwhile, or a weight
+        if cuda_serves():
+            _take(model, stream, held)
         yield
     finally:
         with lock:
@@ -119,10 +107,19 @@ def transposed_weights(model: nn.Module) -> Iterator[None]:
                     each.pair = _NOTHING
 
 
-def _of(layer: nn.Module) -> _Held:
-    """Return what a layer holds, made when it is first asked for."""
-    found: _Held | None = vars(layer).get("_held")
-    if found is None:
-        found = _Held()
-        object.__setattr__(layer, "_held", found)  # no parameter
-    return found
+def _take(model: nn.Module, stream: object, held: list[_Held]) -> None:
+    """Make the views for a stream; add to `held` where they are."""
+    layers = [
+        layer
+        for layer in _layers(model)
+        if hasattr(type(layer), "_held") and "weight" in layer
+    ]
+    pairs = [(layer["weight"], layer["weight"].T) for layer in layers]
+    mx.eval([view for _, view in pairs])
+    with lock:
+        for layer, pair in zip(layers, pairs, strict=True):
+            if "_held" not in vars(layer):
+                object.__setattr__(layer, "_held", _Held())  # no parameter
+            held.append(vars(layer)["_held"])
+            held[-1].streams.add(stream)
+            held[-1].pair = pair

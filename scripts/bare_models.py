@@ -25,6 +25,5 @@ def bare(model: nn.Module) -> nn.Module:
     other = copy.deepcopy(model, shared)
     for module in other.modules():
         object.__setattr__(module, "__class__", plain_class(module))
-        for ours in ("_hooks", "_held"):
-            vars(module).pop(ours, None)
+        vars(module).pop("_hooks", None)
     return other

@@ -184,10 +184,10 @@ def make_cases(
         model, bare = grow(model, SHAPES[shape]), grow(bare, SHAPES[shape])
     hooked = ExitStack()
 
-    def hook(bare: Any) -> None:
+    def hook(each: Any) -> None:
         """Let a model be as in a generator while a stream runs."""
-        hooked.callback(Recorders(bare).remove)
-        hooked.enter_context(transposed_weights(bare))
+        hooked.callback(Recorders(each).remove)
+        hooked.enter_context(transposed_weights(each))
 
     hook(bare)
     small, _ = load(folders["draft"])
