@@ -7,6 +7,7 @@ from mlx_speculation.caches.arrays import RecordedCall, RecordingArraysCache
 from mlx_speculation.caches.batch_rows import (
     columns_shown,
     drop_last,
+    extend_all,
     has_states,
     meets_plans,
     merged,
@@ -65,6 +66,7 @@ __all__ = [
     "check_supported",
     "columns_shown",
     "drop_last",
+    "extend_all",
     "has_states",
     "held_bytes",
     "leaves",

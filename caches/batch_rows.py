@@ -43,6 +43,24 @@ def _merged(rows: Sequence[Sequence[Any]]) -> list[Any]:
     return found
 
 
+def extend_all(caches: Sequence[Any], others: Sequence[Any]) -> None:
+    """Let the caches of a batch hold the rows of others behind their own.
+
+    If that fails in one layer, all are as before: to extend a cache is to assign new
+    arrays to its attributes.
+    """
+    before = [(vars(leaf), dict(vars(leaf))) for leaf in flat(caches)]
+    try:
+        for own, other in zip(caches, others, strict=True):
+            own.extend(other)
+        mx.eval(states(caches))  # or a want of memory would show in a round
+    except BaseException:
+        for attributes, old in before:
+            attributes.clear()
+            attributes.update(old)
+        raise
+
+
 def has_states(caches: Sequence[Any]) -> bool:
     """Whether a layer has a state that follows from all tokens, and no rows."""
     return any(isinstance(leaf, ArraysCache) for leaf in flat(caches))

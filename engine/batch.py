@@ -25,6 +25,7 @@ from mlx_speculation.engine.batch_rows import Row, reason_alone
 from mlx_speculation.engine.reading_room import ReadingRoom
 from mlx_speculation.engine.results import Result
 from mlx_speculation.errors import InvalidRequestError, SpeculationError
+from mlx_speculation.interrupts import DeferredSignals
 from mlx_speculation.models import RowSizes, wired
 
 if TYPE_CHECKING:
@@ -36,7 +37,9 @@ class BatchGenerator:
 
     `next` runs one round of every row. Rows that are inserted later join between two
     rounds, where one chunk's worth of their prompts is read at most, and rows that have
-    ended make room. It is used by one thread at a time.
+    ended make room. It is used by one thread at a time. Ctrl-C, as whatever else a
+    signal's handler raises, waits for the end of a round or of a chunk of a prompt;
+    what the interrupted call has not returned, the next one does.
 
     Args:
         generator: the target and its draft, whose options are those of the rows.
@@ -71,7 +74,7 @@ class BatchGenerator:
         self._running: list[int] = []
         self._rows: dict[int, Row] = {}
         self._joining: list[Row] = []  # their prompts were read
-        self._ready: list[BatchResponse] = []  # Ctrl-C keeps them for the next call
+        self._ready: list[BatchResponse] = []  # not handed out yet
         self._closed = self._wired = False
         self._open = ExitStack()
         self.stats = BatchStatistics()
@@ -109,10 +112,11 @@ class BatchGenerator:
             )
         stream = self._generator.stream(prompt, **options)
         alone = reason_alone(stream, self._generator.model, options)
-        uid, self._next_uid = self._next_uid, self._next_uid + 1
-        self._rows[uid] = Row(uid, stream, stream.parts, alone)
-        self._waiting.append(uid)
-        self._count_alone(self._rows[uid])
+        with DeferredSignals():
+            uid, self._next_uid = self._next_uid, self._next_uid + 1
+            self._rows[uid] = Row(uid, stream, stream.parts, alone)
+            self._waiting.append(uid)
+            self._count_alone(self._rows[uid])
         return uid
 
     def next(self) -> list[BatchResponse]:
@@ -127,6 +131,16 @@ class BatchGenerator:
             and of each row in the order of the text. Empty: there are no rows, or all
             of them are waiting for the first prompt.
         """
+        with DeferredSignals(checkpoints=True):
+            self._advance()
+        # Rows respond in the order of insertion, each in the order of its text.
+        responses = sorted(self._ready, key=lambda response: response.uid)
+        # From here on nothing is called, and so no signal is handled.
+        self._ready = []
+        return responses
+
+    def _advance(self) -> None:
+        """Read prompts, let their rows join, and run one round of every row."""
         if self._waiting and not self._wired:
             # For as long as the batch: rows that end restore what they have found.
             self._wired = True
@@ -137,18 +151,17 @@ class BatchGenerator:
         if self._together.rows:
             rows = tuple(self._together.rows)
             room = len(self._running) < self._max_rows
-            self._together.next_round(drain=room and bool(self._waiting))
-            for row in rows:
-                self._respond(row)
+            try:
+                self._together.next_round(drain=room and bool(self._waiting))
+            finally:  # what was read before an error is handed out
+                for row in rows:
+                    self._respond(row)
         running = [self._rows[uid] for uid in self._running]
         alone = [row for row in running if row.alone is not None]
         steps = [row.parts.target.prefill_step for row in alone]
         drafts = ReadingRoom(max(steps, default=0))
         for row in alone:
             self._round_alone(row, drafts)
-        responses, self._ready = self._ready, []
-        # Rows respond in the order of insertion, each in the order of its text.
-        return sorted(responses, key=lambda response: response.uid)
 
     @property
     def memory(self) -> int:
@@ -194,18 +207,20 @@ class BatchGenerator:
             InvalidRequestError: there is no such row.
         """
         row = self._row(uid)
-        self._close(row)
-        del self._rows[uid]
+        with DeferredSignals():
+            self._close(row)
+            self._rows.pop(uid, None)
         return row.stream.result
 
     def close(self) -> None:
         """End every row that has not ended; results stay. The second does nothing."""
-        if not self._closed:
-            self._closed = True
-            for row in self._rows.values():
-                self._close(row)
-            self._lengths.end()
-            self._open.close()
+        with DeferredSignals(), ExitStack() as stack:  # which calls all, in this order
+            if not self._closed:
+                self._closed = True
+                stack.callback(self._open.close)
+                stack.callback(self._lengths.end)
+                for row in reversed(self._rows.values()):
+                    stack.callback(self._close, row)
 
     def __enter__(self) -> "BatchGenerator":
         return self
@@ -290,13 +305,20 @@ class BatchGenerator:
         """End a row that has not ended, whatever it is about."""
         if row.ended:
             return
-        if row.uid in self._waiting:
-            self._waiting.remove(row.uid)
-        else:
-            self._running.remove(row.uid)
-        if row in self._together.rows:
-            self._together.give_back(row)
-            self._together.leave([row])
-        row.stream.close()
-        row.let_go()
+        for uids in (self._waiting, self._running):
+            if row.uid in uids:
+                uids.remove(row.uid)
+        self._joining = [other for other in self._joining if other is not row]
         self.stats.finished += 1
+        try:
+            if row in self._together.rows:
+                try:
+                    self._together.give_back(row)
+                finally:
+                    self._together.leave([row])
+            row.stream.close()
+        except Exception:  # such as a want of memory for its caches
+            row.stream.fail()
+            raise
+        finally:
+            row.let_go()

@@ -11,8 +11,8 @@ and each keeps its own prefix:
               t .  .  .         row 2, none: keeps 1
 
 A row that fails keeps nothing, and leaves with the rows that have ended. What fails for
-all, such as Ctrl-C or a want of memory, is rolled back and raised, and the round can be
-run again.
+all, such as a want of memory, is rolled back and raised, and the round can be run
+again. What fails for one row after the commit ends that row.
 """
 
 from collections.abc import Sequence
@@ -32,6 +32,7 @@ from mlx_speculation.engine.drafting import NOTHING, Draft
 from mlx_speculation.engine.lengths import Outcome
 from mlx_speculation.engine.round_clock import RoundClock, RoundSeconds
 from mlx_speculation.engine.verdicts import Verdict
+from mlx_speculation.errors import SpeculationError
 from mlx_speculation.models import BatchLane, RowSizes
 from mlx_speculation.samplers import verify_batch
 
@@ -124,6 +125,7 @@ class BatchDecoder:
         Args:
             drain: submit nothing ahead, so that rows can join afterwards.
         """
+        self.leave([row for row in self.rows if row.ended])  # after an error
         rows = self.rows
         if self._drafts is not None:
             self._drafts.follow(rows)
@@ -142,10 +144,10 @@ class BatchDecoder:
                 after = [limit - 1 + ahead for limit in room]
                 submit = not self._lengths.early(rows, context + 1, after)
             verdicts = self._plain_round(submit_next=submit and not drain)
-            self._finish([[one] for one in verdicts], None, context, ahead)
+            pairs = [[one] for one in verdicts]
         else:
             pairs = self._drafted_round(drafts, ahead)
-            self._finish(pairs, drafts, context, ahead)
+        self._finish(pairs, drafts, context, ahead)
 
     @property
     def _ahead(self) -> bool:
@@ -288,15 +290,22 @@ class BatchDecoder:
     ) -> None:
         """Let each row take its tokens, count, learn, and let go of those that end."""
         seconds = self._clock.stop()
-        drafted, accepted, gone = [], [], []
+        drafted, accepted = [], []
+        raised: BaseException | None = None
         for index, (row, pair) in enumerate(zip(self.rows, pairs, strict=True)):
             draft = None
             if drafts is not None and drafts[index].length > ahead:
                 draft = drafts[index].behind(ahead) if ahead else drafts[index]
             drafted.append(0 if draft is None else draft.length)
-            accepted.append(self._emit(index, row, pair, draft, seconds))
-            if row.ended:
-                gone.append(row)
+            try:
+                accepted.append(self._emit(index, row, pair, draft, seconds))
+            except BaseException as error:  # not of a signal: these wait
+                raised = error
+                accepted.append(0)
+                row.chunks = []
+                row.fail(_interrupted(error))
+        self._statistics.drafted += sum(drafted)
+        self._statistics.accepted += sum(accepted)
         widest = max(range(len(drafted)), key=drafted.__getitem__)
         outcome = Outcome(
             drafted[widest],
@@ -308,9 +317,9 @@ class BatchDecoder:
             fresh=self._met_new_shapes(),
         )
         self._lengths.note(self.rows, context, drafted, accepted, outcome)
-        self._statistics.drafted += sum(drafted)
-        self._statistics.accepted += sum(accepted)
-        self.leave(gone)
+        self.leave([row for row in self.rows if row.ended])
+        if raised is not None:
+            raise raised
 
     def _emit(
         self,
@@ -355,6 +364,14 @@ class BatchDecoder:
             target.caches = with_slack(caches) if self._slack else caches
         else:
             row.stream.keep_nothing()
+
+
+def _interrupted(error: BaseException) -> SpeculationError:
+    return SpeculationError(
+        f"{type(error).__name__} was raised while this row took the tokens of a round, "
+        "by other code than a signal's handler. The row ends with what it had before; "
+        "insert its request again."
+    )
 
 
 def _head(draft: Draft, count: int) -> Draft:

@@ -18,6 +18,7 @@ from mlx_speculation.engine.statistics import Statistics
 from mlx_speculation.engine.text import TextStream
 from mlx_speculation.engine.verdicts import Cut, Emitted
 from mlx_speculation.errors import DrafterFaultWarning, SpeculationError
+from mlx_speculation.interrupts import DeferredSignals, raised_by_signal
 
 
 class Stream:
@@ -26,7 +27,8 @@ class Stream:
     With the caller's own `prompt_cache`: after the last chunk or `close()` it holds
     exactly `cached_tokens`. These start with the prompt and the yielded tokens, and
     exceed them by less than one round. After an error they are what was committed
-    before the failing round.
+    before the failing round. Ctrl-C, as whatever else a signal's handler raises, waits
+    for the end of a round or of a chunk of the prompt, and closes the stream.
 
     Args:
         decoder: runs the rounds.
@@ -133,42 +135,67 @@ class Stream:
 
     def close(self) -> None:
         """End the generation now. The second call does nothing."""
-        if self._result is None:
-            if self._yielded_only and self._ready:
-                self._decoder.take_back(len(self._ready))
-            # Without a round the prompt is all there is, and it was not asked for.
-            self._end("closed", hold_all=self.stats.rounds > 0)
+        with DeferredSignals():
+            if self._result is None:
+                if self._yielded_only and self._ready:
+                    self._decoder.take_back(len(self._ready))
+                # Without a round the prompt is all there is, and nobody asked for it.
+                self._end("closed", hold_all=self.stats.rounds > 0)
 
     def next_round(self, fits: Callable[[int], bool] | None = None) -> list[Chunk]:
         """Run one round, and return the chunks of all that it emitted.
 
         Those of a round that was begun chunk by chunk come first, without another
-        round. An empty list means that the stream has ended.
+        round. An empty list means that the stream has ended. What a signal's handler
+        raises leaves it open, before the round.
 
         Args:
             fits: whether the drafter may read a chunk of so many tokens of the prompt
                 first; None: it reads all at once, when it is first asked.
         """
         self._decoder.fits = fits
-        chunks = [] if (first := next(self, None)) is None else [first]
-        while self._ready:
-            chunks.append(next(self))
-        return chunks
+        with DeferredSignals(checkpoints=True):
+            if not self._has_chunk():
+                return []
+            return [self._next_chunk() for _ in range(len(self._ready))]
 
     def __iter__(self) -> Iterator[Chunk]:
         return self
 
     def __next__(self) -> Chunk:
+        count = len(self._yielded)
+        try:
+            with DeferredSignals(checkpoints=True):
+                if not self._has_chunk():
+                    raise StopIteration
+                return self._next_chunk()
+        except StopIteration:
+            raise
+        except BaseException:
+            if self._result is None:  # of a signal
+                if len(self._yielded) > count:  # which kept the chunk from the caller
+                    self._ready.appendleft(self._yielded.pop())
+                self.close()
+            raise
+
+    def _has_chunk(self) -> bool:
+        """Return whether there is another chunk, after a round if need be.
+
+        An error ends the stream, unless a signal's handler has raised it.
+        """
         if self._result is None and not self._ready:
             try:
                 self._advance()
                 if self._statistics.drafter_faults:
                     self._warn_of_faults()
-            except BaseException:
-                self._end("error", hold_all=False)
+            except Exception as error:
+                if not raised_by_signal(error):
+                    self._end("error", hold_all=False)
                 raise
-        if self._result is not None:
-            raise StopIteration
+        return self._result is None
+
+    def _next_chunk(self) -> Chunk:
+        """Take the next chunk, which is there; the last one ends the stream."""
         chunk = self._ready.popleft()
         self._yielded.append(chunk if chunk.logprob is None else chunk.without_row)
         if self._reason is not None and not self._ready:
@@ -191,9 +218,10 @@ class Stream:
 
         What it committed goes to the prefix cache then, as after `close()`.
         """
-        self._open.close()
-        if self._prefixes is not None and self._started and self._result is None:
-            self._prefixes.store_dropped(self._sequence.tokens)
+        with DeferredSignals():
+            self._open.close()
+            if self._prefixes is not None and self._started and self._result is None:
+                self._prefixes.store_dropped(self._sequence.tokens)
 
     def begin(self, fits: Callable[[int], bool]) -> bool:
         """Read the prompt as far as it fits, for who says when the rounds are run.
@@ -215,8 +243,9 @@ class Stream:
             if read:
                 self._begun()
             return read
-        except Exception:
-            self._end("error", hold_all=False)
+        except Exception as error:
+            if not raised_by_signal(error):
+                self._end("error", hold_all=False)
             raise
 
     @property
@@ -242,7 +271,7 @@ class Stream:
     def chunks(self) -> list[Chunk]:
         """Return the chunks of the tokens that were taken; the last may end it."""
         self._warn_of_faults()
-        return [next(self) for _ in range(len(self._ready))]
+        return [self._next_chunk() for _ in range(len(self._ready))]
 
     @property
     def at_end(self) -> bool:
@@ -313,15 +342,23 @@ class Stream:
                 f"without it: {first.call}() failed with {first.reason} "
                 "(stats.drafter_faults has the traceback)",
                 DrafterFaultWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def _end(self, reason: str, *, hold_all: bool = True) -> None:
         """Let the caches hold what they should, and set the result."""
+        with DeferredSignals():  # without checkpoints
+            self._settle_caches(reason, hold_all=hold_all)
+            self._set_result(reason)
+            self._leave_prefixes(reason)
+
+    def _settle_caches(self, reason: str, *, hold_all: bool) -> None:
         if self._hold_all and hold_all:
             self._decoder.hold_all()
         if self._level_draft and reason != "error" and self._started:
             self._decoder.level_draft()
+
+    def _set_result(self, reason: str) -> None:
         known = self._hold_all and reason != "error"
         self._ready.clear()
         self._open.close()
@@ -339,6 +376,7 @@ class Stream:
             origins=tuple(chunk.origin for chunk in self._yielded),
         )
 
+    def _leave_prefixes(self, reason: str) -> None:
         if self._prefixes is not None and reason == "error":
             self._prefixes.forget()
         elif self._prefixes is not None and self._started:

@@ -38,6 +38,7 @@ from mlx_speculation.caches import (
     Speculation,
     array_bytes,
     columns_shown,
+    extend_all,
     meets_plans,
     merged,
     others_are_longer,
@@ -105,8 +106,7 @@ class BatchLane:
         joining = merged([lane.caches for lane in lanes], in_steps=self.key_steps)
         if self.rows:
             self._arrange(self.stand, self.rows)
-            for own, other in zip(self.caches, joining, strict=True):
-                own.extend(other)
+            extend_all(self.caches, joining)
         else:
             self.caches = joining
         self.rows += len(lanes)

@@ -25,6 +25,7 @@ from mlx_speculation.caches import (
     with_slack,
 )
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.interrupts import checkpoint
 from mlx_speculation.models.committed import CommittedStates
 from mlx_speculation.models.compiled_steps import CompiledSteps
 from mlx_speculation.models.hidden_states import HiddenStates
@@ -192,6 +193,7 @@ class Lane:
                 mx.clear_cache()
             if self.heard is not None:
                 self.heard(len(chunk))
+            checkpoint()
         return True
 
 

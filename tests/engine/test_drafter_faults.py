@@ -263,7 +263,8 @@ def test_interrupts_and_a_want_of_memory_go_up(
     ):
         list(stream)
     assert stream.stats.drafter_faults == []
-    assert stream.result.finish_reason == "error"
+    ended = "error" if isinstance(error, Exception) else "closed"
+    assert stream.result.finish_reason == ended
     expected = plain_text(kind, GREEDY)
     held = stream.cached_tokens
     assert held == (PROMPT + expected)[: len(held)]

@@ -1,0 +1,249 @@
+"""Ctrl-C at any moment of a stream or of a batch: nothing is lost, nothing comes twice.
+
+A timer's signal arrives wherever the interpreter is, so it is raised hundreds of times
+at random moments, and once at each of many opcodes in turn. It raises only in frames
+that this package's calls are on: what the caller's own frame loses between two
+bytecodes no library can know.
+"""
+
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import mlx_speculation
+from mlx_speculation import BatchGenerator, BatchResponse, Sampling
+from support.batches import Bench, Case, bench
+from support.identity import prompt_of
+
+OURS = str(Path(mlx_speculation.__file__).parent)
+NAMES = ("llama", "gemma3_text", "qwen3_5", "mamba", "recurrent_gemma")
+KINDS = ("model", "lookup", "none")
+SAMPLED = Sampling(temperature=0.8, seed=1)
+TOKENS = 24
+
+
+def ours(frame: FrameType | None) -> bool:
+    """Return whether a call into this package is on the stack."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(OURS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Interruptions:
+    """A timer whose signal raises KeyboardInterrupt, once for each time it is set."""
+
+    def __init__(self) -> None:
+        self.hits = 0
+
+    def handler(self, number: int, frame: FrameType | None) -> None:
+        if ours(frame):
+            self.hits += 1
+            raise KeyboardInterrupt
+        self.after(2e-5)
+
+    def after(self, seconds: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
+
+    def off(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+@contextmanager
+def interruptions() -> Iterator[Interruptions]:
+    """Let the timer's signal raise in the block."""
+    timer = Interruptions()
+    before = signal.signal(signal.SIGALRM, timer.handler)
+    try:
+        yield timer
+    finally:
+        timer.off()
+        assert signal.signal(signal.SIGALRM, before) == timer.handler
+
+
+@contextmanager
+def signal_at_opcode(number: int) -> Iterator[list[int]]:
+    """Raise the timer's signal at that opcode of this package's frames."""
+    left = [number]
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.startswith(OURS):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left[0] -= 1
+            if left[0] == 0:
+                signal.raise_signal(signal.SIGALRM)
+        return trace
+
+    outer = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield left
+    finally:
+        sys.settrace(outer)
+
+
+CASES = [
+    Case(6, Sampling(), TOKENS),
+    Case(17, SAMPLED, 9),
+    Case(2, Sampling(temperature=0.8, top_p=0.9, seed=3), TOKENS),
+    Case(40, SAMPLED, 17, prefill_step=12),
+    Case(23, Sampling(), 1),
+]
+
+
+class Played:
+    """A batch that is interrupted as it goes, and what it has given out."""
+
+    def __init__(self, made: Bench, kind: str) -> None:
+        self.made = made
+        self.batch = BatchGenerator(made.generator(kind), max_rows=3)
+        self.rows = {made.insert(self.batch, case): case for case in CASES}
+        self.responses: list[BatchResponse] = []
+        self.interrupted = self.calls = 0
+
+    def next(self) -> None:
+        self.calls += 1
+        assert self.calls < 300, "the rows never end"
+        responses = None
+        try:
+            responses = self.batch.next()
+        except KeyboardInterrupt:
+            self.interrupted += 1
+        if responses is not None:
+            self.responses += responses
+
+    @property
+    def running(self) -> bool:
+        return bool(self.batch.running or self.batch.waiting)
+
+    def check(self) -> None:
+        """Require each row's text, and each of its tokens handed out once."""
+        self.responses += self.batch.next()  # what was not handed out
+        assert self.batch.next() == []
+        for uid, case in self.rows.items():
+            result = self.batch.result(uid)
+            assert result.finish_reason == "length"
+            assert len(result.tokens) == case.max_tokens
+            self.made.check(case, result.tokens)
+            own = [response for response in self.responses if response.uid == uid]
+            chunks = [response.chunk for response in own if response.chunk is not None]
+            assert [chunk.token for chunk in chunks] == result.tokens
+            assert "".join(chunk.text for chunk in chunks) == result.text
+            assert [r.finish_reason for r in own if r.finish_reason] == ["length"]
+        assert self.batch.stats.emitted == sum(case.max_tokens for case in CASES)
+        assert self.batch.stats.finished == len(CASES)
+        assert self.batch.memory == 0
+        self.batch.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_signals_at_any_time_of_a_batch_change_nothing(name: str) -> None:
+    made, dice, hits = bench(name), random.Random(name), 0
+    for kind in KINDS:
+        for _ in range(1 if kind == "none" else 2):
+            played, longest = Played(made, kind), 0.005
+            with interruptions() as timer:
+                while played.running:
+                    timer.after(dice.uniform(0, longest))
+                    begun = time.perf_counter()
+                    played.next()
+                    timer.off()
+                    longest = time.perf_counter() - begun
+            hits += played.interrupted
+            played.check()
+    assert hits > 20
+
+
+def opcodes_of_a_call(made: Bench, kind: str, calls: int) -> int:
+    """Return how many opcodes the call of `next` after so many others runs."""
+    played = Played(made, kind)
+    for _ in range(calls):
+        played.next()
+    with signal_at_opcode(0) as left:
+        played.next()
+    played.batch.close()
+    return -left[0]
+
+
+@pytest.mark.parametrize(("kind", "calls"), [("model", 0), ("model", 3), ("none", 2)])
+def test_a_signal_at_any_opcode_of_a_call_changes_nothing(
+    kind: str, calls: int
+) -> None:
+    """Also those between a commit and the handing out, which a timer seldom meets."""
+    made = bench("llama")
+    count = opcodes_of_a_call(made, kind, calls)
+    met = 0
+    with interruptions() as timer:
+        for opcode in range(1, count, count // 24):
+            played = Played(made, kind)
+            for _ in range(calls):
+                played.next()
+            with signal_at_opcode(opcode):
+                played.next()
+            timer.off()
+            met += played.interrupted
+            while played.running:
+                played.next()
+            played.check()
+    assert met > 15
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_a_signal_at_any_time_of_a_stream_closes_it(
+    name: str, sampling: Sampling
+) -> None:
+    """What was yielded is its result, and the caches go on from there."""
+    made, dice, hits = bench(name), random.Random(name), 0
+    prompt, case = prompt_of(17), Case(17, sampling, TOKENS)
+    for kind in KINDS:
+        generator = made.generator(kind)
+        for _ in range(3):
+            caches = make_prompt_cache(made.model)
+            known, held = list(prompt), list[int]()
+            longest = 0.01
+            with interruptions() as timer:
+                while (left := len(prompt) + TOKENS - len(known)) > 0:
+                    stream = generator.stream(
+                        known[len(held) :],
+                        prompt_cache=caches,
+                        cached_tokens=held,
+                        max_tokens=left,
+                        sampling=sampling,
+                        stop_tokens=(),
+                    )
+                    chunks = []
+                    timer.after(dice.uniform(0, longest))
+                    try:
+                        for chunk in stream:
+                            chunks.append(chunk)
+                    except KeyboardInterrupt:
+                        hits += 1
+                        longest *= 1.1  # or a slow machine would never get through
+                        stream.close()  # it may have come before next() had begun
+                    timer.off()
+                    result, held = stream.result, stream.cached_tokens
+                    got = [chunk.token for chunk in chunks]
+                    # The last chunk may be lost: its text had ended before the signal.
+                    lost = len(result.tokens) - len(got)
+                    assert lost == 0 or (lost == 1 and result.finish_reason == "length")
+                    assert got == result.tokens[: len(got)]
+                    assert held[: len(known)] == known[: len(held)]
+                    whole = known + result.tokens
+                    assert held[: len(whole)] == whole[: len(held)]
+                    if len(held) >= len(known) and result.next_token is not None:
+                        known = [*held, result.next_token]
+            made.check(case, known[len(prompt) :][:TOKENS])
+    assert hits
