@@ -6,6 +6,10 @@ in which owners come and leave. Of one rank a module has one hook, the first tha
 asked for, until the last of its owners has left. Parameter paths and `isinstance`
 stay the same; what a hook does in a call is for its maker to say.
 
+A copy of a hooked module, by `copy` or by `pickle`, is one of the plain module: it has
+the plain class and no attribute of ours, since no owner would ever take them off it.
+Attributes of ours begin with `OURS`, so that they meet none of a model's.
+
 A class of one's own has its price in each call, also where the hook then does nothing,
 and a plain step of a small model on a GPU feels it. Hooks of the rank `OF_ROUNDS` are
 therefore on their modules from the first forward of a round (`on_in_round`) to the next
@@ -14,9 +18,11 @@ models. They ask for themselves whether they are in a round, as other threads ma
 be.
 """
 
+import copyreg
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -37,6 +43,8 @@ class Hook(NamedTuple):
     args: tuple[Any, ...] = ()
 
 
+OURS = "_mlx_speculation_"
+_HOOKS = OURS + "hooks"
 OF_ROUNDS = -1  # the rank of hooks that do nothing outside of rounds
 
 # Re-entrant: a collected generator removes its hooks in whatever thread allocates, and
@@ -80,10 +88,70 @@ def made_again(method: FunctionType, names: Mapping[str, Any]) -> FunctionType:
 
 
 def derived(kind: type[nn.Module], methods: dict[str, Any]) -> type[nn.Module]:
-    """Return a subclass of `kind` that goes by the same name."""
+    """Return a subclass of `kind` that goes by the same name, and copies as `kind`."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     own = {**names, "__doc__": kind.__doc__, "_hooked_from": kind, **methods}
+    own["__reduce_ex__"] = _reduced
+    for name in ("__copy__", "__deepcopy__"):
+        if hasattr(kind, name):
+            own[name] = _copying(kind, name)
     return type(kind.__name__, (kind,), own)
+
+
+def _reduced(module: nn.Module, protocol: Any) -> Any:
+    """Return what `copy` and `pickle` make the plain module from."""
+    kind = type(module)  # once: a round of another thread may give it its own back
+    bases = (each for each in kind.__mro__ if "_hooked_from" in vars(each))
+    hooked = next(bases, kind)
+    if hooked is not kind:  # somebody's own class, derived from a hooked one
+        return unhooked(hooked).__reduce_ex__(module, protocol)
+    twin = _plain_twin(module)
+    registered = copyreg.dispatch_table.get(type(twin))
+    found = registered(twin) if registered else twin.__reduce_ex__(protocol)
+    if isinstance(found, str):
+        return found
+    make, args, *rest = found
+    # Pickle knows copyreg's two functions by their names, and takes them only where the
+    # object's class is the one that they name.
+    name = getattr(make, "__name__", "")
+    if name == "__newobj__":
+        make = args[0].__new__
+    elif name == "__newobj_ex__":
+        plain, new, named = args
+        make, args = partial(plain.__new__, plain, *new, **named), ()
+    return (make, args, *rest)
+
+
+def _plain_twin(module: nn.Module) -> nn.Module:
+    """Return a plain module with the same parts and attributes, less those of ours."""
+    twin = dict.__new__(plain_class(module))
+    dict.update(twin, module)
+    state = object.__getstate__(module)
+    attributes, slots = state if isinstance(state, tuple) else (state, None)
+    theirs = {k: v for k, v in (attributes or {}).items() if not k.startswith(OURS)}
+    vars(twin).update(theirs)
+    for name, value in (slots or {}).items():
+        object.__setattr__(twin, name, value)
+    return twin
+
+
+def _copying(kind: type[nn.Module], name: str) -> Callable[..., Any]:
+    """Return a class's own way to copy, which makes a plain module of a hooked one."""
+
+    def method(module: nn.Module, *args: Any) -> Any:
+        made = getattr(kind, name)(module, *args)
+        if made is not module and "_hooked_from" in vars(type(made)):
+            object.__setattr__(made, "__class__", plain_class(made))
+            _forget(made)
+        return made
+
+    return method
+
+
+def _forget(module: nn.Module) -> None:
+    """Take all attributes of ours off a module."""
+    for name in [name for name in vars(module) if name.startswith(OURS)]:
+        object.__delattr__(module, name)
 
 
 class Hooked:
@@ -167,7 +235,7 @@ def _turn(*, on: bool) -> None:
 
 def _count(module: nn.Module, hook: Hook, change: int) -> None:
     """Count an owner of a hook in or out, and give the module its class."""
-    held: dict[int, tuple[Hook, int]] = dict(getattr(module, "_hooks", {}))
+    held: dict[int, tuple[Hook, int]] = dict(vars(module).get(_HOOKS, {}))
     first, count = held.get(hook.rank, (hook, 0))
     held[hook.rank] = (first, count + change)
     if not held[hook.rank][1]:
@@ -178,9 +246,9 @@ def _count(module: nn.Module, hook: Hook, change: int) -> None:
         if rank != OF_ROUNDS:
             outside = each.make(outside, *each.args)
     # Not a parameter: nn.Module would put it among them.
-    object.__setattr__(module, "_hooks", held)
+    object.__setattr__(module, _HOOKS, held)
     if not held:
-        object.__delattr__(module, "_hooks")
+        _forget(module)
     if OF_ROUNDS in held:
         _of_rounds[id(module)] = (module, within, outside)
     else:

@@ -21,28 +21,23 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.models.in_round import cuda_serves
-from mlx_speculation.models.instances import Hook, derived, lock, plain_class
+from mlx_speculation.models.instances import OURS, Hook, derived, lock, plain_class
 from mlx_speculation.models.known import is_known
 
+_HELD = OURS + "held"
 _RANK = -2  # inside of all others, which call it where they have nothing better
 
 _NOTHING: tuple[mx.array | None, mx.array | None] = (None, None)
 
 
 class _Held:
-    """A layer's weight and the view of it, for the streams that run.
-
-    A copy of the layer holds nothing: no stream would end for it.
-    """
+    """A layer's weight and the view of it, for the streams that run."""
 
     __slots__ = ("pair", "streams")
 
     def __init__(self) -> None:
         self.pair = _NOTHING  # changed as a whole, as other threads may read it
         self.streams: set[object] = set()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Held":
-        return _Held()
 
 
 @functools.cache
@@ -59,7 +54,7 @@ def _transposed(kind: type[nn.Module]) -> type[nn.Module]:
             replaced: mx.array = kind.__call__(self, x)
             return replaced
         weight = self["weight"]
-        seen, view = self._held.pair
+        seen, view = self._mlx_speculation_held.pair  # the name is _HELD
         if seen is not weight:
             view = weight.T
         if "bias" in self:
@@ -67,7 +62,7 @@ def _transposed(kind: type[nn.Module]) -> type[nn.Module]:
         product: mx.array = x @ view
         return product
 
-    return derived(kind, {"__call__": call, "_held": _Held()})
+    return derived(kind, {"__call__": call, _HELD: _Held()})
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
@@ -112,14 +107,14 @@ def _take(model: nn.Module, stream: object, held: list[_Held]) -> None:
     layers = [
         layer
         for layer in _layers(model)
-        if hasattr(type(layer), "_held") and "weight" in layer
+        if hasattr(type(layer), _HELD) and "weight" in layer
     ]
     pairs = [(layer["weight"], layer["weight"].T) for layer in layers]
     mx.eval([view for _, view in pairs])
     with lock:
         for layer, pair in zip(layers, pairs, strict=True):
-            if "_held" not in vars(layer):
-                object.__setattr__(layer, "_held", _Held())  # no parameter
-            held.append(vars(layer)["_held"])
+            if _HELD not in vars(layer):
+                object.__setattr__(layer, _HELD, _Held())  # no parameter
+            held.append(vars(layer)[_HELD])
             held[-1].streams.add(stream)
             held[-1].pair = pair

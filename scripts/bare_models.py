@@ -11,8 +11,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_speculation.models.instances import plain_class
-
 
 def bare(model: nn.Module) -> nn.Module:
     """Return a copy of a model that shares its parameters, without hooks."""
@@ -22,8 +20,4 @@ def bare(model: nn.Module) -> nn.Module:
         shared |= {id(v): v for v in held if isinstance(v, mx.distributed.Group)}
     parameters: Any = tree_flatten(model.parameters())
     shared |= {id(array): array for _, array in parameters}
-    other = copy.deepcopy(model, shared)
-    for module in other.modules():
-        object.__setattr__(module, "__class__", plain_class(module))
-        vars(module).pop("_hooks", None)
-    return other
+    return copy.deepcopy(model, shared)

@@ -21,6 +21,7 @@ from mlx_speculation.errors import UnsupportedModelError
 from mlx_speculation.models import HiddenStates, find_parts
 from support import census
 from support.cache_twins import assert_same, read
+from support.copies import left_on
 from support.tiny_models import TINY_MODELS
 
 QUICK = {
@@ -131,7 +132,7 @@ def test_states_are_those_of_the_forward_and_no_bit_of_it_changes(name: str) -> 
         layers = [read(states.layer(index)) for index in range(len(parts.layers))]
     assert set(parts.missing) == MISSING.get(name, set())
     assert {path: type(m) for path, m in model.named_modules()} == classes
-    assert not any("_hooks" in vars(module) for _, module in model.named_modules())
+    assert not any(left_on(module) for _, module in model.named_modules())
 
     norms = final_norms(model)
     spy = Spy([*model.layers, *norms])

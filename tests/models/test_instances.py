@@ -30,6 +30,7 @@ from mlx_speculation.models.instances import (
     plain_class,
 )
 from mlx_speculation.models.layer_by_layer import layer_by_layer
+from support.copies import left_on
 
 HEARD: list[str] = []
 
@@ -73,7 +74,7 @@ def test_the_class_follows_from_the_hooks_that_are_left(
         owners[index].remove()
         left.remove(hooks[index])
     assert type(norm) is nn.RMSNorm
-    assert "_hooks" not in vars(norm)
+    assert not left_on(norm)
 
 
 def test_of_one_rank_the_first_hook_counts_until_its_last_owner_leaves() -> None:
@@ -232,7 +233,7 @@ def test_an_owner_that_is_collected_in_the_middle_of_a_change_leaves_behind_it(
     assert [in_a_round(norm) for norm in norms] == [[], [], []]
     stays.remove()
     assert [type(norm) for norm in norms] == [nn.RMSNorm] * 3
-    assert not any("_hooks" in vars(norm) for norm in norms)
+    assert not any(left_on(norm) for norm in norms)
 
 
 def test_a_module_whose_owners_have_left_is_not_kept() -> None:

@@ -15,6 +15,7 @@ from mlx_speculation.models import Lane, Recorders
 from mlx_speculation.models.batch_lane import BatchLane
 from mlx_speculation.models.layer_by_layer import MOST_POSITIONS, layer_by_layer
 from mlx_speculation.models.row_sizes import RowSizes
+from support.copies import left_on
 from support.identity import prompt_of
 from support.tiny_models import build
 
@@ -38,7 +39,7 @@ def _model(request: pytest.FixtureRequest) -> Iterator[Any]:
     recorders = Recorders(model)
     yield model
     recorders.remove()
-    assert not any("_hooks" in vars(layer) for layer in model.layers)
+    assert not any(left_on(layer) for layer in model.layers)
 
 
 class Pairs(nn.Module):
@@ -68,7 +69,7 @@ def test_a_step_submits_every_layer_but_the_last(
 def build_like(model: Any) -> nn.Module:
     """Return the same model without hooks."""
     other = build(model.model_type)
-    assert not any("_hooks" in vars(layer) for layer in other.layers)
+    assert not any(left_on(layer) for layer in other.layers)
     return other
 
 

@@ -11,6 +11,7 @@ from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import HiddenStates, Parts, find_parts
 from support import census
 from support.census import build_from
+from support.copies import left_on
 from support.tiny_models import TINY_MODELS, build
 
 LAYERS: dict[str, Any] = {"layers": (0,)}
@@ -255,4 +256,4 @@ def test_a_layer_that_is_not_there_is_refused(index: int) -> None:
     model = build("llama")
     with pytest.raises(InvalidRequestError, match=f"Layer {index} .* model has 4"):
         HiddenStates(model, layers=(0, index))
-    assert not any("_hooks" in vars(module) for _, module in model.named_modules())
+    assert not any(left_on(module) for _, module in model.named_modules())

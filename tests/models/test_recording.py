@@ -18,6 +18,7 @@ from mlx_speculation.caches.kinds import flat
 from mlx_speculation.models import Recorders, recording
 from mlx_speculation.models.mixers import MIXERS
 from support.cache_twins import assert_same, detached, read
+from support.copies import left_on
 from support.recurrent_models import RECURRENT_MODELS, build_recurrent
 
 PREFIX = mx.array([[3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62]])
@@ -154,7 +155,7 @@ def test_hooks_change_neither_logits_nor_paths_nor_types(name: str) -> None:
         assert changed
     for path, module in model.named_modules():
         assert type(module) is classes[path]
-        assert "_hooks" not in vars(module)
+        assert not left_on(module)
 
 
 def test_the_last_of_two_owners_removes_the_hook() -> None:

@@ -21,6 +21,7 @@ from mlx_speculation.errors import (
 from mlx_speculation.models import HiddenStates, Recorders
 from support import census
 from support.cache_twins import assert_same, read
+from support.copies import left_on
 from support.tiny_models import build
 
 IDS = mx.array([[3, 141, 59, 26, 53]])
@@ -39,7 +40,7 @@ def removed(*owners: Any) -> Iterator[None]:
 
 
 def hooked(model: nn.Module) -> list[str]:
-    return [path for path, m in model.named_modules() if "_hooks" in vars(m)]
+    return [path for path, m in model.named_modules() if left_on(m)]
 
 
 def untouched(model: nn.Module, layer: int) -> Any:

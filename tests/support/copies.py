@@ -1,0 +1,33 @@
+"""What there is on the modules of a model: classes, attributes, parameters."""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_speculation.models.instances import OURS
+
+
+def left_on(module: nn.Module) -> list[str]:
+    """Return the names of the attributes that this package has put on a module."""
+    return [name for name in vars(module) if name.startswith(OURS)]
+
+
+def classes(model: nn.Module) -> dict[str, type]:
+    """Return the class of every module, by its path."""
+    return {path: type(module) for path, module in model.named_modules()}
+
+
+def attributes(model: nn.Module) -> dict[str, tuple[set[str], set[str]]]:
+    """Return the names that every module holds as parts and as attributes."""
+    return {
+        path: (set(module.keys()), set(vars(module)))
+        for path, module in model.named_modules()
+    }
+
+
+def parameters(model: nn.Module) -> dict[str, mx.array]:
+    """Return the parameters, by their paths."""
+    flat: Any = tree_flatten(model.parameters())
+    return dict(flat)
