@@ -110,6 +110,11 @@ def models_of(draft: Any) -> list[nn.Module]:
     return [member for member in members(draft) if isinstance(member, nn.Module)]
 
 
+def heads_of(draft: Any) -> list[Following]:
+    """Return the drafts that read what their target computes."""
+    return [member for member in members(draft) if isinstance(member, Following)]
+
+
 def lanes_of(drafter: Any) -> list[Lane | None]:
     """Return the lanes of a stream's drafter, in the order of `models_of`.
 
@@ -184,9 +189,8 @@ def measured_draft(draft: Any) -> Any:
 
 def check_head_ids(draft: Any, highest_id: int) -> None:
     """Refuse heads that know other token ids than the target."""
-    for member in members(draft):
-        if isinstance(member, Following):
-            member.check_ids(highest_id)
+    for head in heads_of(draft):
+        head.check_ids(highest_id)
 
 
 def check_draft_width(width: int, highest_id: int) -> None:

@@ -16,6 +16,7 @@ from mlx_speculation.engine.drafts import (
     check_head_ids,
     checked_confidence,
     checked_draft,
+    heads_of,
     models_of,
 )
 from mlx_speculation.engine.measured_lengths import MeasuredLengths
@@ -32,6 +33,7 @@ from mlx_speculation.models import (
     check_causal,
     check_resumable,
     compiled_steps,
+    evaluate_held,
     logit_width,
     wrapped,
 )
@@ -162,6 +164,8 @@ def checked_setup(
                 sliding=sliding,
                 prefix_cache=prefix_cache,
             )
+            # For streams in other threads; the checks have built their forwards by now.
+            evaluate_held(*models, *heads_of(setup.draft))
             weakref.finalize(setup, hooks.pop_all().close)
     return setup
 

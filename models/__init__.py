@@ -34,6 +34,7 @@ from mlx_speculation.models.hidden_states import HiddenStates
 from mlx_speculation.models.in_round import cuda_serves, on_cpu
 from mlx_speculation.models.kept_files import write_json
 from mlx_speculation.models.lane import PREFILL_STEP, Lane, LaneRound, Sliding
+from mlx_speculation.models.lazy_arrays import evaluate_held
 from mlx_speculation.models.loading import (
     check_model_folder,
     is_there,
@@ -144,6 +145,7 @@ __all__ = [
     "contract_of",
     "cuda_serves",
     "drawn_seed",
+    "evaluate_held",
     "find_mtp_head",
     "find_parts",
     "gathered",

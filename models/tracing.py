@@ -1,7 +1,8 @@
 """One forward of a model, call by call: which array goes from where to where.
 
 Arrays are compared as objects. Nothing is evaluated, so a forward of a large model is
-milliseconds of Python and reads no weights, unless the model itself looks at a value.
+milliseconds of Python and reads no weights, unless the model itself looks at a value or
+puts others in the place of its weights, which are then evaluated.
 """
 
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation.models.instances import Hooked
+from mlx_speculation.models.lazy_arrays import evaluating_changes
 from mlx_speculation.models.observing import OBSERVED, Observer, observing
 
 POSITIONS = 2  # two, so that a lost or swapped axis shows
@@ -109,7 +111,7 @@ def trace(model: nn.Module) -> Trace:
     found = Trace(mx.zeros((1, POSITIONS), mx.int32))
     hooked = Hooked((module, OBSERVED) for _, module in model.named_modules())
     try:
-        with observing(found, alone=True):
+        with evaluating_changes(model), observing(found, alone=True):
             model(found.ids, cache=make_prompt_cache(model))
     finally:
         hooked.remove()
