@@ -16,7 +16,6 @@ import json
 import math
 import os
 import stat
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +23,8 @@ from typing import Any, BinaryIO
 
 import mlx.core as mx
 import numpy as np
+
+from mlx_speculation import json_reading
 
 MAX_HEADER = 2**24
 MAX_DIM = 2**31 - 1
@@ -89,24 +90,9 @@ def shown(value: object) -> str:
 def parse_json(raw: bytes, what: str) -> Any:
     """Parse UTF-8 JSON without duplicate keys, NaN or infinity, and not too deep."""
     try:
-        text = raw.decode()
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_constant)
-    except RecursionError as error:
-        raise FlawError(f"{what} is nested too deep to be read") from error
-    except ValueError as error:
-        raise FlawError(f"{what} is not JSON: {shown(str(error))}") from error
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise FlawError(f"the key {shown(twice)} stands twice in one JSON object")
-    return found
-
-
-def _constant(text: str) -> None:
-    raise FlawError(f"the JSON holds {text}, which is no number of JSON")
+        return json_reading.parse_json(raw, unique_keys=True, finite=True)
+    except json_reading.JsonFlawError as error:
+        raise FlawError(f"{what} {error}") from error
 
 
 @contextmanager

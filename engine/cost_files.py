@@ -27,6 +27,7 @@ from mlx_speculation.engine.round_costs import RoundCosts
 from mlx_speculation.engine.round_parts import PartsTable
 from mlx_speculation.errors import CostFileWarning
 from mlx_speculation.folders import cache_folder
+from mlx_speculation.json_reading import load_json
 from mlx_speculation.models import write_json
 
 _VERSION = 3
@@ -91,7 +92,7 @@ class Known:
         if not path.exists():
             return cls(RoundCosts(), AcceptanceRates(), path, key)
         try:
-            costs, rates, parts = _checked(json.loads(path.read_text("utf-8")), key)
+            costs, rates, parts = _checked(load_json(path), key)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             warnings.warn(
                 f"{path} cannot be used ({error}). What rounds cost is measured again.",

@@ -29,6 +29,7 @@ from mlx_speculation.errors import (
     InvalidRequestError,
     MissingLibraryError,
 )
+from mlx_speculation.json_reading import JsonFlawError, parse_json
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -158,9 +159,13 @@ def json_schema(
     """
     library = _library()
     try:
-        plain = json.loads(schema) if isinstance(schema, str) else schema
+        plain = parse_json(schema) if isinstance(schema, str) else schema
         text = json.dumps(plain if isinstance(plain, bool) else dict(plain))
-    except (TypeError, ValueError) as error:
+    except JsonFlawError as error:
+        raise InvalidRequestError(
+            f"The schema {error}. It is: {_shortened(repr(schema))}"
+        ) from error
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(
             f"The schema is not JSON: {error}. It is: {_shortened(repr(schema))}"
         ) from error

@@ -4,11 +4,11 @@ mlx-lm's arguments drop the keys that they do not know, and those of MTP heads a
 among them.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.json_reading import LARGEST, JsonFlawError, load_json
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -20,19 +20,35 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / "config.json")
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds.
+def read_json(
+    file: Path,
+    *,
+    most: int = LARGEST,
+    unique_keys: bool = False,
+    advice: str = "Download it again, or correct it.",
+) -> dict[str, Any]:
+    """Return the object that a JSON file of a model folder holds.
+
+    Args:
+        file: the file.
+        most: how many bytes it may have.
+        unique_keys: refuse an object with a key twice. mlx-lm takes the last one of a
+            config.json, and so do we where it reads the same file.
+        advice: what to do about a file that is refused.
 
     Raises:
         ModelFolderError: it cannot be read, or is not an object.
     """
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelFolderError(f"{str(file)!r} cannot be read: {error}.") from error
+        value = load_json(file, most=most, unique_keys=unique_keys)
+    except JsonFlawError as error:
+        raise ModelFolderError(
+            f"{str(file)!r} cannot be read: it {error}. {advice}"
+        ) from error
     if not isinstance(value, dict):
         raise ModelFolderError(
-            f"{str(file)!r} holds a {type(value).__name__}, and an object is needed."
+            f"{str(file)!r} holds a {type(value).__name__}, and an object is needed. "
+            f"{advice}"
         )
     return value
 

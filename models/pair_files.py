@@ -8,7 +8,8 @@
     contract      of an MTP head: some of hidden, recycled, order and norms
     draft_length  tokens drafted in a round, where the caller does not say
 
-Nothing else may stand in it, and no path may lead elsewhere, also not through a link.
+Nothing else may stand in it, nor a key twice, and no path may lead elsewhere, also not
+through a link.
 """
 
 from collections.abc import Collection, Mapping
@@ -23,6 +24,8 @@ from mlx_speculation.models.model_config import read_json
 NAME = "speculation.json"
 FIELDS = ("draft", "kind", "contract", "draft_length")
 NAMED = ("mtp", "lookup")
+LARGEST = 1 << 16  # bytes
+_ADVICE = "Correct it, or pass draft= something else than 'auto'."
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ def read_pair(folder: Path, kinds: Collection[str]) -> PairFile | None:
     file = folder / NAME
     if not file.exists() and not file.is_symlink():
         return None
-    fields = read_json(file)
+    fields = read_json(file, most=LARGEST, unique_keys=True, advice=_ADVICE)
     unknown = sorted(fields.keys() - set(FIELDS))
     if unknown:
         raise _wrong(file, f"a field {unknown[0]!r}", f"{', '.join(FIELDS)} are known")
@@ -106,10 +109,16 @@ def _folder(file: Path, draft: str) -> Path:
             'a folder in the target\'s, such as "draft", or beside it, such as '
             '"../draft", is',
         )
-    found = (target / draft).resolve()
+    try:
+        found = (target / draft).resolve()
+        is_folder = found.is_dir()
+    except (OSError, ValueError) as error:  # a name that is too long, or no text
+        raise _wrong(
+            file, f"draft = {draft[:60]!r}, which is no name", _NEAR
+        ) from error
     if not found.is_relative_to(target.parent if beside else target):
         raise _wrong(file, f"draft = {draft!r}, which leads to {str(found)!r}", _NEAR)
-    if not found.is_dir() or found == target:
+    if not is_folder or found == target:
         raise _wrong(file, f"draft = {draft!r}, and there is no such folder", _NEAR)
     return found
 
@@ -120,6 +129,5 @@ _NEAR = "a folder in the target's or beside it is"
 def _wrong(file: Path, found: str, wanted: str) -> ModelFolderError:
     return ModelFolderError(
         f"{str(file)!r} has {found}, and {wanted}"
-        f"{'' if wanted.endswith('known') else ' needed'}. Mend it, or pass draft= "
-        "something else than 'auto'."
+        f"{'' if wanted.endswith('known') else ' needed'}. {_ADVICE}"
     )

@@ -10,7 +10,6 @@ what they cover). A file of a stranger, or one that is broken, is never trusted 
 never written over: that is said, and the cache folder takes what is found.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.folders import cache_folder
+from mlx_speculation.json_reading import JsonFlawError, load_json
 from mlx_speculation.models.contract import Contract
 from mlx_speculation.models.contract_fields import contract_of, fields_of
 from mlx_speculation.models.kept_files import write_json
@@ -118,18 +118,11 @@ class SavedContracts:
 def _object(file: Path) -> dict[str, Any] | None:
     """Return what a file of ours holds; None: there is none."""
     try:
-        with file.open("rb") as opened:
-            text = opened.read(_LARGEST + 1)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise _NotOursError(f"it cannot be read ({error})") from error
-    if len(text) > _LARGEST:
-        raise _NotOursError(f"it has more than {_LARGEST} bytes")
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _NotOursError(f"it is no JSON ({error})") from error
+        value = load_json(file, most=_LARGEST)
+    except JsonFlawError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise _NotOursError(f"it cannot be read, as it {error}") from error
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise _NotOursError("it is not a contract that was saved here")
     if value.get("version") != VERSION or value.keys() != _KEYS:

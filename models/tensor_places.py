@@ -1,10 +1,10 @@
 """Where the tensors of a safetensors file lie, as bytes."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.json_reading import JsonFlawError, parse_json
 from mlx_speculation.models.mtp_files import header
 
 
@@ -35,9 +35,13 @@ def places_in(file: Path) -> dict[str, TensorPlace]:
     try:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
-            entries = json.loads(opened.read(length))
-    except (OSError, ValueError) as error:
+            entries = parse_json(opened.read(length))
+    except OSError as error:
         raise ModelFolderError(f"{str(file)!r} cannot be read: {error}.") from error
+    except JsonFlawError as error:
+        raise ModelFolderError(
+            f"The header of {str(file)!r} {error}. Download or convert it again."
+        ) from error
     entries.pop("__metadata__", None)
     start = 8 + length
     return {

@@ -344,7 +344,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "number": (lambda p: assemble(p, b"3"), "is 3 and not a JSON object"),
     "long number": (lambda p: assemble(p, b"9" * 5000), "is not JSON"),
     "NaN": (lambda p: assemble(p, b'{"a": NaN}'), "holds NaN"),
-    "twice": (lambda p: assemble(p, b'{"a": 1, "a": 2}'), "'a' stands twice"),
+    "twice": (lambda p: assemble(p, b'{"a": 1, "a": 2}'), "has the key 'a' twice"),
     "not UTF-8": (lambda p: assemble(p, b'{"\xff": 1}'), "is not JSON"),
     "huge header": (lambda p: assemble(p, b" " * (2**24 + 1)), "is the limit"),
     "metadata": (lambda p: assemble(p, b'{"__metadata__": {"a": 1}}'), "of texts"),

@@ -40,7 +40,7 @@ NUMBERS = [
     ("--repetition-context-size", "-1", "repetition_context_size is -1"),
     ("--presence-penalty", "nan", "presence_penalty is nan"),
     ("--frequency-penalty", "inf", "frequency_penalty is inf"),
-    ("--logit-bias", "{", "--logit-bias is no JSON"),
+    ("--logit-bias", "{", "--logit-bias is not JSON"),
     ("--logit-bias", "[3]", "is [3], and a JSON object of token ids with a number"),
     ("--logit-bias", '{"x": 1}', """is {"x": 1}, and a JSON object of token ids"""),
     ("--logit-bias", '{"5": "x"}', "logit_bias of id 5 is 'x'"),
@@ -59,7 +59,7 @@ NUMBERS = [
     ("--quantize-draft", "7", "one of 2, 3, 4, 5, 6, 8 bits is needed"),
     ("--adapter-path", "nowhere", "'nowhere' lacks adapter_config.json"),
     ("--system-prompt", "x", "--system-prompt is given, and no chat template is used"),
-    ("--chat-template-config", "{", "--chat-template-config is no JSON"),
+    ("--chat-template-config", "{", "--chat-template-config is not JSON"),
     ("--chat-template-config", "[1]", "is [1], and a JSON object is needed"),
     ("--chat-template-config", "{}", "the tokenizer has none. Put it into the prompt"),
     ("--json-schema", "nowhere.json", "'nowhere.json', which cannot be read: No such"),
@@ -219,11 +219,11 @@ def test_schemas_that_cannot_be_used_are_refused(
         file.write_bytes(held)
         return commands.refused(*HI, "--json-schema", file)
 
-    assert "is no JSON" in said(b"{")
+    assert "is not JSON" in said(b"{")
     assert "is not UTF-8" in said(b"\xff")
     assert "schema" in said(b'{"type": "no such type"}')
     assert "schema" in said(b"3")
-    assert "is no JSON" in said(b"[" * 100_000)
+    assert "is nested too deep" in said(b"[" * 100_000)
 
 
 def test_a_template_that_refuses_is_a_line(commands: Commands, tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_whitespace_is_refused_where_it_is_compact() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: json_schema("{", BYTES), r"schema is not JSON: .* It is: '\{'"),
+        (lambda: json_schema("{", BYTES), r"schema is not JSON \(.* It is: '\{'"),
         (lambda: json_schema("[1]", BYTES), "schema is not JSON"),
         (lambda: json_schema({"enum": [{1}]}, BYTES), "schema is not JSON"),
         (lambda: json_schema({"type": "foo"}, BYTES), "Invalid type: foo"),

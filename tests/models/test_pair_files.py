@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models import read_pair
+from mlx_speculation.models import read_config, read_pair
+from mlx_speculation.models.model_config import read_json
 from mlx_speculation.models.pair_files import NAME
 
 KINDS = ("mtp", "eagle", "model")
@@ -199,3 +200,34 @@ def test_whatever_stands_in_it_is_understood_or_refused(
     assert found is not None
     assert found.draft_length is None or found.draft_length >= 0
     assert found.kind is None or found.kind in (*KINDS, "lookup")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[" * 100_000, "has more than 65536 bytes"),
+        ("[" * 50_000, "nested too deep"),
+        ('{"draft":' * 7_000, "nested too deep"),
+        ('{"draft": "lookup", "draft": "mtp"}', "has the key 'draft' twice"),
+        ('{"draft": "mtp", "contract": {"order": 1, "order": 2}}', "'order' twice"),
+        (" " * (1 << 16) + '{"draft": "lookup"}', "has more than 65536 bytes"),
+        ('{"draft": "\\ud800"}', "draft"),
+        ('{"draft": "%s"}' % ("long" * 2000), "draft"),
+    ],
+)
+def test_a_file_that_means_harm_is_refused_with_its_name_and_what_to_do(
+    text: str, why: str, folder: Path
+) -> None:
+    (folder / NAME).write_text(text, encoding="utf-8")
+    with pytest.raises(ModelFolderError, match=why) as refused:
+        read_pair(folder, KINDS)
+    assert str(folder / NAME) in str(refused.value)
+    assert "or pass draft= something else" in str(refused.value)
+
+
+@pytest.mark.parametrize("read", [read_config, read_json])
+def test_other_files_of_a_folder_are_refused_likewise(read: Any, folder: Path) -> None:
+    file = folder / "config.json"
+    file.write_text('{"a":' * 100_000, encoding="utf-8")
+    with pytest.raises(ModelFolderError, match=r"nested too deep.*Download it again"):
+        read(folder if read is read_config else file)

@@ -1,6 +1,5 @@
 """What commands read and write beside models: prompts, schemas, pages."""
 
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.json_reading import JsonFlawError, parse_json
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -74,7 +74,7 @@ def read_json_file(option: str, path: Path) -> Any:
     """Return what a JSON file holds.
 
     Raises:
-        InvalidRequestError: it cannot be read, or is no JSON.
+        InvalidRequestError: it cannot be read, or is not JSON.
     """
     check_input(option, path)
     held = path.read_bytes()
@@ -101,14 +101,13 @@ def parsed_json(name: str, text: str) -> Any:
     """Return what a JSON text says.
 
     Raises:
-        InvalidRequestError: it is no JSON.
+        InvalidRequestError: it is not JSON.
     """
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text)
+    except JsonFlawError as error:
         raise InvalidRequestError(
-            f"{name} is no JSON: {error}. Mend it, for example with python -m "
-            "json.tool."
+            f"{name} {error}. Correct it; python -m json.tool shows where."
         ) from error
 
 

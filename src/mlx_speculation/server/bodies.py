@@ -5,11 +5,10 @@ import re
 from email.message import Message
 from typing import Any, BinaryIO
 
+from mlx_speculation.json_reading import deeper_than
 from mlx_speculation.server.refusals import ApiError, invalid
 
 DEEPEST = 64
-# A string that is not closed goes to the end, so that no byte is looked at twice.
-_STRINGS_AND_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
 
 
 def read_body(headers: Message, source: BinaryIO, most: int) -> bytes:
@@ -50,7 +49,6 @@ def parsed(raw: bytes) -> dict[str, Any]:
         ApiError: it is no UTF-8, no JSON or no object, too deep, or holds text that no
             tokenizer takes or a number that is none.
     """
-    _check_depth(raw)
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -58,6 +56,8 @@ def parsed(raw: bytes) -> dict[str, Any]:
             f"The body is not UTF-8: byte 0x{raw[error.start]:02x} stands at "
             f"{error.start}."
         ) from error
+    if deeper_than(DEEPEST, text):
+        raise invalid(f"The body is nested more than {DEEPEST} deep.")
     try:
         body = json.loads(text, parse_constant=_no_number)
     except ApiError:
@@ -73,17 +73,6 @@ def parsed(raw: bytes) -> dict[str, Any]:
             "A text in the body holds half of a surrogate pair, which is no character."
         ) from error
     return body
-
-
-def _check_depth(raw: bytes) -> None:
-    """Refuse nesting that would cost a parser its stack."""
-    if raw.count(b"[") + raw.count(b"{") <= DEEPEST:
-        return
-    depth = 0
-    for found in _STRINGS_AND_BRACKETS.finditer(raw):
-        depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(found[0], 0)
-        if depth > DEEPEST:
-            raise invalid(f"The body is nested more than {DEEPEST} deep.")
 
 
 def _no_number(word: str) -> None:
