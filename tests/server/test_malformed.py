@@ -184,6 +184,8 @@ RAW = [
         b"Content-Length: 3\r\n\r\n{}",
         400,
     ),
+    (b"GET /health HTTP/1.1\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}", 400),
+    (b"POST /v1/completions HTTP/1.1\r\nContent-Length: 2, 2\r\n\r\n{}", 400),
 ]
 
 
@@ -192,6 +194,34 @@ def test_what_is_no_request_is_refused(
     server: Server, sent: bytes, status: int
 ) -> None:
     exchange(server, sent).refused(status)
+
+
+# What a proxy may read other bounds from than this server.
+CODINGS = [
+    "Transfer-Encoding: chunked",
+    "transfer-encoding: identity",
+    "Transfer-Encoding:\r\n chunked",
+    "Transfer-Encoding:",
+    "Transfer-Encoding : chunked",
+    "Transfer-Encoding chunked",
+]
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("line", ["POST /v1/completions", "GET /health"])
+def test_a_length_and_a_coding_together_are_refused(
+    server: Server, coding: str, first: bool, line: str
+) -> None:
+    body = json.dumps(GOOD).encode()
+    headers = ["Host: here", f"Content-Length: {len(body)}"]
+    headers.insert(0 if first else 2, coding)
+    head = "\r\n".join([f"{line} HTTP/1.1", *headers, "", ""]).encode()
+    smuggled = b"GET /v1/models HTTP/1.1\r\n\r\n"
+    answer = exchange(server, head + body + smuggled)
+    error = answer.refused(400)
+    assert "header" in error["message"] or "Content-Length" in error["message"]
+    assert answer.body.count(b"HTTP/") == 0  # it was closed after one answer
 
 
 def test_a_request_of_an_old_kind_is_answered(server: Server) -> None:

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -97,6 +97,15 @@ def client_of(server: Server, key: str = "none") -> Iterator[openai.OpenAI]:
         yield client
 
 
+class Listening(Protocol):
+    """A server of this process or of another one."""
+
+    @property
+    def url(self) -> str:
+        """Where it listens, without a path."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What came back over a socket.
@@ -127,13 +136,13 @@ class Answer:
         return error
 
 
-def connect(server: Server) -> socket.socket:
+def connect(server: Listening) -> socket.socket:
     """Open a connection."""
     host, port = server.url.removeprefix("http://").rsplit(":", 1)
     return socket.create_connection((host, int(port)), timeout=20)
 
 
-def exchange(server: Server, sent: bytes, *, close: bool = False) -> Answer:
+def exchange(server: Listening, sent: bytes, *, close: bool = False) -> Answer:
     """Send bytes, and read until the server closes.
 
     Args:
@@ -172,7 +181,7 @@ def answer_of(received: bytes) -> Answer:
 
 
 def post(
-    server: Server,
+    server: Listening,
     body: Any,
     *,
     path: str = "/v1/completions",
@@ -195,7 +204,7 @@ def packet(
     return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + raw
 
 
-def get(server: Server, path: str, **headers: str) -> Answer:
+def get(server: Listening, path: str, **headers: str) -> Answer:
     """Ask for a path."""
     head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     return exchange(server, f"GET {path} HTTP/1.1\r\n{head}\r\n".encode())

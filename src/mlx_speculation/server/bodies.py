@@ -11,11 +11,38 @@ from mlx_speculation.server.refusals import ApiError, invalid
 DEEPEST = 64
 
 
+def check_framing(headers: Message) -> None:
+    """Refuse a request that somebody else may see other bounds of.
+
+    A proxy that goes by another header than this server takes a part of one client's
+    body for the next client's request.
+
+    Args:
+        headers: of a request of any kind.
+
+    Raises:
+        ApiError: a line is no header, or the headers do not agree on the body.
+    """
+    if headers.defects or headers.get_payload():
+        raise invalid("A line among the headers is no header. Send NAME: VALUE.")
+    given = headers.get_all("Content-Length", [])
+    coding = headers.get("Transfer-Encoding")
+    if coding is not None and given:
+        raise invalid(
+            f"Transfer-Encoding ({coding[:100]!r}) and Content-Length "
+            f"({given[0][:100]!r}) are both given. Send Content-Length alone."
+        )
+    if len(set(given)) > 1 or not all(
+        re.fullmatch(r"[0-9]{1,18}", one.strip()) for one in given
+    ):
+        raise invalid("Content-Length is not one whole number.")
+
+
 def read_body(headers: Message, source: BinaryIO, most: int) -> bytes:
     """Return as many bytes as the client has announced.
 
     Args:
-        headers: of the request.
+        headers: of the request, which `check_framing` has passed.
         source: what follows them.
         most: how many there may be.
 
@@ -25,8 +52,6 @@ def read_body(headers: Message, source: BinaryIO, most: int) -> bytes:
     given = headers.get_all("Content-Length", [])
     if not given:
         raise ApiError(411, "Content-Length is missing, and has to be sent.")
-    if len(set(given)) > 1 or not re.fullmatch(r"[0-9]{1,18}", given[0].strip()):
-        raise invalid("Content-Length is not one whole number.")
     length = int(given[0])
     if length > most:
         raise ApiError(

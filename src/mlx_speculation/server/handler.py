@@ -15,7 +15,7 @@ from mlx_speculation.models.mlx_lm_server import (
     response,
 )
 from mlx_speculation.server import replies
-from mlx_speculation.server.bodies import parsed, read_body
+from mlx_speculation.server.bodies import check_framing, parsed, read_body
 from mlx_speculation.server.checked_request import CheckedRequest, read_request
 from mlx_speculation.server.connections import (
     LateError,
@@ -185,6 +185,7 @@ class Handler(ChatHandler):
         return replies.usage(self._result, self._job.prompt_tokens, draft)
 
     def _post(self) -> None:
+        check_framing(self.headers)
         check_permission(self.headers, self._settings)
         self.path = self.path.partition("?")[0]
         if self.path not in (*CHATS, *TEXTS):
@@ -195,6 +196,7 @@ class Handler(ChatHandler):
         self.handle_request(json.dumps(self._checked.body).encode())
 
     def _get(self) -> None:
+        check_framing(self.headers)
         path = self.path.partition("?")[0]
         if path == "/health":
             ready = self._worker.ready
