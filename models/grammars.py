@@ -51,6 +51,19 @@ class Vocabulary:
     end: int
 
 
+@dataclass(frozen=True, slots=True)
+class PortableVocabulary:
+    """The same as text, for another process.
+
+    Attributes:
+        text: the tokenizer in the form of `tokenizer.json`, with the end in it.
+        end: as in `Vocabulary`.
+    """
+
+    text: str
+    end: int
+
+
 # Reading a tokenizer takes up to a second. It is read again after tokens were added.
 _READ: WeakKeyDictionary[PreTrainedTokenizerFast, Vocabulary] = WeakKeyDictionary()
 
@@ -75,15 +88,9 @@ class Grammar:
             self._vocabulary.tokens, text, log_level=0, limits=limits
         )
         if self._matcher.is_error():
-            raise InvalidRequestError(
-                f"The grammar cannot be used: {_reason(self._matcher)}. It is: "
-                f"{_shortened(text)}"
-            )
+            raise unusable(self._matcher.get_error(), text)
         if warnings := self._matcher.get_grammar_warnings():
-            raise InvalidRequestError(
-                "A part of the grammar would not be enforced: "
-                f"{'; '.join(warnings)}. Leave it out, and check it afterwards."
-            )
+            raise not_enforced("; ".join(warnings))
 
     def begin(self) -> "GrammarState":
         """Return a state before the first generated token."""
@@ -104,9 +111,7 @@ class GrammarState:
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():  # the mask then allows the end alone
-            raise ConstraintError(
-                f"The grammar failed here: {_reason(self._matcher)}. Simplify it."
-            )
+            raise failed_here(self._matcher.get_error())
         # [ids], without the library's own end
         return np.unpackbits(bits, count=self._end, bitorder="little").view(np.bool_)
 
@@ -125,8 +130,8 @@ class GrammarState:
         following = self._matcher.deep_copy()  # a failure would be for good
         if not following.consume_token(token):
             raise ConstraintError(
-                f"Token {token} is not allowed here: {_reason(following)}. Take one "
-                "that allowed() names."
+                f"Token {token} is not allowed here: {_plain(following.get_error())}. "
+                "Take one that allowed() names."
             )
         self._matcher = following
 
@@ -220,6 +225,14 @@ def _library() -> Any:
 
 def _vocabulary(tokenizer: Any) -> Vocabulary:
     """Return what the library needs of a tokenizer, read at most once."""
+    fast = _fast(tokenizer)
+    known = _READ.get(fast)
+    if known is None or known.end != fast.backend_tokenizer.get_vocab_size():
+        known = _READ[fast] = _read(fast)
+    return known
+
+
+def _fast(tokenizer: Any) -> PreTrainedTokenizerFast:
     fast = tokenizer
     if isinstance(tokenizer, TokenizerWrapper):
         fast = tokenizer._tokenizer
@@ -228,14 +241,30 @@ def _vocabulary(tokenizer: Any) -> Vocabulary:
             f"The tokenizer is a {type(fast).__name__}, and a fast one of transformers "
             "(PreTrainedTokenizerFast) is needed for grammars."
         )
-    known = _READ.get(fast)
-    if known is None or known.end != fast.backend_tokenizer.get_vocab_size():
-        known = _READ[fast] = _read(fast)
-    return known
+    return fast
 
 
 def _read(fast: PreTrainedTokenizerFast) -> Vocabulary:
-    library, backend = _library(), copy(fast.backend_tokenizer)
+    library, portable = _library(), portable_vocabulary(fast)
+    try:
+        tokens = library.LLTokenizer(portable.text, eos_token=portable.end)
+    except ValueError as error:
+        raise unreadable_tokenizer(str(error)) from error
+    return Vocabulary(tokens, portable.end)
+
+
+def portable_vocabulary(tokenizer: Any) -> PortableVocabulary:
+    """Return what the library needs of a tokenizer, wherever it runs.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers, or mlx-lm's wrapper of one.
+
+    Raises:
+        InvalidRequestError: the tokenizer cannot be used.
+        MissingLibraryError: llguidance is not installed.
+    """
+    _library()
+    backend = copy(_fast(tokenizer).backend_tokenizer)
     backend.no_padding()
     backend.no_truncation()
     ids = set(backend.get_vocab(with_added_tokens=True).values())
@@ -248,18 +277,40 @@ def _read(fast: PreTrainedTokenizerFast) -> Vocabulary:
             f"The tokenizer has {len(ids)} ids and the largest is {max(ids)}. Grammars "
             "need ids without gaps from 0 on."
         )
-    try:
-        return Vocabulary(library.LLTokenizer(backend.to_str(), eos_token=end), end)
-    except ValueError as error:
-        raise InvalidRequestError(
-            f"llguidance cannot read the tokenizer: {error}. Use one whose decoder is "
-            "byte-level or has a byte fallback."
-        ) from error
+    return PortableVocabulary(backend.to_str(), end)
 
 
-def _reason(matcher: "LLMatcher") -> str:
+def unusable(reason: str, grammar: str) -> InvalidRequestError:
+    """Return the error of a grammar that the library refuses."""
+    return InvalidRequestError(
+        f"The grammar cannot be used: {_plain(reason)}. It is: {_shortened(grammar)}"
+    )
+
+
+def not_enforced(warnings: str) -> InvalidRequestError:
+    """Return the error of a grammar that the library would not follow in all parts."""
+    return InvalidRequestError(
+        f"A part of the grammar would not be enforced: {warnings}. Leave it out, and "
+        "check it afterwards."
+    )
+
+
+def failed_here(reason: str) -> ConstraintError:
+    """Return the error of a grammar that has hit a limit of the library."""
+    return ConstraintError(f"The grammar failed here: {_plain(reason)}. Simplify it.")
+
+
+def unreadable_tokenizer(reason: str) -> InvalidRequestError:
+    """Return the error of a tokenizer that the library refuses."""
+    return InvalidRequestError(
+        f"llguidance cannot read the tokenizer: {reason}. Use one whose decoder is "
+        "byte-level or has a byte fallback."
+    )
+
+
+def _plain(reason: str) -> str:
     """Return why a matcher failed, without what the library says of itself."""
-    return matcher.get_error().removesuffix("<non-verbose/>").strip()
+    return reason.removesuffix("<non-verbose/>").strip()
 
 
 def _shortened(text: str) -> str:

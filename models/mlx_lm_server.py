@@ -143,9 +143,15 @@ class EngineThread(ResponseGenerator):
         """Do everything, until `stopping`."""
         raise NotImplementedError
 
-    def end(self) -> None:
-        """Ask the thread to end, and wait until it has."""
-        self.stop_and_join()
+    def end(self, seconds: float) -> bool:
+        """Ask the thread to end, and return whether it has.
+
+        Args:
+            seconds: to wait for it.
+        """
+        self._stop = True
+        self._generation_thread.join(seconds)
+        return not self._generation_thread.is_alive()
 
     @property
     def alive(self) -> bool:

@@ -2,6 +2,7 @@
 
 import ipaddress
 import logging
+import os
 import signal
 import threading
 from dataclasses import dataclass
@@ -95,6 +96,15 @@ class LimitOptions:
         float, _limit("Until a request has arrived.", 0.001)
     ] = 30.0
     max_connections: Annotated[int, _limit("Open at once.", 1)] = 256
+    max_schemas: Annotated[
+        int, _limit("JSON schemas at once, each in a process of its own.", 1)
+    ] = 16
+    max_schema_seconds: Annotated[float, _limit("To compile a schema.", 0.001)] = 5.0
+    max_schema_megabytes: Annotated[int, _limit("Memory of a schema, in MiB.", 1)] = 128
+    max_mask_seconds: Annotated[
+        float,
+        _limit("For a text's masks by its schema, beside 20 ms for each token.", 0.001),
+    ] = 1.0
 
     def limits(self) -> "Limits":
         """Return them as the server takes them."""
@@ -109,6 +119,10 @@ class LimitOptions:
             seconds=self.max_seconds,
             read_seconds=self.max_read_seconds,
             connections=self.max_connections,
+            schemas=self.max_schemas,
+            schema_seconds=self.max_schema_seconds,
+            schema_megabytes=self.max_schema_megabytes,
+            mask_seconds=self.max_mask_seconds,
         )
 
 
@@ -223,7 +237,9 @@ def _until_stopped(
         screen.say(f"{settings.names[0]} is served at {server.url}/v1")
         stop.wait()
         screen.say("ending")
-        server.stop(grace)
+        if not server.stop(grace):
+            logging.shutdown()
+            os._exit(1)  # the interpreter would wait for the engine
     finally:
         for each, handler in zip(signals, before, strict=True):
             signal.signal(each, handler)

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from http import HTTPStatus
 from typing import Any
 
@@ -26,7 +27,8 @@ from mlx_speculation.server.connections import (
 from mlx_speculation.server.jobs import ClientLeftError, Job, Read, Token
 from mlx_speculation.server.metrics import Metrics
 from mlx_speculation.server.permission import check_permission
-from mlx_speculation.server.refusals import ApiError, as_api_error, invalid
+from mlx_speculation.server.refusals import ApiError, as_api_error, invalid, late
+from mlx_speculation.server.schemas import SchemaConstraint
 from mlx_speculation.server.settings import Settings
 from mlx_speculation.server.worker import Worker
 
@@ -107,14 +109,18 @@ class Handler(ChatHandler):
     def complete(self, request: CompletionRequest) -> None:
         """Hand a request to the engine, and send what comes back."""
         assert self._checked is not None
-        job = Job(self._checked, request, self._settings.limits.seconds)
-        self._worker.submit(job)
-        self._job = job
-        try:
+        self._job = job = Job(self._checked, request, self._settings.limits.seconds)
+        self._worker.take()
+        with ExitStack() as held:
+            try:
+                job.constraint = self._constraint(job, held)
+            except BaseException:
+                self._worker.drop()
+                raise
+            held.callback(job.cancel)
+            self._worker.submit(job)
             context = job.wait_for_context(self._check)
             self.send_answer(request, context, self._responses(job))
-        finally:
-            job.cancel()
 
     def generate_response(
         self, text: str, finish_reason: Any, *more: Any, **options: Any
@@ -137,6 +143,22 @@ class Handler(ChatHandler):
         packet: dict[str, Any] = super().completion_usage_response(*counts)
         packet["object"], packet["usage"] = self.object_type, self._usage()
         return packet
+
+    def _constraint(self, job: Job, held: ExitStack) -> SchemaConstraint | None:
+        """Compile what the text has to fit, beside the engine; `held` ends it."""
+        if job.checked.schema is None:
+            return None
+
+        def check() -> None:
+            self._check()
+            if job.late:
+                raise late(self._settings.limits.seconds, began=False)
+
+        constraint = self._worker.schemas.compile(
+            job.checked.schema, self._worker.model_provider.tokenizer, check
+        )
+        held.callback(constraint.close)
+        return constraint
 
     def _responses(self, job: Job) -> Iterator[Any]:
         """Yield the text in pieces, and note what is not text."""

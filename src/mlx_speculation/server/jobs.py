@@ -18,6 +18,7 @@ from mlx_speculation.server.refusals import ApiError
 
 if TYPE_CHECKING:
     from mlx_speculation.engine import Result
+    from mlx_speculation.samplers import Constraint
 
 POLL_SECONDS = 0.1
 # The engine ends what is late between two rounds; after this long nobody waits for it.
@@ -96,6 +97,7 @@ class Job:
 
     def __init__(self, checked: CheckedRequest, request: Any, seconds: float) -> None:
         self.checked, self.request = checked, request
+        self.constraint: Constraint | None = None
         self.arrived = time.monotonic()
         self.deadline = self.arrived + seconds
         self.began: float | None = None

@@ -70,6 +70,23 @@ def invalid(message: str, param: str | None = None, **more: Any) -> ApiError:
     return ApiError(400, message, param=param, **more)
 
 
+def late(seconds: float, *, began: bool) -> ApiError:
+    """Return the error of a request whose time is over."""
+    if began:
+        return ApiError(
+            504,
+            f"The answer took more than {seconds:g} seconds. Ask for fewer tokens.",
+            code="timeout",
+            retry=False,
+        )
+    return ApiError(
+        503,
+        f"The request has waited for {seconds:g} seconds. Try again later.",
+        code="queue_timeout",
+        retry=True,
+    )
+
+
 def as_api_error(error: BaseException) -> ApiError:
     """Return what a client is told of an exception.
 

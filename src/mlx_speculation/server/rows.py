@@ -11,7 +11,7 @@ from mlx_speculation.engine.handling import Handling
 from mlx_speculation.samplers import Sampling
 from mlx_speculation.server.jobs import Alternative, Job, Piece, Token
 from mlx_speculation.server.metrics import Metrics
-from mlx_speculation.server.refusals import ApiError, as_api_error
+from mlx_speculation.server.refusals import ApiError, as_api_error, late
 from mlx_speculation.server.settings import Settings
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Rows:
             "draft_length": length,
             "max_draft": checked.max_draft,
             "logprobs": checked.logprobs,
-            "constraint": _constraint(checked.schema, tokenizer),
+            "constraint": job.constraint,
             "handling": Handling(
                 prefill_step=self._settings.prefill_step, heard=job.heard
             ),
@@ -177,7 +177,7 @@ class Rows:
         if job.cancelled:
             self._metrics.cancelled()
         else:
-            job.put(_late(self._settings.limits.seconds, began=job.has_begun))
+            job.put(late(self._settings.limits.seconds, began=job.has_begun))
         self._let_go(uid)
 
 
@@ -187,28 +187,3 @@ def told(error: Exception) -> ApiError:
     if answer.status >= 500:
         LOG.error("a request failed", exc_info=error)
     return answer
-
-
-def _late(seconds: float, *, began: bool) -> ApiError:
-    if began:
-        return ApiError(
-            504,
-            f"The answer took more than {seconds:g} seconds. Ask for fewer tokens.",
-            code="timeout",
-            retry=False,
-        )
-    return ApiError(
-        503,
-        f"The request has waited for {seconds:g} seconds. Try again later.",
-        code="queue_timeout",
-        retry=True,
-    )
-
-
-def _constraint(schema: dict[str, Any] | None, tokenizer: Any) -> Any:
-    if schema is None:
-        return None
-    from mlx_speculation.models import json_schema
-
-    # Small models write whitespace without end where they may.
-    return json_schema(schema, tokenizer, compact=True)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("mlx_speculation.server")
 POLL_SECONDS = 0.02
-PARTING_SECONDS = 2.0
+# For a round, or a chunk of a prompt, that has begun; then for clients to read.
+ENGINE_SECONDS, PARTING_SECONDS = 5.0, 2.0
 
 
 class Listener(ThreadingHTTPServer):
@@ -133,7 +134,7 @@ class Server:
         port: int = 0,
     ) -> None:
         self.metrics = Metrics(settings.names[0])
-        self._ended = False
+        self._ended = self._engine_ended = False
         self._listener = _listening(host, port, settings, self.metrics)
         self._make = partial(Worker, settings, self.metrics, make_generator, prefixes)
         self._thread = threading.Thread(
@@ -169,31 +170,38 @@ class Server:
             self.worker.loaded.result()
         except BaseException:
             self._listener.server_close()
-            self.worker.end()
+            self.worker.end(PARTING_SECONDS)
             raise
         self._thread.start()
 
-    def stop(self, grace: float = 0.0) -> None:
+    def stop(self, grace: float = 0.0) -> bool:
         """Take no more requests, and end. The second call does nothing.
 
         Args:
             grace: seconds for what runs; what has not ended by then is cut off, and
                 its clients are told so.
+
+        Returns:
+            Whether the engine has ended. One that hangs is left behind, and this
+            process cannot end by itself.
         """
         if self._ended:
-            return
+            return self._engine_ended
         self._ended = True
         self.worker.refuse("The server is shutting down.")
         end = time.monotonic() + grace
         while self.worker.busy and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
-        self.worker.end()
+        self._engine_ended = self.worker.end(ENGINE_SECONDS)
         end = time.monotonic() + PARTING_SECONDS
         while self._listener.open and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
         self._listener.shutdown()
         self._listener.server_close()
         self._thread.join()
+        if not self._engine_ended:
+            LOG.error("the engine has not ended within %g seconds", ENGINE_SECONDS)
+        return self._engine_ended
 
     def __enter__(self) -> "Server":
         self.start()

@@ -20,6 +20,11 @@ class Limits:
         read_seconds: until a request has arrived, and for each piece of an answer to
             be taken.
         connections: open at once.
+        schemas: that are compiled or in use at once, each in a process of its own.
+        schema_seconds: to compile a schema.
+        schema_megabytes: of memory for a schema, in units of 2**20 bytes.
+        mask_seconds: for what a schema allows next, over a whole text and beside 20 ms
+            for each token.
     """
 
     body_bytes: int = 1 << 20
@@ -30,6 +35,10 @@ class Limits:
     seconds: float = 600.0
     read_seconds: float = 30.0
     connections: int = 256
+    schemas: int = 16
+    schema_seconds: float = 5.0
+    schema_megabytes: int = 128
+    mask_seconds: float = 1.0
 
     def __post_init__(self) -> None:
         """Refuse limits that let nothing through."""

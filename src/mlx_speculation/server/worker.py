@@ -24,6 +24,7 @@ from mlx_speculation.server.jobs import Job
 from mlx_speculation.server.metrics import Metrics
 from mlx_speculation.server.refusals import ApiError, invalid
 from mlx_speculation.server.rows import Rows, told
+from mlx_speculation.server.schemas import SchemaCompilers
 from mlx_speculation.server.settings import Settings
 
 if TYPE_CHECKING:
@@ -57,7 +58,9 @@ class Worker(EngineThread):
         self._taken = 0  # requests that are not answered yet
         self._lock = threading.Lock()
         self._closed: str | None = None
+        self._left_behind = False  # it hangs, and nobody waits for it
         self._rows: dict[str | None, Rows] = {}
+        self.schemas = SchemaCompilers(settings.limits)
         self.loaded: Future[None] = Future()
         options = options_of(
             allowed_origins=list(settings.allowed_origins),
@@ -89,8 +92,8 @@ class Worker(EngineThread):
         """Take no more requests."""
         self._closed = why
 
-    def submit(self, job: Job) -> None:
-        """Take a request.
+    def take(self) -> None:
+        """Count a request that is prepared, and has to be submitted or dropped.
 
         Raises:
             ApiError: there are too many, or the engine is not there.
@@ -109,12 +112,31 @@ class Worker(EngineThread):
                     retry=True,
                 )
             self._taken += 1
+
+    def submit(self, job: Job) -> None:
+        """Let the engine answer a request that was taken."""
         self._arrived.put(job)
+
+    def drop(self) -> None:
+        """Count a request no more, of those that were taken and not submitted."""
+        self._done()
 
     def check_alive(self) -> None:
         """Raise where nobody would answer any more."""
-        if not self.alive:
-            raise ApiError(503, "The engine has failed.", code="unavailable")
+        if not self.alive or self._left_behind:
+            why = self._closed or "The engine has failed."
+            raise ApiError(503, why, code="unavailable")
+
+    def end(self, seconds: float) -> bool:
+        """Ask the thread to end, and return whether it has.
+
+        Args:
+            seconds: to wait for it.
+        """
+        self.schemas.close()  # the thread may wait for a mask
+        ended = super().end(seconds)
+        self._left_behind = not ended
+        return ended
 
     def work(self) -> None:
         """Load the models, then serve until `stopping`."""
@@ -179,7 +201,7 @@ class Worker(EngineThread):
     def _done(self) -> None:
         """Count a request that nobody has to answer any more."""
         with self._lock:
-            self._taken -= 1
+            self._taken = max(0, self._taken - 1)  # a leaving engine counts none
 
     def _insert(self, job: Job) -> None:
         checked = job.checked

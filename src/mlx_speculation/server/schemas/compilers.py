@@ -1,0 +1,248 @@
+"""Who may compile a schema, within which limits, and what went wrong.
+
+A child is there from the compilation to the end of the text. There are `schemas` of
+them at most, of which `COMPILING` compile; other requests wait. So what all of them can
+cost is known beforehand.
+"""
+
+import json
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from mlx_speculation.models.grammars import (
+    not_enforced,
+    portable_vocabulary,
+    unusable,
+)
+from mlx_speculation.server.refusals import ApiError, invalid
+from mlx_speculation.server.schemas.constraint import SchemaConstraint
+from mlx_speculation.server.schemas.template import (
+    ChildProcess,
+    Template,
+    TemplateLostError,
+)
+from mlx_speculation.server.settings import Limits
+
+LOG = logging.getLogger("mlx_speculation.server")
+COMPILING = 2
+POLL_SECONDS = 0.05
+# Masks take milliseconds, so that each brings some time along.
+STEP_SECONDS = 0.02
+# Children end themselves; one that was stopped cannot, and is given up.
+OVERDUE_SECONDS = 1.0
+OUT_OF_MEMORY = 3 << 8  # as waitpid says it; the status is template_process's
+UNUSABLE, NOT_ENFORCED = b"u", b"w"
+FIELD, CODE = "response_format", "schema_limit"
+
+
+class SchemaCompilers:
+    """Compiles schemas in processes of their own.
+
+    Args:
+        limits: of each, and how many there may be.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._places = threading.BoundedSemaphore(limits.schemas)
+        self._compiling = threading.BoundedSemaphore(COMPILING)
+        self._lock = threading.Lock()
+        self._template: Template | None = None
+        self._closed = False
+
+    def compile(
+        self, schema: dict[str, Any], tokenizer: Any, check: Callable[[], None]
+    ) -> SchemaConstraint:
+        """Return a constraint, which has to be closed.
+
+        Args:
+            schema: that the text has to fit.
+            tokenizer: of the model.
+            check: called now and then; raises when waiting is of no use.
+
+        Raises:
+            ApiError: a limit was hit, or there is no process.
+            ConstraintError: nothing can be told of the beginning of the text.
+            InvalidRequestError: the schema or the tokenizer cannot be used.
+            MissingLibraryError: llguidance is not installed.
+        """
+
+        def waiting() -> None:
+            self._check_open()
+            check()
+
+        _take(self._places, waiting)
+        try:
+            _take(self._compiling, waiting)
+            try:
+                return self._compiled(json.dumps(schema), tokenizer, waiting)
+            finally:
+                self._compiling.release()
+        except BaseException:
+            self._places.release()
+            raise
+
+    def close(self) -> None:
+        """End all processes, whatever they do; who waits for one is told so."""
+        self._closed = True
+        with self._lock:
+            if self._template is not None:
+                self._template.close()
+                self._template = None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise _closing()
+
+    def _compiled(
+        self, schema: str, tokenizer: Any, waiting: Callable[[], None]
+    ) -> SchemaConstraint:
+        template, child = self._fork(tokenizer, waiting)
+        try:
+            answer = _answer(child, schema, self._limits.schema_seconds, waiting)
+            if answer is not None:
+                return self._constraint(template, child, schema, answer)
+        except BaseException:
+            self._status(template, child)
+            raise
+        raise self._refusal(self._status(template, child))
+
+    def _constraint(
+        self, template: Template, child: ChildProcess, schema: str, answer: bytes
+    ) -> SchemaConstraint:
+        if answer[:1] == UNUSABLE:
+            raise unusable(answer[1:].decode(), schema)
+        if answer[:1] == NOT_ENFORCED:
+            raise not_enforced(answer[1:].decode())
+        return SchemaConstraint(
+            child.channel,
+            answer,
+            template.end_token,
+            seconds=self._limits.mask_seconds + OVERDUE_SECONDS,
+            leave=partial(self._leave, template, child),
+        )
+
+    def _fork(
+        self, tokenizer: Any, waiting: Callable[[], None]
+    ) -> tuple[Template, ChildProcess]:
+        """Return a child, of a new template if there is none that lives."""
+        with self._lock:
+            waiting()
+            if self._template is not None and not self._template.alive:
+                self._lose_template()
+            try:
+                if self._template is None:
+                    vocabulary = portable_vocabulary(tokenizer)
+                    self._template = Template(vocabulary, self._child_limits(), waiting)
+                return self._template, self._template.fork()
+            except TemplateLostError as error:
+                self._lose_template()
+                raise _no_process() from error
+
+    def _child_limits(self) -> dict[str, Any]:
+        return {
+            "seconds": self._limits.schema_seconds,
+            "mask_seconds": self._limits.mask_seconds,
+            "step_seconds": STEP_SECONDS,
+            "bytes": self._limits.schema_megabytes << 20,
+        }
+
+    def _lose_template(self) -> None:
+        if self._template is not None:
+            LOG.error("the process that schemas are compiled from was lost")
+            self._template.close()
+            self._template = None
+
+    def _status(self, template: Template, child: ChildProcess) -> int | None:
+        """End a child, and return how it has ended; None: nobody knows."""
+        try:
+            return template.end(child)
+        except TemplateLostError:
+            template.close()
+            return None
+
+    def _leave(self, template: Template, child: ChildProcess, needed: bool) -> str:
+        """Let go of a child, and return what is wrong if it was still needed."""
+        status = self._status(template, child)
+        self._places.release()
+        return self._refusal(status, masks=True).message if needed else ""
+
+    def _refusal(self, status: int | None, *, masks: bool = False) -> ApiError:
+        """Return what a client learns of a child that has ended."""
+        if self._closed:
+            return _closing()
+        limits = self._limits
+        if status is None:
+            return _no_process()
+        if status == OUT_OF_MEMORY:
+            return _too_much(
+                f"needs more than {limits.schema_megabytes} MiB of memory",
+                "--max-schema-megabytes",
+            )
+        if status in (signal.SIGALRM, signal.SIGKILL) and masks:
+            return _too_much(
+                f"needs more than {limits.mask_seconds:g} seconds for its masks",
+                "--max-mask-seconds",
+            )
+        if status in (signal.SIGALRM, signal.SIGKILL):
+            return _too_much(
+                f"takes more than {limits.schema_seconds:g} seconds to compile",
+                "--max-schema-seconds",
+            )
+        LOG.error("the compiler of a schema has ended with status %d", status)
+        return invalid(
+            "The compiler has failed on this schema, as it may where memory is short "
+            f"({limits.schema_megabytes} MiB, --max-schema-megabytes). Simplify it.",
+            FIELD,
+            code=CODE,
+        )
+
+
+def _take(places: threading.Semaphore, waiting: Callable[[], None]) -> None:
+    """Wait for one of a number of places."""
+    waiting()
+    while not places.acquire(timeout=POLL_SECONDS):
+        waiting()
+
+
+def _answer(
+    child: ChildProcess, schema: str, seconds: float, waiting: Callable[[], None]
+) -> bytes | None:
+    """Return what a child says of a schema; None: it has ended, or does not answer."""
+    end = time.monotonic() + seconds + OVERDUE_SECONDS
+    try:
+        child.channel.send_bytes(schema.encode())
+        while time.monotonic() < end:
+            if child.channel.poll(POLL_SECONDS):
+                return child.channel.recv_bytes()
+            waiting()
+    except (OSError, EOFError):
+        pass  # how it has ended says more
+    return None
+
+
+def _too_much(what: str, option: str) -> ApiError:
+    return invalid(
+        f"The schema {what}, which is the limit of this server ({option}). Simplify "
+        "it: patterns under allOf cost most.",
+        FIELD,
+        code=CODE,
+    )
+
+
+def _closing() -> ApiError:
+    return ApiError(503, "The server is shutting down.", code="unavailable", retry=True)
+
+
+def _no_process() -> ApiError:
+    return ApiError(
+        503,
+        "The process that compiles schemas has ended. Try again.",
+        code="unavailable",
+        retry=True,
+    )

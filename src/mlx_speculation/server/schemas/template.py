@@ -1,0 +1,174 @@
+"""Starts the program that forks a child for each schema, and ends what it has made."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from mlx_speculation.models.grammars import PortableVocabulary, unreadable_tokenizer
+
+PROGRAM = Path(__file__).with_name("template_process.py")
+POLL_SECONDS = 0.1
+# To read a tokenizer, and to fork or to end a child.
+START_SECONDS, ANSWER_SECONDS = 60.0, 5.0
+STATUS_BYTES = 4
+
+
+class TemplateLostError(Exception):
+    """Raised where the template does not answer, or was ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChildProcess:
+    """A child that waits for its schema.
+
+    Attributes:
+        channel: to it.
+        process: its id.
+    """
+
+    channel: Connection
+    process: int
+
+
+class Template:
+    """The process that children are forked from.
+
+    It leads a process group of its own: signals of a terminal do not reach it, and one
+    signal ends it with all children.
+
+    Args:
+        vocabulary: of the tokenizer.
+        limits: of each child.
+        check: called while it starts; raises when waiting is of no use.
+
+    Raises:
+        InvalidRequestError: llguidance cannot read the tokenizer.
+        TemplateLostError: it has not started.
+    """
+
+    def __init__(
+        self,
+        vocabulary: PortableVocabulary,
+        limits: dict[str, Any],
+        check: Callable[[], None],
+    ) -> None:
+        self._lock, self._end_token = threading.Lock(), vocabulary.end
+        self._control, other = socket.socketpair()
+        with other:
+            # Nothing of this process but its Python is needed there, such as a BLAS.
+            environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(PROGRAM), str(other.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(other.fileno(),),
+                start_new_session=True,
+                env=environment,
+            )
+        try:
+            self._introduce(vocabulary, limits, check)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def end_token(self) -> int:
+        """The id that stands for the end of a text, the largest."""
+        return self._end_token
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process.poll() is None
+
+    def fork(self) -> ChildProcess:
+        """Return a new child.
+
+        Raises:
+            TemplateLostError: there is none.
+        """
+        ours, theirs = socket.socketpair()
+        channel = Connection(ours.detach())
+        try:
+            with theirs, self._lock:
+                socket.send_fds(self._control, [_command(b"F", 0)], [theirs.fileno()])
+            return ChildProcess(channel, int(_received(channel, ANSWER_SECONDS)))
+        except (OSError, EOFError, ValueError) as error:
+            channel.close()
+            raise TemplateLostError("the template does not fork") from error
+
+    def end(self, child: ChildProcess) -> int:
+        """End a child, and return its status in the form of `os.waitpid`.
+
+        Raises:
+            TemplateLostError: the template has gone, and all children with it.
+        """
+        with self._lock:
+            child.channel.close()
+            try:
+                self._control.sendall(_command(b"E", child.process))
+                status = self._control.recv(STATUS_BYTES, socket.MSG_WAITALL)
+            except OSError as error:
+                raise TemplateLostError("the template does not answer") from error
+        if len(status) < STATUS_BYTES:
+            raise TemplateLostError("the template has ended")
+        return int.from_bytes(status, "little", signed=True)
+
+    def close(self) -> None:
+        """End it and all children, whatever they do."""
+        if self._process.returncode is None:
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except OSError:  # it has not got its group yet, or has ended
+                self._process.kill()
+            self._process.wait()
+        with self._lock:
+            self._control.close()
+
+    def _introduce(
+        self,
+        vocabulary: PortableVocabulary,
+        limits: dict[str, Any],
+        check: Callable[[], None],
+    ) -> None:
+        settings = {"end": vocabulary.end, "limits": limits}
+        try:
+            with Connection(os.dup(self._control.fileno())) as first:
+                first.send_bytes(json.dumps(settings).encode())
+                first.send_bytes(vocabulary.text.encode())
+                answer = _received(first, START_SECONDS, check)
+        except (OSError, EOFError) as error:
+            raise TemplateLostError("the template has not started") from error
+        if answer != b"ready":
+            raise unreadable_tokenizer(answer.decode())
+        self._control.settimeout(ANSWER_SECONDS)
+
+
+def _command(kind: bytes, process: int) -> bytes:
+    return kind + process.to_bytes(4, "little")
+
+
+def _received(
+    channel: Connection, seconds: float, check: Callable[[], None] | None = None
+) -> bytes:
+    """Return a message that comes in time.
+
+    Raises:
+        TimeoutError: it does not.
+    """
+    for _ in range(int(seconds / POLL_SECONDS)):
+        if channel.poll(POLL_SECONDS):
+            return channel.recv_bytes()
+        if check is not None:
+            check()
+    raise TimeoutError(f"no answer within {seconds:g} seconds")

@@ -1,0 +1,195 @@
+"""A program that forks one child for each schema; it imports neither mlx nor numpy.
+
+    python -P template_process.py DESCRIPTOR
+
+The descriptor is a socket to the server. First comes one message, JSON and then the
+tokenizer; "ready" or what is wrong goes back. After that each command has 5 bytes:
+
+    b"F" 0     fork a child; a socket to it comes along with the command
+    b"E" pid   end a child; the status that waitpid gives goes back
+
+A child first says its process id, then takes the schema and answers with the first
+mask, then a step for each token. Its limits are kept by the kernel where that can be:
+SIGALRM ends a child that works for too long, whatever holds the interpreter's lock.
+"""
+
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import llguidance
+
+COMMAND, STATUS, STEP = struct.Struct("<cI"), struct.Struct("<i"), struct.Struct("<III")
+OUT_OF_MEMORY = 3  # the exit status
+WATCH_SECONDS = 0.05
+NICE = 10
+MASK, FAILED, UNUSABLE, NOT_ENFORCED = b"m", b"f", b"u", b"w"
+# Small models write whitespace without end where they may.
+COMPACT: Any = {"whitespace_flexible": False}
+
+
+class Child:
+    """One schema, from its compilation to the last mask.
+
+    Args:
+        channel: to the server.
+        tokens: the tokenizer, as llguidance has read it.
+        limits: "seconds", "mask_seconds", "step_seconds" and "bytes".
+    """
+
+    def __init__(
+        self, channel: Connection, tokens: Any, limits: dict[str, Any]
+    ) -> None:
+        self._channel, self._tokens, self._limits = channel, tokens, limits
+        self._spare = limits["mask_seconds"]
+        self._places: dict[int, Any] = {}
+
+    def run(self) -> None:
+        """Answer until the server closes the channel."""
+        self._channel.send_bytes(str(os.getpid()).encode())
+        schema = self._channel.recv_bytes().decode()
+        signal.setitimer(signal.ITIMER_REAL, self._limits["seconds"])
+        answer = self._compiled(schema)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        self._channel.send_bytes(answer)
+        while True:
+            self._channel.send_bytes(self._timed_step(self._channel.recv_bytes()))
+
+    def _compiled(self, schema: str) -> bytes:
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(
+            schema, overrides=COMPACT
+        )
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        matcher = llguidance.LLMatcher(
+            self._tokens, grammar, log_level=0, limits=limits
+        )
+        if matcher.is_error():
+            return UNUSABLE + str(matcher.get_error()).encode()
+        if warnings := matcher.get_grammar_warnings():
+            return NOT_ENFORCED + "; ".join(warnings).encode()
+        self._places[0] = matcher
+        return _mask(matcher)
+
+    def _timed_step(self, message: bytes) -> bytes:
+        """Do a step in its own time and what others have left over."""
+        own = self._limits["step_seconds"]
+        signal.setitimer(signal.ITIMER_REAL, own + self._spare)
+        started = time.monotonic()
+        answer = self._step(message)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        self._spare -= max(0.0, time.monotonic() - started - own)
+        return answer
+
+    def _step(self, message: bytes) -> bytes:
+        """Let a token follow a place; those that nobody needs any more are named."""
+        place, token, new = STEP.unpack_from(message)
+        for (unused,) in struct.iter_unpack("<I", message[STEP.size :]):
+            del self._places[unused]
+        following = self._places[place].deep_copy()
+        self._places[new] = following
+        if not following.consume_token(token):
+            return _failed(following)
+        return _mask(following)
+
+
+def _mask(matcher: Any) -> bytes:
+    """Return whether the text may end, and a bit for each token that may follow."""
+    bits = matcher.compute_bitmask()
+    if matcher.is_error():
+        return _failed(matcher)
+    return MASK + bytes([matcher.is_accepting()]) + bytes(bits)
+
+
+def _failed(matcher: Any) -> bytes:
+    return FAILED + str(matcher.get_error()).encode()
+
+
+def _limit_memory(most: int) -> None:
+    """End this process when it holds so many bytes more than now."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    def watch() -> None:
+        while resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before < most:
+            time.sleep(WATCH_SECONDS)
+        os._exit(OUT_OF_MEMORY)
+
+    threading.Thread(target=watch, daemon=True).start()
+    if sys.platform == "linux":  # for what comes between two looks; others lack it
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
+        # Address space is more than memory: threads and allocators reserve some.
+        space = pages * resource.getpagesize() + 2 * most + (256 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (space, space))
+
+
+def _child(descriptor: int, tokens: Any, limits: dict[str, Any]) -> None:
+    """Be a child, and leave without what the template has to tidy up."""
+    status = 1
+    try:
+        _limit_memory(limits["bytes"])
+        Child(Connection(descriptor), tokens, limits).run()
+    except (EOFError, ConnectionError):
+        status = 0
+    except MemoryError:
+        status = OUT_OF_MEMORY
+    finally:
+        os._exit(status)
+
+
+def _ended(process: int, children: set[int]) -> int:
+    """End a child of this process, if it is one, and return how it has ended."""
+    if process not in children:
+        return 0
+    children.discard(process)
+    os.kill(process, signal.SIGKILL)  # one that has ended keeps its own status
+    return os.waitpid(process, 0)[1]
+
+
+def _serve(control: socket.socket, tokens: Any, limits: dict[str, Any]) -> None:
+    children: set[int] = set()
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(
+            control, COMMAND.size, 1, socket.MSG_WAITALL
+        )
+        if len(message) < COMMAND.size:
+            return
+        command, process = COMMAND.unpack(message)
+        if command == b"E":
+            control.sendall(STATUS.pack(_ended(process, children)))
+            continue
+        if (child := os.fork()) == 0:
+            control.close()
+            _child(descriptors[0], tokens, limits)
+        children.add(child)
+        os.close(descriptors[0])
+
+
+def main() -> None:
+    """Read the tokenizer, then fork until the server has gone."""
+    os.nice(NICE)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    first = Connection(os.dup(control.fileno()))
+    settings, tokenizer = json.loads(first.recv_bytes()), first.recv_bytes().decode()
+    try:
+        tokens = llguidance.LLTokenizer(tokenizer, eos_token=settings["end"])
+    except ValueError as error:
+        first.send_bytes(str(error).encode())
+        return
+    first.send_bytes(b"ready")
+    first.close()
+    del tokenizer
+    _serve(control, tokens, settings["limits"])
+    os.killpg(0, signal.SIGKILL)  # children at work too, and this process
+
+
+if __name__ == "__main__":
+    main()
