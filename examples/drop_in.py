@@ -4,9 +4,10 @@ In code that uses mlx-lm, change the import, and pass `draft_model`: a model, a 
 "mtp", "lookup" or "auto".
 """
 
-import mlx.core as mx
-
 from mlx_speculation import demo_models, load, make_sampler, stream_generate
+
+# isort: split
+import mlx.core as mx  # last: this order brings a fast BLAS on a Linux CPU
 
 bundled = demo_models()
 model, tokenizer = load(bundled["dense"])

@@ -5,10 +5,11 @@ A wrong proposal costs time and changes nothing. The contract is `engine.Drafter
 
 from itertools import pairwise
 
-import mlx.core as mx
-
 from mlx_speculation import SpeculativeGenerator, demo_models
 from mlx_speculation.engine import Choose, Draft, Sequence
+
+# isort: split
+import mlx.core as mx  # last: this order brings a fast BLAS on a Linux CPU
 
 
 class Pairs:

@@ -7,11 +7,12 @@ field when it is read, and one that does not fit leaves everything as it was.
 import tempfile
 from pathlib import Path
 
-from mlx_lm.models.cache import make_prompt_cache
-
 from mlx_speculation import SpeculativeGenerator, demo_models
 from mlx_speculation.caches import load_caches, save_caches
 from mlx_speculation.demo import demo_prompts
+
+# isort: split
+from mlx_lm.models.cache import make_prompt_cache  # last: brings a fast BLAS
 
 bundled = demo_models()
 generator = SpeculativeGenerator.from_pretrained(

@@ -5,9 +5,10 @@
 Started without mlx.launch there is one rank, and the target is whole on it.
 """
 
-import mlx.core as mx
-
 from mlx_speculation import RankLostError, SpeculativeGenerator, demo_models
+
+# isort: split
+import mlx.core as mx  # last: this order brings a fast BLAS on a Linux CPU
 
 group = mx.distributed.init()
 models = demo_models()

@@ -5,9 +5,10 @@ bundled models have no chat template and know Python only, so the turns are comm
 With a model of yours, encode each turn with `tokenizer.apply_chat_template`.
 """
 
-from mlx_lm.models.cache import make_prompt_cache
-
 from mlx_speculation import Sampling, SpeculativeGenerator, demo_models
+
+# isort: split
+from mlx_lm.models.cache import make_prompt_cache  # last: brings a fast BLAS
 
 TURNS = ("# Read a file, line by line.\n", "# Count the words in it.\n")
 

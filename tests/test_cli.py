@@ -135,6 +135,7 @@ print(*sorted(set(sys.modules) - before))
     own = {name for name in done.stdout.split() if name.startswith("mlx_speculation")}
     assert own == {
         "mlx_speculation",
+        "mlx_speculation.before_mlx",
         "mlx_speculation.cli",
         "mlx_speculation.errors",
     }

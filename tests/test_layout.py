@@ -124,6 +124,7 @@ def test_the_public_names_are_pinned() -> None:
         "BatchGenerator",
         "BatchResponse",
         "BlasError",
+        "BlasNotice",
         "CacheFileError",
         "Cascade",
         "Constraint",

@@ -9,11 +9,14 @@ for chunk in generator.stream("Once upon a time", max_tokens=100):
 ```
 
 Importing this package does not import mlx. Names are loaded at first use, because
-on a Linux CPU the BLAS has to be chosen before mlx is loaded; see `blas`.
+on a Linux CPU the BLAS has to be chosen before mlx is loaded; see `blas`. That is done
+when mlx is first imported after this package, by whomever; see `before_mlx`.
 """
 
+from mlx_speculation.before_mlx import watch
 from mlx_speculation.errors import (
     BlasError,
+    BlasNotice,
     CacheFileError,
     ConstraintError,
     ContractError,
@@ -74,6 +77,7 @@ __all__ = [
     "BatchGenerator",
     "BatchResponse",
     "BlasError",
+    "BlasNotice",
     "CacheFileError",
     "Cascade",
     "Constraint",
@@ -157,6 +161,8 @@ _HOMES = {
     "regex": "mlx_speculation.models",
     "stream_generate": "mlx_speculation.engine",
 }
+
+watch()
 
 
 def __getattr__(name: str) -> object:

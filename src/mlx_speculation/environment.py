@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,66 @@ def cores() -> int | None:
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
+
+
+def usable_cores() -> int:
+    """Return how many cores' worth of time this process gets, at least 1.
+
+    Of the cores that it may use, a container's or a service's quota of time can leave
+    fewer: of 1.5 the whole one is returned.
+    """
+    quota = cpu_quota()
+    allowed = cores() or 1
+    return allowed if quota is None else max(1, min(allowed, int(quota)))
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Return how many cores' worth of time the control groups of this process allow.
+
+    Args:
+        root: of the file system, for tests.
+
+    Returns:
+        The smallest quota of the group and those above it; None: there is none.
+    """
+    found = []
+    for files, path in _cpu_groups(root):
+        # Within a container the path may be the machine's; its own group is the root.
+        for group in (path, *path.parents):
+            quota = _quota(root / files / group.relative_to("/"))
+            if quota is not None:
+                found.append(quota)
+    return min(found, default=None)
+
+
+def _cpu_groups(root: Path) -> Iterator[tuple[str, Path]]:
+    """Yield folders under which groups have quotas, with the group of this process."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not path.startswith("/"):
+            continue
+        if number == "0":  # version 2
+            yield "sys/fs/cgroup", Path(path)
+        elif "cpu" in controllers.split(","):
+            yield "sys/fs/cgroup/cpu", Path(path)
+
+
+def _quota(group: Path) -> float | None:
+    """Return the quota of one group, in cores."""
+    try:
+        if (two := group / "cpu.max").is_file():
+            quota, period = two.read_text().split()
+        else:
+            quota = (group / "cpu.cfs_quota_us").read_text()
+            period = (group / "cpu.cfs_period_us").read_text()
+        return float(quota) / float(period) if float(quota) > 0 else None
+    except (OSError, ValueError):  # not there, or "max"
+        return None
 
 
 def cpu_model() -> str:

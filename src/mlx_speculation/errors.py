@@ -23,8 +23,8 @@ Each class also derives from the built-in exception in brackets, so `except
 ValueError` works for callers that do not know this package. Who raises one
 composes its message: what is wrong, the two values, what to do.
 
-`DrafterFaultWarning`, `DraftNotice`, `SamplerNotice` and `CostFileWarning` are no
-errors: the text goes on.
+`DrafterFaultWarning`, `DraftNotice`, `SamplerNotice`, `BlasNotice` and
+`CostFileWarning` are no errors: the text goes on.
 """
 
 
@@ -126,6 +126,10 @@ class DraftNotice(UserWarning):
 
 class SamplerNotice(UserWarning):
     """Said once when a sampler draws by itself, and the text of a seed may change."""
+
+
+class BlasNotice(UserWarning):
+    """Said once in a process in which mlx was loaded too early for a faster BLAS."""
 
 
 class CostFileWarning(UserWarning):

@@ -296,6 +296,16 @@ CUDA = {"backend": "cuda", "openblas": False, "blas": "reference BLAS"}
             "OPENBLAS_NUM_THREADS is 64, and this process may use 4 cores",
         ),
         (
+            {"environment": {"OPENBLAS_NUM_THREADS": "0", "OMP_NUM_THREADS": "5"}},
+            "slow",
+            "OMP_NUM_THREADS is 5, and this process may use 4 cores",
+        ),
+        (
+            {"environment": {"OPENBLAS_NUM_THREADS": "3", "OMP_NUM_THREADS": "64"}},
+            "note",
+            "OPENBLAS_NUM_THREADS is 3, and this process may use 4 cores: beside",
+        ),
+        (
             {"kernels": "SkylakeX", "environment": {"OPENBLAS_CORETYPE": "Haswell"}},
             "slow",
             "OpenBLAS 0.3.21 does not run the SkylakeX kernels that this processor can "
@@ -326,6 +336,17 @@ def test_doctor_says_what_to_do(changes: Any, level: str, said: str) -> None:
     assert found.level == level
     assert said in found.found
     assert found.action
+
+
+def test_doctor_does_not_have_installed_what_a_variable_turns_off() -> None:
+    off = {"MLX_SPECULATION_BLAS": "stock"}
+    (found,) = advice(facts(openblas=False, blas="reference BLAS", environment=off))
+    assert found.action == "unset MLX_SPECULATION_BLAS"
+
+
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_doctor_is_content_with_threads_that_leave_room(threads: str) -> None:
+    assert advice(facts(environment={"OPENBLAS_NUM_THREADS": threads})) == []
 
 
 def test_doctor_looks_at_every_package_that_is_needed(

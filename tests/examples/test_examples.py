@@ -9,6 +9,7 @@ import pytest
 
 import mlx_speculation
 from mlx_speculation.models import parts  # noqa: F401  loads mlx before any example
+from support.import_order import mlx_comes_first
 
 ROOT = Path(__file__).parents[2]
 # What each of them prints, so that an example that stops early is found.
@@ -53,6 +54,12 @@ def test_an_example_is_short_and_says_what_it_shows(example: Path) -> None:
     text = example.read_text("utf-8")
     assert len(text.splitlines()) < 40
     assert ast.get_docstring(ast.parse(text))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_imports_this_package_before_mlx(example: Path) -> None:
+    """The other way around mlx keeps its reference BLAS on a Linux CPU."""
+    assert not mlx_comes_first(example.read_text("utf-8"))
 
 
 def test_the_readme_lists_the_examples() -> None:

@@ -7,12 +7,16 @@ mlx hands each operation to a thread of its own. As a rule a thread that is woke
 the core from the one that woke it, which is about to hand over the next operation: some
 100,000 times in a test of texts. Threads of the kind chosen here wait for their turn.
 
-Processes that tests start inherit both.
+mlx keeps its reference BLAS: rows are then equal bit for bit, and tests load mlx before
+this package.
+
+Processes that tests start inherit all three.
 """
 
 import os
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MLX_SPECULATION_BLAS", "stock")
 if hasattr(os, "SCHED_BATCH"):  # Linux
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

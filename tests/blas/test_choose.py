@@ -1,27 +1,19 @@
 """Each case runs in a process of its own: a BLAS is chosen once per process."""
 
-import ctypes.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from mlx_speculation.blas import _better_than, use_blas
-from mlx_speculation.environment import installed
+from mlx_speculation.blas import use_blas
+from mlx_speculation.blas.kernels import better_than
+from mlx_speculation.blas.openblas_wheel import wheel_version
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.openblas_wheel import wheel_version
-
-# macOS has Accelerate and nothing to choose.
-linux = pytest.mark.skipif(sys.platform != "linux", reason="chooses a BLAS on Linux")
-# The extra 'cpu' brings both: beside mlx's backend, a missing wheel is a failure.
-EXPECTED = wheel_version() is not None or installed("mlx-cpu") is not None
-with_wheel = pytest.mark.skipif(
-    not EXPECTED, reason="scipy-openblas32 comes with the extra 'cpu'"
-)
-with_openblas = pytest.mark.skipif(
-    not EXPECTED and ctypes.util.find_library("openblas") is None,
-    reason="there is no OpenBLAS, neither the wheel's nor the system's",
+from support.blas_processes import (
+    ADDS_UP_IN_ORDER,
+    linux,
+    run_python,
+    with_openblas,
+    with_wheel,
 )
 
 
@@ -32,20 +24,6 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
-
-# The reference BLAS rounds each product and adds it up in order. OpenBLAS has fused
-# and vector instructions, on every processor that it has kernels for.
-ADDS_UP_IN_ORDER = """
-import mlx.core as mx
-import numpy as np
-mx.set_default_device(mx.cpu)
-row = mx.random.normal((512,), key=mx.random.key(0))
-weights = mx.random.normal((512, 256), key=mx.random.key(1))
-in_order = np.zeros(256, np.float32)
-for value, line in zip(np.array(row), np.array(weights)):
-    in_order = in_order + value * line
-print(np.array_equal(np.array(row[None] @ weights)[0], in_order))
-"""
 
 CAUGHT = """
 try:
@@ -60,14 +38,7 @@ def _run(code: str) -> list[str]:
     header = (
         "from mlx_speculation.blas import *\nfrom mlx_speculation.errors import *\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", header + code],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return run_python(header + code)
 
 
 def test_choosing_a_blas_imports_no_mlx() -> None:
@@ -138,7 +109,7 @@ AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512cd"}
 def test_better_kernels_are_those_that_the_processor_can_run(
     core: str, flags: set[str], better: str | None
 ) -> None:
-    assert _better_than(core, flags) == better
+    assert better_than(core, flags) == better
 
 
 @linux
@@ -147,12 +118,12 @@ def test_openblas_takes_the_kernels_of_this_processor() -> None:
     """An OpenBLAS that does not know it takes SSE3, and decodes 1.4 times as long."""
     found, detail, better = _run(
         "import os; os.environ.pop('OPENBLAS_CORETYPE', None)\n"
-        "from mlx_speculation import blas\n"
+        "from mlx_speculation.blas.kernels import *\n"
         "detail = use_blas('openblas').detail\n"
-        "import ctypes; core = blas._core_of(ctypes.CDLL(None))\n"
-        "print(blas._better_than(core, blas._processor_flags()))\n"
+        "import ctypes; core = core_of(ctypes.CDLL(None))\n"
+        "print(better_than(core, processor_flags()))\n"
         "print(core in detail)\n"
-        "print(blas.better_kernels())"
+        "print(better_kernels())"
     )
     assert found == better == "None"
     assert detail == "True"
@@ -163,35 +134,67 @@ def test_openblas_takes_the_kernels_of_this_processor() -> None:
 def test_kernels_that_the_caller_names_are_left_and_better_ones_named() -> None:
     none, kept, better, best = _run(
         "import os; os.environ['OPENBLAS_CORETYPE'] = 'Nehalem'\n"
-        "from mlx_speculation import blas\n"
-        "print(blas.better_kernels())\n"
+        "from mlx_speculation.blas.kernels import *\n"
+        "print(better_kernels())\n"
         "choice = use_blas('openblas')\n"
         "print(os.environ['OPENBLAS_CORETYPE'], choice.detail)\n"
-        "print(blas.better_kernels())\n"
-        "print(blas._better_than('Nehalem', blas._processor_flags()))"
+        "print(better_kernels())\n"
+        "print(better_than('Nehalem', processor_flags()))"
     )
     assert none == "None"
     assert kept.startswith("Nehalem OpenBLAS")
     assert better == best
 
 
+# What the environment says while OpenBLAS is loaded for all, and afterwards.
+WATCHED = """
+import ctypes, os
+class Watched(ctypes.CDLL):
+    def __init__(self, name, mode=ctypes.DEFAULT_MODE):
+        if mode == ctypes.RTLD_GLOBAL:
+            print(*map(os.environ.get, names))
+        super().__init__(name, mode=mode)
+ctypes.CDLL = Watched
+names = ["OPENBLAS_NUM_THREADS", "OPENBLAS_THREAD_TIMEOUT"]
+os.sched_getaffinity = lambda pid: set(range({cores}))
+detail = use_blas("openblas").detail
+print(*map(os.environ.get, names))
+print(detail.rpartition(", ")[2], "|", thread_settings())
+"""
+
+
+def _clear_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_THREAD_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @linux
 @with_openblas
-@pytest.mark.parametrize(
-    ("count", "before", "after"),
-    [(1, None, None), (2, None, "10"), (2, "26", "26"), (4, None, None)],
-)
-def test_on_two_cores_its_threads_do_not_spin_beside_those_of_mlx(
-    count: int, before: str | None, after: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("cores", [1, 2])
+def test_on_few_cores_openblas_has_one_thread_and_nobody_else_is_told(
+    cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if before is None:
-        monkeypatch.delenv("OPENBLAS_THREAD_TIMEOUT", raising=False)
-    else:
-        monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", before)
-    assert _run(
-        f"import os; os.sched_getaffinity = lambda pid: set(range({count}))\n"
-        "use_blas('openblas'); print(os.environ.get('OPENBLAS_THREAD_TIMEOUT'))"
-    ) == [str(after)]
+    _clear_threads(monkeypatch)
+    told, after, found = _run(WATCHED.format(cores=cores))
+    assert told == "1 None"
+    assert after == "None None"
+    assert found.startswith("1 thread) | 1 thread: this process may use ")
+
+
+@linux
+@with_openblas
+@pytest.mark.parametrize(("timeout", "while_loaded"), [(None, "2 10"), ("26", "2 26")])
+def test_two_threads_that_are_asked_for_on_two_cores_do_not_spin_beside_mlx(
+    timeout: str | None, while_loaded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _clear_threads(monkeypatch)
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
+    if timeout is not None:
+        monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", timeout)
+    told, after, found = _run(WATCHED.format(cores=2))
+    assert told == while_loaded
+    assert after == f"2 {timeout}"
+    assert " | OPENBLAS_NUM_THREADS is 2" in found
 
 
 @linux
@@ -220,13 +223,15 @@ def test_openblas_cannot_be_taken_out_again() -> None:
 
 
 # As on a machine without the wheel.
-NO_WHEEL = "from mlx_speculation import blas; blas.wheel_version = lambda: None\n"
+NO_WHEEL = (
+    "from mlx_speculation.blas import choose; choose.wheel_version = lambda: None\n"
+)
 # As on one whose system has an OpenBLAS, of which this is one.
 OWN_SYSTEM = """
-from mlx_speculation import blas, openblas_wheel
+from mlx_speculation.blas import choose, openblas_wheel
 from pathlib import Path
-blas._LIBRARY = str(Path("system.so").absolute())
-openblas_wheel._write(Path(blas._LIBRARY))
+choose._LIBRARY = str(Path("system.so").absolute())
+openblas_wheel._write(Path(choose._LIBRARY))
 """
 
 
@@ -315,9 +320,9 @@ def test_a_wheel_that_cannot_be_used_is_left_and_that_is_said(
 @pytest.mark.usefixtures("cache")
 def test_a_wheel_that_cannot_be_used_is_named_where_there_is_nothing_else() -> None:
     broken = (
-        "from mlx_speculation import blas, openblas_wheel\n"
+        "from mlx_speculation.blas import choose, openblas_wheel\n"
         "openblas_wheel._patchelf = lambda: 'false'\n"
-        "blas._LIBRARY = 'libmissing.so.0'\n"
+        "choose._LIBRARY = 'libmissing.so.0'\n"
     )
     (message,) = _run(broken + CAUGHT.format(call="use_blas('openblas')"))
     assert "libmissing.so.0 cannot be loaded" in message
@@ -330,7 +335,7 @@ def test_a_wheel_that_cannot_be_used_is_named_where_there_is_nothing_else() -> N
 def test_a_missing_openblas_is_named_with_its_packages() -> None:
     (message,) = _run(
         NO_WHEEL
-        + "blas._LIBRARY = 'libmissing.so.0'"
+        + "choose._LIBRARY = 'libmissing.so.0'"
         + CAUGHT.format(call="use_blas('openblas')")
     )
     assert "libmissing.so.0 cannot be loaded" in message
@@ -341,6 +346,6 @@ def test_a_missing_openblas_is_named_with_its_packages() -> None:
 @linux
 def test_auto_says_that_it_found_no_openblas() -> None:
     assert _run(
-        NO_WHEEL + "blas._LIBRARY = 'libmissing.so.0'\n"
+        NO_WHEEL + "choose._LIBRARY = 'libmissing.so.0'\n"
         "choice = use_blas(); print(choice.name, '|', choice.detail)"
     ) == ["stock | reference BLAS of the mlx wheel (slow: no libmissing.so.0 found)"]

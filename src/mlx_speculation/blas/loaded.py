@@ -1,0 +1,61 @@
+"""Which BLAS stands in the global symbol scope of this process.
+
+A library that is loaded later, mlx too, takes its calls from there first. What mlx's
+own libraries bring is not in it.
+"""
+
+import ctypes
+
+from mlx_speculation.blas.kernels import core_of
+
+_PRODUCT, _OPENBLAS = "cblas_sgemm", "openblas_get_config"
+_PARALLEL = {0: "single-threaded", 1: "pthread", 2: "OpenMP"}
+
+
+class _Place(ctypes.Structure):
+    """What `dladdr` tells of an address: Dl_info."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def library_in_front() -> str | None:
+    """Return the file whose products a library that is loaded now would call."""
+    return _file_of(_PRODUCT)
+
+
+def describe_openblas() -> str | None:
+    """Describe the OpenBLAS in front; None: none is, or another BLAS comes before it.
+
+    For example "OpenBLAS 0.3.21 (SkylakeX, pthread, 2 threads)".
+    """
+    file = _file_of(_OPENBLAS)
+    if file is None or file != library_in_front():
+        return None
+    everything = ctypes.CDLL(None)
+    get_config = everything.openblas_get_config
+    get_config.restype = ctypes.c_char_p
+    # For example b"OpenBLAS 0.3.21 NO_LAPACKE DYNAMIC_ARCH Haswell MAX_THREADS=64".
+    version = " ".join(get_config().decode().split()[:2])
+    kind = _PARALLEL.get(everything.openblas_get_parallel(), "unknown threads")
+    threads = everything.openblas_get_num_threads()
+    plural = "s" if threads != 1 else ""
+    return f"{version} ({core_of(everything)}, {kind}, {threads} thread{plural})"
+
+
+def _file_of(symbol: str) -> str | None:
+    """Return the file that a symbol of the global scope comes from."""
+    everything = ctypes.CDLL(None)
+    try:
+        address = ctypes.cast(getattr(everything, symbol), ctypes.c_void_p)
+    except AttributeError:
+        return None
+    place = _Place()
+    if not everything.dladdr(address, ctypes.byref(place)) or place.file is None:
+        return None
+    found: bytes = place.file
+    return found.decode(errors="surrogateescape")
