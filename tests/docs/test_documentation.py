@@ -14,6 +14,7 @@ import mlx_speculation
 from mlx_speculation.caches.kinds import JOURNALS
 from mlx_speculation.cli.application import app
 from mlx_speculation.models import mtp_families
+from support.import_order import mlx_comes_first
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -54,6 +55,14 @@ def test_every_section_with_code_on_extending_is_run() -> None:
         "A new journal",
         "A new MTP family",
     ]
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda path: path.stem)
+def test_what_is_shown_imports_this_package_before_mlx(page: Path) -> None:
+    """The other way around mlx keeps its reference BLAS on a Linux CPU."""
+    text = page.read_text("utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    assert not [block for block in blocks if mlx_comes_first(block)]
 
 
 def test_the_api_page_has_every_public_name() -> None:
