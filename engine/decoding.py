@@ -169,11 +169,12 @@ class Decoder:
         if (room := self._target.room) is not None:
             limit = min(limit, room - max(1, len(self._sequence.tokens) - context))
         self._rounds.last_round = None  # or the state before it would stay
+        started = time.perf_counter()
         if self._plan is None:  # else it was made before, or its round has failed
             self._plan = self._lengths.plan(context, limit)
         if self._plan.length == 0 and self._following is None:
             self._following = self._lengths.plan(context + 1, budget - 2)
-        plan = self._plan
+        plan, planning = self._plan, time.perf_counter() - started
         counts = self.statistics
         drafted, accepted = counts.drafted, counts.accepted
         try:
@@ -185,7 +186,9 @@ class Decoder:
             following = self._following
             drafts_next = following is not None and following.length > 0
             length = 0 if reading else min(plan.length, limit)
-            self._forwards.clock = RoundClock(waits=self._waits)
+            self._forwards.clock = RoundClock(
+                waits=self._waits, planning=planning, behind=bool(behind)
+            )
             reason = self._rounds.run(
                 length, cut, drafts_next=drafts_next, stop=plan.stop
             )

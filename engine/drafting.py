@@ -140,6 +140,17 @@ class Drafter(Protocol):
         ...
 
 
+class DrafterWrapper:
+    """A drafter that has another one draft.
+
+    Args:
+        inner: the other one.
+    """
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+
+
 @runtime_checkable
 class ReadsAhead(Protocol):
     """A drafter whose `begin` may take long, and be done in parts."""

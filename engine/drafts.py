@@ -10,13 +10,12 @@ from mlx_speculation.caches import check_single, check_supported, leaves, positi
 from mlx_speculation.engine.cascade import Cascade
 from mlx_speculation.engine.contained import Contained
 from mlx_speculation.engine.draft_model import DraftModel
-from mlx_speculation.engine.drafting import Drafter
+from mlx_speculation.engine.drafting import Drafter, DrafterWrapper
 from mlx_speculation.engine.filler import Filler
 from mlx_speculation.engine.following import Following
 from mlx_speculation.engine.lookup import LookupDrafter
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import DrafterFault
-from mlx_speculation.engine.told_rounds import TellingDrafter
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import CompiledSteps, Lane, ReducedOutput, Sliding
 
@@ -100,7 +99,9 @@ def members(draft: Any) -> list[Any]:
     """Return the models and drafters in the draft of a generator or of a stream."""
     if isinstance(draft, Cascade):
         return [found for member in draft.drafters for found in members(member)]
-    if isinstance(draft, Contained | TellingDrafter):
+    if isinstance(draft, DrafterWrapper):
+        return members(draft.inner)
+    if isinstance(draft, Contained):
         return members(draft.drafter)
     return [] if draft is None else [draft]
 
@@ -120,8 +121,8 @@ def lanes_of(drafter: Any) -> list[Lane | None]:
 
     None stands for that of a model that was set aside: what it holds is not known.
     """
-    if isinstance(drafter, TellingDrafter):
-        return lanes_of(drafter.drafter)
+    if isinstance(drafter, DrafterWrapper):
+        return lanes_of(drafter.inner)
     if isinstance(drafter, Cascade):
         return [lane for member in drafter.drafters for lane in lanes_of(member)]
     aside = isinstance(drafter, Contained) and drafter.set_aside

@@ -83,8 +83,8 @@ class SpeculativeGenerator:
         InvalidRequestError: an argument is out of range or of the wrong kind.
         UnsupportedCacheError: the model's caches are of an unknown kind.
         UnsupportedModelError: the target cannot be decoded on several ranks.
-        RankMismatchError: the ranks run other versions.
-        RankLostError: rank 0 cannot be reached by another rank.
+        RankMismatchError: the ranks run other versions, or other programs.
+        RankLostError: a rank is gone.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class SpeculativeGenerator:
     def ranks(self) -> int:
         """How many ranks the target is spread over; 1: it is whole."""
         ranked = self._setup.ranked
-        return 1 if ranked is None else ranked.ranks.size
+        return 1 if ranked is None else ranked.group.size
 
     @property
     def draft_length(self) -> int | None:

@@ -10,6 +10,7 @@ import mlx.nn as nn
 
 from mlx_speculation.caches import PrefixCache
 from mlx_speculation.engine.checks import check_compiled, check_generator
+from mlx_speculation.engine.distributed import RankedTarget, all_or_none
 from mlx_speculation.engine.drafts import (
     Checked,
     check_draft_width,
@@ -21,7 +22,6 @@ from mlx_speculation.engine.drafts import (
 )
 from mlx_speculation.engine.measured_lengths import MeasuredLengths
 from mlx_speculation.engine.prompts import Prompts
-from mlx_speculation.engine.ranked_target import RankedTarget, all_or_none
 from mlx_speculation.engine.vocabulary import ReducedDrafts, checked_vocabulary
 from mlx_speculation.models import (
     CompiledSteps,
@@ -81,7 +81,7 @@ class GeneratorSetup:
     @property
     def decides(self) -> bool:
         """Whether this rank drafts and decides, as the only one does too."""
-        return self.ranked is None or self.ranked.decides
+        return self.ranked is None or self.ranked.leads
 
     def lane(
         self, model: nn.Module, caches: list[Any] | None = None, seen: int = 0
@@ -118,7 +118,7 @@ def checked_setup(
             check_causal(model)
         if ranked is not None:
             checked = ranked.own_draft(checked, prefix_cache)
-            if not ranked.decides:
+            if not ranked.leads:
                 draft_vocabulary = None
         check_compiled(compile_draft, models_of(checked), draft_vocabulary)
         confidence = checked_confidence(draft_confidence, checked)

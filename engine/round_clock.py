@@ -57,11 +57,17 @@ class RoundClock:
     Args:
         waits: whether to hand over a graph may be to wait; if not, all of it is the
             host's.
+        planning: seconds of the round before that: on several ranks they agree on a
+            plan, which waits for a step in flight.
+        behind: whether there is one.
     """
 
-    def __init__(self, *, waits: bool = True) -> None:
+    def __init__(
+        self, *, waits: bool = True, planning: float = 0.0, behind: bool = False
+    ) -> None:
         self._waits = waits
         self._spent = {"draft": 0.0, "verify": 0.0, "sampler": 0.0, "host": 0.0}
+        self._spent["verify" if behind else "host"] = planning
         self._last = time.perf_counter()
 
     def note(self, part: Part | Literal["host"]) -> None:

@@ -19,6 +19,11 @@ from mlx_speculation.engine.checks import (
     checked_stops,
 )
 from mlx_speculation.engine.decoding import Decoder
+from mlx_speculation.engine.distributed import (
+    RoundParts,
+    StreamSetup,
+    fields_of_stream,
+)
 from mlx_speculation.engine.draft_model import DraftModel
 from mlx_speculation.engine.drafting import Drafter
 from mlx_speculation.engine.drafts import (
@@ -37,14 +42,11 @@ from mlx_speculation.engine.masking import Masks
 from mlx_speculation.engine.measured_lengths import Start
 from mlx_speculation.engine.memory import Memory, Weights, held_memory
 from mlx_speculation.engine.prefixes import Prefixes
-from mlx_speculation.engine.rank_fields import fields_of_stream
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import Statistics
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.engine.stream_options import StreamOptions
-from mlx_speculation.engine.stream_ranks import StreamRanks
 from mlx_speculation.engine.text import TextStream
-from mlx_speculation.engine.told_rounds import Deciders
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane, transposed_weights, wired
 from mlx_speculation.samplers import Chooser, Constrained, Sampling, Verifier
@@ -84,7 +86,7 @@ class StreamMaker:
             ConstraintError: the constraint fails before the first token.
         """
         setup, handling = self._setup, options.handling
-        ranks = StreamRanks(setup.ranked, setup.draft)
+        ranks = StreamSetup(setup.ranked, setup.draft)
         sampling = ranks.with_seed(options.sampling)
         check_counts(options.max_tokens, options.logprobs)
         sequence, seen = setup.prompts.sequence(
@@ -104,8 +106,8 @@ class StreamMaker:
         if isinstance(lengths, CascadeLengths) and isinstance(drafter, Cascade):
             drafter.turns = lengths.turns
         verifier = Verifier(chooser, setup.acceptance, whole_rows=handling.whole_rows)
-        deciders = ranks.deciders(
-            Deciders(drafter, lengths, verifier),
+        parts = ranks.parts(
+            RoundParts(drafter, lengths, verifier),
             partial(self._fields, options, sequence, seen, sampling, stops, ends),
         )
         assert sampling.seed is not None
@@ -113,9 +115,9 @@ class StreamMaker:
             decoder=Decoder(
                 target=target,
                 sequence=sequence,
-                verifier=deciders.verifier,
-                drafter=deciders.drafter,
-                lengths=deciders.lengths,
+                verifier=parts.verifier,
+                drafter=parts.drafter,
+                lengths=parts.lengths,
                 explain=options.explain,
                 top=options.logprobs,
                 masks=masks,

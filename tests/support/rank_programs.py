@@ -1,6 +1,7 @@
 """What runs on every rank of a test with several; see `support.ranks`."""
 
 import faulthandler
+import importlib
 import json
 import os
 import sys
@@ -45,10 +46,12 @@ rank = group.rank()
 
 
 def main() -> None:
-    """Run the program that the arguments name."""
+    """Run the program that the arguments name, "module.name" if not of this one."""
     faulthandler.dump_traceback_later(300, exit=True)
     name, *arguments = sys.argv[1:]
-    program: Callable[..., Any] = globals()[name]
+    module, _, name = name.rpartition(".")
+    found = importlib.import_module(f"support.{module}") if module else None
+    program: Callable[..., Any] = getattr(found, name) if found else globals()[name]
     said = program(*arguments)
     (FOLDER / f"rank{rank}.json").write_text(json.dumps(said))
 
@@ -192,10 +195,10 @@ def decisions() -> dict[str, Any]:
     draft = build("llama") if rank == 0 else None
     made = generator(model, draft, draft_length=3)
     said: dict[str, Any] = {
-        "refused generator": _raised(lambda: _lopsided(model)),
-        "a batch": _raised(lambda: made.generate_batch([[1, 2], [3]])),
-        "whole": _raised(lambda: generator(build("llama"))),
-        "no group": _raised(lambda: SpeculativeGenerator(model, byte_tokenizer())),
+        "refused generator": raised(lambda: _lopsided(model)),
+        "a batch": raised(lambda: made.generate_batch([[1, 2], [3]])),
+        "whole": raised(lambda: generator(build("llama"))),
+        "no group": raised(lambda: SpeculativeGenerator(model, byte_tokenizer())),
     }
     seeds = Sampling(temperature=0.8, seed=11 + rank)
     differing: dict[str, dict[str, Any]] = {
@@ -205,8 +208,8 @@ def decisions() -> dict[str, Any]:
         "stop": {"stop": "x" * (1 + rank)},
     }
     for name, options in differing.items():
-        said[name] = _raised(partial(made.generate, prompt_of(PROMPT), **options))
-    said["prompt"] = _raised(lambda: made.generate(prompt_of(PROMPT + rank)))
+        said[name] = raised(partial(made.generate, prompt_of(PROMPT), **options))
+    said["prompt"] = raised(lambda: made.generate(prompt_of(PROMPT + rank)))
     said["no seed"] = _shown(
         made.generate(
             prompt_of(PROMPT), max_tokens=8, sampling=Sampling(temperature=0.8)
@@ -239,10 +242,10 @@ def decisions() -> dict[str, Any]:
     )
     said["after all"] = _shown(made.generate(prompt_of(PROMPT), max_tokens=TOKENS))
     failing = Sampling(logits_processors=[_failing])
-    said["rank 0 raises"] = _raised(
+    said["rank 0 raises"] = raised(
         lambda: made.generate(prompt_of(PROMPT), sampling=failing)
     )
-    said["and then"] = _raised(lambda: made.generate(prompt_of(PROMPT)))
+    said["and then"] = _shown(made.generate(prompt_of(PROMPT), max_tokens=TOKENS))
     return said
 
 
@@ -291,7 +294,7 @@ class Broken:
         """Do nothing."""
 
 
-def _raised(act: Callable[[], Any]) -> str:
+def raised(act: Callable[[], Any]) -> str:
     """Return what is raised, or nothing."""
     try:
         act()
@@ -364,7 +367,7 @@ def endless(deed: str, who: str) -> dict[str, Any]:
                     os._exit(3)
     except RankLostError as error:
         lost = time.time()
-        again = _raised(lambda: made.generate(prompt_of(PROMPT)))
+        again = raised(lambda: made.generate(prompt_of(PROMPT)))
         return {"raised": str(error), "at": lost, "again": again}
     except ValueError as error:
         failed = time.time()

@@ -1,49 +1,54 @@
 """A stream of which every rank runs its part.
 
 All ranks yield the same chunks. Where it ends is rank 0's to say: `close()` of another
-rank follows rank 0 to its end, and a rank that leaves by an error ends it for all.
+rank follows rank 0 to its end, and a rank that leaves by an error ends it for all. A
+stream that is dropped ends on each rank by itself, and says nothing to the others.
 """
 
 import sys
 from types import TracebackType
 from typing import Any
 
+from mlx_speculation.engine.distributed.session import (
+    ClosedByLeaderError,
+    RankSession,
+)
 from mlx_speculation.engine.results import Chunk
 from mlx_speculation.engine.stream import Stream
-from mlx_speculation.engine.together import ClosedByRank0Error, Together
 
 
 class RankedStream(Stream):
     """A `Stream` that does what rank 0 does.
 
     Args:
-        together: the stream on all ranks.
+        session: the stream on all ranks.
         options: what `Stream` takes.
     """
 
-    def __init__(self, together: Together, **options: Any) -> None:
+    def __init__(self, session: RankSession, **options: Any) -> None:
         super().__init__(**options)
-        self._together = together
+        self._session = session
 
     def __next__(self) -> Chunk:
-        with self._together.inside():
+        with self._session.inside():
             try:
-                return super().__next__()
-            except ClosedByRank0Error:
+                chunk = super().__next__()
+            except ClosedByLeaderError:
                 raise StopIteration from None
+            self._session.settled()
+            return chunk
 
     def close(self) -> None:
         """End the generation now; on other ranks than 0, where rank 0 ends it."""
-        together = self._together
         if self._result is not None:
             return
-        if not together.decides and together.running:
+        if not self._session.leads and self._session.running:
             self._ready.clear()
             for _ in self:
                 pass
             return
-        with together.inside():
-            together.close(len(self._ready) if self._yielded_only else 0)
+        with self._session.inside():
+            self._session.close(len(self._ready) if self._yielded_only else 0)
             super().close()
 
     def __exit__(
@@ -52,23 +57,17 @@ class RankedStream(Stream):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is not None and not self._together.decides and self._result is None:
+        if error is not None and not self._session.leads and self._result is None:
             self._end("error", hold_all=False)  # rank 0 will not hear of it otherwise
         else:
             self.close()
 
-    def __del__(self) -> None:
-        """Let the others go on, when the stream is dropped before its end."""
-        if self._result is None:
-            self._together.close(None)
-        super().__del__()
-
     def _end(self, reason: str, *, hold_all: bool = True) -> None:
-        closed = self._together.closed
+        closed = self._session.closed
         error = sys.exception() if reason == "error" else None
         if reason == "error" and closed is not None:
             reason = "closed"
-            hold_all = self.stats.rounds > 0 and closed.taken_back is not None
+            hold_all = self.stats.rounds > 0
             if closed.taken_back:
                 self._decoder.take_back(closed.taken_back)
         try:
@@ -77,4 +76,4 @@ class RankedStream(Stream):
             error = error or second
             raise
         finally:
-            self._together.end(error)
+            self._session.end(error)

@@ -6,12 +6,15 @@ from typing import Any
 
 import mlx.nn as nn
 
+from mlx_speculation.engine.distributed.consistency import (
+    check_spread,
+    fields_of_model,
+)
+from mlx_speculation.engine.distributed.group import RankGroup
+from mlx_speculation.engine.distributed.session import RankSession
 from mlx_speculation.engine.drafts import members
 from mlx_speculation.engine.following import Following
 from mlx_speculation.engine.mtp import MtpDraft
-from mlx_speculation.engine.rank_fields import check_spread, fields_of_model
-from mlx_speculation.engine.ranks import Ranks
-from mlx_speculation.engine.together import Together
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import (
     Group,
@@ -32,11 +35,11 @@ class RankedTarget:
 
     Args:
         model: this rank's part of it.
-        ranks: the ranks.
+        group: the ranks.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
-        self._model, self.ranks = model, ranks
+    def __init__(self, model: nn.Module, group: RankGroup) -> None:
+        self._model, self.group = model, group
         self._fields: dict[str, Any] = {}
         self._taps: HiddenStates | None = None
         self._heads: list[MtpDraft] = []
@@ -49,18 +52,17 @@ class RankedTarget:
             InvalidRequestError: it is no group, or the model is on several ranks and
                 there is none.
             RankMismatchError: the ranks run other versions.
-            RankLostError: rank 0 cannot be reached.
         """
-        ranks = None if group is None else Ranks.of(group)
-        if ranks is None:
+        found = None if group is None else RankGroup.of(group)
+        if found is None:
             check_spread(model, 1)
             return None
-        return cls(model, ranks)
+        return cls(model, found)
 
     @property
-    def decides(self) -> bool:
+    def leads(self) -> bool:
         """Whether this is rank 0."""
-        return self.ranks.rank == 0
+        return self.group.leads
 
     def own_draft(self, draft: Any, prefix_cache: Any) -> Any:
         """Check the target, and return the draft of this rank; only rank 0 has one.
@@ -71,16 +73,16 @@ class RankedTarget:
                 parts.
             UnsupportedModelError: the target cannot be decoded so.
         """
-        how = check_spread(self._model, self.ranks.size)
+        how = check_spread(self._model, self.group.size)
         assert how is not None
         self._fields = fields_of_model(self._model, how)
         if prefix_cache is not None:
             raise InvalidRequestError(
-                f"prefix_cache was passed, and the target is on {self.ranks.size} "
+                f"prefix_cache was passed, and the target is on {self.group.size} "
                 "ranks, which may drop other parts of it. Leave it out."
             )
         found = members(draft)
-        for member in found if self.decides else ():
+        for member in found if self.leads else ():
             if isinstance(member, nn.Module) and spread_as(member) is not None:
                 raise InvalidRequestError(
                     "The draft model is spread over ranks, and a draft is whole, on "
@@ -93,42 +95,42 @@ class RankedTarget:
                 )
             if isinstance(member, MtpDraft):
                 self._check_output(member)
-        return draft if self.decides else None
+        return draft if self.leads else None
 
-    def next_stream(self, draft: Any) -> Together:
+    def next_stream(self, draft: Any) -> RankSession:
         """Return the next stream on all ranks, which is not begun yet."""
         heads = [member for member in members(draft) if isinstance(member, MtpDraft)]
         needs = [STATES] if heads else []
         if has_split_output(self._model) and any(h.mtp.reads_output for h in heads):
             needs.append(OUTPUT)
         self._heads = heads
-        return Together(self.ranks, self._fields, needs=needs)
+        return RankSession(self.group, self._fields, needs=needs)
 
     @contextmanager
     def running(
-        self, together: Together, target: Lane, around: AbstractContextManager[None]
+        self, session: RankSession, target: Lane, around: AbstractContextManager[None]
     ) -> Iterator[None]:
         """Begin a stream on all ranks, inside of what runs around one."""
         with around:
-            needs = together.begin()
+            needs = session.begin()
             if STATES in needs:
                 if self._taps is None:
                     self._taps = HiddenStates(self._model, after_norm=True)
                 target.taps, target.shows = self._taps, True
             if OUTPUT in needs:
-                self._join_output(together)
+                self._join_output(session)
             yield
 
-    def _join_output(self, together: Together) -> None:
+    def _join_output(self, session: RankSession) -> None:
         """Give rank 0's heads the whole of an output layer that is divided."""
-        with together.inside():
-            output = joined_output(self._model, self.ranks.group)
+        with session.inside():
+            output = joined_output(self._model, self.group.group)
         for head in self._heads:
             assert output is not None
             head.mtp.take_output(output)
 
     def _check_output(self, head: MtpDraft) -> None:
-        """Refuse a head that needs rows of other ranks, which cannot be put together.
+        """Refuse a head that needs rows of other ranks, which cannot be put session.
 
         Others get a whole copy of the output layer when their first stream begins.
         """
@@ -144,4 +146,4 @@ class RankedTarget:
 
 def all_or_none(target: RankedTarget | None) -> AbstractContextManager[None]:
     """Let all ranks refuse what one of them refuses inside the block, if there are."""
-    return nullcontext() if target is None else target.ranks.all_or_none()
+    return nullcontext() if target is None else target.group.all_or_none()

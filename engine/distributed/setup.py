@@ -5,15 +5,15 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from mlx_speculation.engine.ranked_stream import RankedStream
-from mlx_speculation.engine.ranked_target import RankedTarget
+from mlx_speculation.engine.distributed.leader_follower import RoundParts
+from mlx_speculation.engine.distributed.stream import RankedStream
+from mlx_speculation.engine.distributed.target import RankedTarget
 from mlx_speculation.engine.stream import Stream
-from mlx_speculation.engine.told_rounds import Deciders
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Sampling
 
 
-class StreamRanks:
+class StreamSetup:
     """The ranks of one new stream, as this one has them.
 
     Every rank makes one for each of its streams, in the same order.
@@ -25,27 +25,27 @@ class StreamRanks:
 
     def __init__(self, target: RankedTarget | None, draft: Any) -> None:
         self._target = target
-        self._together = None if target is None else target.next_stream(draft)
+        self._session = None if target is None else target.next_stream(draft)
 
     def with_seed(self, sampling: Sampling | None) -> Sampling:
         """Return the options with a seed, the same on all ranks."""
-        if self._together is not None:
-            sampling = self._together.with_seed(sampling)
+        if self._session is not None:
+            sampling = self._session.with_seed(sampling)
         return (sampling or Sampling()).with_seed()
 
-    def deciders(
-        self, own: Deciders, fields: Callable[[], Mapping[str, Any]]
-    ) -> Deciders:
+    def parts(
+        self, own: RoundParts, fields: Callable[[], Mapping[str, Any]]
+    ) -> RoundParts:
         """Return what is asked on this rank.
 
         Args:
             own: what this rank has.
             fields: returns the options that have to be the same on all ranks.
         """
-        if self._together is None:
+        if self._session is None:
             return own
-        self._together.expect(fields())
-        return own.on_ranks(self._together)
+        self._session.expect(fields())
+        return own.on_ranks(self._session)
 
     def running(
         self, lane: Lane, around: AbstractContextManager[None]
@@ -56,13 +56,13 @@ class StreamRanks:
             lane: the target's.
             around: what it enters on one rank.
         """
-        if self._target is None or self._together is None:
+        if self._target is None or self._session is None:
             return around
-        return self._target.running(self._together, lane, around)
+        return self._target.running(self._session, lane, around)
 
     @property
     def make(self) -> Callable[..., Stream]:
         """What makes the stream; takes what `Stream` takes."""
-        if self._together is None:
+        if self._session is None:
             return Stream
-        return partial(RankedStream, self._together)
+        return partial(RankedStream, self._session)

@@ -1,0 +1,295 @@
+"""The ranks of a group: how they meet, and the exchange in which they agree.
+
+Whatever ranks send each other is an array of `mx.distributed`, and works when all of
+them send the same number of bytes in the same order. So this is the order:
+
+    exchange    before every forward: each rank says in a line where its program is, and
+                gets the lines of all. Where they differ, all ranks raise at once
+    forwards    the sums of the model's own layers, and in the graph rank 0's tokens
+
+All of an exchange is evaluated before anything else is submitted. Finalizers take no
+part: garbage is collected at another moment on each rank.
+"""
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any, NamedTuple, NoReturn
+
+import mlx.core as mx
+
+from mlx_speculation.engine.distributed.ring_watch import RingWatch, ring_connections
+from mlx_speculation.errors import (
+    InvalidRequestError,
+    RankLostError,
+    RankMismatchError,
+)
+from mlx_speculation.models import Group, gathered, told
+from mlx_speculation.samplers import Sampling
+
+LINE_BYTES = 256
+LOST_SECONDS = 2.0  # an error of mlx may come before the system has closed a connection
+_PACKAGES = ("mlx", "mlx-lm", "mlx-speculation")
+_BACKEND = re.compile(r"\[(ring|nccl|jaccl|mpi)\]")
+
+# By the processes of the group; None: all that there are.
+_met: dict[tuple[Any, ...] | None, "RankGroup"] = {}
+
+
+class Place(NamedTuple):
+    """Where a program is; equal on all ranks that run the same one.
+
+    Attributes:
+        kind: "make" a generator, "begin" a stream, its next "round", or a "draft".
+        number: of the generator or stream, in the order of their making.
+        step: of the exchanges of a stream, how many came before.
+    """
+
+    kind: str
+    number: int
+    step: int
+
+    def __str__(self) -> str:
+        if self.kind == "make":
+            return f"makes generator {self.number}"
+        return f"is at exchange {self.step} ({self.kind}) of stream {self.number}"
+
+
+class RankGroup:
+    """The ranks of one group, as one of them sees it.
+
+    Args:
+        group: the group, of two or more.
+        names: how every rank is called in messages.
+        word: the same on all ranks, and in each start of a program another.
+    """
+
+    def __init__(self, group: Group, names: Sequence[str], word: str) -> None:
+        self.group, self._names, self._word = group, names, word
+        self._count = 0
+        self._broken = ""
+        connections = ring_connections(self.rank, self.size)
+        self._watch = RingWatch(connections, self._gone)
+
+    @classmethod
+    def of(cls, group: Group) -> "RankGroup | None":
+        """Return the ranks of a group; None where this one is alone.
+
+        All ranks have to call it, and wait here for each other.
+
+        Raises:
+            InvalidRequestError: it is no group.
+            RankMismatchError: the ranks run other versions.
+        """
+        if not isinstance(group, mx.distributed.Group):
+            raise InvalidRequestError(
+                f"group is a {type(group).__name__}, and a group of mx.distributed is "
+                "needed. Pass mx.distributed.init()."
+            )
+        if group.size() == 1:
+            return None
+        every = group.size() == mx.distributed.init().size()
+        if every and None in _met:
+            return _met[None]
+        found = gathered(_own(), group)
+        _check_versions(found)
+        key = None if every else tuple((each["host"], each["pid"]) for each in found)
+        if key not in _met:
+            names = [
+                f"rank {rank} ({each['host']}, process {each['pid']})"
+                for rank, each in enumerate(found)
+            ]
+            _met[key] = cls(group, names, found[0]["word"])
+        return _met[key]
+
+    @property
+    def rank(self) -> int:
+        """The number of this one; rank 0 leads."""
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self.group.size()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def name(self, rank: int) -> str:
+        """Return how a rank is called at the beginning of a message."""
+        return self._names[rank].capitalize()
+
+    def told(self, array: mx.array) -> mx.array:
+        """Return rank 0's array on every rank, not evaluated; see `models.ranks`."""
+        return told(array, self.group)
+
+    def next_number(self) -> int:
+        """Return the number of what this program makes next; no rank waits here."""
+        self._count += 1
+        return self._count
+
+    def with_seed(self, sampling: Sampling, number: int) -> Sampling:
+        """Return these options with a seed, the same on all ranks if there was none."""
+        if sampling.seed is not None:
+            return sampling
+        digest = hashlib.sha256(f"{self._word} {number}".encode()).digest()
+        return replace(sampling, seed=int.from_bytes(digest[:4]))
+
+    def exchange(self, place: Place, said: Sequence[Any]) -> list[list[Any]]:
+        """Say a line, and return what every rank has said; waits for all of them.
+
+        Args:
+            place: where this rank's program is.
+            said: values that JSON has, of fewer than `LINE_BYTES` together.
+
+        Raises:
+            RankMismatchError: the ranks are at different places; on all of them.
+            RankLostError: a rank is gone.
+        """
+        lines = [_parsed(line) for line in self._gather([*place, *said], LINE_BYTES)]
+        for rank, line in enumerate(lines):
+            if line is None or line[:3] != [*place]:
+                self._raise_apart(place, rank, line)
+        return [line[3:] for line in lines if line]
+
+    def texts(self, text: str, size: int) -> list[str]:
+        """Return a text of every rank, of at most `size` bytes each."""
+        raw = self._gather(text, size)
+        return [each.decode(errors="replace").rstrip() for each in raw]
+
+    def leave(self, why: str) -> None:
+        """Give the group up, where the others may wait for a forward of this rank.
+
+        In the ring they come to know at once; nothing can be begun after it.
+        """
+        self._broken = self._broken or (
+            f"{self.name(self.rank)} has failed inside of a round, where the others "
+            f"wait for it: {why} Start the program again on all ranks."
+        )
+        self._watch.sever()
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Run what may wait in mlx; what it raises says who was lost, if anyone was.
+
+        Raises:
+            RankLostError: in place of what mlx raises when a rank is lost.
+        """
+        try:
+            with self._watch.inside():
+                yield
+        except RuntimeError as error:
+            rank = self._watch.lost(LOST_SECONDS)
+            if rank is None and not _BACKEND.search(str(error)):
+                raise
+            self._broken = self._gone(rank)
+            self._watch.sever()
+            raise RankLostError(self._broken) from error
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Let all ranks refuse what one of them refuses inside the block.
+
+        Raises:
+            RankMismatchError: another rank has refused it.
+            RankLostError: a rank is gone.
+        """
+        place = Place("make", self.next_number(), 0)
+        try:
+            yield
+        except Exception as error:
+            self._refusals(place, f"{type(error).__name__}: {error}")
+            raise
+        refused = self._refusals(place, "")
+        if refused:
+            raise RankMismatchError(
+                f"Another rank has refused what this one takes. {refused}"
+            )
+
+    def _refusals(self, place: Place, own: str) -> str:
+        """Return which rank has refused something and why, or nothing."""
+        sizes = [size for (size,) in self.exchange(place, [len(own.encode())])]
+        if not any(sizes):
+            return ""
+        texts = self.texts(own, max(sizes))
+        rank = next(rank for rank, text in enumerate(texts) if text)
+        return f"Rank {rank} says: {texts[rank]}"
+
+    def _gather(self, said: Any, size: int) -> list[bytes]:
+        """Return so many bytes of every rank."""
+        self._check()
+        raw = (said if isinstance(said, str) else json.dumps(said)).encode()
+        assert len(raw) <= size
+        mine = mx.array(list(raw.ljust(size)), mx.uint8)[None]
+        with self.inside():
+            every = mx.distributed.all_gather(mine, group=self.group)
+            mx.eval(every)
+        rows: Any = every.tolist()
+        return [bytes(row) for row in rows]
+
+    def _check(self) -> None:
+        """Refuse to wait for ranks of which one is gone."""
+        rank = None if self._broken else self._watch.lost()
+        if rank is not None:
+            self._broken = self._gone(rank)
+            self._watch.sever()
+        if self._broken:
+            raise RankLostError(self._broken)
+
+    def _gone(self, rank: int | None) -> str:
+        who = "A rank" if rank is None else self.name(rank)
+        return (
+            f"{who} is lost to {self._names[self.rank]}: its connection was closed, so "
+            "its process has ended, or it has failed inside of a round or lost a rank "
+            "itself. The text cannot go on without it. Start the program again on all "
+            "ranks."
+        )
+
+    def _raise_apart(self, place: Place, rank: int, line: list[Any] | None) -> NoReturn:
+        """Say that a rank is elsewhere than this one."""
+        there = "is inside of a forward" if line is None else str(Place(*line[:3]))
+        message = (
+            f"Rank {rank} {there}, and rank {self.rank} {place}: their programs have "
+            "come apart. Let every rank make the same streams and ask for their chunks "
+            "in the same order."
+        )
+        if line is None:  # it waits for bytes of a forward, which nobody will send
+            self.leave(message)
+        raise RankMismatchError(message)
+
+
+def _own() -> dict[str, Any]:
+    """Return what a rank says of itself when ranks meet."""
+    own = {"host": socket.gethostname()[:200], "pid": os.getpid()}
+    versions = {name: version(name) for name in _PACKAGES}
+    return {**own, **versions, "word": secrets.token_hex(16)}
+
+
+def _check_versions(found: Sequence[dict[str, Any]]) -> None:
+    for rank, each in enumerate(found):
+        for name in _PACKAGES:
+            if each[name] != found[0][name]:
+                raise RankMismatchError(
+                    f"Rank {rank} ({each['host']}) has {name} {each[name]}, and rank 0 "
+                    f"({found[0]['host']}) has {found[0][name]}. Install the same "
+                    "versions on all machines."
+                )
+
+
+def _parsed(line: bytes) -> list[Any] | None:
+    """Return what a line says; None for bytes of something else."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    whole = isinstance(found, list) and len(found) >= len(Place._fields)
+    return found if whole else None

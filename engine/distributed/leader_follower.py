@@ -1,0 +1,321 @@
+"""What a decoder asks in each round, on rank 0 and on the others.
+
+    asked of       the leader, rank 0           a follower
+    draft length   asks its own, and says it    hears it
+    drafter        asks its own, and says how   hears how many; the tokens come in the
+                   many                         graph
+    verifier       decides, and sends tokens    gets them
+                   and count in the graph, in
+                   one small array
+
+So a draft is on rank 0 alone, and the others choose nothing.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import mlx.core as mx
+
+from mlx_speculation.engine.distributed.session import LeaderFollower, RankSession
+from mlx_speculation.engine.drafting import (
+    NOTHING,
+    Choose,
+    Draft,
+    Drafter,
+    DrafterWrapper,
+)
+from mlx_speculation.engine.lengths import Lengths, Outcome, Plan
+from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.samplers import Chooser, Rows, Verified, Verifier
+
+
+class RoundParts(NamedTuple):
+    """What a decoder asks.
+
+    Attributes:
+        drafter: proposes; None for plain decoding.
+        lengths: decides how many tokens to propose.
+        verifier: decides which of them are accepted, and what follows.
+    """
+
+    drafter: Drafter | None
+    lengths: Lengths
+    verifier: Verifier
+
+    def on_ranks(self, session: RankSession) -> "RoundParts":
+        """Return what it asks on this rank, in a stream of all ranks."""
+        role: LeaderFollower = Follower(session)
+        verifier = _without_processors(self.verifier)
+        if session.leads:
+            role, verifier = Leader(session), self.verifier
+        return RoundParts(
+            RankedDrafter(role, self.drafter or NoDrafter()),
+            RankedLengths(role, self.lengths, leads=session.leads),
+            RankedVerifier(role, verifier),
+        )
+
+
+class Leader:
+    """Decides, and says what it decides.
+
+    Args:
+        session: the stream.
+    """
+
+    def __init__(self, session: RankSession) -> None:
+        self._session = session
+
+    def plan(self, own: Callable[[], Plan]) -> Plan:
+        """Return its own plan, said to the others."""
+        try:
+            plan = own()
+        except BaseException as error:
+            self._session.leave("round", error)
+            raise
+        return self._session.plan(plan)
+
+    def draft(self, own: Callable[[], Draft]) -> Draft:
+        """Return its own draft, said to the others."""
+        try:
+            draft = own()
+        except BaseException as error:
+            self._session.leave("draft", error)
+            raise
+        self._session.draft(draft)
+        if draft.length == 0:
+            return draft
+        return replace(draft, tokens=self._session.told(draft.tokens))
+
+    def verify(
+        self, own: Callable[[], Verified], logits: mx.array, rows: int, accepts: bool
+    ) -> Verified:
+        """Decide, and send it.
+
+        Where it fails, such as in a logits processor of the user's, the others get rows
+        that cannot be used, so that they come out of the round too.
+        """
+        try:
+            found = own()
+        except BaseException:
+            nothing = mx.depends(_zeros(rows, accepts), logits)
+            mx.async_eval(self._session.told(nothing))
+            self._session.settled()
+            raise
+        parts = [found.tokens, mx.isfinite(found.normalizers)]
+        if found.accepted is not None:
+            parts.append(found.accepted[None])
+        packed = mx.concatenate([part.astype(mx.uint32) for part in parts])
+        packed = self._session.told(packed)
+        return replace(_unpacked(packed, rows), log_probs=found.log_probs)
+
+
+class Follower:
+    """Does what the leader has decided.
+
+    It reports no log-probabilities.
+
+    Args:
+        session: the stream.
+    """
+
+    def __init__(self, session: RankSession) -> None:
+        self._session = session
+
+    def plan(self, own: Callable[[], Plan]) -> Plan:
+        """Return the leader's plan."""
+        return self._session.plan(None)
+
+    def draft(self, own: Callable[[], Draft]) -> Draft:
+        """Return the leader's draft; its probabilities are the leader's alone."""
+        length, source = self._session.draft(None)
+        tokens = mx.zeros((length,), mx.uint32)
+        if length:
+            tokens = self._session.told(tokens)
+        return Draft(tokens, source=source)
+
+    def verify(
+        self, own: Callable[[], Verified], logits: mx.array, rows: int, accepts: bool
+    ) -> Verified:
+        """Return what the leader decides on the same rows."""
+        # Behind the logits, whose own sums over the ranks come first.
+        packed = mx.depends(_zeros(rows, accepts), logits)
+        return _unpacked(self._session.told(packed), rows)
+
+
+class RankedLengths:
+    """The draft lengths of the leader, on every rank.
+
+    Args:
+        role: the leader or a follower.
+        lengths: this rank's; those of followers are not asked, and learn nothing.
+        leads: whether this is the leader.
+    """
+
+    def __init__(self, role: LeaderFollower, lengths: Lengths, *, leads: bool) -> None:
+        self._role, self._lengths, self._leads = role, lengths, leads
+
+    @property
+    def longest(self) -> int:
+        """No plan is longer."""
+        return self._lengths.longest
+
+    def plan(self, context: int, limit: int) -> Plan:
+        """Return the leader's plan; the ranks meet here."""
+        return self._role.plan(lambda: self._lengths.plan(context, limit))
+
+    def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
+        """Learn from a round."""
+        if self._leads:
+            self._lengths.note(context, plan, outcome)
+
+    def end(self) -> None:
+        """Learn from the stream as a whole."""
+        if self._leads:
+            self._lengths.end()
+
+
+class RankedDrafter(DrafterWrapper):
+    """The drafter of the leader, on every rank.
+
+    Args:
+        role: the leader or a follower.
+        inner: what drafts, on the leader; it contains its own faults.
+    """
+
+    def __init__(self, role: LeaderFollower, inner: Drafter) -> None:
+        super().__init__(inner)
+        self._role = role
+
+    def begin(self, sequence: Sequence) -> None:
+        """Let it begin."""
+        self.inner.begin(sequence)
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        """Return the leader's draft."""
+        return self._role.draft(lambda: self.inner.propose(sequence, limit, choose))
+
+    def settle(self, accepted: int) -> None:
+        """Let it settle."""
+        self.inner.settle(accepted)
+
+    def discard(self) -> None:
+        """Let it undo the round."""
+        self.inner.discard()
+
+
+class NoDrafter:
+    """Proposes nothing."""
+
+    def begin(self, sequence: Sequence) -> None:
+        """Do nothing."""
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        """Return an empty draft."""
+        return NOTHING
+
+    def settle(self, accepted: int) -> None:
+        """Do nothing."""
+
+    def discard(self) -> None:
+        """Do nothing."""
+
+
+class RankedVerifier(Verifier):
+    """The decisions of the leader, on every rank.
+
+    It is a `Verifier` in all else, such as what a drafter chooses with.
+
+    Args:
+        role: the leader or a follower.
+        verifier: this rank's, made of the same options.
+    """
+
+    def __init__(self, role: LeaderFollower, verifier: Verifier) -> None:
+        self.__dict__.update(vars(verifier))
+        self._role, self._verifier = role, verifier
+
+    def verify(
+        self,
+        logits: mx.array,
+        rows: Rows,
+        drafted: mx.array | None = None,
+        draft_probs: mx.array | None = None,
+        *,
+        top: int | None = None,
+    ) -> Verified:
+        """Return the leader's decision, see `Verifier`."""
+        k = 0 if drafted is None else len(drafted)
+
+        def own() -> Verified:
+            return self._verifier.verify(logits, rows, drafted, draft_probs, top=top)
+
+        return self._role.verify(own, logits, k + 1, drafted is not None)
+
+    def in_turn(
+        self,
+        logits: mx.array,
+        rows: Rows,
+        drafted: mx.array | None = None,
+        draft_probs: mx.array | None = None,
+        *,
+        top: int | None = None,
+    ) -> Iterator[Verified]:
+        """Yield the leader's decisions on row after row, see `Verifier`."""
+        k = 0 if drafted is None else len(drafted)
+        turns = self._verifier.in_turn(logits, rows, drafted, draft_probs, top=top)
+        for index in range(k + 1):
+            yield self._role.verify(lambda: next(turns), logits, 1, index < k)
+
+
+def _zeros(rows: int, accepts: bool) -> mx.array:
+    return mx.zeros((2 * rows + accepts,), mx.uint32)
+
+
+def _unpacked(packed: mx.array, rows: int) -> Verified:
+    """Return a decision from tokens [rows], whether each is usable, and the count."""
+    usable = packed[rows : 2 * rows] > 0
+    accepted = packed[2 * rows].astype(mx.int32) if len(packed) > 2 * rows else None
+    return Verified(packed[:rows], accepted, mx.where(usable, 0.0, mx.nan))
+
+
+def _without_processors(verifier: Verifier) -> Verifier:
+    """Return a verifier that is not asked, and whose processors are never called."""
+    found = object.__new__(Verifier)
+    found.__dict__.update(vars(verifier))
+    found._chooser = cast(Chooser, _Idle(verifier.chooser))
+    return found
+
+
+class _Idle:
+    """A chooser whose processors are never called.
+
+    Args:
+        chooser: the one that is not asked.
+    """
+
+    def __init__(self, chooser: Any) -> None:
+        self.sampling, self.width, self.limit = (
+            chooser.sampling,
+            chooser.width,
+            chooser.limit,
+        )
+        self.processors = _IdleProcessors(chooser.processors.parallel)
+
+
+class _IdleProcessors:
+    """Processors without a state, and without effect."""
+
+    has_state = active = False
+
+    def __init__(self, parallel: bool) -> None:
+        self.parallel = parallel
+
+    def fork(self) -> tuple[()]:
+        return ()
+
+    def restore(self, states: tuple[()]) -> None:
+        """Do nothing."""
+
+    def keep(self, count: int) -> None:
+        """Do nothing."""

@@ -1,0 +1,185 @@
+"""Whether a neighbour in mlx's ring is gone, seen from the connections of the ring.
+
+A rank that waits inside of mlx cannot be woken by Python. When the process at the other
+end of a connection ends, mlx's ring backend seldom raises: most often (9 of 10 kills of
+a busy pair, mlx 0.32.2) a task of its thread pool waits for ever, and so does whoever
+evaluates. The system knows better: it has closed the connection. A thread asks it, and
+ends a process that does not come out of mlx by itself.
+
+    connections       those of this process whose ports MLX_HOSTFILE names; they are
+                      asked for their state, never read from or written to
+    other backends    have none, and nothing is watched
+
+A process that is stopped keeps its connections: it is waited for.
+"""
+
+import json
+import os
+import select
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+LOOK_SECONDS = 0.2
+# After the loss is known, or this rank has gone into mlx, whichever is later. A rank
+# that only finishes what it has comes out by then; mlx.launch ends all ranks a second
+# or two after the first.
+SAY_SECONDS, END_SECONDS = 1.0, 4.0
+STATUS = 70  # of a process that is ended so
+_GONE = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
+
+Connections = Mapping[int, Sequence[socket.socket]]
+
+
+class RingWatch:
+    """Watches the connections to the neighbours, to the end of the process.
+
+    Args:
+        connections: by the rank at the other end.
+        message: returns what to say when a rank is gone.
+        end: ends the process with a status; for tests.
+    """
+
+    def __init__(
+        self,
+        connections: Connections,
+        message: Callable[[int], str],
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
+        self._connections = connections
+        self._message, self._end = message, end
+        self._ranks: dict[int, int] = {}
+        self._poll = select.poll()
+        for rank, each in connections.items():
+            for connection in each:
+                self._ranks[connection.fileno()] = rank
+                self._poll.register(connection, getattr(select, "POLLRDHUP", 0))
+        self._depth, self._entered, self._warned = 0, 0.0, False
+        self._known: tuple[int, float] | None = None
+        self._lock = threading.Lock()
+        if self._ranks:
+            threading.Thread(target=self._run, daemon=True).start()
+
+    def lost(self, wait: float = 0.0) -> int | None:
+        """Return the first neighbour that is gone; wait so many seconds for one."""
+        until = time.monotonic() + wait
+        while self._ranks:
+            with self._lock:
+                if self._known is None:
+                    for file, events in self._poll.poll(0):
+                        if events & _GONE:
+                            self._known = self._ranks[file], time.monotonic()
+                            break
+                if self._known is not None:
+                    return self._known[0]
+            if time.monotonic() >= until:
+                break
+            time.sleep(0.02)
+        return None
+
+    def sever(self) -> None:
+        """Close the connections, so that the neighbours wait no longer for this rank.
+
+        Each of them severs its own then, and so all ranks of the ring come to know.
+        """
+        for each in self._connections.values():
+            for connection in each:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Say that this thread may be waiting in mlx for other ranks."""
+        if self._depth == 0:
+            self._entered = time.monotonic()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def _run(self) -> None:
+        ended = False
+        while not ended:
+            time.sleep(LOOK_SECONDS)
+            rank = self.lost()
+            if rank is not None:
+                ended = self._end_if_stuck(rank, time.monotonic())
+
+    def _end_if_stuck(self, rank: int, now: float) -> bool:
+        """Say, and then end, that a thread is stuck inside of mlx; return if ended."""
+        if self._depth == 0 or self._known is None:
+            return False
+        seconds = now - max(self._entered, self._known[1])
+        if seconds >= SAY_SECONDS and not self._warned:
+            self._warned = True
+            print(  # noqa: T201  the process can say it in no other way
+                f"RankLostError: {self._message(rank)} This process waits for it "
+                f"inside of mlx, where nothing can wake it, and is ended with status "
+                f"{STATUS} unless it comes out by itself.",
+                file=sys.stderr,
+                flush=True,
+            )
+        if seconds < END_SECONDS:
+            return False
+        self._end(STATUS)
+        return True
+
+
+def ring_connections(
+    rank: int, size: int, hosts: str | None = None
+) -> dict[int, list[socket.socket]]:
+    """Return this process's connections of mlx's ring, by the rank at the other end.
+
+    A rank listens at the ports that the hostfile has for it, takes the connection of
+    the rank before it, and connects to the rank after it.
+
+    Args:
+        rank: this one.
+        size: how many there are.
+        hosts: the path of the hostfile; that of the environment when omitted.
+
+    Returns:
+        Empty where the ring is not what joins the ranks.
+    """
+    path = os.environ.get("MLX_HOSTFILE", "") if hosts is None else hosts
+    if not path or not Path(path).is_file():
+        return {}
+    with suppress(ValueError, TypeError, IndexError):
+        listed = json.loads(Path(path).read_text("utf-8"))
+        ports = [{int(str(each).rpartition(":")[2]) for each in own} for own in listed]
+        before, after = (rank - 1) % size, (rank + 1) % size
+        found: dict[int, list[socket.socket]] = {}
+        for connection in _connected():
+            own, other = connection.getsockname()[1], connection.getpeername()[1]
+            if own in ports[rank]:
+                found.setdefault(before, []).append(connection)
+            elif other in ports[after]:
+                found.setdefault(after, []).append(connection)
+            else:
+                connection.close()
+        return found
+    return {}
+
+
+def _connected() -> Iterator[socket.socket]:
+    """Yield this process's connections over TCP, each by a descriptor of its own."""
+    for path in list(Path("/dev/fd").iterdir()):
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(path.name)).st_mode):
+                continue
+            found = socket.socket(fileno=os.dup(int(path.name)))
+            try:
+                found.getpeername()
+                whole = found.family in (socket.AF_INET, socket.AF_INET6)
+            except OSError:
+                whole = False
+            if whole and found.type == socket.SOCK_STREAM:
+                yield found
+            else:
+                found.close()
