@@ -111,6 +111,13 @@ class Decoder:
         """How many of the known tokens the target's caches hold."""
         return self._target.seen
 
+    @property
+    def planned(self) -> bool:
+        """Whether the next round has all its plans, and asks for none."""
+        if self._plan is None:
+            return False
+        return self._plan.length > 0 or self._following is not None
+
     def prefill(self, fits: Callable[[int], bool] | None = None) -> bool:
         """Feed all known tokens but the last, which the first round feeds.
 

@@ -188,10 +188,10 @@ class RankGroup:
             with self._watch.inside():
                 yield
         except RuntimeError as error:
-            rank = self._watch.lost(LOST_SECONDS)
-            if rank is None and not _BACKEND.search(str(error)):
+            ranks = self._watch.lost(LOST_SECONDS)
+            if not ranks and not _BACKEND.search(str(error)):
                 raise
-            self._broken = self._gone(rank)
+            self._broken = self._gone(ranks)
             self._watch.sever()
             raise RankLostError(self._broken) from error
 
@@ -238,20 +238,20 @@ class RankGroup:
 
     def _check(self) -> None:
         """Refuse to wait for ranks of which one is gone."""
-        rank = None if self._broken else self._watch.lost()
-        if rank is not None:
-            self._broken = self._gone(rank)
+        ranks = [] if self._broken else self._watch.lost()
+        if ranks:
+            self._broken = self._gone(ranks)
             self._watch.sever()
         if self._broken:
             raise RankLostError(self._broken)
 
-    def _gone(self, rank: int | None) -> str:
-        who = "A rank" if rank is None else self.name(rank)
+    def _gone(self, ranks: Sequence[int]) -> str:
+        who = " and ".join(self._names[rank] for rank in ranks) or "a rank"
         return (
-            f"{who} is lost to {self._names[self.rank]}: its connection was closed, so "
-            "its process has ended, or it has failed inside of a round or lost a rank "
-            "itself. The text cannot go on without it. Start the program again on all "
-            "ranks."
+            f"{who.capitalize()} is lost to {self._names[self.rank]}: the connection "
+            "was closed, so the process has ended, or has failed inside of a round, or "
+            "has lost a rank itself. The text cannot go on without it. Start the "
+            "program again on all ranks."
         )
 
     def _raise_apart(self, place: Place, rank: int, line: list[Any] | None) -> NoReturn:

@@ -41,14 +41,14 @@ class RingWatch:
 
     Args:
         connections: by the rank at the other end.
-        message: returns what to say when a rank is gone.
+        message: returns what to say when some ranks are gone.
         end: ends the process with a status; for tests.
     """
 
     def __init__(
         self,
         connections: Connections,
-        message: Callable[[int], str],
+        message: Callable[[Sequence[int]], str],
         end: Callable[[int], object] = os._exit,
     ) -> None:
         self._connections = connections
@@ -60,27 +60,30 @@ class RingWatch:
                 self._ranks[connection.fileno()] = rank
                 self._poll.register(connection, getattr(select, "POLLRDHUP", 0))
         self._depth, self._entered, self._warned = 0, 0.0, False
-        self._known: tuple[int, float] | None = None
+        self._known: tuple[list[int], float] | None = None
         self._lock = threading.Lock()
         if self._ranks:
             threading.Thread(target=self._run, daemon=True).start()
 
-    def lost(self, wait: float = 0.0) -> int | None:
-        """Return the first neighbour that is gone; wait so many seconds for one."""
+    def lost(self, wait: float = 0.0) -> list[int]:
+        """Return the neighbours that are gone; wait so many seconds for one.
+
+        Those are named that were gone when it was first seen: others follow them.
+        """
         until = time.monotonic() + wait
         while self._ranks:
             with self._lock:
                 if self._known is None:
-                    for file, events in self._poll.poll(0):
-                        if events & _GONE:
-                            self._known = self._ranks[file], time.monotonic()
-                            break
+                    found = self._poll.poll(0)
+                    gone = {self._ranks[file] for file, event in found if event & _GONE}
+                    if gone:
+                        self._known = sorted(gone), time.monotonic()
                 if self._known is not None:
                     return self._known[0]
             if time.monotonic() >= until:
                 break
             time.sleep(0.02)
-        return None
+        return []
 
     def sever(self) -> None:
         """Close the connections, so that the neighbours wait no longer for this rank.
@@ -107,19 +110,18 @@ class RingWatch:
         ended = False
         while not ended:
             time.sleep(LOOK_SECONDS)
-            rank = self.lost()
-            if rank is not None:
-                ended = self._end_if_stuck(rank, time.monotonic())
+            ended = bool(self.lost()) and self._end_if_stuck(time.monotonic())
 
-    def _end_if_stuck(self, rank: int, now: float) -> bool:
+    def _end_if_stuck(self, now: float) -> bool:
         """Say, and then end, that a thread is stuck inside of mlx; return if ended."""
         if self._depth == 0 or self._known is None:
             return False
-        seconds = now - max(self._entered, self._known[1])
+        ranks, since = self._known
+        seconds = now - max(self._entered, since)
         if seconds >= SAY_SECONDS and not self._warned:
             self._warned = True
             print(  # noqa: T201  the process can say it in no other way
-                f"RankLostError: {self._message(rank)} This process waits for it "
+                f"RankLostError: {self._message(ranks)} This process waits for it "
                 f"inside of mlx, where nothing can wake it, and is ended with status "
                 f"{STATUS} unless it comes out by itself.",
                 file=sys.stderr,

@@ -3,6 +3,7 @@
     exchange         rank 0 says                     the others say
     begin            a digest of the options         likewise; compared by all
     round            "plan", how many to draft;      "follow"
+                     "turn", as planned before;
                      or "close", at its user's wish
     draft            how many were drafted           nothing
     (in the graph)   the drafted tokens; the round's tokens and how many are accepted
@@ -145,13 +146,16 @@ class RankSession:
             ClosedByLeaderError: rank 0 has ended the stream.
         """
         said = ["follow"] if plan is None else ["plan", plan.length, plan.reason]
-        word, *what = self._exchange("round", said)[0]
-        if word == "close":
-            self._ended = True
-            self.closed = ClosedByLeaderError(*what)
-            raise self.closed
-        self._owes = True
+        what = self._round(said)
         return Plan(*what) if plan is None else plan
+
+    def turn(self) -> None:
+        """Let all ranks agree on a round that was planned before.
+
+        Raises:
+            ClosedByLeaderError: rank 0 has ended the stream.
+        """
+        self._round(["turn" if self.leads else "follow"])
 
     def draft(self, draft: Draft | None) -> tuple[int, str]:
         """Return how many tokens rank 0 has drafted, and who did; others pass None."""
@@ -209,6 +213,16 @@ class RankSession:
     def _place(self, kind: str) -> Place:
         self._step += 1
         return Place(kind, self.number, self._step - 1)
+
+    def _round(self, said: Sequence[Any]) -> list[Any]:
+        """Begin a round on all ranks; return what rank 0 says of it."""
+        word, *what = self._exchange("round", said)[0]
+        if word == "close":
+            self._ended = True
+            self.closed = ClosedByLeaderError(*what)
+            raise self.closed
+        self._owes = True
+        return what
 
     def _exchange(
         self, kind: str, said: Sequence[Any], error: str = ""

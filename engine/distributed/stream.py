@@ -38,6 +38,12 @@ class RankedStream(Stream):
             self._session.settled()
             return chunk
 
+    def _advance(self) -> None:
+        """Run the next round; each begins with an exchange, if not for its plan."""
+        if self._decoder.planned:
+            self._session.turn()
+        super()._advance()
+
     def close(self) -> None:
         """End the generation now; on other ranks than 0, where rank 0 ends it."""
         if self._result is not None:

@@ -2,10 +2,12 @@
 
 import gc
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from mlx_speculation import Sampling, SpeculativeGenerator
+from mlx_speculation.engine.lengths import Outcome, Plan
 from support.identity import SAMPLED, prompt_of
 from support.rank_programs import FOLDER, generator, group, on_ranks, raised, rank
 from support.ranks import wait_for
@@ -30,13 +32,21 @@ class Streams:
     Args:
         made: the generator.
         sampling: of all streams.
+        mixed: whether their rounds are plain and drafted by turns.
     """
 
-    def __init__(self, made: SpeculativeGenerator, sampling: Sampling) -> None:
-        self._made, self._sampling = made, sampling
+    def __init__(
+        self, made: SpeculativeGenerator, sampling: Sampling, *, mixed: bool
+    ) -> None:
+        self._made, self._sampling, self._mixed = made, sampling, mixed
 
     def _stream(self, prompt: list[int]) -> Any:
-        return self._made.stream(prompt, max_tokens=TOKENS, sampling=self._sampling)
+        return self._made.stream(
+            prompt,
+            max_tokens=TOKENS,
+            sampling=self._sampling,
+            draft_length=Mixed() if self._mixed else None,
+        )
 
     def alone(self) -> list[int]:
         """Read the one text."""
@@ -123,6 +133,25 @@ class Streams:
         return tokens + _rest(one)
 
 
+class Mixed:
+    """Draft lengths by turns: a draft is planned in the plain step before it."""
+
+    longest = 2
+
+    def __init__(self) -> None:
+        self._plans = cycle([0, 2, 2, 0, 0, 2])
+
+    def plan(self, context: int, limit: int) -> Plan:
+        """Return the next one."""
+        return Plan(min(next(self._plans), limit), "fixed")
+
+    def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
+        """Learn nothing."""
+
+    def end(self) -> None:
+        """Learn nothing."""
+
+
 def _rest(stream: Any) -> list[int]:
     return [chunk.token for chunk in stream]
 
@@ -131,9 +160,9 @@ def several() -> dict[str, list[list[int]]]:
     """Return the texts of `Streams`, for drafts of several kinds."""
     said: dict[str, list[list[int]]] = {}
     cases = [("plain", 0, None), ("fixed", 2, None), ("adaptive", None, SAMPLED)]
-    for name, length, sampling in cases:
-        made = make(length)
-        streams = Streams(made, sampling or Sampling())
+    for name, length, sampling in [*cases, ("mixed", 2, None)]:
+        mixed = name == "mixed"
+        streams = Streams(make(length), sampling or Sampling(), mixed=mixed)
         said[name] = [streams.alone()]
         said[name] += [getattr(streams, way)() for way in WAYS]
     return said

@@ -36,26 +36,26 @@ def _pair() -> Iterator[Pair]:
 def watch_of(pair: Pair, ended: list[int] | None = None) -> RingWatch:
     """Return a watch over a connection to rank 3, which looks when it is asked."""
     ended = [] if ended is None else ended
-    return RingWatch({3: [pair[0]]}, "Rank {} is lost.".format, ended.append)
+    return RingWatch({3: [pair[0]]}, "Ranks {} are lost.".format, ended.append)
 
 
 def test_a_neighbour_is_there_until_its_connection_is_closed(pair: Pair) -> None:
     watch = watch_of(pair)
     pair[1].send(b"of a forward")
-    assert watch.lost() is None
+    assert watch.lost() == []
     pair[1].close()
-    assert watch.lost(wait=5.0) == 3
-    assert watch.lost() == 3
+    assert watch.lost(wait=5.0) == [3]
+    assert watch.lost() == [3]
 
 
 def test_who_severs_its_connections_is_lost_to_its_neighbours(pair: Pair) -> None:
     watch_of((pair[1], pair[0])).sever()
-    assert watch_of(pair).lost(wait=5.0) == 3
+    assert watch_of(pair).lost(wait=5.0) == [3]
 
 
 def test_without_a_ring_nobody_is_lost() -> None:
     watch = RingWatch({}, str)
-    assert watch.lost(wait=5.0) is None
+    assert watch.lost(wait=5.0) == []
     watch.sever()
 
 
@@ -68,27 +68,27 @@ def test_a_process_that_waits_in_mlx_is_ended_and_says_why(
     ended: list[int] = []
     watch = watch_of(pair, ended)
     pair[1].close()
-    assert watch.lost(wait=5.0) == 3
+    assert watch.lost(wait=5.0) == [3]
     assert watch._known is not None
     known = watch._known[1]
-    watch._end_if_stuck(3, known + 60)
+    watch._end_if_stuck(known + 60)
     assert not ended  # nobody waits in mlx
     with watch.inside(), watch.inside():
         # Long after the loss it has its time too, as to begin a stream only raises.
         entered = watch._entered
         assert entered >= known
-        watch._end_if_stuck(3, entered + SAY_SECONDS - 0.1)
+        watch._end_if_stuck(entered + SAY_SECONDS - 0.1)
         assert capsys.readouterr().err == ""
         for seconds in (SAY_SECONDS, END_SECONDS - 0.1):
-            watch._end_if_stuck(3, entered + seconds)
+            watch._end_if_stuck(entered + seconds)
             assert not ended
-        watch._end_if_stuck(3, entered + END_SECONDS)
+        watch._end_if_stuck(entered + END_SECONDS)
         assert ended == [STATUS]
     said = capsys.readouterr().err
-    assert said.startswith("RankLostError: Rank 3 is lost.")
+    assert said.startswith("RankLostError: Ranks [3] are lost.")
     assert said.count("\n") == 1
     assert f"is ended with status {STATUS}" in said
-    watch._end_if_stuck(3, entered + 60)
+    watch._end_if_stuck(entered + 60)
     assert ended == [STATUS]  # it came out
 
 
