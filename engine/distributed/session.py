@@ -35,7 +35,7 @@ from mlx_speculation.errors import (
 from mlx_speculation.samplers import Sampling, Verified
 
 LEFT_BYTES = 600  # of the text of an error
-_NAME_LETTERS = 60  # of what drafted
+_LETTERS = 60  # of the name of what drafted, and of a plan's reason
 
 
 class LeaderFollower(Protocol):
@@ -129,6 +129,7 @@ class RankSession:
             RankMismatchError: an option differs; on all ranks, and nothing has run.
             RankLostError: a rank is gone.
         """
+        self._begun = self._owes = True
         text = json.dumps(self._fields)
         digest = hashlib.sha256(text.encode()).hexdigest()
         said = [digest[:16], len(text.encode()), self._needs]
@@ -136,7 +137,6 @@ class RankSession:
         if any(row[0] != rows[0][0] for row in rows):
             texts = self.group.texts(text, max(row[1] for row in rows))
             raise RankMismatchError(_difference([json.loads(each) for each in texts]))
-        self._begun = self._owes = True
         return list(rows[0][2])
 
     def plan(self, plan: Plan | None) -> Plan:
@@ -145,7 +145,9 @@ class RankSession:
         Raises:
             ClosedByLeaderError: rank 0 has ended the stream.
         """
-        said = ["follow"] if plan is None else ["plan", plan.length, plan.reason]
+        said: list[Any] = ["follow"]
+        if plan is not None:
+            said = ["plan", plan.length, plan.reason[:_LETTERS]]
         what = self._round(said)
         return Plan(*what) if plan is None else plan
 
@@ -159,7 +161,7 @@ class RankSession:
 
     def draft(self, draft: Draft | None) -> tuple[int, str]:
         """Return how many tokens rank 0 has drafted, and who did; others pass None."""
-        said = [] if draft is None else [draft.length, draft.source[:_NAME_LETTERS]]
+        said = [] if draft is None else [draft.length, draft.source[:_LETTERS]]
         length, source = self._exchange("draft", said)[0]
         return length, source
 
@@ -228,7 +230,9 @@ class RankSession:
         self, kind: str, said: Sequence[Any], error: str = ""
     ) -> list[list[Any]]:
         """Exchange lines; where a rank has left, its error too."""
+        owes, self._owes = self._owes, True  # until it is over, also by Ctrl-C
         rows = self.group.exchange(self._place(kind), said)
+        self._owes = owes
         if any(row[:1] == ["left"] for row in rows) and rows[0][:1] != ["close"]:
             self._ended = True
             self._raise_left(self.group.texts(error, LEFT_BYTES), error)

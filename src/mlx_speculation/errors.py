@@ -49,7 +49,7 @@ class TokenizerMismatchError(InvalidRequestError):
 class RankMismatchError(InvalidRequestError):
     """Raised when ranks of one group run other programs, options or versions.
 
-    It is raised on every rank, before any of them runs a forward.
+    It is raised on every rank at once, between forwards; the ranks can go on together.
     """
 
 
@@ -110,9 +110,10 @@ class DemoModelsMissingError(SpeculationError, FileNotFoundError):
 
 
 class RankLostError(SpeculationError, ConnectionError):
-    """Raised when a rank has died, stands still or has left, and others wait for it.
+    """Raised when a rank has died, has failed or has left a stream by an error.
 
-    The message names the rank and says why. The program has to be started again.
+    The message names the rank, says why, and whether the program has to be started
+    again.
     """
 
 

@@ -1,0 +1,103 @@
+"""What a rank makes of the lines of an exchange.
+
+Faults that were made by hand, and found here: bytes of a forward are taken for a line;
+the group is used after them; a step is not compared.
+"""
+
+import json
+from typing import Any
+
+import pytest
+
+from mlx_speculation.engine.distributed.group import LINE_BYTES, Place, RankGroup
+from mlx_speculation.errors import InvalidRequestError, RankLostError, RankMismatchError
+from mlx_speculation.samplers import Sampling
+
+HERE = Place("round", 4, 2)
+
+
+class Ranks:
+    """A group of three, of which this is rank 1."""
+
+    def rank(self) -> int:
+        """Return the number of this rank."""
+        return 1
+
+    def size(self) -> int:
+        """Return how many ranks there are."""
+        return 3
+
+
+def group_of(monkeypatch: pytest.MonkeyPatch, *lines: bytes) -> RankGroup:
+    """Return a group whose exchange brings these lines."""
+    ranks: Any = Ranks()
+    made = RankGroup(ranks, [f"rank {rank} (host)" for rank in range(3)], "word")
+
+    def gather(said: Any, size: int) -> list[bytes]:
+        assert size == LINE_BYTES
+        made._check()
+        return list(lines)
+
+    monkeypatch.setattr(made, "_gather", gather)
+    return made
+
+
+def line(place: Place, *said: Any) -> bytes:
+    """Return what a rank says at a place."""
+    return json.dumps([*place, *said]).encode()
+
+
+def test_ranks_at_one_place_get_what_all_have_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = group_of(monkeypatch, line(HERE, "plan", 3), line(HERE), line(HERE, None))
+    assert made.exchange(HERE, []) == [["plan", 3], [], [None]]
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (Place("round", 5, 2), "Rank 2 is at exchange 2 (round) of stream 5, and"),
+        (Place("draft", 4, 2), "Rank 2 is at exchange 2 (draft) of stream 4, and"),
+        (Place("round", 4, 3), "Rank 2 is at exchange 3 (round) of stream 4, and"),
+        (Place("make", 4, 0), "Rank 2 makes generator 4, and"),
+    ],
+)
+def test_ranks_at_other_places_are_named(
+    other: Place, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = group_of(monkeypatch, line(HERE), line(HERE), line(other))
+    with pytest.raises(RankMismatchError) as raised:
+        made.exchange(HERE, [])
+    assert str(raised.value).startswith(
+        f"{text} rank 1 is at exchange 2 (round) of stream 4: their programs"
+    )
+    with pytest.raises(RankMismatchError):  # and not lost: they can go on together
+        made.exchange(HERE, [])
+
+
+@pytest.mark.parametrize("other", [b"\x00\x80?", b"17.5", b'["round", 4]', b"{}"])
+def test_bytes_of_a_forward_end_the_group(
+    other: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank waits for the rest of its sum, which nobody will send."""
+    made = group_of(monkeypatch, other, line(HERE), line(HERE))
+    with pytest.raises(RankMismatchError, match=r"^Rank 0 is inside of a forward, and"):
+        made.exchange(HERE, [])
+    with pytest.raises(RankLostError, match=r"^Rank 1 \(host\) has failed inside of a"):
+        made.exchange(HERE, [])
+
+
+def test_a_seed_is_the_same_on_all_ranks_and_another_for_each_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, two = group_of(monkeypatch), group_of(monkeypatch)
+    seeds = [made.with_seed(Sampling(), 3).seed for made in (one, two)]
+    assert seeds[0] == seeds[1] != one.with_seed(Sampling(), 4).seed
+    assert one.with_seed(Sampling(seed=5), 3).seed == 5
+
+
+def test_what_is_no_group_is_refused() -> None:
+    wrong: Any = 2
+    with pytest.raises(InvalidRequestError, match=r"Pass mx\.distributed\.init\(\)"):
+        RankGroup.of(wrong)
