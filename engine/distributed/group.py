@@ -247,8 +247,9 @@ class RankGroup:
 
     def _gone(self, ranks: Sequence[int]) -> str:
         who = " and ".join(self._names[rank] for rank in ranks) or "a rank"
+        lost = "are lost" if len(ranks) > 1 else "is lost"
         return (
-            f"{who.capitalize()} is lost to {self._names[self.rank]}: the connection "
+            f"{who.capitalize()} {lost} to {self._names[self.rank]}: the connection "
             "was closed, so the process has ended, or has failed inside of a round, or "
             "has lost a rank itself. The text cannot go on without it. Start the "
             "program again on all ranks."
