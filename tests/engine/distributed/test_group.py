@@ -1,7 +1,6 @@
 """What a rank makes of the lines of an exchange.
 
-Faults that were made by hand, and found here: bytes of a forward are taken for a line;
-the group is used after them; a step is not compared.
+A fault that was made by hand, and found here: a step is not compared.
 """
 
 import json

@@ -1,10 +1,4 @@
-"""How the loss of a neighbour becomes known, over real connections.
-
-Faults that were made by hand, and found here:
-    a closed connection with unread bytes is not seen; severing does not reach the other
-    the watch does not look whether the thread is in mlx, or does not end it
-    the ranks before and after this one are confused
-"""
+"""How the loss of a neighbour becomes known, over real connections."""
 
 import json
 import socket
