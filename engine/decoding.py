@@ -14,7 +14,6 @@ from mlx_speculation.engine.drafting import Drafter, ReadsAhead
 from mlx_speculation.engine.drafts import lanes_of
 from mlx_speculation.engine.forwards import Forwards
 from mlx_speculation.engine.lengths import Lengths, Outcome, Plan
-from mlx_speculation.engine.masking import Masks
 from mlx_speculation.engine.round_clock import RoundClock
 from mlx_speculation.engine.rounds import Parts, Rounds
 from mlx_speculation.engine.sequence import Sequence
@@ -23,6 +22,7 @@ from mlx_speculation.engine.verdicts import MakeCut, read
 from mlx_speculation.errors import NonFiniteLogitsError
 from mlx_speculation.models import Lane, cuda_serves
 from mlx_speculation.samplers import Verifier
+from mlx_speculation.samplers.constraints.masks import Masks
 
 
 class Decoder:

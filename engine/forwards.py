@@ -13,12 +13,12 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from mlx_speculation.engine.drafting import Draft
-from mlx_speculation.engine.masking import Masks
 from mlx_speculation.engine.round_clock import RoundClock
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.verdicts import Submitted, wait_for
 from mlx_speculation.models import Lane, LaneRound
 from mlx_speculation.samplers import Rows, Verified, Verifier
+from mlx_speculation.samplers.constraints.masks import Masks
 
 
 class Forwards:

@@ -29,7 +29,6 @@ from mlx_speculation.engine.drafting import NOTHING, Choices, Draft, Drafter
 from mlx_speculation.engine.forwards import Forwards
 from mlx_speculation.engine.in_turn import decide_in_turn
 from mlx_speculation.engine.lengths import Lengths
-from mlx_speculation.engine.masking import Masks
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.statistics import Statistics
 from mlx_speculation.engine.verdicts import (
@@ -42,6 +41,7 @@ from mlx_speculation.engine.verdicts import (
 from mlx_speculation.errors import NonFiniteLogitsError
 from mlx_speculation.models import Lane, LaneRound
 from mlx_speculation.samplers import Verifier
+from mlx_speculation.samplers.constraints.masks import Masks
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,6 @@ from mlx_speculation.engine.drafts import (
 from mlx_speculation.engine.following import Following
 from mlx_speculation.engine.generator_setup import GeneratorSetup
 from mlx_speculation.engine.lengths import Lengths
-from mlx_speculation.engine.masking import Masks
 from mlx_speculation.engine.measured_lengths import Start
 from mlx_speculation.engine.memory import Memory, Weights, held_memory
 from mlx_speculation.engine.prefixes import Prefixes
@@ -50,6 +49,7 @@ from mlx_speculation.engine.text import TextStream
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane, transposed_weights, wired
 from mlx_speculation.samplers import Chooser, Constrained, Sampling, Verifier
+from mlx_speculation.samplers.constraints.masks import Masks
 
 
 class StreamMaker:

@@ -29,7 +29,6 @@ from mlx_speculation.models.eagle_head import Eagle, EagleHead
 from mlx_speculation.models.eagle_loading import load_eagle_head
 from mlx_speculation.models.eagle_probe import probe_layers
 from mlx_speculation.models.finding import find_parts
-from mlx_speculation.models.grammars import json_schema, lark, regex
 from mlx_speculation.models.hidden_states import HiddenStates
 from mlx_speculation.models.in_round import cuda_serves, on_cpu
 from mlx_speculation.models.kept_files import write_json
@@ -88,6 +87,7 @@ from mlx_speculation.models.running import mlx_lm_speed, wired
 from mlx_speculation.models.shared_kv import SharedKv
 from mlx_speculation.models.taps import States
 from mlx_speculation.models.transposed import transposed_weights
+from mlx_speculation.samplers.constraints.llguidance import json_schema, lark, regex
 
 __all__ = [
     "PREFILL_STEP",

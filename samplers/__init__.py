@@ -11,26 +11,26 @@ from mlx_speculation.samplers.batch_verifier import (
     propose_batch,
     verify_batch,
 )
-from mlx_speculation.samplers.choice import Chooser
-from mlx_speculation.samplers.chosen import Chosen, LogProbs, Verified
-from mlx_speculation.samplers.constrained import Constrained
-from mlx_speculation.samplers.constraints import (
+from mlx_speculation.samplers.chooser import Chooser
+from mlx_speculation.samplers.constraints.base import (
     Constraint,
     ConstraintState,
     TokenAutomaton,
     allowed_tokens,
 )
-from mlx_speculation.samplers.laws import Verdict
-from mlx_speculation.samplers.processors import Processors
-from mlx_speculation.samplers.promises import ForkableProcessor, pure
-from mlx_speculation.samplers.rows import Rows
+from mlx_speculation.samplers.constraints.progress import Constrained
+from mlx_speculation.samplers.logits.processor_kinds import ForkableProcessor, pure
+from mlx_speculation.samplers.logits.processors import Processors
+from mlx_speculation.samplers.make_sampler import SeededSampler, make_sampler
+from mlx_speculation.samplers.results import Chosen, LogProbs, Verified
+from mlx_speculation.samplers.row_context import Rows
+from mlx_speculation.samplers.rules.probs import Verdict
 from mlx_speculation.samplers.sampling import (
     LogitsProcessor,
     Sampler,
     Sampling,
     derived_seed,
 )
-from mlx_speculation.samplers.seeded import SeededSampler, make_sampler
 from mlx_speculation.samplers.trees import (
     TreeLayout,
     TreeVerdict,

@@ -8,7 +8,7 @@ For block verification, whose coins look at all prefixes, sum over rounds.
 
 import mlx.core as mx
 
-from mlx_speculation.samplers.block import reach_probs
+from mlx_speculation.samplers.rules.block import reach_probs
 
 
 def keyed_agreement(target_probs: mx.array, draft_probs: mx.array) -> mx.array:

@@ -55,7 +55,7 @@ class Sampling:
         frequency_context_size: how many tokens back it looks.
         logit_bias: added to the logits of token ids: a mapping of ids to values.
         logits_processors: callables with mlx-lm's signature, see `LogitsProcessor`.
-            `promises` says which of them keep speculation fast.
+            `logits.processor_kinds` says which of them keep speculation fast.
         draft_temperature: the temperature of proposals; None takes `temperature`. It
             changes how many are accepted, never the text or its law.
         seed: decides the text at a temperature above 0; None draws one, which the

@@ -19,13 +19,10 @@ from typing import Literal
 
 import mlx.core as mx
 
-from mlx_speculation.samplers import block, rejection
 from mlx_speculation.samplers.acceptance import count_accepted, normalizers, peaks
-from mlx_speculation.samplers.choice import Chooser
-from mlx_speculation.samplers.chosen import Chosen, LogProbs, Verified
-from mlx_speculation.samplers.laws import Verdict, draw
-from mlx_speculation.samplers.noise import stream_key
-from mlx_speculation.samplers.round_noise import (
+from mlx_speculation.samplers.chooser import Chooser
+from mlx_speculation.samplers.noise.gumbel import stream_key
+from mlx_speculation.samplers.noise.round_keys import (
     COIN,
     DRAFT,
     RESIDUAL,
@@ -33,9 +30,12 @@ from mlx_speculation.samplers.round_noise import (
     gumbel_rows,
     round_keys,
 )
-from mlx_speculation.samplers.rows import Rows
-from mlx_speculation.samplers.sampler_calls import within
+from mlx_speculation.samplers.results import Chosen, LogProbs, Verified
+from mlx_speculation.samplers.row_context import Rows
+from mlx_speculation.samplers.rules import block, rejection
+from mlx_speculation.samplers.rules.probs import Verdict, draw
 from mlx_speculation.samplers.sampling import Sampling
+from mlx_speculation.samplers.user_sampler import within
 
 Acceptance = Literal["keyed", "rejection", "block"]
 Rule = Callable[[mx.array, mx.array | None, mx.array, mx.array], Verdict]

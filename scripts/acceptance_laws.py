@@ -13,12 +13,12 @@ from mlx_speculation.engine.statistics import Statistics
 from mlx_speculation.engine.verdicts import Cut
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Acceptance, Chooser, Chosen, Rows, Verifier
-from mlx_speculation.samplers.chosen import Verified
 from mlx_speculation.samplers.expectation import (
     block_accepted,
     keyed_acceptance,
     tokenwise_acceptance,
 )
+from mlx_speculation.samplers.results import Verified
 
 
 @dataclass(slots=True)

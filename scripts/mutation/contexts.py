@@ -79,7 +79,7 @@ def _forget(folder: str) -> None:
     """Empty the caches of the functions of a folder's modules."""
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        if file and str(Path(file).resolve().parent) == folder:
+        if file and Path(file).resolve().is_relative_to(folder):
             for value in list(vars(module).values()):
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()

@@ -64,7 +64,7 @@ class Mutant:
 
 def sources(of: str, root: Path = ROOT) -> list[Path]:
     """Return the files of a folder that are mutated."""
-    return [p for p in sorted((root / of).glob("*.py")) if p.name not in LEFT_OUT]
+    return [p for p in sorted((root / of).rglob("*.py")) if p.name not in LEFT_OUT]
 
 
 @functools.cache

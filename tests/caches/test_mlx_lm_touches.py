@@ -20,7 +20,7 @@ from mlx_speculation.models.mixers import COMPRESSORS, MIXERS
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("caches", "models")
-FILES = ("samplers/filters.py",)
+FILES = ("samplers/logits/filters.py", "samplers/constraints/llguidance.py")
 
 
 @cache

@@ -26,7 +26,7 @@ from mlx_speculation.engine.drafting import Choose, Draft
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.models import TokenIds, json_schema, lark, regex
 from mlx_speculation.samplers import Constraint, TokenAutomaton, allowed_tokens
-from mlx_speculation.samplers.constraints import AutomatonState
+from mlx_speculation.samplers.constraints.base import AutomatonState
 from support.content import assert_same_content, content
 from support.drafters import ScriptedDrafter
 from support.schemas import SCHEMAS, Schema, fits

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_speculation import Sampling
 from mlx_speculation.engine import identity
 from mlx_speculation.samplers import Chooser, Rows
-from mlx_speculation.samplers.noise import CHOICE, gumbel, stream_key
+from mlx_speculation.samplers.noise.gumbel import CHOICE, gumbel, stream_key
 from support.tiny_models import build
 
 PROMPT = [7, 200, 31, 64, 5]

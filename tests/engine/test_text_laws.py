@@ -37,9 +37,9 @@ from mlx_speculation import (
 )
 from mlx_speculation.engine import Drafter
 from mlx_speculation.models import quantize_weights
-from mlx_speculation.samplers import Acceptance, Sampler, choice, verifier
+from mlx_speculation.samplers import Acceptance, Sampler, chooser, verifier
 from mlx_speculation.samplers import Sampling as Options
-from mlx_speculation.samplers.laws import Verdict
+from mlx_speculation.samplers.rules.probs import Verdict
 from support.broken_drafters import nan_logits
 from support.tiny_models import TINY_MODELS, build_tiny
 from support.tiny_tokenizer import letter_tokenizer
@@ -288,6 +288,6 @@ def test_rows_that_share_a_samplers_chance_are_found(
         noise = mx.random.gumbel((1, VOCAB))
         return mx.argmax(processed / 1.2 + noise, axis=-1).astype(mx.uint32)
 
-    monkeypatch.setattr(choice, "called_on_rows", together)
+    monkeypatch.setattr(chooser, "called_on_rows", together)
     counts = count_own(hot, MIDDLE)
     assert excess(counts, joint_law(Options(temperature=1.2))) > 1

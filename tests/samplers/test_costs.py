@@ -9,12 +9,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_speculation.samplers import noise
-from mlx_speculation.samplers.rows import KnownTokens, Rows
+from mlx_speculation.samplers.noise import gumbel
+from mlx_speculation.samplers.row_context import KnownTokens, Rows
 
 
 def test_the_draw_of_a_width_is_traced_once() -> None:
-    assert noise._gumbel(48) is noise._gumbel(48)
+    assert gumbel._gumbel(48) is gumbel._gumbel(48)
 
 
 @pytest.mark.skipif(
@@ -34,7 +34,7 @@ def test_the_draw_of_a_width_is_traced_once() -> None:
 def test_noise_of_few_ids_is_drawn_for_those_alone(
     width: int, count: int, few: bool
 ) -> None:
-    drawn = noise.GumbelNoise(noise.stream_key(0, noise.CHOICE), width)
+    drawn = gumbel.GumbelNoise(gumbel.stream_key(0, gumbel.CHOICE), width)
     assert drawn.prefers_few(count) is few
 
 

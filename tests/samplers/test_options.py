@@ -17,9 +17,9 @@ from mlx_lm.sample_utils import (
 )
 
 from mlx_speculation.samplers import Chooser, Rows, Sampling
-from mlx_speculation.samplers.filters import top_p
-from mlx_speculation.samplers.noise import CHOICE, position_keys, stream_key
-from mlx_speculation.samplers.round_noise import XTC, coins
+from mlx_speculation.samplers.logits.filters import top_p
+from mlx_speculation.samplers.noise.gumbel import CHOICE, position_keys, stream_key
+from mlx_speculation.samplers.noise.round_keys import XTC, coins
 from support.sampling_options import filter_options, penalty_options
 from support.scripted_rows import alternating
 

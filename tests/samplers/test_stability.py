@@ -11,8 +11,13 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers import Chooser, Rows, Sampling, Verifier
-from mlx_speculation.samplers import noise as noise_module
-from mlx_speculation.samplers.noise import CHOICE, GumbelNoise, gumbel, stream_key
+from mlx_speculation.samplers.noise import gumbel as noise_module
+from mlx_speculation.samplers.noise.gumbel import (
+    CHOICE,
+    GumbelNoise,
+    gumbel,
+    stream_key,
+)
 from mlx_speculation.samplers.sampling import SMALLEST_TEMPERATURE
 
 # Of seed 12345678901234567890, which fills both words: positions 0, 1 and 100,000.

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers.acceptance import count_accepted
-from mlx_speculation.samplers.laws import residual
+from mlx_speculation.samplers.rules.probs import residual
 from mlx_speculation.samplers.trees import TreeLayout, TreeVerdict, descend, tree_layout
 from support.enumeration import EXACT, Array, Flags, Tables, chain_law
 from support.law_pairs import tables

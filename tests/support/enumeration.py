@@ -17,8 +17,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_speculation.samplers import block, rejection
 from mlx_speculation.samplers.acceptance import count_accepted
+from mlx_speculation.samplers.rules import block, rejection
 from support.shared_noise import shared_noise_law
 
 Array = NDArray[np.float64]

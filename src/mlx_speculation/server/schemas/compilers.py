@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from mlx_speculation.models.grammars import (
+from mlx_speculation.samplers.constraints.llguidance import (
     not_enforced,
     portable_vocabulary,
     unusable,

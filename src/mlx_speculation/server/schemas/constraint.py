@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_speculation.errors import ConstraintError
-from mlx_speculation.models.grammars import failed_here
+from mlx_speculation.samplers.constraints.llguidance import failed_here
 
 STEP = struct.Struct("<III")  # as in template_process, which cannot be imported here
 MASK, FAILED = b"m", b"f"

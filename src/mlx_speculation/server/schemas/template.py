@@ -13,7 +13,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from mlx_speculation.models.grammars import PortableVocabulary, unreadable_tokenizer
+from mlx_speculation.samplers.constraints.llguidance import (
+    PortableVocabulary,
+    unreadable_tokenizer,
+)
 
 PROGRAM = Path(__file__).with_name("template_process.py")
 POLL_SECONDS = 0.1

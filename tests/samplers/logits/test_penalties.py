@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_speculation.samplers import Rows, Sampling
-from mlx_speculation.samplers.penalties import Penalties
-from mlx_speculation.samplers.rows import KnownTokens, Windows
+from mlx_speculation.samplers.logits.penalties import Penalties
+from mlx_speculation.samplers.row_context import KnownTokens, Windows
 from support.sampling_options import penalty_options
 
 VOCAB = 12
@@ -151,7 +151,7 @@ def test_a_prefix_stays_as_it_is_when_the_text_goes_on() -> None:
 @pytest.mark.parametrize("kind", ["repetition", "presence", "frequency"])
 def test_penalties_take_leading_axes(kind: str) -> None:
     """Two sequences of three rows equal the six rows one by one."""
-    from mlx_speculation.samplers import penalties
+    from mlx_speculation.samplers.logits import penalties
 
     penalize = getattr(penalties, kind)
     logits = some_logits(6, mx.float32, 3)

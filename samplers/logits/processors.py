@@ -21,9 +21,9 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.samplers.penalties import Penalties
-from mlx_speculation.samplers.promises import is_forkable, is_serial
-from mlx_speculation.samplers.rows import KnownTokens, Rows
+from mlx_speculation.samplers.logits.penalties import Penalties
+from mlx_speculation.samplers.logits.processor_kinds import is_forkable, is_serial
+from mlx_speculation.samplers.row_context import KnownTokens, Rows
 from mlx_speculation.samplers.sampling import LogitsProcessor, Sampling
 
 States = tuple[Any, ...]  # of the forkable processors, in their order

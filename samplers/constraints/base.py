@@ -2,7 +2,7 @@
 
 A grammar, a JSON schema or a list of allowed tokens is a `Constraint`. Its state
 stands somewhere in one text. It is forked for every draft position, and forks of
-rejected drafts are forgotten, so nothing needs to be undone; `constrained` does that.
+rejected drafts are forgotten, so nothing needs to be undone; `progress` does that.
 This module is for those who write constraints. It knows token ids and arrays of the
 host, and no text.
 """

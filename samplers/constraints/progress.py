@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_speculation.errors import ConstraintError
-from mlx_speculation.samplers.constraints import Constraint, ConstraintState
+from mlx_speculation.samplers.constraints.base import Constraint, ConstraintState
 
 
 @dataclass(frozen=True, slots=True)

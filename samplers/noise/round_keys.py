@@ -13,7 +13,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from mlx_speculation.samplers.noise import gumbel
+from mlx_speculation.samplers.noise.gumbel import gumbel
 
 # Purposes, for `noise.stream_key`; noise.CHOICE is 1.
 COIN = 2  # acceptance

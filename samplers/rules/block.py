@@ -3,17 +3,17 @@
 A coin is thrown for every prefix of the draft, and the longest prefix whose coin
 passes is accepted. On average it accepts at least as many tokens as token-wise
 rejection does. Sun et al., "Block Verification Accelerates Speculative Decoding",
-ICLR 2025, algorithm 2. Arguments are those of `samplers.laws`.
+ICLR 2025, algorithm 2. Arguments are those of `samplers.rules.probs`.
 
 Equal to token-wise rejection, and dearer, where k is 1, where the draft was chosen
 without chance, and at temperature 0. Its draws must be keyed by the round as well as
-the position (`samplers.round_noise`): how many tokens are accepted depends on the
+the position (`samplers.noise.round_keys`): how many tokens are accepted depends on the
 coins and drafts of every position, those given up included.
 """
 
 import mlx.core as mx
 
-from mlx_speculation.samplers.laws import (
+from mlx_speculation.samplers.rules.probs import (
     Verdict,
     check_shape,
     draft_laws,

@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
 from mlx_speculation.samplers import Sampling
-from mlx_speculation.samplers.filters import apply_filters, min_p, top_k, top_p, xtc
-from mlx_speculation.samplers.nucleus import UNITS, nucleus_edge
+from mlx_speculation.samplers.logits.filters import (
+    apply_filters,
+    min_p,
+    top_k,
+    top_p,
+    xtc,
+)
+from mlx_speculation.samplers.logits.top_p import UNITS, nucleus_edge
 from support.sampling_options import filter_options
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_speculation.samplers.filters import apply_filters
+from mlx_speculation.samplers.logits.filters import apply_filters
 from mlx_speculation.samplers.sampling import Sampling
 
 

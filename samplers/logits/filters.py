@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_speculation.samplers.nucleus import nucleus_edge
+from mlx_speculation.samplers.logits.top_p import nucleus_edge
 from mlx_speculation.samplers.sampling import Sampling
 
 
@@ -52,7 +52,7 @@ def top_p(logits: mx.array, share: float) -> mx.array:
     tokens of equal probability in float32 stay or go together. (Holtzman et al., "The
     Curious Case of Neural Text Degeneration", 2020.)
 
-    The sums are of whole numbers, see `nucleus`. mlx-lm adds up float32 in the sorted
+    The sums are of whole numbers, see `top_p`. mlx-lm adds up float32 in the sorted
     order, so a token may differ whose sum is within float32's rounding of the share.
     """
     probs = mx.softmax(logits, axis=-1)

@@ -5,9 +5,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_speculation.samplers import round_noise
-from mlx_speculation.samplers.noise import CHOICE, stream_key
-from mlx_speculation.samplers.round_noise import (
+from mlx_speculation.samplers.noise import round_keys as round_noise
+from mlx_speculation.samplers.noise.gumbel import CHOICE, stream_key
+from mlx_speculation.samplers.noise.round_keys import (
     COIN,
     DRAFT,
     RESIDUAL,

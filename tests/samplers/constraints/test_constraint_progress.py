@@ -16,7 +16,7 @@ from mlx_speculation.samplers import (
     TokenAutomaton,
     allowed_tokens,
 )
-from mlx_speculation.samplers.constraints import AutomatonState
+from mlx_speculation.samplers.constraints.base import AutomatonState
 from support.constraints import IDS, at, automata, ids, walk
 
 PICKS = st.lists(st.integers(0, 100), max_size=5)

@@ -11,14 +11,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_speculation.samplers.block import reach_probs
 from mlx_speculation.samplers.expectation import (
     block_accepted,
     keyed_acceptance,
     keyed_agreement,
     tokenwise_acceptance,
 )
-from mlx_speculation.samplers.laws import row, token_probs
+from mlx_speculation.samplers.rules.block import reach_probs
+from mlx_speculation.samplers.rules.probs import row, token_probs
 from support.enumeration import (
     BLOCK,
     EXACT,

@@ -11,18 +11,18 @@ from copy import copy
 import mlx.core as mx
 
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.samplers.filters import apply_filters
-from mlx_speculation.samplers.noise import (
+from mlx_speculation.samplers.logits.filters import apply_filters
+from mlx_speculation.samplers.logits.processors import Processors
+from mlx_speculation.samplers.noise.gumbel import (
     CHOICE,
     GumbelNoise,
     position_keys,
     stream_key,
 )
-from mlx_speculation.samplers.processors import Processors
-from mlx_speculation.samplers.round_noise import XTC, coins
-from mlx_speculation.samplers.rows import Rows
-from mlx_speculation.samplers.sampler_calls import called_on_rows
+from mlx_speculation.samplers.noise.round_keys import XTC, coins
+from mlx_speculation.samplers.row_context import Rows
 from mlx_speculation.samplers.sampling import Sampling
+from mlx_speculation.samplers.user_sampler import called_on_rows
 
 
 class Chooser:

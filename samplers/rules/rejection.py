@@ -3,12 +3,12 @@
 Accept with min(1, p / q), p and q the probabilities that target and draft give to the
 token; after the first rejection draw from the positive part of p - q. Leviathan et
 al., "Fast Inference from Transformers via Speculative Decoding", 2023, algorithm 1;
-Chen et al., 2023. Arguments are those of `samplers.laws`.
+Chen et al., 2023. Arguments are those of `samplers.rules.probs`.
 """
 
 import mlx.core as mx
 
-from mlx_speculation.samplers.laws import (
+from mlx_speculation.samplers.rules.probs import (
     Verdict,
     check_shape,
     draft_laws,

@@ -18,7 +18,12 @@ from mlx_speculation.samplers import (
     normalizers,
     peaks,
 )
-from mlx_speculation.samplers.noise import CHOICE, GumbelNoise, gumbel, stream_key
+from mlx_speculation.samplers.noise.gumbel import (
+    CHOICE,
+    GumbelNoise,
+    gumbel,
+    stream_key,
+)
 
 SEEDS = st.integers(0, 2**64 - 1)
 

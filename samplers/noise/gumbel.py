@@ -15,7 +15,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from mlx_speculation.samplers.threefry import gumbel_at
+from mlx_speculation.samplers.noise.threefry import gumbel_at
 
 BLOCK_VALUES = 2**20  # at most, in a block of noise
 MOST_ROWS = 64

@@ -22,9 +22,10 @@ from mlx_speculation.errors import (
     InvalidRequestError,
     MissingLibraryError,
 )
-from mlx_speculation.models import grammars, json_schema, lark, regex
-from mlx_speculation.models.grammars import Grammar, GrammarState
+from mlx_speculation.models import json_schema, lark, regex
 from mlx_speculation.samplers import Constraint, ConstraintState
+from mlx_speculation.samplers.constraints import llguidance
+from mlx_speculation.samplers.constraints.llguidance import Grammar, GrammarState
 from support.constraints import at, ids
 from support.schemas import SCHEMAS, Schema, fits, values
 from support.tiny_tokenizer import byte_tokenizer
@@ -241,17 +242,17 @@ def test_a_tokenizer_is_read_once_until_it_grows() -> None:
     tokenizer = byte_tokenizer()
     fast = tokenizer._tokenizer
     first = regex("b+", tokenizer)
-    read = grammars._READ[fast]
+    read = llguidance._READ[fast]
     assert regex("b", fast)._vocabulary is read
     fast.add_tokens(["bbb"])
     second = regex("b+", tokenizer)
     assert len(first.begin().allowed()) == 256
     assert ids(second.begin())[-1] == 256
-    assert fast.get_vocab().keys().isdisjoint({grammars.END})
-    before = len(grammars._READ)
+    assert fast.get_vocab().keys().isdisjoint({llguidance.END})
+    before = len(llguidance._READ)
     del tokenizer, fast, first, second
     gc.collect()
-    assert len(grammars._READ) == before - 1
+    assert len(llguidance._READ) == before - 1
 
 
 def test_padding_and_truncation_of_a_tokenizer_do_not_count() -> None:

@@ -7,7 +7,7 @@ tokens are made on the device, since drafts before a row are not read.
 
 import mlx.core as mx
 
-from mlx_speculation.samplers.rows import KnownTokens, Rows, Windows
+from mlx_speculation.samplers.row_context import KnownTokens, Rows, Windows
 from mlx_speculation.samplers.sampling import Sampling
 
 

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.samplers import block, rejection
 from mlx_speculation.samplers.expectation import (
     block_accepted,
     keyed_acceptance,
     keyed_agreement,
     tokenwise_acceptance,
 )
-from mlx_speculation.samplers.laws import Verdict, draw, residual
+from mlx_speculation.samplers.rules import block, rejection
+from mlx_speculation.samplers.rules.probs import Verdict, draw, residual
 from support.law_pairs import KINDS
 
 Array = NDArray[np.float64]
