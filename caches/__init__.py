@@ -3,8 +3,33 @@
 It knows mlx-lm's caches. It does not know models, tokens, samplers or text.
 """
 
-from mlx_speculation.caches.arrays import RecordedCall, RecordingArraysCache
-from mlx_speculation.caches.batch_rows import (
+from mlx_speculation.caches.files.load import LoadedCaches, load_caches, load_into
+from mlx_speculation.caches.files.save import save_caches
+from mlx_speculation.caches.journal import Journal
+from mlx_speculation.caches.journals.arrays import RecordedCall, RecordingArraysCache
+from mlx_speculation.caches.journals.deepseek_v41 import RecordingLayerCache
+from mlx_speculation.caches.kv_quantization import KVQuantization
+from mlx_speculation.caches.nbytes import array_bytes, arrays_in, bytes_beside
+from mlx_speculation.caches.prefix.prefix_cache import PrefixCache
+from mlx_speculation.caches.prefix.restore_points import RunningPoints
+from mlx_speculation.caches.registry import (
+    check_single,
+    check_supported,
+    leaves,
+    position,
+    positions,
+    states,
+)
+from mlx_speculation.caches.snapshots.read_rows import check_readable, read_rows
+from mlx_speculation.caches.snapshots.snapshot import (
+    Snapshot,
+    held_bytes,
+    merge,
+    split,
+)
+from mlx_speculation.caches.snapshots.take import restore, snapshot
+from mlx_speculation.caches.speculation import Speculation
+from mlx_speculation.caches.types.convert import (
     columns_shown,
     drop_last,
     extend_all,
@@ -13,35 +38,10 @@ from mlx_speculation.caches.batch_rows import (
     merged,
     others_are_longer,
 )
-from mlx_speculation.caches.compressed import RecordingLayerCache
-from mlx_speculation.caches.held_arrays import array_bytes, arrays_in, bytes_beside
-from mlx_speculation.caches.journal import Journal
-from mlx_speculation.caches.key_steps import asks_cudnn, whole_steps, with_room
-from mlx_speculation.caches.kinds import (
-    check_single,
-    check_supported,
-    leaves,
-    position,
-    positions,
-    states,
-)
-from mlx_speculation.caches.kv_quantization import KVQuantization
-from mlx_speculation.caches.loading import LoadedCaches, load_caches, load_into
-from mlx_speculation.caches.prefix_cache import PrefixCache
-from mlx_speculation.caches.ragged import RaggedKVCache
-from mlx_speculation.caches.reading import check_readable, read_rows
-from mlx_speculation.caches.running_points import RunningPoints
-from mlx_speculation.caches.saving import save_caches
-from mlx_speculation.caches.sliding import SlidingKVCache
-from mlx_speculation.caches.sliding_lists import as_native, with_slack
-from mlx_speculation.caches.snapshots import (
-    Snapshot,
-    held_bytes,
-    merge,
-    split,
-)
-from mlx_speculation.caches.speculation import Speculation
-from mlx_speculation.caches.taking import restore, snapshot
+from mlx_speculation.caches.types.convert_sliding import as_native, with_slack
+from mlx_speculation.caches.types.padded_kv import asks_cudnn, whole_steps, with_room
+from mlx_speculation.caches.types.ragged_kv import RaggedKVCache
+from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
 
 __all__ = [
     "Journal",

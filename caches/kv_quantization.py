@@ -17,7 +17,7 @@ from typing import Any
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import RotatingKVCache
 
-from mlx_speculation.caches.sliding import SlidingKVCache
+from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
 
 Replaced = list[tuple[int, Any]]
 

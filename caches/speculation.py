@@ -14,19 +14,19 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
-from mlx_speculation.caches.checked_writes import check_together
-from mlx_speculation.caches.held_arrays import bytes_beside
 from mlx_speculation.caches.journal import Journal, Keep
-from mlx_speculation.caches.keeps import check_range, numbers, per_row, shown
-from mlx_speculation.caches.key_steps import KeySteps
-from mlx_speculation.caches.kinds import (
+from mlx_speculation.caches.journals.checked_writes import check_together
+from mlx_speculation.caches.journals.kv import KVJournals
+from mlx_speculation.caches.keep_counts import check_range, numbers, per_row, shown
+from mlx_speculation.caches.nbytes import bytes_beside
+from mlx_speculation.caches.registry import (
     all_kv,
     check_supported,
     open_journals,
     position,
     presented,
 )
-from mlx_speculation.caches.kv import KVJournals
+from mlx_speculation.caches.types.padded_kv import KeySteps
 from mlx_speculation.errors import (
     InvalidRequestError,
     SpeculationClosedError,
@@ -58,12 +58,13 @@ class Speculation:
             is one more forward.
         isolated: write nothing live until the commit: the model writes to a twin of
             each cache, and `commit` gives the caches what is kept. Writes of a wrong
-            rank, batch, head count or dtype are refused; see `caches/checked_writes.py`
-            for what is compared in an empty cache. Its price is a copy of every
-            buffer at the first write; see `caches/isolated.py`.
+            rank, batch, head count or dtype are refused; see
+            `caches/journals/checked_writes.py` for what is compared in an empty cache.
+            Its price is a copy of every buffer at the first write; see
+            `caches/journals/isolated.py`.
         key_steps: show the model keys in whole steps of rows where that is faster, see
-            `caches/key_steps.py`; only for models that have been tried, and not with
-            `isolated`.
+            `caches/types/padded_kv.py`; only for models that have been tried, and not
+            with `isolated`.
 
     Raises:
         UnsupportedCacheError: a cache is of an unknown kind, or with `isolated` holds

@@ -1,4 +1,4 @@
-"""The models that have been tried with keys in whole steps (`caches/key_steps.py`)."""
+"""Models that were tried with keys in whole steps (`caches/types/padded_kv.py`)."""
 
 import mlx.nn as nn
 

@@ -1,8 +1,8 @@
 """Which numbers of rows a batch shows to a model: few, where each new one is dear.
 
 On CUDA, cuDNN plans attention of two and more positions anew, in some 40 ms, for each
-number of rows (`caches/key_steps.py`). A batch of 32 rows that end one by one meets 31
-numbers, and a plan for each width of them. Shown in sizes it meets ten:
+number of rows (`caches/types/padded_kv.py`). A batch of 32 rows that end one by one
+meets 31 numbers, and a plan for each width of them. Shown in sizes it meets ten:
 
     1  2  3  4  6  8  12  16  24  32  48  64 ...
 

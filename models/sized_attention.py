@@ -1,9 +1,9 @@
 """Attention shown in few sizes, where each new one is dear.
 
 On CUDA, in half precision, cuDNN plans attention for some 40 ms for each pair of row
-count and key count that it has not met (`caches/key_steps.py`), and every prompt that a
-draft model reads has a length of its own. So have the texts that it catches up with
-after a pause. Shown in sizes they meet few pairs:
+count and key count that it has not met (`caches/types/padded_kv.py`), and every prompt
+that a draft model reads has a length of its own. So have the texts that it catches up
+with after a pause. Shown in sizes they meet few pairs:
 
     rows     1 2 3 4 6 8 12 16 24 32 48 ... 1,536 2,048      as `row_size` counts
     keys     512 1,024 1,536 ... 4,096 4,608 ...             in whole steps; or rows

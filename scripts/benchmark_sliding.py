@@ -112,7 +112,7 @@ def benchmark(
     chosen = use_blas(blas)
     from sliding_arms import Shape
 
-    from mlx_speculation.caches.sliding import default_slack
+    from mlx_speculation.caches.types.sliding_kv import default_slack
     from mlx_speculation.environment import machine, versions
 
     cases: list[Case] = []

@@ -13,11 +13,12 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from mlx_speculation.caches import Speculation, batch_kv, position, positions
-from mlx_speculation.caches.arrays import ArraysJournal
-from mlx_speculation.caches.batch_kv import BatchKVJournal
-from mlx_speculation.caches.batch_rotating import BatchRotatingJournal
+from mlx_speculation.caches import Speculation, position, positions
 from mlx_speculation.caches.journal import Journal, RowsJournal
+from mlx_speculation.caches.journals import batch_kv
+from mlx_speculation.caches.journals.arrays import ArraysJournal
+from mlx_speculation.caches.journals.batch_kv import BatchKVJournal
+from mlx_speculation.caches.journals.batch_rotating_kv import BatchRotatingJournal
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 from mlx_speculation.models import Recorders
 from support.batch_twins import AttentionKind, together
@@ -270,8 +271,10 @@ def test_ctrl_c_in_a_ragged_commit_rolls_back(
             raise KeyboardInterrupt
         return args[0]
 
-    for module in ("batch_kv", "batch_rotating"):
-        monkeypatch.setattr(f"mlx_speculation.caches.{module}.{fails}", interrupt)
+    for module in ("batch_kv", "batch_rotating_kv"):
+        monkeypatch.setattr(
+            f"mlx_speculation.caches.journals.{module}.{fails}", interrupt
+        )
     speculation = Speculation([cache])
     for _ in range(2):
         write(speculation.caches[0], [9, 4, 1], width)

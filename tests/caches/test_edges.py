@@ -20,24 +20,20 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_speculation import CacheFileError, Speculation, UnsupportedCacheError
-from mlx_speculation.caches import (
-    load_caches,
-    load_into,
-    native_files,
-    older_files,
-    running_points,
-    save_caches,
-    saved_fit,
-    snapshot,
-    split,
+from mlx_speculation.caches import load_caches, load_into, save_caches, snapshot, split
+from mlx_speculation.caches.files import fit, mlx_lm_format, mlx_lm_older_format
+from mlx_speculation.caches.files.field_checks import _check_groups, check_quantized
+from mlx_speculation.caches.files.fields import Leaf
+from mlx_speculation.caches.files.safetensors_reader import (
+    MAX_DIM,
+    FlawError,
+    read_header,
 )
-from mlx_speculation.caches.batch_kv import moved
-from mlx_speculation.caches.batch_rotating import SavedSlots
-from mlx_speculation.caches.field_checks import _check_groups, check_quantized
-from mlx_speculation.caches.fields import Leaf
-from mlx_speculation.caches.kv import even_out
-from mlx_speculation.caches.tensor_file import MAX_DIM, FlawError, read_header
-from mlx_speculation.caches.tensor_writer import write
+from mlx_speculation.caches.files.safetensors_writer import write
+from mlx_speculation.caches.journals.batch_kv import moved
+from mlx_speculation.caches.journals.batch_rotating_kv import SavedSlots
+from mlx_speculation.caches.journals.kv import even_out
+from mlx_speculation.caches.prefix import restore_points
 
 
 def rows(count: int, first: int = 0) -> mx.array:
@@ -196,27 +192,27 @@ def test_scales_of_another_number_of_rows_are_refused() -> None:
 
 
 def test_a_text_of_one_letter_is_a_text() -> None:
-    assert native_files._scalar(mx.array([65]), "string", "x") == "A"
+    assert mlx_lm_format._scalar(mx.array([65]), "string", "x") == "A"
 
 
 def test_a_layer_without_an_offset_is_said() -> None:
     with pytest.raises(FlawError, match="has no offset"):
-        native_files._complete_layer(Leaf("LayerCache", {}, {}), "0", None)
+        mlx_lm_format._complete_layer(Leaf("LayerCache", {}, {}), "0", None)
 
 
 def test_numbers_that_do_not_belong_there_are_said() -> None:
     with pytest.raises(FlawError, match="has numbers it should not"):
-        older_files._older_numbers("ArraysCache", {(0,): "1"}, "0")
+        mlx_lm_older_format._older_numbers("ArraysCache", {(0,): "1"}, "0")
 
 
 def test_neighbours_of_points_are_two_apart() -> None:
-    assert list(running_points._ends([0, 1, 5, 9])) == [(0, 5), (1, 9)]
+    assert list(restore_points._ends([0, 1, 5, 9])) == [(0, 5), (1, 9)]
 
 
 def test_fewer_last_tokens_are_alike() -> None:
     two, three = mx.zeros((1, 2), mx.int32), mx.zeros((1, 3), mx.int32)
-    assert saved_fit._alike("ArraysCache", three, two)
-    assert not saved_fit._alike("ArraysCache", three.astype(mx.float32), two)
+    assert fit._alike("ArraysCache", three, two)
+    assert not fit._alike("ArraysCache", three.astype(mx.float32), two)
 
 
 def test_groups_hold_more_tokens_than_are_pending() -> None:

@@ -18,17 +18,12 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.models.deepseek_v41 import LayerCache
 
-from mlx_speculation.caches import (
-    Speculation,
-    leaves,
-    position,
-    rotating,
-    states,
-)
-from mlx_speculation.caches.arrays import ArraysJournal
+from mlx_speculation.caches import Speculation, leaves, position, states
 from mlx_speculation.caches.journal import Journal
-from mlx_speculation.caches.kinds import KNOWN, open_journal, presented
-from mlx_speculation.caches.kv import KVJournal
+from mlx_speculation.caches.journals import rotating_kv
+from mlx_speculation.caches.journals.arrays import ArraysJournal
+from mlx_speculation.caches.journals.kv import KVJournal
+from mlx_speculation.caches.registry import KNOWN, open_journal, presented
 from mlx_speculation.errors import (
     InvalidRequestError,
     SpeculationClosedError,
@@ -514,7 +509,7 @@ def test_ctrl_c_in_the_middle_of_a_commit_rolls_back(
     owner = Recorders(model)
     before = image(caches)
     left = [0]
-    for kind in (KVJournal, rotating.RotatingJournal, ArraysJournal):
+    for kind in (KVJournal, rotating_kv.RotatingJournal, ArraysJournal):
         _interrupt(kind, left, after, monkeypatch)
     for layer in range(len(caches)):
         left[0] = layer

@@ -11,7 +11,7 @@ import pytest
 import typer
 
 import mlx_speculation
-from mlx_speculation.caches.kinds import JOURNALS
+from mlx_speculation.caches.registry import JOURNALS
 from mlx_speculation.cli.application import app
 from mlx_speculation.models import mtp_families
 from support.import_order import mlx_comes_first

@@ -19,7 +19,7 @@ from mlx_speculation import (
     SpeculativeGenerator,
 )
 from mlx_speculation.caches import RecordingArraysCache
-from mlx_speculation.caches.rotating import PresentedRing
+from mlx_speculation.caches.journals.rotating_kv import PresentedRing
 from mlx_speculation.engine import Stream, decoding, rounds
 from mlx_speculation.models import Lane, LaneRound
 from support.covering import covering

@@ -49,7 +49,7 @@ from mlx_lm.models.gated_delta import (
 from numpy.typing import NDArray
 
 from mlx_speculation.caches import Speculation, states
-from mlx_speculation.caches.kinds import flat
+from mlx_speculation.caches.registry import flat
 from mlx_speculation.models import Recorders, chunked, cuda_gated_delta, in_round
 from mlx_speculation.models.chunked import gated_delta_in_chunks, run_chunk
 from support.cache_twins import detached

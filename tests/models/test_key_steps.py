@@ -20,11 +20,10 @@ from mlx_speculation.caches import (
     RaggedKVCache,
     SlidingKVCache,
     Speculation,
-    key_steps,
-    ragged,
-    sliding_journal,
     with_slack,
 )
+from mlx_speculation.caches.journals import sliding_kv
+from mlx_speculation.caches.types import padded_kv, ragged_kv
 from mlx_speculation.models import BatchLane, Lane, Recorders, why_alone
 from mlx_speculation.models.key_steps import TRIED, takes_key_steps
 from support.cache_twins import read
@@ -40,8 +39,8 @@ BATCHED = [name for name in NAMES if why_alone(build(name)) is None]
 
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_steps, "STEP", STEP)
-    for module in (key_steps, ragged, sliding_journal):
+    monkeypatch.setattr(padded_kv, "STEP", STEP)
+    for module in (padded_kv, ragged_kv, sliding_kv):
         monkeypatch.setattr(module, "asks_cudnn", lambda dtype: True)
     monkeypatch.setattr(KVCache, "step", 5)
 
@@ -171,7 +170,7 @@ def test_what_is_kept_is_what_native_rounds_keep(
                 mask = seen.make_mask(width, return_array=True, window_size=window)
                 keys, values = seen.update_and_fetch(rows, rows)
                 if steps and width > 1:
-                    assert keys.shape[2] == key_steps.whole_steps(at + width)
+                    assert keys.shape[2] == padded_kv.whole_steps(at + width)
                     assert mask.shape == (width, keys.shape[2])
                     native = create_causal_mask(width, at, window_size=window)
                     assert mx.array_equal(mask[:, : at + width], native)
@@ -194,7 +193,7 @@ def test_steps_grow_with_the_text(
     monkeypatch: pytest.MonkeyPatch, rows: int, shown: int
 ) -> None:
     monkeypatch.undo()
-    assert key_steps.whole_steps(rows) == shown
+    assert padded_kv.whole_steps(rows) == shown
     assert shown - rows < max(512, rows / 8)
 
 
@@ -258,7 +257,7 @@ def test_a_model_that_asks_for_no_mask_gets_the_native_rows() -> None:
 
 def test_nothing_changes_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert not key_steps.asks_cudnn(mx.float32)
+    assert not padded_kv.asks_cudnn(mx.float32)
     cache = KVCache()
     rows = mx.ones((1, 1, 3, 4))
     cache.update_and_fetch(rows, rows)

@@ -40,8 +40,8 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from mlx_speculation.caches import RecordingArraysCache, Speculation, states
-from mlx_speculation.caches.arrays import copied
-from mlx_speculation.caches.kinds import flat
+from mlx_speculation.caches.journals.arrays import copied
+from mlx_speculation.caches.registry import flat
 from mlx_speculation.models import Recorders, hooks, known, recording
 from mlx_speculation.models.mixers import MIXERS, Mixer
 from support.cache_twins import assert_same, detached, read

@@ -15,7 +15,7 @@ from mlx_speculation import (
     Sampling,
     SpeculativeGenerator,
 )
-from mlx_speculation.caches.ragged import RaggedJournal
+from mlx_speculation.caches.types.ragged_kv import RaggedJournal
 from mlx_speculation.engine.handling import Handling
 from mlx_speculation.models import PREFILL_STEP
 from mlx_speculation.samplers import Chooser

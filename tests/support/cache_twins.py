@@ -257,7 +257,9 @@ class RingKind:
         index, wraps = cache._idx, cache.offset + rows.width > cache.max_size
         shown = _attend(cache, rows, self.narrow)
         if self.keep and rows.width > 1 and wraps:
-            del shown[1]  # the mask is not the native one: tests/caches/test_rotating
+            del shown[
+                1
+            ]  # the mask is not the native one: tests/caches/journals/test_rotating_kv
         return [index, *shown, cache._idx]
 
     def content(self, cache: Any, probe: int) -> list[Any]:

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from mlx_speculation.caches.saved_kinds import KINDS
-from mlx_speculation.caches.tensor_file import DTYPES, Header, Tensor
+from mlx_speculation.caches.files.codecs import KINDS
+from mlx_speculation.caches.files.safetensors_reader import DTYPES, Header, Tensor
 
 Random = np.random.Generator
 ODD: list[Any] = [0, 1, 2, -1, 3, 7, 8, 16, 255, 256, 2**30, 2**31, 2**63, 2**70]
@@ -317,4 +317,6 @@ def _raw_damage(raw: bytes, other: bytes, rng: Random) -> bytes:
 
 def older_files() -> list[Path]:
     """Return the files of older mlx-lm versions."""
-    return sorted((Path(__file__).parents[1] / "caches" / "data").glob("*.safetensors"))
+    return sorted(
+        (Path(__file__).parents[1] / "caches" / "files" / "data").glob("*.safetensors")
+    )

@@ -1,0 +1,235 @@
+"""Which kinds of cache a file can hold, and how each becomes fields and back.
+
+The table is all that a class name of a file is looked up in. A kind that is not in it
+is refused, and so is a subclass: it may hold more than its parent. A `SlidingKVCache`
+is saved as the ring that it stands for, and a ring of a file can be loaded into one.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import cache as native
+from mlx_lm.models.deepseek_v41 import LayerCache
+
+from mlx_speculation.caches.files import field_checks
+from mlx_speculation.caches.files.fields import Leaf, check_numbers, need
+from mlx_speculation.caches.files.safetensors_reader import shown
+from mlx_speculation.caches.types.shared_rows import native_type
+from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
+
+MAX_DEPTH = 8
+MEMBERS = "CacheList"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of cache.
+
+    Attributes:
+        cls: the class.
+        numbers: its fields that are whole numbers or truth values.
+        arrays: its fields that are arrays, sequences of arrays or None.
+        check: refuses fields that do not fit each other; cuts unused rows off.
+        layout: its fields in the order of mlx-lm 0.32's `state`.
+        older: its fields in the order of mlx-lm 0.31's `state`.
+        settings: numbers that one cache has for life.
+        pending: fields that are None unless it is between `prepare` and `finalize`.
+        sequences: which of its arrays are sequences, and how many items they have.
+    """
+
+    cls: type
+    numbers: tuple[str, ...]
+    arrays: tuple[str, ...]
+    check: Callable[[Leaf], Leaf]
+    layout: tuple[str, ...]
+    older: tuple[str, ...] = ("keys", "values")
+    settings: tuple[str, ...] = ()
+    pending: tuple[str, ...] = ()
+    sequences: dict[str, int] = field(default_factory=dict)
+
+
+_KV = ("keys", "values")
+_BATCH = (*_KV, "offset", "left_padding")
+_LAYER = ("window", "compress_kv", "index_k", "pending_kv", "pending_gate")
+
+KINDS = {
+    kind.cls.__name__: kind
+    for kind in (
+        Kind(
+            native.KVCache,
+            ("offset",),
+            _KV,
+            field_checks.check_kv,
+            layout=(*_KV, "offset"),
+        ),
+        Kind(
+            native.ConcatenateKVCache,
+            ("offset",),
+            _KV,
+            field_checks.check_concatenate,
+            layout=_KV,
+        ),
+        Kind(
+            native.QuantizedKVCache,
+            ("offset", "group_size", "bits"),
+            _KV,
+            field_checks.check_quantized,
+            layout=(*_KV, "offset", "group_size", "bits"),
+            settings=("group_size", "bits"),
+            sequences={"keys": 3, "values": 3},
+        ),
+        Kind(
+            native.ChunkedKVCache,
+            ("offset", "chunk_size", "start_position"),
+            _KV,
+            field_checks.check_chunked,
+            layout=(*_KV, "offset", "chunk_size", "start_position"),
+            settings=("chunk_size",),
+        ),
+        Kind(
+            native.RotatingKVCache,
+            ("offset", "keep", "max_size", "_idx"),
+            _KV,
+            field_checks.check_ring,
+            layout=(*_KV, "offset", "keep", "max_size", "_idx"),
+            settings=("keep", "max_size"),
+        ),
+        Kind(
+            native.ArraysCache,
+            ("slots",),
+            ("cache", "left_padding", "lengths"),
+            field_checks.check_arrays,
+            layout=("cache", "left_padding", "lengths"),
+            older=("cache",),
+            settings=("slots",),
+            sequences={"cache": field_checks.MAX_SLOTS},
+        ),
+        Kind(
+            native.BatchKVCache,
+            ("_idx",),
+            _BATCH,
+            field_checks.check_batch_kv,
+            layout=(*_BATCH, "_idx"),
+            older=_BATCH,
+            pending=("_right_padding",),
+        ),
+        Kind(
+            native.BatchRotatingKVCache,
+            ("max_size", "_offset", "_idx", "rotated"),
+            _BATCH,
+            field_checks.check_batch_ring,
+            layout=(*_BATCH, "max_size", "_offset", "_idx", "rotated"),
+            older=_BATCH,
+            settings=("max_size",),
+            pending=("_lengths",),
+        ),
+        Kind(
+            LayerCache,
+            ("window_size", "offset"),
+            _LAYER,
+            field_checks.check_layer,
+            layout=(*_LAYER, "offset"),
+            older=(),
+            settings=("window_size",),
+        ),
+    )
+}
+
+
+def known_kinds() -> str:
+    """Return the names of all kinds, for messages."""
+    return ", ".join((*KINDS, MEMBERS))
+
+
+def is_known(cache: Any) -> bool:
+    """Return whether a live leaf is of exactly one of the kinds."""
+    kind = KINDS.get(type(cache).__name__)
+    return type(cache) is SlidingKVCache or (
+        kind is not None and native_type(cache) is kind.cls
+    )
+
+
+def read_leaf(cache: Any) -> Leaf:
+    """Return the fields of a live cache of a known kind, unchecked.
+
+    A `SlidingKVCache` has those of the ring that it stands for.
+    """
+    if type(cache) is SlidingKVCache:
+        cache = cache.to_native()
+    name = type(cache).__name__
+    kind, fields = KINDS[name], vars(cache)
+    numbers = {key: fields[key] for key in kind.numbers if key != "slots"}
+    if "slots" in kind.numbers:
+        numbers["slots"] = len(fields["cache"])
+    arrays = {}
+    for key in kind.arrays:
+        for part, value in _parts(key, fields[key]):
+            need(isinstance(value, mx.array), f"{part} is a {type(value).__name__}")
+            arrays[part] = value
+    return Leaf(name, numbers, arrays)
+
+
+def check_at_rest(cache: Any) -> None:
+    """Refuse a live cache that no file can hold, as it is in the middle of a write."""
+    kind = KINDS.get(type(cache).__name__)
+    for pending in () if kind is None else kind.pending:
+        need(
+            vars(cache).get(pending) is None,
+            f"it is between prepare and finalize: {pending} is set",
+        )
+
+
+def _parts(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (list, tuple)):
+        named = [(f"{key}.{i}", item) for i, item in enumerate(value)]
+    else:
+        named = [(key, value)]
+    yield from ((part, item) for part, item in named if item is not None)
+
+
+def checked(leaf: Leaf) -> Leaf:
+    """Check a leaf whose name is in the table; return it cut to what counts."""
+    kind = KINDS[leaf.name]
+    check_numbers(leaf, kind.numbers)
+    for name in leaf.arrays:
+        need(_has_array(kind, name), f"a {leaf.name} has no array {shown(name)}")
+    return kind.check(leaf)
+
+
+def _has_array(kind: Kind, name: str) -> bool:
+    key, dot, index = name.partition(".")
+    limit = kind.sequences.get(key)
+    if limit is None or not dot:
+        return name in kind.arrays and limit is None
+    return index.isdecimal() and index == str(int(index)) and int(index) < limit
+
+
+def attributes(leaf: Leaf) -> dict[str, Any]:
+    """Return everything that a cache with these checked fields holds."""
+    kind = KINDS[leaf.name]
+    held: dict[str, Any] = {k: leaf.arrays.get(k) for k in kind.arrays}
+    held |= {k: v for k, v in leaf.numbers.items() if k != "slots"}
+    held |= dict.fromkeys(kind.pending)
+    if leaf.name == "ArraysCache":
+        slots = leaf.numbers["slots"]
+        held["cache"] = [leaf.arrays.get(f"cache.{i}") for i in range(slots)]
+    elif leaf.name == "QuantizedKVCache" and leaf.arrays:
+        for key in _KV:
+            held[key] = tuple(leaf.arrays[f"{key}.{i}"] for i in range(3))
+    return held
+
+
+def build(leaf: Leaf) -> Any:
+    """Return a new cache with these checked fields."""
+    cache: Any = object.__new__(KINDS[leaf.name].cls)
+    vars(cache).update(attributes(leaf))
+    return cache
+
+
+def attributes_for(live: Any, leaf: Leaf) -> dict[str, Any]:
+    """Return everything that a live cache of a fitting kind gets."""
+    if type(live) is SlidingKVCache:
+        return {**vars(SlidingKVCache.from_native(build(leaf), live.slack))}
+    return attributes(leaf)

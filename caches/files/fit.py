@@ -1,0 +1,118 @@
+"""Whether what a file holds fits the caches that it is for."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import CacheList
+
+from mlx_speculation.caches.files.codecs import KINDS, is_known, known_kinds, read_leaf
+from mlx_speculation.caches.files.fields import INTEGERS, Leaf, need
+from mlx_speculation.caches.files.format import Content
+from mlx_speculation.caches.files.safetensors_reader import FlawError
+from mlx_speculation.caches.files.tree import Node
+from mlx_speculation.caches.registry import leaves
+from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
+
+
+def check_live(caches: Sequence[Any]) -> None:
+    """Refuse live caches of unknown kinds, and one that stands in two places."""
+    seen: set[int] = set()
+    for place, leaf in leaves(caches):
+        if not is_known(leaf):
+            raise UnsupportedCacheError(
+                f"The cache of layer {place} is a {type(leaf).__name__}, and the kinds "
+                f"that can be loaded are {known_kinds()}. Use one of these."
+            )
+        if id(leaf) in seen:
+            raise InvalidRequestError(
+                f"The cache object of layer {place} stands in two places. Make a cache "
+                "of its own for each, as make_prompt_cache does."
+            )
+        seen.add(id(leaf))
+
+
+def check_like(
+    content: Content, like: Sequence[Any] | None, draft_like: Sequence[Any] | None
+) -> None:
+    """Refuse content that the live caches, where they are given, do not fit."""
+    for whose, nodes, caches in (
+        ("target", content.target, like),
+        ("drafter", content.drafter, draft_like),
+    ):
+        if caches is None:
+            continue
+        need(nodes is not None, f"it holds no caches of the {whose}")
+        assert nodes is not None
+        for i, (leaf, live) in enumerate(pairs_of(nodes, caches)):
+            try:
+                check_fits(leaf, live)
+            except FlawError as error:
+                raise FlawError(
+                    f"leaf {i} of the {whose} does not fit: {error}"
+                ) from error
+
+
+def cast_to(caches: Sequence[Any], nodes: Sequence[Node]) -> None:
+    """Let floating point arrays of nodes have the dtype of those of live caches."""
+    for leaf, live in pairs_of(nodes, caches):
+        held = read_leaf(live).arrays
+        for key, there in leaf.arrays.items():
+            here = held.get(key, there)
+            if all(mx.issubdtype(a.dtype, mx.floating) for a in (here, there)):
+                leaf.arrays[key] = there.astype(here.dtype)
+
+
+def pairs_of(
+    nodes: Sequence[Node], caches: Sequence[Any]
+) -> Iterator[tuple[Leaf, Any]]:
+    """Yield every leaf of the file with the live cache in its place."""
+    need(
+        len(nodes) == len(caches),
+        f"it holds {len(nodes)} caches in a list where {len(caches)} are due",
+    )
+    for node, live in zip(nodes, caches, strict=True):
+        listed = type(live) is CacheList
+        need(
+            isinstance(node, tuple) == listed,
+            "a list of caches stands where a cache is due, or the other way round",
+        )
+        if isinstance(node, tuple):
+            yield from pairs_of(node, live.caches)
+        else:
+            yield node, live
+
+
+def check_fits(leaf: Leaf, live: Any) -> None:
+    """Refuse a leaf that a live cache of a known kind cannot take the content of.
+
+    A live cache without rows says what it is set to, and not which shapes it gets.
+    """
+    held = read_leaf(live)
+    name = held.name
+    need(leaf.name == name, f"the file has a {leaf.name} and the live cache is {name}")
+    for key in KINDS[name].settings:
+        ours, theirs = held.numbers[key], leaf.numbers[key]
+        need(ours == theirs, f"{key} is {theirs} in the file and {ours} here")
+    for key, there in leaf.arrays.items():
+        here = held.arrays.get(key, there)
+        need(
+            here.dtype == there.dtype and _alike(name, here, there),
+            f"{key} is {there.shape} {there.dtype} in the file and {here.shape} "
+            f"{here.dtype} here",
+        )
+
+
+def _alike(name: str, here: mx.array, there: mx.array) -> bool:
+    """Whether two shapes differ in the number of rows at most."""
+    if here.ndim != there.ndim:
+        return False
+    free: Sequence[int] = ()
+    if name == "LayerCache":
+        free = (1,)
+    elif here.ndim == 4 and name != "ArraysCache":
+        free = (2,)
+    elif name == "ArraysCache" and here.dtype in INTEGERS and here.ndim == 2:
+        free = (1,)  # the last token ids: fewer at the beginning
+    axes = [axis for axis in range(here.ndim) if axis not in free]
+    return all(here.shape[axis] == there.shape[axis] for axis in axes)

@@ -1,0 +1,202 @@
+"""Loading files of caches, our own and mlx-lm's, or refusing them as a whole.
+
+    saved = load_caches("chat.safetensors", like=make_prompt_cache(model))
+    load_into("chat.safetensors", caches, draft_caches)    # the same objects, refilled
+
+Everything in the file is checked, against itself, against its tokens and against the
+caches that it is for, before the first cache is made or changed. Our own files carry
+a digest; in mlx-lm's a changed number inside a key or a value cannot be seen.
+"""
+
+import os
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.caches.files import format as own_files
+from mlx_speculation.caches.files import mlx_lm_format, safetensors_reader, tree
+from mlx_speculation.caches.files.codecs import attributes_for
+from mlx_speculation.caches.files.fields import need
+from mlx_speculation.caches.files.fit import cast_to, check_like, check_live, pairs_of
+from mlx_speculation.caches.files.format import VERSION, Content
+from mlx_speculation.caches.files.safetensors_reader import FlawError, Header, shown
+from mlx_speculation.caches.files.tree import Rows
+from mlx_speculation.errors import CacheFileError, InvalidRequestError
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedCaches:
+    """What a file held.
+
+    Attributes:
+        caches: the target's caches.
+        draft_caches: the drafter's; None if there were none.
+        rows: the tokens of each row of the batch; None in mlx-lm's files.
+        draft_seen: how many of them the drafter's caches hold, for each row.
+        metadata: the texts that were saved with it.
+        layout: "mlx-speculation 1", "mlx-lm 0.32" or "mlx-lm 0.31".
+    """
+
+    caches: list[Any]
+    draft_caches: list[Any] | None
+    rows: Rows | None
+    draft_seen: tuple[int, ...] | None
+    metadata: dict[str, str]
+    layout: str
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens of the only row."""
+        if self.rows is None or len(self.rows) != 1:
+            count = "no" if self.rows is None else len(self.rows)
+            raise InvalidRequestError(f"The file has {count} rows of tokens, not one.")
+        return self.rows[0]
+
+
+def load_caches(
+    path: str | os.PathLike[str],
+    *,
+    like: Sequence[Any] | None = None,
+    draft_like: Sequence[Any] | None = None,
+) -> LoadedCaches:
+    """Return new caches from a file of `save_caches` or `mlx_lm`'s save_prompt_cache.
+
+    Args:
+        path: the file.
+        like: caches that the target's have to fit, such as `make_prompt_cache(model)`
+            returns: class, settings, and shapes and dtypes where these hold rows.
+        draft_like: likewise for the drafter. mlx-lm keeps both in one list, which is
+            cut after `len(like)`.
+
+    Raises:
+        CacheFileError: the file is missing, damaged, foreign, of another version, or
+            does not fit.
+        UnsupportedCacheError: `like` has a cache of an unknown kind.
+        InvalidRequestError: `draft_like` without `like`.
+    """
+    content = _content(path, like, draft_like)
+    drafter = content.drafter
+    return _loaded(
+        content,
+        tree.build_all(content.target),
+        None if drafter is None else tree.build_all(drafter),
+    )
+
+
+def load_into(
+    path: str | os.PathLike[str],
+    caches: Sequence[Any],
+    draft_caches: Sequence[Any] | None = None,
+    *,
+    cast: bool = False,
+) -> LoadedCaches:
+    """Give existing caches the content of a file, all of them or none.
+
+    The result names the same objects. Without `draft_caches`, those of the file are
+    left out. Raises as `load_caches`; the caches are then as they were.
+
+    Args:
+        path: the file.
+        caches: the target's.
+        draft_caches: the drafter's; None: there are none.
+        cast: let floating point numbers take the dtype of those in `caches`, where
+            these hold some: a model may have been loaded in another one since.
+    """
+    content = _content(path, caches, draft_caches, cast=cast)
+    pairs = list(pairs_of(content.target, caches))
+    if draft_caches is not None:
+        assert content.drafter is not None
+        pairs += pairs_of(content.drafter, draft_caches)
+    held = [vars(live) for _, live in pairs]
+    new = [attributes_for(live, leaf) for leaf, live in pairs]
+    mx.eval(new)
+    result = _loaded(
+        content, list(caches), None if draft_caches is None else list(draft_caches)
+    )
+    # One call that runs no Python in between, so that no Ctrl-C falls half-way.
+    deque(map(dict.update, held, new), maxlen=0)
+    return result
+
+
+def _loaded(
+    content: Content, caches: list[Any], draft_caches: list[Any] | None
+) -> LoadedCaches:
+    return LoadedCaches(
+        caches,
+        draft_caches,
+        content.rows,
+        content.draft_seen,
+        content.metadata,
+        content.layout,
+    )
+
+
+def _content(
+    path: str | os.PathLike[str],
+    like: Sequence[Any] | None,
+    draft_like: Sequence[Any] | None,
+    *,
+    cast: bool = False,
+) -> Content:
+    if like is None and draft_like is not None:
+        raise InvalidRequestError("draft_like is given and like is not. Pass both.")
+    check_live([*(like or ()), *(draft_like or ())])
+    try:
+        with safetensors_reader.opened(path) as (file, size):
+            header = safetensors_reader.read_header(file, size)
+            layout = _layout(header.metadata)
+            digest = header.digest() if layout == "ours" else None
+            arrays = safetensors_reader.read_arrays(file, header, digest)
+        if digest is not None:
+            own_files.check_digest(digest.hexdigest(), header.metadata.get("digest"))
+            content = own_files.read_own(header.metadata, arrays)
+        else:
+            content = _native(layout, header, arrays, like, draft_like)
+        if cast and like is not None:
+            cast_to(like, content.target)
+        check_like(content, like, draft_like)
+        nodes = (*content.target, *(content.drafter or ()))
+        mx.eval([leaf.arrays for leaf in tree.leaves(nodes)])
+    except (FlawError, OSError) as error:
+        raise CacheFileError(
+            f"{os.fspath(path)!r} cannot be loaded: {error}. Save it again from caches "
+            "of the same model; nothing was taken from it."
+        ) from error
+    return content
+
+
+def _layout(metadata: dict[str, str]) -> str:
+    if metadata.get("mlx_speculation") == "caches":
+        version = metadata.get("version")
+        need(
+            version == VERSION,
+            f"its layout has version {shown(version)} and this package reads "
+            f"version {VERSION!r}",
+        )
+        return "ours"
+    layout = mlx_lm_format.layout_of(metadata)
+    need(
+        layout is not None,
+        "it holds no caches: its metadata are neither those of mlx-speculation nor "
+        "those of mlx-lm's save_prompt_cache",
+    )
+    assert layout is not None
+    return layout
+
+
+def _native(
+    layout: str,
+    header: Header,
+    arrays: dict[str, mx.array],
+    like: Sequence[Any] | None,
+    draft_like: Sequence[Any] | None,
+) -> Content:
+    live = [*(like or ()), *(draft_like or ())]
+    nodes, metadata = mlx_lm_format.read_native(layout, header.metadata, arrays, live)
+    first = len(like) if like is not None and draft_like is not None else len(nodes)
+    target = tree.check(nodes[:first])
+    drafter = None if draft_like is None else tree.check(nodes[first:])
+    return Content(target, drafter, None, None, metadata, f"mlx-lm {layout}")

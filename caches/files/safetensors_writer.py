@@ -1,0 +1,104 @@
+"""Writing a safetensors file as a whole or not at all.
+
+It is written beside its place under another name, reaches the disk, and then takes
+its name. Whatever fails on the way leaves the old file and nothing else.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_speculation.caches.files.safetensors_reader import (
+    DTYPES,
+    MAX_HEADER,
+    FlawError,
+    Header,
+    Tensor,
+)
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+
+
+def write(
+    path: str | os.PathLike[str], arrays: dict[str, mx.array], metadata: dict[str, str]
+) -> None:
+    """Write a file as a whole or not at all, with metadata["digest"] set.
+
+    It is written beside `path` and then takes its name. A link at `path` is replaced,
+    not followed. An existing file's permissions stay.
+    """
+    header = Header(_tiled(arrays), metadata)
+    target = Path(path)
+    temporary = target.with_name(f".{target.name[:80]}.{os.urandom(8).hex()}.tmp")
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with os.fdopen(os.open(temporary, flags, 0o666), "wb") as file:
+            _write(file, header, arrays)
+            if target.is_file() and not target.is_symlink():
+                os.fchmod(file.fileno(), target.stat().st_mode & 0o777)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+        _sync_folder(target.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _tiled(arrays: dict[str, mx.array]) -> dict[str, Tensor]:
+    tensors, position = {}, 0
+    for name, array in arrays.items():
+        stop = position + array.nbytes
+        tensors[name] = Tensor(_NAMES[array.dtype], array.shape, position, stop)
+        position = stop
+    return tensors
+
+
+def _write(file: BinaryIO, header: Header, arrays: dict[str, mx.array]) -> None:
+    file.write(_header_bytes(header, "0" * 64))
+    digest = header.digest()
+    for array in arrays.values():
+        data = _bytes(array)
+        digest.update(data)
+        file.write(data)
+    file.seek(0)
+    file.write(_header_bytes(header, digest.hexdigest()))
+
+
+def _header_bytes(header: Header, digest: str) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {**header.metadata, "digest": digest}}
+    for name, tensor in header.tensors.items():
+        entries[name] = {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "data_offsets": [tensor.start, tensor.stop],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8
+    if len(text) > MAX_HEADER:
+        raise FlawError(f"its header has {len(text)} bytes; {MAX_HEADER} is the limit")
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes(array: mx.array) -> bytes:
+    if array.size == 0:
+        return b""
+    unsigned = _UNSIGNED[array.dtype.size]
+    raw = np.array(mx.contiguous(array).reshape(-1).view(unsigned))
+    return raw.astype(raw.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name last; some file systems cannot, and the file is whole."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return

@@ -1,0 +1,175 @@
+"""Saving any list of caches to one versioned safetensors file.
+
+    save_caches("chat.safetensors", target_caches, tokens, draft_caches=draft_caches)
+    saved = load_caches("chat.safetensors")        # saved.caches, saved.tokens, ...
+
+The file holds target and drafter together, with the tokens whose states they are.
+Everything is checked before the file is made, with the checks that loading makes, and
+the file is there as a whole or not at all.
+
+The price is one read of every array by the host, and of its SHA-256.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.caches.files import safetensors_writer, tree
+from mlx_speculation.caches.files.codecs import is_known, known_kinds
+from mlx_speculation.caches.files.format import MAX_TOKEN, VERSION, check_seen
+from mlx_speculation.caches.files.safetensors_reader import FlawError
+from mlx_speculation.caches.files.tree import Node, Rows
+from mlx_speculation.caches.registry import leaves
+from mlx_speculation.errors import (
+    CacheFileError,
+    InvalidRequestError,
+    UnsupportedCacheError,
+)
+
+Tokens = Sequence[int] | Sequence[Sequence[int]]
+
+
+def save_caches(
+    path: str | os.PathLike[str],
+    caches: Sequence[Any],
+    tokens: Tokens,
+    *,
+    draft_caches: Sequence[Any] | None = None,
+    draft_seen: int | Sequence[int] | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Save caches with the tokens that they hold.
+
+    Args:
+        path: the file; an old one is replaced once the new one is on the disk.
+        caches: the target's, as `make_prompt_cache` returns them.
+        tokens: the tokens whose states the target's caches hold, or one sequence for
+            each row of a batch.
+        draft_caches: the drafter's.
+        draft_seen: how many of the tokens the drafter's caches hold, for each row of
+            a batch. None: what they say themselves; all tokens if they cannot say.
+        metadata: texts to find again in `LoadedCaches.metadata`.
+
+    Raises:
+        InvalidRequestError: the tokens do not fit the caches, or a cache's fields do
+            not fit each other. Nothing was written.
+        UnsupportedCacheError: a cache is of an unknown kind. Nothing was written.
+        CacheFileError: the file cannot be written. An old file is as it was.
+    """
+    target = _nodes(caches, "target")
+    drafter = None if draft_caches is None else _nodes(draft_caches, "drafter")
+    rows = _rows(tokens)
+    try:
+        counts = [len(row) for row in rows]
+        tree.check_tokens(target, counts, "target")
+        seen = None
+        if drafter is not None:
+            seen = _draft_seen(drafter, draft_seen, counts)
+            tree.check_tokens(drafter, seen, "drafter")
+    except FlawError as error:
+        raise InvalidRequestError(
+            f"The tokens do not fit the caches: {error}. Pass the tokens that the "
+            "caches hold, no more and no less."
+        ) from error
+    arrays, text = _described(target, drafter, rows, seen, dict(metadata or {}))
+    _write(path, arrays, text)
+
+
+def _nodes(caches: Sequence[Any], whose: str) -> tuple[Node, ...]:
+    if not caches:
+        raise InvalidRequestError(
+            f"The list of the {whose}'s caches is empty. Pass what "
+            "mlx_lm.models.cache.make_prompt_cache(model) returns."
+        )
+    for place, leaf in leaves(caches):
+        if not is_known(leaf):
+            raise UnsupportedCacheError(
+                f"The {whose}'s cache of layer {place} is a {type(leaf).__name__}, and "
+                f"the kinds that can be saved are {known_kinds()}. Use one of these."
+            )
+    try:
+        nodes = tuple(tree.read(cache) for cache in caches)
+        return tree.check(nodes)
+    except FlawError as error:
+        raise InvalidRequestError(
+            f"The {whose}'s caches cannot be saved: {error}. Save caches between two "
+            "forwards, as mlx-lm's own code leaves them."
+        ) from error
+
+
+def _rows(tokens: Tokens) -> Rows:
+    rows: Any = tokens.tolist() if isinstance(tokens, mx.array) else list(tokens)
+    if not any(isinstance(row, (list, tuple)) for row in rows):
+        rows = [rows]
+    for row in rows:
+        for token in row:
+            if isinstance(token, bool) or not hasattr(token, "__index__"):
+                raise InvalidRequestError(f"{token!r:.60} is no token id. Pass ints.")
+            if not 0 <= token <= MAX_TOKEN:
+                raise InvalidRequestError(
+                    f"{token} is no token id. Pass ids from 0 to {MAX_TOKEN}."
+                )
+    return tuple(tuple(int(token) for token in row) for row in rows)
+
+
+def _draft_seen(
+    nodes: tuple[Node, ...], given: int | Sequence[int] | None, counts: list[int]
+) -> list[int]:
+    """Return how many tokens of each row the drafter holds, at most all."""
+    if given is not None:
+        seen = [given] if isinstance(given, int) else list(given)
+    else:
+        said = map(tree.positions, tree.leaves(nodes))
+        seen = next((held for held in said if held is not None), counts)
+    check_seen(seen, counts)
+    return seen
+
+
+def _described(
+    target: tuple[Node, ...],
+    drafter: tuple[Node, ...] | None,
+    rows: Rows,
+    seen: list[int] | None,
+    metadata: dict[str, str],
+) -> tuple[dict[str, mx.array], str]:
+    """Return the tensors of the file and its description."""
+    if not all(isinstance(v, str) for pair in metadata.items() for v in pair):
+        raise InvalidRequestError("metadata has a key or value that is no text.")
+    arrays = {
+        f"tokens.{i}": mx.array(row, dtype=mx.int32) for i, row in enumerate(rows)
+    }
+    description = {
+        "rows": len(rows),
+        "draft_seen": seen,
+        "metadata": metadata,
+        "caches": _descriptions(target, "target", arrays),
+        "draft_caches": drafter and _descriptions(drafter, "drafter", arrays),
+    }
+    return arrays, json.dumps(description, separators=(",", ":"))
+
+
+def _descriptions(
+    nodes: tuple[Node, ...], group: str, arrays: dict[str, mx.array]
+) -> list[dict[str, Any]]:
+    return [tree.describe(node, f"{group}.{i}", arrays) for i, node in enumerate(nodes)]
+
+
+def _write(
+    path: str | os.PathLike[str], arrays: dict[str, mx.array], description: str
+) -> None:
+    mx.eval(list(arrays.values()))
+    metadata = {
+        "mlx_speculation": "caches",
+        "version": VERSION,
+        "description": description,
+    }
+    try:
+        safetensors_writer.write(path, arrays, metadata)
+    except (OSError, ValueError, FlawError) as error:
+        raise CacheFileError(
+            f"{os.fspath(path)!r} cannot be written: {error}. Choose a file in a "
+            "folder that exists, with room on the disk; an old file is as it was."
+        ) from error

@@ -1,0 +1,181 @@
+"""Journal of DeepSeek V4.1's `LayerCache`: a window, compressed groups, an open group.
+
+Every write makes new arrays, so the state before a write is kept by reference: the
+old arrays live on to the end of the round, and nothing is copied. What the layer
+holds after a prefix of a write:
+
+    field                       after the prefix
+    window                      the old window and the first rows of the write
+    compress_kv, index_k        the groups that were full by then: a slice
+    pending_kv, pending_gate    the rows of the group that was open then
+
+With ratio 4, 2 rows pending and a write of 5, one group of 4 was closed and 3 rows are
+pending; after a prefix of 1 no group is closed and 3 are pending, which the cache no
+longer has. So the compressor, which makes the pending rows, is recorded and run again
+over the prefix, as the mixers of `ArraysCache` are. Whoever hooks it
+(`mlx_speculation.models`) calls `RecordingLayerCache.record`. Where it is not on
+record `written` is None.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.deepseek_v41 import LayerCache
+
+from mlx_speculation.caches.journals.arrays import RecordedCall
+from mlx_speculation.errors import SpeculationClosedError
+
+_COMPRESSED = ("compress_kv", "index_k", "pending_kv", "pending_gate")
+
+
+def copied(cache: LayerCache) -> LayerCache:
+    """Copy all fields by reference."""
+    twin = object.__new__(LayerCache)
+    assign(twin, cache)
+    return twin
+
+
+def assign(target: LayerCache, source: LayerCache) -> None:
+    """Give `target` the state of `source`, in one step."""
+    vars(target).update(vars(source))
+
+
+def _rows(array: mx.array | None) -> int:
+    return 0 if array is None else array.shape[1]
+
+
+@dataclass(slots=True)
+class LayerWrite:
+    """One forward: the state before it, what the window got, the compressor's call."""
+
+    before: LayerCache
+    rows: mx.array  # [batch, n, dim]
+    call: RecordedCall | None = None
+
+    @property
+    def width(self) -> int:
+        """Positions that the forward processed."""
+        return self.rows.shape[1]
+
+    def explains(self, after: LayerCache) -> bool:
+        """Whether what led to the state `after` it is on record."""
+        return self.call is not None or all(
+            getattr(self.before, name) is getattr(after, name) for name in _COMPRESSED
+        )
+
+    def prefix(self, after: LayerCache, keep: int) -> LayerCache:
+        """Return the state after `keep` positions, lazily; the write led to `after`."""
+        state: Any = copied(self.before)
+        if keep == 0:
+            return state  # type: ignore[no-any-return]
+        state.update_window(self.rows[:, :keep])
+        if self.call is not None:
+            self.call.replay(state, keep)
+            groups = self._groups_closed(after, keep)
+            for name in ("compress_kv", "index_k"):
+                grown, old = getattr(after, name), getattr(self.before, name)
+                if groups and grown is not None:
+                    setattr(state, name, grown[:, : _rows(old) + groups])
+        return state  # type: ignore[no-any-return]
+
+    def _groups_closed(self, after: LayerCache, keep: int) -> int:
+        """Return how many groups the first `keep` positions closed."""
+        pending = _rows(self.before.pending_kv)
+        closed = _rows(after.compress_kv) - _rows(self.before.compress_kv)
+        if closed == 0:
+            return 0
+        ratio = (pending + self.width - _rows(after.pending_kv)) // closed
+        return (pending + keep) // ratio
+
+
+class RecordingLayerCache(LayerCache):
+    """The live cache, which also notes what it is given.
+
+    It shares the live cache's `__dict__`; the notes stand in a slot, outside of it.
+    """
+
+    __slots__ = ("writes",)
+    writes: list[LayerWrite]
+
+    def update_window(self, kv: mx.array) -> mx.array:
+        """Note the state before the write, then write as natively.
+
+        Args:
+            kv: [batch, n, dim].
+        """
+        self.writes.append(LayerWrite(copied(self), kv))
+        return super().update_window(kv)
+
+    @contextmanager
+    def record(self, call: RecordedCall) -> Iterator[None]:
+        """Note the compressor's `call`; it belongs to the last write of the window."""
+        if self.writes:
+            self.writes[-1].call = call
+        yield
+
+
+class LayerJournal:
+    """Journal of one `LayerCache`.
+
+    Args:
+        cache: the live cache.
+        whole: nothing but all or nothing will be kept, so nothing is recorded.
+    """
+
+    live = True
+
+    def __init__(self, cache: LayerCache, *, whole: bool = False) -> None:
+        self._cache = cache
+        self._before = copied(cache)
+        self._after: LayerCache | None = None
+        self._shown: RecordingLayerCache | None = None
+        if not whole:
+            shown = object.__new__(RecordingLayerCache)
+            shown.__dict__ = cache.__dict__
+            shown.writes = []
+            self._shown = shown
+
+    @property
+    def presented(self) -> LayerCache:
+        """The live cache, which records unless the round is a whole one."""
+        return self._cache if self._shown is None else self._shown
+
+    @property
+    def written(self) -> int | None:
+        """Positions written; None when compressed rows came off the record."""
+        total = self._cache.offset - self._before.offset
+        if self._shown is None:
+            return total
+        writes = self._shown.writes
+        states = [self._before, *(write.before for write in writes), self._cache]
+        first = all(
+            getattr(states[0], name) is getattr(states[1], name) for name in _COMPRESSED
+        )
+        pairs = zip(writes, states[2:], strict=True)
+        known = first and all(write.explains(after) for write, after in pairs)
+        return total if known else None
+
+    def prepare(self, keep: int) -> None:
+        """Build the state after `keep` positions, lazily, on a copy."""
+        self._after = copied(self._cache)
+        writes = () if self._shown is None else self._shown.writes
+        for index, write in enumerate(writes):
+            if keep < write.width:
+                last = index + 1 == len(writes)
+                after = self._cache if last else writes[index + 1].before
+                self._after = write.prefix(after, keep)
+                return
+            keep -= write.width
+
+    def commit(self, keep: int) -> None:
+        """Give the live cache the prepared state."""
+        if self._after is None:
+            raise SpeculationClosedError("commit(keep) needs prepare(keep) before it.")
+        assign(self._cache, self._after)
+
+    def rollback(self) -> None:
+        """Give the live cache its old state."""
+        assign(self._cache, self._before)

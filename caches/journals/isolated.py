@@ -1,0 +1,141 @@
+"""A journal of any kind that writes nothing live before the commit.
+
+The model writes to a twin: an object of the same class with the same attributes, the
+arrays detached and the lists copied. An ordinary journal of the twin keeps a prefix
+or undoes it, and the commit then gives the live cache the twin's attributes in one
+step. Until then a reader of the live cache, or a crash at any line, meets it as it was:
+
+    opened                     live: offset 5, buffer A     twin: offset 5, buffer A
+    the model writes 3 rows    live: offset 5, buffer A     twin: offset 8, buffer B
+    commit(1)                  live: offset 6, buffer B
+    rollback()                 live: offset 5, buffer A
+
+The price: the twin's first write copies the whole buffer, since A has two owners then,
+and A and B are both in memory until the speculation object is gone. An ordinary
+speculation copies nothing of a KV cache.
+
+What it cannot copy it refuses. The rows that journals save of a ring belong to one
+object, so a twin begins without and pays for its own; the count of loose padding of a
+batch is handed over.
+"""
+
+from collections.abc import Callable
+from numbers import Number
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.caches.journal import Journal, Keep, RowsJournal
+from mlx_speculation.caches.journals.batch_kv import loose, set_loose
+from mlx_speculation.caches.journals.checked_writes import check_writes
+from mlx_speculation.caches.types.shared_rows import native_type
+from mlx_speculation.errors import UnsupportedCacheError
+
+_UNCHANGING = (type(None), Number, str, bytes, mx.Dtype)
+
+
+def twin_of(cache: Any) -> Any:
+    """Return an object of mlx-lm's class; writes to it do not reach `cache`.
+
+    No snapshot shares rows with a twin, so that it is not watched.
+
+    Raises:
+        UnsupportedCacheError: an attribute is of a type that cannot be copied safely.
+    """
+    twin: Any = object.__new__(native_type(cache))
+    twin.__dict__ = {
+        name: _detached(value, f"{type(cache).__name__}.{name}")
+        for name, value in vars(cache).items()
+    }
+    return twin
+
+
+def _detached(value: Any, place: str) -> Any:
+    """Copy the containers; an array gets a second owner, so that a write copies it."""
+    if isinstance(value, mx.array):
+        return value[...]
+    if type(value) in (list, tuple):
+        return type(value)(_detached(item, place) for item in value)
+    if type(value) is dict:
+        return {key: _detached(item, place) for key, item in value.items()}
+    if isinstance(value, _UNCHANGING):
+        return value
+    raise UnsupportedCacheError(
+        f"{place} holds a {type(value).__name__}, and isolated=True can copy arrays, "
+        "numbers, text, and lists, tuples and dicts of them. Take it off the cache, or "
+        "open the speculation without isolated=True."
+    )
+
+
+class IsolatedJournal:
+    """Journal of one cache of any kind; the live cache changes at commit only.
+
+    Writes to `presented` are checked before they are made, see `checked_writes`.
+
+    Args:
+        cache: the live cache.
+        twin: its twin.
+        inner: the ordinary journal of the twin.
+    """
+
+    live = False
+
+    def __init__(self, cache: Any, twin: Any, inner: Any) -> None:
+        self._cache, self._twin, self._inner = cache, twin, inner
+        self._before = vars(cache)  # the dict itself: nothing changes it until then
+        self._loose = loose(cache)
+        set_loose(twin, self._loose)
+        self._presented = inner.presented
+        check_writes(self._presented, type(cache).__name__)
+
+    @property
+    def presented(self) -> Any:
+        """What an ordinary journal of the twin presents."""
+        return self._presented
+
+    @property
+    def written(self) -> int | None:
+        """Positions written to the twin since the journal was opened."""
+        written: int | None = self._inner.written
+        return written
+
+    def prepare(self, keep: Keep) -> None:
+        """Prepare the twin."""
+        self._inner.prepare(keep)
+
+    def commit(self, keep: Keep) -> None:
+        """Commit on the twin, then give the live cache its attributes in one step."""
+        self._inner.commit(keep)
+        self._cache.__dict__ = dict(vars(self._twin))
+        set_loose(self._cache, loose(self._twin))
+
+    def rollback(self) -> None:
+        """Give the live cache its own attributes back; before a commit it has them."""
+        self._cache.__dict__ = self._before
+        set_loose(self._cache, self._loose)
+
+
+class IsolatedRowsJournal(IsolatedJournal):
+    """Journal of a kind whose rows may keep different numbers."""
+
+    @property
+    def rows(self) -> int | None:
+        """Sequences in the batch; None when the cache holds nothing yet."""
+        rows: int | None = self._inner.rows
+        return rows
+
+
+def isolate(cache: Any, open_journal: Callable[[Any], Journal]) -> Journal:
+    """Return a journal of `cache` that writes to a twin.
+
+    Args:
+        cache: the live cache.
+        open_journal: opens the ordinary journal of this kind, for the twin.
+
+    Raises:
+        UnsupportedCacheError: the cache cannot be copied.
+    """
+    twin = twin_of(cache)
+    inner = open_journal(twin)
+    kind = IsolatedRowsJournal if isinstance(inner, RowsJournal) else IsolatedJournal
+    return kind(cache, twin, inner)

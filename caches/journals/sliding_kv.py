@@ -1,0 +1,128 @@
+"""Journal of `SlidingKVCache`: a prefix is kept by moving two indices.
+
+    opened at offset 7, the model writes 3 rows     offset 10
+    commit(1)                                       offset 8
+    rollback()                                      offset 7
+
+A write that finds no room moves the window into new buffers. It then takes along
+every row of the open round and the whole window before the round, so that any prefix
+can still be kept. A rollback puts the old buffers back. The journal names them all
+the time, by the cache's own array objects: a second name of the same object does not
+make a write copy. After a move the old buffers live until the journal goes.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.caches.types.padded_kv import (
+    KeySteps,
+    asks_cudnn,
+    shown_in_steps,
+    stepped_mask,
+    whole_steps,
+)
+from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
+
+
+class PresentedSliding(SlidingKVCache):
+    """The live cache, which keeps what the open round may take back.
+
+    It shares the live cache's `__dict__`; the round's start stands in a slot. In a
+    round no row sees more than `max_size` rows, as in rotating.py. With steps, a window
+    that is not full yet is shown in whole ones.
+    """
+
+    __slots__ = ("_start", "_steps", "_whole")
+    _start: int
+    _steps: KeySteps | None
+    _whole: bool
+
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Append rows; those of the round so far can still be taken back."""
+        shown = self._append(keys, values, undo=self.offset - self._start)
+        return shown_in_steps(self) if self._in_steps else shown
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Return what the last write showed, less what was undone since."""
+        return shown_in_steps(self) if self._in_steps else super().keys_and_values()
+
+    def make_mask(
+        self, n: int, window_size: int | None = None, return_array: bool = False
+    ) -> Any:
+        """Return the mask; in a round, of a window of at most `max_size`."""
+        if window_size is not None and not self._whole:
+            window_size = min(window_size, self.max_size)
+        if self._steps is not None:
+            self._steps.ends.pop(self.max_size, None)
+            if n > 1 and self._takes_steps(n):
+                self._steps.ends[self.max_size] = self.offset + n
+                return stepped_mask(n, self.offset, window_size or self.max_size)
+        return super().make_mask(n, window_size, return_array)
+
+    @property
+    def _in_steps(self) -> bool:
+        ends = None if self._steps is None else self._steps.ends
+        return ends is not None and ends.get(self.max_size) == self.offset
+
+    def _takes_steps(self, n: int) -> bool:
+        """Whether the window shows all rows so far, and has room for a whole step."""
+        return (
+            self.keys is not None
+            and asks_cudnn(self.keys.dtype)
+            and self._end == self.offset < self.max_size
+            and whole_steps(self.offset + n) <= self.max_size + self.slack
+        )
+
+
+class SlidingJournal:
+    """Journal of one `SlidingKVCache`; with `whole`, all it writes will be kept."""
+
+    live = True
+
+    def __init__(
+        self,
+        cache: SlidingKVCache,
+        *,
+        whole: bool = False,
+        steps: KeySteps | None = None,
+    ) -> None:
+        self._cache = cache
+        self._arrays = cache.keys, cache.values
+        self._indices = cache.offset, cache._first, cache._end
+        presented = object.__new__(PresentedSliding)
+        presented.__dict__ = cache.__dict__
+        presented._start = cache.offset
+        presented._whole = whole
+        presented._steps = steps
+        self._presented = presented
+
+    @property
+    def presented(self) -> SlidingKVCache:
+        """The live cache, seen through `PresentedSliding`."""
+        return self._presented
+
+    @property
+    def written(self) -> int:
+        """Rows appended since the journal was opened."""
+        return self._cache.offset - self._indices[0]
+
+    def prepare(self, keep: int) -> None:
+        """Nothing can fail."""
+
+    def commit(self, keep: int) -> None:
+        """Take back the rows after the kept ones; 0 if the model wrote none."""
+        if keep == 0:
+            self.rollback()
+            return
+        excess = self._cache.offset - self._indices[0] - keep
+        if excess > 0:
+            self._cache._drop(excess)
+
+    def rollback(self) -> None:
+        """Put back the buffers and the indices; nothing is copied."""
+        cache: Any = self._cache
+        cache.keys, cache.values = self._arrays
+        cache.offset, cache._first, cache._end = self._indices

@@ -1,0 +1,235 @@
+"""Which cache kinds are known, and the journal of each.
+
+A `CacheList` has no journal: its members move by themselves, like layers do.
+The type has to match exactly: a subclass may write in a way that its parent's
+journal does not know, so it is refused like any other unknown kind.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+from mlx_lm.models.deepseek_v41 import LayerCache
+
+from mlx_speculation.caches.journal import Journal
+from mlx_speculation.caches.journals.arrays import ArraysJournal
+from mlx_speculation.caches.journals.batch_kv import BatchKVJournal
+from mlx_speculation.caches.journals.batch_rotating_kv import BatchRotatingJournal
+from mlx_speculation.caches.journals.chunked_kv import ChunkedJournal
+from mlx_speculation.caches.journals.concatenate_kv import ConcatenateJournal
+from mlx_speculation.caches.journals.deepseek_v41 import LayerJournal
+from mlx_speculation.caches.journals.isolated import isolate
+from mlx_speculation.caches.journals.kv import KVJournal
+from mlx_speculation.caches.journals.rotating_kv import RotatingJournal
+from mlx_speculation.caches.journals.sliding_kv import SlidingJournal
+from mlx_speculation.caches.types.padded_kv import KeySteps
+from mlx_speculation.caches.types.ragged_kv import RaggedJournal, RaggedKVCache
+from mlx_speculation.caches.types.shared_rows import WATCHED_TYPES, native_type
+from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
+from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
+
+OpenJournal = Callable[[Any, bool], Journal]
+
+JOURNALS: dict[type, OpenJournal] = {
+    KVCache: KVJournal,
+    QuantizedKVCache: KVJournal,
+    ConcatenateKVCache: lambda cache, whole: ConcatenateJournal(cache),
+    ChunkedKVCache: lambda cache, whole: ChunkedJournal(cache),
+    RotatingKVCache: lambda cache, whole: RotatingJournal(cache, whole=whole),
+    ArraysCache: lambda cache, whole: ArraysJournal(cache, whole=whole),
+    LayerCache: lambda cache, whole: LayerJournal(cache, whole=whole),
+    BatchKVCache: lambda cache, whole: BatchKVJournal(cache),
+    BatchRotatingKVCache: lambda cache, whole: BatchRotatingJournal(cache, whole=whole),
+    SlidingKVCache: lambda cache, whole: SlidingJournal(cache, whole=whole),
+    RaggedKVCache: lambda cache, whole: RaggedJournal(cache),
+}
+BATCHES = frozenset({BatchKVCache, BatchRotatingKVCache, RaggedKVCache})
+KNOWN = (*JOURNALS, CacheList)
+# A cache of which a snapshot shares rows is of a class of its own meanwhile.
+JOURNALS |= {
+    watched: JOURNALS[native]
+    for native, watched in WATCHED_TYPES.items()
+    if native in JOURNALS
+}
+
+
+def is_batch(leaf: Any) -> bool:
+    """Whether a leaf is of a kind that counts the positions of each row."""
+    return native_type(leaf) in BATCHES
+
+
+def leaves(caches: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield every leaf cache with its place, such as `2` or `2.0` inside a list."""
+    for index, cache in enumerate(caches):
+        if type(cache) is CacheList:
+            for place, leaf in leaves(cache.caches):
+                yield f"{index}.{place}", leaf
+        else:
+            yield str(index), cache
+
+
+def flat(caches: Sequence[Any]) -> list[Any]:
+    """Return every leaf cache. Every step asks, so no place is worked out here."""
+    if CacheList not in map(type, caches):
+        return list(caches)
+    found: list[Any] = []
+    for cache in caches:
+        found += flat(cache.caches) if type(cache) is CacheList else (cache,)
+    return found
+
+
+def check_supported(caches: Sequence[Any]) -> list[Any]:
+    """Return every leaf; refuse what cannot be rolled back. Touches nothing.
+
+    Raises:
+        InvalidRequestError: there is no cache, or one object stands in two places.
+        UnsupportedCacheError: a leaf is of an unknown kind.
+    """
+    found = flat(caches)
+    known = set(map(type, found)) <= JOURNALS.keys()
+    if not (found and known and len(set(map(id, found))) == len(found)):
+        _refuse(caches)
+    return found
+
+
+def all_kv(caches: Sequence[Any]) -> bool:
+    """Whether there are KV caches, and no others."""
+    return set(map(type, caches)) == {KVCache}
+
+
+def _refuse(caches: Sequence[Any]) -> None:
+    """Say what is wrong with the caches, and where."""
+    places: dict[int, str] = {}
+    for place, leaf in leaves(caches):
+        if type(leaf) not in JOURNALS:
+            known = ", ".join(kind.__name__ for kind in KNOWN)
+            raise UnsupportedCacheError(
+                f"The cache of layer {place} is a {type(leaf).__name__}, and the kinds "
+                f"that can be rolled back are {known}. Use one of these, or decode "
+                "this model with mlx_lm."
+            )
+        if id(leaf) in places:
+            raise InvalidRequestError(
+                f"One cache object stands at layers {places[id(leaf)]} and {place}. "
+                "Make a cache of its own for each, as make_prompt_cache does."
+            )
+        places[id(leaf)] = place
+    raise InvalidRequestError(
+        f"The list of caches holds {len(caches)} items and no leaf. Pass what "
+        "mlx_lm.models.cache.make_prompt_cache(model) returns."
+    )
+
+
+def open_journals(
+    found: Sequence[Any],
+    *,
+    whole: bool,
+    isolated: bool = False,
+    steps: KeySteps | None = None,
+) -> list[Journal]:
+    """Return a journal for each of the leaves that `check_supported` has passed."""
+    if not isolated and steps is None:  # a plain step: every call in it counts
+        return [JOURNALS[type(leaf)](leaf, whole) for leaf in found]
+    return [
+        open_journal(leaf, whole=whole, isolated=isolated, steps=steps)
+        for leaf in found
+    ]
+
+
+def open_journal(
+    leaf: Any,
+    *,
+    whole: bool,
+    isolated: bool = False,
+    steps: KeySteps | None = None,
+) -> Journal:
+    """Return a journal for a leaf that `check_supported` has passed."""
+    if steps is not None and native_type(leaf) is KVCache:
+        return KVJournal(leaf, whole, steps)
+    if steps is not None and type(leaf) is SlidingKVCache:
+        return SlidingJournal(leaf, whole=whole, steps=steps)
+    opened = JOURNALS[type(leaf)]
+    if isolated:
+        return isolate(leaf, lambda twin: opened(twin, whole))
+    return opened(leaf, whole)
+
+
+def presented(caches: Sequence[Any], journals: Iterator[Journal]) -> list[Any]:
+    """Return what the model gets for `caches`, taking a journal for every leaf."""
+    return [
+        CacheList(*presented(cache.caches, journals))
+        if type(cache) is CacheList
+        else next(journals).presented
+        for cache in caches
+    ]
+
+
+def check_single(caches: Sequence[Any]) -> None:
+    """Refuse caches that hold a batch, or may come to hold one. Touches nothing.
+
+    Raises:
+        UnsupportedCacheError: a leaf is a batch cache or holds several states.
+    """
+    for leaf in flat(caches):
+        several = type(leaf) is ArraysCache and leaf.batch_size > 1
+        if several or is_batch(leaf):
+            place = next(p for p, other in leaves(caches) if other is leaf)
+            held = f"{type(leaf).__name__} with {_rows(leaf)} rows"
+            raise UnsupportedCacheError(
+                f"The cache of layer {place} is a {held}, and 1 sequence is decoded "
+                "here. Pass cache.extract(row) of every layer, or run the batch in a "
+                "Speculation of its own, with a number for each row."
+            )
+
+
+def _rows(leaf: Any) -> int:
+    return int(leaf.offset.shape[0] if is_batch(leaf) else leaf.batch_size)
+
+
+def position(caches: Sequence[Any]) -> int | None:
+    """Return how many positions the caches hold; None when no leaf knows.
+
+    Recurrent states do not know. Where the leaves differ the largest counts: a leaf
+    that the model does not use stays at 0.
+
+    Raises:
+        InvalidRequestError: batch caches; their rows have positions of their own.
+    """
+    offsets = [leaf.offset for leaf in flat(caches) if hasattr(leaf, "offset")]
+    if mx.array in map(type, offsets):
+        rows = next(each.shape[0] for each in offsets if isinstance(each, mx.array))
+        raise InvalidRequestError(
+            f"One position was asked of batch caches with {rows} rows. "
+            "Use positions(caches), an array with the position of each row."
+        )
+    return max(offsets) if offsets else None
+
+
+def positions(caches: Sequence[Any]) -> mx.array | None:
+    """Return how many positions each row of batch caches holds, int [rows].
+
+    The array stays on the device, and no later write changes it. None: no leaf knows.
+    """
+    offsets = [leaf.offset for leaf in flat(caches) if is_batch(leaf)]
+    if not offsets:
+        return None
+    found: mx.array = offsets[0][...]
+    for offset in offsets[1:]:
+        found = mx.maximum(found, offset)
+    return found
+
+
+def states(caches: Sequence[Any]) -> list[Any]:
+    """Return every array that the caches hold, for an evaluation."""
+    return [cache.state for cache in caches]

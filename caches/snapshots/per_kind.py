@@ -1,0 +1,190 @@
+"""How each cache kind is held by a snapshot: as rows, or as a whole state.
+
+    kind                                         held as
+    KVCache, QuantizedKVCache, ConcatenateKVCache,   rows, which can be cut anywhere
+    BatchKVCache
+    RotatingKVCache, SlidingKVCache, ChunkedKVCache,  a state, which exists only at
+    ArraysCache, deepseek_v41.LayerCache,             the offset where it was taken
+    BatchRotatingKVCache
+
+A ring has overwritten or dropped what it does not need at its offset, and a recurrent
+state never had rows. A state is copied when it is taken: a ring is written in place,
+and recurrent slots are often small views of large arrays, which they would keep alive.
+Its price is one copy of the window or of the slots.
+
+Another kind takes part with one more line in `HOLDINGS`. A batch is held as a whole,
+see `caches.snapshots.per_kind_batch`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+from mlx_lm.models.deepseek_v41 import LayerCache
+
+from mlx_speculation.caches.snapshots.per_kind_batch import (
+    Lags,
+    batch_fields,
+    batch_ring_state,
+)
+from mlx_speculation.caches.types.shared_rows import Arrays, native_type, own
+from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
+
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """How one kind is held.
+
+    Attributes:
+        settings: the fields in which the source and the target must agree.
+        state: returns the fields of a whole state, not copied; None: the kind is held
+            as rows.
+    """
+
+    settings: Callable[[Any], tuple[Any, ...]]
+    state: Callable[[Any], Fields] | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is held as a state."""
+        return self.state is not None
+
+
+def _ring_state(cache: Any) -> Fields:
+    """Return what later writes can see, in the order in which they see it.
+
+    A ring that is not full has unused slots at its end. One that was written by many
+    rows at once holds more than its window; the next write drops the rows before it.
+    """
+    keys, values, index = cache.keys, cache.values, cache._idx
+    if keys is not None:
+        excess = keys.shape[2] - cache.max_size
+        if excess > 0 and index == keys.shape[2]:
+            keys, values = cache._trim(excess, keys), cache._trim(excess, values)
+            index = cache.max_size
+        elif index == cache.offset:
+            keys, values = keys[..., :index, :], values[..., :index, :]
+    return {"keys": keys, "values": values, "offset": cache.offset, "_idx": index}
+
+
+def _sliding_state(cache: Any) -> Fields:
+    """Return the window; what stands before it is there for an undo only."""
+    keys, values = cache.keys, cache.values
+    count = min(cache.offset, cache.max_size)
+    if keys is not None:
+        rows = slice(cache._end - count, cache._end)
+        keys, values = keys[..., rows, :], values[..., rows, :]
+    fields = {"keys": keys, "values": values, "offset": cache.offset}
+    return {**fields, "_first": 0, "_end": count}
+
+
+def _chunk_state(cache: Any) -> Fields:
+    keys, values = (None, None) if cache.keys is None else cache.keys_and_values()
+    return {
+        "keys": keys,
+        "values": values,
+        "offset": cache.offset,
+        "start_position": cache.start_position,
+    }
+
+
+def _arrays_state(cache: Any) -> Fields:
+    return {
+        "cache": list(cache.cache),
+        "lengths": cache.lengths,
+        "left_padding": cache.left_padding,
+    }
+
+
+def _layer_state(cache: Any) -> Fields:
+    return {name: x for name, x in vars(cache).items() if name != "window_size"}
+
+
+HOLDINGS: dict[type, Holding] = {
+    KVCache: Holding(lambda cache: ()),
+    QuantizedKVCache: Holding(lambda cache: (cache.group_size, cache.bits)),
+    ConcatenateKVCache: Holding(lambda cache: ()),
+    RotatingKVCache: Holding(lambda ring: (ring.max_size, ring.keep), _ring_state),
+    SlidingKVCache: Holding(
+        lambda cache: (cache.max_size, cache.slack), _sliding_state
+    ),
+    ChunkedKVCache: Holding(lambda cache: (cache.chunk_size,), _chunk_state),
+    ArraysCache: Holding(lambda cache: (len(cache.cache),), _arrays_state),
+    LayerCache: Holding(lambda cache: (cache.window_size,), _layer_state),
+    BatchKVCache: Holding(lambda cache: ()),
+    BatchRotatingKVCache: Holding(lambda ring: (ring.max_size,), batch_ring_state),
+}
+
+
+def copied(value: Any) -> Any:
+    """Copy every array in `value`, not yet evaluated; for a state that is taken."""
+    return _mapped(value, own)
+
+
+def aliased(value: Any) -> Any:
+    """Alias every array in `value`: a write to the one leaves the other as it was."""
+    return _mapped(value, lambda array: array[...])
+
+
+def arrays_of(value: Any) -> list[mx.array]:
+    """Return every array in `value`."""
+    found: list[mx.array] = []
+    _mapped(value, found.append)
+    return found
+
+
+def _mapped(value: Any, change: Callable[[mx.array], Any]) -> Any:
+    if isinstance(value, mx.array):
+        return change(value)
+    if isinstance(value, list):
+        return [_mapped(item, change) for item in value]
+    if isinstance(value, dict):
+        return {name: _mapped(item, change) for name, item in value.items()}
+    return value
+
+
+def with_room(cache: Any, parts: list[Arrays], rows: int) -> Arrays:
+    """Return the parts joined, with the room for further rows that the kind has.
+
+    A cache that is written in place (it has a `step`) grows by a copy, which room for
+    a few rows saves.
+    """
+    step = getattr(cache, "step", None)
+    room = 0 if step is None else step - rows % step
+    return tuple(
+        mx.concatenate([*same, _room_like(same[0], room)], axis=-2)
+        for same in zip(*parts, strict=True)
+    )
+
+
+def _room_like(rows: mx.array, room: int) -> mx.array:
+    return mx.zeros((*rows.shape[:-2], room, rows.shape[-1]), rows.dtype)
+
+
+def row_fields(cache: Any, arrays: Arrays, rows: int, lags: Lags) -> Fields:
+    """Return the fields of a cache of rows that holds `arrays`."""
+    if native_type(cache) is BatchKVCache:
+        return batch_fields(arrays, rows, lags)
+    half = len(arrays) // 2
+    keys, values = arrays[:half], arrays[half:]
+    if half == 1:
+        return {"keys": keys[0], "values": values[0], "offset": rows}
+    empty = not arrays
+    return {
+        "keys": None if empty else keys,
+        "values": None if empty else values,
+        "offset": rows,
+    }

@@ -1,0 +1,256 @@
+"""Snapshots: what a model's caches hold for a range of tokens.
+
+    before = snapshot(caches)                        tokens [0, 40), nothing is copied
+    ...                                              the caches go on, to 90
+    rest = snapshot(caches, 40)                      tokens [40, 90)
+    both = merge(before, rest)                       tokens [0, 90)
+    head, tail = split(both, 64)                     tokens [0, 64) and [64, 90)
+    restore(head, make_prompt_cache(model))          holds 64 tokens
+
+A model's caches are the unit. KV rows are cut anywhere. Rings, chunks and recurrent
+states exist only at the offset where they were taken, the snapshot's `stop`; to cut
+a model that has such layers elsewhere, give the states up:
+
+    ranges, states = both.ranges, both.states        rows of [0, 90); states at 90
+    head, tail = split(ranges, 64)                   legal, and neither can be restored
+    merge(merge(head, tail), states)                 the same as `both`
+
+The rows of a batch are held together, see `caches.snapshots.per_kind_batch`.
+
+Bytes are those that a snapshot keeps in memory beyond the live caches. Snapshots
+share arrays after a split, a merge or `ranges`; `held_bytes` counts them once.
+A snapshot of rows that are still shared with live caches belongs to the thread that
+writes these; `copied()` makes one that belongs to nobody.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.caches.snapshots.per_kind import HOLDINGS, Fields, arrays_of
+from mlx_speculation.caches.snapshots.per_kind_batch import Lags
+from mlx_speculation.caches.types.shared_rows import Rows
+from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldLeaf:
+    """What a snapshot holds of one leaf.
+
+    Attributes:
+        place: where the leaf stands, such as `2` or `2.0`.
+        kind: mlx-lm's class of it.
+        settings: what a target must have in common with it.
+        rows: the ranges of its rows, in order. None in a layer that the model does
+            not use, and in kinds that are held whole.
+        state: the fields of a whole state, if there is one.
+    """
+
+    place: str
+    kind: type
+    settings: tuple[Any, ...]
+    rows: tuple[Rows, ...] = ()
+    state: Fields | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is held as a state, not as rows."""
+        return HOLDINGS[self.kind].whole
+
+    def buffers(self) -> list[mx.array]:
+        """Return the arrays that this object keeps in memory."""
+        kept = [array for rows in self.rows for array in rows.buffers()]
+        return kept + arrays_of(self.state)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """What the caches of one model hold for the tokens [start, stop).
+
+    Attributes:
+        start: the first position.
+        stop: the position after the last; states are those after this many tokens.
+        leaves: one item for every leaf cache.
+        lags: of a batch, how many tokens each row is behind the furthest, whose
+            positions are meant; empty for one sequence.
+    """
+
+    start: int
+    stop: int
+    leaves: tuple[HeldLeaf, ...]
+    lags: Lags = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept in memory beyond what live caches hold anyway."""
+        return held_bytes([self])
+
+    @property
+    def size(self) -> int:
+        """Bytes of what it holds, shared or not: those of a copy."""
+        slices = (
+            x for leaf in self.leaves for rows in leaf.rows for x in rows.slices()
+        )
+        states = (x for leaf in self.leaves for x in arrays_of(leaf.state))
+        return sum(x.nbytes for x in (*slices, *states))
+
+    @property
+    def stateless(self) -> HeldLeaf | None:
+        """The first layer whose state at `stop` is missing; None: there is none."""
+        missing = (leaf for leaf in self.leaves if leaf.whole and leaf.state is None)
+        return next(missing, None)
+
+    @property
+    def ranges(self) -> "Snapshot":
+        """The rows without the states. It can be cut anywhere."""
+        return replace(self, leaves=tuple(replace(x, state=None) for x in self.leaves))
+
+    @property
+    def states(self) -> "Snapshot":
+        """The states without the rows, for the empty range at `stop`."""
+        bare = tuple(replace(leaf, rows=()) for leaf in self.leaves)
+        return Snapshot(self.stop, self.stop, bare, self.lags)
+
+    def copied(self) -> "Snapshot":
+        """Return one whose rows stand in arrays of exactly their size, its own.
+
+        States are shared with this one, whose they already are.
+        """
+        return replace(self, leaves=tuple(_with_own_rows(x) for x in self.leaves))
+
+
+def held_bytes(snapshots: Iterable[Snapshot]) -> int:
+    """Return the bytes that the snapshots keep in memory, shared ones counted once."""
+    arrays = {
+        id(array): array.nbytes
+        for one in snapshots
+        for leaf in one.leaves
+        for array in leaf.buffers()
+    }
+    return sum(arrays.values())
+
+
+def merge(parent: Snapshot, child: Snapshot) -> Snapshot:
+    """Join [a, b) and [b, c) to [a, c), without a copy.
+
+    The states are the child's; the parent's where the child is the empty range [b, b)
+    and has none.
+
+    Raises:
+        InvalidRequestError: they do not adjoin, or are of different models.
+    """
+    if parent.stop != child.start:
+        raise InvalidRequestError(
+            f"The parent ends at {parent.stop} and the child begins at {child.start}. "
+            "Pass snapshots that adjoin."
+        )
+    check_same(parent.leaves, child.leaves)
+    check_lags(parent.lags, child.lags)
+    empty = child.start == child.stop
+    joined = tuple(
+        replace(
+            one,
+            rows=one.rows + other.rows,
+            state=one.state if empty and other.state is None else other.state,
+        )
+        for one, other in zip(parent.leaves, child.leaves, strict=True)
+    )
+    return Snapshot(parent.start, child.stop, joined, child.lags)
+
+
+def split(held: Snapshot, at: int) -> tuple[Snapshot, Snapshot]:
+    """Cut [a, c) to [a, at) and [at, c), without a copy. `merge` is the inverse.
+
+    States stay with the part that ends where they were taken; at `stop` itself that
+    is the first one.
+
+    Raises:
+        UnsupportedCacheError: a layer's state cannot be cut there.
+        InvalidRequestError: `at` is outside of the range.
+    """
+    if not held.start <= at <= held.stop:
+        raise InvalidRequestError(
+            f"The cut is at {at}, and the snapshot holds [{held.start}, {held.stop}). "
+            "Cut inside of it."
+        )
+    state = next((leaf for leaf in held.leaves if leaf.state is not None), None)
+    if state is not None and held.start < at < held.stop:
+        raise UnsupportedCacheError(
+            f"Layer {state.place} is a {state.kind.__name__}, which can be cut at "
+            f"{held.stop} only, where it was taken, and not at {at}. Cut there, or "
+            "cut the snapshot's `ranges`."
+        )
+    parts = (held.start, at), (at, held.stop)
+    with_states = at == held.stop, at < held.stop
+    head, tail = (
+        replace(
+            held,
+            start=part[0],
+            stop=part[1],
+            leaves=tuple(_cut(leaf, *part, states) for leaf in held.leaves),
+        )
+        for part, states in zip(parts, with_states, strict=True)
+    )
+    return head, tail
+
+
+def _cut(leaf: HeldLeaf, start: int, stop: int, with_state: bool) -> HeldLeaf:
+    """Return the part of a leaf in [start, stop); its ranges need no cut at ends."""
+    parts = []
+    for rows in leaf.rows:
+        low, high = max(rows.start, start), min(rows.stop, stop)
+        if (low, high) == (rows.start, rows.stop):
+            parts.append(rows)
+        elif low < high:
+            parts.append(rows.cut(low, high))
+    return replace(leaf, rows=tuple(parts), state=leaf.state if with_state else None)
+
+
+def _with_own_rows(leaf: HeldLeaf) -> HeldLeaf:
+    if not leaf.rows:
+        return leaf
+    parts = [rows.slices() for rows in leaf.rows]
+    parts.append(tuple(array[..., :0, :] for array in parts[0]))
+    arrays = tuple(mx.concatenate([*x], axis=-2) for x in zip(*parts, strict=True))
+    mx.eval(arrays)
+    start, stop = leaf.rows[0].start, leaf.rows[-1].stop
+    return replace(leaf, rows=(Rows(arrays, start, start, stop),))
+
+
+def check_same(some: Sequence[HeldLeaf], others: Sequence[HeldLeaf]) -> None:
+    """Refuse leaves that are not those of one model.
+
+    Raises:
+        InvalidRequestError: names the first that differ.
+    """
+    if len(some) != len(others):
+        raise InvalidRequestError(
+            f"One side has {len(some)} leaf caches and the other {len(others)}. "
+            "Snapshots fit the caches of the model that they were taken of."
+        )
+    for one, other in zip(some, others, strict=True):
+        mine = one.place, one.kind.__name__, one.settings
+        if mine != (other.place, other.kind.__name__, other.settings):
+            raise InvalidRequestError(
+                f"Layer {one.place} is a {one.kind.__name__} with {one.settings} on "
+                f"one side, and layer {other.place} a {other.kind.__name__} with "
+                f"{other.settings} on the other. Snapshots fit the caches of the model "
+                "that they were taken of."
+            )
+
+
+def check_lags(one: Lags, other: Lags) -> None:
+    """Refuse parts of a batch whose rows stand in different columns.
+
+    Raises:
+        InvalidRequestError: names the lags of both.
+    """
+    if one != other:
+        raise InvalidRequestError(
+            f"The rows are {list(one)} tokens behind the furthest on one side, and "
+            f"{list(other)} on the other. Parts of a batch adjoin while its rows move "
+            "together: take a snapshot from 0 after rows kept different numbers, or "
+            "came or went."
+        )

@@ -1,0 +1,197 @@
+"""Snapshots are taken of live caches here, and given back to them.
+
+`caches.snapshots.snapshot` says what a snapshot is, and joins and cuts them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.caches.registry import is_batch, leaves, position
+from mlx_speculation.caches.snapshots.per_kind import (
+    HOLDINGS,
+    Fields,
+    Holding,
+    aliased,
+    copied,
+    row_fields,
+    with_room,
+)
+from mlx_speculation.caches.snapshots.per_kind_batch import Lags, batch_extent
+from mlx_speculation.caches.snapshots.snapshot import (
+    HeldLeaf,
+    Snapshot,
+    check_lags,
+    check_same,
+)
+from mlx_speculation.caches.types.shared_rows import Rows, buffers, native_type
+from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
+
+
+def snapshot(
+    caches: Sequence[Any], start: int = 0, stop: int | None = None
+) -> Snapshot:
+    """Take what the caches hold for the tokens [start, stop).
+
+    Args:
+        caches: mlx-lm caches, one per layer as `make_prompt_cache` returns them.
+        start: the first token; earlier rows are left out.
+        stop: how many tokens the caches hold. It is needed where no cache knows
+            (models of recurrent layers only), and may be less where all can be cut.
+
+    Raises:
+        UnsupportedCacheError: a cache is of a kind that cannot be held, or cannot be
+            cut at `stop`.
+        InvalidRequestError: the range is not in the caches, or they are out of step.
+    """
+    found = _supported(caches)
+    held, lags = _extent(caches)
+    if stop is None:
+        stop = held
+    if stop is None:
+        raise InvalidRequestError(
+            "No cache knows how many tokens it holds, and stop is None. Pass the "
+            "number of tokens that the caches were fed."
+        )
+    if not 0 <= start <= stop or (held is not None and stop > held):
+        raise InvalidRequestError(
+            f"The range [{start}, {stop}) was asked for, and the caches hold "
+            f"[0, {stop if held is None else held}). Ask for a part of that."
+        )
+    for place, leaf, _ in found:
+        _check_offset(place, leaf, held, stop)
+    taken = tuple(_taken(*one, held, start, stop) for one in found)
+    mx.eval([leaf.state for leaf in taken])
+    return Snapshot(start, stop, taken, lags)
+
+
+def restore(held: Snapshot, target: Sequence[Any]) -> None:
+    """Let the caches hold [0, stop) of a snapshot, in place of what they hold.
+
+    A snapshot that begins at `start` goes on from caches that hold `start` tokens.
+    Everything is checked and built before the first cache changes. Price: one copy of
+    the rows, with room for more.
+
+    Raises:
+        InvalidRequestError: the caches are not those of the same model, or do not
+            hold `start` tokens.
+        UnsupportedCacheError: a layer's state is missing.
+    """
+    found = _supported(target)
+    if held.stateless is not None:
+        leaf = held.stateless
+        raise UnsupportedCacheError(
+            f"Layer {leaf.place} is a {leaf.kind.__name__}, and this snapshot of "
+            f"[{held.start}, {held.stop}) has no state of it. Restore at an offset "
+            "where one was taken."
+        )
+    check_same([_bare(*one) for one in found], held.leaves)
+    if held.start:
+        _check_continues(target, held)
+    pairs = list(zip(found, held.leaves, strict=True))
+    fields = [_restored(cache, leaf, held) for (_, cache, _), leaf in pairs]
+    mx.eval(fields)
+    before = [dict(vars(cache)) for _, cache, _ in found]
+    try:
+        for (_, cache, _), values in zip(found, fields, strict=True):
+            vars(cache).update(values)
+    except BaseException:
+        for (_, cache, _), values in zip(found, before, strict=True):
+            vars(cache).update(values)
+        raise
+
+
+def _supported(caches: Sequence[Any]) -> list[tuple[str, Any, Holding]]:
+    """Return every leaf with its place and how it is held; refuse unknown kinds."""
+    found = [(place, leaf, native_type(leaf)) for place, leaf in leaves(caches)]
+    for place, _, kind in found:
+        if kind not in HOLDINGS:
+            known = ", ".join(known.__name__ for known in HOLDINGS)
+            raise UnsupportedCacheError(
+                f"The cache of layer {place} is a {kind.__name__}, and the kinds that "
+                f"a snapshot can hold are {known}. Use one of these."
+            )
+    if not found or len({id(leaf) for _, leaf, _ in found}) != len(found):
+        raise InvalidRequestError(
+            f"The list of caches has {len(found)} leaves, and at least 1 is needed, "
+            "each an object of its own. Pass what make_prompt_cache(model) returns."
+        )
+    return [(place, leaf, HOLDINGS[kind]) for place, leaf, kind in found]
+
+
+def _extent(caches: Sequence[Any]) -> tuple[int | None, Lags]:
+    """Return how many tokens the caches hold, if they know, and the rows' lags."""
+    batches = [(place, leaf) for place, leaf in leaves(caches) if is_batch(leaf)]
+    return batch_extent(batches) if batches else (position(caches), ())
+
+
+def _check_offset(place: str, leaf: Any, held: int | None, stop: int) -> None:
+    """Refuse a leaf that does not hold `stop` tokens and cannot be cut there."""
+    kind = native_type(leaf)
+    # The rows of batch caches were compared already.
+    offset = held if is_batch(leaf) else getattr(leaf, "offset", held)
+    if (offset == 0 or is_batch(leaf)) and leaf.empty():
+        return  # the model does not use this layer, or nothing was fed
+    if HOLDINGS[kind].whole and offset is not None and offset != stop:
+        raise UnsupportedCacheError(
+            f"Layer {place} is a {kind.__name__}, which can be cut at {offset} only, "
+            f"where it stands, and not at {stop}. Take the snapshot there."
+        )
+    if offset is not None and held is not None and offset != held:
+        raise InvalidRequestError(
+            f"Layer {place} holds {offset} tokens, and another {held}. The layers of "
+            "a model move together: pass caches that were fed the same tokens."
+        )
+
+
+def _bare(place: str, leaf: Any, holding: Holding) -> HeldLeaf:
+    return HeldLeaf(place, native_type(leaf), holding.settings(leaf))
+
+
+def _taken(
+    place: str, leaf: Any, holding: Holding, held: int | None, start: int, stop: int
+) -> HeldLeaf:
+    bare = _bare(place, leaf, holding)
+    if holding.state is not None:
+        return replace(bare, state=copied(holding.state(leaf)))
+    empty = leaf.empty() if is_batch(leaf) else leaf.offset == 0
+    if start == stop or empty:
+        return bare
+    first = _first_position(leaf, held)
+    return replace(bare, rows=(Rows(buffers(leaf), first, start, stop, leaf),))
+
+
+def _first_position(leaf: Any, held: int | None) -> int:
+    """Return the position that row 0 of the buffers has: below 0 in padding."""
+    return 0 if held is None or not is_batch(leaf) else held - leaf._idx
+
+
+def _check_continues(target: Sequence[Any], held: Snapshot) -> None:
+    """Refuse a target that does not hold the tokens before the snapshot's."""
+    offset, lags = _extent(target)
+    if offset is not None and offset != held.start:
+        raise InvalidRequestError(
+            f"The caches hold {offset} tokens, and the snapshot of "
+            f"[{held.start}, {held.stop}) goes on from {held.start}. Restore what is "
+            "before it first, or merge the two."
+        )
+    check_lags(lags, held.lags)
+
+
+def _restored(cache: Any, leaf: HeldLeaf, held: Snapshot) -> Fields:
+    """Return the fields that let a cache hold what a leaf held."""
+    if leaf.whole:
+        return aliased(leaf.state)  # type: ignore[no-any-return]
+    if not leaf.rows:
+        kept = buffers(cache)
+        return {} if held.start and kept else row_fields(cache, (), 0, held.lags)
+    parts = []
+    if held.start:
+        rows = slice(-_first_position(cache, held.start), None)
+        before = (array[..., rows, :] for array in buffers(cache))
+        parts.append(tuple(array[..., : held.start, :] for array in before))
+    parts += [rows.slices() for rows in leaf.rows]
+    stop = leaf.rows[-1].stop
+    return row_fields(cache, with_room(cache, parts, stop), stop, held.lags)

@@ -1,0 +1,98 @@
+"""Caches of single sequences, before they join a batch and after they have left it.
+
+It uses what mlx-lm's caches offer for batches: merge, extend, filter and extract.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
+
+from mlx_speculation.caches.registry import flat, is_batch, states
+from mlx_speculation.caches.types.convert_sliding import as_native
+from mlx_speculation.caches.types.padded_kv import asks_cudnn
+from mlx_speculation.caches.types.ragged_kv import RaggedKVCache
+from mlx_speculation.caches.types.shared_rows import native_type
+
+
+def merged(rows: Sequence[Sequence[Any]], *, in_steps: bool = False) -> list[Any]:
+    """Return the caches of a batch of these sequences: what they hold is copied.
+
+    Args:
+        rows: the caches of each, one per layer.
+        in_steps: see `RaggedKVCache`.
+    """
+    found = _merged([as_native(caches) for caches in rows])
+    for leaf in flat(found):
+        if isinstance(leaf, RaggedKVCache):
+            leaf.in_steps = in_steps
+    mx.eval(states(found))
+    return found
+
+
+def _merged(rows: Sequence[Sequence[Any]]) -> list[Any]:
+    found: list[Any] = []
+    for layer in zip(*rows, strict=True):
+        if type(layer[0]) is CacheList:
+            found.append(CacheList(*_merged([one.caches for one in layer])))
+        elif native_type(layer[0]) is KVCache:
+            found.append(RaggedKVCache.merge(layer))
+        else:
+            found.append(type(layer[0]).merge(list(layer)))
+    return found
+
+
+def extend_all(caches: Sequence[Any], others: Sequence[Any]) -> None:
+    """Let the caches of a batch hold the rows of others behind their own.
+
+    If that fails in one layer, all are as before: to extend a cache is to assign new
+    arrays to its attributes.
+    """
+    before = [(vars(leaf), dict(vars(leaf))) for leaf in flat(caches)]
+    try:
+        for own, other in zip(caches, others, strict=True):
+            own.extend(other)
+        mx.eval(states(caches))  # or a want of memory would show in a round
+    except BaseException:
+        for attributes, old in before:
+            attributes.clear()
+            attributes.update(old)
+        raise
+
+
+def has_states(caches: Sequence[Any]) -> bool:
+    """Whether a layer has a state that follows from all tokens, and no rows."""
+    return any(isinstance(leaf, ArraysCache) for leaf in flat(caches))
+
+
+def meets_plans(caches: Sequence[Any]) -> bool:
+    """Whether cuDNN plans attention over a batch, anew for each number of its rows."""
+    held = [leaf.keys for leaf in flat(caches) if is_batch(leaf)]
+    return any(keys is not None and asks_cudnn(keys.dtype) for keys in held)
+
+
+def columns_shown(caches: Sequence[Any]) -> tuple[int, ...]:
+    """Return the numbers of columns that a batch's last write has shown, each once."""
+    found = [leaf for leaf in flat(caches) if isinstance(leaf, RaggedKVCache)]
+    return tuple(sorted({leaf.shown for leaf in found}))
+
+
+def others_are_longer(caches: Sequence[Any], rows: Sequence[int]) -> bool:
+    """Whether a batch holds more columns than these of its rows need, by a step."""
+    found = [leaf for leaf in flat(caches) if isinstance(leaf, RaggedKVCache)]
+    return any(leaf.needed() > leaf.needed(rows) for leaf in found)
+
+
+def drop_last(caches: Sequence[Any], count: int) -> bool:
+    """Take the last tokens out of a sequence's caches, if all of them can be cut.
+
+    Returns:
+        Whether they are out; otherwise the caches are as before.
+    """
+    found = flat(caches)
+    if count and not all(type(leaf) is KVCache for leaf in found):
+        return False
+    for leaf in found if count else ():
+        leaf.trim(count)
+    return True

@@ -1,0 +1,320 @@
+"""Keys and values of a batch whose rows all begin at column 0 and end where they end.
+
+mlx-lm's `BatchKVCache` lets rows end at one column, with padding on their left. Rows
+that keep different numbers of positions then have to be moved, which copies all of
+them in every such round. Here each row is written behind its own last position, and
+what a row keeps is a number:
+
+    rows of 5 and 2 positions, capacity 8      a b c d e . . .     x y . . . . . .
+    a write of 3 to both                       a b c d e f g h     x y z u v . . .
+    commit([1, 3])                             lengths 6 and 5, nothing is copied
+    shown for the next write of 1              columns [0, 7), a mask for each row
+
+What lies behind a row's length is hidden by the mask, which every round makes anyway:
+rows of different lengths need one with left padding too. It is a `BatchKVCache` for
+models: the same `offset` of each row, `make_mask` and `update_and_fetch`.
+
+Lengths are the host's, and the layers of a model agree on them. So arrays that follow
+from lengths are made on the host, once for all layers: on a GPU, arithmetic on a few
+integers in each layer is a sixth of all the kernels of a step.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import BatchKVCache, KVCache
+
+from mlx_speculation.caches.journal import Keep
+from mlx_speculation.caches.types.padded_kv import asks_cudnn, whole_steps
+from mlx_speculation.errors import UnsupportedCacheError
+
+
+class RaggedKVCache(BatchKVCache):
+    """Keys and values of several sequences, each from column 0 on.
+
+    Args:
+        rows: how many sequences.
+
+    Attributes:
+        keys: [rows, heads, columns, dim]; None while nothing was written.
+        values: likewise.
+        lengths: the positions of each row.
+        in_steps: show several positions whole steps of columns where that is faster,
+            see `caches/types/padded_kv.py`; only for models that have been tried.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.keys: Any = None
+        self.values: Any = None
+        self.lengths = [0] * rows
+        self.in_steps = False
+        self.stepped = False  # whether the last mask or write was of several positions
+
+    @property
+    def offset(self) -> mx.array:  # type: ignore[override]
+        """The lengths as models read them, int32 [rows]; not to be written to."""
+        return _offset(tuple(self.lengths))
+
+    @classmethod
+    def merge(cls, caches: Sequence[KVCache]) -> "RaggedKVCache":
+        """Return a batch that holds copies of what these caches of one row do."""
+        merged = cls(len(caches))
+        merged.lengths = [int(cache.offset) for cache in caches]
+        held: list[Any] = [cache for cache in caches if cache.offset]
+        if held:
+            merged.keys = merged._room(held[0].keys, len(caches))
+            merged.values = merged._room(held[0].values, len(caches))
+        for row, one in enumerate(caches):
+            cache: Any = one
+            if cache.offset:
+                stop = cache.offset
+                merged.keys[row : row + 1, :, :stop] = cache.keys[..., :stop, :]
+                merged.values[row : row + 1, :, :stop] = cache.values[..., :stop, :]
+        return merged
+
+    @property
+    def columns(self) -> int:
+        """How many columns the longest row takes."""
+        return max(self.lengths, default=0)
+
+    def needed(self, rows: Sequence[int] | None = None) -> int:
+        """How many columns these rows take, or all, in whole steps."""
+        own = self.lengths if rows is None else [self.lengths[row] for row in rows]
+        return self._whole(max(own, default=0))
+
+    @property
+    def shown(self) -> int:
+        """How many columns the last write has shown, and the next look does."""
+        return self._shown(self.columns)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        """Write behind each row's last position; show all columns up to the longest.
+
+        Args:
+            keys: [rows, heads, positions, dim].
+            values: likewise.
+        """
+        width = keys.shape[2]
+        self.stepped = width > 1
+        stop = self._shown(self.columns + width)
+        if self.keys is None:
+            rows = keys.shape[0]
+            self.keys, self.values = self._room(keys, rows), self._room(values, rows)
+        if stop > self.keys.shape[2]:
+            more = self._whole(stop) - self.keys.shape[2]
+            self.keys = mx.pad(self.keys, [(0, 0), (0, 0), (0, more), (0, 0)])
+        if stop > self.values.shape[2]:
+            more = self._whole(stop) - self.values.shape[2]
+            self.values = mx.pad(self.values, [(0, 0), (0, 0), (0, more), (0, 0)])
+        if self._even:
+            start = self.lengths[0]
+            self.keys[..., start : start + width, :] = keys
+            self.values[..., start : start + width, :] = values
+        else:
+            places = _places(tuple(self.lengths), width)
+            self.keys = mx.put_along_axis(self.keys, places, keys, axis=2)
+            self.values = mx.put_along_axis(self.values, places, values, axis=2)
+        self.lengths = [length + width for length in self.lengths]
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> Any:
+        """Return the columns up to the longest row's end, or the end of its step."""
+        return self.keys[..., : self.shown, :], self.values[..., : self.shown, :]
+
+    def make_mask(  # type: ignore[override]
+        self,
+        N: int,  # noqa: N803  mlx-lm's name
+        return_array: bool = False,
+        window_size: int | None = None,
+    ) -> Any:
+        """Return which columns each of the next N positions of a row sees.
+
+        Rows of one length need no mask for one position, and a causal one for several.
+        """
+        self.stepped = N > 1
+        stop = self._shown(self.columns + N)
+        more = stop > self.columns + N
+        if self._even and window_size is None and not return_array and not more:
+            return None if N == 1 else "causal"
+        columns = mx.arange(stop, dtype=mx.int32)
+        last = self.offset[:, None, None, None]
+        last = last + mx.arange(N, dtype=mx.int32)[:, None]  # [rows, 1, N, 1]
+        mask = columns <= last
+        if window_size is not None:
+            mask = mask & (columns > last - window_size)
+        return mask
+
+    def filter(self, batch_indices: Any) -> None:
+        """Keep these rows, in this order, and no more columns than they show."""
+        places = mx.array(batch_indices)
+        order: Any = batch_indices
+        if isinstance(order, mx.array):
+            order = order.tolist()
+        self.lengths = [self.lengths[index] for index in order]
+        if self.keys is not None:
+            stop = self._whole(self.shown)
+            self.keys = _taken(self.keys, places)[..., :stop, :]
+            self.values = _taken(self.values, places)[..., :stop, :]
+
+    def extend(self, other: Any) -> None:
+        """Let the rows of another batch stand behind these."""
+        some: Any = self if self.keys is not None else other
+        if some.keys is not None:
+            stop = max(self._columns_held, other._columns_held)
+            both = [
+                (
+                    cache._padded(cache.keys, some.keys, stop),
+                    cache._padded(cache.values, some.values, stop),
+                )
+                for cache in (self, other)
+            ]
+            self.keys = mx.concatenate([keys for keys, _ in both])
+            self.values = mx.concatenate([values for _, values in both])
+        self.lengths = self.lengths + other.lengths
+
+    def extract(self, idx: int) -> KVCache:
+        """Return a copy of one row as a cache of its own."""
+        cache: Any = KVCache()
+        stop = self.lengths[idx]
+        if self.keys is not None and stop:
+            cache.keys = mx.contiguous(self.keys[idx : idx + 1, :, :stop])
+            cache.values = mx.contiguous(self.values[idx : idx + 1, :, :stop])
+            cache.offset = stop
+        found: KVCache = cache
+        return found
+
+    @property
+    def state(self) -> Any:
+        """Its arrays, for an evaluation."""
+        return self.keys, self.values
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        raise _refused("state")
+
+    def prepare(self, **padding: Any) -> None:
+        """Refuse padding: prompts are read alone."""
+        raise _refused("prepare()")
+
+    def finalize(self) -> None:
+        """Do nothing: there is no padding."""
+
+    def trim(self, n: int) -> int:
+        """Take the last n positions off every row, or all that the shortest has."""
+        n = min(n, min(self.lengths, default=0))
+        self.lengths = [length - n for length in self.lengths]
+        return n
+
+    def size(self) -> int:
+        """Return how many columns the longest row takes."""
+        return self.columns
+
+    def _shown(self, columns: int) -> int:
+        """Return how many columns are shown where so many are written."""
+        if self.stepped and self.in_steps and self.keys is not None:
+            return whole_steps(columns) if asks_cudnn(self.keys.dtype) else columns
+        return columns
+
+    @property
+    def _even(self) -> bool:
+        return len(set(self.lengths)) == 1
+
+    @property
+    def _columns_held(self) -> int:
+        return 0 if self.keys is None else int(self.keys.shape[2])
+
+    def _whole(self, columns: int) -> int:
+        """Return a number of columns in whole steps."""
+        return -(-columns // self.step) * self.step
+
+    def _room(self, like: mx.array, rows: int) -> mx.array:
+        """Return zeros for the longest row, of the heads and the dtype of an array."""
+        _, heads, _, dim = like.shape
+        return mx.zeros(
+            (rows, heads, self._whole(max(1, self.columns)), dim), like.dtype
+        )
+
+    def _padded(self, array: Any, like: mx.array, columns: int) -> mx.array:
+        """Return an array of these rows with so many columns."""
+        if array is None:
+            _, heads, _, dim = like.shape
+            return mx.zeros((len(self.lengths), heads, columns, dim), like.dtype)
+        more = columns - array.shape[2]
+        padded: mx.array = mx.pad(array, [(0, 0), (0, 0), (0, more), (0, 0)])
+        return padded if more else array
+
+
+def _taken(array: mx.array, places: mx.array) -> mx.array:
+    """Return rows of an array.
+
+    On CUDA mlx moves one element at a time, so it is shown eight bytes as one.
+    """
+    if array.shape[-1] * array.itemsize % mx.uint64.size:
+        return array[places]
+    return array.view(mx.uint64)[places].view(array.dtype)
+
+
+@lru_cache(maxsize=4)  # the layers of a target and of a draft ask one after the other
+def _offset(lengths: tuple[int, ...]) -> mx.array:
+    return mx.array(lengths, mx.int32)
+
+
+@lru_cache(maxsize=4)
+def _places(lengths: tuple[int, ...], width: int) -> mx.array:
+    """Return the columns behind each row's last, int32 [rows, 1, width, 1]."""
+    return mx.array([[[[n + i] for i in range(width)]] for n in lengths], mx.int32)
+
+
+def _refused(what: str) -> UnsupportedCacheError:
+    return UnsupportedCacheError(
+        f"{what} of a RaggedKVCache was asked for, and its rows have no padding and "
+        "are not loaded. Extract a row, or read prompts alone and merge their caches."
+    )
+
+
+class RaggedJournal:
+    """Journal of one `RaggedKVCache`: undone and kept by lengths, nothing is copied."""
+
+    live = True
+
+    def __init__(self, cache: RaggedKVCache) -> None:
+        self._cache: Any = cache
+        self._lengths = cache.lengths
+        self._was_empty = cache.keys is None
+
+    @property
+    def presented(self) -> RaggedKVCache:
+        """The live cache."""
+        shown: RaggedKVCache = self._cache
+        return shown
+
+    @property
+    def rows(self) -> int:
+        """Sequences in the batch."""
+        return len(self._lengths)
+
+    @property
+    def written(self) -> int:
+        """Positions appended to every row since the journal was opened."""
+        return int(self._cache.lengths[0] - self._lengths[0])
+
+    def prepare(self, keep: Keep) -> None:
+        """Nothing can fail."""
+
+    def commit(self, keep: Keep) -> None:
+        """Set every row's length."""
+        if keep == 0:
+            self.rollback()
+        elif self.written:
+            each = [keep] * self.rows if isinstance(keep, int) else list(keep)
+            pairs = zip(self._lengths, each, strict=True)
+            self._cache.lengths = [length + kept for length, kept in pairs]
+
+    def rollback(self) -> None:
+        """Give the lengths back; an empty cache becomes empty again."""
+        cache = self._cache
+        cache.lengths = self._lengths
+        if self._was_empty:
+            cache.keys = cache.values = None

@@ -1,0 +1,462 @@
+"""Files of mlx-lm are read as mlx-lm means them, and bad files are refused whole."""
+
+import json
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models import cache as native
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, save_prompt_cache
+from mlx_lm.models.deepseek_v41 import LayerCache
+
+from mlx_speculation.caches import (
+    SlidingKVCache,
+    load_caches,
+    load_into,
+    restore,
+    save_caches,
+    snapshot,
+)
+from mlx_speculation.caches.files import load
+from mlx_speculation.caches.files.safetensors_reader import Header, Tensor
+from mlx_speculation.errors import (
+    CacheFileError,
+    InvalidRequestError,
+    UnsupportedCacheError,
+)
+from support.interrupts import raised_at
+from support.older_files import files
+from support.saved_caches import (
+    Case,
+    attend,
+    batch_cases,
+    content,
+    drawn_case,
+    filled,
+    plain,
+)
+
+DATA = Path(__file__).parent / "data"
+WIDTHS = st.lists(st.integers(1, 6) | st.just(1), max_size=6)
+
+
+@pytest.fixture(name="path")
+def _path(tmp_path: Path) -> Path:
+    return tmp_path / "caches.safetensors"
+
+
+@pytest.fixture(name="folder", scope="module")
+def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("loading")
+
+
+def continued(case: Case, cache: Any, seed: int) -> list[Any]:
+    """Return all that a model is shown by some more writes."""
+    rng = np.random.default_rng(seed)
+    return [case.write(cache, width, rng) for width in (1, 3, 1, 2)]
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**32 - 1), widths=WIDTHS, batch=st.booleans())
+def test_a_file_of_mlx_lm_continues_as_the_saved_caches(
+    folder: Path, seed: int, widths: list[int], batch: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    cases = (
+        batch_cases(rng, [1, 0, 2])
+        if batch
+        else [drawn_case(rng) for _ in range(rng.integers(1, 4))]
+    )
+    caches = [filled(case, widths, rng) for case in cases]
+    path = folder / "native.safetensors"
+    save_prompt_cache(str(path), caches, {"model": "a.b"})
+    saved = load_caches(path, like=[case.make() for case in cases])
+    assert saved.layout == "mlx-lm 0.32"
+    assert saved.metadata == {"model": "a.b"}
+    assert saved.rows is None
+    for case, cache, loaded in zip(cases, caches, saved.caches, strict=True):
+        assert continued(case, loaded, seed) == continued(case, cache, seed)
+
+
+def visible(cache: Any) -> list[Any]:
+    """Return the fields of a cache that matter, as numbers."""
+    if isinstance(cache, native.CacheList):
+        return [visible(member) for member in cache.caches]
+    if isinstance(cache, ArraysCache):
+        return [plain(cache.cache)]
+    names = ("keep", "max_size", "_idx", "_offset", "rotated", "chunk_size", "bits")
+    held = [getattr(cache, name, None) for name in names]
+    return [type(cache).__name__, *plain([held, cache.offset, cache.keys_and_values()])]
+
+
+OLDER = [
+    (version, name)
+    for version in ("0.20.6", "0.26.4", "0.28.4", "0.31.3")
+    for name in ("single", *(("batch",) if version >= "0.28" else ()))
+]
+
+
+@pytest.mark.parametrize(("version", "name"), [*OLDER, ("0.31.3", "list")])
+def test_a_file_of_an_older_mlx_lm_holds_what_that_version_saved(
+    version: str, name: str
+) -> None:
+    saved = load_caches(DATA / f"mlx_lm_{version}_{name}.safetensors")
+    expected = files(native, version)[name]
+    assert saved.layout == "mlx-lm 0.31"
+    assert saved.metadata == {"text": "old.er"}
+    assert [*map(visible, saved.caches)] == [*map(visible, expected)]
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("0.28.4_chunked", "has dropped 256 positions and does not tell its offset"),
+        ("0.31.3_chunked", "has dropped 256 positions and does not tell its offset"),
+        ("0.28.4_list", "does not name its members"),
+    ],
+)
+def test_an_older_file_that_does_not_tell_enough_is_refused(
+    file: str, says: str
+) -> None:
+    with pytest.raises(CacheFileError, match=says):
+        load_caches(DATA / f"mlx_lm_{file}.safetensors")
+
+
+def kv(rows: int = 3, dtype: mx.Dtype = mx.float32, heads: int = 2) -> KVCache:
+    cache = KVCache()
+    shape = (1, heads, rows, 4)
+    cache.update_and_fetch(mx.ones(shape, dtype), mx.ones(shape, dtype))
+    return cache
+
+
+def ring(size: int = 4, keep: int = 0, rows: int = 3) -> RotatingKVCache:
+    cache = RotatingKVCache(size, keep)
+    for _ in range(rows):
+        cache.update_and_fetch(mx.ones((1, 2, 1, 4)), mx.ones((1, 2, 1, 4)))
+    return cache
+
+
+def state(slots: int = 2, shape: tuple[int, ...] = (1, 3, 2)) -> ArraysCache:
+    cache = ArraysCache(slots)
+    cache[0] = mx.ones(shape)
+    return cache
+
+
+def test_a_list_of_mlx_lm_is_cut_into_target_and_drafter(path: Path) -> None:
+    save_prompt_cache(str(path), [kv(5), ring(), kv(3)])
+    like = [KVCache(), RotatingKVCache(4)]
+    saved = load_caches(path, like=like, draft_like=[KVCache()])
+    assert saved.draft_caches is not None
+    assert [c.offset for c in (*saved.caches, *saved.draft_caches)] == [5, 3, 3]
+
+
+def test_a_window_that_is_not_full_is_sized_by_like(path: Path) -> None:
+    layer = LayerCache(8)
+    layer.update_window(mx.ones((1, 3, 4)))
+    save_prompt_cache(str(path), [layer])
+    with pytest.raises(CacheFileError, match="does not tell its window_size"):
+        load_caches(path)
+    (loaded,) = load_caches(path, like=[LayerCache(8)]).caches
+    assert (loaded.offset, loaded.window_size) == (3, 8)
+
+
+@settings(max_examples=25)
+@given(widths=WIDTHS, other=WIDTHS, size=st.integers(1, 6), slack=st.integers(1, 5))
+def test_a_sliding_cache_is_saved_as_a_ring_and_loaded_into_a_sliding_one(
+    folder: Path, widths: list[int], other: list[int], size: int, slack: int
+) -> None:
+    rng, path = np.random.default_rng(0), folder / "sliding.safetensors"
+
+    def write(cache: Any, width: int, rng: Any) -> Any:
+        return attend(cache, width, rng, mx.bfloat16)
+
+    case = Case("SlidingKVCache", lambda: SlidingKVCache(size, slack), write)
+    cache, live = filled(case, widths, rng), filled(case, other, rng)
+    save_caches(path, [cache], range(sum(widths)))
+    load_into(path, [live])
+    (ring,) = load_caches(path, like=[cache]).caches
+    assert type(ring) is RotatingKVCache
+    assert (live.slack, live.offset, ring.offset) == (slack, *[sum(widths)] * 2)
+    from_ring = SlidingKVCache.from_native(ring, slack)
+    expected = continued(case, cache, 1)
+    assert continued(case, live, 1) == expected
+    assert continued(case, from_ring, 1) == expected
+
+
+def test_a_snapshot_keeps_what_a_file_replaces(path: Path) -> None:
+    save_caches(path, [kv(6)], range(6))
+    caches: list[Any] = [kv(4)]
+    before = plain(caches[0].keys_and_values())
+    held = snapshot(caches)
+    load_into(path, caches)
+    assert caches[0].offset == 6
+    restore(held, caches)
+    assert plain(caches[0].keys_and_values()) == before
+
+
+@pytest.mark.parametrize(
+    ("saved", "live", "says"),
+    [
+        (kv, ring, "has a KVCache and the live cache is RotatingKVCache"),
+        (
+            kv,
+            lambda: kv(dtype=mx.bfloat16),
+            "float32 in the file and .* mlx.core.bfloat16 here",
+        ),
+        (kv, lambda: kv(heads=1), r"keys is \(1, 2, 3, 4\)"),
+        (ring, lambda: ring(size=5), "max_size is 4 in the file and 5 here"),
+        (ring, lambda: RotatingKVCache(4, keep=1), "keep is 0 in the file and 1 here"),
+        (state, lambda: state(slots=3), "slots is 2 in the file and 3 here"),
+        (state, lambda: state(shape=(1, 3, 3)), r"cache.0 is \(1, 3, 2\)"),
+        (ring, lambda: SlidingKVCache(5), "max_size is 4 in the file and 5 here"),
+        (lambda: ring(keep=1), lambda: SlidingKVCache(4), "keep is 1 in the file"),
+        (kv, lambda: native.CacheList(kv()), "a list of caches stands where"),
+        (lambda: native.CacheList(kv()), kv, "a list of caches stands where"),
+        (
+            lambda: native.CacheList(kv()),
+            lambda: native.CacheList(kv(), kv()),
+            "it holds 1 caches in a list where 2 are due",
+        ),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(
+    saved: Callable[[], Any], live: Callable[[], Any], says: str, path: Path
+) -> None:
+    save_caches(path, [kv(), saved()], range(3))
+    caches = [kv(7), live()]
+    before = content(caches)
+    with pytest.raises(CacheFileError, match=says):
+        load_into(path, caches)
+    with pytest.raises(CacheFileError, match=says):
+        load_caches(path, like=caches)
+    assert content(caches) == before
+
+
+def test_counts_of_caches_have_to_agree(path: Path) -> None:
+    save_caches(path, [kv()], range(3))
+    with pytest.raises(CacheFileError, match="holds 1 caches in a list where 2"):
+        load_into(path, [kv(), kv()])
+    with pytest.raises(CacheFileError, match="holds no caches of the drafter"):
+        load_into(path, [kv()], [kv()])
+    assert load_into(path, [kv()]).draft_caches is None
+
+
+def test_caches_of_two_batch_sizes_are_refused(path: Path) -> None:
+    other = KVCache()
+    other.update_and_fetch(mx.ones((2, 1, 2, 4)), mx.ones((2, 1, 2, 4)))
+    save_prompt_cache(str(path), [kv(), other])
+    with pytest.raises(CacheFileError, match=r"for batches of \[1, 2\]"):
+        load_caches(path)
+
+
+def test_live_caches_that_are_unknown_or_stand_twice_are_refused(path: Path) -> None:
+    save_caches(path, [kv(), kv()], range(3))
+    twice = kv()
+    with pytest.raises(InvalidRequestError, match="stands in two places"):
+        load_into(path, [twice, twice])
+    with pytest.raises(UnsupportedCacheError, match="is a object"):
+        load_into(path, [kv(), object()])
+    with pytest.raises(InvalidRequestError, match="draft_like is given"):
+        load_caches(path, draft_like=[kv()])
+
+
+def test_a_batch_has_no_single_row_of_tokens(path: Path) -> None:
+    cache = KVCache()
+    cache.update_and_fetch(mx.ones((2, 1, 2, 4)), mx.ones((2, 1, 2, 4)))
+    save_caches(path, [cache], [[1, 2], [3, 4]])
+    saved = load_caches(path)
+    assert saved.rows == ((1, 2), (3, 4))
+    with pytest.raises(InvalidRequestError, match="2 rows of tokens"):
+        _ = saved.tokens
+
+
+# Damage that no save makes, one change at a time. The fuzzer adds random ones.
+
+
+def parts(path: Path) -> tuple[dict[str, Any], bytes]:
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+def assemble(path: Path, header: bytes, data: bytes = b"") -> None:
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+
+
+def _bits_flipped(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+def _other_version(path: Path) -> None:
+    header, data = parts(path)
+    header["__metadata__"]["version"] = "2"
+    assemble(path, json.dumps(header).encode(), data)
+
+
+def _weights(path: Path) -> None:
+    mx.save_safetensors(str(path), {"w": mx.ones(3)}, {"format": "mlx"})
+
+
+def _tensor(entry: str) -> Callable[[Path], None]:
+    header = '{"__metadata__": {"1.0": "KVCache", "2.0": ""}, "0.0": %s}'
+    return lambda path: assemble(path, (header % entry).encode(), b"\0" * 8)
+
+
+def _fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _linked(target: str) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        path.unlink()
+        path.symlink_to(path.parent / target)
+
+    return change
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (Path.unlink, "cannot be opened"),
+    "dangling": (_linked("nowhere"), "cannot be opened"),
+    "link to itself": (_linked("caches.safetensors"), "cannot be opened"),
+    "link to a folder": (_linked("."), "not a regular file"),
+    "device": (_linked("/dev/zero"), "regular file"),
+    "pipe": (_fifo, "not a regular file"),
+    "empty": (lambda p: p.write_bytes(b""), "it has 0 bytes"),
+    "seven bytes": (lambda p: p.write_bytes(b"1234567"), "it has 7 bytes"),
+    "text": (lambda p: p.write_text("once upon a time"), "its header is said to have"),
+    "2**60": (lambda p: p.write_bytes((2**60).to_bytes(8, "little")), "said to have"),
+    "cut": (lambda p: p.write_bytes(p.read_bytes()[:-1]), "bytes of data"),
+    "longer": (lambda p: p.write_bytes(p.read_bytes() + b"x"), "bytes of data"),
+    "flipped": (_bits_flipped, "has changed since"),
+    "version": (_other_version, "version '2' and this package reads version '1'"),
+    "weights": (_weights, "it holds no caches"),
+    "deep": (lambda p: assemble(p, b"[" * 10**6), "nested too deep"),
+    "number": (lambda p: assemble(p, b"3"), "is 3 and not a JSON object"),
+    "long number": (lambda p: assemble(p, b"9" * 5000), "is not JSON"),
+    "NaN": (lambda p: assemble(p, b'{"a": NaN}'), "holds NaN"),
+    "twice": (lambda p: assemble(p, b'{"a": 1, "a": 2}'), "has the key 'a' twice"),
+    "not UTF-8": (lambda p: assemble(p, b'{"\xff": 1}'), "is not JSON"),
+    "huge header": (lambda p: assemble(p, b" " * (2**24 + 1)), "is the limit"),
+    "metadata": (lambda p: assemble(p, b'{"__metadata__": {"a": 1}}'), "of texts"),
+    "entry": (_tensor("3"), "the entry of '0.0' is not"),
+    "negative": (
+        _tensor('{"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}'),
+        "are not two whole numbers",
+    ),
+    "outside": (
+        _tensor('{"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}'),
+        "begins at byte 8",
+    ),
+    "float offsets": (
+        _tensor('{"dtype": "F32", "shape": [2], "data_offsets": [0, 8.0]}'),
+        "are not two whole numbers",
+    ),
+    "too few bytes": (
+        _tensor('{"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}'),
+        "needs 12 bytes",
+    ),
+    "unknown dtype": (
+        _tensor('{"dtype": "F4", "shape": [2], "data_offsets": [0, 8]}'),
+        "has dtype 'F4'",
+    ),
+    "huge and empty": (
+        _tensor('{"dtype": "U8", "shape": [0, 65536, 65536], "data_offsets": [0, 0]}'),
+        "is empty, with a shape above",
+    ),
+    "class": (
+        lambda p: mx.save_safetensors(
+            str(p), {"0.0": mx.ones(1)}, {"1.0": "os.system", "2.0": ""}
+        ),
+        "of the class 'os.system'; known are KVCache",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_file_is_one_clear_error_and_changes_nothing(
+    name: str, path: Path
+) -> None:
+    change, says = DAMAGE[name]
+    save_caches(path, [kv()], range(3))
+    change(path)
+    caches = [kv(2)]
+    before = content(caches)
+    with pytest.raises(CacheFileError, match=says) as caught:
+        load_into(path, caches)
+    assert str(path) in str(caught.value)
+    assert "Save it again" in str(caught.value)
+    assert content(caches) == before
+
+
+def _hostile(description: dict[str, Any], empty: list[str]) -> bytes:
+    """Return a file of ours with these tensors without data, rightly signed."""
+    parts: dict[str, Any] = {"rows": len(empty), "draft_seen": None, "metadata": {}}
+    text = json.dumps({**parts, "draft_caches": None, **description})
+    metadata = {"mlx_speculation": "caches", "version": "1", "description": text}
+    tensors = {name: Tensor("I32", (0,), 0, 0) for name in empty}
+    metadata["digest"] = Header(tensors, metadata).digest().hexdigest()
+    entry = {"dtype": "I32", "shape": [0], "data_offsets": [0, 0]}
+    header = {"__metadata__": metadata, **dict.fromkeys(empty, entry)}
+    return json.dumps(header).encode()
+
+
+def test_tensors_may_not_overlap(path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    header = {"__metadata__": {"1.0": "KVCache", "2.0": ""}, "0.0": entry, "0.1": entry}
+    assemble(path, json.dumps(header).encode(), bytes(8))
+    with pytest.raises(CacheFileError, match="begins at byte 0 of the data"):
+        load_caches(path)
+
+
+def test_very_many_small_parts_cost_no_more_than_their_bytes(path: Path) -> None:
+    leaf = {"class": "ArraysCache", "slots": 64}
+    tokens = [f"tokens.{i}" for i in range(4_000)]
+    assemble(path, _hostile({"caches": [leaf] * 4_000}, tokens))
+    assert len(load_caches(path).caches) == 4_000
+    nested: dict[str, Any] = leaf
+    for _ in range(8):
+        nested = {"class": "CacheList", "members": [nested]}
+    assemble(path, _hostile({"caches": [nested]}, tokens[:1]))
+    assert len(load_caches(path).caches) == 1
+    nested = {"class": "CacheList", "members": [nested]}
+    assemble(path, _hostile({"caches": [nested]}, tokens[:1]))
+    with pytest.raises(CacheFileError, match="nested more than 8 deep"):
+        load_caches(path)
+
+
+def test_a_native_file_may_not_nest_without_end(path: Path) -> None:
+    cache: Any = kv()
+    for _ in range(9):
+        cache = native.CacheList(cache)
+    save_prompt_cache(str(path), [cache])
+    with pytest.raises(CacheFileError, match="nested more than 8 deep"):
+        load_caches(path)
+
+
+def test_an_interrupt_anywhere_leaves_all_caches_or_none(path: Path) -> None:
+    def live() -> list[Any]:
+        return [kv(2), native.CacheList(ring(rows=2), state()), kv(2)]
+
+    saved = [kv(6), native.CacheList(ring(rows=6), state(shape=(1, 3, 2))), kv(6)]
+    save_caches(path, saved, range(6))
+    filled, caches, line = live(), live(), 0
+    load_into(path, filled)
+    before, after, seen = content(caches), content(filled), set()
+    action = partial(load_into, path, caches)
+    while raised_at(line := line + 1, KeyboardInterrupt(), (load.__file__,), action):
+        found = content(caches)
+        assert found in (before, after)
+        seen.add(found == after)
+        caches[:] = live()
+    assert line > 50
+    assert seen >= {False}

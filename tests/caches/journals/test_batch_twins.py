@@ -1,0 +1,145 @@
+"""Each row of a batch cache equals a single native cache that saw only its tokens.
+
+The rounds are drawn by Hypothesis: a batch of one to four rows begins with prompts of
+different lengths (merged, padded on the left, or padded on the right), then come
+rounds that keep another prefix of every row, rounds that are undone, plain forwards,
+and changes of the rows by `filter` and `extend`. Compared are what the next tokens of
+each row would see, what `extract` returns, and what the rounds showed.
+
+The tests of batches in this folder fail for each of these faults, made by hand (killed
+by hand):
+
+    kv: rows are not moved
+    kv: values are not moved
+    kv: rows move one too far
+    kv: padding stays
+    kv: padding is changed in place
+    kv: every row gets the offset of the longest
+    kv: one position too many is dropped
+    kv: the padding of the first row is dropped
+    kv: common padding is never dropped
+    kv: a rollback leaves padding, offset or moved arrays
+    kv: an even commit leaves the offset
+    kv: an empty cache is not emptied
+    kv: arrays are replaced before they are noted
+    ring: the mask of a turned ring is mlx-lm's
+    ring: rotated or _offset is not restored
+    ring: padding is noted by reference
+    ring: an overwritten value is not restored
+    ring: saved slots are trusted for other arrays
+    ring: a saved slot is read one off
+    ring: a turned ring is appended to without being put in order
+    ring: one position fewer than the window is held, or more
+    ring: common padding is never dropped
+    ring: _offset or rotated stays at a commit
+    ring: padding below 0 stays
+    ring: only the last write is appended
+    ring: writes are undone in the wrong order
+    ring: a write to a cut or a growing ring saves no arrays
+    ring: a rollback after a commit keeps the state
+    arrays: every row takes the first state, or that of another row
+    arrays: a row that keeps nothing takes zeros
+    arrays: lengths are not chosen by row
+    keeps: the number of rows is not checked
+    keeps: only the first row is checked
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from mlx_speculation.caches.journals import batch_kv, batch_rotating_kv
+from support.batch_rounds import (
+    BEGINNINGS,
+    SINGLE_ROWS,
+    WIDTHS,
+    Batch,
+    drawn,
+)
+from support.batch_twins import (
+    AttentionKind,
+    BatchArraysKind,
+    RaggedKind,
+)
+from support.cache_twins import Mixers
+from support.twin_rounds import played
+
+ROUNDS = 600
+
+
+def run(
+    kinds: st.SearchStrategy[Any],
+    *,
+    widths: st.SearchStrategy[list[int]] = WIDTHS,
+    share: float = 1.0,
+    steps: int = 30,
+    beginnings: tuple[str, ...] = BEGINNINGS,
+) -> int:
+    """Play `share` of `ROUNDS` rounds, or `LONG` times as many in the long profile."""
+
+    machine = drawn(Batch, kinds, widths, beginnings)
+    return played(machine, share * ROUNDS, steps)
+
+
+@pytest.mark.parametrize("loose", [0, 5, 64])
+def test_rows_of_a_batch_kv_cache_equal_their_twins(
+    loose: int, monkeypatch: pytest.MonkeyPatch, note_rounds: Callable[[int], None]
+) -> None:
+    monkeypatch.setattr(batch_kv, "LOOSE", loose)
+    kinds = st.sampled_from([4, 256]).map(lambda step: AttentionKind(step=step))
+    note_rounds(run(kinds, share=0.15))
+
+
+def test_rows_of_a_ragged_cache_equal_their_twins(
+    note_rounds: Callable[[int], None],
+) -> None:
+    """Also below a window that the model alone knows of.
+
+    Faults made by hand and found: a row is written one column off; a rollback leaves
+    lengths or offsets; a ragged commit leaves offsets; the mask of a row is that of
+    another; rows of one length count as such for a wide write with a window; `filter`
+    keeps too few columns; `extract` takes another row's length.
+    """
+    kinds = st.builds(
+        RaggedKind, step=st.sampled_from([4, 256]), narrow=st.sampled_from([None, 5])
+    )
+    note_rounds(run(kinds, share=0.15, beginnings=("merged",)))
+
+
+RINGS = st.builds(
+    AttentionKind, window=st.integers(2, 12), step=st.sampled_from([3, 256])
+)
+
+
+@pytest.mark.parametrize("saved_rows", [1, 3, 64])
+def test_rows_of_a_batch_ring_equal_their_twins(
+    saved_rows: int, monkeypatch: pytest.MonkeyPatch, note_rounds: Callable[[int], None]
+) -> None:
+    monkeypatch.setattr(batch_rotating_kv, "SAVED_ROWS", saved_rows)
+    monkeypatch.setattr(batch_kv, "LOOSE", saved_rows)
+    note_rounds(run(RINGS, share=0.15))
+
+
+def test_rows_of_a_batch_ring_that_is_written_singly_equal_their_twins(
+    monkeypatch: pytest.MonkeyPatch, note_rounds: Callable[[int], None]
+) -> None:
+    monkeypatch.setattr(batch_rotating_kv, "SAVED_ROWS", 3)
+    note_rounds(run(RINGS, widths=SINGLE_ROWS, share=0.25))
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [("lfm2", 0.12), ("qwen3_5", 0.03), ("mamba", 0.03), ("rwkv7", 0.03)],
+)
+def test_rows_of_a_batched_recurrent_state_equal_their_twins(
+    name: str,
+    share: float,
+    hooked: dict[str, Mixers],
+    note_rounds: Callable[[int], None],
+) -> None:
+    takes_lengths = name in ("lfm2", "qwen3_5")
+    kinds = st.just(BatchArraysKind(hooked[name]))
+    beginnings = BEGINNINGS if takes_lengths else ("merged",)
+    note_rounds(run(kinds, share=share, beginnings=beginnings))

@@ -1,0 +1,278 @@
+"""The journal of rotating caches, case by case; test_twins.py draws the rest."""
+
+import copy
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import BatchRotatingKVCache, KVCache, RotatingKVCache
+
+from mlx_speculation.caches import SlidingKVCache, Speculation
+from mlx_speculation.caches.journals import rotating_kv
+from support.cache_twins import Rows, Visible, assert_same, read, tagged
+
+
+def filled(window: int, rows: int, keep: int = 0) -> RotatingKVCache:
+    """Return a ring that was fed `rows` rows one by one, tagged by position."""
+    cache = RotatingKVCache(max_size=window, keep=keep)
+    for position in range(rows):
+        cache.update_and_fetch(*tagged(Rows(position, (position,))))
+    return cache
+
+
+def positions(cache: RotatingKVCache) -> list[int]:
+    """Return the positions of the rows held, slot by slot."""
+    keys, values = cache.keys_and_values()
+    np.testing.assert_array_equal(np.array(values[..., :2]), -np.array(keys))
+    held: list[int] = np.array(keys[0, 0, :, 0]).astype(int).tolist()
+    return held
+
+
+def write(cache: Any, position: int, serial: int = 999) -> None:
+    cache.update_and_fetch(*tagged(Rows(position, (serial,))))
+
+
+def test_a_row_that_was_undone_is_not_saved_for_later() -> None:
+    """A block of saved rows held rows of a round that was then rolled back.
+
+    It needed a round that fills the ring, goes on past its end and is undone, and
+    afterwards a round that overwrites and restores the same slots: every ring of at
+    most 64 rows that is written one row at a time met it near its first wrap.
+    """
+    cache = filled(window=3, rows=2)
+    with Speculation([cache]) as first:
+        for position in (2, 3):
+            write(first.caches[0], position, serial=500)
+    with Speculation([cache]) as second:
+        for position in (2, 3, 4, 5):
+            write(second.caches[0], position, serial=600)
+        second.commit(1)
+    assert cache.keys is not None
+    assert np.array(cache.keys[0, 0, :, 1]).tolist() == [0, 1, 600]
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_round_longer_than_the_ring_leaves_no_row_behind(native: bool) -> None:
+    cache = filled(window=3, rows=3)
+    with Speculation([cache]) as first:
+        for position in range(3, 9):
+            write(first.caches[0], position, serial=500)
+        first.commit(2)
+    if native:
+        write(cache, 5, serial=600)
+    else:
+        with Speculation([cache]) as single:
+            write(single.caches[0], 5, serial=600)
+            single.commit(1)
+    with Speculation([cache]) as last:
+        for position in (6, 7, 8):
+            write(last.caches[0], position, serial=700)
+    assert cache.keys is not None
+    assert np.array(cache.keys[0, 0, :, 1]).tolist() == [500, 500, 600]
+
+
+def test_rows_saved_before_the_state_was_replaced_are_not_used() -> None:
+    """A user may load another text into the same object, at the same position."""
+    cache, other = filled(window=4, rows=6), RotatingKVCache(max_size=4)
+    for position in range(6):
+        write(other, position, serial=700 + position)
+    with Speculation([cache]) as first:
+        write(first.caches[0], 6)
+    cache.state = other.state
+    with Speculation([cache]) as second:
+        write(second.caches[0], 6)
+    assert cache.keys is not None
+    assert np.array(cache.keys[0, 0, :, 1]).tolist() == [704, 705, 702, 703]
+
+
+def test_the_presented_ring_shares_its_attributes_with_the_live_one() -> None:
+    cache = filled(window=4, rows=6)
+    with Speculation([cache]) as speculation:
+        ring = speculation.caches[0]
+        write(ring, 6)
+        assert ring.offset == cache.offset == 7
+        assert ring.keys is cache.keys
+        ring.max_size = 5
+        assert cache.max_size == 5
+        ring.max_size = 4
+    assert "_journal" not in vars(cache)
+    assert type(cache) is RotatingKVCache
+
+
+def test_a_shallow_copy_of_the_live_ring_is_native_again() -> None:
+    cache = filled(window=4, rows=6)
+    with Speculation([cache]) as speculation:
+        write(speculation.caches[0], 6)
+        speculation.commit(1)
+    assert type(copy.copy(cache)) is RotatingKVCache
+    assert sorted(positions(cache)) == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("rows", range(1, 12))
+@pytest.mark.parametrize("width", range(1, 6))
+@pytest.mark.parametrize("keep", [0, 2])
+def test_rolling_back_restores_every_slot(rows: int, width: int, keep: int) -> None:
+    cache = filled(window=5, rows=rows, keep=keep)
+    before = read(list(cache.state[:2])), cache.state[2:], positions(cache)
+    with Speculation([cache]) as speculation:
+        serials = tuple(range(900, 900 + width))
+        speculation.caches[0].update_and_fetch(*tagged(Rows(rows, serials)))
+    assert cache.state[2:] == before[1]
+    assert positions(cache) == before[2]
+    if rows >= 5:
+        assert_same(read(list(cache.state[:2])), before[0], "the arrays")
+
+
+@pytest.mark.parametrize("kept", range(1, 5))
+def test_a_kept_prefix_is_followed_by_the_right_row(kept: int) -> None:
+    cache = filled(window=6, rows=9)
+    with Speculation([cache]) as speculation:
+        speculation.caches[0].update_and_fetch(*tagged(Rows(9, (9, 10, 11, 12))))
+        speculation.commit(kept)
+    write(cache, 9 + kept, serial=9 + kept)
+    assert sorted(positions(cache)) == list(range(4 + kept, 10 + kept))
+    assert cache.offset == 10 + kept
+
+
+def peak_of_a_write(cache: RotatingKVCache, row: mx.array, keep: int) -> int:
+    """Return the bytes that one round of one row allocates at its peak."""
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    with Speculation([cache]) as speculation:
+        mx.eval(speculation.caches[0].update_and_fetch(row, row))
+        speculation.commit(keep)
+    mx.eval(cache.keys, cache.values)
+    return mx.get_peak_memory() - before
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+def test_single_rows_copy_the_window_once_in_many_writes(keep: int) -> None:
+    window = 2048
+    row = mx.ones((1, 4, 1, 64))
+    block = mx.ones((1, 4, window, 64))
+    cache = RotatingKVCache(max_size=window)
+    mx.eval(cache.update_and_fetch(block, block), row)
+    del block
+    mx.eval(cache.update_and_fetch(row, row))
+    assert cache.keys is not None
+    whole = cache.keys.nbytes
+    peaks = [
+        peak_of_a_write(cache, row, keep) for _ in range(rotating_kv.SAVED_ROWS * 2)
+    ]
+    copies = sum(peak > whole // 2 for peak in peaks)
+    assert copies <= 2, [peak for peak in peaks if peak > whole // 2]
+
+
+def test_single_rows_of_a_kv_cache_copy_nothing() -> None:
+    cache = KVCache()
+    row = mx.ones((1, 4, 1, 64))
+    block = mx.ones((1, 4, 1920, 64))
+    mx.eval(cache.update_and_fetch(block, block))
+    assert cache.keys is not None
+    whole = cache.keys.nbytes
+    for _ in range(64):
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        with Speculation([cache]) as speculation:
+            speculation.caches[0].update_and_fetch(row, row)
+            mx.eval(cache.state[:2])
+            speculation.commit(1)
+        assert mx.get_peak_memory() - before < whole // 2
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+@pytest.mark.parametrize("slack", [False, True])
+@pytest.mark.parametrize("rows", [0, 2, 3, 4, 9])
+@pytest.mark.parametrize("asked", [None, 2, 4, 5, 9])
+def test_each_row_of_a_round_sees_what_it_would_see_alone(
+    rows: int, asked: int | None, slack: bool, isolated: bool
+) -> None:
+    """Where a model asks for more than the ring's window, rows of a round saw more.
+
+    With plamo3 every row but the first saw one more, and the text was another one from
+    the first round past the window on.
+    """
+    alone = filled(window=4, rows=rows)
+    cache: Any = copy.deepcopy(alone)
+    cache = SlidingKVCache.from_native(cache) if slack else cache
+    seen = []
+    for position in range(rows, rows + 3):
+        mask = alone.make_mask(1, window_size=asked)
+        write(alone, position)
+        held = positions(alone)
+        shown = held if mask is None else np.array(held)[np.array(mask).reshape(-1)]
+        seen.append(sorted(int(place) for place in shown))
+    with Speculation([cache], isolated=isolated) as speculation:
+        ring = speculation.caches[0]
+        mask = ring.make_mask(3, window_size=asked, return_array=True)
+        keys, _ = ring.update_and_fetch(*tagged(Rows(rows, (1, 2, 3))))
+        places = np.array(keys[0, 0, :, 0]).astype(int)
+        together = [sorted(places[row].tolist()) for row in np.array(mask)]
+        speculation.commit(3)
+    assert together == seen
+
+
+@pytest.mark.parametrize("kind", [RotatingKVCache, SlidingKVCache])
+def test_a_prompt_sees_the_window_that_the_model_asks_for(kind: type) -> None:
+    cache: Any = kind(max_size=4)
+    native = cache.make_mask(9, window_size=5, return_array=True)
+    with Speculation([cache], whole=True) as speculation:
+        mask = speculation.caches[0].make_mask(9, window_size=5, return_array=True)
+    assert mx.array_equal(mask, native)
+
+
+@pytest.mark.parametrize("before", [2, 9])
+def test_each_row_of_a_batch_sees_what_it_would_see_alone(before: int) -> None:
+    cache: Any = BatchRotatingKVCache(max_size=4, left_padding=[0, 1])
+    for _ in range(before):
+        cache.update_and_fetch(mx.zeros((2, 1, 1, 2)), mx.zeros((2, 1, 1, 2)))
+    masks = {}
+    for whole in (False, True):
+        for asked in (4, 5):
+            with Speculation([cache], whole=whole) as speculation:
+                ring = speculation.caches[0]
+                mask = ring.make_mask(3, window_size=asked, return_array=True)
+                masks[whole, asked] = np.array(mask)
+    np.testing.assert_array_equal(masks[False, 5], masks[False, 4])
+    assert (masks[True, 5] != masks[True, 4]).any()
+
+
+def visible(cache: Any, rows: Rows) -> list[list[int]]:
+    """Write rows, and return the serial numbers that each of them sees."""
+    mask = cache.make_mask(rows.width)
+    keys, values = cache.update_and_fetch(*tagged(rows))
+    shown = Visible(keys[0, 0], values[0, 0], mask, rows.width)
+    return [[int(key[1]) for key in seen] for seen in shown.rows()]
+
+
+@pytest.mark.parametrize("keep", [0, 1, 3])
+@pytest.mark.parametrize("window", [4, 5, 9])
+def test_rows_of_a_round_see_what_they_would_see_one_by_one(
+    window: int, keep: int
+) -> None:
+    """mlx-lm's mask hides the first rows from all but the first row of a write.
+
+    With max_kv_size the text of a draft was not that of plain decoding, as soon as the
+    window had wrapped, for every draft of one token or more.
+    """
+    for held in range(2 * window + 2):
+        for width in range(1, window + 3):
+            serials = tuple(range(held, held + width))
+            one_by_one = filled(window, held, keep)
+            expected = [
+                visible(one_by_one, Rows(serial, (serial,)))[0] for serial in serials
+            ]
+            with Speculation([filled(window, held, keep)]) as speculation:
+                (ring,) = speculation.caches
+                assert visible(ring, Rows(held, serials)) == expected
+
+
+def test_a_prompt_gets_the_native_mask() -> None:
+    """All of it is kept, and mlx-lm's own prefill is what it has to equal."""
+    for held, width in ((3, 4), (12, 3)):
+        rows = Rows(held, tuple(range(held, held + width)))
+        expected = visible(filled(5, held, keep=2), rows)
+        with Speculation([filled(5, held, keep=2)], whole=True) as speculation:
+            assert visible(speculation.caches[0], rows) == expected
+            speculation.commit(width)

@@ -1,0 +1,325 @@
+"""The sliding cache, case by case; test_sliding_twins.py draws the rest."""
+
+import copy
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
+
+from mlx_speculation.caches import (
+    SlidingKVCache,
+    Speculation,
+    as_native,
+    with_slack,
+)
+from mlx_speculation.caches.journals.sliding_kv import SlidingJournal
+from mlx_speculation.caches.types.sliding_kv import default_slack
+from mlx_speculation.errors import InvalidRequestError
+from support.cache_twins import Rows, tagged
+
+# Writes that bring a ring of 8 rows into each of its states: growing, full, just
+# wrapped, wrapped, longer than the window, cut back, and from one write alone.
+HISTORIES: list[list[int]] = [
+    [],
+    [1],
+    [3],
+    [5, 1],
+    [8],
+    [7, 1],
+    [1] * 8,
+    [1] * 9,
+    [1] * 13,
+    [12],
+    [12, 1],
+    [12, 1, 1],
+    [30],
+    [3, 9],
+    [1] * 10 + [4],
+    [1] * 10 + [4, 1, 1, 1],
+    [9, 20, 1],
+]
+
+
+def write(cache: Any, width: int, serial: int = 0) -> Any:
+    rows = Rows(cache.offset, tuple(range(serial, serial + width)))
+    return cache.update_and_fetch(*tagged(rows))
+
+
+def fed(cache: Any, widths: list[int]) -> Any:
+    for width in widths:
+        write(cache, width)
+    return cache
+
+
+def positions(arrays: Any) -> list[int]:
+    """Return the positions of rows, after a look at the values."""
+    keys, values = (np.array(a)[0, 0] for a in arrays)
+    np.testing.assert_array_equal(values[:, :2], -keys)
+    return [int(position) for position in keys[:, 0]]
+
+
+def attention(cache: Any, rows: tuple[mx.array, ...], window: int | None) -> mx.array:
+    """Attend as a layer of mlx-lm does."""
+    queries, keys, values = rows
+    mask = create_attention_mask(queries[:, 0], cache, window_size=window)
+    shown = cache.update_and_fetch(keys, values)
+    return mx.fast.scaled_dot_product_attention(queries, *shown, scale=0.3, mask=mask)
+
+
+@pytest.mark.parametrize("window", [None, 8, 3, 9])
+@pytest.mark.parametrize("slack", [1, 2, 7, 256])
+def test_attention_equals_that_over_a_native_ring(
+    slack: int, window: int | None
+) -> None:
+    ring, cache = RotatingKVCache(max_size=8), SlidingKVCache(8, slack)
+    widths = [3, 1, 1, 2, 1, 1, 1, 5, 1, 1, 1, 1, 1, 1, 1, 1, 1, 6, 6, 1, 12, 1, 30, 2]
+    for index, width in enumerate(widths):
+        keys = mx.random.split(mx.random.key(index), 3)
+        rows = (
+            mx.random.normal((2, 4, width, 16), key=keys[0]),
+            mx.random.normal((2, 2, width, 16), key=keys[1]),
+            mx.random.normal((2, 2, width, 16), key=keys[2]),
+        )
+        native = np.array(attention(ring, rows, window))
+        ours = np.array(attention(cache, rows, window))
+        np.testing.assert_allclose(ours, native, rtol=0, atol=1e-5)
+
+
+def test_one_row_has_no_mask() -> None:
+    cache = SlidingKVCache(8, 3)
+    for _ in range(30):
+        for window in (None, 8, 9):
+            assert cache.make_mask(1, window_size=window, return_array=True) is None
+        write(cache, 1)
+    assert cache.make_mask(1, window_size=5).tolist() == [False] * 3 + [True] * 5
+
+
+@pytest.mark.parametrize("history", HISTORIES, ids=str)
+def test_a_ring_in_any_state_is_converted_and_back(history: list[int]) -> None:
+    native = fed(RotatingKVCache(max_size=8), history)
+    before = native.offset, native._idx
+    cache = SlidingKVCache.from_native(native, 3)
+    back = cache.to_native()
+    held = min(sum(history), 8)
+    assert (cache.offset, cache.size(), cache.empty()) == (
+        sum(history),
+        held,
+        not history,
+    )
+    for width in (1, 1, 3, 1, 12, 1, 1):
+        offset = native.offset
+        expected = sorted(positions(write(native, width)))
+        assert sorted(positions(write(back, width))) == expected
+        assert positions(write(cache, width)) == expected
+        assert back.offset == cache.offset == offset + width
+    assert before == (sum(history), before[1])
+
+
+def test_a_conversion_does_not_share_rows() -> None:
+    native = fed(RotatingKVCache(max_size=4), [1] * 6)
+    cache = SlidingKVCache.from_native(native)
+    back = cache.to_native()
+    write(cache, 1, serial=500)
+    write(back, 1, serial=600)
+    write(native, 1, serial=700)
+    for held, serial in ((cache, 500), (back, 600), (native, 700)):
+        serials = np.array(held.keys_and_values()[0])[0, 0, :, 1]
+        assert sorted(serials.tolist()) == [0, 0, 0, serial]
+
+
+def test_what_is_no_plain_ring_is_not_converted() -> None:
+    kept = fed(RotatingKVCache(max_size=8, keep=2), [9])
+    cut = fed(RotatingKVCache(max_size=8), [1] * 9)
+    cut.keys, cut.values, cut._idx = cut.keys[..., :5, :], cut.values[..., :5, :], 5
+    other: Any = KVCache()
+    for native, words in ((kept, "keep=2"), (cut, "holds 5 rows"), (other, "KVC")):
+        with pytest.raises(InvalidRequestError, match=words):
+            SlidingKVCache.from_native(native)
+
+
+@pytest.mark.parametrize(("size", "slack"), [(0, None), (4, 0), (-1, 3)])
+def test_sizes_are_checked(size: int, slack: int | None) -> None:
+    with pytest.raises(InvalidRequestError, match="from 1"):
+        SlidingKVCache(size, slack)
+
+
+def test_lists_are_converted_member_by_member() -> None:
+    rings = [RotatingKVCache(max_size=4), RotatingKVCache(max_size=4, keep=1)]
+    caches = [KVCache(), CacheList(rings[0], KVCache()), *rings]
+    ours = with_slack(caches, 7)
+    assert [type(cache) for cache in ours] == [
+        KVCache,
+        CacheList,
+        SlidingKVCache,
+        RotatingKVCache,
+    ]
+    assert type(ours[1].caches[0]) is SlidingKVCache
+    assert ours[2].slack == 7
+    assert ours[0] is caches[0]
+    assert ours[3] is rings[1]
+    assert with_slack([RotatingKVCache(max_size=4)])[0].slack == default_slack(4)
+    native = as_native(ours)
+    assert [type(cache) for cache in native] == [type(cache) for cache in caches]
+    assert type(native[1].caches[0]) is RotatingKVCache
+
+
+@pytest.mark.parametrize("widths", [[3], [6, 1], [1] * 9, [9, 3], [30], [1] * 40])
+@pytest.mark.parametrize("n", range(12))
+def test_rows_are_trimmed_where_the_window_remains(widths: list[int], n: int) -> None:
+    cache, total = fed(SlidingKVCache(5, 4), widths), sum(widths)
+    n = min(n, total)
+    left = total - n
+    if cache.can_trim(n):
+        assert cache.trim(n if n < total else n + 100) == n
+        native = cache.to_native()
+        assert native.empty() == (left == 0)
+        if left:
+            held = list(range(max(0, left - 5), left))
+            assert positions(native.keys_and_values()) == held
+        assert positions(write(cache, 2)) == list(range(max(0, left - 4), left + 2))
+    else:
+        assert not cache.is_trimmable()
+        before = cache.state[2:]
+        with pytest.raises(InvalidRequestError, match=f"trim\\({n}\\)"):
+            cache.trim(n)
+        assert cache.state[2:] == before
+
+
+def test_how_many_rows_can_be_trimmed() -> None:
+    """The buffer holds 9 rows: after 9 all can go, after 10 it has moved."""
+    cache = fed(SlidingKVCache(5, 4), [1] * 9)
+    assert cache.is_trimmable()
+    assert all(cache.can_trim(n) for n in range(10))
+    write(cache, 1)
+    assert not cache.is_trimmable()
+    assert [cache.can_trim(n) for n in range(4)] == [True, True, False, False]
+
+
+def test_a_negative_number_of_rows_is_not_trimmed() -> None:
+    with pytest.raises(InvalidRequestError, match=r"trim\(-1\)"):
+        fed(SlidingKVCache(5, 4), [3]).trim(-1)
+
+
+@pytest.mark.parametrize("history", HISTORIES, ids=str)
+def test_a_state_makes_an_equal_cache(history: list[int]) -> None:
+    cache = fed(SlidingKVCache(8, 3), history)
+    again = SlidingKVCache.from_state(cache.state)
+    assert vars(again) == vars(cache)
+    own = copy.copy(cache), copy.deepcopy(cache)
+    for serial, other in enumerate((*own, cache), 500):
+        shown = write(other, 1, serial=serial)
+        assert positions(shown)[-1] == sum(history)
+        assert np.array(shown[0])[0, 0, -1, 1] == serial
+    for serial, other in enumerate((*own, cache), 500):
+        assert np.array(other.keys_and_values()[0])[0, 0, -1, 1] == serial
+
+
+def test_it_is_what_models_expect() -> None:
+    cache = SlidingKVCache(8, 3)
+    assert cache
+    assert not hasattr(cache, "__len__")
+    assert not hasattr(cache, "bits")
+    assert not hasattr(cache, "to_quantized")  # mlx-lm would call it
+    assert (cache.keep, cache.max_size, cache.nbytes) == (0, 8, 0)
+    assert (cache.empty(), cache.size()) == (True, 0)
+    write(cache, 3)
+    assert (cache.empty(), cache.size()) == (False, 3)
+    assert cache.nbytes == 11 * (2 + 3) * 4
+    write(cache, 9)
+    assert cache.size() == 8
+
+
+def test_a_round_can_be_taken_back_after_a_later_one_moved_the_window() -> None:
+    """As in plain decoding: a step is committed, the next one fails, both go."""
+    cache = fed(SlidingKVCache(4, 2), [5])
+    first, second = Speculation([cache]), None
+    write(first.caches[0], 1, serial=500)
+    first.commit(1)
+    before = cache.keys
+    second = Speculation([cache])
+    write(second.caches[0], 3, serial=600)
+    assert cache.keys is not before  # moved
+    second.rollback()
+    first.rollback()
+    assert (cache.offset, positions(cache.keys_and_values())) == (5, list(range(5)))
+    assert positions(write(cache, 1)) == [2, 3, 4, 5]
+
+
+def test_keeping_nothing_empties_an_empty_cache_again() -> None:
+    cache = SlidingKVCache(4, 2)
+    journal = SlidingJournal(cache)
+    write(journal.presented, 3)
+    journal.prepare(0)
+    journal.commit(0)
+    assert (cache.empty(), cache.offset) == (True, 0)
+
+
+@pytest.mark.parametrize("keep", range(31))
+def test_any_prefix_of_a_round_longer_than_the_buffer_is_kept(keep: int) -> None:
+    cache = fed(SlidingKVCache(4, 2), [9])
+    with Speculation([cache]) as speculation:
+        for _ in range(15):
+            write(speculation.caches[0], 2)
+        speculation.commit(keep)
+    assert cache.offset == 9 + keep
+    held = positions(cache.keys_and_values())
+    assert held == list(range(9 + keep - len(held), 9 + keep))
+    assert len(held) >= 4
+    assert positions(write(cache, 1)) == list(range(6 + keep, 10 + keep))
+
+
+def test_the_buffer_shrinks_again_after_a_long_write() -> None:
+    cache = SlidingKVCache(8, 4)
+    write(cache, 100)
+    assert cache.keys is not None
+    assert cache.keys.shape[2] == 100
+    write(cache, 1)
+    assert cache.keys.shape[2] == 12
+
+
+def test_the_buffer_grows_in_steps_and_then_stays() -> None:
+    cache = SlidingKVCache(600, 100)
+    sizes = set()
+    for _ in range(1500):
+        write(cache, 1)
+        assert cache.keys is not None
+        sizes.add(cache.keys.shape[2])
+    assert sorted(sizes) == [256, 512, 700]
+
+
+def peak(cache: SlidingKVCache, row: mx.array, keep: int) -> int:
+    """Return the bytes that one round allocates at its peak."""
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    with Speculation([cache]) as speculation:
+        mx.eval(speculation.caches[0].update_and_fetch(row, row))
+        speculation.commit(keep)
+    mx.eval(cache.state)
+    return mx.get_peak_memory() - before
+
+
+@pytest.mark.parametrize(("width", "keep"), [(1, 0), (1, 1), (5, 2), (5, 5)])
+def test_a_round_copies_the_window_only_when_the_buffer_is_full(
+    width: int, keep: int
+) -> None:
+    window, slack = 1024, 256
+    cache = SlidingKVCache(window, slack)
+    row, block = mx.ones((1, 4, width, 64)), mx.ones((1, 4, window + 1, 64))
+    mx.eval(cache.update_and_fetch(block, block), row)
+    del block
+    whole = cache.nbytes // 2
+    rounds = 2 * slack
+    copies = sum(peak(cache, row, keep) > whole // 2 for _ in range(rounds))
+    assert copies == sum(_fillings(slack, width, keep, rounds))
+
+
+def _fillings(slack: int, width: int, keep: int, rounds: int) -> list[bool]:
+    """Count along: whether each round finds the buffer full."""
+    free, found = slack - 1, []
+    for _ in range(rounds):
+        found.append(free < width)
+        free = (slack if free < width else free) - keep
+    return found
