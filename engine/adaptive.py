@@ -365,7 +365,7 @@ def few_lengths(longest: int) -> tuple[int, ...]:
     """Return 0, 1, 2, 3, 4, 6, 8, 12, 16, ... up to a length: those of batches.
 
     Where the number of positions of a forward is new, the first one may be dear, see
-    `models/row_sizes.py`, and there are other lengths for each number of rows.
+    `models/shape_buckets.py`, and there are other lengths for each number of rows.
     """
     return (0, *(n for n in range(1, longest + 1) if row_size(n) == n))
 

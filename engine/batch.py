@@ -44,7 +44,8 @@ class BatchGenerator:
     Args:
         generator: the target and its draft, whose options are those of the rows.
         max_rows: how many rows run at once; others wait, in their order.
-        row_sizes: show the models few numbers of rows, see `models/row_sizes.py`; the
+        row_sizes: show the models few numbers of rows, see `models/shape_buckets.py`;
+        the
             texts are the same. None: where each new number is dear.
 
     Raises:

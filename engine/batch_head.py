@@ -11,8 +11,8 @@ its slots, of all rows together, and the chains begin behind them:
     a = 3, known        t0 .. t3 d1 d2 d3 b   slots 0 1 2 written, 3 to 6 not read
 
 So after a round every row has its true slots, whatever was accepted of the others, and
-those of drafts never stay. See `engine/mtp.py` for one row, and `models/batch_slots.py`
-for how rows with different numbers of slots are fed.
+those of drafts never stay. See `engine/mtp.py` for one row, and
+`models/mtp/batch_cache.py` for how rows with different numbers of slots are fed.
 
 A head that raises is set aside for all rows, and one whose logits hold a NaN for the
 rows where they do.

@@ -1,6 +1,6 @@
 """Measured costs and acceptance, kept from one process to the next.
 
-One file for each machine, mlx version, target and draft; see `models.kept_files` for
+One file for each machine, mlx version, target and draft; see `json_store` for
 where. What is in it can change how fast a text comes, never the text.
 """
 

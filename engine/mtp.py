@@ -9,7 +9,7 @@ known token, h_i the target's states and k = 3:
                        slot before; they give d_2 and d_3
 
 Slots m to n-1, the refresh and the first draft, are one batch, of which only the last
-row is more than keys and values. See `models/mtp_slots.py` for what stays.
+row is more than keys and values. See `models/mtp/cache.py` for what stays.
 """
 
 from collections.abc import Callable

@@ -3,38 +3,46 @@
 It knows mlx-lm's models and tokenizers. It does not know how tokens are chosen.
 """
 
-from mlx_speculation.models.assistant import Assistant, AssistantOutput, Read
-from mlx_speculation.models.assistant_config import is_assistant
-from mlx_speculation.models.assistant_loading import load_assistant
-from mlx_speculation.models.assistant_probe import (
+from mlx_speculation.json_store import write_json
+from mlx_speculation.models.checkpoints.speculation_json import PairFile, read_pair
+from mlx_speculation.models.config_json import read_config
+from mlx_speculation.models.cpu.compiled_draft import CompiledSteps, compiled_steps
+from mlx_speculation.models.cuda.transposed_weights import transposed_weights
+from mlx_speculation.models.dflash.cache import DFlashContext
+from mlx_speculation.models.dflash.config import is_dflash
+from mlx_speculation.models.dflash.head import DFlash, DFlashHead
+from mlx_speculation.models.dflash.load import load_dflash
+from mlx_speculation.models.eagle.config import LayerIds, is_eagle, layer_readings
+from mlx_speculation.models.eagle.head import Eagle, EagleHead
+from mlx_speculation.models.eagle.load import load_eagle_head
+from mlx_speculation.models.eagle.probe import probe_layers
+from mlx_speculation.models.exclusions import why_alone
+from mlx_speculation.models.gemma_assistant.config import is_assistant
+from mlx_speculation.models.gemma_assistant.load import load_assistant
+from mlx_speculation.models.gemma_assistant.network import (
+    Assistant,
+    AssistantOutput,
+    Read,
+)
+from mlx_speculation.models.gemma_assistant.probe import (
     Anchor,
     position_of,
     probe_anchor,
     starts_for,
 )
-from mlx_speculation.models.batch_lane import BatchLane, BatchRound
-from mlx_speculation.models.batch_slots import BatchSlots, BatchSlotsRound
-from mlx_speculation.models.batch_states import BatchStates, Unread
-from mlx_speculation.models.batching import why_alone
-from mlx_speculation.models.committed import CommittedStates
-from mlx_speculation.models.compiled_steps import CompiledSteps, compiled_steps
-from mlx_speculation.models.contract import Contract
-from mlx_speculation.models.contract_fields import contract_of
-from mlx_speculation.models.dflash_config import is_dflash
-from mlx_speculation.models.dflash_context import DFlashContext
-from mlx_speculation.models.dflash_head import DFlash, DFlashHead
-from mlx_speculation.models.dflash_loading import load_dflash
-from mlx_speculation.models.eagle_config import LayerIds, is_eagle, layer_readings
-from mlx_speculation.models.eagle_head import Eagle, EagleHead
-from mlx_speculation.models.eagle_loading import load_eagle_head
-from mlx_speculation.models.eagle_probe import probe_layers
-from mlx_speculation.models.finding import find_parts
-from mlx_speculation.models.hidden_states import HiddenStates
-from mlx_speculation.models.in_round import cuda_serves, on_cpu
-from mlx_speculation.models.kept_files import write_json
-from mlx_speculation.models.lane import PREFILL_STEP, Lane, LaneRound, Sliding
-from mlx_speculation.models.lazy_arrays import evaluate_held
-from mlx_speculation.models.loading import (
+from mlx_speculation.models.gemma_assistant.shared_kv import SharedKv
+from mlx_speculation.models.introspect.find_parts import find_parts
+from mlx_speculation.models.introspect.hidden_states import HiddenStates
+from mlx_speculation.models.introspect.lazy_arrays import evaluate_held
+from mlx_speculation.models.introspect.parts import Parts
+from mlx_speculation.models.introspect.reduced_output import ReducedEnds, ReducedOutput
+from mlx_speculation.models.introspect.taps import States
+from mlx_speculation.models.lanes.batch_lane import BatchLane, BatchRound
+from mlx_speculation.models.lanes.batch_states import BatchStates, Unread
+from mlx_speculation.models.lanes.committed_states import CommittedStates
+from mlx_speculation.models.lanes.lane import PREFILL_STEP, Lane, LaneRound, Sliding
+from mlx_speculation.models.lanes.restore_points import RestorePoints
+from mlx_speculation.models.load_model import (
     check_model_folder,
     is_there,
     load,
@@ -47,24 +55,23 @@ from mlx_speculation.models.mlx_lm_api import (
     greedy_sampler,
     make_prompt_cache,
 )
-from mlx_speculation.models.model_config import read_config
-from mlx_speculation.models.mtp_contracts import load_mtp_head, usual_contract
-from mlx_speculation.models.mtp_files import is_split_head
-from mlx_speculation.models.mtp_head import Mtp, MtpHead, MtpOutput
-from mlx_speculation.models.mtp_loading import find_mtp_head
-from mlx_speculation.models.mtp_slots import MtpSlots, OnTarget, Slots
-from mlx_speculation.models.notices import notice
-from mlx_speculation.models.pair_files import PairFile, read_pair
-from mlx_speculation.models.pairing import (
-    TokenIds,
-    check_same_ids,
-    logit_width,
-    wrapped,
+from mlx_speculation.models.mtp.batch_cache import BatchSlots, BatchSlotsRound
+from mlx_speculation.models.mtp.cache import MtpSlots, OnTarget, Slots
+from mlx_speculation.models.mtp.convention import Contract, contract_of
+from mlx_speculation.models.mtp.files import is_split_head
+from mlx_speculation.models.mtp.head import Mtp, MtpHead, MtpOutput
+from mlx_speculation.models.mtp.load import find_mtp_head
+from mlx_speculation.models.mtp.load_with_convention import (
+    load_mtp_head,
+    usual_contract,
 )
-from mlx_speculation.models.parts import Parts
 from mlx_speculation.models.prompt_files import load_prompt
-from mlx_speculation.models.quantizing import check_bits, quantize_weights, weight_bytes
-from mlx_speculation.models.ranks import (
+from mlx_speculation.models.quantize import check_bits, quantize_weights, weight_bytes
+from mlx_speculation.models.recurrent.recorder import Recorders
+from mlx_speculation.models.round_context import cuda_serves, on_cpu
+from mlx_speculation.models.row_dependence import check_causal, check_resumable
+from mlx_speculation.models.shape_buckets import RowSizes, row_size
+from mlx_speculation.models.sharding import (
     Group,
     Parallel,
     can_join_output,
@@ -78,16 +85,15 @@ from mlx_speculation.models.ranks import (
     spread_as,
     told,
 )
-from mlx_speculation.models.recording import Recorders
-from mlx_speculation.models.reduced_output import ReducedEnds, ReducedOutput
-from mlx_speculation.models.restore_points import RestorePoints
-from mlx_speculation.models.row_sizes import RowSizes, row_size
-from mlx_speculation.models.rows import check_causal, check_resumable
-from mlx_speculation.models.running import mlx_lm_speed, wired
-from mlx_speculation.models.shared_kv import SharedKv
-from mlx_speculation.models.taps import States
-from mlx_speculation.models.transposed import transposed_weights
+from mlx_speculation.models.token_ids import (
+    TokenIds,
+    check_same_ids,
+    logit_width,
+    wrapped,
+)
+from mlx_speculation.models.wired_limit import mlx_lm_speed, wired
 from mlx_speculation.samplers.constraints.llguidance import json_schema, lark, regex
+from mlx_speculation.warn import notice
 
 __all__ = [
     "PREFILL_STEP",

@@ -7,8 +7,8 @@ count in every round. Arms: "new" has another key count in each call, "same" doe
 filled.
 
 With --prompts a prompt is read at once, of so many tokens and one more in each call;
-"sized" is what a draft model does (models/sized_attention.py), the median of all calls
-but the first, and "first" is that. --behind says how many tokens come before it.
+"sized" is what a draft model does (models/cuda/padded_attention.py), the median of all
+calls but the first, and "first" is that. --behind says how many tokens come before it.
 
     python scripts/benchmark_attention.py --keys 100 --keys 8192
     python scripts/benchmark_attention.py --prompts 310 --prompts 1500 --behind 100
@@ -103,8 +103,8 @@ def _of_prompt(
     """Return the milliseconds of attention over a prompt in two ways."""
     import mlx.core as mx
 
-    from mlx_speculation.models import sized_attention
-    from mlx_speculation.models.in_round import rows_of_a_round
+    from mlx_speculation.models.cuda import padded_attention
+    from mlx_speculation.models.round_context import rows_of_a_round
 
     heads, kv_heads, dim = shape
     most = first + calls
@@ -123,7 +123,7 @@ def _of_prompt(
         count = first + call
         seen = keys[..., : behind + count, :]
         with rows_of_a_round(count):
-            return sized_attention.attention(
+            return padded_attention.attention(
                 held[..., :count, :], seen, seen, dim**-0.5, "causal"
             )
 

@@ -145,8 +145,8 @@ def _calibrate(models: "Models", rows: int, context: int) -> None:
     """Measure rounds of all numbers of rows that are met, in the middle of a text."""
     from mlx_speculation import SpeculativeGenerator
     from mlx_speculation.engine.batch_lengths import row_bucket
-    from mlx_speculation.models.in_round import cuda_serves
-    from mlx_speculation.models.row_sizes import row_size
+    from mlx_speculation.models.round_context import cuda_serves
+    from mlx_speculation.models.shape_buckets import row_size
 
     kept_as = row_size if cuda_serves() else row_bucket
     sizes = sorted({min(rows, kept_as(count)) for count in range(1, rows + 1)})

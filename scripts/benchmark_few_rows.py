@@ -1,7 +1,7 @@
 """Measures what few rows take on an NVIDIA GPU: attention, and forwards of a batch.
 
 Attention of one layer is timed on the device, by torch's profiler: the kernel of
-`models/cuda_attention.py` beside mlx's. Forwards of the grown dense target (growing.py)
+`models/cuda/attention.py` beside mlx's. Forwards of the grown dense target (growing.py)
 are timed by the host, with the kernels for few rows and without: building the graph,
 handing it over, waiting for it; and plain steps that follow each other without a break.
 
@@ -25,9 +25,10 @@ from torch.profiler import ProfilerActivity, profile
 from mlx_speculation import SpeculativeGenerator, load
 from mlx_speculation.cli import run
 from mlx_speculation.demo import demo_models, demo_prompts
-from mlx_speculation.models import BatchLane, Lane, batch_lane
-from mlx_speculation.models.cuda_attention import attention
-from mlx_speculation.models.in_round import rows_of_a_round
+from mlx_speculation.models import BatchLane, Lane
+from mlx_speculation.models.cuda.attention import attention
+from mlx_speculation.models.lanes import batch_lane
+from mlx_speculation.models.round_context import rows_of_a_round
 
 HEADS = [(64, 16, 64), (32, 8, 128), (16, 2, 256)]  # queries, keys, dimension
 CASES = [(1, 5, 512), (1, 5, 2048), (1, 5, 8192), (16, 1, 512), (16, 5, 512)]

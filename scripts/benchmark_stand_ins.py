@@ -1,9 +1,9 @@
 """What forwards of a few rows take with mlx's own operations and with what stands in.
 
 On an x86-64 CPU with OpenBLAS in front, rounds call other functions than mlx-lm's
-layers name (`models/stand_ins.py`). Forwards of a round with and without them take
-turns on the same caches, one by one, rolled back after each. The rows are compared
-first. Elsewhere nothing stands in, and the script says so.
+layers name (`models/ops/replaced_functions.py`). Forwards of a round with and without
+them take turns on the same caches, one by one, rolled back after each. The rows are
+compared first. Elsewhere nothing stands in, and the script says so.
 
 The last line on standard output is one JSON object.
 
@@ -47,7 +47,7 @@ def stand_ins(
     chosen = use_blas("auto")
     from mlx_speculation import load
     from mlx_speculation.models import Lane, Recorders
-    from mlx_speculation.models.in_round import x86_serves
+    from mlx_speculation.models.round_context import x86_serves
 
     if not x86_serves():
         raise typer.BadParameter(f"nothing stands in here; BLAS: {chosen.detail}")
@@ -119,14 +119,14 @@ def forward(lane: "Lane", rows: int) -> "mx.array":
 @contextmanager
 def mlx_alone() -> "Iterator[None]":
     """Let rounds take mlx's own operations inside the block."""
-    from mlx_speculation.models import in_round
+    from mlx_speculation.models import round_context
 
-    here: Any = in_round._device_here
-    in_round._device_here = lambda: None
+    here: Any = round_context._device_here
+    round_context._device_here = lambda: None
     try:
         yield
     finally:
-        in_round._device_here = here
+        round_context._device_here = here
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from mlx_speculation.caches import leaves
 from mlx_speculation.caches.mlx_lm_touches import MLX_LM_VERSION
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import check_causal
-from mlx_speculation.models.mtp_families import family_of
+from mlx_speculation.models.mtp.families import family_of
 from support import census
 from support.identity import Compared, check_identity, plain_text, prompt_of
 

@@ -24,7 +24,7 @@ def main(
     out: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
 ) -> None:
     """Split a head out of a model's shards."""
-    from mlx_speculation.models.splitting import SIDECAR, split_head
+    from mlx_speculation.models.mtp.split import SIDECAR, split_head
 
     done = split_head(folder, out)
     print(f"{len(done.head)} tensors of the head are in {done.folder / SIDECAR}")

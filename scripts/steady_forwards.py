@@ -26,7 +26,7 @@ from mlx_speculation.caches import (
     with_slack,
 )
 from mlx_speculation.models import HiddenStates, Mtp
-from mlx_speculation.models.in_round import rows_of_a_round
+from mlx_speculation.models.round_context import rows_of_a_round
 
 PREFILL = 2048
 WARM_UP = 2  # forwards that are not counted

@@ -129,7 +129,7 @@ class RankGroup:
         return self._names[rank].capitalize()
 
     def told(self, array: mx.array) -> mx.array:
-        """Return rank 0's array on every rank, not evaluated; see `models.ranks`."""
+        """Return rank 0's array on every rank, not evaluated; see `models.sharding`."""
         return told(array, self.group)
 
     def next_number(self) -> int:

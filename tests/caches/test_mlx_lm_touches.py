@@ -16,7 +16,7 @@ import mlx_lm
 import pytest
 
 from mlx_speculation.caches.mlx_lm_touches import MLX_LM_VERSION, TOUCHES, Touch
-from mlx_speculation.models.mixers import COMPRESSORS, MIXERS
+from mlx_speculation.models.recurrent.mixers import COMPRESSORS, MIXERS
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("caches", "models")

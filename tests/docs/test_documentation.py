@@ -13,7 +13,7 @@ import typer
 import mlx_speculation
 from mlx_speculation.caches.registry import JOURNALS
 from mlx_speculation.cli.application import app
-from mlx_speculation.models import mtp_families
+from mlx_speculation.models.mtp import families
 from support.import_order import mlx_comes_first
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def sections(page: str) -> dict[str, list[str]]:
 def test_the_examples_of_the_page_on_extending_run(
     section: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mtp_families, "FAMILIES", mtp_families.FAMILIES)
+    monkeypatch.setattr(families, "FAMILIES", families.FAMILIES)
     known = dict(JOURNALS)
     names: dict[str, Any] = {"__name__": "extending"}
     try:

@@ -39,14 +39,9 @@ from mlx_speculation.errors import (
     UnsupportedCacheError,
     UnsupportedModelError,
 )
-from mlx_speculation.models import (
-    Assistant,
-    Lane,
-    assistant_probe,
-    probe_anchor,
-    starts_for,
-)
-from mlx_speculation.models.assistant_config import read_assistant_settings
+from mlx_speculation.models import Assistant, Lane, probe_anchor, starts_for
+from mlx_speculation.models.gemma_assistant import probe
+from mlx_speculation.models.gemma_assistant.config import read_assistant_settings
 from support.assistant_checkpoints import HEADS, TARGETS, WINDOW, config_of, make
 from support.assistant_oracles import OracleStep
 from support.covering import covering
@@ -496,6 +491,6 @@ def test_the_probe_finds_another_anchor_where_it_is_surely_better(
 
     draft: Any = demo()._setup.draft
     starts = starts_for(demo().tokenizer)
-    monkeypatch.setattr(assistant_probe, "position_of", moved)
+    monkeypatch.setattr(probe, "position_of", moved)
     scores = probe_anchor(draft.assistant, draft.model, starts)
     assert list(scores) == ["token", "state"]

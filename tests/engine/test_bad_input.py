@@ -24,7 +24,7 @@ from mlx_speculation import (
     demo_models,
 )
 from mlx_speculation.models import check_same_ids
-from mlx_speculation.models.contract import Contract
+from mlx_speculation.models.mtp.convention import Contract
 from support.drafters import ScriptedDrafter
 from support.tiny_models import build
 from support.tiny_tokenizer import byte_tokenizer

@@ -12,7 +12,7 @@ from mlx_speculation import (
     Sampling,
     SpeculativeGenerator,
 )
-from mlx_speculation.models.batching import ALONE, TOGETHER, why_alone
+from mlx_speculation.models.exclusions import ALONE, TOGETHER, why_alone
 from mlx_speculation.samplers import Chooser
 from support import census
 from support.census import BUILT

@@ -5,8 +5,8 @@ windows, read at once or in parts, options and budgets of their own. Texts may p
 near-tie where a family is not bit for bit the same in wide forwards, as in
 tests/engine/test_identity.py.
 
-Faults that were made by hand in engine/batch_*.py and models/batch_lane.py, and found
-in the default tests of batches:
+Faults that were made by hand in engine/batch_*.py and models/lanes/batch_lane.py, and
+found in the default tests of batches:
     a row keeps no fed token where nothing was accepted
     a step in flight keeps the order of rows that have left
     a row that is removed stays in the batch
@@ -33,7 +33,7 @@ from hypothesis.stateful import (
 
 from mlx_speculation import BatchGenerator
 from mlx_speculation.models import PREFILL_STEP
-from mlx_speculation.models.batching import TOGETHER
+from mlx_speculation.models.exclusions import TOGETHER
 from support.batch_heads import KNOWING, head_bench, knowing
 from support.batches import LONGEST, MODELS, PROMPTS, SAMPLINGS, Bench, Case, bench
 from support.covering import covering

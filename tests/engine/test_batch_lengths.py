@@ -13,7 +13,7 @@ from mlx_speculation.engine.batch_lengths import BatchLengths, RowRates, row_buc
 from mlx_speculation.engine.batch_rows import Row
 from mlx_speculation.engine.lengths import Outcome
 from mlx_speculation.engine.round_costs import RoundCosts
-from mlx_speculation.models.row_sizes import row_size
+from mlx_speculation.models.shape_buckets import row_size
 from support.batch_heads import head_bench
 from support.batches import SAMPLINGS, Case, bench
 from support.identity import prompt_of

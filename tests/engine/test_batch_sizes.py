@@ -18,7 +18,7 @@ from mlx_speculation.engine.batch_model import BatchDraftModel
 from mlx_speculation.engine.lengths import FixedLengths, Outcome, Plan
 from mlx_speculation.engine.round_costs import RoundCosts
 from mlx_speculation.models import BatchLane, Lane, Recorders, RowSizes
-from mlx_speculation.models.row_sizes import row_size
+from mlx_speculation.models.shape_buckets import row_size
 from support.batch_heads import head_bench
 from support.batches import SAMPLINGS, Bench, Case, bench
 from support.cache_twins import read

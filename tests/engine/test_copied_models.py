@@ -17,7 +17,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_speculation import SpeculativeGenerator
-from mlx_speculation.models import transposed
+from mlx_speculation.models.cuda import transposed_weights
 from support import census
 from support.copies import attributes, classes, left_on, parameters
 from support.identity import prompt_of
@@ -105,7 +105,7 @@ def test_a_copy_in_the_middle_of_a_stream_is_of_the_plain_model(
 def test_views_of_weights_are_in_no_copy_and_on_no_layer_afterwards(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transposed, "cuda_serves", lambda: True)
+    monkeypatch.setattr(transposed_weights, "cuda_serves", lambda: True)
     model = build(name)
     logits(model)
     before = attributes(model)

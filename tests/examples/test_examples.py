@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import mlx_speculation
-from mlx_speculation.models import parts  # noqa: F401  loads mlx before any example
+from mlx_speculation.models.introspect import parts  # noqa: F401  loads mlx before any example
 from support.import_order import mlx_comes_first
 
 ROOT = Path(__file__).parents[2]

@@ -15,8 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_speculation.models.instances import Hook, Hooked
-from mlx_speculation.models.observing import OBSERVED
+from mlx_speculation.models.instance_hooks import Hook, Hooked
+from mlx_speculation.models.observer import OBSERVED
 from support.copies import left_on
 
 

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_speculation.caches import position
 from mlx_speculation.demo import demo_models
 from mlx_speculation.models import load
-from mlx_speculation.models.in_round import in_round
+from mlx_speculation.models.round_context import in_round
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

@@ -18,9 +18,9 @@ from mlx_lm.utils import load_model
 from mlx_speculation import SpeculativeGenerator, demo_models
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models import Contract, load
-from mlx_speculation.models.mtp_loading import read_mtp_head
-from mlx_speculation.models.splitting import SIDECAR, split_head
-from mlx_speculation.models.tensor_places import places_in
+from mlx_speculation.models.mtp.load import read_mtp_head
+from mlx_speculation.models.mtp.split import SIDECAR, split_head
+from mlx_speculation.models.safetensors_layout import places_in
 from support.demo_folders import copy_of
 from support.identity import prompt_of
 from support.mtp_checkpoints import LAYOUTS, family, flat, save, write

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_speculation.models import Assistant
-from mlx_speculation.models.assistant_config import read_assistant_settings
+from mlx_speculation.models.gemma_assistant.config import read_assistant_settings
 from support.tiny_models import TINY_MODELS, TinyModel, build_tiny, randomise
 
 SLIDING, FULL = "sliding_attention", "full_attention"

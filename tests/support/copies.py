@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_speculation.models.instances import OURS
+from mlx_speculation.models.instance_hooks import OURS
 
 
 def left_on(module: nn.Module) -> list[str]:

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_speculation.models import Contract, HiddenStates, Mtp
-from mlx_speculation.models.mtp_loading import read_mtp_head
+from mlx_speculation.models.mtp.load import read_mtp_head
 from support.mtp_reference_folders import MtpFolder, write_mtp_folder
 from support.references.mtp import Family, MtpRows, rows
 from support.references.numerics import Array, Ids

@@ -15,10 +15,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_speculation.models.contract import Contract
-from mlx_speculation.models.mtp_families import arguments_of, family_of
-from mlx_speculation.models.mtp_family import MtpFamily
-from mlx_speculation.models.mtp_head import MtpHead, MtpLayer
+from mlx_speculation.models.mtp.convention import Contract
+from mlx_speculation.models.mtp.families import arguments_of, family_of
+from mlx_speculation.models.mtp.family import MtpFamily
+from mlx_speculation.models.mtp.head import MtpHead, MtpLayer
 from support import census, tiny_models
 from support.tiny_tokenizer import byte_tokenizer
 

@@ -16,10 +16,10 @@ import mlx.nn as nn
 
 from mlx_speculation import demo_models
 from mlx_speculation.models import Contract, HiddenStates, MtpHead, load
-from mlx_speculation.models.loading import to_float32
-from mlx_speculation.models.mtp_loading import build_mtp_head, find_mtp_head
-from mlx_speculation.models.mtp_probe import HeadProbe
-from mlx_speculation.models.own_text import STARTS, OwnText
+from mlx_speculation.models.checkpoints.probe_text import STARTS, OwnText
+from mlx_speculation.models.load_model import to_float32
+from mlx_speculation.models.mtp.convention_probe import HeadProbe
+from mlx_speculation.models.mtp.load import build_mtp_head, find_mtp_head
 
 Truth = Literal["as trained", "after_norm", "before_norm"]
 # The standard deviation of the logarithm of what the norm's weight is multiplied with.

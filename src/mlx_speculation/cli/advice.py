@@ -244,8 +244,8 @@ def _notes(facts: Facts) -> list[Advice]:
         said.append(
             Advice(
                 "note",
-                "models that are not listed in models/key_steps.py wait some 40 ms for "
-                "a cuDNN plan in every round of drafts (docs/gpu.md)",
+                "models that are not listed in models/lanes/padded_keys.py wait some "
+                "40 ms for a cuDNN plan in every round of drafts (docs/gpu.md)",
                 f"with such a model, export {CUDNN}=0",
             )
         )

@@ -1,0 +1,114 @@
+"""A little text that a target writes itself, with what drafters would have seen.
+
+It is written greedily from a few neutral starts at once, into caches of its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_speculation.models.checkpoints.probe import Score, log_probs
+from mlx_speculation.models.introspect.hidden_states import HiddenStates
+
+# Code and prose; some of it should be of a kind that the target has seen.
+STARTS = (
+    "The first of these",
+    "import os, sys\n\n\ndef",
+    "A list of the most",
+    "Once upon a time there",
+)
+# 4 starts x 16: 64 tokens, of which those count that do not repeat.
+STEPS = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnText:
+    """A text in rows of one length.
+
+    Attributes:
+        tokens: ids [rows, positions].
+        own: the first position that the target wrote.
+        laws: its log-probabilities there, float32 [rows, positions - own, vocab].
+        after_norm: its states at all positions but the last, [rows, positions - 1,
+            dim].
+        before_norm: likewise.
+    """
+
+    tokens: mx.array
+    own: int
+    laws: mx.array
+    after_norm: mx.array
+    before_norm: mx.array
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        taps: HiddenStates,
+        starts: Sequence[Sequence[int]],
+        steps: int = STEPS,
+    ) -> "OwnText":
+        """Let a target write.
+
+        Args:
+            model: the target; caches are made for it here, and dropped.
+            taps: on it, before and after its norm.
+            starts: token ids; all are cut to the length of the shortest.
+            steps: how many tokens to write in each row.
+        """
+        own = min(len(start) for start in starts)
+        rows = mx.array([list(start[:own]) for start in starts], mx.uint32)
+        target: Any = model
+        caches, seen = make_prompt_cache(model), taps.states()
+        tokens, laws = [rows], []
+        for _ in range(steps):
+            with taps.collect(seen):
+                logits = target(tokens[-1], cache=caches)
+            laws.append(log_probs(logits[:, -1:]))
+            tokens.append(mx.argmax(logits[:, -1:], axis=-1).astype(mx.uint32))
+            mx.async_eval(tokens[-1])
+        text = cls(
+            mx.concatenate(tokens, axis=1),
+            own,
+            mx.concatenate(laws, axis=1),
+            seen.after_norm,
+            seen.before_norm,
+        )
+        mx.eval(text.tokens, text.laws, text.after_norm, text.before_norm)
+        return text
+
+    @property
+    def positions(self) -> int:
+        """How many tokens there are in a row."""
+        return self.tokens.shape[1]
+
+    def score(self, logits: mx.array, first: int) -> Score:
+        """Score guesses; what a text says twice counts once.
+
+        Args:
+            logits: [rows, n, vocab], for the tokens at positions first, first + 1, ...
+            first: `own` or later.
+        """
+        stop = first + logits.shape[1]
+        rows, columns = self._places(first, stop)
+        at = mx.array(columns)
+        laws = self.laws[mx.array(rows), at - self.own]
+        return Score.of(
+            logits[mx.array(rows), at - first], laws, self.tokens[mx.array(rows), at]
+        )
+
+    def _places(self, first: int, stop: int) -> tuple[list[int], list[int]]:
+        """Return rows and positions of tokens that do not follow the same two again."""
+        ids: list[list[int]] = np.array(self.tokens).tolist()
+        found: dict[tuple[int, ...], tuple[int, int]] = {}
+        for row, line in enumerate(ids):
+            for column in range(first, stop):
+                found.setdefault(
+                    tuple(line[max(0, column - 2) : column + 1]), (row, column)
+                )
+        return [row for row, _ in found.values()], [col for _, col in found.values()]

@@ -1,0 +1,133 @@
+"""speculation.json: what a target's folder says of its own draft.
+
+    {"draft": "../small"}
+    {"draft": "mtp", "contract": {"hidden": "before_norm"}, "draft_length": 2}
+
+    draft         "mtp", "lookup", or a folder: inside the target's, or beside it
+    kind          what the folder holds; otherwise its config.json tells
+    contract      of an MTP head: some of hidden, recycled, order and norms
+    draft_length  tokens drafted in a round, where the caller does not say
+
+Nothing else may stand in it, nor a key twice, and no path may lead elsewhere, also not
+through a link.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.config_json import read_json
+from mlx_speculation.models.mtp.convention import contract_of
+
+NAME = "speculation.json"
+FIELDS = ("draft", "kind", "contract", "draft_length")
+NAMED = ("mtp", "lookup")
+LARGEST = 1 << 16  # bytes
+_ADVICE = "Correct it, or pass draft= something else than 'auto'."
+
+
+@dataclass(frozen=True, slots=True)
+class PairFile:
+    """What the file says.
+
+    Attributes:
+        file: the file itself.
+        draft: "mtp", "lookup", or the draft's folder as it is written there.
+        folder: the draft's folder; None where the draft is named.
+        kind: the kind of draft, if it is named.
+        contract: the fields of a contract, checked; None: it names none.
+        draft_length: how many tokens to draft in a round, if it says so.
+    """
+
+    file: Path
+    draft: str
+    folder: Path | None = None
+    kind: str | None = None
+    contract: Mapping[str, Any] | None = None
+    draft_length: int | None = None
+
+
+def read_pair(folder: Path, kinds: Collection[str]) -> PairFile | None:
+    """Return what speculation.json in a target's folder says; None: there is none.
+
+    Args:
+        folder: the target's.
+        kinds: the kinds of drafts that are known.
+
+    Raises:
+        ModelFolderError: it cannot be read, or says something that is not known.
+    """
+    file = folder / NAME
+    if not file.exists() and not file.is_symlink():
+        return None
+    fields = read_json(file, most=LARGEST, unique_keys=True, advice=_ADVICE)
+    unknown = sorted(fields.keys() - set(FIELDS))
+    if unknown:
+        raise _wrong(file, f"a field {unknown[0]!r}", f"{', '.join(FIELDS)} are known")
+    draft = fields.get("draft")
+    if not isinstance(draft, str) or not draft:
+        raise _wrong(
+            file, f"draft = {draft!r}", '"mtp", "lookup" or the path of a folder is'
+        )
+    kind, length = fields.get("kind"), fields.get("draft_length")
+    allowed = {draft} if draft in NAMED else set(kinds) - {"lookup"}
+    if kind is not None and (not isinstance(kind, str) or kind not in allowed):
+        raise _wrong(
+            file, f"kind = {kind!r}", f"one of {', '.join(sorted(allowed))} is"
+        )
+    if length is not None and (type(length) is not int or length < 0):
+        raise _wrong(
+            file, f"draft_length = {length!r}", "a whole number of at least 0 is"
+        )
+    contract = fields.get("contract")
+    if contract is not None:
+        contract_of(contract, str(file))
+        if draft == "lookup":
+            raise _wrong(file, 'a contract and draft = "lookup"', "one of them is")
+    return PairFile(
+        file,
+        draft,
+        None if draft in NAMED else _folder(file, draft),
+        kind,
+        contract,
+        length,
+    )
+
+
+def _folder(file: Path, draft: str) -> Path:
+    """Return the folder that a path names, or refuse it."""
+    path, target = PurePosixPath(draft), file.parent.resolve()
+    beside = path.parts[:1] == ("..",)
+    inner = path.parts[1:] if beside else path.parts
+    odd = ".." in inner or not inner or draft.startswith("~")
+    if odd or path.is_absolute() or any(c in draft for c in "\\:\0"):
+        raise _wrong(
+            file,
+            f"draft = {draft!r}",
+            'a folder in the target\'s, such as "draft", or beside it, such as '
+            '"../draft", is',
+        )
+    try:
+        found = (target / draft).resolve()
+        is_folder = found.is_dir()
+    except (OSError, ValueError) as error:  # a name that is too long, or no text
+        raise _wrong(
+            file, f"draft = {draft[:60]!r}, which is no name", _NEAR
+        ) from error
+    if not found.is_relative_to(target.parent if beside else target):
+        raise _wrong(file, f"draft = {draft!r}, which leads to {str(found)!r}", _NEAR)
+    if not is_folder or found == target:
+        raise _wrong(file, f"draft = {draft!r}, and there is no such folder", _NEAR)
+    return found
+
+
+_NEAR = "a folder in the target's or beside it is"
+
+
+def _wrong(file: Path, found: str, wanted: str) -> ModelFolderError:
+    return ModelFolderError(
+        f"{str(file)!r} has {found}, and {wanted}"
+        f"{'' if wanted.endswith('known') else ' needed'}. {_ADVICE}"
+    )

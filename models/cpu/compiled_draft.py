@@ -1,0 +1,182 @@
+"""The forwards of a small draft model over one token or two, compiled as a whole.
+
+On a CPU a step of a small model is bound by its operations and not by its products: of
+the demo draft's 336, half are left when mlx compiles the step, and Python builds none
+of them. mlx can do so where nothing in a step depends on the text but arrays: keys and
+values stand in buffers of whole steps of rows, where the step writes at an offset that
+is an array, and a mask hides what lies behind it:
+
+    offset 300, 1 token     mlx-lm: 301 keys, no mask
+                            here: 512 keys, bool mask [1, 512]
+
+The caches stay mlx-lm's own: their buffers go in and come back, and their offsets are
+moved. The logits differ from mlx-lm's by rounding, so only drafts are made with them,
+of which the target decides.
+
+mlx has a compiler of C++ make some twenty libraries of it: 16 seconds on the first use
+on a machine, until its folder for temporary files is emptied, and 20 ms in each process
+after that.
+"""
+
+import shutil
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from mlx_speculation.caches import whole_steps, with_room
+from mlx_speculation.errors import UnsupportedModelError
+from mlx_speculation.models.round_context import rows_of_a_round
+
+MOST_TOKENS = 2  # in a step: a round feeds what the lane lags behind
+_SAMPLE = (3, 1, 2, 0)
+
+
+class FixedKeys:
+    """What a model sees in a compiled step in the place of a `KVCache`.
+
+    Args:
+        keys: [1, heads, rows, dim], of which those before the offset are held.
+        values: likewise.
+        offset: int32 [].
+
+    Attributes:
+        single_rows: attention of one row need not be that of plain decoding.
+    """
+
+    single_rows = True
+
+    def __init__(self, keys: mx.array, values: mx.array, offset: mx.array) -> None:
+        self.keys = keys
+        self.values = values
+        self.offset = offset
+
+    def make_mask(
+        self,
+        N: int,  # noqa: N803  models may name it
+        return_array: bool = False,
+        window_size: int | None = None,
+    ) -> mx.array:
+        """Return which of all rows of the buffers are seen, bool [N, rows]."""
+        keys = mx.arange(self.keys.shape[2])[None]
+        rows = (self.offset + mx.arange(N))[:, None]
+        mask = keys <= rows
+        return mask if window_size is None else mask & (keys > rows - window_size)
+
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Write at the offset and return the buffers, [1, heads, rows, dim] each."""
+        start = self.offset.reshape(1)
+        self.keys = mx.slice_update(self.keys, keys, start, axes=(2,))
+        self.values = mx.slice_update(self.values, values, start, axes=(2,))
+        self.offset = self.offset + keys.shape[2]
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Return the buffers, [1, heads, rows, dim] each."""
+        return self.keys, self.values
+
+
+class CompiledSteps:
+    """The compiled forward of one model.
+
+    Args:
+        model: a model all of whose caches are `KVCache`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        def step(
+            tokens: mx.array, offset: mx.array, *buffers: mx.array
+        ) -> tuple[mx.array, ...]:
+            pairs = zip(buffers[::2], buffers[1::2], strict=True)
+            held = [FixedKeys(keys, values, offset) for keys, values in pairs]
+            with rows_of_a_round():
+                logits = model(tokens[None], cache=held)
+            written = [array for cache in held for array in (cache.keys, cache.values)]
+            return logits.squeeze(0), *written
+
+        self._step = mx.compile(step, inputs=model.state)
+
+    def serves(self, caches: Sequence[Any], count: int) -> bool:
+        """Whether `forward` can feed so many tokens to these caches."""
+        if not 0 < count <= MOST_TOKENS:
+            return False
+        first = caches[0]
+        return all(
+            type(cache) is KVCache
+            and cache.keys is not None
+            and cache.offset == first.offset
+            for cache in caches
+        )
+
+    def forward(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
+        """Feed tokens and write their keys and values to the caches.
+
+        Args:
+            tokens: [n], not yet evaluated perhaps.
+            caches: those of the model, of which `serves` holds.
+
+        Returns:
+            The logits [n, vocab], not yet evaluated.
+        """
+        start = caches[0].offset
+        end = start + tokens.shape[0]
+        buffers = [
+            _in_steps(each, start, end) for c in caches for each in (c.keys, c.values)
+        ]
+        ids = tokens.astype(mx.uint32)  # with another type it is compiled again
+        logits, *written = self._step(ids, mx.array(start), *buffers)
+        for place, cache in enumerate(caches):
+            cache.keys, cache.values = written[2 * place : 2 * place + 2]
+            cache.offset = end
+        return logits
+
+
+def _in_steps(held: mx.array, rows: int, room: int) -> mx.array:
+    """Return a buffer of whole steps, so that few numbers of rows are compiled.
+
+    Args:
+        held: [1, heads, n, dim].
+        rows: how many of its rows count.
+        room: how many are needed.
+    """
+    room = whole_steps(room)
+    return held if held.shape[2] == room else with_room(held, rows, room)
+
+
+def compiled_steps(model: nn.Module) -> CompiledSteps:
+    """Return the compiled forward of a draft model, compiled and tried.
+
+    Raises:
+        UnsupportedModelError: it cannot be compiled here, or says something else than
+            the model.
+    """
+    kinds = {type(cache).__name__ for cache in make_prompt_cache(model)}
+    if mx.default_device().type != mx.DeviceType.cpu:
+        _refuse(model, f"this is {mx.default_device()}, where a gain was not measured")
+    if shutil.which("g++") is None:
+        _refuse(model, "mlx compiles for a CPU with g++, which is not installed")
+    if kinds != {KVCache.__name__}:
+        _refuse(model, f"its caches are {', '.join(sorted(kinds))} and not all KVCache")
+    sample = mx.array(_SAMPLE)
+    wanted = model(sample[None], cache=make_prompt_cache(model)).squeeze(0)
+    steps, caches = CompiledSteps(model), make_prompt_cache(model)
+    model(sample[None, :1], cache=caches)
+    try:
+        said = [steps.forward(part, caches) for part in (sample[1:3], sample[3:])]
+        same = mx.allclose(mx.concatenate(said), wanted[1:], rtol=1e-2, atol=1e-2)
+    except Exception as error:
+        _refuse(model, f"{type(error).__name__}: {error}", error)
+    if not same.item():
+        _refuse(model, "compiled, it gives other logits than before")
+    return steps
+
+
+def _refuse(model: nn.Module, reason: str, error: Exception | None = None) -> NoReturn:
+    raise UnsupportedModelError(
+        f"compile_draft is True, and steps of the draft {type(model).__module__} "
+        f"cannot be compiled: {reason}. Leave compile_draft out."
+    ) from error

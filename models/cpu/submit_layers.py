@@ -1,0 +1,76 @@
+"""On a CPU a plain step is submitted layer by layer, while it is built.
+
+There mlx computes on a thread of its own, and `mx.async_eval` takes operations only
+until some hundred wait: then it waits itself. What is built behind a whole forward is
+therefore hidden by the last operations of that forward, and no longer than these take.
+Submitted layer by layer, the thread has the first layers while the others are built.
+
+The operations, their order and their results are the same. Rounds with drafts gain
+nothing where two cores compute (docs/speed.md), and steps of a small model lose a
+twentieth. A GPU has no such end of its queue; what is submitted early there is said in
+`models.round_context`.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation.models.instance_hooks import Hook, derived, off_outside
+from mlx_speculation.models.observer import first_array
+from mlx_speculation.models.round_context import on_cpu
+
+_RANK = 2  # outside of all others: what they return is what is submitted
+# Positions of a forward, of all rows; a chunk of a prompt computes longer than it is
+# built, and its layers would hold more at once.
+MOST_POSITIONS = 64
+
+_layer_by_layer: ContextVar[bool] = ContextVar("layer_by_layer", default=False)
+
+
+class layer_by_layer:  # noqa: N801 - used like the function that it stands for
+    """Submit what the layers of a step return, inside the block, in this thread.
+
+    No generator makes it, since every plain step goes through it.
+
+    Args:
+        positions: how many are fed, of all rows together.
+    """
+
+    __slots__ = ("_positions", "_token")
+
+    def __init__(self, positions: int) -> None:
+        self._positions = positions
+
+    def __enter__(self) -> None:
+        off_outside()
+        submits = self._positions <= MOST_POSITIONS and on_cpu()
+        self._token = _layer_by_layer.set(submits)
+
+    def __exit__(self, *error: Any) -> None:
+        _layer_by_layer.reset(self._token)
+
+
+@functools.cache
+def _submitting(kind: type[nn.Module]) -> type[nn.Module]:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = kind.__call__(self, *args, **kwargs)
+        shown = first_array(result) if _layer_by_layer.get() else None
+        if shown is not None:
+            mx.async_eval(shown)
+        return result
+
+    return derived(kind, {"__call__": call})
+
+
+def layer_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
+    """Yield each layer of a model but the last, with its hook."""
+    if not on_cpu():
+        return
+    layers: Any = getattr(model, "layers", None)
+    found = [each for each in layers or () if isinstance(each, nn.Module)]
+    for layer in found[:-1]:
+        yield layer, Hook(_RANK, _submitting)

@@ -1,0 +1,37 @@
+"""Whether the kernels for few rows can be had."""
+
+import functools
+
+import mlx.core as mx
+
+from mlx_speculation.models.cuda.attention import attention
+from mlx_speculation.models.cuda.gated_delta import run_steps
+from mlx_speculation.models.cuda.matmul import Weight, products
+from mlx_speculation.warn import notice
+
+
+@functools.cache
+def kernels_compile() -> bool:
+    """Whether mlx can compile kernels here; it is said once where it cannot.
+
+    mlx asks NVIDIA's compiler at run time, which needs header files that not every
+    installation has. The first call takes some seconds.
+    """
+    try:
+        ones = mx.ones((2, 64), mx.bfloat16)
+        heads = ones.reshape(1, 1, 2, 64)
+        gates = ones[:, :1][None].astype(mx.float32)
+        rows = heads.swapaxes(1, 2)
+        mx.eval(
+            products(ones, [Weight((ones,), 0)]),
+            attention(heads, heads, heads, 1.0, "causal"),
+            run_steps(rows, rows, rows, gates, gates).y,
+        )
+    except RuntimeError as error:
+        notice(
+            "Rounds do without the kernels for few rows, since mlx could not compile "
+            f"one: {str(error).strip().splitlines()[0]}. The text is the same. "
+            "Install the header files of the CUDA toolkit for more speed."
+        )
+        return False
+    return True

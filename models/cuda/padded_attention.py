@@ -1,0 +1,86 @@
+"""Attention shown in few sizes, where each new one is dear.
+
+On CUDA, in half precision, cuDNN plans attention for some 40 ms for each pair of row
+count and key count that it has not met (`caches/types/padded_kv.py`), and every prompt
+that a draft model reads has a length of its own. So have the texts that it catches up
+with after a pause. Shown in sizes they meet few pairs:
+
+    rows     1 2 3 4 6 8 12 16 24 32 48 ... 1,536 2,048      as `row_size` counts
+    keys     512 1,024 1,536 ... 4,096 4,608 ...             in whole steps; or rows
+                                                             behind whole steps
+
+Rows and keys are filled up with zeros. From the start of a text, as many keys as rows
+are added at the end of both, so that the mask stays causal and no row sees an added key
+but those that nobody reads:
+
+    rows of 300, 300 keys, causal      shown 384 and 384, causal
+    40 more, 340 keys, causal          shown 48 and 512, bool
+
+Elsewhere a bool mask hides them, which took 3 to 7 times as long on an H200.
+It serves guesses and rounds, whose logits may differ from mlx's by rounding.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.caches import whole_steps
+from mlx_speculation.models.round_context import forward_of_round
+from mlx_speculation.models.shape_buckets import row_size
+
+
+def attention(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any
+) -> mx.array:
+    """Do what `mx.fast.scaled_dot_product_attention` does, in a round.
+
+    Args:
+        queries: [batch, heads, rows, dim].
+        keys: [batch, key heads, n, dim].
+        values: [batch, key heads, n, value dim].
+        scale: of the products.
+        mask: None; "causal"; bool [rows, n], or with axes for batch and heads before
+            these.
+
+    Returns:
+        [batch, heads, rows, value dim].
+    """
+    rows, count = queries.shape[2], keys.shape[2]
+    more_rows, before = row_size(rows) - rows, count - rows
+    causal = isinstance(mask, str) and whole_steps(before) == before
+    more_keys = more_rows if causal else whole_steps(count) - count
+    if more_rows or more_keys:
+        if not causal:
+            mask = _filled(mask, rows, count, more_rows, more_keys)
+        queries = mx.pad(queries, [(0, 0), (0, 0), (0, more_rows), (0, 0)])
+        room = [(0, 0), (0, 0), (0, more_keys), (0, 0)]
+        keys, values = mx.pad(keys, room), mx.pad(values, room)
+    found: mx.array = mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=scale, mask=mask
+    )
+    return found[:, :, :rows] if more_rows else found
+
+
+def _filled(mask: Any, rows: int, count: int, more_rows: int, more_keys: int) -> Any:
+    """Return bool [..., rows, keys]: as the mask says, and nothing behind its keys.
+
+    The rows that were added see the first key, so that they are numbers. All layers of
+    a forward have the same mask, which is filled up once.
+    """
+    done = forward_of_round().masks
+    asked = (id(mask), rows, count)
+    if asked not in done:
+        if mask is None:
+            seen = mx.ones((rows, count), mx.bool_)
+        elif isinstance(mask, str):
+            seen = mx.tri(rows, count, k=count - rows, dtype=mx.bool_)
+        else:
+            seen = mx.broadcast_to(mask, (*mask.shape[:-2], rows, count))
+        before = [(0, 0)] * (seen.ndim - 2)
+        seen = mx.pad(seen, [*before, (0, 0), (0, more_keys)])
+        first = mx.arange(count + more_keys) == 0
+        added = (*seen.shape[:-2], more_rows, count + more_keys)
+        both = [seen, mx.broadcast_to(first, added)]
+        # The mask itself is kept with it, so that no other gets its id.
+        done[asked] = (mask, mx.concatenate(both, axis=-2))
+    return done[asked][1]

@@ -1,0 +1,120 @@
+"""On CUDA, the weights of linear layers are transposed once for all steps of a stream.
+
+mlx's layer multiplies by `weight.T`, and so every call adds an operation to the graph
+that computes nothing: a view of the same numbers in another order. A GPU that serves
+a small model waits for its host, and a model of 22 layers has 154 of these views in
+each step. Here a layer is given one that was made before. The product is the same
+operation on the same numbers, so that its results are the same to the last bit.
+
+Views are made when a stream begins, and are there while one runs; a layer takes its
+own as long as its weight is the array that it is of, and otherwise multiplies as mlx's
+does. An array that is changed in place (`weight += 1`) stays the same object: whoever
+calls the model meanwhile does not see the change, and the next stream does.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation.models.instance_hooks import OURS, Hook, derived, lock, plain_class
+from mlx_speculation.models.round_context import cuda_serves
+from mlx_speculation.models.source_digests import is_known
+
+_HELD = OURS + "held"
+_RANK = -2  # inside of all others, which call it where they have nothing better
+
+_NOTHING: tuple[mx.array | None, mx.array | None] = (None, None)
+
+
+class _Held:
+    """A layer's weight and the view of it, for the streams that run."""
+
+    __slots__ = ("pair", "streams")
+
+    def __init__(self) -> None:
+        self.pair = _NOTHING  # changed as a whole, as other threads may read it
+        self.streams: set[object] = set()
+
+
+@functools.cache
+def _transposed(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a class that multiplies by the view, where there is one.
+
+    Where somebody has put another method in mlx's class, that one is called.
+    """
+    original: Any = kind.__call__
+
+    def call(self: Any, x: mx.array) -> mx.array:
+        # Every step calls it for every layer, so that each look-up in it counts.
+        if kind.__call__ is not original:
+            replaced: mx.array = kind.__call__(self, x)
+            return replaced
+        weight = self["weight"]
+        seen, view = self._mlx_speculation_held.pair  # the name is _HELD
+        if seen is not weight:
+            view = weight.T
+        if "bias" in self:
+            return mx.addmm(self["bias"], x, view)
+        product: mx.array = x @ view
+        return product
+
+    return derived(kind, {"__call__": call, _HELD: _Held()})
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    for _, module in model.named_modules():
+        if plain_class(module) is nn.Linear:
+            yield module
+
+
+def transposed_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
+    """Yield each linear layer of a model, with its hook.
+
+    None on other devices, where it gains next to nothing, nor where mlx's layer is not
+    the one that was read.
+    """
+    if cuda_serves() and is_known(nn.Linear):
+        for layer in _layers(model):
+            yield layer, Hook(_RANK, _transposed)
+
+
+@contextmanager
+def transposed_weights(model: nn.Module) -> Iterator[None]:
+    """Let the hooked layers of a model have their views, inside the block.
+
+    Weights that are not evaluated yet are.
+    """
+    held: list[_Held] = []
+    stream = object()
+    try:
+        if cuda_serves():
+            _take(model, stream, held)
+        yield
+    finally:
+        with lock:
+            for each in held:
+                each.streams.discard(stream)
+                if not each.streams:
+                    each.pair = _NOTHING
+
+
+def _take(model: nn.Module, stream: object, held: list[_Held]) -> None:
+    """Make the views for a stream; add to `held` where they are."""
+    layers = [
+        layer
+        for layer in _layers(model)
+        if hasattr(type(layer), _HELD) and "weight" in layer
+    ]
+    pairs = [(layer["weight"], layer["weight"].T) for layer in layers]
+    mx.eval([view for _, view in pairs])
+    with lock:
+        for layer, pair in zip(layers, pairs, strict=True):
+            if _HELD not in vars(layer):
+                object.__setattr__(layer, _HELD, _Held())  # no parameter
+            held.append(vars(layer)[_HELD])
+            held[-1].streams.add(stream)
+            held[-1].pair = pair

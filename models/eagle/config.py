@@ -1,0 +1,170 @@
+"""What the config.json of an EAGLE-3 head says.
+
+Four dialects are read: SGLang's and SpecForge's, vLLM's, the authors' and that of
+speculators, which keeps the layer's own sizes in a part. Which layers of the target
+the head reads is said in two ways, and a number means another layer in each:
+
+    "tuple"    h[0] is the embedding and h[i] the output of layer i - 1. So where the
+               list is at the top, and in the default, (2, N // 2, N - 3)
+    "layers"   i is the output of layer i. So inside of eagle_config
+"""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from mlx_speculation.errors import InvalidRequestError, ModelFolderError
+from mlx_speculation.models.checkpoints.draft_checkpoint import (
+    Config,
+    Sizes,
+    number,
+    sizes_of,
+)
+from mlx_speculation.models.config_json import nested
+
+LayerIds = Literal["layers", "tuple"]
+NAME = "EAGLE-3 head"
+_LIST = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True, slots=True)
+class EagleSettings:
+    """An EAGLE-3 head's config.json.
+
+    Attributes:
+        sizes: of its layer.
+        target_dim: the hidden size of the target.
+        draft_vocab: how many ids it drafts from; None: config.json does not say.
+        norm_before_residual: whether the normed state is added to, not the state.
+        norm_before_fc: whether it says that the joined states are normed.
+        norm_output: whether the state after the norm is recycled.
+    """
+
+    sizes: Sizes
+    target_dim: int
+    draft_vocab: int | None
+    norm_before_residual: bool
+    norm_before_fc: bool
+    norm_output: bool
+
+
+def is_eagle(config: Config) -> bool:
+    """Return whether a config.json is that of an EAGLE-3 head."""
+    names = str(config.get("architectures"))
+    return (
+        config.get("speculators_model_type") == "eagle3"
+        or "eagle3" in names.lower()
+        or "eagle_config" in config
+        or ("LlamaForCausalLM" in names and "draft_vocab_size" in config)
+    )
+
+
+def read_settings(config: Config) -> EagleSettings:
+    """Read config.json.
+
+    Raises:
+        ModelFolderError: something is missing, or not known.
+    """
+    part = config.get("transformer_layer_config")
+    own = part if isinstance(part, dict) else config
+    sizes = sizes_of(own, NAME)
+    if sizes.layers != 1:
+        raise ModelFolderError(
+            f"config.json of the {NAME} says num_hidden_layers {sizes.layers}, and "
+            "heads of 1 layer are known. Choose another drafter."
+        )
+    if nested(config, "eagle_config", "use_aux_hidden_state") is False:
+        raise ModelFolderError(
+            f"config.json of the {NAME} says use_aux_hidden_state false, and heads "
+            "that read several layers are known. Choose another drafter."
+        )
+    speculators = config.get("speculators_model_type") == "eagle3"
+    vocab = config.get("draft_vocab_size")
+    target = number(config, "target_hidden_size", NAME, sizes.dim)
+    return EagleSettings(
+        sizes=sizes,
+        target_dim=target,
+        draft_vocab=None if vocab is None else number(config, "draft_vocab_size", NAME),
+        norm_before_residual=_flag(config, "norm_before_residual", speculators),
+        norm_before_fc=_flag(config, "norm_before_fc", False),
+        norm_output=_flag(config, "norm_output", False),
+    )
+
+
+def target_layers(
+    config: Config, trunk: int, reading: LayerIds | None = None
+) -> tuple[int, ...]:
+    """Return the layers of the target whose output the head reads, from 0.
+
+    Args:
+        config: what config.json holds.
+        trunk: how many layers the target has.
+        reading: how numbers in the list are meant; by their place when omitted.
+
+    Raises:
+        ModelFolderError: the target has no such layer.
+        InvalidRequestError: the reading is none.
+    """
+    if reading is not None and reading not in get_args(LayerIds):
+        raise InvalidRequestError(
+            f"layer_ids is {reading!r}, and one of {', '.join(get_args(LayerIds))} is "
+            "needed."
+        )
+    inside, outside = nested(config, "eagle_config", _LIST), config.get(_LIST)
+    ids: Any = outside if inside is None else inside
+    usual: LayerIds = "tuple" if inside is None else "layers"
+    if ids is None:
+        ids, reading = [2, trunk // 2, trunk - 3], "tuple"
+    if not _are_ids(ids):
+        raise ModelFolderError(
+            f"config.json of the {NAME} says {_LIST} {ids!r}, and a list of whole "
+            "numbers is needed."
+        )
+    shift = 1 if (reading or usual) == "tuple" else 0
+    layers = tuple(sorted({each - shift for each in ids}))
+    if layers[0] < 0 or layers[-1] >= trunk:
+        raise ModelFolderError(
+            f"The {NAME} reads layers {list(layers)} of its target, and this one has "
+            f"{trunk}, from 0. Choose the head of this target, or say how the list "
+            f"{ids} is meant: layer_ids='layers' or 'tuple'."
+        )
+    return layers
+
+
+def layer_readings(config: Config, trunk: int) -> dict[LayerIds, tuple[int, ...]]:
+    """Return the layers that each reading of the list names, the usual one first.
+
+    One that names layers which the target lacks is left out, and so is the list's
+    other reading where there is no list.
+
+    Raises:
+        ModelFolderError: the usual one does.
+    """
+    inside, outside = nested(config, "eagle_config", _LIST), config.get(_LIST)
+    usual: LayerIds = "tuple" if inside is None else "layers"
+    other: LayerIds = "layers" if inside is None else "tuple"
+    found: dict[LayerIds, tuple[int, ...]] = {usual: target_layers(config, trunk)}
+    if inside is not None or outside is not None:
+        with suppress(ModelFolderError):
+            found[other] = target_layers(config, trunk, other)
+    return found
+
+
+def _are_ids(ids: Any) -> bool:
+    if not isinstance(ids, list) or not ids:
+        return False
+    return all(isinstance(each, int) and not isinstance(each, bool) for each in ids)
+
+
+def _flag(config: Config, key: str, default: bool) -> bool:
+    value = config.get(key)
+    if value is None:
+        value = nested(config, "eagle_config", key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ModelFolderError(
+            f"config.json of the {NAME} says {key} {value!r}, and true or false is "
+            "needed."
+        )
+    return value

@@ -1,0 +1,107 @@
+"""Which layers an EAGLE-3 head was trained to read, told by what it guesses.
+
+The list in config.json is read in two ways (see `config`), and the tensors fit
+both. The target writes a little text, and the head guesses it from either layers.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation.errors import ContractError
+from mlx_speculation.models.checkpoints.probe import Score, Trials
+from mlx_speculation.models.checkpoints.probe_text import OwnText
+from mlx_speculation.models.eagle.config import NAME, LayerIds
+from mlx_speculation.models.eagle.head import Eagle, EagleHead
+from mlx_speculation.models.introspect.hidden_states import HiddenStates
+
+
+def probe_layers(
+    head: EagleHead,
+    model: nn.Module,
+    readings: Mapping[LayerIds, tuple[int, ...]],
+    starts: Sequence[Sequence[int]],
+) -> dict[LayerIds, Score]:
+    """Find the layers that a head reads.
+
+    Args:
+        head: the head.
+        model: its target, which is left as it was.
+        readings: the layers of each reading, the usual one first.
+        starts: token ids of a few texts, two at least in each.
+
+    Returns:
+        The score of each reading, the best first; the usual one is, unless another is
+        surely better.
+
+    Raises:
+        ContractError: none is above chance.
+    """
+    layers = sorted({index for each in readings.values() for index in each})
+    taps = HiddenStates(model, layers=layers, before_norm=True, after_norm=True)
+    try:
+        text = OwnText.of(model, taps, starts)
+        trials = Trials(EagleProbe(head, model, taps, text, readings).score)
+        usual, *others = readings
+        best = trials.best(usual, others)
+        scores = {best: trials.score(best), **trials.scores}
+    finally:
+        taps.remove()
+    if not scores[best].above_chance:
+        said = "; ".join(
+            f"{reading!r} {list(readings[reading])} {score}"
+            for reading, score in scores.items()
+        )
+        raise ContractError(
+            f"The {NAME} guesses what its target writes no better than by chance, "
+            f"whichever layers it reads: {said}. Choose the head that belongs to this "
+            "model, or name the reading: EagleDraft.from_folder(folder, model, "
+            f"layer_ids={usual!r})."
+        )
+    return scores
+
+
+class EagleProbe:
+    """A head on a text of its target.
+
+    Args:
+        head: the head.
+        model: the target.
+        taps: on it, at all layers of the readings.
+        text: what it wrote.
+        readings: the layers of each reading.
+    """
+
+    def __init__(
+        self,
+        head: EagleHead,
+        model: nn.Module,
+        taps: HiddenStates,
+        text: OwnText,
+        readings: Mapping[LayerIds, tuple[int, ...]],
+    ) -> None:
+        self._head, self._taps, self._text = head, taps, text
+        self._readings = readings
+        with taps.collect() as self._states:
+            model(text.tokens[:, :-1])
+
+    def score(self, reading: LayerIds) -> Score:
+        """Score the first drafts, as rounds that begin at every token make them."""
+        text, eagle = self._text, Eagle(self._head, self._taps, self._readings[reading])
+        first = max(text.own, 2)
+        hidden = eagle.states(self._states)[:, :-1]
+        caches = self._head.new_caches()[0]
+        out = eagle.rows(hidden, text.tokens[:, 1:-1], caches)
+        # Slot i guesses the token at i + 2.
+        return text.score(self._whole(out.logits[:, first - 2 :]), first)
+
+    def _whole(self, logits: mx.array) -> mx.array:
+        """Return logits [rows, n, vocab] of all ids; those not drafted get none."""
+        ids = self._head.ids
+        if ids is None:
+            return logits
+        shape = (*logits.shape[:2], self._text.laws.shape[-1])
+        every = mx.full(shape, -mx.inf, mx.float32)
+        every[..., ids] = logits.astype(mx.float32)
+        return every

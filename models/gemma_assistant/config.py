@@ -1,0 +1,104 @@
+"""What config.json of a Gemma 4 assistant says, checked."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_lm.models import gemma4_text
+
+from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.checkpoints.draft_checkpoint import Config, number
+from mlx_speculation.models.config_json import text_config
+
+NAME = "Gemma 4 assistant"
+MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Centroids:
+    """An output layer that looks among the tokens of a few groups only.
+
+    Attributes:
+        groups: how many there are, of equally many tokens.
+        chosen: in how many of them it looks.
+    """
+
+    groups: int
+    chosen: int
+
+
+@dataclass(frozen=True, slots=True)
+class AssistantSettings:
+    """The shape of an assistant.
+
+    Attributes:
+        target_dim: the hidden size of its target.
+        layers: the arguments of its layers, as mlx-lm takes them.
+        centroids: of its output layer; None: it looks at every token.
+    """
+
+    target_dim: int
+    layers: gemma4_text.ModelArgs
+    centroids: Centroids | None
+
+
+def is_assistant(config: Config) -> bool:
+    """Whether a config.json is that of a Gemma 4 assistant."""
+    return config.get("model_type") in MODEL_TYPES
+
+
+def read_assistant_settings(config: Config) -> AssistantSettings:
+    """Read what config.json says.
+
+    Raises:
+        ModelFolderError: it is of something else, or says what no assistant has.
+    """
+    if not is_assistant(config):
+        raise ModelFolderError(
+            f"config.json says model_type {config.get('model_type')!r}, and that of an "
+            f"assistant is {' or '.join(map(repr, MODEL_TYPES))}. Name its folder."
+        )
+    layers = _layers(text_config(config))
+    centroids = None
+    if config.get("use_ordered_embeddings"):
+        centroids = Centroids(
+            number(config, "num_centroids", NAME, 2048),
+            number(config, "centroid_intermediate_top_k", NAME, 32),
+        )
+        if layers.vocab_size % centroids.groups or centroids.chosen > centroids.groups:
+            raise ModelFolderError(
+                f"The {NAME} has {layers.vocab_size} tokens in {centroids.groups} "
+                f"groups and looks in {centroids.chosen}. Take a whole checkpoint, "
+                "with groups of one size."
+            )
+    width = number(config, "backbone_hidden_size", NAME)
+    return AssistantSettings(width, layers, centroids)
+
+
+def _layers(text: Config) -> gemma4_text.ModelArgs:
+    count = number(text, "num_hidden_layers", NAME)
+    wanted = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")
+    for key in (*wanted, "vocab_size", "sliding_window"):
+        number(text, key, NAME)
+    types: Any = text.get("layer_types")
+    named = isinstance(types, list) and all(each in (SLIDING, FULL) for each in types)
+    if not named or len(types) != count:
+        raise ModelFolderError(
+            f"config.json of the {NAME} says layer_types {types!r}, and one of "
+            f"{SLIDING!r} and {FULL!r} for each of {count} layers is needed."
+        )
+    for key in ("hidden_size_per_layer_input", "enable_moe_block", "attention_bias"):
+        if text.get(key):
+            raise ModelFolderError(
+                f"config.json of the {NAME} says {key} {text[key]!r}, and no assistant "
+                "that is known has it. Choose another drafter."
+            )
+    # No layer has keys and values of its own, whatever some files say.
+    own = {
+        "num_kv_shared_layers": count,
+        "hidden_size_per_layer_input": 0,
+        "use_double_wide_mlp": False,
+        "enable_moe_block": False,
+    }
+    args: gemma4_text.ModelArgs = gemma4_text.ModelArgs.from_dict({**text, **own})
+    return args

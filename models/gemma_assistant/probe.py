@@ -1,0 +1,134 @@
+"""At which position an assistant was trained to stand, told by what it guesses.
+
+Its queries are rotated for one position of the target's text, and the keys carry the
+target's own, so the choice matters, and no tensor shows it. The target writes a little
+text, and the assistant guesses it from either place.
+
+    "state"    that of the state it begins with, the last one whose keys it sees
+    "token"    that of the newest token, one further
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_speculation.errors import ContractError
+from mlx_speculation.models.checkpoints.probe import Score, Trials
+from mlx_speculation.models.checkpoints.probe_text import STARTS, OwnText
+from mlx_speculation.models.gemma_assistant.network import Assistant
+from mlx_speculation.models.gemma_assistant.shared_kv import SharedKv
+from mlx_speculation.models.introspect.hidden_states import HiddenStates
+
+Anchor = Literal["state", "token"]
+USUAL: Anchor = "state"
+
+
+def position_of(anchor: Anchor, known: int) -> int:
+    """Return where queries stand when keys of positions 0 to `known` - 1 are seen."""
+    return known - 1 if anchor == "state" else known
+
+
+def starts_for(tokenizer: Any) -> list[list[int]]:
+    """Return the beginnings of texts that a target goes on with."""
+    return [list(tokenizer.encode(text)) for text in STARTS]
+
+
+def probe_anchor(
+    assistant: Assistant, model: nn.Module, starts: Sequence[Sequence[int]]
+) -> dict[Anchor, Score]:
+    """Find where an assistant stands.
+
+    Args:
+        assistant: the assistant.
+        model: its target, which is left as it was.
+        starts: token ids of a few texts, two at least in each.
+
+    Returns:
+        The score of each anchor, the best first; the usual one is, unless the other is
+        surely better.
+
+    Raises:
+        ContractError: neither is above chance.
+    """
+    taps = HiddenStates(model, before_norm=True, after_norm=True)
+    try:
+        trial = AssistantProbe(assistant, model, taps, OwnText.of(model, taps, starts))
+        trials = Trials(trial.score)
+        others = [anchor for anchor in get_args(Anchor) if anchor != USUAL]
+        best = trials.best(USUAL, others)
+    finally:
+        taps.remove()
+    scores = {best: trials.scores[best], **trials.scores}
+    if not scores[best].above_chance:
+        said = "; ".join(f"{anchor!r} {score}" for anchor, score in scores.items())
+        raise ContractError(
+            "The assistant guesses what its target writes no better than by chance, "
+            f"wherever it stands: {said}. Choose the assistant that belongs to this "
+            "model, or name the anchor: AssistantDraft.from_folder(folder, model, "
+            f"anchor={USUAL!r})."
+        )
+    return scores
+
+
+class AssistantProbe:
+    """An assistant on a text of its target.
+
+    Args:
+        assistant: the assistant.
+        model: the target.
+        taps: on it.
+        text: what it wrote.
+    """
+
+    def __init__(
+        self,
+        assistant: Assistant,
+        model: nn.Module,
+        taps: HiddenStates,
+        text: OwnText,
+    ) -> None:
+        self._assistant, self._text = assistant, text
+        self._shared = SharedKv(model, assistant)
+        self._embedded = taps.embed(text.tokens, scaled=True)
+        self._caches: Any = make_prompt_cache(model)
+        model(text.tokens[:, :-1], cache=self._caches)
+
+    def score(self, anchor: Anchor) -> Score:
+        """Score the first drafts, as rounds that begin at every token make them."""
+        first = max(self._text.own, 2)
+        places = range(first, self._text.positions)
+        guesses = [self._guesses(place, anchor) for place in places]
+        return self._text.score(mx.concatenate(guesses, axis=1), first)
+
+    def _guesses(self, place: int, anchor: Anchor) -> mx.array:
+        """Return logits [rows, 1, vocab] for a place, from what is before it."""
+        known = place - 1  # positions before the newest token's
+        behind = self._text.positions - 1 - known
+        read, _ = self._shared.read(self._caches, behind)
+        hidden = self._assistant.run(
+            self._embedded[:, known : known + 1],
+            self._text.after_norm[:, known - 1 : known],
+            read,
+            position_of(anchor, known),
+        )
+        vocab = self._text.laws.shape[-1]
+        rows = [_whole(*self._assistant.logits(row), vocab) for row in hidden]
+        guesses = mx.stack(rows)
+        mx.async_eval(guesses)
+        return guesses
+
+
+def _whole(logits: mx.array, ids: mx.array | None, vocab: int) -> mx.array:
+    """Return logits [1, vocab] of all ids; those not looked at are just below the rest.
+
+    As the centroid head does it where its logits are not kept sparse.
+    """
+    if ids is None:
+        return logits[:, :vocab]
+    least = logits.min(axis=-1, keepdims=True) - 1
+    every = mx.repeat(least, vocab + 1, axis=-1)
+    every[:, mx.minimum(ids, vocab)] = logits
+    return every[:, :vocab]

@@ -1,0 +1,91 @@
+"""The keys and values of a target that an assistant reads.
+
+For each kind of layer they are those of the target's last layer of that kind that has
+some of its own, which is the last cache of that kind: layers that share have none.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from mlx_speculation.caches import check_readable, read_rows
+from mlx_speculation.errors import UnsupportedModelError
+from mlx_speculation.models.gemma_assistant.config import FULL, NAME, SLIDING
+from mlx_speculation.models.gemma_assistant.network import Assistant, Read
+
+_KINDS = {SLIDING: RotatingKVCache, FULL: KVCache}
+
+
+class SharedKv:
+    """Where in the caches of a target an assistant reads.
+
+    Args:
+        model: the target.
+        assistant: the assistant.
+
+    Raises:
+        UnsupportedModelError: the target has no layer of a kind that is read, or one
+            whose keys and values have another shape than the assistant's queries.
+    """
+
+    def __init__(self, model: nn.Module, assistant: Assistant) -> None:
+        caches: Any = make_prompt_cache(model)
+        kinds = dict.fromkeys(layer.layer_type for layer in assistant.layers)
+        self.places = {kind: _last(caches, kind, model) for kind in kinds}
+        self._window = assistant.settings.layers.sliding_window
+        model(mx.zeros((1, 1), mx.int32), cache=caches)  # for shapes; not evaluated
+        for layer in assistant.layers:
+            cache = caches[self.places[layer.layer_type]]
+            _check_shapes(layer.self_attn, cache, self.places[layer.layer_type])
+
+    def check(self, caches: Sequence[Any]) -> None:
+        """Refuse caches that cannot be read. Touches nothing.
+
+        Raises:
+            UnsupportedCacheError: one is of a kind that cannot be read.
+        """
+        for place in self.places.values():
+            check_readable(caches[place], place)
+
+    def read(self, caches: Sequence[Any], behind: int) -> "tuple[Read, int]":
+        """Return what each kind of layer sees, and how many positions there are.
+
+        It has to be gone before the target writes again.
+
+        Args:
+            caches: the target's.
+            behind: how many of the last positions are left out.
+        """
+        offsets = {caches[place].offset for place in self.places.values()}
+        stop = max(offsets) - behind
+        counts = {SLIDING: self._window, FULL: None}
+        found = {
+            kind: read_rows(caches[place], stop, counts[kind])
+            for kind, place in self.places.items()
+        }
+        return found, stop
+
+
+def _last(caches: Iterable[Any], kind: str, model: nn.Module) -> int:
+    places = [i for i, each in enumerate(caches) if type(each) is _KINDS[kind]]
+    if not places:
+        raise UnsupportedModelError(
+            f"The {NAME} reads keys and values of {kind} layers, and the caches of "
+            f"{type(model).__module__} are {sorted({type(c).__name__ for c in caches})}"
+            ". Choose the assistant that belongs to this model."
+        )
+    return places[-1]
+
+
+def _check_shapes(attention: Any, cache: Any, place: int) -> None:
+    heads, dims = cache.keys.shape[1], (cache.keys.shape[3], cache.values.shape[3])
+    own, dim = attention.n_heads, attention.head_dim
+    if dims != (dim, dim) or own % heads:
+        raise UnsupportedModelError(
+            f"The {NAME} has {own} heads of {dim}, and the keys and values of layer "
+            f"{place} are {heads} heads of {dims[0]} and {dims[1]}. Choose the "
+            "assistant that belongs to this model."
+        )

@@ -1,0 +1,172 @@
+"""The hidden states of a model's forwards, and its two ends, for drafters.
+
+```python
+taps = HiddenStates(model, layers=(1, 7, 12), after_norm=True)
+with taps.collect() as states:
+    logits = model(ids, cache=caches)
+states.after_norm, states.layer(7)        # [batch, positions, dim], not evaluated
+taps.embed(tokens), taps.head(states.after_norm)
+```
+
+The modules that are looked at get classes of their own for the life of the taps (see
+`models.instance_hooks` and `observing`); parameter paths, `isinstance` and, bit for
+bit, the logits stay the same. States belong to the block that collects them: two taps
+on one model, or two threads, do not meet.
+
+    layer(i)      what decoder layer i (from 0) returned: the residual stream after it
+    before_norm   what the final norm was given. Where a model keeps several streams,
+                  this is the mix of them, and there is no `layer(i)`
+    after_norm    what the final norm returned. Some models scale it, or the logits;
+                  `head` does what the model does
+
+What a model does not show is refused when the taps are made (see `parts`).
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation.errors import InvalidRequestError, SpeculationClosedError
+from mlx_speculation.models.instance_hooks import Hooked
+from mlx_speculation.models.introspect.find_parts import find_parts
+from mlx_speculation.models.introspect.substitute import input_of, logits_of
+from mlx_speculation.models.introspect.taps import (
+    AFTER,
+    BEFORE,
+    Key,
+    Notes,
+    States,
+    tap_for,
+)
+from mlx_speculation.models.observer import OBSERVED, Observer, observing
+
+
+class HiddenStates:
+    """Taps on one model, for the life of a drafter.
+
+    Args:
+        model: an mlx-lm model. Its modules stay the ones they are from here on.
+        layers: the decoder layers whose output is collected, from 0.
+        before_norm: whether what the final norm is given is collected.
+        after_norm: whether what it returns is collected.
+
+    Raises:
+        UnsupportedModelError: the model does not show what is asked for.
+        InvalidRequestError: it has no such layer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        layers: Sequence[int] = (),
+        before_norm: bool = False,
+        after_norm: bool = False,
+    ) -> None:
+        self.parts = parts = find_parts(model)
+        parts.require("norm", *(["layers"] if layers else []))
+        for index in layers:
+            if not 0 <= index < len(parts.layers):
+                raise InvalidRequestError(
+                    f"Layer {index} was asked for, and the model has "
+                    f"{len(parts.layers)}, from 0."
+                )
+        ends = [(BEFORE, before_norm), (AFTER, after_norm)]
+        self._keys: list[Key] = [int(index) for index in layers]
+        self._keys += [key for key, asked in ends if asked]
+        self._taps = [tap_for(parts, key) for key in dict.fromkeys(self._keys)]
+        modules = [tap.module for tap in self._taps]
+        own = [parts.trunk, parts.norm, parts.entry]
+        modules += [module for module in own if module is not None]
+        hooked = Hooked((module, OBSERVED) for module in modules)
+        self._finalizer = weakref.finalize(self, hooked.remove)
+        self._finalizer.atexit = False
+
+    def states(self) -> States:
+        """Return states of no forward yet, for `collect`."""
+        return States(self._keys)
+
+    @contextmanager
+    def collect(self, states: States | None = None) -> Iterator[States]:
+        """Collect the states of the forwards that this thread runs inside the block.
+
+        Leave the block before anything else may run in the thread: a `yield` of a
+        generator inside it would collect what its caller does.
+
+        Args:
+            states: what to add to; new ones when omitted. They stay as they are when
+                the block is left by an error.
+
+        Raises:
+            UnsupportedModelError: a module that was to be seen was not called.
+        """
+        self._check_open()
+        found = self.states() if states is None else states
+        notes = Notes(self._taps)
+        with observing(notes):
+            yield found
+        for forward in notes.forwards():
+            found.add(forward)
+
+    def embed(self, tokens: mx.array, *, scaled: bool = False) -> mx.array:
+        """Return the embeddings of token ids.
+
+        Args:
+            tokens: ids [batch, positions].
+            scaled: as the first layer is given them, with the scale, norm or positions
+                (from 0) that the model adds; otherwise rows of its table.
+
+        Returns:
+            [batch, positions, dim]
+
+        Raises:
+            UnsupportedModelError: they do not follow from the ids alone.
+        """
+        self._check_open()
+        self.parts.require("entry" if scaled else "embedding")
+        if scaled:
+            assert self.parts.entry is not None
+            return input_of(self.parts.model, self.parts.entry, tokens)
+        assert self.parts.embedding is not None
+        rows: mx.array = self.parts.embedding(tokens)
+        return rows
+
+    def head(self, hidden: mx.array, *, only: Observer | None = None) -> mx.array:
+        """Return the logits that the model makes of hidden states after its norm.
+
+        Everything is done that the model does: scales, soft caps, masked ids. Four
+        families have their head inside of the module that runs the layers (gpt_neox,
+        lille-130m, gemma3n, phixtral); there a forward is built for each call, and
+        what comes before the norm is thrown away without being evaluated.
+
+        Args:
+            hidden: [batch, positions, dim], of any origin.
+            only: a `ReducedOutput` of this model, for the logits of its ids alone.
+
+        Returns:
+            [batch, positions, vocab]
+        """
+        self._check_open()
+        if hidden.ndim != 3 or hidden.shape[-1] != self.parts.dim:
+            raise InvalidRequestError(
+                f"Hidden states of shape {hidden.shape} were passed, and the head "
+                f"takes [batch, positions, {self.parts.dim}]."
+            )
+        # Not `or`: a module without parameters is an empty dict.
+        where = self.parts.norm if self.parts.trunk is None else self.parts.trunk
+        assert where is not None
+        return logits_of(self.parts.model, where, hidden, only)
+
+    def remove(self) -> None:
+        """Give every module its own class back, unless another owner needs the hook."""
+        self._finalizer()
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise SpeculationClosedError(
+                "These HiddenStates were removed from their model. Make new ones: "
+                "HiddenStates(model, ...)"
+            )

@@ -1,0 +1,122 @@
+"""Output layers for some token ids only.
+
+    reduced = ReducedOutput(find_parts(model), ids)
+    with reduced.only():
+        logits = model(tokens, cache=caches)        # [batch, positions, len(ids)]
+
+The rows of those ids are copied once, and inside the block the output layer's product
+is made with the copies. The model and its weights stay as they are, and what it does
+to its logits, such as a soft cap, it does to these. An embedding that is the output
+layer too still knows every id.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_speculation.errors import UnsupportedModelError
+from mlx_speculation.models.instance_hooks import Hooked
+from mlx_speculation.models.introspect.hidden_states import HiddenStates
+from mlx_speculation.models.introspect.output_rows import sliced
+from mlx_speculation.models.introspect.parts import Parts
+from mlx_speculation.models.introspect.trace import POSITIONS
+from mlx_speculation.models.observer import OBSERVED, Observer, observing
+
+_TOLERANCE = 1e-3  # of the largest logit: rows are the same, products may round
+
+
+class ReducedOutput(Observer):
+    """The output layer of one model, for some ids.
+
+    Args:
+        parts: the model's parts.
+        ids: different token ids that the model has logits for, in any order.
+
+    Raises:
+        UnsupportedModelError: the output layer was not found or is of an unknown kind,
+            or its rows are not the logits of their ids.
+    """
+
+    def __init__(self, parts: Parts, ids: Sequence[int]) -> None:
+        if parts.output is None:
+            raise _refused(parts, "no module of it makes the logits.")
+        self.ids = mx.array(list(ids), mx.uint32)
+        try:
+            self.layer = sliced(parts.output, self.ids)
+        except TypeError as error:
+            raise _refused(parts, f"{error}.") from error
+        self._module = parts.output
+        self._method = "as_linear" if parts.tied else "__call__"
+        hooked = Hooked([(parts.output, OBSERVED)])
+        self._finalizer = weakref.finalize(self, hooked.remove)
+        self._finalizer.atexit = False
+        self._check(parts)
+
+    @contextmanager
+    def only(self) -> Iterator[None]:
+        """Make the logits of these ids alone, in the forwards inside of the block."""
+        with observing(self):
+            yield
+
+    def enter(
+        self, module: nn.Module, method: str, values: tuple[Any, ...]
+    ) -> mx.array | None:
+        """Return the reduced product for that of the output layer."""
+        if module is not self._module or method != self._method:
+            return None
+        found: mx.array = self.layer(values[0])
+        return found
+
+    def _check(self, parts: Parts) -> None:
+        """Refuse a model that does to its logits what depends on their number."""
+        tokens = mx.zeros((1, POSITIONS), mx.int32)
+        model: Any = parts.model
+        whole: mx.array = model(tokens, cache=make_prompt_cache(model))
+        try:
+            with self.only():
+                some: mx.array = model(tokens, cache=make_prompt_cache(model))
+        except ValueError as error:
+            raise _refused(parts, f"with fewer logits it fails: {error}.") from error
+        if some.shape != (1, POSITIONS, len(self.ids)):
+            raise _refused(parts, f"its logits are then of shape {some.shape}.")
+        expected = whole[..., self.ids]
+        bound = _TOLERANCE * mx.maximum(mx.abs(expected).max(), 1e-6)
+        if not (mx.abs(some - expected) <= bound).all():
+            raise _refused(parts, "the rows of its output layer are not the logits.")
+
+
+class ReducedEnds:
+    """The two ends of a target, with the logits of some ids only.
+
+    Args:
+        taps: on the target.
+        ids: see `ReducedOutput`.
+    """
+
+    def __init__(self, taps: HiddenStates, ids: Sequence[int]) -> None:
+        self._taps, self._output = taps, ReducedOutput(taps.parts, ids)
+
+    @property
+    def layer(self) -> nn.Module:
+        """The rows of those ids."""
+        return self._output.layer
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Return embeddings [batch, positions, dim] of ids [batch, positions]."""
+        return self._taps.embed(tokens)
+
+    def head(self, hidden: mx.array) -> mx.array:
+        """Return the logits [batch, positions, n] of states after the norm."""
+        return self._taps.head(hidden, only=self._output)
+
+
+def _refused(parts: Parts, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(parts.model).__module__} cannot have fewer logits: {why} Leave the "
+        "reduced vocabulary out."
+    )

@@ -1,0 +1,135 @@
+"""Forwards of which a part is left out: something else in place of a module's result.
+
+What a model does after its trunk, to make logits, and before its first layer, is its
+own code: scales, soft caps, masked ids, positions. It runs here as it stands. Only
+its input is another one, or it ends early. No cache is used, none is changed.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation.errors import UnsupportedModelError
+from mlx_speculation.models.observer import Observer, first_array, observing
+
+
+class _Instead(Observer):
+    """Gives an array for the result of one module."""
+
+    def __init__(self, module: nn.Module, array: mx.array) -> None:
+        self._module = module
+        self._array = array
+        self.given = False
+
+    def enter(
+        self, module: nn.Module, method: str, values: tuple[Any, ...]
+    ) -> mx.array | None:
+        if module is not self._module or method != "__call__":
+            return None
+        self.given = True
+        return self._array[...]  # the model may write into it
+
+
+class _ReachedError(Exception):
+    """Ends a forward at a module, with what that was given."""
+
+
+class _Until(Observer):
+    """Ends a forward at one module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def enter(
+        self, module: nn.Module, method: str, values: tuple[Any, ...]
+    ) -> mx.array | None:
+        if module is self._module:
+            raise _ReachedError(first_array(values))
+        return None
+
+
+class _Result(Observer):
+    """Keeps the last result of one module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.found: Any = None
+
+    def leave(
+        self, module: nn.Module, method: str, values: tuple[Any, ...], result: Any
+    ) -> None:
+        if module is self._module:
+            self.found = result
+
+
+def logits_of(
+    model: nn.Module,
+    module: nn.Module,
+    result: mx.array,
+    also: Observer | None = None,
+) -> mx.array:
+    """Return the logits that a model makes when a module returns `result`.
+
+    Args:
+        model: the model; `module` is observed.
+        module: the trunk or the final norm. What a forward does before it is built
+            and thrown away, and never evaluated; before a trunk that is nothing.
+        result: [batch, positions, dim]
+        also: who else observes what is done to it.
+    """
+    instead = _Instead(module, result)
+    others = () if also is None else (also,)
+    with observing(instead, *others, alone=True):
+        logits: mx.array = model(mx.zeros(result.shape[:2], mx.int32))
+    _check(instead.given, model, module)
+    return logits
+
+
+def input_of(model: nn.Module, module: nn.Module, tokens: mx.array) -> mx.array:
+    """Return what a module is given first when a model is fed tokens and no cache.
+
+    Args:
+        model: the model; `module` is observed.
+        module: it is not called, nor is what comes after it.
+        tokens: ids [batch, positions].
+    """
+    try:
+        with observing(_Until(module), alone=True):
+            model(tokens)
+    except _ReachedError as reached:
+        found: mx.array = reached.args[0]
+        return found
+    raise _changed(model, module)
+
+
+def tail_of(
+    model: nn.Module, layer: nn.Module, trunk: nn.Module, hidden: mx.array
+) -> mx.array:
+    """Return what a trunk makes of `hidden` as the result of its last layer.
+
+    Args:
+        model: the model; both modules are observed.
+        layer: the last decoder layer.
+        trunk: the module that runs the layers.
+        hidden: [batch, positions, dim]
+    """
+    instead, result = _Instead(layer, hidden), _Result(trunk)
+    with observing(instead, result, alone=True):
+        model(mx.zeros(hidden.shape[:2], mx.int32))
+    _check(instead.given and result.found is not None, model, trunk)
+    found: mx.array = result.found
+    return found
+
+
+def _check(called: bool, model: nn.Module, module: nn.Module) -> None:
+    if not called:
+        raise _changed(model, module)
+
+
+def _changed(model: nn.Module, module: nn.Module) -> UnsupportedModelError:
+    name, part = type(model).__module__, type(module).__name__
+    return UnsupportedModelError(
+        f"A forward of {name} did not call the {part} that it called when its parts "
+        "were looked for. Make HiddenStates after the last change to its modules."
+    )

@@ -1,0 +1,146 @@
+"""What taps show of forwards: which call shows a hidden state, and what was seen."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
+from mlx_speculation.models.introspect.parts import Parts
+from mlx_speculation.models.observer import Observer, first_array
+
+Key = int | str
+BEFORE, AFTER = "before_norm", "after_norm"
+
+
+class Tap(NamedTuple):
+    """Where a hidden state is seen.
+
+    Attributes:
+        key: its name; a number is a layer's.
+        module: whose call shows it.
+        entering: whether in what the call is given, not in what it returns.
+        calls: how often a forward calls it; the last one counts.
+    """
+
+    key: Key
+    module: nn.Module
+    entering: bool = False
+    calls: int = 1
+
+
+def tap_for(parts: Parts, key: Key) -> Tap:
+    """Return where a hidden state is seen."""
+    if isinstance(key, int):
+        return Tap(key, parts.layers[key])
+    if parts.norm is not None:
+        return Tap(key, parts.norm, key == BEFORE, parts.norm_calls)
+    if key == BEFORE:
+        parts.require("layers")
+        return Tap(key, parts.layers[-1])
+    assert parts.trunk is not None
+    return Tap(key, parts.trunk)
+
+
+class States:
+    """The hidden states of one forward or several, in order, joined by position.
+
+    Args:
+        keys: what is collected.
+    """
+
+    def __init__(self, keys: Sequence[Key]) -> None:
+        self._keys = tuple(keys)
+        self._forwards: list[dict[Key, mx.array]] = []
+
+    @property
+    def positions(self) -> int:
+        """How many positions were fed."""
+        return sum(next(iter(each.values())).shape[1] for each in self._forwards)
+
+    @property
+    def before_norm(self) -> mx.array:
+        """What the final norm was given, [batch, positions, dim]."""
+        return self._joined(BEFORE)
+
+    @property
+    def after_norm(self) -> mx.array:
+        """What the final norm returned, [batch, positions, dim]."""
+        return self._joined(AFTER)
+
+    def layer(self, index: int) -> mx.array:
+        """Return what a decoder layer returned, [batch, positions, dim]."""
+        return self._joined(index)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All of them, to be evaluated."""
+        return [array for each in self._forwards for array in each.values()]
+
+    def add(self, forward: dict[Key, mx.array]) -> None:
+        """Add what one forward showed."""
+        self._forwards.append(forward)
+
+    def _joined(self, key: Key) -> mx.array:
+        if key not in self._keys:
+            raise InvalidRequestError(
+                f"{key!r} was not asked for, only {list(self._keys)}. Name it when the "
+                "HiddenStates are made."
+            )
+        parts = [each[key] for each in self._forwards]
+        if not parts:
+            raise InvalidRequestError(
+                "No forward of the model was seen. Call it inside the block: "
+                "with taps.collect() as states: model(ids, cache=caches)"
+            )
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+
+
+class Notes(Observer):
+    """What the taps show during one block."""
+
+    def __init__(self, taps: Sequence[Tap]) -> None:
+        self._taps = taps
+        self._seen: dict[Key, list[mx.array]] = {tap.key: [] for tap in taps}
+        self._where: dict[tuple[int, bool], list[Key]] = {}
+        for tap in taps:
+            self._where.setdefault((id(tap.module), tap.entering), []).append(tap.key)
+
+    def enter(
+        self, module: nn.Module, method: str, values: tuple[Any, ...]
+    ) -> mx.array | None:
+        """Note what a module is given."""
+        self._note(module, True, values)
+        return None
+
+    def leave(
+        self, module: nn.Module, method: str, values: tuple[Any, ...], result: Any
+    ) -> None:
+        """Note what a module returns."""
+        self._note(module, False, result)
+
+    def forwards(self) -> list[dict[Key, mx.array]]:
+        """Return what each forward showed.
+
+        Raises:
+            UnsupportedModelError: some modules were called more often than others.
+        """
+        counts = {tap.key: len(self._seen[tap.key]) / tap.calls for tap in self._taps}
+        if len(set(counts.values())) > 1 or any(n % 1 for n in counts.values()):
+            raise UnsupportedModelError(
+                f"Forwards were seen {counts} times at the places that are looked at, "
+                "which should be the same number. Make the HiddenStates after the last "
+                "change to the model's modules, and let forwards end inside the block."
+            )
+        lasts = [self._seen[tap.key][tap.calls - 1 :: tap.calls] for tap in self._taps]
+        keys = [tap.key for tap in self._taps]
+        return [
+            dict(zip(keys, forward, strict=True))
+            for forward in zip(*lasts, strict=True)
+        ]
+
+    def _note(self, module: nn.Module, entering: bool, values: Any) -> None:
+        for key in self._where.get((id(module), entering), ()):
+            # Another handle: the model may write into its own later.
+            self._seen[key].append(first_array(values)[...])

@@ -1,0 +1,118 @@
+"""One forward of a model, call by call: which array goes from where to where.
+
+Arrays are compared as objects. Nothing is evaluated, so a forward of a large model is
+milliseconds of Python and reads no weights, unless the model itself looks at a value or
+puts others in the place of its weights, which are then evaluated.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_speculation.models.instance_hooks import Hooked
+from mlx_speculation.models.introspect.lazy_arrays import evaluating_changes
+from mlx_speculation.models.observer import OBSERVED, Observer, observing
+
+POSITIONS = 2  # two, so that a lost or swapped axis shows
+
+
+@dataclass(eq=False, slots=True)
+class ModuleCall:
+    """One call of a module's method.
+
+    Attributes:
+        module: whose it is.
+        method: "__call__", or "as_linear" of an embedding.
+        values: the arguments, positional ones first.
+        start: when it began, in beginnings and ends of calls.
+        caller: the call that it was made in.
+        stop: when it ended.
+        result: what it returned.
+    """
+
+    module: nn.Module
+    method: str
+    values: tuple[Any, ...]
+    start: int
+    caller: "ModuleCall | None"
+    stop: int = 0
+    result: Any = None
+
+    def contains(self, other: "ModuleCall") -> bool:
+        """Return whether another call was made in this one, directly or not."""
+        return self.start < other.start and other.stop < self.stop
+
+    def reads(self, array: Any) -> bool:
+        """Return whether an array is one of the arguments."""
+        return any(value is array for value in self.values)
+
+
+@dataclass(eq=False, slots=True)
+class Trace(Observer):
+    """The calls of one forward, in the order in which they began.
+
+    Attributes:
+        ids: what the model was fed, [1, POSITIONS].
+        calls: the calls; the first one is the model's.
+    """
+
+    ids: mx.array
+    calls: list[ModuleCall] = field(default_factory=list)
+    _open: list[ModuleCall] = field(default_factory=list)
+    _clock: int = 0
+
+    @property
+    def logits(self) -> mx.array:
+        """What the model returned."""
+        found: mx.array = self.calls[0].result
+        return found
+
+    def enter(
+        self, module: nn.Module, method: str, values: tuple[Any, ...]
+    ) -> mx.array | None:
+        """Note that a call begins."""
+        caller = self._open[-1] if self._open else None
+        call = ModuleCall(module, method, values, self._tick(), caller)
+        self.calls.append(call)
+        self._open.append(call)
+        return None
+
+    def leave(
+        self, module: nn.Module, method: str, values: tuple[Any, ...], result: Any
+    ) -> None:
+        """Note that the last call begun and not ended ends."""
+        call = self._open.pop()
+        call.stop, call.result = self._tick(), result
+
+    def of(self, modules: Iterable[nn.Module]) -> list[ModuleCall]:
+        """Return the calls of some modules, in order."""
+        members = {id(module) for module in modules}
+        return [call for call in self.calls if id(call.module) in members]
+
+    def is_hidden(self, value: Any) -> bool:
+        """Return whether a value is an array [1, POSITIONS, something]."""
+        if not isinstance(value, mx.array) or value.ndim != 3:
+            return False
+        return value.shape[:2] == self.ids.shape and mx.issubdtype(
+            value.dtype, mx.floating
+        )
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+
+def trace(model: nn.Module) -> Trace:
+    """Feed a model two tokens, with caches of its own, and note all calls."""
+    found = Trace(mx.zeros((1, POSITIONS), mx.int32))
+    hooked = Hooked((module, OBSERVED) for _, module in model.named_modules())
+    try:
+        with evaluating_changes(model), observing(found, alone=True):
+            model(found.ids, cache=make_prompt_cache(model))
+    finally:
+        hooked.remove()
+    return found

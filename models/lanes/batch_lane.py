@@ -1,0 +1,262 @@
+"""A model and the caches of several sequences, which it is fed together.
+
+    lane.join([one, two])          the caches of lanes that were fed alone, put together
+    with lane.begin(3) as round:   one forward over a rectangle of tokens
+        logits = round.forward(tokens)         # [rows, 3] -> [rows, 3, vocab]
+        round.commit([3, 1])       row 0 keeps 3 of them, row 1 keeps 1
+    lane.leave([1])                only row 1 stays
+
+The caches are mlx-lm's own batch caches: shorter rows have padding on their left, and
+a row of a ring or a recurrent state is as that of its sequence alone. It knows no text,
+no sampler, and not which row is whose.
+
+Where each new number of rows is dear (`models/shape_buckets.py`), rounds of several
+positions show the model one of a few sizes: in the other places stand copies of the
+first row, or rows that have left. They are fed what the first row is fed and keep as
+many positions, and nobody reads their logits.
+
+    rows a b c d e f g h, a round of 3     shown a b c d e f g h     [8, 3]
+    c leaves                               shown a b . d e f g h     [8, 3]
+    f and h leave                          shown a b d e g a         [6, 3]
+    i joins                                shown a b d e g i         [6, 3]
+
+Such a place is a row like any other, so no kind of cache has to know of it: all layers
+stay in step, and no row is without positions. What a row that has left held is
+overwritten when the size changes, or when it is longer than all others by a step of
+columns: to copy all caches whenever a row leaves took as long as a round. The price is
+the bytes and the computing of the places, less than half as much as of the rows.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation.caches import (
+    Speculation,
+    array_bytes,
+    columns_shown,
+    extend_all,
+    meets_plans,
+    merged,
+    others_are_longer,
+    states,
+)
+from mlx_speculation.models.cpu.submit_layers import layer_by_layer
+from mlx_speculation.models.lanes.batch_states import BatchStates, Unread
+from mlx_speculation.models.lanes.lane import Lane
+from mlx_speculation.models.lanes.padded_keys import takes_key_steps
+from mlx_speculation.models.round_context import rows_of_a_round
+from mlx_speculation.models.shape_buckets import RowSizes, row_size
+
+
+class BatchLane:
+    """One model with the caches of a batch.
+
+    Args:
+        model: an mlx-lm model that `models.exclusions` lets rows share.
+        sizes: which numbers of rows it is shown.
+
+    Attributes:
+        rows: sequences in the batch.
+        places: rows of the caches: those, and others that nobody reads.
+        stand: the place of each row.
+        follower: gets the hidden states of what rounds commit, where a head reads them.
+    """
+
+    def __init__(self, model: nn.Module, sizes: RowSizes | None = None) -> None:
+        self.model = model
+        self.caches: list[Any] = []
+        self.rows = self.places = 0
+        self.stand: list[int] = []
+        self.follower: BatchStates | None = None
+        self.key_steps = takes_key_steps(model)
+        self._met: set[tuple[int, ...]] = set()  # places, positions, columns shown
+        self._fresh = False
+        self._sizes = sizes or RowSizes()
+        self._in_sizes = False
+        self._wide = False  # whether the last round was of several positions
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the caches, as allocated."""
+        return array_bytes(self.caches)
+
+    @property
+    def size(self) -> int | None:
+        """How many rows a round of several positions shows; None: those there are."""
+        return self._sizes.of(self.rows) if self._in_sizes else None
+
+    def positions(self, count: int) -> int:
+        """Return how many positions a forward over so many of each row should have.
+
+        More of them where each new number is dear: one, and a draft of a few lengths.
+        """
+        drafted = count - 1
+        return 1 + row_size(drafted) if self._in_sizes and drafted else count
+
+    def join(self, lanes: Sequence[Lane]) -> None:
+        """Let rows join behind those that are there.
+
+        The lanes are left without caches: what they held is copied. If it fails, the
+        batch and the lanes are as before.
+        """
+        joining = merged([lane.caches for lane in lanes], in_steps=self.key_steps)
+        if self.rows:
+            self._arrange(self.stand, self.rows)
+            extend_all(self.caches, joining)
+        else:
+            self.caches = joining
+        self.rows += len(lanes)
+        self.places = self.rows
+        self.stand = list(range(self.rows))
+        used = self._sizes.used
+        pays = self.key_steps and meets_plans(self.caches)
+        self._in_sizes = pays if used is None else used
+        for lane in lanes:
+            lane.caches = []
+
+    def leave(self, stay: Sequence[int]) -> None:
+        """Keep these rows, in this order, and let go of the others."""
+        self.rows = len(stay)
+        self.stand = [self.stand[index] for index in stay]
+        size = self.size if self._wide else None
+        if not stay:
+            self.caches, self.places = [], 0
+        elif size != self.places or others_are_longer(self.caches, self.stand):
+            self._arrange(self.stand, size or self.rows)
+
+    def extract(self, row: int) -> list[Any]:
+        """Return caches that hold what one row does, of mlx-lm's kinds for one."""
+        return [cache.extract(self.stand[row]) for cache in self.caches]
+
+    def begin(self, count: int, *, whole: bool = False) -> "BatchRound":
+        """Open a round of which a prefix of each row, or with `whole` all, is kept.
+
+        Args:
+            count: how many positions of each row its first forward has. Of one, the
+                model is shown as many rows as before: no plan is made for them.
+            whole: promise that all or nothing will be kept.
+        """
+        self._wide = count > 1
+        size = self.size if self._wide else None
+        if size is not None and size != self.places:
+            self._arrange(self.stand, size)
+        return BatchRound(self, whole=whole)
+
+    def note_shape(self, count: int) -> None:
+        """Remember that so many positions of each row were fed."""
+        if count > 1 and self._in_sizes:
+            shape = (self.places, count, *columns_shown(self.caches))
+            self._fresh = self._fresh or shape not in self._met
+            self._met.add(shape)
+
+    def met_new_shapes(self) -> bool:
+        """Return whether a shape was fed for the first time since the last call.
+
+        Only where the model is shown sizes: a plan may have been made for it.
+        """
+        fresh, self._fresh = self._fresh, False
+        return fresh
+
+    @property
+    def fed_as(self) -> list[int]:
+        """The row whose tokens each place is fed: its own, or the first."""
+        found = [0] * self.places
+        for row, place in enumerate(self.stand):
+            found[place] = row
+        return found
+
+    def live(self, logits: mx.array) -> mx.array:
+        """Return the rows of an array of all places, [places, ...]."""
+        if self.stand == list(range(self.rows)):
+            return logits if self.rows == self.places else logits[: self.rows]
+        return logits[mx.array(self.stand)]
+
+    def _arrange(self, live: Sequence[int], places: int) -> None:
+        """Let rows stand first, and copies of the first of them in the others.
+
+        Args:
+            live: where they stand now.
+            places: how many there are to be.
+        """
+        order = [*live, *[live[0]] * (places - len(live))]
+        if order != list(range(self.places)):
+            indices = mx.array(order)
+            mx.eval(indices)  # caches read it, each in its turn
+            for cache in self.caches:
+                cache.filter(indices)
+            # By itself: as a part of the next forward it makes CUDA graphs that were
+            # not met before, and these take five times as long.
+            mx.async_eval(states(self.caches))
+        self.places = places
+        self.stand = list(range(len(live)))
+
+
+class BatchRound:
+    """One speculation on a batch; leaving it without a commit rolls back.
+
+    Attributes:
+        committed: whether it was committed, and not rolled back.
+    """
+
+    def __init__(self, lane: BatchLane, *, whole: bool = False) -> None:
+        self._lane, self._whole = lane, whole
+        # Which row each place is fed as; None: every place is a row.
+        self._fed_as = lane.fed_as if lane.places > lane.rows else None
+        self._speculation = Speculation(lane.caches, whole=whole)
+        self._follower = lane.follower
+        self._hidden = None if lane.follower is None else lane.follower.taps.states()
+        self._before: Unread | None = None  # what the follower held before the commit
+        self.committed = False
+
+    def forward(self, tokens: mx.array) -> mx.array:
+        """Feed tokens [rows, n]; return logits [rows, n, vocab], not evaluated."""
+        if self._fed_as is not None:
+            tokens = tokens[mx.array(self._fed_as)]
+        with ExitStack() as stack:
+            if self._follower is not None:
+                stack.enter_context(self._follower.taps.collect(self._hidden))
+            stack.enter_context(rows_of_a_round(tokens.size))
+            if self._whole:
+                stack.enter_context(layer_by_layer(tokens.size))
+            logits: mx.array = self._lane.model(tokens, cache=self._speculation.caches)
+        self._lane.note_shape(tokens.shape[1])
+        return logits if self._fed_as is None else self._lane.live(logits)
+
+    def prepare(self, keep: int | list[int]) -> None:
+        """Do what of `commit(keep)` can fail."""
+        self._speculation.prepare(self._each(keep))
+
+    def commit(self, keep: int | list[int]) -> None:
+        """Keep the first `keep` tokens of all rows, or so many of each."""
+        follower, hidden = self._follower, self._hidden
+        if follower is None or hidden is None:
+            self._speculation.commit(self._each(keep))
+        else:
+            added = follower.added(hidden, keep, self._lane.stand)  # what may fail
+            self._speculation.commit(self._each(keep))
+            self._before, follower.held = follower.held, added
+        self.committed = True
+
+    def rollback(self) -> None:
+        """Undo it, also after a commit while nothing else has written."""
+        self._speculation.rollback()
+        if self._follower is not None and self._before is not None:
+            self._follower.held, self._before = self._before, None
+        self.committed = False
+
+    def _each(self, keep: int | list[int]) -> int | list[int]:
+        """Let the other places keep as many as the first row does."""
+        if isinstance(keep, int) or self._fed_as is None:
+            return keep
+        return [keep[row] for row in self._fed_as]
+
+    def __enter__(self) -> "BatchRound":
+        self._speculation.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._speculation.__exit__(*error)

@@ -1,0 +1,108 @@
+"""The hidden states of what a lane has committed, for drafters that read them.
+
+    committed = CommittedStates(taps, lambda states: states.after_norm)
+    lane.follower = committed
+    ...                                   # prompts are fed, rounds are committed
+    committed.between(3, 7)               # states of the known tokens 3 to 6
+
+Every commit of the lane adds the states of the kept positions, whichever kind of round
+it was, and a commit that is taken back takes them away again. Whoever has read some
+drops them. States are one array for a position: what `select` returns.
+"""
+
+import weakref
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from mlx_speculation.models.introspect.hidden_states import HiddenStates
+from mlx_speculation.models.introspect.taps import States
+
+Callback = Callable[[], None]
+
+# Twice the longest chunk of a prompt: while a drafter reads, there are never more.
+MOST_UNREAD = 4096
+
+
+class CommittedStates:
+    """States of positions [start, stop); they count the lane's known tokens.
+
+    Args:
+        taps: what sees the states.
+        select: picks, or joins, states [1, positions, dim].
+
+    Attributes:
+        taps: the same.
+        select: the same.
+    """
+
+    def __init__(
+        self, taps: HiddenStates, select: Callable[[States], mx.array]
+    ) -> None:
+        self.taps = taps
+        self.select = select
+        self._after_chunk: weakref.WeakMethod[Callback] | None = None
+        self._through: weakref.WeakMethod[Callable[[Callback], None]] | None = None
+        self.start = self.stop = 0
+        self._parts: list[mx.array] = []
+
+    def add(self, first: int, states: States, keep: int) -> None:
+        """Add the first `keep` positions of a round that began at position `first`.
+
+        Where positions were left out, those before the gap are dropped, and so are
+        those that nobody has read for very long.
+        """
+        if first != self.stop or self.stop - self.start > MOST_UNREAD:
+            self._parts, self.start = [], first
+        self.stop = first + keep
+        if keep:
+            self._parts.append(self.select(states)[:, :keep])
+
+    def take_back(self, stop: int) -> None:
+        """Remove the states of positions from `stop` on."""
+        if stop <= self.start:
+            self._parts, self.start = [], stop
+        else:
+            left = self.between(self.start, min(stop, self.stop))
+            self._parts = [left]
+        self.stop = min(stop, self.stop)
+
+    def between(self, start: int, stop: int) -> mx.array:
+        """Return the states of positions [start, stop), [1, stop - start, dim]."""
+        assert self.start <= start < stop <= self.stop
+        if len(self._parts) > 1:
+            self._parts = [mx.concatenate(self._parts, axis=1)]
+        return self._parts[0][:, start - self.start : stop - self.start]
+
+    def drop(self, start: int) -> None:
+        """Forget the states of positions before `start`."""
+        if start >= self.stop:
+            self._parts, self.start = [], self.stop
+        elif start > self.start:
+            self._parts, self.start = [self.between(start, self.stop)], start
+
+    def after_chunk(self, method: Callback) -> None:
+        """Call a bound method after each chunk of a prompt.
+
+        It should read and drop what it can: the states of a long prompt are large. It
+        is not kept alive.
+        """
+        self._after_chunk = weakref.WeakMethod(method)  # no cycle around the caches
+
+    def call_through(self, caller: Callable[[Callback], None]) -> None:
+        """Let a bound method call the one of `after_chunk`; it is not kept alive."""
+        self._through = weakref.WeakMethod(caller)
+
+    def chunk_done(self) -> None:
+        """Say that a chunk of a prompt was committed."""
+        method = None if self._after_chunk is None else self._after_chunk()
+        through = None if self._through is None else self._through()
+        if method is not None and through is not None:
+            through(method)
+        elif method is not None:
+            method()
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What is held, to be evaluated."""
+        return self._parts

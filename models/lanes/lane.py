@@ -1,0 +1,336 @@
+"""A model, its caches, and how many tokens they hold.
+
+The target and a draft model are both lanes. A lane is fed `tokens[seen:]`, so it
+does not matter how far one lags behind the other. It knows no text and no sampler.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_speculation.caches import (
+    KVQuantization,
+    Snapshot,
+    Speculation,
+    check_single,
+    check_supported,
+    position,
+    restore,
+    states,
+    with_slack,
+)
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.interrupts import checkpoint
+from mlx_speculation.models.cpu.compiled_draft import CompiledSteps
+from mlx_speculation.models.cpu.submit_layers import layer_by_layer
+from mlx_speculation.models.introspect.hidden_states import HiddenStates
+from mlx_speculation.models.introspect.taps import States
+from mlx_speculation.models.lanes.committed_states import CommittedStates
+from mlx_speculation.models.lanes.padded_keys import takes_key_steps
+from mlx_speculation.models.lanes.restore_points import RestorePoints
+from mlx_speculation.models.recurrent.recorder import noting_reruns
+from mlx_speculation.models.round_context import rows_of_a_round
+
+PREFILL_STEP = 2048
+COUNTED_EVERY = 64  # rounds; to look at one takes some ten microseconds a layer
+
+Replaced = list[tuple[int, Any]]
+Sliding = Literal["slack", "native"]
+
+
+class Lane:
+    """One model with its caches.
+
+    Args:
+        model: an mlx-lm model; `model(ids, cache=caches)` returns
+            logits [batch, positions, vocab].
+        caches: mlx-lm caches of this model; new ones are made when omitted.
+        seen: how many tokens of the sequence they hold.
+        sliding: "slack" puts sliding caches in place of the new rings; "native"
+            leaves them. Passed caches stay as they are.
+
+    Attributes:
+        prefill_step: how many tokens of a prompt are fed at once.
+        shows: evaluate the hidden states of every chunk of a prompt. Ranks that share
+            a target have to do so where one of them reads the states.
+        heard: called with the number of tokens of every chunk of a prompt, once it is
+            kept.
+        quantization: when the caches are quantized; the list then holds new ones.
+        compiled: computes the forwards of rounds where it serves; of a draft's lane.
+        guesses: whether its tokens only propose. Prompts are then read in the ways of a
+            round too, see `models.round_context`: faster, and other than mlx's by
+            rounding.
+
+    Raises:
+        UnsupportedCacheError: a cache is of an unknown kind, or holds a batch.
+        InvalidRequestError: the number of caches is not the model's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        caches: list[Any] | None = None,
+        seen: int = 0,
+        *,
+        sliding: Sliding = "native",
+    ) -> None:
+        own = make_prompt_cache(model)
+        if caches is None:
+            caches = with_slack(own) if sliding == "slack" else own
+        self.model = model
+        self.caches = caches
+        self.seen = seen
+        self.reruns = 0
+        self.mixer_reruns = 0
+        self.points: RestorePoints | None = None
+        self.taps: HiddenStates | None = None
+        self.follower: CommittedStates | None = None
+        self.shows = False
+        self.round_bytes = 0  # the most that an open round was seen to hold
+        self._widest = self._rounds = 0
+        self.key_steps = takes_key_steps(model)
+        self.prefill_step = PREFILL_STEP
+        self.heard: Callable[[int], None] | None = None
+        self.quantization: KVQuantization | None = None
+        self.compiled: CompiledSteps | None = None
+        self.guesses = False
+        check_supported(self.caches)
+        check_single(self.caches)
+        if len(self.caches) != len(own):
+            raise InvalidRequestError(
+                f"{len(self.caches)} caches were passed, and the model has {len(own)}. "
+                "Pass all that make_prompt_cache(model) returns, and no others."
+            )
+        self._unknown = (position(self.caches) or 0) - seen
+
+    @property
+    def room(self) -> int | None:
+        """How many tokens a round may feed; None: as many as it likes."""
+        held = self.quantization
+        return None if held is None else held.room(self.caches)
+
+    def begin(self, *, whole: bool = False) -> "LaneRound":
+        """Open a round of forwards of which a prefix, or with `whole` all, is kept.
+
+        Raises:
+            InvalidRequestError: the caches do not hold what this lane left in them.
+        """
+        lane_round = LaneRound(self, whole=whole)
+        held = lane_round.start
+        if held is not None and held != self._unknown + self.seen:
+            raise InvalidRequestError(
+                f"The caches hold {held} tokens, and {self._unknown + self.seen} were "
+                "left in them: something else has written. Use caches in one stream."
+            )
+        return lane_round
+
+    def count_bytes(self, speculation: Speculation, width: int, whole: bool) -> None:
+        """Note what an open round holds, if it is the first so wide, or their turn.
+
+        A chunk of a prompt, which is kept whole, is no round.
+        """
+        if whole and width > 1:
+            return
+        self._rounds += 1
+        if width > self._widest or self._rounds % COUNTED_EVERY == 0:
+            self._widest = max(self._widest, width)
+            self.round_bytes = max(self.round_bytes, speculation.nbytes)
+
+    def resume(self, held: Snapshot) -> None:
+        """Let the caches hold the tokens of a snapshot that begins at the first."""
+        restore(held, self.caches)
+        self.seen = held.stop
+
+    def feed(
+        self,
+        tokens: Sequence[int],
+        step: int | None = None,
+        each: Callable[[Sequence[int], States], None] | None = None,
+        fits: Callable[[int], bool] | None = None,
+    ) -> bool:
+        """Feed committed tokens in chunks of at most `step`, each one kept whole.
+
+        With `points`, chunks also end where a restore point is due, and at the end.
+        An error leaves the caches at the end of the last finished chunk. Feeding the
+        rest then, or after a chunk that did not fit, makes the same chunks.
+
+        Args:
+            tokens: the tokens.
+            step: the most that are fed at once; `prefill_step` when omitted.
+            each: called with every chunk and its hidden states, evaluated, once the
+                chunk is kept; the lane needs `taps`. Without it none are computed.
+            fits: asked with the number of tokens of every chunk before it is fed.
+
+        Returns:
+            Whether all were fed: no chunk did not fit.
+        """
+        start, step = 0, step or self.prefill_step
+        while start < len(tokens):
+            width = step if self.points is None else self.points.next_chunk(self, step)
+            chunk = tokens[start : start + width]
+            if fits is not None and not fits(len(chunk)):
+                return False
+            with self.begin(whole=True) as lane_round:
+                lane_round.forward(mx.array(list(chunk)))
+                shows = self.shows or each is not None
+                shown = lane_round.hidden.arrays if shows else []
+                mx.eval(states(lane_round.presented), shown)
+                lane_round.commit(len(chunk))
+            if lane_round.replaced:
+                mx.eval(states(self.caches))  # or the old arrays stay until it is
+            start += len(chunk)
+            if each is not None:
+                each(chunk, lane_round.hidden)
+            if self.follower is not None:
+                self.follower.chunk_done()
+            if self.points is not None:
+                self.points.take(self)
+            if len(chunk) > 1:
+                mx.clear_cache()
+            if self.heard is not None:
+                self.heard(len(chunk))
+            checkpoint()
+        return True
+
+
+class LaneRound:
+    """One speculation on a lane: forwards, then a prefix of them is kept.
+
+    Use it as a context manager: leaving without a commit rolls back.
+
+    Attributes:
+        replaced: the caches that its commit has quantized, as they were.
+    """
+
+    def __init__(self, lane: Lane, *, whole: bool = False) -> None:
+        self._lane, self._whole = lane, whole
+        self._fed: list[mx.array] = []
+        self._width = 0  # tokens fed
+        self._taps = lane.taps if lane.follower is None else lane.follower.taps
+        self._hidden = None if self._taps is None else self._taps.states()
+        self._again: list[Speculation] = []
+        # Bound to no method of this object: a cycle would keep old states alive.
+        rerun = None if whole else partial(_feed_again, lane, self._fed, self._again)
+        self._speculation = Speculation(
+            lane.caches,
+            whole=whole,
+            rerun=rerun,
+            key_steps=lane.key_steps and not whole,
+        )
+        self._committed = 0
+        self._prepared: int | None = None
+        self._mixers_ran = False
+        self.replaced: Replaced = []
+
+    @property
+    def start(self) -> int | None:
+        """How many positions the caches hold. Legal until the first forward."""
+        return self._speculation.start
+
+    @property
+    def presented(self) -> list[Any]:
+        """The caches that the model writes to."""
+        return self._speculation.caches
+
+    @property
+    def hidden(self) -> States:
+        """The hidden states of all forwards of this round, [1, positions, dim] each.
+
+        Those of committed tokens stay valid when the model runs again for the caches.
+
+        Raises:
+            InvalidRequestError: the lane had no taps when the round began.
+        """
+        if self._hidden is None:
+            raise InvalidRequestError(
+                "This round collects no hidden states. Before it begins: "
+                "lane.taps = HiddenStates(lane.model, after_norm=True)"
+            )
+        return self._hidden
+
+    def forward(self, tokens: mx.array) -> mx.array:
+        """Feed `tokens` [n] and return their logits [n, vocab], not yet evaluated.
+
+        With `taps` or a follower on the lane, their hidden states are added to
+        `hidden`.
+        """
+        self._fed.append(tokens)
+        self._width += tokens.shape[0]
+        lane = self._lane
+        if lane.compiled is not None and lane.compiled.serves(lane.caches, len(tokens)):
+            return lane.compiled.forward(tokens, lane.caches)
+        model, presented = lane.model, self._speculation.caches
+        if self._whole and not lane.guesses:  # a plain step, or part of a prompt
+            ways: AbstractContextManager[None] = layer_by_layer(len(tokens))
+        else:
+            ways = rows_of_a_round(len(tokens))
+        logits: mx.array
+        if self._taps is None:
+            with ways:
+                logits = model(tokens[None], cache=presented)
+        else:
+            with self._taps.collect(self._hidden), ways:
+                logits = model(tokens[None], cache=presented)
+        return logits.squeeze(0)
+
+    def prepare(self, keep: int) -> None:
+        """Do what of `commit(keep)` can fail; see `Speculation.prepare`."""
+        if self._whole:  # nothing is run again to keep all
+            self._speculation.prepare(keep)
+        else:
+            with noting_reruns() as ran:
+                self._speculation.prepare(keep)
+            self._mixers_ran = bool(ran)
+        self._prepared = keep
+
+    def commit(self, keep: int) -> None:
+        """Keep the first `keep` tokens fed; see `Speculation.commit`."""
+        if self._prepared != keep:
+            self.prepare(keep)
+        lane, speculation = self._lane, self._speculation
+        lane.count_bytes(speculation, self._width, self._whole)
+        speculation.commit(keep)
+        self._committed = keep
+        if lane.follower is not None and self._hidden is not None:
+            lane.follower.add(lane.seen, self._hidden, keep)
+        lane.seen += keep
+        lane.reruns += speculation.reran
+        lane.mixer_reruns += self._mixers_ran
+        if lane.quantization is not None:
+            self.replaced = lane.quantization.replace(lane.caches)
+
+    def rollback(self) -> None:
+        """Undo every forward, also after a commit while nothing else has written."""
+        for place, cache in self.replaced:
+            self._lane.caches[place] = cache
+        self.replaced = []
+        self._speculation.rollback()
+        for again in self._again:  # where the model ran again, this one has written
+            again.rollback()
+        self._lane.seen -= self._committed
+        if self._lane.follower is not None and self._committed:
+            self._lane.follower.take_back(self._lane.seen)
+        self._committed = 0
+
+    def __enter__(self) -> "LaneRound":
+        self._speculation.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._speculation.__exit__(*error)
+
+
+def _feed_again(
+    lane: Lane, fed: list[mx.array], done: list[Speculation], keep: int
+) -> None:
+    """Feed the first `keep` of the fed tokens to caches that were rolled back."""
+    tokens = mx.concatenate(fed)[:keep]
+    with Speculation(lane.caches, whole=True) as again:
+        lane.model(tokens[None], cache=again.caches)
+        again.commit(keep)
+    done.append(again)

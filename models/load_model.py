@@ -1,0 +1,268 @@
+"""Loading a model and its tokenizer with mlx-lm, ready for this machine."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from mlx_lm.utils import (
+    _download,
+    _get_classes,
+    dequantize_model,
+    load_adapters,
+    load_model,
+    load_tokenizer,
+)
+
+from mlx_speculation.errors import InvalidRequestError, ModelFolderError
+from mlx_speculation.models.config_json import read_config
+from mlx_speculation.models.instance_hooks import derived, plain_class
+from mlx_speculation.models.mtp.files import is_leftover, sidecar_names
+from mlx_speculation.models.sharding import Group, Parallel, check_parallel, spread
+
+ADAPTER = ("adapter_config.json", "adapters.safetensors")
+NEEDED = ("config.json", "tokenizer_config.json")
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is a file or folder of that name.
+
+    Raises:
+        ModelFolderError: nobody can tell: the name is too long, or may not be read.
+    """
+    try:
+        return path.exists()
+    except OSError as error:
+        raise ModelFolderError(
+            f"{_cut(str(path))!r} cannot be looked at: {error.strerror}. Pass the path "
+            "of a folder that you may read."
+        ) from error
+
+
+def check_model_folder(path_or_repo: str | Path) -> None:
+    """Refuse what is neither a model folder nor the name of a repository.
+
+    Raises:
+        ModelFolderError: names what was found and what a model folder holds.
+    """
+    path = Path(path_or_repo).expanduser()
+    if not is_there(path):
+        name = str(path_or_repo)
+        if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+            return  # organisation/model: mlx-lm asks the hub
+        raise ModelFolderError(
+            f"There is no folder {name!r}, and it is not the name of a repository "
+            "(organisation/model). Pass the path of a folder in mlx-lm's layout."
+        )
+    if not path.is_dir():
+        raise ModelFolderError(
+            f"{str(path)!r} is a file, and a model is a folder with config.json, "
+            "model*.safetensors and a tokenizer. Pass the folder."
+        )
+    missing = [name for name in NEEDED if not (path / name).is_file()]
+    if not any(path.glob("model*.safetensors")):
+        missing.append("model*.safetensors")
+    if missing:
+        raise ModelFolderError(
+            f"The folder {str(path)!r} lacks {', '.join(missing)}. Pass a folder in "
+            "mlx-lm's layout, for example one written by mlx_lm.convert."
+        )
+
+
+def runs_on_linux_cpu() -> bool:
+    """Whether arrays live on the CPU and no GPU backend could take them."""
+    on_cpu: bool = mx.default_device().type == mx.DeviceType.cpu
+    return on_cpu and not mx.metal.is_available()
+
+
+def to_float32(model: nn.Module, *, lazy: bool = False) -> nn.Module:
+    """Dequantize and widen the weights to float32; with `lazy`, evaluate nothing.
+
+    On a Linux CPU only float32 products go through BLAS; the cost of a quantized or
+    half-precision product grows with every row, so that verifying k drafts would cost
+    k steps. The price is memory: 4 bytes a weight.
+    """
+    model.set_dtype(mx.float32)  # scales first, so that products do not round
+    model = dequantize_model(model)
+    if not lazy:
+        mx.eval(model.parameters())
+    return model
+
+
+def model_folder(path_or_repo: str | Path) -> Path:
+    """Return the folder of a model, after fetching it if a repository is named.
+
+    Raises:
+        ModelFolderError: it is neither a model folder nor the name of a repository.
+    """
+    check_model_folder(path_or_repo)
+    folder = Path(path_or_repo).expanduser()
+    if folder.exists():
+        return folder
+    try:
+        return Path(_download(str(path_or_repo)))
+    except Exception as error:  # the hub raises of many kinds
+        raise ModelFolderError(
+            f"The repository {str(path_or_repo)!r} could not be fetched: "
+            f"{type(error).__name__}: {_shortened(error)}. Check its name and the "
+            "network, or pass the path of a folder."
+        ) from error
+
+
+def load(
+    path_or_repo: str | Path,
+    *,
+    adapter_path: str | Path | None = None,
+    trust_remote_code: bool = False,
+    group: Group | None = None,
+    parallel: Parallel = "tensor",
+) -> tuple[nn.Module, Any]:
+    """Load a model with mlx-lm, plus what this device needs.
+
+    Tensors of an MTP head beside the model's own are left out, also where mlx-lm would
+    not load the model because of them. All others have to be the model's.
+
+    Args:
+        path_or_repo: a folder in mlx-lm's layout, or the name of a repository.
+        adapter_path: a folder of adapter weights that mlx_lm.lora made for it.
+        trust_remote_code: let code in the folder run, of the model or its tokenizer.
+        group: spread the model over its ranks; every rank calls this, and keeps its
+            part of the weights.
+        parallel: how: "tensor" or "pipeline".
+
+    Returns:
+        The model and mlx-lm's tokenizer wrapper. On a Linux CPU the weights are
+        float32, dequantized where they were quantized; elsewhere as on disk.
+
+    Raises:
+        ModelFolderError: the folder is not a model, or mlx-lm could not read it, or
+            the adapter.
+        UnsupportedModelError: the model cannot be spread so over the ranks.
+        InvalidRequestError: an adapter was named for a model that is spread.
+    """
+    check_parallel(parallel)
+    spreads = group is not None and group.size() > 1
+    check_model_folder(path_or_repo)
+    if adapter_path is not None:
+        if spreads:
+            raise InvalidRequestError(
+                "adapter_path and a group of several ranks were passed, and mlx-lm "
+                "cannot spread an adapter's layers. Fuse it first with mlx_lm.fuse."
+            )
+        _check_adapter(Path(adapter_path).expanduser())
+    folder = model_folder(path_or_repo)
+    _check_config(folder, trust_remote_code)
+    more = {"trust_remote_code": trust_remote_code}
+    try:
+        model, config = _load_trunk(folder, trust_remote_code, lazy=spreads)
+        ends = config.get("eos_token_id")
+        tokenizer = load_tokenizer(folder, more, eos_token_ids=ends)
+    except ModelFolderError:
+        raise
+    except Exception as error:
+        raise ModelFolderError(
+            f"mlx-lm {mlx_lm.__version__} could not load {str(path_or_repo)!r}: "
+            f"{type(error).__name__}: {_shortened(error)}. Check the folder with "
+            "mlx_lm.generate."
+        ) from error
+    _check_ends(tokenizer.eos_token_ids, path_or_repo)
+    if adapter_path is not None:
+        model = _adapted(model, Path(adapter_path).expanduser())
+    if runs_on_linux_cpu():
+        model = to_float32(model, lazy=spreads)
+    if group is not None and spreads:
+        spread(model, group, parallel)
+        mx.eval(model.parameters())
+    return model, tokenizer
+
+
+def _check_config(folder: Path, trust_remote_code: bool) -> None:
+    """Refuse a config.json that names no architecture, or code that is not trusted."""
+    config = read_config(folder)
+    file, where = config.get("model_file"), str(folder / "config.json")
+    if file is not None and not trust_remote_code:
+        raise ModelFolderError(
+            f"{where!r} has model_file {file!r}: the model is built by code in its "
+            "folder, and that is not run unasked. If you trust it, pass "
+            "trust_remote_code=True (--trust-remote-code)."
+        )
+    if file is None and not isinstance(config.get("model_type"), str):
+        raise ModelFolderError(
+            f"{where!r} has model_type {config.get('model_type')!r}, and the name of "
+            "an architecture is needed, such as 'llama'. Take a whole checkpoint."
+        )
+
+
+def _check_ends(ends: Collection[Any], path_or_repo: str | Path) -> None:
+    """Refuse ends of text that are no token ids."""
+    wrong = [end for end in ends if end is not None and type(end) is not int]
+    if wrong:
+        raise ModelFolderError(
+            f"The configuration of {str(path_or_repo)!r} says eos_token_id "
+            f"{wrong[0]!r}, and whole numbers are needed. Mend config.json or "
+            "generation_config.json."
+        )
+
+
+def _check_adapter(folder: Path) -> None:
+    """Refuse a folder that holds no adapter."""
+    missing = [name for name in ADAPTER if not is_there(folder / name)]
+    if missing:
+        raise ModelFolderError(
+            f"The adapter {str(folder)!r} lacks {', '.join(missing)}. Pass the folder "
+            "that mlx_lm.lora has written (--adapter-path)."
+        )
+
+
+def _adapted(model: nn.Module, folder: Path) -> nn.Module:
+    """Return a model with an adapter's layers."""
+    try:
+        model = load_adapters(model, str(folder))
+    except Exception as error:
+        raise ModelFolderError(
+            f"mlx-lm {mlx_lm.__version__} could not load the adapter {str(folder)!r}: "
+            f"{type(error).__name__}: {_shortened(error)}. Check that it was made for "
+            "this model."
+        ) from error
+    model.eval()
+    return model
+
+
+def _shortened(error: Exception) -> str:
+    """Return what an error says, on one line."""
+    return _cut(" ".join(str(error).split()) or repr(error)).rstrip(".")
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= 300 else f"{line[:300]} ..."
+
+
+def _load_trunk(
+    folder: Path, trust_remote_code: bool, *, lazy: bool = False
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Load a model whose class, for as long as that takes, drops what is a head's."""
+    beside = sidecar_names(folder)
+
+    def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+        kind, arguments = _get_classes(config)
+
+        def sanitize(self: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
+            trunk = len(getattr(self, "layers", ()))
+            own = {
+                name: value
+                for name, value in weights.items()
+                if name not in beside and not is_leftover(kind.__module__, name, trunk)
+            }
+            theirs = getattr(kind, "sanitize", None)
+            cleaned: dict[str, Any] = own if theirs is None else theirs(self, own)
+            return cleaned
+
+        return derived(kind, {"sanitize": sanitize}), arguments
+
+    model, config = load_model(
+        folder, lazy, get_model_classes=classes, trust_remote_code=trust_remote_code
+    )
+    model.__class__ = plain_class(model)
+    return model, config

@@ -1,0 +1,304 @@
+"""The slots of an MTP head: which of them its caches hold, and rounds over the next.
+
+With n known slots of committed text, a round over slots m to n - 1 of a head with one
+layer writes them, and then as many slots of drafts as are asked for. A commit keeps
+slots m to n - 1: they stay whatever is accepted, since they are of committed text.
+
+In a chain of layers each has its own cache. Layer k reads the states of layer k - 1 at
+the same slots and tokens k further, so of its slots the last k are of drafts, and what
+they read has to wait for the next round:
+
+    n = 6, two layers             layer 0            layer 1
+    held before the round         slots 0 to 2       slots 0 to 1; slot 2 waits
+    run                           slots 3 to 5       slots 2 to 5, slot 5 with a draft
+    kept                          slots 3 to 5       slots 2 to 4; slot 5 waits
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from mlx_speculation.caches import Speculation, states, with_slack
+from mlx_speculation.models.mtp.head import MtpOutput
+
+# (layer, first slot, slots) -> token ids [1, slots] that the layer pairs with them
+TokensOf = Callable[[int, int, int], mx.array]
+ChooseNext = Callable[[mx.array], tuple[mx.array, bool]]
+
+
+class SlotHead(Protocol):
+    """What slots need to know of a head."""
+
+    @property
+    def chained(self) -> bool:
+        """Whether each layer makes one draft of a chain."""
+        ...
+
+    @property
+    def depth(self) -> int | None:
+        """The most drafts that it is good for."""
+        ...
+
+    def new_caches(self) -> list[list[Any]]:
+        """Return new caches, a list for each layer."""
+        ...
+
+
+class OnTarget(Protocol):
+    """A head on its target: an `Mtp`, or what takes its place."""
+
+    @property
+    def head(self) -> SlotHead:
+        """The head."""
+        ...
+
+    def rows(
+        self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
+    ) -> MtpOutput:
+        """Run all slots to the end; see `Mtp.rows`."""
+        ...
+
+    def step(
+        self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
+    ) -> MtpOutput:
+        """Run the last slot to the end; see `Mtp.step`."""
+        ...
+
+    def history(
+        self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
+    ) -> None:
+        """Write the keys and values of slots; see `Mtp.history`."""
+        ...
+
+
+class Slots(Protocol):
+    """The caches of a head, and rounds over the slots that follow: `MtpSlots`.
+
+    Attributes:
+        first: the first slot that they hold.
+    """
+
+    first: int
+
+    @property
+    def end(self) -> int:
+        """The slot that comes next."""
+        ...
+
+    @property
+    def lag(self) -> int:
+        """How many slots a layer is behind the first one."""
+        ...
+
+    @property
+    def held(self) -> list[Any]:
+        """Everything that they hold, for a count of bytes."""
+        ...
+
+    def feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
+        """Write slots of committed text, and keep them."""
+        ...
+
+    def draft(
+        self,
+        hidden: mx.array,
+        stop: int,
+        tokens_of: TokensOf,
+        choose: ChooseNext,
+        count: int,
+    ) -> None:
+        """Open a round: write slots of committed text, and draft behind them."""
+        ...
+
+    def commit(self) -> None:
+        """Keep what of the round is of committed text."""
+        ...
+
+    def rollback(self) -> None:
+        """Undo the round, also after its commit. Never raises."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What the caches hold.
+
+    Attributes:
+        ends: for each layer, the slot that comes next.
+        waiting: for each layer, what the layer before made of slots from there to its
+            own end, [1, slots, dim]; None: no slots.
+    """
+
+    ends: tuple[int, ...]
+    waiting: tuple[mx.array | None, ...]
+
+
+class MtpSlots:
+    """The caches of a head, from slot `first` on.
+
+    Args:
+        mtp: the head on its target.
+        first: the first slot that they will hold.
+
+    Attributes:
+        mtp: the same.
+    """
+
+    def __init__(self, mtp: OnTarget, first: int = 0) -> None:
+        self.mtp = mtp
+        layers = mtp.head.new_caches()
+        self._caches = [with_slack(caches) for caches in layers]
+        self._held = _Held((first,) * len(layers), (None,) * len(layers))
+        self._before = self._after = self._held
+        self._round: list[Speculation] = []
+        self.first = first
+
+    @property
+    def end(self) -> int:
+        """The slot that comes next."""
+        return self._held.ends[0]
+
+    @property
+    def lag(self) -> int:
+        """How many slots a layer of a chain is behind the first one."""
+        return self.end - min(self._held.ends)
+
+    @property
+    def caches(self) -> list[Any]:
+        """The caches of the first layer, which makes all drafts but in a chain."""
+        return self._caches[0]
+
+    @property
+    def held(self) -> list[Any]:
+        """The caches, and states that wait, for a count of bytes."""
+        return [self._caches, self._held.waiting]
+
+    def feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
+        """Write slots of committed text to all layers, and keep them, or none.
+
+        Args:
+            hidden: the target's states at slots [end, stop), [1, stop - end, dim].
+            stop: where they end.
+            tokens_of: their tokens.
+        """
+        try:
+            self._feed(hidden, stop, tokens_of)
+        except BaseException:
+            self.rollback()
+            raise
+        self._round, self._before = [], self._held
+
+    def _feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
+        held = self._before = self._after = self._held
+        inputs: mx.array | None = hidden
+        ends, waiting, self._round = list(held.ends), list(held.waiting), []
+        for layer, caches in enumerate(self._caches):
+            if layer:
+                inputs = _joined(waiting[layer], inputs)
+            width = max(0, stop - layer - ends[layer])
+            last = layer == len(ends) - 1
+            speculation = Speculation(caches, whole=True)
+            self._round.append(speculation)
+            rest = None if inputs is None else _some(inputs[:, width:])
+            made: mx.array | None = None
+            if inputs is not None and width:
+                tokens = tokens_of(layer, ends[layer], width)
+                part = inputs[:, :width]
+                if last:
+                    self.mtp.history(part, tokens, speculation.caches, layer)
+                else:
+                    out = self.mtp.rows(part, tokens, speculation.caches, layer)
+                    made = out.recycled
+            waiting[layer] = rest if layer else None
+            ends[layer] += width
+            inputs = made
+        self._after = _Held(tuple(ends), tuple(waiting))
+        self.commit()
+        held_arrays = [array for array in waiting if array is not None]
+        mx.eval([states(caches) for caches in self._caches], held_arrays)
+
+    def draft(
+        self,
+        hidden: mx.array,
+        stop: int,
+        tokens_of: TokensOf,
+        choose: ChooseNext,
+        count: int,
+    ) -> None:
+        """Open a round: write slots of committed text, and draft behind them.
+
+        Args:
+            hidden: the target's states at slots [end, stop), at least one.
+            stop: where they end.
+            tokens_of: the tokens that they are paired with; for a layer of a chain,
+                the drafts that were chosen before among them.
+            choose: gets logits [1, vocab] for the next draft, returns it, [1], and
+                whether another one is wanted; of a chain all are made.
+            count: how many drafts to make at most; at least 1, and no more than the
+                head's depth.
+        """
+        held, head = self._held, self.mtp.head
+        ends, waiting = list(held.ends), list(held.waiting)
+        layers = count if head.chained else 1
+        self._round, self._before, self._after = [], held, held
+        inputs, out, token, more = hidden, None, None, True
+        for layer in range(layers):
+            joined = _joined(waiting[layer], inputs) if layer else inputs
+            assert joined is not None
+            speculation = Speculation(self._caches[layer], key_steps=True)
+            self._round.append(speculation)
+            # Whole rows where the next layer reads them, in this round or a later one.
+            whole = layer + 1 < len(ends)
+            run = self.mtp.rows if whole else self.mtp.step
+            tokens = tokens_of(layer, ends[layer], joined.shape[1])
+            out = run(joined, tokens, speculation.caches, layer)
+            token, more = choose(out.logits[:, -1])
+            end = max(ends[layer], stop - layer)
+            if layer:
+                begun = ends[layer]
+                waiting[layer] = _some(joined[:, end - begun : ends[layer - 1] - begun])
+            ends[layer], inputs = end, out.recycled
+        if layers < len(ends):
+            joined = _joined(waiting[layers], inputs)
+            assert joined is not None
+            waiting[layers] = _some(joined[:, : ends[layers - 1] - ends[layers]])
+        self._after = _Held(tuple(ends), tuple(waiting))
+        for _ in range(layers, count):
+            assert out is not None
+            assert token is not None
+            if not more:
+                break
+            out = self._again(out, token)
+            token, more = choose(out.logits[:, -1])
+
+    def commit(self) -> None:
+        """Keep what of the round is of committed text."""
+        for layer, speculation in enumerate(self._round):
+            speculation.commit(self._after.ends[layer] - self._held.ends[layer])
+        self._before, self._held = self._held, self._after
+
+    def rollback(self) -> None:
+        """Undo the round, also after its commit. Never raises."""
+        for speculation in self._round:
+            speculation.rollback()
+        if self._held is self._after:
+            self._held = self._before
+        self._after = self._held
+        self._round = []
+
+    def _again(self, out: MtpOutput, token: mx.array) -> MtpOutput:
+        """Run the slot of a draft: the head's own state, and the draft."""
+        caches = self._round[0].caches
+        return self.mtp.step(out.recycled[:, -1:], token[None], caches)
+
+
+def _joined(first: mx.array | None, second: mx.array | None) -> mx.array | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return mx.concatenate([first, second], axis=1)
+
+
+def _some(array: mx.array) -> mx.array | None:
+    return array if array.shape[1] else None

@@ -1,0 +1,121 @@
+"""What an MTP head was trained with, and no tensor shows.
+
+A contract as fields of a JSON file, and back, with every field checked.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from mlx_speculation.errors import InvalidRequestError, ModelFolderError
+
+Side = Literal["after_norm", "before_norm"]
+Order = Literal["embedding_first", "hidden_first"]
+# A tuple names those norms that are stored as w and applied as 1 + w.
+Norms = Literal["stored", "plus_one"] | tuple[str, ...]
+# The norms of a layer of a head, by their names in `MtpHead`, that packs were seen to
+# differ in: some of them were converted, and others were left.
+MIXED_NORMS = ("norm_e", "norm_h", "input_layernorm", "post_attention_layernorm")
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """What a head was trained with, and its tensors do not show.
+
+    Attributes:
+        hidden: which state of the target goes in: after or before its final norm.
+        recycled: which state of the head goes into its next step.
+        order: what comes first in the concatenation.
+        norms: how norm weights are stored: "stored" is used as it is, to "plus_one"
+            one is added; a tuple names those of `MIXED_NORMS` to which one is added.
+            None: the files decide.
+
+    Raises:
+        InvalidRequestError: a field has none of these values.
+    """
+
+    hidden: Side = "after_norm"
+    recycled: Side = "after_norm"
+    order: Order = "embedding_first"
+    norms: Norms | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in allowed:
+                raise InvalidRequestError(_not_one(name, value, allowed))
+        norms = self.norms
+        if isinstance(norms, tuple):
+            known = bool(norms) and set(norms) <= set(MIXED_NORMS)
+        else:
+            known = norms is None or norms in ("stored", "plus_one")
+        if not known:
+            names = ("stored", "plus_one", f"a tuple of {', '.join(MIXED_NORMS)}")
+            raise InvalidRequestError(_not_one("norms", norms, names))
+
+
+# What the other fields may be.
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "hidden": get_args(Side),
+    "recycled": get_args(Side),
+    "order": get_args(Order),
+}
+
+
+def _not_one(name: str, value: Any, allowed: Iterable[str]) -> str:
+    return (
+        f"{name} of a contract is {value!r}, and one of {'; '.join(allowed)} is needed."
+    )
+
+
+FIELDS = ("hidden", "recycled", "order", "norms")
+
+
+def fields_of(contract: Contract) -> dict[str, Any]:
+    """Return a contract as an object of JSON."""
+    norms = contract.norms
+    return {
+        "hidden": contract.hidden,
+        "recycled": contract.recycled,
+        "order": contract.order,
+        "norms": list(norms) if isinstance(norms, tuple) else norms,
+    }
+
+
+def contract_of(fields: Any, where: str, usual: Contract | None = None) -> Contract:
+    """Return the contract that an object of JSON is.
+
+    Args:
+        fields: the object; what it lacks is the usual contract's.
+        where: it stands, for messages.
+        usual: the usual contract.
+
+    Raises:
+        ModelFolderError: it is no object, or has a field or value that is not known.
+    """
+    if not isinstance(fields, Mapping):
+        raise ModelFolderError(
+            f"The contract in {where} is a {type(fields).__name__}, and an object "
+            f"with some of {', '.join(FIELDS)} is needed."
+        )
+    unknown = sorted(map(str, fields.keys() - set(FIELDS)))
+    if unknown:
+        raise ModelFolderError(
+            f"The contract in {where} has a field {unknown[0]!r}, and "
+            f"{', '.join(FIELDS)} are known. Take it out."
+        )
+    values = {**fields_of(usual or Contract()), **fields}
+    norms = values["norms"]
+    if isinstance(norms, list):
+        values["norms"] = _mixed(norms)
+    try:
+        return Contract(**values)
+    except InvalidRequestError as error:
+        raise ModelFolderError(f"In {where}: {error}") from error
+
+
+def _mixed(norms: list[Any]) -> Any:
+    """Return names of norms in the usual order, or something that is refused."""
+    if any(name not in MIXED_NORMS for name in norms):
+        return tuple(map(str, norms))
+    return tuple(name for name in MIXED_NORMS if name in norms)

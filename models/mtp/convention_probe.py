@@ -1,0 +1,227 @@
+"""Which contract an MTP head was trained with, told by what it makes of its target.
+
+The target writes a little text. Over the pairs of its states and tokens the head
+guesses that text, once for each candidate: one field of the contract is changed at a
+time, from the best so far, until no change is surely better. If that is no better than
+chance, all combinations are tried. Which state is recycled shows at the second draft
+only, and is judged there, after everything else.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from mlx_speculation.caches import Speculation
+from mlx_speculation.errors import ContractError
+from mlx_speculation.models.checkpoints.probe import Score, Trials
+from mlx_speculation.models.checkpoints.probe_text import OwnText
+from mlx_speculation.models.introspect.hidden_states import HiddenStates
+from mlx_speculation.models.mtp.convention import (
+    MIXED_NORMS,
+    Contract,
+    Norms,
+    Order,
+    Side,
+)
+from mlx_speculation.models.mtp.head import Mtp, MtpHead, MtpOutput
+from mlx_speculation.models.mtp.transforms import Weights, with_ones
+
+# Places in each row where the second draft is judged; each takes forwards of its own.
+SECOND_DRAFTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What a probe found.
+
+    Attributes:
+        contract: the best convention.
+        first: the score of each candidate at the first draft.
+        second: likewise at the second draft; empty where nothing depends on it.
+    """
+
+    contract: Contract
+    first: Mapping[Contract, Score]
+    second: Mapping[Contract, Score]
+
+    def lines(self) -> list[str]:
+        """Return the candidates and their scores, the best first."""
+        ranked = sorted(self.first.items(), key=lambda item: -item[1].mean)
+        return [f"{described(contract)}: {score}" for contract, score in ranked]
+
+
+def described(contract: Contract) -> str:
+    """Return a contract in a few words, without what is recycled."""
+    norms = contract.norms
+    said = norms if isinstance(norms, str) else "plus_one: " + "+".join(norms or ())
+    return f"hidden {contract.hidden}, {contract.order}, norms {said}"
+
+
+class HeadProbe:
+    """One head on a text; it is left with the contract that was tried last.
+
+    Args:
+        head: the head, with quantized and dequantized weights as it will draft.
+        stored: the weights of its norms as they are stored.
+        ends: on its target.
+        text: what the target wrote.
+    """
+
+    def __init__(
+        self, head: MtpHead, stored: Weights, ends: HiddenStates, text: OwnText
+    ) -> None:
+        self._head, self._stored, self._text = head, stored, text
+        self._mtp = Mtp(head, ends)
+        flat: Any = tree_flatten(head.parameters())
+        self._dtypes = {name: value.dtype for name, value in flat if name in stored}
+
+    def assume(self, contract: Contract) -> None:
+        """Make the head one of this contract, norms included."""
+        assert contract.norms is not None
+        applied = with_ones(self._stored, contract.norms)
+        weights = [(n, w.astype(self._dtypes[n])) for n, w in applied.items()]
+        self._head.load_weights(weights, strict=False)
+        self._head.assume(contract)
+
+    def first(self, contract: Contract) -> Score:
+        """Score the first draft: slot i guesses token i + 2."""
+        first = max(self._text.own, 2)
+        out = self._rows(contract, self._text.positions - 2)
+        return self._text.score(out.logits[:, first - 2 :], first)
+
+    def second(self, contract: Contract) -> Score:
+        """Score the second draft, which reads what the head made for the first."""
+        first = max(self._text.own, 3)
+        if self._head.chained:
+            return self._text.score(self._chain(contract)[:, first - 3 :], first)
+        stop = min(first + SECOND_DRAFTS, self._text.positions)
+        return self._text.score(self._again(contract, first, stop), first)
+
+    def _rows(self, contract: Contract, slots: int) -> MtpOutput:
+        """Run the first layer over slots 0 to `slots`, in new caches."""
+        self.assume(contract)
+        hidden, tokens = self._pairs(contract, 0, slots)
+        return self._mtp.rows(hidden, tokens, self._head.new_caches()[0])
+
+    def _pairs(
+        self, contract: Contract, start: int, stop: int
+    ) -> tuple[mx.array, mx.array]:
+        after = contract.hidden == "after_norm"
+        hidden = self._text.after_norm if after else self._text.before_norm
+        return hidden[:, start:stop], self._text.tokens[:, start + 1 : stop + 1]
+
+    def _chain(self, contract: Contract) -> mx.array:
+        """Return what layer 1 makes of all slots of layer 0: [rows, slots, vocab]."""
+        slots = self._text.positions - 3
+        out = self._rows(contract, slots)
+        tokens = self._text.tokens[:, 2 : slots + 2]
+        caches = self._head.new_caches()[1]
+        return self._mtp.rows(out.recycled, tokens, caches, layer=1).logits
+
+    def _again(self, contract: Contract, first: int, stop: int) -> mx.array:
+        """Return guesses of tokens [first, stop) after a slot of the head's own state.
+
+        Every guess stands on true slots, and on one that was drafted and is undone.
+        """
+        self.assume(contract)
+        caches, found = self._head.new_caches()[0], []
+        if first > 3:
+            self._mtp.history(*self._pairs(contract, 0, first - 3), caches)
+        for slot in range(first - 3, stop - 3):
+            pair = self._pairs(contract, slot, slot + 1)
+            recycled = self._mtp.rows(*pair, caches).recycled
+            token = self._text.tokens[:, slot + 2 : slot + 3]
+            with Speculation(caches) as drafted:
+                out = self._mtp.step(recycled, token, drafted.caches)
+                mx.eval(out.logits)
+            found.append(out.logits)
+        return mx.concatenate(found, axis=1)
+
+
+def probe(
+    trial: HeadProbe,
+    usual: Contract,
+    free: Sequence[str],
+    *,
+    source: str,
+) -> Probed:
+    """Find the contract of a head, and leave the head with it.
+
+    Args:
+        trial: the head on a text.
+        usual: what it is taken to be unless another is surely better; its norms are
+            decided.
+        free: the fields that are not known.
+        source: where the head is, for messages.
+
+    Raises:
+        ContractError: no candidate is above chance.
+    """
+    trials = Trials(trial.first)
+    best = _climbed(trials, usual, free)
+    if not trials.score(best).above_chance:  # one change at a time was not enough
+        every = [usual]
+        for changes in _changes(free):
+            every += [other for each in every for other in changes(each)]
+        best = _climbed(trials, max(every, key=lambda c: trials.score(c).mean), free)
+    if not trials.score(best).above_chance:
+        raise ContractError(_refusal(Probed(best, trials.scores, {}), source))
+    second = Trials(trial.second)
+    if "recycled" in free:
+        best = second.best(best, _others(best, "recycled", get_args(Side)))
+    trial.assume(best)
+    return Probed(best, trials.scores, second.scores)
+
+
+def _climbed(trials: Trials[Contract], best: Contract, free: Sequence[str]) -> Contract:
+    """Change one field at a time until no change is surely better."""
+    before = None
+    while best != before:
+        before = best
+        for changes in _changes(free):
+            best = trials.best(best, changes(best))
+    return best
+
+
+def _changes(free: Sequence[str]) -> Iterator[Any]:
+    if "order" in free:
+        yield lambda best: _others(best, "order", get_args(Order))
+    if "norms" in free:
+        yield _other_norms
+    if "hidden" in free:
+        yield lambda best: _others(best, "hidden", get_args(Side))
+
+
+def _others(best: Contract, name: str, values: Sequence[str]) -> list[Contract]:
+    now = getattr(best, name)
+    changes: list[dict[str, Any]] = [{name: value} for value in values if value != now]
+    return [replace(best, **change) for change in changes]
+
+
+def _other_norms(best: Contract) -> list[Contract]:
+    """Return the candidates that differ in the norms.
+
+    These are all or none that lack their one, the four in which packs differ, and one
+    of these four more or less than now.
+    """
+    values: set[Norms] = {"stored", "plus_one", MIXED_NORMS}
+    if best.norms != "plus_one":
+        now = set(best.norms) if isinstance(best.norms, tuple) else set()
+        for name in MIXED_NORMS:
+            flipped = now ^ {name}
+            values.add(tuple(n for n in MIXED_NORMS if n in flipped) or "stored")
+    values.discard(best.norms or "stored")
+    return [replace(best, norms=norms) for norms in sorted(values, key=str)]
+
+
+def _refusal(found: Probed, source: str) -> str:
+    lines = "\n  ".join(found.lines())
+    return (
+        f"The MTP head in {source} guesses its target's own text by no convention:\n"
+        f"  {lines}\n"
+        "It may belong to another model. Name what it was trained with, as "
+        'contract=Contract(hidden="after_norm", ...), or choose another drafter.'
+    )

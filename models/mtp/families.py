@@ -1,0 +1,238 @@
+"""MTP heads: one table of all families, see `family` for what one is."""
+
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_speculation.models.instance_hooks import plain_class
+from mlx_speculation.models.mtp import blocks
+from mlx_speculation.models.mtp.convention import Contract
+from mlx_speculation.models.mtp.family import MtpFamily
+
+_QWEN_NAMES: dict[str, str | None] = {
+    "mtp.fc.": "layers.0.proj.",
+    "mtp.pre_fc_norm_embedding.": "layers.0.norm_e.",
+    "mtp.pre_fc_norm_hidden.": "layers.0.norm_h.",
+    "mtp.norm.": "layers.0.final.",
+    "mtp.layers.{k}.": "layers.0.blocks.{k}.",
+}
+
+_DEEPSEEK_NAMES: dict[str, str | None] = {
+    "layers.{k}.eh_proj.": "layers.{k}.proj.",
+    "layers.{k}.enorm.": "layers.{k}.norm_e.",
+    "layers.{k}.hnorm.": "layers.{k}.norm_h.",
+    "layers.{k}.shared_head.norm.": "layers.{k}.final.",
+    "layers.{k}.shared_head.head.": None,
+    "layers.{k}.embed_tokens.": None,
+    "layers.{k}.": "layers.{k}.blocks.0.",
+}
+
+# A head of GLM inside of its target in the dialect of MTPLX,
+_GLM_NAMES: dict[str, str | None] = {
+    **_DEEPSEEK_NAMES,
+    "mtp.{k}.eh_proj.": "layers.{k}.proj.",
+    "mtp.{k}.enorm.": "layers.{k}.norm_e.",
+    "mtp.{k}.hnorm.": "layers.{k}.norm_h.",
+    "mtp.{k}.norm.": "layers.{k}.final.",
+    "mtp.{k}.block.": "layers.{k}.blocks.0.",
+}
+# and in a folder of its own in that of mlx-vlm.
+_GLM_SPLIT: dict[str, str | None] = {
+    "eh_proj.": "layers.0.proj.",
+    "enorm.": "layers.0.norm_e.",
+    "hnorm.": "layers.0.norm_h.",
+    "shared_head_norm.": "layers.0.final.",
+    "mtp_block.": "layers.0.blocks.0.",
+    "embed_tokens.": None,
+    "lm_head.": None,
+}
+
+_BAILING_NAMES: dict[str, str | None] = {
+    "layers.{k}.eh_proj.": "layers.{k}.proj.",
+    "layers.{k}.enorm.": "layers.{k}.norm_e.",
+    "layers.{k}.hnorm.": "layers.{k}.norm_h.",
+    "layers.{k}.final_layernorm.": "layers.{k}.final.",
+    # Engines read the one above; transformers reads the names of DeepSeek.
+    "layers.{k}.shared_head.norm.": "layers.{k}.final.",
+    "layers.{k}.shared_head.head.": None,
+    "layers.{k}.word_embeddings.": None,
+    "layers.{k}.embed_tokens.": None,
+}
+_WHOLE_BLOCK: dict[str, str | None] = {"layers.{k}.": "layers.{k}.blocks.0."}
+
+_STEP_NAMES: dict[str, str | None] = {
+    "layers.{k}.eh_proj.": "layers.{k}.proj.",
+    "layers.{k}.enorm.": "layers.{k}.norm_e.",
+    "layers.{k}.hnorm.": "layers.{k}.norm_h.",
+    "layers.{k}.transformer.shared_head.norm.": "layers.{k}.final.",
+    "layers.{k}.transformer.shared_head.output.": "layers.{k}.output.",
+    "layers.{k}.transformer.": "layers.{k}.blocks.0.",
+    "layers.{k}.shared_head.norm.": "layers.{k}.final.",
+    "layers.{k}.shared_head.output.": "layers.{k}.output.",
+    "layers.{k}.embed_tokens.": None,
+    "layers.{k}.": "layers.{k}.blocks.0.",
+}
+
+FAMILIES: tuple[MtpFamily, ...] = (
+    MtpFamily(
+        name="Qwen",
+        modules=("qwen3_next", "qwen3_5", "qwen3_5_moe"),
+        rules=_QWEN_NAMES,
+        plus_one=True,
+        build=blocks.qwen,
+    ),
+    MtpFamily(
+        name="DeepSeek V3",
+        modules=("deepseek_v3",),
+        rules=_DEEPSEEK_NAMES,
+        after_trunk=True,
+        build=blocks.deepseek_v3,
+    ),
+    MtpFamily(
+        name="DeepSeek V3.2 and GLM-5",
+        modules=("deepseek_v32", "glm_moe_dsa"),
+        rules=_DEEPSEEK_NAMES,
+        after_trunk=True,
+        build=blocks.deepseek_v32,
+    ),
+    MtpFamily(
+        name="GLM-4.5 to 4.7",
+        modules=("glm4_moe",),
+        rules=_GLM_NAMES,
+        after_trunk=True,
+        build=blocks.glm4_moe,
+    ),
+    MtpFamily(
+        name="GLM-4.7-Flash",
+        modules=("glm4_moe_lite",),
+        rules=_GLM_NAMES,
+        split_rules=_GLM_SPLIT,
+        after_trunk=True,
+        build=blocks.glm4_moe_lite,
+    ),
+    MtpFamily(
+        name="MiMo-7B",
+        modules=("mimo",),
+        rules={
+            "mtp_layers.{k}.input_proj.": "layers.{k}.proj.",
+            "mtp_layers.{k}.token_layernorm.": "layers.{k}.norm_e.",
+            "mtp_layers.{k}.hidden_layernorm.": "layers.{k}.norm_h.",
+            "mtp_layers.{k}.final_layernorm.": "layers.{k}.final.",
+            "mtp_layers.{k}.": "layers.{k}.blocks.0.",
+        },
+        # Engines disagree on both states; these were measured, at one draft.
+        contract=Contract("before_norm", "before_norm", "hidden_first"),
+        depth=1,
+        build=blocks.mimo,
+    ),
+    MtpFamily(
+        name="MiMo-V2",
+        modules=("mimo_v2_flash",),
+        rules={
+            "mtp.layers.{k}.eh_proj.": "layers.{k}.proj.",
+            "mtp.layers.{k}.enorm.": "layers.{k}.norm_e.",
+            "mtp.layers.{k}.hnorm.": "layers.{k}.norm_h.",
+            "mtp.layers.{k}.final_layernorm.": "layers.{k}.final.",
+            "mtp.layers.{k}.pre_mlp_layernorm.": (
+                "layers.{k}.blocks.0.post_attention_layernorm."
+            ),
+            "mtp.layers.{k}.": "layers.{k}.blocks.0.",
+        },
+        contract=Contract("before_norm"),
+        # Engines disagree on what the further layers are given.
+        layers="first",
+        build=blocks.mimo_v2_flash,
+    ),
+    MtpFamily(
+        name="Ernie 4.5 MoE",
+        modules=("ernie4_5_moe",),
+        rules={
+            "mtp_linear_proj.{k}.": "layers.{k}.proj.",
+            "mtp_emb_norm.{k}.": "layers.{k}.norm_e.",
+            "mtp_hidden_norm.{k}.": "layers.{k}.norm_h.",
+            "mtp_block.{k}.": "layers.{k}.blocks.0.",
+        },
+        # There is no final norm: logits and the next step take the block's output.
+        contract=Contract(recycled="before_norm"),
+        build=blocks.ernie4_5_moe,
+    ),
+    MtpFamily(
+        name="LongCat-Flash",
+        modules=("longcat_flash",),
+        rules={
+            "mtp.embed_tokens.": "layers.0.embedding.",
+            "mtp.norm.": "layers.0.final.",
+            "mtp.layers.{k}.eh_proj.": "layers.{k}.proj.",
+            "mtp.layers.{k}.enorm.m.": "layers.{k}.norm_e.",
+            "mtp.layers.{k}.hnorm.m.": "layers.{k}.norm_h.",
+            "mtp.layers.{k}.transformer_layer.mlp.": "layers.{k}.blocks.0.mlp.",
+            "mtp.layers.{k}.": "layers.{k}.blocks.0.",
+        },
+        build=blocks.longcat_flash,
+    ),
+    MtpFamily(
+        name="Nemotron-H",
+        modules=("nemotron_h",),
+        rules={
+            "mtp.layers.{k}.eh_proj.": "layers.0.proj.",
+            "mtp.layers.{k}.enorm.": "layers.0.norm_e.",
+            "mtp.layers.{k}.hnorm.": "layers.0.norm_h.",
+            "mtp.layers.{k}.final_layernorm.": "layers.0.final.",
+            **_QWEN_NAMES,
+        },
+        build=blocks.nemotron_h,
+    ),
+    MtpFamily(
+        name="Step-3.5",
+        modules=("step3p5",),
+        rules=_STEP_NAMES,
+        contract=Contract("before_norm", "before_norm"),
+        after_trunk=True,
+        plus_one=True,
+        layers="chained",
+        build=blocks.step3p5,
+    ),
+    MtpFamily(
+        name="Ling 2 and 2.5",
+        modules=("bailing_moe", "bailing_hybrid"),
+        rules={
+            **_BAILING_NAMES,
+            "layers.{k}.mlp.gate.weight": (
+                "layers.{k}.blocks.0.mlp.gate.gate_proj.weight"
+            ),
+            **_WHOLE_BLOCK,
+        },
+        after_trunk=True,
+        build=blocks.bailing,
+    ),
+    MtpFamily(
+        name="Ling 3",
+        modules=("bailing_moe_v3",),
+        rules={**_BAILING_NAMES, **_WHOLE_BLOCK},
+        after_trunk=True,
+        build=blocks.bailing_moe_v3,
+    ),
+    MtpFamily(
+        name="EXAONE MoE",
+        modules=("exaone_moe",),
+        rules=_QWEN_NAMES,
+        build=blocks.exaone_moe,
+    ),
+)
+
+
+def family_of(module: str) -> MtpFamily | None:
+    """Return the family of a target's module, such as "mlx_lm.models.qwen3_next"."""
+    last = module.rpartition(".")[2]
+    return next((family for family in FAMILIES if last in family.modules), None)
+
+
+def arguments_of(model: nn.Module) -> Any:
+    """Return the arguments that the layers of a text model were made from."""
+    inner: Any = getattr(model, "language_model", model)
+    return inner.args
+
+
+def module_of(model: nn.Module) -> str:
+    """Return the module of mlx-lm that a model is from."""
+    return plain_class(model).__module__

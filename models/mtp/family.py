@@ -1,0 +1,122 @@
+"""What a family of MTP heads is.
+
+A head guesses one token further than its target. Slot i pairs the target's hidden
+state at position i with the token at position i + 1, and guesses the one at i + 2:
+
+    x = proj([norm_e(embedding(t[i+1])) | norm_h(hidden[i])])
+    y = blocks(x)                         decoder blocks with a cache of their own
+    logits = output(final(y))             recycled: final(y) or y, as the family says
+
+Families differ in the names of tensors, in the block, and in what no tensor shows: the
+`Contract`. `families` has the table of them; `files` finds the tensors of a
+head, `transforms` brings them into one form, and `head` runs them.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mlx_speculation.models.mtp.blocks import Block
+from mlx_speculation.models.mtp.convention import Contract
+
+_MOST_HEADS = Contract()
+
+
+@dataclass(frozen=True, slots=True)
+class MtpFamily:
+    """One family of heads.
+
+    Attributes:
+        name: for messages.
+        modules: the targets' modules under mlx_lm.models.
+        rules: beginnings of names in files, without wrappers such as
+            "language_model.", and what they are called in `MtpHead`; the first that
+            fits counts. {k} is a number. None: a copy of the target's own tensor.
+        contract: what it is taken to be, unless somebody names another.
+        build: makes the blocks of layer k from the target's arguments, the text part
+            of config.json, and k.
+        after_trunk: whether {k} in "layers.{k}." counts on after the target's layers.
+        plus_one: whether norms are stored as w and applied as 1 + w.
+        layers: "one": a single layer, applied again for each further draft;
+            "chained": layer k makes draft k, from the output of layer k - 1 at the
+            same slot; "first": several are stored, and the first is used like one.
+        depth: the most drafts that a layer which is applied again is good for.
+        split_rules: likewise as `rules`, for a head in a folder of its own in the
+            dialect of mlx-vlm; None: the same names, perhaps without "mtp.".
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    rules: Mapping[str, str | None]
+    build: Callable[[Any, dict[str, Any], int], list[Block]]
+    contract: Contract = _MOST_HEADS
+    after_trunk: bool = False
+    plus_one: bool = False
+    layers: Literal["one", "chained", "first"] = "one"
+    depth: int | None = None
+    split_rules: Mapping[str, str | None] | None = None
+
+    def place(self, name: str, trunk: int, *, split: bool = False) -> "Place | None":
+        """Return where a tensor of a file belongs; None: it is none of the head's.
+
+        Args:
+            name: as it stands in the file.
+            trunk: how many layers the target has.
+            split: whether by `split_rules`.
+        """
+        core = without_wrappers(name)
+        rules = self.split_rules if split and self.split_rules else self.rules
+        for begin, canonical in rules.items():
+            match = _pattern(begin).match(core)
+            if match is None:
+                continue
+            k = int(match[1]) if match.groups() else 0
+            if self.after_trunk and begin.startswith("layers."):
+                k -= trunk
+                if k < 0:
+                    return None
+            if canonical is None:
+                return Place(None, k)
+            rest = core[match.end() :]
+            place = canonical.replace("{k}", str(k)) + rest
+            return Place(place, int(place.split(".")[1]))
+        return None
+
+    def file_name(self, canonical: str, trunk: int) -> str:
+        """Return the usual name in files of a tensor of `MtpHead`."""
+        for begin, ours in self.rules.items():
+            match = None if ours is None else _pattern(ours).match(canonical)
+            if match is not None:
+                k = int(match[1]) if match.groups() else 0
+                if self.after_trunk and begin.startswith("layers."):
+                    k += trunk
+                return begin.replace("{k}", str(k)) + canonical[match.end() :]
+        return canonical
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor belongs.
+
+    Attributes:
+        name: its name in `MtpHead`; None: a copy that is not read.
+        layer: the layer of the head that it belongs to.
+    """
+
+    name: str | None
+    layer: int
+
+
+def _pattern(begin: str) -> re.Pattern[str]:
+    return re.compile(re.escape(begin).replace(r"\{k\}", r"(\d+)"))  # re caches these
+
+
+_WRAPPERS = re.compile(r"(?:(?:language_model|model|backbone|draft)\.)*")
+
+
+def without_wrappers(name: str) -> str:
+    """Return a tensor's name without the modules that are put around a text model."""
+    match = _WRAPPERS.match(name)
+    assert match is not None
+    return name[match.end() :]

@@ -1,0 +1,295 @@
+"""Finding the tensors of an MTP head in a model folder.
+
+A head is in the shards of its target, or in a file beside them. mlx-lm leaves it where
+it is, and most conversions drop it although config.json still declares it, so what
+counts is what the files hold. Only headers are read here; `read` maps the wanted
+tensors and no others.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from safetensors import SafetensorError, safe_open
+
+from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.config_json import nested, read_json
+from mlx_speculation.models.mtp.families import family_of
+from mlx_speculation.models.mtp.family import MtpFamily, without_wrappers
+
+# In this order; each is one place, and the first that holds any of a head counts.
+SIDECARS = (
+    "mtp.safetensors",
+    "mtp/weights.safetensors",
+    "model-mtp.safetensors",
+    "model-mtp-head.safetensors",
+    "optiq/mtp.safetensors",
+    "*mtp*.safetensors",
+    "*mtp*/*.safetensors",
+)
+INDEX = "model.safetensors.index.json"
+SHARDS = "model*.safetensors"
+# Targets of no known family, whose heads are stored as layers after the last.
+_LAYERS_BEHIND = ("bailing_moe_linear",)
+SPLIT = "_mtp"
+DECLARED = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_modules")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor on disk."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFiles:
+    """Where the tensors of a head are.
+
+    Attributes:
+        tensors: name in `MtpHead` -> where it is stored.
+        skipped: names that belong to a head and are not read: copies of the target's
+            tensors, and layers that are not used.
+        in_shards: whether they are in the target's own shards.
+        source: where they are, for messages.
+    """
+
+    tensors: Mapping[str, Stored]
+    skipped: tuple[str, ...]
+    in_shards: bool
+    source: str
+
+    @property
+    def layers(self) -> int:
+        """How many layers of a head there are tensors of."""
+        return 1 + max(int(name.split(".")[1]) for name in self.tensors)
+
+    def read(self) -> dict[str, mx.array]:
+        """Return the tensors by their names in `MtpHead`; nothing else is read."""
+        files: dict[Path, dict[str, str]] = {}
+        for name, stored in self.tensors.items():
+            files.setdefault(stored.file, {})[name] = stored.name
+        arrays: dict[str, mx.array] = {}
+        for file, names in files.items():
+            held: Any = mx.load(str(file))  # lazy: an array is read when it is used
+            arrays |= {name: held[theirs] for name, theirs in names.items()}
+        return arrays
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The tensors that one place holds: the first of a name counts."""
+
+    tensors: dict[str, Stored] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+
+
+def find_head(
+    folder: Path, config: dict[str, Any], family: MtpFamily, trunk: int
+) -> HeadFiles:
+    """Find the head of a target.
+
+    Args:
+        folder: the target's.
+        config: what its config.json holds.
+        family: the target's.
+        trunk: how many layers the target has.
+
+    Raises:
+        ModelFolderError: there is none, or a file cannot be read.
+    """
+    for files in _sidecars(folder, config):
+        found = _held(files, family, trunk, bare=True)
+        if found.tensors:
+            source = ", ".join(str(file.relative_to(folder)) for file in files)
+            return HeadFiles(found.tensors, tuple(found.skipped), False, source)
+    found = _held(_shards_with_head(folder, family, trunk), family, trunk)
+    if not found.tensors:
+        raise ModelFolderError(_none_message(folder, config, family, trunk))
+    return HeadFiles(found.tensors, tuple(found.skipped), True, "the shards")
+
+
+def is_split_head(config: dict[str, Any]) -> bool:
+    """Return whether a folder with this config.json holds a head, and no target.
+
+    mlx-vlm splits checkpoints into such folders, for example of type "qwen3_5_mtp".
+    """
+    return str(config.get("model_type", "")).endswith(SPLIT)
+
+
+def find_split_head(folder: Path, family: MtpFamily, trunk: int) -> HeadFiles:
+    """Find a head in a folder of its own.
+
+    Args:
+        folder: the head's.
+        family: the target's.
+        trunk: how many layers the target has.
+
+    Raises:
+        ModelFolderError: there is none of that family, or a file cannot be read.
+    """
+    kind = str(read_json(folder / "config.json").get("model_type"))
+    if kind.removesuffix(SPLIT) not in family.modules:
+        raise ModelFolderError(
+            f"The head in {str(folder)!r} is of type {kind!r}, and the target takes "
+            f"{' or '.join(name + SPLIT for name in family.modules)}. Choose the head "
+            "that was split from this target."
+        )
+    found = _held(shards(folder), family, trunk, bare=True, split=True)
+    if not found.tensors:
+        raise ModelFolderError(
+            f"{str(folder)!r} holds no MTP head of the {family.name} family that is "
+            "known. Split it again, or take the original checkpoint."
+        )
+    return HeadFiles(found.tensors, tuple(found.skipped), False, str(folder))
+
+
+def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Return the names and shapes in a safetensors file, and its metadata.
+
+    Raises:
+        ModelFolderError: it cannot be read, or is cut.
+    """
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            shapes = {
+                name: tuple(opened.get_slice(name).get_shape())
+                for name in opened.keys()  # noqa: SIM118  it is no mapping
+            }
+            return shapes, dict(opened.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise ModelFolderError(
+            f"{str(file)!r} cannot be read: {error}. Download or convert it again."
+        ) from error
+
+
+def shards(folder: Path) -> Iterator[Path]:
+    """Return the files that mlx-lm loads."""
+    return iter(sorted(folder.glob(SHARDS)))
+
+
+def sidecar_names(folder: Path) -> set[str]:
+    """Return the names in files of a head that mlx-lm takes for shards."""
+    names: set[str] = set()
+    others: set[str] = set()
+    for file in shards(folder):
+        (names if "mtp" in file.name else others).update(header(file)[0])
+    return names - others
+
+
+def is_leftover(module: str, name: str, trunk: int) -> bool:
+    """Return whether a tensor in the shards is none of the target's own layers'.
+
+    Args:
+        module: the target's, such as "mlx_lm.models.deepseek_v3".
+        name: the tensor's, as it is stored.
+        trunk: how many layers the target has.
+    """
+    family, core = family_of(module), without_wrappers(name)
+    if family is not None:
+        return family.place(name, trunk) is not None
+    if module.endswith(_LAYERS_BEHIND) and core.startswith("layers."):
+        number = core.split(".")[1]
+        return number.isdigit() and int(number) >= trunk
+    return core.startswith("mtp.")
+
+
+def _sidecars(folder: Path, config: dict[str, Any]) -> Iterator[list[Path]]:
+    named = nested(config, "mlx_lm_extra_tensors", "mtp_file")
+    if named is not None:
+        file = (folder / str(named)).resolve()
+        if not file.is_relative_to(folder.resolve()) or not file.is_file():
+            raise ModelFolderError(
+                f"config.json names {str(named)!r} as the file of the MTP head, and "
+                f"{str(folder)!r} has no such file. Put it there, or take out "
+                "mlx_lm_extra_tensors."
+            )
+        yield [folder / str(named)]
+    for pattern in SIDECARS:
+        files = sorted(file for file in folder.glob(pattern) if file.is_file())
+        by_folder: dict[Path, list[Path]] = {}
+        for file in files:
+            by_folder.setdefault(file.parent, []).append(file)
+        yield from by_folder.values()
+
+
+def _shards_with_head(folder: Path, family: MtpFamily, trunk: int) -> list[Path]:
+    """Return the shards that may hold tensors of the head."""
+    index = folder / INDEX
+    if not index.is_file():
+        return list(shards(folder))
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict):
+        raise ModelFolderError(
+            f"{str(index)!r} has no weight_map, and an index is one. Take it away."
+        )
+    wanted = {str(file) for name, file in names.items() if family.place(name, trunk)}
+    missing = sorted(name for name in wanted if not (folder / name).is_file())
+    if missing:
+        raise ModelFolderError(
+            f"{INDEX} says that {missing[0]!r} holds a part of the MTP head, and "
+            f"{str(folder)!r} has no such file. Download it."
+        )
+    return [folder / name for name in sorted(wanted)]
+
+
+def _held(
+    files: Iterable[Path],
+    family: MtpFamily,
+    trunk: int,
+    *,
+    bare: bool = False,
+    split: bool = False,
+) -> _Found:
+    """Return what of a head some files hold.
+
+    Args:
+        files: the files.
+        family: the target's.
+        trunk: how many layers the target has.
+        bare: whether names may lack their first part, "mtp.".
+        split: whether the family's names in split folders count.
+    """
+    found = _Found()
+    for file in files:
+        shapes = header(file)[0]
+        places = {name: family.place(name, trunk, split=split) for name in shapes}
+        if bare and not any(places.values()):
+            places = {name: family.place(f"mtp.{name}", trunk) for name in shapes}
+        for name, place in places.items():
+            if place is None:
+                continue
+            unused = family.layers == "first" and place.layer > 0
+            if place.name is None or unused or "rotary_emb.inv_freq" in name:
+                found.skipped.append(name)
+            elif place.name in found.tensors:
+                other = found.tensors[place.name]
+                raise ModelFolderError(
+                    f"{name!r} in {file.name!r} and {other.name!r} in "
+                    f"{other.file.name!r} are the same tensor of the MTP head. Take "
+                    "one of the files away."
+                )
+            else:
+                found.tensors[place.name] = Stored(file, name, shapes[name])
+    return found
+
+
+def _none_message(
+    folder: Path, config: dict[str, Any], family: MtpFamily, trunk: int
+) -> str:
+    declared = [
+        f"{key} = {value}"
+        for key in DECLARED
+        if (value := nested(config, "text_config", key) or config.get(key))
+    ]
+    says = f", although config.json says {declared[0]}" if declared else ""
+    example = family.file_name("layers.0.proj.weight", trunk)
+    return (
+        f"{str(folder)!r} holds no MTP head of the {family.name} family, such as "
+        f"{example!r}{says}. Conversions by mlx-lm drop it: take the original "
+        "checkpoint, or put the head beside the model as mtp.safetensors."
+    )

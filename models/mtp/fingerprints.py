@@ -1,0 +1,105 @@
+"""Short hashes of a target and of its head, to tell whether they are still the same.
+
+They are cheap: of large files they read samples. What they cover:
+
+    target   config.json, and of each file that mlx-lm loads its name, its size, its
+             header (names, dtypes, shapes and places of all tensors) and 64 blocks of
+             4 KiB, evenly spread, the first and the last included
+    head     of each of its tensors the name in `MtpHead`, the header's entry, and all
+             bytes up to 1 MiB, else 64 blocks of 4 KiB, likewise
+
+So another training, precision, conversion or quantization shows. A change of single
+weights inside of a large tensor may not.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.mtp.files import HeadFiles, Stored, shards
+from mlx_speculation.models.safetensors_layout import places_in
+
+BLOCK = 4096
+BLOCKS = 64
+WHOLE = 1 << 20
+
+
+def target_hash(folder: Path) -> str:
+    """Return the hash of a target's folder, 64 hexadecimal digits.
+
+    Raises:
+        ModelFolderError: a file cannot be read.
+    """
+    found = hashlib.sha256()
+    try:
+        _add(found, (folder / "config.json").read_bytes())
+        for file in shards(folder):
+            size = file.stat().st_size
+            _add(found, file.name.encode(), str(size).encode())
+            with file.open("rb") as opened:
+                _add(found, opened.read(_data_start(opened)))
+                _add(found, *_sampled(opened, 0, size, whole=0))
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+    return found.hexdigest()
+
+
+def head_hash(files: HeadFiles) -> str:
+    """Return the hash of a head, 64 hexadecimal digits.
+
+    Raises:
+        ModelFolderError: a file cannot be read.
+    """
+    found = hashlib.sha256()
+    by_file: dict[Path, list[tuple[str, Stored]]] = {}
+    for name, stored in sorted(files.tensors.items()):
+        by_file.setdefault(stored.file, []).append((name, stored))
+    for file, tensors in by_file.items():
+        places = places_in(file)
+        try:
+            with file.open("rb") as opened:
+                for name, stored in tensors:
+                    place = places[stored.name]
+                    kind = f"{place.dtype} {place.shape}"
+                    _add(found, name.encode(), kind.encode())
+                    _add(found, *_sampled(opened, place.begin, place.end))
+        except OSError as error:
+            raise _unreadable(file, error) from error
+    return found.hexdigest()
+
+
+def _add(found: "hashlib._Hash", *parts: bytes) -> None:
+    for part in parts:
+        found.update(len(part).to_bytes(8, "little"))
+        found.update(part)
+
+
+def _data_start(opened: BinaryIO) -> int:
+    """Return where the tensors of a safetensors file begin."""
+    opened.seek(0)
+    start = 8 + int.from_bytes(opened.read(8), "little")
+    opened.seek(0)
+    return min(start, os.fstat(opened.fileno()).st_size)
+
+
+def _sampled(
+    opened: BinaryIO, begin: int, end: int, *, whole: int = WHOLE
+) -> Iterable[bytes]:
+    """Yield bytes [begin, end) of a file, or blocks of them if there are many."""
+    size = end - begin
+    if size <= max(whole, BLOCK):
+        opened.seek(begin)
+        yield opened.read(size)
+        return
+    for i in range(BLOCKS):
+        opened.seek(begin + i * (size - BLOCK) // (BLOCKS - 1))
+        yield opened.read(BLOCK)
+
+
+def _unreadable(file: Path, error: OSError) -> ModelFolderError:
+    return ModelFolderError(
+        f"{str(file)!r} cannot be read: {error}. Download or convert it again."
+    )

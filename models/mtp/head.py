@@ -1,0 +1,252 @@
+"""An MTP head as a module, whatever its family: see `family` for the maths.
+
+A head has caches of its own, mlx-lm's, in which slot i has position i: what counts is
+that all slots of one life are shifted alike. Rows whose output nobody reads, which are
+those of committed text, need keys and values only. They go through the very same
+blocks; what comes out is dropped before anything is evaluated, and with it the
+queries, the attention and the MLP.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation.models.introspect.output_rows import sliced
+from mlx_speculation.models.mtp.blocks import Block
+from mlx_speculation.models.mtp.convention import Contract
+
+
+class MtpLayer(nn.Module):
+    """One layer of a head: a projection, blocks, and perhaps ends of its own.
+
+    Args:
+        dim: the hidden size.
+        eps: of the norms.
+        blocks: the decoder blocks.
+        order: what comes first in the concatenation, see `Contract`.
+        bias: whether the projection has one.
+        final: whether there is a norm after the blocks.
+        output: columns of an output layer of its own, if it has one.
+        embedding: rows of an embedding of its own, if it has one.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float,
+        blocks: Sequence[Block],
+        *,
+        order: str = "embedding_first",
+        bias: bool = False,
+        final: bool = True,
+        output: int | None = None,
+        embedding: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.norm_e = nn.RMSNorm(dim, eps=eps)
+        self.norm_h = nn.RMSNorm(dim, eps=eps)
+        self.proj = nn.Linear(2 * dim, dim, bias=bias)
+        self.blocks = [block.module for block in blocks]
+        if final:
+            self.final = nn.RMSNorm(dim, eps=eps)
+        if output is not None:
+            self.output = nn.Linear(dim, output, bias=False)
+        if embedding is not None:
+            self.embedding = nn.Embedding(embedding, dim)
+        self._blocks = tuple(blocks)
+        self._order = order
+
+    def new_caches(self) -> list[Any]:
+        """Return new caches for those blocks that have one."""
+        made = [block.new_cache for block in self._blocks]
+        return [make() for make in made if make is not None]
+
+    def joined(self, hidden: mx.array, embedded: mx.array) -> mx.array:
+        """Return what the first block is given, [batch, slots, dim].
+
+        Args:
+            hidden: states of the target or of a head, [batch, slots, dim].
+            embedded: embeddings of the tokens one further, [batch, slots, dim].
+        """
+        pair = [self.norm_e(embedded), self.norm_h(hidden)]
+        if self._order == "hidden_first":
+            pair.reverse()
+        out: mx.array = self.proj(mx.concatenate(pair, axis=-1))
+        return out
+
+    def assume(self, order: str) -> None:
+        """Take this to come first in the concatenation from now on."""
+        self._order = order
+
+    def run(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
+        """Run the blocks over slots that follow the caches', and write them there."""
+        remaining = iter(caches)
+        for block in self._blocks:
+            x = block(x, None if block.new_cache is None else next(remaining))
+        return x
+
+
+class MtpHead(nn.Module):
+    """The layers of a head.
+
+    Args:
+        layers: one, or more where each makes one draft of a chain.
+        contract: which of its states is recycled, among others.
+        chained: whether layer k makes draft k, from the output of layer k - 1 at the
+            same slot. Otherwise the first layer makes them all.
+        depth: the most drafts that it is good for; None: any number.
+    """
+
+    def __init__(
+        self,
+        layers: list[MtpLayer],
+        contract: Contract,
+        *,
+        chained: bool = False,
+        depth: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.layers = layers
+        self._contract = contract
+        self._chained = chained
+        self._depth = len(layers) if chained else depth
+
+    @property
+    def chained(self) -> bool:
+        """Whether each layer makes one draft of a chain."""
+        return self._chained
+
+    @property
+    def depth(self) -> int | None:
+        """The most drafts that it is good for."""
+        return self._depth
+
+    @property
+    def contract(self) -> Contract:
+        """What it is taken to be."""
+        return self._contract
+
+    def assume(self, contract: Contract) -> None:
+        """Take it to be another contract's from now on; norms stay as they are."""
+        self._contract = contract
+        for layer in self.layers:
+            layer.assume(contract.order)
+
+    def new_caches(self) -> list[list[Any]]:
+        """Return new caches, a list for each layer."""
+        return [layer.new_caches() for layer in self.layers]
+
+
+class Ends(Protocol):
+    """The two ends of a target; `HiddenStates` has them."""
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Return embeddings [batch, positions, dim] of ids [batch, positions]."""
+        ...
+
+    def head(self, hidden: mx.array) -> mx.array:
+        """Return the logits of states after the norm."""
+        ...
+
+
+class MtpOutput(NamedTuple):
+    """What a head makes of some slots.
+
+    Attributes:
+        recycled: the states that go into its next step, [batch, slots, dim].
+        logits: for the token after next, [batch, slots, vocab].
+    """
+
+    recycled: mx.array
+    logits: mx.array
+
+
+class Mtp:
+    """A head on its target.
+
+    Args:
+        head: the head.
+        ends: what embeds tokens and makes logits; where the head has its own, it is
+            not asked.
+        ids: make logits of these token ids only, uint32 [n], where the layers have
+            output layers of their own; `ends` is to do the same. None: of all.
+    """
+
+    def __init__(
+        self, head: MtpHead, ends: Ends, *, ids: mx.array | None = None
+    ) -> None:
+        self.head, self._ends = head, ends
+        own: list[nn.Module | None] = [
+            layer.output if "output" in layer else None for layer in head.layers
+        ]
+        if ids is not None:
+            own = [None if layer is None else sliced(layer, ids) for layer in own]
+        self._outputs = own
+
+    @property
+    def reads_output(self) -> bool:
+        """Whether a layer makes its logits with the target's output layer."""
+        return None in self._outputs
+
+    def take_output(self, output: nn.Module) -> None:
+        """Make logits with a copy of the target's output layer in its place.
+
+        Args:
+            output: takes states [batch, slots, dim], and returns all logits.
+        """
+        self._outputs = [output if own is None else own for own in self._outputs]
+
+    def rows(
+        self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
+    ) -> MtpOutput:
+        """Run all slots to the end.
+
+        Args:
+            hidden: [batch, slots, dim]; slot i has the state at position i, or the
+                recycled state of slot i.
+            tokens: ids [batch, slots]; slot i has the token at position i + 1, in a
+                chain that at i + 1 + layer.
+            caches: those of the layer; the slots are written to them.
+            layer: which layer of the head.
+        """
+        module = self.head.layers[layer]
+        return self._output(layer, module.run(self._x(module, hidden, tokens), caches))
+
+    def step(
+        self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
+    ) -> MtpOutput:
+        """Run the last slot to the end, and those before it for keys and values only.
+
+        Takes what `rows` takes, and returns one slot.
+        """
+        module = self.head.layers[layer]
+        x = self._x(module, hidden, tokens)
+        if x.shape[1] > 1:
+            module.run(x[:, :-1], caches)  # never evaluated but for keys and values
+        return self._output(layer, module.run(x[:, -1:], caches))
+
+    def history(
+        self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
+    ) -> None:
+        """Write the keys and values of slots; takes what `rows` takes."""
+        module = self.head.layers[layer]
+        module.run(self._x(module, hidden, tokens), caches)
+
+    def _x(self, layer: MtpLayer, hidden: mx.array, tokens: mx.array) -> mx.array:
+        own = "embedding" in layer
+        embedded = layer.embedding(tokens) if own else self._ends.embed(tokens)
+        return layer.joined(hidden, embedded)
+
+    def _output(self, layer: int, states: mx.array) -> MtpOutput:
+        module, own = self.head.layers[layer], self._outputs[layer]
+        normed = module.final(states) if "final" in module else states
+        after = self.head.contract.recycled == "after_norm"
+        logits = self._ends.head(normed) if own is None else _applied(own, normed)
+        return MtpOutput(normed if after else states, logits)
+
+
+def _applied(layer: Any, x: mx.array) -> mx.array:
+    found: mx.array = layer(x)
+    return found

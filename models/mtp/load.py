@@ -1,0 +1,303 @@
+"""Reading the MTP head of a target: files in, a module out.
+
+Nothing is tried here, see `load_with_convention`; what cannot be told from the files is
+refused, with what to name.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation.errors import ModelFolderError, UnsupportedModelError
+from mlx_speculation.models.config_json import nested, read_config, text_config
+from mlx_speculation.models.mtp.convention import Contract, Norms
+from mlx_speculation.models.mtp.families import (
+    FAMILIES,
+    arguments_of,
+    family_of,
+    module_of,
+)
+from mlx_speculation.models.mtp.family import MtpFamily, without_wrappers
+from mlx_speculation.models.mtp.files import (
+    HeadFiles,
+    find_head,
+    find_split_head,
+    header,
+    shards,
+)
+from mlx_speculation.models.mtp.head import MtpHead, MtpLayer
+from mlx_speculation.models.mtp.transforms import (
+    Weights,
+    norms_of,
+    quantize_like,
+    shapes_of,
+    transformed,
+    with_ones,
+)
+
+# How packs say that their norms are stored as w and applied as 1 + w.
+_PLUS_ONE_FLAGS = ("delta", "delta_plus_one", "mlx_delta")
+_FLAG_PLACES = (
+    ("mtplx_mtp_norm_encoding",),
+    ("mtp_norm_encoding",),
+    ("mtplx_mtp_quantization", "norm_encoding"),
+)
+_SHOWN = 6
+
+
+@dataclass(frozen=True, slots=True)
+class FoundHead:
+    """A head in a folder, not read yet.
+
+    Attributes:
+        folder: the target's.
+        config: what its config.json holds.
+        family: the target's.
+        trunk: how many layers the target has.
+        files: where the tensors are.
+        split: the head's own folder, if it has one.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    family: MtpFamily
+    trunk: int
+    files: HeadFiles
+    split: Path | None = None
+
+    @property
+    def norms(self) -> Norms | None:
+        """How its norms are stored, if that can be told."""
+        if self.split is not None and _of_mlx(self.split):
+            return "stored"
+        return stored_norms(self.folder, self.config, self.family, self.files)
+
+
+def find_mtp_head(
+    folder: str | Path, model: nn.Module, *, split: Path | None = None
+) -> FoundHead:
+    """Find the head that belongs to a target; only headers are read.
+
+    Args:
+        folder: the target's folder.
+        model: the target, loaded from it.
+        split: the head's own folder, if it is not in the target's.
+
+    Raises:
+        UnsupportedModelError: the target is of no family whose heads are known.
+        ModelFolderError: the folder has none.
+    """
+    folder = Path(folder).expanduser()
+    family = family_of(module_of(model))
+    if family is None:
+        raise UnsupportedModelError(
+            f"{module_of(model)} is of no family whose MTP heads are known, which are "
+            f"{', '.join(each.name for each in FAMILIES)}. Choose another drafter."
+        )
+    config = read_config(folder)
+    trunk = len(model.layers)
+    if split is not None:
+        files = find_split_head(split, family, trunk)
+        return FoundHead(folder, config, family, trunk, files, split)
+    files = find_head(folder, config, family, trunk)
+    return FoundHead(folder, config, family, trunk, files)
+
+
+def read_mtp_head(
+    folder: str | Path, model: nn.Module, *, contract: Contract | None = None
+) -> MtpHead:
+    """Load a head in the precision in which it is stored, and try nothing.
+
+    Args:
+        folder: the target's folder.
+        model: the target, loaded from it.
+        contract: what the head was trained with; the family's when omitted.
+
+    Raises:
+        UnsupportedModelError: the target is of no family whose heads are known.
+        ModelFolderError: the folder has none, it is not complete, or how its norms
+            are stored cannot be told.
+    """
+    found = find_mtp_head(folder, model)
+    head, _ = build_mtp_head(found, model, decided(contract, found))
+    return head
+
+
+def build_mtp_head(
+    found: FoundHead, model: nn.Module, contract: Contract
+) -> tuple[MtpHead, Weights]:
+    """Read a head.
+
+    Args:
+        found: where it is.
+        model: the target.
+        contract: what it was trained with, norms included.
+
+    Returns:
+        The head, and the weights of its norms as they are stored.
+
+    Raises:
+        ModelFolderError: it is not complete.
+    """
+    files, norms = found.files, contract.norms
+    assert norms is not None
+    head = _build(found.family, contract, arguments_of(model), found.config, files)
+    weights = transformed(files.read(), shapes_of(head))
+    stored = norms_of(weights)
+    weights |= with_ones(stored, norms)
+    quantize_like(head, weights)
+    _check(head, weights, found.family, found.trunk, files)
+    head.load_weights(list(weights.items()))
+    head.eval()
+    mx.eval(head.parameters())
+    return head, stored
+
+
+def decided(contract: Contract | None, found: FoundHead) -> Contract:
+    """Return a contract with norms, the family's when it is omitted.
+
+    Raises:
+        ModelFolderError: how norms are stored cannot be told, or cannot be so.
+    """
+    contract, family = contract or found.family.contract, found.family
+    norms = contract.norms or found.norms
+    if norms is None:
+        raise ModelFolderError(
+            f"The norms of the MTP head in {found.files.source} of "
+            f'{str(found.folder)!r} may be stored as "plus_one" (w, applied as 1 + w) '
+            'or "stored" (as they are), and nothing in the folder tells. Name it: '
+            "contract=Contract(norms=...)."
+        )
+    if norms != "stored" and not family.plus_one:
+        raise ModelFolderError(
+            f"The contract says norms={norms!r}, and those of the {family.name} "
+            'family are "stored". Leave norms out.'
+        )
+    return replace(contract, norms=norms)
+
+
+def stored_norms(
+    folder: Path, config: dict[str, Any], family: MtpFamily, files: HeadFiles
+) -> Norms | None:
+    """Return how the norms of a head are stored, if that can be told.
+
+    Norms lack their one in the original checkpoint, which shows by its convolutions
+    [channels, 1, kernel] (Qwen) or by names that conversions change (Step). In other
+    files only a flag tells.
+    """
+    if not family.plus_one:
+        return "stored"
+    if files.in_shards and _original(folder):
+        return "plus_one"
+    if any(nested(config, *place) in _PLUS_ONE_FLAGS for place in _FLAG_PLACES):
+        return "plus_one"
+    return None
+
+
+def _of_mlx(folder: Path) -> bool:
+    """Return whether all shards say that they are in mlx's form."""
+    return all(header(file)[1].get("format") == "mlx" for file in shards(folder))
+
+
+def _original(folder: Path) -> bool:
+    """Return whether the shards are as they were before any conversion to mlx."""
+    for file in shards(folder):
+        for name, shape in header(file)[0].items():
+            if name.endswith("conv1d.weight") and shape[-1] != 1:
+                return True
+            core = without_wrappers(name)
+            if core.startswith("layers.") and (".moe." in core or _share(core)):
+                return True
+    return False
+
+
+def _share(core: str) -> bool:
+    return ".share_expert." in core and ".mlp.share_expert." not in core
+
+
+def _build(
+    family: MtpFamily,
+    contract: Contract,
+    args: Any,
+    config: dict[str, Any],
+    files: HeadFiles,
+) -> MtpHead:
+    if family.layers == "one" and files.layers > 1:
+        raise ModelFolderError(
+            f"The MTP head in {files.source} has {files.layers} layers, and heads of "
+            f"the {family.name} family have 1 as far as is known. Choose another "
+            "drafter."
+        )
+    canonical = [name for name in family.rules.values() if name is not None]
+    owns = {name.split(".")[2] for name in canonical}
+    layers = []
+    for k in range(files.layers):
+        try:
+            blocks = family.build(args, text_config(config), k)
+        except (AttributeError, IndexError, TypeError, ValueError) as error:
+            raise ModelFolderError(
+                f"config.json does not say what layer {k} of the MTP head is: {error}."
+            ) from error
+        layers.append(
+            MtpLayer(
+                args.hidden_size,
+                _epsilon(args),
+                blocks,
+                order=contract.order,
+                bias=f"layers.{k}.proj.bias" in files.tensors,
+                final="final" in owns,
+                output=args.vocab_size if "output" in owns else None,
+                embedding=args.vocab_size if "embedding" in owns else None,
+            )
+        )
+    chained = family.layers == "chained"
+    return MtpHead(layers, contract, chained=chained, depth=family.depth)
+
+
+def _epsilon(args: Any) -> float:
+    for name in ("rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon"):
+        if hasattr(args, name):
+            return float(getattr(args, name))
+    raise AssertionError(f"{type(args)} has no epsilon of norms")
+
+
+def _check(
+    head: MtpHead,
+    weights: Weights,
+    family: MtpFamily,
+    trunk: int,
+    files: HeadFiles,
+) -> None:
+    """Refuse weights that are not all, or more than, what the head has."""
+    wanted = shapes_of(head)
+
+    def names(found: set[str]) -> str:
+        shown = sorted(family.file_name(name, trunk) for name in found)
+        more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+        return ", ".join(shown[:_SHOWN]) + more
+
+    missing, extra = wanted.keys() - weights.keys(), weights.keys() - wanted.keys()
+    wrong = {
+        name
+        for name in wanted.keys() & weights.keys()
+        if wanted[name] != weights[name].shape
+    }
+    problems = []
+    if missing:
+        problems.append(f"lacks {names(missing)}")
+    if extra:
+        problems.append(f"has tensors that are not known: {names(extra)}")
+    if wrong:
+        one = min(wrong)
+        problems.append(
+            f"has another shape than config.json says for {names(wrong)}: "
+            f"{weights[one].shape} instead of {wanted[one]} for the first"
+        )
+    if problems:
+        raise ModelFolderError(
+            f"The MTP head in {files.source}, of the {family.name} family, "
+            f"{'; '.join(problems)}. Take a whole checkpoint of this model."
+        )

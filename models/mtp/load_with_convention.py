@@ -1,0 +1,200 @@
+"""Loading an MTP head with the contract that it was trained with.
+
+Where that comes from, the first that there is:
+
+    1. the caller names it
+    2. a pack's own files say it; a probe finds how norms are stored, if they do not
+    3. a probe found it before, for the same target and head
+    4. a probe finds it now, and it is saved
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.utils import load_tokenizer
+
+from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.checkpoints.probe_text import STARTS, OwnText
+from mlx_speculation.models.introspect.hidden_states import HiddenStates
+from mlx_speculation.models.load_model import runs_on_linux_cpu, to_float32
+from mlx_speculation.models.mtp.convention import Contract
+from mlx_speculation.models.mtp.convention_probe import (
+    HeadProbe,
+    Probed,
+    described,
+    probe,
+)
+from mlx_speculation.models.mtp.convention_store import (
+    Pair,
+    SavedContracts,
+    pack_contract,
+)
+from mlx_speculation.models.mtp.families import family_of, module_of
+from mlx_speculation.models.mtp.fingerprints import head_hash, target_hash
+from mlx_speculation.models.mtp.head import MtpHead
+from mlx_speculation.models.mtp.load import (
+    FoundHead,
+    build_mtp_head,
+    decided,
+    find_mtp_head,
+)
+from mlx_speculation.models.mtp.transforms import Weights
+
+
+def load_mtp_head(
+    folder: str | Path,
+    model: nn.Module,
+    *,
+    contract: Contract | None = None,
+    tokenizer: Any = None,
+    split: Path | None = None,
+) -> MtpHead:
+    """Load the MTP head that belongs to a target.
+
+    Args:
+        folder: the target's folder.
+        model: the target, loaded from it.
+        contract: what the head was trained with. When omitted, the target writes
+            about 64 tokens and the head guesses them by each convention that may be
+            meant; the best one is kept, and saved for the next time.
+        tokenizer: the target's, for that; read from the folder when omitted.
+        split: the head's own folder, if it is not in the target's.
+
+    Returns:
+        The head; on a Linux CPU in float32, dequantized where it was quantized.
+
+    Raises:
+        UnsupportedModelError: the target is of no family whose heads are known.
+        ContractError: the head agrees with the target by no convention.
+        ModelFolderError: the folder has no head, it is not complete, or a contract
+            is named and how norms are stored cannot be told.
+    """
+    found = find_mtp_head(folder, model, split=split)
+    pack = None
+    if contract is None and split is None:
+        pack = pack_contract(found.folder, found.config)
+        contract = pack if found.norms is not None else None
+    if contract is not None:
+        head, _ = build_mtp_head(found, model, decided(contract, found))
+        return _ready(head)
+    saved = SavedContracts(_folder_of(found), _pair(found))
+    kept = saved.find()
+    if kept is not None:
+        head, _ = build_mtp_head(found, model, decided(kept[0], found))
+        return _ready(head)
+    norms = found.norms
+    usual = replace(pack or found.family.contract, norms=norms or "stored")
+    usual = decided(usual, found)
+    head, stored = build_mtp_head(found, model, usual)
+    head = _ready(head)
+    free = free_fields(found, head, norms is not None) if pack is None else ["norms"]
+    result = _probed(found, model, head, stored, usual, free, tokenizer)
+    saved.save(result.contract, _scores(result))
+    return head
+
+
+def usual_contract(model: nn.Module) -> Contract:
+    """Return what a head of a target is taken to be, if anything is known of it."""
+    family = family_of(module_of(model))
+    return Contract() if family is None else family.contract
+
+
+def free_fields(found: FoundHead, head: MtpHead, norms: bool) -> list[str]:
+    """Return the fields of a contract that a probe has to find.
+
+    Args:
+        found: the head in its folder.
+        head: the head.
+        norms: whether the files say how norms are stored.
+    """
+    free = ["order", "hidden"]
+    if not norms:
+        free.append("norms")
+    recycles = found.family.depth is None or found.family.depth > 1
+    if recycles and "final" in head.layers[0]:
+        free.append("recycled")
+    return free
+
+
+def probe_mtp_head(
+    head: MtpHead,
+    stored: Weights,
+    model: nn.Module,
+    starts: Sequence[Sequence[int]],
+    usual: Contract,
+    free: Sequence[str],
+    *,
+    source: str,
+) -> Probed:
+    """Find the contract of a head, and leave the head with it.
+
+    Args:
+        head: the head.
+        stored: the weights of its norms as they are stored.
+        model: the target, which is left as it was.
+        starts: token ids of a few texts, for the target to go on with.
+        usual: what the contract is taken to be unless another is surely better.
+        free: the fields that are not known.
+        source: where the head is, for messages.
+
+    Raises:
+        ContractError: no convention is above chance.
+    """
+    taps = HiddenStates(model, before_norm=True, after_norm=True)
+    try:
+        text = OwnText.of(model, taps, starts)
+        return probe(HeadProbe(head, stored, taps, text), usual, free, source=source)
+    finally:
+        taps.remove()
+
+
+def _probed(
+    found: FoundHead,
+    model: nn.Module,
+    head: MtpHead,
+    stored: Weights,
+    usual: Contract,
+    free: Sequence[str],
+    tokenizer: Any,
+) -> Probed:
+    if tokenizer is None:
+        try:
+            tokenizer = load_tokenizer(found.folder)
+        except Exception as error:
+            raise ModelFolderError(
+                f"The contract of the MTP head in {found.files.source} is found on "
+                f"text, and {str(found.folder)!r} has no tokenizer that can be read: "
+                f"{error}. Pass tokenizer=, or name the contract."
+            ) from error
+    starts = [tokenizer.encode(text) for text in STARTS]
+    return probe_mtp_head(
+        head, stored, model, starts, usual, free, source=found.files.source
+    )
+
+
+def _ready(head: MtpHead) -> MtpHead:
+    if runs_on_linux_cpu():
+        to_float32(head)
+    return head
+
+
+def _pair(found: FoundHead) -> Pair:
+    return Pair(target_hash(found.folder), head_hash(found.files))
+
+
+def _folder_of(found: FoundHead) -> Path:
+    return next(iter(found.files.tensors.values())).file.parent
+
+
+def _scores(result: Probed) -> dict[str, Any]:
+    def table(scores: Any) -> dict[str, str]:
+        return {_label(contract): str(score) for contract, score in scores.items()}
+
+    return {"first draft": table(result.first), "second draft": table(result.second)}
+
+
+def _label(contract: Contract) -> str:
+    return f"{described(contract)}, recycled {contract.recycled}"

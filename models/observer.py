@@ -1,0 +1,93 @@
+"""Observers of the calls that a model makes to its modules.
+
+An observed instance gets a class of its own (see `instance_hooks`), which does the same
+and tells the observers of its thread what goes in and what comes out. Without any,
+it does nothing but its work. An observer may also have a call not made at all.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation.models.instance_hooks import Hook, derived
+
+METHODS = ("__call__", "as_linear")
+
+_observers: ContextVar[tuple["Observer", ...]] = ContextVar("observers", default=())
+
+
+class Observer:
+    """Who is told of calls; `values` are the arguments, positional ones first."""
+
+    def enter(
+        self, module: nn.Module, method: str, values: tuple[Any, ...]
+    ) -> mx.array | None:
+        """Be told before a call.
+
+        An array is taken for the result of the call, which is then not made; observers
+        that were told of it already hear no more. What this raises ends the forward.
+        """
+        return None
+
+    def leave(
+        self, module: nn.Module, method: str, values: tuple[Any, ...], result: Any
+    ) -> None:
+        """Be told after a call that was made."""
+
+
+@contextmanager
+def observing(*observers: Observer, alone: bool = False) -> Iterator[None]:
+    """Let them observe the calls that this thread makes inside the block.
+
+    Args:
+        observers: who observes, beside those of blocks around this one.
+        alone: nobody else does.
+    """
+    others = () if alone else _observers.get()
+    token = _observers.set((*others, *observers))
+    try:
+        yield
+    finally:
+        _observers.reset(token)
+
+
+def first_array(values: Any) -> Any:
+    """Return an array itself, or the first of a tuple's or list's own arrays."""
+    if isinstance(values, tuple | list):
+        return next((value for value in values if isinstance(value, mx.array)), None)
+    return values if isinstance(values, mx.array) else None
+
+
+@functools.cache
+def _observed(kind: type[nn.Module]) -> type[nn.Module]:
+    methods = {name: _telling(kind, name) for name in METHODS if _has(kind, name)}
+    return derived(kind, methods)
+
+
+def _has(kind: type[nn.Module], name: str) -> bool:
+    # hasattr would find the __call__ that makes instances of a class.
+    return any(name in vars(base) for base in kind.__mro__)
+
+
+def _telling(kind: type[nn.Module], name: str) -> Callable[..., Any]:
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        observers = _observers.get()
+        values = (*args, *kwargs.values()) if observers else ()
+        for observer in observers:
+            instead = observer.enter(self, name, values)
+            if instead is not None:
+                return instead
+        result = getattr(kind, name)(self, *args, **kwargs)
+        for observer in observers:
+            observer.leave(self, name, values, result)
+        return result
+
+    return method
+
+
+OBSERVED = Hook(1, _observed)

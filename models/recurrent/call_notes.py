@@ -1,0 +1,133 @@
+"""Classes that do what a mixer and its parts do, and note it.
+
+A hooked instance gets a class of its own (see `models.instance_hooks`). Nothing of
+mlx-lm is
+patched: where a mixer calls a scan by its global name, the method is made again from
+the same code with globals of its own, in which that name notes the call. Whoever uses
+the same module elsewhere, or in another thread, sees nothing of it.
+
+Notes belong to one call of one mixer, and the parts find them in a context variable,
+which every thread has for itself. Outside a recorded call there are none, and a
+hooked part does nothing but its work. When a method or a scan has been replaced by
+somebody else after the hook was made, the replacement is called and nothing is noted.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FunctionType
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation.models.instance_hooks import derived, made_again
+from mlx_speculation.models.ops.replaced_functions import activations_of
+from mlx_speculation.models.recurrent.replay import Scan, ScanCall, Watch
+from mlx_speculation.models.source_digests import is_known
+
+Call = Callable[..., Any]
+Taken = dict[Any, list[Any]]
+
+_notes: ContextVar[Taken | None] = ContextVar("notes", default=None)
+
+
+@contextmanager
+def noting(notes: Taken) -> Iterator[None]:
+    """Take notes in this thread, inside the block."""
+    token = _notes.set(notes)
+    try:
+        yield
+    finally:
+        _notes.reset(token)
+
+
+def _note(key: Any, value: Any) -> None:
+    notes = _notes.get()
+    if notes is not None:
+        notes.setdefault(key, []).append(value)
+
+
+def _first_array(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    values = (*args, *kwargs.values())
+    return next((value for value in values if isinstance(value, mx.array)), None)
+
+
+@functools.cache
+def noting_input(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a class for parts whose first array is noted under their id."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        _note(id(self), _first_array(args, kwargs))
+        return kind.__call__(self, *args, **kwargs)
+
+    return derived(kind, {"__call__": call})
+
+
+@functools.cache
+def noting_output(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a class for parts whose result is noted under their id."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = kind.__call__(self, *args, **kwargs)
+        _note(id(self), result)
+        return result
+
+    return derived(kind, {"__call__": call})
+
+
+def watched(kind: type[nn.Module], watch: Watch, scan: Call | None) -> dict[str, Call]:
+    """Return the methods of `kind` that have to be made again to note `watch`.
+
+    Args:
+        kind: the class of a mixer.
+        watch: what is noted.
+        scan: what `scan_of` returned.
+    """
+    methods = {name: _noting_method(kind, name) for name in watch.methods}
+    if watch.scan is not None and scan is not None:
+        methods[watch.scan.called_in] = _noting_scan(kind, watch.scan, scan)
+    return methods
+
+
+def scan_of(kind: type[nn.Module], watch: Watch) -> Call | None:
+    """Return the scan that `kind` calls now, if it is the one that was read."""
+    if watch.scan is None:
+        return None
+    found = vars(sys.modules[kind.__module__]).get(watch.scan.name)
+    if getattr(found, "__module__", None) != watch.scan.module or not is_known(found):
+        return None
+    return cast(Call, found)
+
+
+def _noting_method(kind: type[nn.Module], name: str) -> Call:
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        _note(name, _first_array(args, kwargs))
+        return getattr(kind, name)(self, *args, **kwargs)
+
+    return method
+
+
+def _noting_scan(kind: type[nn.Module], scan: Scan, known: Call) -> Call:
+    original: FunctionType = getattr(kind, scan.called_in)
+    theirs = original.__globals__
+
+    def scanned(*args: Any, **kwargs: Any) -> Any:
+        current = theirs[scan.name]
+        if current is not known:
+            return current(*args, **kwargs)
+        chunk = None if scan.in_chunks is None else scan.in_chunks(*args, **kwargs)
+        _note(scan.name, ScanCall(known, args, kwargs, chunk))
+        if chunk is None:
+            return known(*args, **kwargs)
+        return chunk.y, chunk.after(chunk.y.shape[1])
+
+    again = made_again(original, {**activations_of(original), scan.name: scanned})
+
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        current = getattr(kind, scan.called_in)
+        return (again if current is original else current)(self, *args, **kwargs)
+
+    return method

@@ -1,0 +1,233 @@
+"""A block of gated delta steps by matrix products, with the state after each prefix.
+
+mlx-lm 0.32.2 runs the recurrence token by token where it has no kernel, so a verify of
+k + 1 tokens pays k + 1 times. With S the state [Dv, Dk] of a head before the block,
+g_t the decays, b_t the betas, and R_ti = g_(i+1) ... g_t for i <= t (R_t from before
+the block, so R_t = g_1 ... g_t):
+
+    S_t = g_t S_(t-1) + u_t k_t^T      u_t = b_t (v_t - g_t S_(t-1) k_t)
+
+    (1 + L) U = b (V - R K S^T)        L_ti = b_t R_ti k_i k_t for i < t, else 0
+    Y = R Q S^T + A U                  A_ti = R_ti q_t k_i for i <= t, else 0
+    S_n = R_n S + sum over i <= n of R_ni u_i k_i^T
+
+This is the chunked form (WY, or UT transform) of Yang et al. 2024, "Parallelizing
+Linear Transformers with the Delta Rule over Sequence Length", with the decay of Yang et
+al. 2025, "Gated Delta Networks", equations 8 to 10. Decays are multiplied and never
+divided by, so that one of 0 does no harm. Each S_n follows from the U of the whole
+block at the price of one product, and is not computed unless somebody asks for it.
+
+Results differ from the recurrence by rounding. So this serves only where rows of a
+block differ from single rows anyway, which is float32 on a CPU with OpenBLAS in front.
+On CUDA a kernel runs the steps (`cuda.gated_delta`). With the reference BLAS, and on
+Metal, which has a kernel, mlx-lm's own scan runs; and so it does for single rows.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g
+
+from mlx_speculation.models.cuda.available import kernels_compile
+from mlx_speculation.models.cuda.gated_delta import Steps, run_steps, serves
+from mlx_speculation.models.round_context import device_of_round, rows_differ
+
+# Up to here products over all pairs of rows cost less than steps. Twice what a lookup
+# drafts.
+LONGEST = 32
+
+
+class _Block(NamedTuple):
+    """What `_run` returns; heads are [key heads, value heads for each of them].
+
+    Attributes:
+        y: [batch, rows, value heads, Dv], float32.
+        updates: the u_t that later rows see, [batch, *heads, rows, Dv].
+        decays: R_ti, and 1 where i > t, [batch, *heads, rows, rows].
+        total: R_t, [batch, *heads, rows, 1].
+        keys: [batch, key heads, 1, rows, Dk].
+    """
+
+    y: mx.array
+    updates: mx.array
+    decays: mx.array
+    total: mx.array
+    keys: mx.array
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A block that was run.
+
+    Attributes:
+        y: what the scan returns for each row, [batch, rows, value heads, Dv].
+        start: the state before it, [batch, value heads, Dv, Dk].
+    """
+
+    y: mx.array
+    start: mx.array
+    block: _Block
+
+    def after(self, keep: int) -> mx.array:
+        """Return the state after the first `keep` rows, from 1, like `start`."""
+        updates, last = self.block.updates, keep - 1
+        weights = self.block.decays[..., last, :keep, None]
+        added = (updates[..., :keep, :] * weights).swapaxes(-1, -2)
+        added = added @ self.block.keys[..., :keep, :]  # [batch, *heads, Dv, Dk]
+        total = self.block.total[..., last : last + 1, :]
+        state = total * self.start.reshape(added.shape) + added
+        return state.reshape(self.start.shape).astype(self.start.dtype)
+
+
+def run_chunk(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array | None = None,
+    mask: mx.array | None = None,
+) -> Chunk:
+    """Run a block of gated delta steps.
+
+    Args:
+        q: [batch, rows, key heads, Dk], scaled.
+        k: the same shape, normalized.
+        v: [batch, rows, value heads, Dv]; key head h serves the value heads from
+            h * ratio on, where ratio is value heads / key heads.
+        g: decays in [0, 1], [batch, rows, value heads].
+        beta: [batch, rows, value heads].
+        state: before the block, [batch, value heads, Dv, Dk]; None: zeros, float32.
+        mask: bool [batch, rows]; a row without it returns what it would return, and
+            leaves the state to others as it was.
+    """
+    batch, rows, key_heads, dim = k.shape
+    heads, width = v.shape[2:]
+    if state is None:
+        state = mx.zeros((batch, heads, width, dim), mx.float32)
+    split = (key_heads, heads // key_heads)
+    seen = None if mask is None else mask.reshape(batch, rows, 1, 1, 1)
+    block = _run(
+        k.astype(mx.float32),
+        q.astype(mx.float32),
+        v.astype(mx.float32).reshape(batch, rows, *split, width),
+        g.astype(mx.float32).reshape(batch, rows, *split, 1),
+        beta.astype(mx.float32).reshape(batch, rows, *split, 1),
+        state.astype(mx.float32).reshape(batch, *split, width, dim),
+        seen,
+    )
+    return Chunk(block.y.astype(q.dtype), state, block)
+
+
+class _Pairs(NamedTuple):
+    """Which of all pairs of rows (t, i), [rows, rows].
+
+    Attributes:
+        below: i < t, bool.
+        diagonal: 1 where i = t, float32.
+        levels: bool; level n has those between the halves of each 2 ** (n + 1) rows.
+    """
+
+    below: mx.array
+    diagonal: mx.array
+    levels: list[mx.array]
+
+
+@functools.cache
+def _pairs(rows: int) -> _Pairs:
+    t, i = mx.arange(rows)[:, None], mx.arange(rows)[None]
+    levels, size = [], 1
+    while size < rows:
+        same = t // (2 * size) == i // (2 * size)
+        levels.append(same & (t // size > i // size))
+        size *= 2
+    found = _Pairs(t > i, mx.eye(rows), levels)
+    mx.eval(found)
+    return found
+
+
+def _inverse(lower: mx.array, pairs: _Pairs) -> mx.array:
+    """Return the inverse of 1 + `lower`, [..., rows, rows], by halves.
+
+    [ A 0 ]^-1   [   A^-1         0   ]
+    [ C D ]    = [ -D^-1 C A^-1  D^-1 ]
+    """
+    first, *others = pairs.levels
+    found = pairs.diagonal - mx.where(first, lower, 0)
+    for level in others:
+        found = mx.addmm(found, found @ mx.where(level, lower, 0), found, alpha=-1)
+    return found
+
+
+def _run(
+    k: mx.array,
+    q: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array,
+    seen: mx.array | None,
+) -> _Block:
+    """Run a block; `seen`, bool, is not set for rows that others do not see."""
+    rows = k.shape[1]
+    pairs = _pairs(rows)
+    both = mx.concatenate([k, q], axis=1).swapaxes(1, 2)
+    both = mx.contiguous(both)[:, :, None]  # [batch, key heads, 1, 2 rows, Dk]
+    keys = both[..., :rows, :]
+    products = both @ keys.swapaxes(-1, -2)  # [batch, key heads, 1, 2 rows, rows]
+    held = both @ state.swapaxes(-1, -2)  # [batch, *heads, 2 rows, Dv]
+    by_head = (0, 2, 3, 1, 4)
+    v, g, beta = (each.transpose(by_head) for each in (v, g, beta))
+    seen = None if seen is None else seen.transpose(by_head)
+    chain = g if seen is None else mx.where(seen, g, 1)
+    decays = mx.cumprod(mx.where(pairs.below, chain, 1), axis=-2)
+    total = decays[..., :1] * chain[..., :1, :]
+    before, start = mx.where(pairs.below, decays, 0), total
+    if seen is not None:
+        own = mx.where(seen, 1, g)  # the decay of a row that only itself sees
+        before = mx.where(seen.swapaxes(-1, -2), before * own, 0)
+        start = start * own
+    updates = beta * (v - start * held[..., :rows, :])
+    if rows > 1:
+        lower = beta * before * products[..., :rows, :]
+        updates = _inverse(lower, pairs) @ updates
+    weights = (before + pairs.diagonal) * products[..., rows:, :]
+    y = mx.addmm(start * held[..., rows:, :], weights, updates)
+    y = y.transpose(0, 3, 1, 2, 4).flatten(2, 3)
+    if seen is not None:
+        updates = mx.where(seen, updates, 0)
+    return _Block(y, updates, decays, total, keys)
+
+
+def gated_delta_in_chunks(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    a: mx.array,
+    b: mx.array,
+    A_log: mx.array,  # noqa: N803, mlx-lm's name
+    dt_bias: mx.array,
+    state: mx.array | None = None,
+    mask: mx.array | None = None,
+    *,
+    lower_bound: float | None = None,
+    allow_neg_eigval: bool = False,
+    **_: Any,
+) -> Chunk | Steps | None:
+    """Do what mlx-lm's `gated_delta_update` does; None: that should do it here."""
+    on_cuda = device_of_round() == "cuda" and kernels_compile() and serves(q, v)
+    by_channel = a.ndim != b.ndim  # then a has one axis more
+    in_chunks = rows_differ(q.dtype) and not by_channel
+    if not 1 < q.shape[1] <= LONGEST or not (on_cuda or in_chunks):
+        return None
+    beta = mx.sigmoid(b)
+    if allow_neg_eigval:
+        beta = beta * 2.0
+    if lower_bound is None:
+        g = compute_g(A_log, a, dt_bias)
+    else:
+        g = compute_lower_bound_g(A_log, a, dt_bias, lower_bound)
+    run = run_steps if on_cuda else run_chunk
+    return run(q, k, v, g, beta, state, mask)

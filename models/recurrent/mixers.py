@@ -1,0 +1,127 @@
+"""The recurrent mixers of mlx-lm 0.32.2, and how each is replayed.
+
+Every class that writes to an `ArraysCache` stands here; a test reads the package and
+fails when one does not. Their array arguments have positions on axis 1, and all they
+keep between calls is in the cache. A mixer without a recipe runs again over its
+recorded inputs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from mlx_speculation.models.recurrent.chunked_delta import gated_delta_in_chunks
+from mlx_speculation.models.recurrent.replay import (
+    ConvsAndScan,
+    LastKeyAndValue,
+    Recipe,
+    RgLru,
+    Scan,
+    TokenIds,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mixer:
+    """How one class is replayed.
+
+    Attributes:
+        recipe: how its state follows from notes; None: it runs again.
+        relies_on: other objects whose source has to be the known one: (module, name).
+    """
+
+    recipe: Recipe | None = None
+    relies_on: tuple[tuple[str, str], ...] = ()
+
+
+def _gated_delta(slot: int) -> Scan:
+    rows = dict.fromkeys(("q", "k", "v", "a", "b", "mask"), 1)
+    home = "mlx_lm.models.gated_delta"
+    name, ours = "gated_delta_update", gated_delta_in_chunks
+    return Scan(home, name, slot, "state", rows, in_chunks=ours)
+
+
+def _gated_delta_behind(*convs: str, ends: bool = True) -> ConvsAndScan:
+    """Convolutions in the first slots, the delta state in the last one."""
+    slots = {path: slot for slot, path in enumerate(convs)}
+    return ConvsAndScan(slots, _gated_delta(len(convs)), ends=ends)
+
+
+def _lightning(module: str) -> Scan:
+    rows = {"q": 2, "k": 2, "v": 2, "mask": 1}
+    return Scan(f"mlx_lm.models.{module}", "recurrent_gla", 0, "h", rows)
+
+
+_SSM = Scan(
+    "mlx_lm.models.ssm",
+    "ssm_update",
+    1,
+    "state",
+    dict.fromkeys(("hidden_states", "B", "C", "dt", "mask"), 1),
+    called_in="_ssm",
+    lengths="lengths",
+)
+_MAMBA_2 = Mixer(ConvsAndScan({"conv1d": 0}, _SSM))
+_SHORT_CONV = Mixer(ConvsAndScan({"conv": 0}))
+_KIMI_CONV = (("mlx_lm.models.kimi_linear", "ShortConv1d"),)
+
+_TABLE = {
+    "baichuan_m1.Attention": Mixer(LastKeyAndValue("_custom_convolution")),
+    "bailing_hybrid.LinearAttention": Mixer(
+        ConvsAndScan(scan=_lightning("bailing_hybrid"))
+    ),
+    "bailing_moe_linear.LinearAttention": Mixer(
+        ConvsAndScan(scan=_lightning("bailing_moe_linear"), advances=False)
+    ),
+    "bailing_moe_v3.BailingKDA": Mixer(
+        _gated_delta_behind("q_conv1d", "k_conv1d", "v_conv1d")
+    ),
+    "falcon_h1.FalconH1Mixer": _MAMBA_2,
+    "gear.ConvKVGatedMixer": Mixer(ConvsAndScan({"key_conv": 0, "value_conv": 1})),
+    "granitemoehybrid.GraniteMoeHybridMamba2Mixer": _MAMBA_2,
+    "jamba.JambaMambaMixer": Mixer(),
+    "kimi_k3.KimiK3DeltaAttention": Mixer(
+        _gated_delta_behind("qkv_conv.conv"), _KIMI_CONV
+    ),
+    "kimi_linear.KimiDeltaAttention": Mixer(
+        _gated_delta_behind("q_conv.conv", "k_conv.conv", "v_conv.conv"), _KIMI_CONV
+    ),
+    "lfm2.ShortConv": _SHORT_CONV,
+    "lfm2_moe.ShortConv": _SHORT_CONV,
+    "longcat_flash_ngram.NgramEmbedding": Mixer(TokenIds()),
+    "mamba.MambaBlock": Mixer(),
+    "mamba2.Mamba2Block": _MAMBA_2,
+    "nemotron_h.NemotronHMamba2Mixer": _MAMBA_2,
+    "olmo_hybrid.GatedDeltaNet": Mixer(
+        _gated_delta_behind("q_conv1d", "k_conv1d", "v_conv1d", ends=False)
+    ),
+    "plamo2.Mamba": _MAMBA_2,
+    "qwen3_5.GatedDeltaNet": Mixer(_gated_delta_behind("conv1d")),
+    "qwen3_next.Qwen3NextGatedDeltaNet": Mixer(_gated_delta_behind("conv1d")),
+    "recurrent_gemma.RecurrentBlock": Mixer(
+        RgLru(),
+        (
+            ("mlx_lm.models.recurrent_gemma", "Conv1d"),
+            ("mlx_lm.models.recurrent_gemma", "RGLRU"),
+            ("mlx_lm.models.recurrent_gemma", "rnn_scan"),
+        ),
+    ),
+    "rwkv7.Rwkv7ChannelMixing": Mixer(),
+    "rwkv7.Rwkv7TimeMixing": Mixer(),
+}
+
+
+def _place(dotted: str) -> tuple[str, str]:
+    module, name = dotted.split(".")
+    return f"mlx_lm.models.{module}", name
+
+
+# (module, class) -> how it is replayed.
+MIXERS: Mapping[tuple[str, str], Mixer] = MappingProxyType(
+    {_place(dotted): mixer for dotted, mixer in _TABLE.items()}
+)
+
+# The same for modules that fill a cache of their own kind.
+COMPRESSORS: Mapping[tuple[str, str], Mixer] = MappingProxyType(
+    {("mlx_lm.models.deepseek_v41", "Compressor"): Mixer()}
+)

@@ -1,0 +1,209 @@
+"""Recording what recurrent mixers are fed, so that a prefix can be replayed.
+
+A mixer is hooked by giving the instance a class of its own, which does the same and
+also notes its arguments on the cache it is called with; its convolutions and its
+scan note theirs beside them. Only a cache that a `Speculation` presents takes notes;
+with any other cache the hook passes through. Nothing is kept on the model: two
+generators, or two threads, do not meet. Parameter paths, `isinstance` and logits stay
+the same.
+
+`mixers.MIXERS` lists the mixers for which replay was shown to equal plain decoding
+(tests/models). What is used, best first:
+
+    notes complete       the state follows from the notes; no weights are read
+    otherwise            the mixer runs again over its recorded inputs; counted
+    mixer not listed,    it is not hooked, and a partial acceptance runs the model
+    or its source is     again: right, at the price of one forward
+    not the known one
+"""
+
+import functools
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import CacheList
+
+from mlx_speculation.caches import RecordingArraysCache, RecordingLayerCache
+from mlx_speculation.models.cpu.submit_layers import layer_hooks
+from mlx_speculation.models.cuda.linear import few_row_hooks
+from mlx_speculation.models.cuda.transposed_weights import transposed_hooks
+from mlx_speculation.models.instance_hooks import Hook, Hooked, derived, plain_class
+from mlx_speculation.models.ops.latent_attention import absorbing_hooks
+from mlx_speculation.models.ops.replaced_functions import stand_in_hooks
+from mlx_speculation.models.recurrent.call_notes import (
+    Call,
+    Taken,
+    noting,
+    noting_input,
+    noting_output,
+    scan_of,
+    watched,
+)
+from mlx_speculation.models.recurrent.mixers import COMPRESSORS, MIXERS, Mixer
+from mlx_speculation.models.recurrent.replay import Recipe, Watch, part_of
+from mlx_speculation.models.source_digests import is_known
+
+_TAKES_NOTES = (RecordingArraysCache, RecordingLayerCache)
+
+_RANK = 0  # a mixer has no hook inside: a scan is noted from its plain class's code
+
+# The mixers that ran again inside `noting_reruns`, in this thread.
+_ran_again: ContextVar[list[nn.Module] | None] = ContextVar("ran_again", default=None)
+
+_CACHE = object()  # stands for the cache in recorded arguments, which would be a cycle
+
+
+@contextmanager
+def noting_reruns() -> Iterator[list[nn.Module]]:
+    """Yield a list that names each mixer that runs again inside the block."""
+    ran: list[nn.Module] = []
+    token = _ran_again.set(ran)
+    try:
+        yield ran
+    finally:
+        _ran_again.reset(token)
+
+
+@dataclass(frozen=True, slots=True)
+class MixerCall:
+    """One call of a mixer: what it was fed, without the cache, and its notes."""
+
+    mixer: nn.Module
+    width: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    recipe: Recipe | None = None
+    notes: Taken = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> mx.array:
+        """The first array that the mixer was given."""
+        found: mx.array = _first(mx.array, (*self.args, *self.kwargs.values()))
+        return found
+
+    def replay(self, cache: Any, keep: int) -> None:
+        """Take `cache` from the state before the call to that after `keep` rows.
+
+        By its notes if they are complete. Otherwise the mixer runs again over the
+        first `keep` positions; its output is not used.
+        """
+        if self.recipe is not None and self.recipe.complete(self):
+            self.recipe.replay(self, cache, keep)
+        else:
+            self._run_again(cache, keep)
+
+    def _run_again(self, cache: Any, keep: int) -> None:
+        ran = _ran_again.get()
+        if ran is not None:
+            ran.append(self.mixer)
+
+        def cut(value: Any) -> Any:
+            if value is _CACHE:
+                return cache
+            if not isinstance(value, mx.array) or value.ndim < 2:
+                return value
+            return value[:, :keep] if value.shape[1] == self.width else value
+
+        self.mixer(
+            *(cut(value) for value in self.args),
+            **{name: cut(value) for name, value in self.kwargs.items()},
+        )
+
+
+def _first(kind: type, values: tuple[Any, ...]) -> Any:
+    return next((value for value in values if isinstance(value, kind)), None)
+
+
+def _recording_cache(values: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Return the cache that takes notes, and the argument that it stands in."""
+    for value in values:
+        if isinstance(value, _TAKES_NOTES):
+            return value, value
+        if isinstance(value, CacheList):
+            return _first(RecordingArraysCache, value.caches), value
+    return None, None
+
+
+@functools.cache
+def _recorded(
+    kind: type[nn.Module], mixer: Mixer, scan: Call | None
+) -> type[nn.Module]:
+    """Return a subclass of `kind` whose calls are noted on a recording cache."""
+    recipe = mixer.recipe
+    methods = {} if recipe is None else watched(kind, recipe.watch, scan)
+    mixed = methods.pop("__call__", None)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        values = (*args, *kwargs.values())
+        cache, holder = _recording_cache(values)
+        if cache is None:
+            return kind.__call__(self, *args, **kwargs)
+        noted = tuple(_CACHE if v is holder else v for v in args)
+        named = {n: _CACHE if v is holder else v for n, v in kwargs.items()}
+        width = _first(mx.array, values).shape[1]
+        made = MixerCall(self, width, noted, named, recipe)
+        with cache.record(made), noting(made.notes):
+            result = (mixed or kind.__call__)(self, *args, **kwargs)
+        if recipe is not None and not (recipe.runs_again or recipe.complete(made)):
+            cache.written_unrecorded = True
+        return result
+
+    return derived(kind, {**methods, "__call__": call})
+
+
+def _mixer_of(module: nn.Module) -> Mixer | None:
+    """Return how a module is replayed; None: it is no mixer, or not the known one."""
+    kind = plain_class(module)
+    place = (kind.__module__, kind.__name__)
+    mixer = MIXERS.get(place) or COMPRESSORS.get(place)
+    if mixer is None or not is_known(kind):
+        return None
+    for home, name in mixer.relies_on:
+        if not is_known(getattr(importlib.import_module(home), name, None)):
+            return None
+    return mixer
+
+
+def _parts(module: nn.Module, watch: Watch) -> Iterator[tuple[nn.Module, Hook]]:
+    for paths, hook in ((watch.inputs, noting_input), (watch.outputs, noting_output)):
+        for path in paths:
+            part = part_of(module, path)
+            if isinstance(part, nn.Module):
+                yield part, Hook(_RANK, hook)
+
+
+def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
+    """Yield each module to hook, with its hook."""
+    for _, module in model.named_modules():
+        mixer = _mixer_of(module)
+        if mixer is None:
+            continue
+        watch = Watch() if mixer.recipe is None else mixer.recipe.watch
+        scan = scan_of(plain_class(module), watch)
+        yield module, Hook(_RANK, _recorded, (mixer, scan))
+        yield from _parts(module, watch)
+    yield from absorbing_hooks(model)
+    yield from few_row_hooks(model)
+    yield from stand_in_hooks(model)
+    yield from layer_hooks(model)
+    yield from transposed_hooks(model)
+
+
+class Recorders:
+    """The hooks on one model, for the life of their owner.
+
+    Several owners may hook one model; the last one to leave removes the hooks.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._hooked = Hooked(_hooks(model))
+
+    def remove(self) -> None:
+        """Give every module its own class back, unless another owner needs the hook."""
+        self._hooked.remove()

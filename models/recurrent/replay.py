@@ -1,0 +1,345 @@
+"""How the state after a prefix follows from what was noted during a mixer's call.
+
+A mixer that runs again over its inputs reads its projections again, which is most of
+what a decode step reads. But its states follow from less:
+
+    state of                     follows from                       price
+    a causal convolution         the rows that went into it         a copy of K - 1 rows
+    a scan (gated delta, SSD,    the arguments of the scan          one scan
+      lightning attention)
+    the same, run in chunks      what the chunk has computed        one product
+    RG-LRU                       its output, which is every state   a copy of one row
+    the last raw key and value   all raw keys and values            a copy of one row
+    the last token ids           the ids                            a copy of n ids
+
+Everything here is lazy, and reads no weights but each head's decay and bias. Notes
+that are not complete are not used: then the mixer runs again over its inputs. This
+module does not know how notes are taken; `recorder` does.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache
+
+# What was noted in one call of a mixer, one value for each time it came by: under the
+# id of a part, the name of a method or the name of the scan.
+Notes = Mapping[Any, list[Any]]
+
+
+class NotedCall(Protocol):
+    """A call of a mixer, with its notes."""
+
+    @property
+    def mixer(self) -> nn.Module:
+        """The mixer."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Positions that the call processed."""
+        ...
+
+    @property
+    def inputs(self) -> mx.array:
+        """The first array that the mixer was given."""
+        ...
+
+    @property
+    def notes(self) -> Notes:
+        """What was noted."""
+        ...
+
+
+class Chunked(Protocol):
+    """A block that was run at once; see `models.recurrent.chunked_delta`."""
+
+    @property
+    def y(self) -> mx.array:
+        """What the scan returns for each row."""
+        ...
+
+    def after(self, keep: int) -> mx.array:
+        """Return the state after the first `keep` rows, from 1."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """A function that turns inputs with positions and a state into the next state.
+
+    Attributes:
+        module: where it is defined.
+        name: its name, there and in the module of the mixer.
+        slot: where the cache keeps the state.
+        state: the argument that takes the state; the result's second item is the next.
+        rows: the arguments with positions, and on which axis.
+        called_in: the method of the mixer that calls it.
+        lengths: the argument that takes the rows' lengths, if there is one.
+        in_chunks: does the same for a block at once, where that serves; it takes what
+            the scan takes, and returns None where the scan is to run.
+    """
+
+    module: str
+    name: str
+    slot: int
+    state: str
+    rows: Mapping[str, int]
+    called_in: str = "__call__"
+    lengths: str | None = None
+    in_chunks: Callable[..., "Chunked | None"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What is noted: paths of parts, names of methods, a scan.
+
+    Attributes:
+        inputs: parts of the mixer whose first array is noted.
+        outputs: parts whose result is noted.
+        methods: methods whose first array is noted.
+        scan: the scan whose arguments are noted.
+    """
+
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
+    scan: Scan | None = None
+
+
+class Recipe(Protocol):
+    """One way to get the state after a prefix."""
+
+    @property
+    def watch(self) -> Watch:
+        """What has to be noted."""
+        ...
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether the mixer may instead run again, on nothing but this cache."""
+        ...
+
+    def complete(self, call: NotedCall) -> bool:
+        """Return whether the notes are as expected, in number and size."""
+        ...
+
+    def replay(self, call: NotedCall, cache: ArraysCache, keep: int) -> None:
+        """Take `cache` from the state before the call to that after `keep` rows."""
+        ...
+
+
+def part_of(mixer: nn.Module, path: str) -> Any:
+    """Return the part of a mixer at a dotted path; None when there is none."""
+    part: Any = mixer
+    for name in path.split("."):
+        part = getattr(part, name, None)
+    return part
+
+
+def _only(call: NotedCall, key: Any) -> Any:
+    """Return what was noted under `key`, if that was one thing; None otherwise."""
+    found = call.notes.get(key, ())
+    return found[0] if len(found) == 1 else None
+
+
+@functools.cache
+def _signature(function: Any) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+@dataclass(frozen=True, slots=True)
+class ScanCall:
+    """One call of a scan.
+
+    Arrays are noted by reference. An array of lengths is changed in place by the
+    cache later on, so it is never read from here.
+
+    Attributes:
+        function: the scan.
+        args: what it was given.
+        kwargs: what it was given by name.
+        chunk: what was done in its place, if that was so.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    chunk: Chunked | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that were given, by name."""
+        bound = _signature(self.function).bind(*self.args, **self.kwargs)
+        return dict(bound.arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvsAndScan:
+    """Causal convolutions, each with a slot, and a scan; or convolutions alone.
+
+    Worked example: K = 4 and a block of 5. A convolution was given 3 + 5 rows, of
+    which the first 3 are its old state. After `keep` = 2 rows its state is rows
+    [2, 5): the last old one and the two that are kept.
+
+    Attributes:
+        convs: path of each convolution, and its slot.
+        scan: the scan, if there is one.
+        ends: the state of a row whose length ends inside the block is taken there.
+        advances: the mixer moves the lengths and paddings of the cache on.
+    """
+
+    convs: Mapping[str, int] = field(default_factory=dict)
+    scan: Scan | None = None
+    ends: bool = True
+    advances: bool = True
+    runs_again: bool = True
+
+    @property
+    def watch(self) -> Watch:
+        """The inputs of the convolutions, and the scan's arguments."""
+        return Watch(inputs=tuple(self.convs), scan=self.scan)
+
+    def complete(self, call: NotedCall) -> bool:
+        """Each convolution had old rows before the new ones, and the scan the new."""
+        for path in self.convs:
+            rows = _only(call, id(part_of(call.mixer, path)))
+            if rows is None or rows.ndim != 3 or rows.shape[1] <= call.width:
+                return False
+        if self.scan is None:
+            return True
+        noted: ScanCall | None = _only(call, self.scan.name)
+        if noted is None:
+            return False
+        given = noted.arguments()
+        rows = [(given.get(name), axis) for name, axis in self.scan.rows.items()]
+        return all(r is None or r.shape[axis] == call.width for r, axis in rows)
+
+    def replay(self, call: NotedCall, cache: ArraysCache, keep: int) -> None:
+        """Cut the convolutions' rows, and run the scan over its first `keep` rows."""
+        lengths = None if cache.lengths is None else mx.minimum(cache.lengths, keep)
+        for path, slot in self.convs.items():
+            rows = _only(call, id(part_of(call.mixer, path)))
+            old = rows.shape[1] - call.width
+            if lengths is not None and self.ends:
+                first = mx.maximum(lengths, 0)[:, None]
+                positions = (first + mx.arange(old))[..., None]
+                cache[slot] = mx.take_along_axis(rows, positions, axis=1)
+            else:
+                cache[slot] = mx.contiguous(rows[:, keep : keep + old])
+        if self.scan is not None:
+            self._scan(self.scan, _only(call, self.scan.name), cache, keep, lengths)
+        if self.advances:
+            cache.advance(keep)
+
+    def _scan(
+        self,
+        scan: Scan,
+        noted: ScanCall,
+        cache: ArraysCache,
+        keep: int,
+        lengths: mx.array | None,
+    ) -> None:
+        if noted.chunk is not None:
+            cache[scan.slot] = noted.chunk.after(keep)
+            return
+        arguments = noted.arguments()
+        for name, axis in scan.rows.items():
+            if arguments.get(name) is not None:
+                arguments[name] = _head(arguments[name], keep, axis)
+        arguments[scan.state] = cache[scan.slot]
+        if scan.lengths is not None and arguments.get(scan.lengths) is not None:
+            arguments[scan.lengths] = lengths
+        cache[scan.slot] = noted.function(**arguments)[1]
+
+
+def _head(rows: mx.array, keep: int, axis: int) -> mx.array:
+    return rows[(slice(None),) * axis + (slice(keep),)]
+
+
+@dataclass(frozen=True, slots=True)
+class RgLru:
+    """RG-LRU behind a convolution: its output is the state after each position."""
+
+    runs_again: bool = True
+
+    @property
+    def watch(self) -> Watch:
+        """What the convolution was given, and what the recurrence returned."""
+        return Watch(inputs=("conv_1d",), outputs=("rg_lru",))
+
+    def complete(self, call: NotedCall) -> bool:
+        """Rows of the block for the convolution, and states of the cache's kind."""
+        rows = _only(call, id(call.mixer.conv_1d))
+        result = _only(call, id(call.mixer.rg_lru))
+        if rows is None or result is None:
+            return False
+        whole: bool = rows.shape[1] == result[0].shape[1] == call.width
+        return whole and call.mixer.conv_1d.weight.shape[1] > 1
+
+    def replay(self, call: NotedCall, cache: ArraysCache, keep: int) -> None:
+        """Cut the convolution's rows, and take one row of the recurrence's output."""
+        rows = _only(call, id(call.mixer.conv_1d))[:, :keep]
+        states, _ = _only(call, id(call.mixer.rg_lru))
+        old = call.mixer.conv_1d.weight.shape[1] - 1
+        if cache[0] is None:
+            rows = mx.pad(rows, [(0, 0), (old, 0), (0, 0)])
+        else:
+            rows = mx.concatenate([cache[0], rows], axis=1)
+        cache[0] = mx.contiguous(rows[:, -old:])
+        cache[1] = mx.contiguous(states[:, keep - 1])
+
+
+@dataclass(frozen=True, slots=True)
+class LastKeyAndValue:
+    """An attention that mixes each raw key and value with the one before it.
+
+    The same call also writes keys and values, so it cannot run again by itself.
+    """
+
+    method: str
+    runs_again: bool = False
+
+    @property
+    def watch(self) -> Watch:
+        """The method that is given the raw keys, then the raw values."""
+        return Watch(methods=(self.method,))
+
+    def complete(self, call: NotedCall) -> bool:
+        """Keys and values [batch, heads, positions, dim] of the whole block."""
+        found = call.notes.get(self.method, ())
+        sizes = [rows.shape[2] for rows in found]
+        return sizes == [call.width] * 2
+
+    def replay(self, call: NotedCall, cache: ArraysCache, keep: int) -> None:
+        """Take row `keep` - 1 of both."""
+        for slot, rows in enumerate(call.notes[self.method]):
+            cache[slot] = mx.contiguous(rows[:, :, keep - 1 : keep])
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """The last n - 1 token ids, for embeddings of n-grams."""
+
+    runs_again: bool = True
+
+    @property
+    def watch(self) -> Watch:
+        """Nothing: the mixer is given the ids."""
+        return Watch()
+
+    def complete(self, call: NotedCall) -> bool:
+        """The ids are [batch, positions]."""
+        return call.inputs.ndim == 2
+
+    def replay(self, call: NotedCall, cache: ArraysCache, keep: int) -> None:
+        """Append the ids and take the last ones."""
+        ids = call.inputs[:, :keep].astype(mx.int64)
+        if cache[0] is not None:
+            ids = mx.concatenate([cache[0], ids], axis=-1)
+        kept = call.mixer.n - 1
+        cache[0] = ids[:, max(0, ids.shape[1] - kept) :]

@@ -1,0 +1,136 @@
+"""Whether a forward is one of a round, in this thread, and what helps it here.
+
+A round's forward is over a few rows, and is not the one that reads a prompt: some
+layers have a better way for it, and some of these ways are for one device.
+"""
+
+import functools
+import platform
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, Literal
+
+import mlx.core as mx
+
+from mlx_speculation.blas import blas_in_use
+from mlx_speculation.models.instance_hooks import done, on_in_round
+
+Device = Literal["cuda", "x86"]
+
+_in_round: ContextVar[bool] = ContextVar("in_round", default=False)
+_device: ContextVar[Device | None] = ContextVar("device", default=None)
+_forward: ContextVar["Forward"] = ContextVar("forward")
+
+# Products of a forward from one submission to the next; a layer has some 7. A count,
+# and no time, so that all ranks of a sharded model submit alike.
+PRODUCTS_AT_ONCE = 32
+
+
+class Forward:
+    """What layers of one forward leave for each other.
+
+    Attributes:
+        products: how many there were.
+        kept: by the id of a layer that is likely to be called, what it will be fed, its
+            product with that, and what to call if it was not asked for.
+        masks: by what was asked for, a mask and the one that was made of it.
+        tokens: how many it is fed, of all rows together.
+    """
+
+    __slots__ = ("kept", "masks", "products", "tokens")
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.products = 0
+        self.kept: dict[int, tuple[mx.array, mx.array, Callable[[], None]]] = {}
+        self.masks: dict[tuple[int, ...], tuple[Any, mx.array]] = {}
+
+    def take(self, layer: int, x: mx.array) -> mx.array | None:
+        """Return the product of a layer with this very array, if it is kept."""
+        kept = self.kept.get(layer)
+        if kept is None or kept[0] is not x:
+            return None
+        del self.kept[layer]
+        return kept[1]
+
+
+in_round = _in_round.get
+forward_of_round = _forward.get
+device_of_round = _device.get  # found once for all layers of a forward
+
+
+def on_cpu() -> bool:
+    """Whether what is computed here and now is computed by a processor."""
+    found: bool = mx.default_device().type == mx.DeviceType.cpu
+    return found
+
+
+def cuda_serves() -> bool:
+    """Whether what is computed here and now is computed with CUDA."""
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    return on_gpu and mx.cuda.is_available()
+
+
+@functools.cache
+def _openblas() -> bool:
+    return blas_in_use().startswith("OpenBLAS")
+
+
+def rows_differ(dtype: mx.Dtype) -> bool:
+    """Return whether rows of a product differ here from single rows by rounding."""
+    return on_cpu() and dtype == mx.float32 and _openblas()
+
+
+def x86_serves() -> bool:
+    """Whether rows differ on a processor for which mlx has no vector code."""
+    return platform.machine() in ("x86_64", "AMD64") and rows_differ(mx.float32)
+
+
+def _device_here() -> Device | None:
+    if cuda_serves():
+        return "cuda"
+    return "x86" if x86_serves() else None
+
+
+class rows_of_a_round:  # noqa: N801 - used like the function that it stands for
+    """Let layers take their ways for a few rows, in this thread, inside the block.
+
+    No generator makes it, since every step of a draft goes through it.
+
+    Args:
+        tokens: how many the forward is fed; some ways are for few.
+    """
+
+    __slots__ = ("_before", "_device", "_forward", "_token")
+
+    def __init__(self, tokens: int = 1) -> None:
+        self._forward = Forward(tokens)
+
+    def __enter__(self) -> None:
+        here = _device_here()
+        on_in_round()
+        self._token, self._device = _in_round.set(True), _device.set(here)
+        self._before = _forward.set(self._forward)
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        try:
+            for _, _, not_taken in self._forward.kept.values() if kind is None else ():
+                not_taken()
+        finally:
+            _forward.reset(self._before)
+            _in_round.reset(self._token)
+            _device.reset(self._device)
+            done()
+
+
+def submit_in_parts(product: mx.array) -> None:
+    """Submit the forward of a round as far as it is built, every so many products.
+
+    On a GPU the first layers run while the graph of the others is built. Without this
+    the device waits for all of it, since a round cannot be built before the last one
+    was read.
+    """
+    forward = _forward.get()
+    forward.products += 1
+    if forward.products % PRODUCTS_AT_ONCE == 0:
+        mx.async_eval(product)

@@ -1,0 +1,55 @@
+"""Where the tensors of a safetensors file lie, as bytes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.json_reading import JsonFlawError, parse_json
+from mlx_speculation.models.mtp.files import header
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """One tensor in a file.
+
+    Attributes:
+        dtype: its name in the file, such as "BF16".
+        shape: its shape.
+        begin: the first byte, counted from the beginning of the file.
+        end: the byte after the last.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def places_in(file: Path) -> dict[str, TensorPlace]:
+    """Return where the tensors of a file lie, by their names.
+
+    Raises:
+        ModelFolderError: it cannot be read, is cut, or is no safetensors file.
+    """
+    header(file)  # the library checks it
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            entries = parse_json(opened.read(length))
+    except OSError as error:
+        raise ModelFolderError(f"{str(file)!r} cannot be read: {error}.") from error
+    except JsonFlawError as error:
+        raise ModelFolderError(
+            f"The header of {str(file)!r} {error}. Download or convert it again."
+        ) from error
+    entries.pop("__metadata__", None)
+    start = 8 + length
+    return {
+        name: TensorPlace(
+            entry["dtype"],
+            tuple(entry["shape"]),
+            start + entry["data_offsets"][0],
+            start + entry["data_offsets"][1],
+        )
+        for name, entry in entries.items()
+    }

@@ -1,0 +1,161 @@
+"""Scores of candidates, and which one they let win.
+
+Faults that were tried, and that these tests find: the guesses of the written token
+alone; chance from one side; places that repeat counted again; the first of the better
+candidates instead of the best; the usual one kept although it is surely worse.
+"""
+
+import mlx.core as mx
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from mlx_speculation.models.checkpoints.probe import (
+    FEWEST_PLACES,
+    Score,
+    Trials,
+    log_probs,
+)
+from mlx_speculation.models.checkpoints.probe_text import OwnText
+
+seeds = st.integers(0, 2**31)
+
+
+def logits(seed: int, *shape: int, scale: float = 3.0) -> mx.array:
+    """Return random logits."""
+    drawn = np.random.default_rng(seed).normal(size=shape) * scale
+    return mx.array(drawn.astype(np.float32))
+
+
+def scored(guesses: mx.array, laws: mx.array) -> Score:
+    """Score guesses of greedy text."""
+    return Score.of(guesses, log_probs(laws), mx.argmax(laws, axis=-1))
+
+
+@given(seeds, seeds)
+def test_nobody_scores_above_the_law_itself(one: int, two: int) -> None:
+    laws = logits(one, 20, 12)
+    truth = scored(laws, laws)
+    assert truth.agreement == 1.0
+    sure = laws + mx.where(mx.greater(laws, 1.0), 1000.0, 0.0)
+    for guesses in (logits(two, 20, 12), 2 * laws, laws / 2, sure):
+        found = scored(guesses, laws)
+        assert (found.values <= truth.values + 1e-5).all()
+    entropy = (np.exp(log_probs(laws)) * np.array(log_probs(laws))).sum(axis=-1)
+    assert np.allclose(truth.values, entropy, atol=1e-5)
+
+
+def test_one_who_is_too_sure_of_the_written_token_does_not_win() -> None:
+    """Twice the logits give the written, most probable token more than its law does."""
+    laws = logits(3, 40, 12, scale=1.0)
+    sure, truth = scored(2 * laws, laws), scored(laws, laws)
+    written = mx.argmax(laws, axis=-1)[:, None]
+    gain = mx.take_along_axis(log_probs(2 * laws) - log_probs(laws), written, axis=-1)
+    assert mx.all(gain.mean() > 0)
+    assert truth.surely_above(sure)
+
+
+@given(seeds)
+def test_chance_is_what_unrelated_guesses_agree_in(seed: int) -> None:
+    laws, guesses = logits(seed, 30, 5), logits(seed + 1, 30, 5)
+    found = scored(guesses, laws)
+    one, two = np.argmax(laws, axis=-1), np.argmax(guesses, axis=-1)
+    pairs = [a == b for a in one.tolist() for b in two.tolist()]
+    assert np.isclose(found.chance, np.mean(pairs))
+    assert np.isclose(found.agreement, np.mean(one == two))
+
+
+def test_a_constant_guess_is_chance_however_often_it_is_right() -> None:
+    often = np.zeros((40, 6), dtype=np.float32)
+    often[:30, 2] = 5.0
+    often[30:, 3] = 5.0
+    constant = mx.zeros((40, 6)).at[:, 2].add(5.0)
+    found = scored(constant, mx.array(often))
+    assert found.agreement == found.chance == 0.75
+    assert not found.above_chance
+    assert scored(mx.array(often), mx.array(often)).above_chance
+
+
+def test_few_places_and_one_token_alone_say_nothing() -> None:
+    laws = logits(1, FEWEST_PLACES - 1, 8)
+    assert not scored(laws, laws).above_chance
+    same = mx.repeat(laws[:1], 40, axis=0)
+    assert scored(same, same).agreement == 1.0
+    assert scored(same, same).chance == 1.0
+    assert not scored(same, same).above_chance
+
+
+def test_a_guess_that_is_not_finite_is_the_worst_and_no_error() -> None:
+    laws = logits(1, 20, 8)
+    broken = mx.where(mx.arange(8) == 3, float("nan"), laws)
+    nothing = mx.where(mx.arange(8) == 3, -float("inf"), laws)
+    for guesses in (broken, nothing):
+        found = scored(guesses, laws)
+        assert np.isfinite(found.values).all()
+        assert scored(laws, laws).surely_above(found)
+    assert not scored(broken, laws).above_chance
+
+
+def fixed(values: NDArray[np.float64]) -> Score:
+    """Return a score of these values."""
+    return Score(values, 1.0, 0.0)
+
+
+@given(seeds, st.integers(1, 6))
+def test_the_best_wins_or_the_usual_stays(seed: int, count: int) -> None:
+    drawn = np.random.default_rng(seed)
+    scores = [
+        fixed(drawn.normal(loc=drawn.normal(), size=30)) for _ in range(count + 1)
+    ]
+    trials: Trials[int] = Trials(lambda index: scores[index])
+    winner = trials.best(0, range(1, count + 1))
+    means = [score.mean for score in scores]
+    if winner:
+        assert means[winner] == max(means[1:])
+        gains = scores[winner].values - scores[0].values
+        assert gains.mean() > max(2 * gains.std() / np.sqrt(30), 0.01)
+    else:
+        best = scores[1 + int(np.argmax(means[1:]))]
+        assert not best.surely_above(scores[0])
+
+
+def test_what_cannot_be_told_apart_stays_as_usual() -> None:
+    values = np.linspace(-2, -1, 30)
+    scores = {"usual": fixed(values), "other": fixed(values + 0.02)}
+    measured: list[str] = []
+
+    def measure(name: str) -> Score:
+        measured.append(name)
+        return scores[name]
+
+    trials = Trials(measure)
+    assert trials.best("usual", ["other"]) == "other"  # always a little better
+    for others in (values + 0.02 + np.tile([0.1, -0.1], 15), values + 0.009):
+        scores["other"] = fixed(others)
+        trials = Trials(measure)
+        assert trials.best("usual", ["other"]) == "usual"
+        trials.best("other", ["usual"])
+    assert measured == ["other", "usual"] * 3
+
+
+@given(seeds, st.integers(1, 3), st.integers(0, 2))
+def test_what_a_text_says_again_counts_once(seed: int, own: int, later: int) -> None:
+    drawn = np.random.default_rng(seed)
+    rows, steps = 3, 9
+    ids = drawn.integers(0, 2, size=(rows, own + steps))
+    laws, guesses = logits(seed, rows, steps, 2), logits(seed + 1, rows, steps, 2)
+    text = OwnText(mx.array(ids), own, log_probs(laws), mx.zeros(1), mx.zeros(1))
+    first = own + later
+    found = text.score(guesses[:, later:], first)
+    seen: list[tuple[int, ...]] = []
+    values = []
+    for row in range(rows):
+        for at in range(first, own + steps):
+            key = tuple(ids[row, max(0, at - 2) : at + 1].tolist())
+            if key not in seen:
+                seen.append(key)
+                law = np.exp(np.array(log_probs(laws[row, at - own])))
+                guess = np.array(log_probs(guesses[row, at - own]))
+                values.append((law * guess).sum())
+    assert np.allclose(found.values, values, atol=1e-5)

@@ -1,0 +1,105 @@
+"""Exponentials, and what is made of them, against float64.
+
+Faults that were made by hand, and found here: a coefficient of the polynomial is left
+out; n is rounded down; the bias is one less; nothing is cut off below 2^-126; the sign
+of a gate is ignored; the tanh of gelu is taken for a sigmoid of half the argument.
+"""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.models import activations
+from numpy.typing import NDArray
+
+from mlx_speculation.models.cpu.exp import (
+    exponentials,
+    gelu_approx,
+    silu,
+    swiglu,
+)
+
+Array = NDArray[np.float64]
+# Rounding of the scores' difference is as large as that of 88 / 2^24 in the exponent.
+RELATIVE = 1e-5
+SMALLEST = 2.0**-125
+
+floats = st.floats(-1e4, 1e4, width=32)
+
+
+def float64(array: mx.array) -> Array:
+    return np.array(array).astype(np.float64)
+
+
+@given(st.lists(floats, min_size=1, max_size=40))
+def test_exponentials_are_those_of_the_distance_to_the_largest(
+    row: list[float],
+) -> None:
+    scores = np.array(row, np.float32).astype(np.float64)
+    wanted = np.exp(scores - scores.max())
+    found = float64(exponentials(mx.array(row, mx.float32)))
+    # Of large scores the difference itself is rounded.
+    loose = RELATIVE + np.abs(scores).max() * 2.0**-24
+    np.testing.assert_allclose(found, wanted, rtol=loose, atol=SMALLEST)
+
+
+@given(st.floats(-87.0, 0.0, width=32))
+def test_one_exponential_is_right_to_rounding(x: float) -> None:
+    found = float64(exponentials(mx.array([x, 0.0], mx.float32)))[0]
+    assert found == pytest.approx(np.exp(float(x)), rel=6e-6, abs=0)
+
+
+def test_what_is_far_below_is_nothing_and_the_largest_is_one() -> None:
+    found = exponentials(mx.array([3.0, 3.0 - 90.0, -1e30, -float("inf")]))
+    assert found.tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_so(bad: float) -> None:
+    rows = mx.array([[1.0, bad, 2.0], [1.0, 2.0, 3.0]])
+    total = exponentials(rows).sum(axis=-1)
+    assert mx.isnan(total).tolist() == [True, False]
+    found = mx.array([bad, 1.0, -1.0])
+    for ours, theirs in ((silu, nn.silu), (gelu_approx, nn.gelu_approx)):
+        np.testing.assert_allclose(ours(found), theirs(found), rtol=1e-5, atol=1e-6)
+
+
+def test_rows_do_not_meet() -> None:
+    scores = mx.random.normal((2, 3, 5, 7), key=mx.random.key(3)) * 9
+    every = exponentials(scores)
+    for place in np.ndindex(2, 3, 5):
+        assert mx.array_equal(every[place], exponentials(scores[place]))
+
+
+def _sigmoid(x: Array) -> Array:
+    with np.errstate(over="ignore"):
+        return 1.0 / (1.0 + np.exp(-x))
+
+
+@given(st.lists(st.tuples(floats, floats), min_size=1, max_size=40))
+def test_activations_are_those_of_float64(pairs: list[tuple[float, float]]) -> None:
+    gate, x = mx.array(pairs, mx.float32).T
+    g, y = float64(gate), float64(x)
+    size = np.abs(g) + 1e-6
+
+    def close(found: mx.array, wanted: Array, scale: Array) -> None:
+        assert np.all(np.abs(float64(found) - wanted) <= 2e-6 * scale)
+
+    close(silu(gate), g * _sigmoid(g), size)
+    close(swiglu(gate, x), g * _sigmoid(g) * y, size * (np.abs(y) + 1e-6))
+    cubic = np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)
+    # Its argument, of up to 88 before it saturates, is rounded.
+    close(gelu_approx(gate), g * _sigmoid(2 * cubic), 4 * size)
+
+
+@given(st.integers(1, 3), st.integers(1, 40), st.integers(0, 2**32 - 1))
+def test_they_are_close_to_mlxs(rows: int, width: int, seed: int) -> None:
+    gate, x = mx.random.normal((2, rows, width), key=mx.random.key(seed)) * 4
+    for found, wanted in (
+        (silu(gate), nn.silu(gate)),
+        (swiglu(gate, x), activations.swiglu(gate, x)),
+        (gelu_approx(gate), nn.gelu_approx(gate)),
+    ):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=4e-6)

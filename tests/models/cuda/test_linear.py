@@ -1,0 +1,396 @@
+"""In rounds on CUDA, linear layers and attentions of every model ask the kernels.
+
+CUDA is taken to be there, and stock operations stand in for the kernels, which have a
+test of their own on a GPU (test_cuda_kernels.py): what is shown here is which calls
+reach them, with what, and that a hooked model computes what it did.
+
+Faults that were made by hand, and found here: the bias is left out; prompts are asked
+so too; single rows are, or are submitted in parts; products are counted on from one
+forward to the next; an attention over latents is asked; a mask is not passed on; the
+hooks stay when their owner has left; a layer is given the product of what another one
+was fed; one that nobody calls is multiplied for ever; layers that are quantized in
+another way are multiplied together; parts of ranks are not added up, or with the bias.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.nn.layers import distributed
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.gated_delta import gated_delta_ops
+
+from mlx_speculation.errors import DraftNotice
+from mlx_speculation.models import Lane, Recorders, round_context
+from mlx_speculation.models.cpu import submit_layers
+from mlx_speculation.models.cuda import gated_delta, linear
+from mlx_speculation.models.cuda.available import kernels_compile
+from mlx_speculation.models.cuda.matmul import Weight
+from mlx_speculation.models.instance_hooks import plain_class
+from mlx_speculation.models.ops import attention as few_rows_attention
+from mlx_speculation.models.ops import replaced_functions
+from mlx_speculation.models.ops.latent_attention import ATTENTIONS
+from mlx_speculation.models.ops.replaced_functions import stand_in_hooks
+from mlx_speculation.models.recurrent import chunked_delta
+from mlx_speculation.models.round_context import rows_of_a_round
+from support.census import BUILT, build
+
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
+PROMPT = [(7 * i * i + 3 * i) % 256 for i in range(21)]
+ROWS = [201, 7, 96, 255, 31]
+
+
+@pytest.fixture
+def calls() -> list[int]:
+    """Return of each call of the kernel for products how many it multiplied."""
+    return []
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> list[str]:
+    """Let stock operations stand in for the kernels; return who was asked, in order."""
+    seen: list[str] = []
+
+    def products(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:
+        calls.append(len(weights))
+        assert len({weight.group for weight in weights}) == 1
+        found = []
+        for (weight, *more), group in weights:
+            seen.append("four bits" if group else "half")
+            if group:
+                scales, biases = more
+                result = mx.quantized_matmul(
+                    x, weight, scales, biases, transpose=True, group_size=group, bits=4
+                )
+            else:
+                result = x @ weight.T
+            found.append(result)
+        return found
+
+    def attention(
+        queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any
+    ) -> mx.array:
+        seen.append("attention")
+        for array in (keys, values):  # it reads a head as one piece, 16 bytes at once
+            mx.eval(array)
+            strides: Any = memoryview(cast(Any, array)).strides
+            assert strides[-1] == array.itemsize
+            assert not any(n % (array.shape[-1] * array.itemsize) for n in strides[:-1])
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=mask
+        )
+
+    monkeypatch.setattr(round_context, "cuda_serves", lambda: True)
+    for module in (linear, replaced_functions):
+        monkeypatch.setattr(module, "cuda_serves", lambda: True)
+        monkeypatch.setattr(module, "kernels_compile", lambda: True)
+    monkeypatch.setattr(chunked_delta, "kernels_compile", lambda: True)
+    monkeypatch.setattr(
+        gated_delta, "_run", lambda *inputs: list(gated_delta_ops(*inputs))
+    )
+    monkeypatch.setattr(linear, "products", products)
+    monkeypatch.setattr(few_rows_attention, "attention", attention)
+    monkeypatch.setattr(few_rows_attention, "DIMENSIONS", range(1, 1024))
+    return seen
+
+
+def rows_of(model: nn.Module, *, hooked: bool) -> mx.array:
+    """Return the logits of a round's rows behind the prompt."""
+    recorders = Recorders(model) if hooked else None
+    try:
+        lane = Lane(model, make_prompt_cache(model))
+        lane.feed(PROMPT)
+        with lane.begin() as lane_round:
+            found = lane_round.forward(mx.array(ROWS))
+            mx.eval(found)
+    finally:
+        if recorders is not None:
+            recorders.remove()
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(BUILT))
+def test_a_model_computes_what_it_did(
+    name: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "HALVES", [mx.float32])  # a CPU has no others
+    monkeypatch.setattr(few_rows_attention, "HALVES", [mx.float32])
+    model = build(name)
+    kinds = [type(module) for module in model.modules()]
+    wanted = rows_of(model, hooked=False)
+    assert not asked
+    found = rows_of(model, hooked=True)
+    assert mx.allclose(found, wanted, rtol=1e-3, atol=1e-3)
+    assert [type(module) for module in model.modules()] == kinds
+    assert "half" in asked or not any(
+        plain_class(module) is nn.Linear and module.weight.shape[-1] % 32 == 0
+        for module in model.modules()
+    )
+
+
+@pytest.mark.parametrize("home", sorted({home for home, _ in ATTENTIONS}))
+def test_attention_over_latents_keeps_the_way_of_its_own(
+    home: str, asked: list[str]
+) -> None:
+    model = build(home.removeprefix("mlx_lm.models."))
+    hooked = [plain_class(module) for module, _ in stand_in_hooks(model)]
+    assert not {(kind.__module__, kind.__name__) for kind in hooked} & ATTENTIONS
+
+
+def test_prompts_and_single_rows_keep_the_products_of_mlx(asked: list[str]) -> None:
+    model = build("llama")
+    model.set_dtype(mx.bfloat16)
+    recorders = Recorders(model)
+    lane = Lane(model, make_prompt_cache(model))
+    lane.feed(PROMPT)
+    with lane.begin(whole=True) as plain_step:
+        mx.eval(plain_step.forward(mx.array([5])))
+    with lane.begin() as first_draft:
+        mx.eval(first_draft.forward(mx.array([5])))
+    assert asked == []
+    with lane.begin() as verify:
+        verify.forward(mx.array([5, 6]))
+    assert {"half", "attention"} == set(asked)
+    recorders.remove()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 32, 33])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
+@pytest.mark.parametrize("width", [64, 80])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_layer_asks_where_the_kernel_serves(
+    rows: int, dtype: mx.Dtype, width: int, bias: bool, asked: list[str]
+) -> None:
+    layer = nn.Sequential(nn.Linear(width, 48, bias=bias))
+    layer.set_dtype(dtype)
+    x = mx.random.normal((1, rows, width)).astype(dtype)
+    wanted = layer(x)
+    recorders = Recorders(layer)
+    with rows_of_a_round():
+        found = layer(x)
+    serves = 1 < rows <= 32 and dtype != mx.float32 and width % 32 == 0
+    assert asked == (["half"] if serves else [])
+    assert mx.allclose(found, wanted, rtol=0.02, atol=0.02)
+    assert layer(x).shape == wanted.shape
+    assert len(asked) == int(serves)  # outside of a round nobody is asked
+    recorders.remove()
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("sharding", ["all-to-sharded", "sharded-to-all"])
+def test_a_ranks_part_of_a_layer_asks_and_is_added_up(
+    sharding: str,
+    bias: bool,
+    bits: int | None,
+    asked: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sum over the ranks is that of two which have the same, and one is here."""
+    whole: Any = nn.Sequential(nn.Linear(64, 48, bias=bias))
+    whole.set_dtype(mx.bfloat16)
+    if bits is not None:
+        nn.quantize(whole, group_size=32, bits=bits)
+    layer = nn.Sequential(distributed.shard_linear(whole.layers[0], sharding))
+    monkeypatch.setattr(mx.distributed, "all_sum", lambda x, group: 2 * x)
+    x = mx.random.normal((1, 5, 64)).astype(mx.bfloat16)
+    wanted = layer(x)
+    recorders = Recorders(layer)
+    with rows_of_a_round():
+        found = layer(x)
+    assert asked == ["half" if bits is None else "four bits"]
+    assert mx.allclose(found, wanted, rtol=0.02, atol=0.02)
+    recorders.remove()
+    assert type(layer.layers[0]).__call__ is plain_class(layer.layers[0]).__call__
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_layers_that_are_fed_the_same_are_multiplied_together(
+    bits: int | None, asked: list[str], calls: list[int]
+) -> None:
+    model = build("llama")
+    model.set_dtype(mx.bfloat16)
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits)
+    wanted = rows_of(model, hooked=False)
+    found = rows_of(model, hooked=True)
+    layers = len(cast(Any, model).layers)
+    assert calls == [3, 1, 2, 1] * layers + [1]
+    assert mx.allclose(found, wanted, rtol=0.05, atol=0.05)
+
+
+class Fed(nn.Module):
+    """Queries and keys, of which `feed` says what each is fed."""
+
+    __module__ = "mlx_lm.models.fed"
+
+    def __init__(self, feed: str, **more: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.q_proj = nn.Linear(64, 32, bias=False)
+        self.k_proj = nn.Linear(more.get("width", 64), 16, bias=True)
+        self.feed = feed
+        self.set_dtype(mx.bfloat16)
+        for name, group in more.get("groups", {}).items():
+            self[name] = nn.QuantizedLinear.from_linear(self[name], group, 4)
+
+    def __call__(self, x: mx.array) -> list[mx.array]:
+        if self.feed == "one":
+            return [self.q_proj(x)]
+        other = x[..., : self.k_proj.weight.shape[-1]] if self.feed == "less" else x
+        return [self.q_proj(x), self.k_proj(x + 1 if self.feed == "other" else other)]
+
+
+@pytest.mark.parametrize(
+    ("feed", "more", "wanted_calls"),
+    [
+        ("same", {}, [2, 2]),
+        ("one", {}, [2, 1]),  # the keys are not asked for, and are left out
+        ("other", {}, [2, 1, 1, 1]),
+        ("less", {"width": 32}, [1, 1, 1, 1]),
+        ("same", {"groups": {"k_proj": 32}}, [1, 1, 1, 1]),
+        ("same", {"groups": {"q_proj": 32, "k_proj": 32}}, [2, 2]),
+        ("same", {"groups": {"q_proj": 64, "k_proj": 32}}, [1, 1, 1, 1]),
+    ],
+)
+def test_layers_that_are_fed_something_else_do_it_by_themselves(
+    feed: str, more: Any, wanted_calls: list[int], asked: list[str], calls: list[int]
+) -> None:
+    model = Fed(feed, **more)
+    xs = [mx.random.normal((1, 5, 64)).astype(mx.bfloat16) for _ in range(2)]
+    wanted = [model(x) for x in xs]
+    recorders = Recorders(model)
+    for x, each in zip(xs, wanted, strict=True):
+        with rows_of_a_round():
+            found = model(x)
+        for one, other in zip(found, each, strict=True):
+            assert mx.allclose(one, other, rtol=0.05, atol=0.05)
+    assert calls == wanted_calls
+    recorders.remove()
+    assert type(model.q_proj) is plain_class(model.q_proj)
+
+
+def test_layers_of_other_packages_are_multiplied_one_by_one(
+    asked: list[str], calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fed, "__module__", "somebody.elses")
+    model = Fed("same")
+    recorders = Recorders(model)
+    with rows_of_a_round():
+        model(mx.ones((1, 5, 64), mx.bfloat16))
+    assert calls == [1, 1]
+    recorders.remove()
+
+
+def test_a_forward_over_rows_is_submitted_in_parts(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted: list[tuple[mx.array, ...]] = []
+    submit: Any = mx.async_eval
+
+    def noted(*arrays: mx.array) -> None:
+        submitted.append(arrays)
+        submit(*arrays)
+
+    model = build("llama")
+    recorders = Recorders(model)
+    layers = len(cast(Any, model).layers)
+    lane = Lane(model, make_prompt_cache(model))
+    lane.feed(PROMPT)
+    monkeypatch.setattr(round_context, "PRODUCTS_AT_ONCE", 3)
+    monkeypatch.setattr(submit_layers, "on_cpu", lambda: False)
+    monkeypatch.setattr(mx, "async_eval", noted)
+    for rows in ([5], ROWS, ROWS):  # each forward is counted for itself
+        before = len(submitted)
+        with lane.begin() as lane_round:
+            lane_round.forward(mx.array(rows))
+        parts = 0 if len(rows) == 1 else (7 * layers + 1) // 3
+        assert len(submitted) - before == parts
+    lane.feed(ROWS)
+    assert len(submitted) == 2 * ((7 * layers + 1) // 3)
+    recorders.remove()
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Embedding])
+def test_a_quantized_layer_asks_with_what_it_holds(
+    bits: int, group: int, kind: Any, asked: list[str]
+) -> None:
+    model = nn.Sequential(kind(256, 48) if kind is nn.Linear else kind(48, 256))
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model, group_size=group, bits=bits)
+    layer: Any = model.layers[0]
+    ask = layer if kind is nn.Linear else lambda x: layer.as_linear(x)
+    x = mx.random.normal((2, 4, 256)).astype(mx.bfloat16)
+    wanted = ask(x)
+    recorders = Recorders(model)
+    with rows_of_a_round():
+        found = ask(x)
+    assert asked == (["four bits"] if bits == 4 else [])
+    assert mx.array_equal(found, wanted)
+    with rows_of_a_round(), pytest.raises(ValueError, match="shape"):
+        ask(x[..., :128])  # mlx's own error, and no kernel that reads on
+    assert len(asked) == int(bits == 4)
+    recorders.remove()
+
+
+def test_other_ways_to_quantize_are_left_to_mlx(asked: list[str]) -> None:
+    model = nn.Sequential(nn.Linear(256, 64, bias=False))
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model, group_size=32, bits=4, mode="mxfp4")
+    recorders = Recorders(model)
+    with rows_of_a_round():
+        mx.eval(model(mx.ones((1, 4, 256), mx.bfloat16)))
+    assert asked == []
+    recorders.remove()
+
+
+def test_sinks_and_quantized_keys_are_left_to_mlx_lm() -> None:
+    queries = mx.ones((1, 4, 3, 64), mx.bfloat16)
+    keys = mx.ones((1, 2, 9, 64), mx.bfloat16)
+    window = mx.ones((3, 9), mx.bool_)
+
+    class Quantized:
+        bits = 8
+
+    serves = few_rows_attention.serves
+    assert serves(queries, keys, keys, None, "causal", None)
+    assert serves(queries, keys, keys, None, window, None)
+    assert serves(queries[:, :, :1], keys, keys, None, window[:1], None)
+    assert not serves(queries[:, :, :1], keys, keys, None, None, None)
+    two, rows = (mx.tile(x, [2, 1, 1, 1]) for x in (queries[:, :, :1], keys))
+    assert serves(two, rows, rows, None, None, None)
+    assert not serves(queries, keys, keys, None, "causal", mx.zeros((4,)))
+    assert not serves(queries, keys, keys, Quantized(), "causal", None)
+    assert not serves(queries, keys, keys[..., :32], None, "causal", None)
+    assert not serves(queries, keys, keys, None, window.astype(mx.bfloat16), None)
+    assert not serves(queries[:, :3], keys, keys, None, "causal", None)
+    assert not serves(queries[..., :40], keys[..., :40], keys, None, None, None)
+    every_head = mx.ones((1, 4, 3, 9), mx.bool_)
+    assert not serves(queries, keys, keys, None, every_head, None)
+    half = queries.astype(mx.float32)
+    assert not serves(half, keys, keys, None, "causal", None)
+
+
+@pytest.mark.skipif(mx.cuda.is_available(), reason="the kernels compile here")
+def test_where_kernels_do_not_compile_mlx_multiplies_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine without CUDA is such a place."""
+    monkeypatch.setattr(submit_layers, "on_cpu", lambda: False)
+    monkeypatch.setattr(replaced_functions, "x86_serves", lambda: False)
+    model = build("llama")
+    recorders = Recorders(model)  # as on a device without kernels
+    kinds = [type(module) for module in model.modules()]
+    recorders.remove()
+    for module in (linear, replaced_functions):
+        monkeypatch.setattr(module, "cuda_serves", lambda: True)
+    kernels_compile.cache_clear()
+    with pytest.warns(DraftNotice, match="could not compile"):
+        recorders = Recorders(model)
+    assert [type(module) for module in model.modules()] == kinds
+    recorders.remove()
+    kernels_compile.cache_clear()

@@ -1,0 +1,134 @@
+"""Reading DFlash folders: layers of the target, windows, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models import is_dflash, is_eagle, load_dflash
+from mlx_speculation.models.dflash.config import read_settings, tapped_layers
+from support.dflash_checkpoints import VARIANTS, config_of, write_dflash
+from support.tiny_models import build
+
+
+def with_own(config: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    """Return a config.json with other keys in its dflash_config; None takes one out."""
+    own = config["dflash_config"] | keys
+    left = {key: value for key, value in own.items() if value is not None}
+    return {**config, "dflash_config": left}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_is_known_and_read(variant: str, tmp_path: Path) -> None:
+    write_dflash(tmp_path, variant)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert is_dflash(config)
+    assert not is_eagle(config)
+    head, layers = load_dflash(tmp_path, build("llama"))
+    assert layers == (0, 1, 3)
+    assert head.depth == 4
+    assert (head.ids is not None) == (variant == "own ends")
+
+
+@pytest.mark.parametrize(
+    ("variant", "windows", "causal"),
+    [
+        ("full", (None, None), True),
+        ("sliding", (12, None), True),
+        ("not causal", (12, 12), False),
+        ("swa keys", (9, 9), True),
+    ],
+)
+def test_windows_are_those_of_the_config(
+    variant: str, windows: tuple[int | None, ...], causal: bool
+) -> None:
+    settings = read_settings(config_of(variant, (0, 1, 3)))
+    assert settings.windows == windows
+    assert settings.causal == causal
+
+
+@pytest.mark.parametrize(
+    ("keys", "features", "expected"),
+    [
+        ({}, 5, (1, 9, 17, 25, 33)),
+        ({}, 2, (1, 33)),
+        ({"target_layer_ids": [3, 1, 35]}, 3, (3, 1, 35)),
+        ({"aux_hidden_state_layer_ids": [2, 10, 36]}, 3, (1, 9, 35)),
+        ({"target_layer_ids": [1, 5]}, None, (1, 5)),
+        ({"num_target_layers": 36}, 2, (1, 33)),
+    ],
+)
+def test_layers_are_counted_from_0(
+    keys: dict[str, Any], features: int | None, expected: tuple[int, ...]
+) -> None:
+    assert tapped_layers({"dflash_config": keys}, 36, features) == expected
+    assert tapped_layers(keys, 36, features) == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "features", "message"),
+    [
+        ({"num_target_layers": 28}, 5, "num_target_layers 28, and this target has 36"),
+        ({}, 1, "names no target_layer_ids"),
+        ({"target_layer_ids": [1, 36]}, 2, "this one has 36"),
+        ({"aux_hidden_state_layer_ids": [0, 5]}, 2, r"layers \[-1, 4\]"),
+        ({"target_layer_ids": [1, 5]}, 3, "reads 3 layers .* names 2"),
+        ({"target_layer_ids": []}, None, "a list of whole numbers"),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused(
+    keys: dict[str, Any], features: int | None, message: str
+) -> None:
+    with pytest.raises(ModelFolderError, match=message):
+        tapped_layers({"dflash_config": keys}, 36, features)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"projector_type": "dspark"}, "projector_type 'dspark'"),
+        ({"markov_rank": 8}, "markov_rank 8"),
+        ({"mask_token_id": None}, "mask_token_id None"),
+        ({"block_size": 1}, "block_size 1"),
+        ({"use_swa": True}, "use_swa True and layer_types"),
+        ({"layer_types": ["full_attention"]}, "2 of full_attention and sliding"),
+    ],
+)
+def test_a_config_that_is_not_known_is_refused(
+    keys: dict[str, Any], message: str
+) -> None:
+    config = config_of("full", (0, 1, 3))
+    config["layer_types"] = ["full_attention"] * 2
+    with pytest.raises(ModelFolderError, match=message):
+        read_settings(with_own(config, **keys))
+
+
+def test_a_window_without_a_size_is_refused() -> None:
+    config = config_of("sliding", (0, 1, 3))
+    del config["sliding_window"]
+    with pytest.raises(ModelFolderError, match="sliding_window None"):
+        read_settings(config)
+
+
+def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    model = build("llama")
+    folder = write_dflash(tmp_path / "mask", "full")
+    (folder / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(ModelFolderError, match=r"mask_embedding.pt: its mask is no"):
+        load_dflash(folder, model)
+    folder = write_dflash(tmp_path / "id", "full")
+    config = with_own(config_of("full", (0, 1, 3)), mask_token_id=256)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ModelFolderError, match="mask_token_id 256, and there are 256"):
+        load_dflash(folder, model)
+    folder = write_dflash(tmp_path / "norm", "full")
+    file = folder / "model.safetensors"
+    held: Any = mx.load(str(file))
+    held = {name: value for name, value in held.items() if name != "norm.weight"}
+    mx.eval(list(held.values()))
+    mx.save_safetensors(str(file), held)
+    with pytest.raises(ModelFolderError, match=r"DFlash drafter lacks norm\.weight"):
+        load_dflash(folder, model)

@@ -1,0 +1,172 @@
+"""Reading EAGLE-3 folders: dialects, layers of the target, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from mlx_speculation.errors import InvalidRequestError, ModelFolderError
+from mlx_speculation.models import is_eagle, load_eagle_head
+from mlx_speculation.models.eagle.config import target_layers
+from support.eagle_checkpoints import (
+    DIALECTS,
+    DRAFT_VOCAB,
+    VOCAB,
+    draft_ids,
+    write_eagle,
+)
+from support.tiny_models import build
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def changed(folder: Path, **keys: Any) -> None:
+    """Change config.json."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(config | keys), encoding="utf-8")
+
+
+def change_tensors(folder: Path, **tensors: mx.array | None) -> None:
+    """Change or take away tensors, whose names have _ in place of dots."""
+    file = folder / "model.safetensors"
+    held: Any = mx.load(str(file))
+    held = dict(held)
+    for name, value in tensors.items():
+        held.pop(name.replace("__", "."), None)
+        if value is not None:
+            held[name.replace("__", ".")] = value
+    mx.eval(list(held.values()))
+    mx.save_safetensors(str(file), held)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_every_dialect_is_known_and_read(dialect: str, tmp_path: Path) -> None:
+    write_eagle(tmp_path, dialect)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert is_eagle(config)
+    head, layers = load_eagle_head(tmp_path, build("qwen3_5"))
+    assert layers == ((1, 3, 4) if dialect == "authors" else (0, 1, 3))
+    reduced = DIALECTS[dialect].reduced
+    assert (None if head.ids is None else head.ids.tolist()) == (
+        draft_ids() if reduced else None
+    )
+    assert ("embed_tokens" in head) == DIALECTS[dialect].embedding
+    assert ("lm_head" in head) == reduced
+
+
+def test_models_and_other_drafts_are_no_heads() -> None:
+    assert not is_eagle({"architectures": ["LlamaForCausalLM"], "vocab_size": 5})
+    assert not is_eagle({"architectures": ["DFlashDraftModel"]})
+    assert not is_eagle({})
+
+
+@pytest.mark.parametrize(
+    ("config", "reading", "expected"),
+    [
+        ({}, None, (1, 15, 28)),
+        ({}, "layers", (1, 15, 28)),
+        ({IDS: [2, 16, 29]}, None, (1, 15, 28)),
+        ({IDS: [1, 15, 28]}, "layers", (1, 15, 28)),
+        ({"eagle_config": {IDS: [1, 15, 28]}}, None, (1, 15, 28)),
+        ({"eagle_config": {IDS: [2, 16, 29]}}, "tuple", (1, 15, 28)),
+        ({"eagle_config": {IDS: [28, 1, 15]}}, None, (1, 15, 28)),
+        ({IDS: [32]}, None, (31,)),
+    ],
+)
+def test_the_place_of_the_list_says_which_layers_are_meant(
+    config: dict[str, Any], reading: Any, expected: tuple[int, ...]
+) -> None:
+    assert target_layers(config, 32, reading) == expected
+
+
+def test_layers_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ModelFolderError, match=r"layers \[-1, 1\] of its target"):
+        target_layers({IDS: [0, 2]}, 32)
+    with pytest.raises(ModelFolderError, match="this one has 8"):
+        target_layers({"eagle_config": {IDS: [1, 3, 8]}}, 8)
+    with pytest.raises(ModelFolderError, match="a list of whole numbers"):
+        target_layers({IDS: "1,2"}, 8)
+    with pytest.raises(InvalidRequestError, match="layer_ids is 'indices'"):
+        target_layers({}, 8, "indices")  # type: ignore[arg-type]
+
+
+def test_a_quantized_head_is_read_by_its_shapes(tmp_path: Path) -> None:
+    write_eagle(tmp_path, "specforge")
+    model = build("llama")
+    full, _ = load_eagle_head(tmp_path, model)
+    name = "midlayer.mlp.down_proj"
+    packed: Any = mx.quantize(full.midlayer.mlp.down_proj.weight, group_size=32, bits=8)
+    words, scales, biases = packed
+    change_tensors(
+        tmp_path,
+        **{
+            f"{name}.weight".replace(".", "__"): words,
+            f"{name}.scales".replace(".", "__"): scales,
+            f"{name}.biases".replace(".", "__"): biases,
+        },
+    )
+    found, _ = load_eagle_head(tmp_path, model)
+    weight = found.midlayer.mlp.down_proj.weight
+    expected = mx.dequantize(words, scales, biases, group_size=32, bits=8)
+    assert mx.array_equal(weight, expected)
+    assert not isinstance(found.midlayer.mlp.down_proj, nn.QuantizedLinear)
+
+
+SHIFTS = np.array(draft_ids()) - np.arange(DRAFT_VOCAB)
+WRONG_TENSORS: list[tuple[dict[str, Any], str]] = [
+    ({"norm__weight": None}, "lacks norm.weight"),
+    ({"mask_hidden": mx.zeros(64)}, "P-EAGLE"),
+    ({"other__weight": mx.zeros(64)}, "not known: other.weight"),
+    ({"d2t": None, "t2d": None}, "96 columns of logits and no d2t"),
+    ({"d2t": mx.array(SHIFTS + VOCAB)}, "an id of its own below 256"),
+    ({"d2t": mx.array(SHIFTS[0] - np.arange(DRAFT_VOCAB))}, "to 1 ids"),
+    ({"t2d": mx.zeros(VOCAB, mx.bool_)}, "t2d of the EAGLE-3 head names 0 ids"),
+    ({"d2t": mx.array(SHIFTS[:90]), "t2d": None}, "a d2t of 90"),
+    ({"fc__weight": mx.zeros((64, 128))}, "reads 2 layers .* names 3"),
+    ({"norm__weight": mx.zeros(63)}, "another shape"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "message"), WRONG_TENSORS)
+def test_tensors_that_do_not_fit_are_refused(
+    tensors: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_eagle(tmp_path, "specforge")
+    change_tensors(tmp_path, **tensors)
+    with pytest.raises(ModelFolderError, match=message):
+        load_eagle_head(tmp_path, build("llama"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"num_hidden_layers": 2}, "num_hidden_layers 2"),
+        ({"target_hidden_size": 96}, "target_hidden_size 96"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"draft_vocab_size": 95}, "draft_vocab_size 95, and it has 96"),
+        ({"norm_before_fc": True}, "neither input_norm nor fc_norm"),
+        ({"norm_output": "yes"}, "norm_output 'yes'"),
+        ({"hidden_size": 0}, "hidden_size 0"),
+        ({"rope_scaling": {"rope_type": "unheard"}}, "unheard"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+    ],
+)
+def test_a_config_that_is_not_known_is_refused(
+    keys: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_eagle(tmp_path, "specforge")
+    changed(tmp_path, **keys)
+    with pytest.raises(ModelFolderError, match=message):
+        load_eagle_head(tmp_path, build("llama"))
+
+
+def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
+    write_eagle(tmp_path, "specforge")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelFolderError, match=r"has no \*.safetensors"):
+        load_eagle_head(tmp_path, build("llama"))

@@ -1,0 +1,95 @@
+"""Which layers an EAGLE-3 head reads: scores of both readings, and who is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_speculation import demo_models, load
+from mlx_speculation.engine import EagleDraft
+from mlx_speculation.errors import ContractError
+from mlx_speculation.models import HiddenStates, layer_readings, load_eagle_head
+from mlx_speculation.models.checkpoints.probe_text import OwnText
+from mlx_speculation.models.eagle.probe import EagleProbe, probe_layers
+from support.eagle_checkpoints import write_eagle
+from support.tiny_models import build
+
+STARTS = [[5, 9, 200, 31, 7], [77, 3, 12, 140, 90]]
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def test_guesses_are_those_of_a_round_that_begins_there(tmp_path: Path) -> None:
+    """Of a target that was fed no more than the tokens before the newest one."""
+    model = build("llama")
+    head, layers = load_eagle_head(write_eagle(tmp_path, "specforge"), model)
+    taps = HiddenStates(model, layers=layers, before_norm=True, after_norm=True)
+    text = OwnText.of(model, taps, STARTS, steps=12)
+    seen: list[mx.array] = []
+    scored = text.score
+
+    class Text:
+        """The text, which keeps the guesses."""
+
+        tokens, own, laws = text.tokens, text.own, text.laws
+
+        def score(self, logits: mx.array, first: int) -> Any:
+            seen.append(logits)
+            assert first == text.own
+            return scored(logits, first)
+
+    readings: Any = {"layers": layers}
+    trial = EagleProbe(head, model, taps, Text(), readings)  # type: ignore[arg-type]
+    trial.score("layers")
+    eagle = EagleDraft(model, head, layers).eagle
+    assert head.ids is not None
+    for place in (text.own, 11, text.positions - 1):
+        known = text.tokens[1:, :place]
+        with taps.collect() as states:
+            model(known[:, :-1])
+        out = eagle.rows(eagle.states(states), known[:, 1:], head.new_caches()[0])
+        row = np.array(seen[0][1, place - text.own])
+        assert np.allclose(row[np.array(head.ids)], out.logits[0, -1], atol=1e-4)
+        assert np.isinf(row).sum() == 256 - head.ids.size
+
+
+def test_readings_are_those_that_the_target_has() -> None:
+    assert layer_readings({}, 8) == {"tuple": (1, 3, 4)}
+    assert layer_readings({IDS: [1, 2, 4]}, 8) == {
+        "tuple": (0, 1, 3),
+        "layers": (1, 2, 4),
+    }
+    assert layer_readings({IDS: [1, 2, 8]}, 8) == {"tuple": (0, 1, 7)}
+    assert list(layer_readings({"eagle_config": {IDS: [1, 2, 4]}}, 8)) == [
+        "layers",
+        "tuple",
+    ]
+
+
+def test_a_random_head_is_refused_unless_its_layers_are_named(tmp_path: Path) -> None:
+    model = build("llama")
+    head, layers = load_eagle_head(write_eagle(tmp_path, "specforge"), model)
+    with pytest.raises(ContractError, match=r"chance.*'layers' \[0, 1, 3\] agrees"):
+        probe_layers(head, model, {"layers": layers}, STARTS)
+
+
+@pytest.mark.slow
+def test_the_trained_head_is_read_right_wherever_its_list_stands(
+    tmp_path: Path,
+) -> None:
+    """A file of vLLM's has the same layers one higher, and outside of eagle_config."""
+    model, tokenizer = load(demo_models()["dense"])
+    folder = demo_models()["eagle"]
+    found = EagleDraft.from_folder(folder, model, tokenizer=tokenizer)
+    assert found.eagle.layers == (1, 3, 5)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    # The list of the wrong place: by its place it would be layers 0, 2 and 4.
+    wrong = {**config, IDS: config.pop("eagle_config")[IDS]}
+    del wrong["eagle_config"]
+    (tmp_path / "config.json").write_text(json.dumps(wrong), encoding="utf-8")
+    assert EagleDraft.from_folder(tmp_path, model).eagle.layers == (0, 2, 4)
+    found = EagleDraft.from_folder(tmp_path, model, tokenizer=tokenizer)
+    assert found.eagle.layers == (1, 3, 5)

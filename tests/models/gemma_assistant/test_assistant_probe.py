@@ -1,0 +1,99 @@
+"""Where an assistant stands: scores of both anchors, and who is refused.
+
+Faults that were made by hand, and found here:
+    a guess sees the key of the newest token; its state is one position late
+    "token" stands where "state" does; ids that were not looked at count as likely
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_speculation.errors import ContractError
+from mlx_speculation.models import HiddenStates, SharedKv, load_assistant, probe_anchor
+from mlx_speculation.models.checkpoints.probe_text import OwnText
+from mlx_speculation.models.gemma_assistant.probe import (
+    AssistantProbe,
+    _whole,
+    position_of,
+)
+from support.assistant_checkpoints import HEADS, TARGETS, make
+from support.references import gemma4_assistant as reference
+
+STARTS = [[5, 9, 200, 31, 7], [77, 3, 12, 140, 90]]
+
+
+@cache
+def probe_of(name: str, head: str) -> tuple[AssistantProbe, OwnText]:
+    """Return a probe with a random assistant, and the text of its target."""
+    made = make(name, head)
+    taps = HiddenStates(made.target, before_norm=True, after_norm=True)
+    text = OwnText.of(made.target, taps, STARTS, steps=20)
+    return AssistantProbe(made.assistant, made.target, taps, text), text
+
+
+@pytest.mark.parametrize("anchor", ["state", "token"])
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("name", TARGETS)
+def test_guesses_are_those_of_a_round_that_begins_there(
+    name: str, head: str, anchor: Any
+) -> None:
+    """Of a target that was fed no more than the tokens before the newest one."""
+    trial, text = probe_of(name, head)
+    made = make(name, head)
+    target: Any = made.target
+    shared = SharedKv(target, made.assistant)
+    taps = HiddenStates(target, after_norm=True)
+    for place in (text.own, 19, text.positions - 1):
+        row, known = 1, place - 1
+        caches = make_prompt_cache(target)
+        with taps.collect() as states:
+            target(text.tokens[row : row + 1, :known], cache=caches)
+        read, stop = shared.read(caches, 0)
+        assert stop == known
+        newest = text.tokens[row : row + 1, known : known + 1]
+        out = made.assistant.step(
+            taps.embed(newest, scaled=True),
+            states.after_norm[:, -1:],
+            read,
+            known - 1 if anchor == "state" else known,
+        )
+        wanted = _whole(out.logits, out.ids, 256)
+        found = trial._guesses(place, anchor)[row]
+        assert mx.allclose(found, wanted, atol=1e-3), place
+
+
+def test_ids_that_were_not_looked_at_are_below_the_rest(tmp_path: Path) -> None:
+    """As the reference has them."""
+    tensors, config = reference.write_tiny(tmp_path, 2, centroids=16)
+    assistant = load_assistant(tmp_path)
+    random = np.random.default_rng(1)
+    hidden: Any = random.standard_normal((1, 32)).astype(np.float32)
+    wanted, _ = reference._logits(tensors, config, hidden[0])
+    found = _whole(*assistant.logits(mx.array(hidden)), 256)
+    assert np.abs(np.array(found)[0] - wanted).max() < 1e-4
+    # A target with fewer ids than the assistant takes what it has.
+    assert (
+        np.abs(
+            np.array(_whole(*assistant.logits(mx.array(hidden)), 200))
+            - wanted[None, :200]
+        ).max()
+        < 1e-4
+    )
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_random_assistant_is_refused_with_its_scores(name: str) -> None:
+    made = make(name)
+    with pytest.raises(ContractError, match=r"'state' agrees.*; 'token' agrees"):
+        probe_anchor(made.assistant, made.target, STARTS)
+
+
+def test_anchors_are_one_position_apart() -> None:
+    assert position_of("state", 10) == 9
+    assert position_of("token", 10) == 10

@@ -1,0 +1,228 @@
+"""The probe of MTP heads on trained weights, and on random ones of every family.
+
+Faults that were tried, and that these tests find: pairs shifted by a position; guesses
+compared with the token before; norms of the last candidate left on the head; a second
+draft on slots of earlier drafts; a field that is free and not tried; the scores of the
+first draft used for what is recycled; no combinations tried.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_speculation.errors import ContractError
+from mlx_speculation.models import Contract, HiddenStates, Mtp, MtpHead
+from mlx_speculation.models.checkpoints.probe import Score
+from mlx_speculation.models.checkpoints.probe_text import OwnText
+from mlx_speculation.models.mtp.convention import MIXED_NORMS, Norms
+from mlx_speculation.models.mtp.convention_probe import HeadProbe, probe
+from mlx_speculation.models.mtp.load_with_convention import probe_mtp_head
+from mlx_speculation.models.mtp.transforms import norms_of
+from support.mtp_checkpoints import LAYOUTS, family, flat, make
+from support.trained_head import Truth, trained
+
+ALL = ("order", "hidden", "norms", "recycled")
+OTHER = {
+    "hidden": {"after_norm": "before_norm", "before_norm": "after_norm"},
+    "recycled": {"after_norm": "before_norm", "before_norm": "after_norm"},
+    "order": {"embedding_first": "hidden_first"},
+}
+
+
+def wrong(contract: Contract, field: str) -> Contract:
+    """Return a contract with another value of one field."""
+    change: dict[str, Any] = {field: OTHER[field][getattr(contract, field)]}
+    return replace(contract, **change)
+
+
+def found(truth: Truth, usual: Contract, free: Sequence[str]) -> Contract:
+    """Return what a probe finds that starts from `usual`."""
+    return probe(trained(truth).trial(), usual, free, source="the test").contract
+
+
+@pytest.mark.parametrize(
+    ("truth", "field"),
+    [
+        ("as trained", "order"),
+        ("after_norm", "hidden"),
+        ("after_norm", "recycled"),
+        pytest.param("before_norm", "hidden", marks=pytest.mark.slow),
+        pytest.param("before_norm", "recycled", marks=pytest.mark.slow),
+    ],
+)
+def test_every_wrong_field_scores_lower_and_is_found(truth: Truth, field: str) -> None:
+    made = trained(truth)
+    right, other = made.contract, wrong(made.contract, field)
+    trial = made.trial()
+    measure = trial.second if field == "recycled" else trial.first
+    good, bad = measure(right), measure(other)
+    assert good.above_chance
+    assert good.surely_above(bad)
+    assert good.agreement > bad.agreement + 0.1
+    assert found(truth, other, ["order", "hidden", "recycled"]) == right
+
+
+def test_what_cannot_be_told_of_the_head_as_it_is_stays_usual() -> None:
+    """Before and after a norm with a nearly constant weight are the same to a norm."""
+    made = trained()
+    trial = made.trial()
+    right = made.contract
+    for field, measure in (("hidden", trial.first), ("recycled", trial.second)):
+        good, other = measure(right), measure(wrong(right, field))
+        assert abs(good.mean - other.mean) < 0.01
+    assert found("as trained", right, ["hidden", "recycled"]) == right
+    kept = wrong(right, "hidden")
+    assert found("as trained", kept, ["hidden"]) == kept
+
+
+MIXED: list[Any] = [
+    "plus_one",
+    ("norm_e", "post_attention_layernorm"),
+    *(
+        pytest.param(norms, marks=pytest.mark.slow)
+        for norms in [*((name,) for name in MIXED_NORMS), MIXED_NORMS]
+    ),
+]
+
+
+@pytest.mark.parametrize("norms", MIXED)
+def test_norms_that_lack_their_one_are_found(norms: Norms) -> None:
+    made = trained()
+    lacking = norms if isinstance(norms, tuple) else tuple(_kinds(made.stored))
+    stored = {
+        name: weight - 1 if name.split(".")[-2] in lacking else weight
+        for name, weight in made.stored.items()
+    }
+    trial = made.trial(stored)
+    result = probe(trial, made.contract, ["norms", "order"], source="the test")
+    assert result.contract == replace(made.contract, norms=norms)
+    right = result.first[result.contract]
+    for norms_of_other in ("stored", "plus_one"):
+        other = replace(made.contract, norms=norms_of_other)
+        if other != result.contract:
+            assert right.surely_above(result.first[other])
+    applied = flat(made.head)
+    for name, weight in made.stored.items():
+        assert mx.allclose(applied[name], weight, atol=1e-5), name
+
+
+def _kinds(stored: Any) -> set[str]:
+    return {name.split(".")[-2] for name in stored}
+
+
+def test_the_head_of_another_model_is_refused_with_its_scores() -> None:
+    made = trained()
+    weights = flat(made.head)
+    proj = "layers.0.proj.weight"
+    try:
+        made.head.load_weights([(proj, mx.roll(weights[proj], 7, 0))], strict=False)
+        with pytest.raises(ContractError) as error:
+            probe(made.trial(), made.contract, ALL, source="mtp.safetensors")
+    finally:
+        made.head.load_weights([(proj, weights[proj])], strict=False)
+    message = str(error.value)
+    assert "in mtp.safetensors guesses" in message
+    for said in ("hidden after_norm", "hidden_first", "plus_one", "agrees", "chance"):
+        assert said in message
+    assert message.count("log-probability") >= 8
+
+
+class OneRight:
+    """A trial in which a single contract guesses anything."""
+
+    def __init__(self, right: Contract) -> None:
+        self.right, self.assumed = right, Contract()
+
+    def first(self, contract: Contract) -> Score:
+        right = contract == replace(self.right, recycled=contract.recycled)
+        return Score(np.full(40, -1.0 if right else -7.0), 0.8 * right, 0.02)
+
+    def second(self, contract: Contract) -> Score:
+        return Score(np.full(40, -1.0 if contract == self.right else -7.0), 0.5, 0.02)
+
+    def assume(self, contract: Contract) -> None:
+        self.assumed = contract
+
+
+@pytest.mark.parametrize("order", ["embedding_first", "hidden_first"])
+@pytest.mark.parametrize("side", ["after_norm", "before_norm"])
+@pytest.mark.parametrize("norms", ["stored", "plus_one", MIXED_NORMS])
+def test_a_contract_that_differs_in_everything_is_found(
+    order: Any, side: Any, norms: Norms
+) -> None:
+    """No single change is better, so that all combinations have to be tried."""
+    right = Contract(side, side, order, norms)
+    trial = OneRight(right)
+    usual = Contract(norms="stored")
+    result = probe(trial, usual, ALL, source="the test")  # type: ignore[arg-type]
+    assert result.contract == trial.assumed == right
+
+
+def test_the_target_and_its_caches_stay_as_they_are() -> None:
+    made = trained()
+    caches = made.model.make_cache()
+    ids = made.text.tokens[:1, :9]
+    expected = made.model(ids)
+    made.model(ids[:, :8], cache=caches)
+    weights = flat(made.model)
+    starts = [[5, 6, 7], [8, 9, 10, 11]]
+    with pytest.raises(ContractError):
+        probe_mtp_head(
+            made.head, {}, made.model, starts, wrong(made.contract, "order"), [],
+            source="the test",
+        )  # fmt: skip
+    after = made.model(ids[:, 8:], cache=caches)
+    assert mx.allclose(after[:, -1], expected[:, -1], atol=1e-4)
+    assert all(value is weights[name] for name, value in flat(made.model).items())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_second_draft_is_that_of_a_head_that_starts_over(name: str) -> None:
+    """Every guess is made again from nothing, in caches of its own."""
+    _, head, usual, text, taps = random_pair(name)
+    trial = HeadProbe(head, norms_of(flat(head)), taps, text)
+    mtp = Mtp(head, taps)
+    hidden = text.after_norm if usual.hidden == "after_norm" else text.before_norm
+    for contract in (usual, wrong(usual, "recycled")):
+        first = max(text.own, 3)
+        if head.chained:
+            logits = trial._chain(contract)[:, first - 3 :]
+        else:
+            logits = trial._again(contract, first, first + 3)
+        for i in (0, 2):
+            slot = first + i - 3
+            caches = head.new_caches()
+            known = hidden[:, : slot + 1], text.tokens[:, 1 : slot + 2]
+            out = mtp.rows(*known, caches[0])
+            if head.chained:
+                tokens = text.tokens[:, 2 : slot + 3]
+                out = mtp.rows(out.recycled, tokens, caches[1], layer=1)
+            else:
+                token = text.tokens[:, slot + 2 : slot + 3]
+                out = mtp.rows(out.recycled[:, -1:], token, caches[0])
+            assert mx.allclose(logits[:, i], out.logits[:, -1], atol=2e-4)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_random_head_of_any_family_is_refused(name: str) -> None:
+    _, head, usual, text, taps = random_pair(name)
+    trial = HeadProbe(head, norms_of(flat(head)), taps, text)
+    assert trial.first(usual).values.size > 1
+    with pytest.raises(ContractError, match="by no convention"):
+        probe(trial, usual, ALL, source="the test")
+
+
+def random_pair(name: str) -> tuple[Any, MtpHead, Contract, OwnText, HiddenStates]:
+    """Return a random target with its head, usual contract, text and taps."""
+    _, target, bare = make(name)
+    kind = family(LAYOUTS[name])
+    usual = replace(kind.contract, norms="stored")
+    chained = kind.layers == "chained"
+    head = MtpHead(bare.layers, usual, chained=chained, depth=kind.depth)
+    taps = HiddenStates(target, before_norm=True, after_norm=True)
+    starts = [[7, 30, 2, 41], [5, 90, 11, 3, 8], [77, 1, 60, 12]]
+    return target, head, usual, OwnText.of(target, taps, starts, 8), taps

@@ -1,0 +1,285 @@
+"""Contracts on disk: what counts, what is passed over, and what is never written over.
+
+Faults that were tried, and that these tests find: hashes not compared; one of the two
+hashes compared; a stranger's file replaced; a file written in place; a field of the
+contract not checked; samples that leave out the end of a file.
+"""
+
+import json
+import os
+import warnings
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlx_speculation.errors import DraftNotice, ModelFolderError
+from mlx_speculation.models import Contract
+from mlx_speculation.models.mtp.convention import MIXED_NORMS, contract_of, fields_of
+from mlx_speculation.models.mtp.convention_store import NAME, Pair, SavedContracts
+from mlx_speculation.models.mtp.fingerprints import (
+    BLOCK,
+    WHOLE,
+    _sampled,
+    head_hash,
+    target_hash,
+)
+from mlx_speculation.models.mtp.load import find_mtp_head
+from support.mtp_checkpoints import Checkpoint, write
+
+PAIR = Pair("a" * 64, "b" * 64)
+sides = st.sampled_from(["after_norm", "before_norm"])
+mixed = st.sets(st.sampled_from(MIXED_NORMS), min_size=1).map(
+    lambda names: tuple(name for name in MIXED_NORMS if name in names)
+)
+contracts = st.builds(
+    Contract,
+    hidden=sides,
+    recycled=sides,
+    order=st.sampled_from(["embedding_first", "hidden_first"]),
+    norms=st.sampled_from(["stored", "plus_one"]) | mixed,
+)
+
+
+@pytest.fixture(name="cache", autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("MLX_SPECULATION_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def files_in(folder: Path) -> set[str]:
+    """Return all files in a folder, at any depth."""
+    found = folder.rglob("*")
+    return {str(file.relative_to(folder)) for file in found if file.is_file()}
+
+
+@given(contract=contracts)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_is_saved_is_found(tmp_path: Path, contract: Contract) -> None:
+    saved = SavedContracts(tmp_path, PAIR)
+    assert saved.save(contract, {"first draft": {}}) == tmp_path / NAME
+    assert saved.find() == (contract, tmp_path / NAME)
+    assert files_in(tmp_path) == {NAME}
+    assert contract_of(fields_of(contract), "here") == contract
+
+
+@pytest.mark.parametrize("other", [Pair("c" * 64, "b" * 64), Pair("a" * 64, "c" * 64)])
+def test_the_contract_of_another_pair_does_not_count(
+    other: Pair, tmp_path: Path
+) -> None:
+    SavedContracts(tmp_path, PAIR).save(Contract(norms="stored"), {})
+    theirs = SavedContracts(tmp_path, other)
+    assert theirs.find() is None
+    theirs.save(Contract(norms="plus_one"), {})
+    assert SavedContracts(tmp_path, PAIR).find() is None
+
+
+def test_where_nothing_can_be_written_the_cache_folder_has_it(
+    tmp_path: Path, cache: Path
+) -> None:
+    blocked = tmp_path / "a file, not a folder"
+    blocked.write_bytes(b"")
+    saved = SavedContracts(blocked, PAIR)
+    contract = Contract(norms="stored")
+    with pytest.warns(DraftNotice, match="cannot be read"):
+        file = saved.save(contract, {}) if saved.find() is None else None
+    assert file is not None
+    assert file.is_relative_to(cache / "mlx-speculation" / "contracts")
+    with pytest.warns(DraftNotice, match="cannot be read"):
+        assert saved.find() == (contract, file)
+
+
+@pytest.mark.parametrize("named", ["", "relative/path"])
+def test_a_cache_folder_that_is_not_absolute_is_ignored(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLX_SPECULATION_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", named)
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    (tmp_path / "model" / NAME).mkdir(parents=True)  # in the place of the file
+    saved = SavedContracts(tmp_path / "model", PAIR)
+    with pytest.warns(DraftNotice, match="cannot be read"):
+        assert saved.find() is None
+    file = saved.save(Contract(norms="stored"), {})
+    assert file is not None
+    assert file.is_relative_to(tmp_path / "me" / ".cache" / "mlx-speculation")
+
+
+VALID: dict[str, Any] = {
+    "format": "mlx-speculation contract",
+    "version": 1,
+    "target": PAIR.target,
+    "head": PAIR.head,
+    "contract": fields_of(Contract(norms="stored")),
+    "scores": {},
+}
+BROKEN: dict[str, bytes] = {
+    "empty": b"",
+    "cut": json.dumps(VALID).encode()[:-9],
+    "not text": b"\xff\xfe\x00",
+    "a list": b"[1]",
+    "deep": b"[" * 60000,
+    "long": json.dumps(VALID).encode() + b" " * 70000,
+    "a stranger's": json.dumps({"mtp_contract": {"hidden_variant": "x"}}).encode(),
+    "later": json.dumps({**VALID, "version": 2}).encode(),
+    "more": json.dumps({**VALID, "norms": "stored"}).encode(),
+    "less": json.dumps({k: v for k, v in VALID.items() if k != "scores"}).encode(),
+    **{
+        name: json.dumps({**VALID, "contract": contract}).encode()
+        for name, contract in {
+            "no contract": None,
+            "unknown field": {**VALID["contract"], "position": 1},
+            "unknown value": {**VALID["contract"], "hidden": "post_norm"},
+            "no norms": {**VALID["contract"], "norms": None},
+            "unknown norm": {**VALID["contract"], "norms": ["q_norm"]},
+            "norms of numbers": {**VALID["contract"], "norms": [1]},
+            "an empty list": {**VALID["contract"], "norms": []},
+            "a list of lists": {**VALID["contract"], "norms": [[]]},
+            "a value of another kind": {**VALID["contract"], "order": ["a"]},
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_or_foreign_file_is_said_and_not_trusted(
+    name: str, tmp_path: Path, cache: Path
+) -> None:
+    (tmp_path / NAME).write_bytes(BROKEN[name])
+    saved = SavedContracts(tmp_path, PAIR)
+    with pytest.warns(DraftNotice, match=r"is passed over: .* name the contract"):
+        assert saved.find() is None
+    contract = Contract("before_norm", norms="stored")
+    file = saved.save(contract, {})
+    if _ours(name):
+        assert file == tmp_path / NAME  # written here before: whole, with a wrong value
+    else:
+        assert (tmp_path / NAME).read_bytes() == BROKEN[name]
+        assert file is not None
+        assert file.is_relative_to(cache)
+        with pytest.warns(DraftNotice):
+            assert saved.find() == (contract, file)
+
+
+def _ours(name: str) -> bool:
+    try:
+        value = json.loads(BROKEN[name])
+    except (ValueError, RecursionError):
+        return False
+    whole = isinstance(value, dict) and value.keys() == VALID.keys()
+    return whole and len(BROKEN[name]) < 60000 and value["version"] == 1
+
+
+def test_a_failure_while_writing_leaves_the_old_file(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = Contract(norms="stored")
+    saved = SavedContracts(tmp_path, PAIR)
+    saved.save(old, {})
+    before = (tmp_path / NAME).read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert saved.save(Contract(norms="plus_one"), {}) is None
+    assert (tmp_path / NAME).read_bytes() == before
+    assert files_in(tmp_path) == {NAME}
+
+
+@given(st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_change_of_a_file_makes_another_contract_count(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    """A byte is changed, or some are lost; then it counts as it was, or not at all."""
+    whole = json.dumps(VALID).encode()
+    at = data.draw(st.integers(0, len(whole) - 1))
+    drop = data.draw(st.integers(0, 5))
+    changed = whole[:at] + data.draw(st.binary(max_size=2)) + whole[at + drop :]
+    (tmp_path / NAME).write_bytes(changed)
+    with warnings.catch_warnings(action="ignore"):
+        found = SavedContracts(tmp_path, PAIR).find()
+    assert found is None or found[0] == Contract(norms="stored")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ([], "is a list"),
+        ({"hiden": "after_norm"}, "'hiden'"),
+        ({"hidden": "post_norm"}, "'post_norm'"),
+        ({"norms": "shifted"}, "'shifted'"),
+        ({"norms": ["final"]}, "'final'"),
+    ],
+)
+def test_a_field_that_is_not_known_is_refused_by_its_name(
+    fields: Any, said: str
+) -> None:
+    with pytest.raises(ModelFolderError, match=f"(?s)some.json.*{said}|{said}.*"):
+        contract_of(fields, "some.json")
+
+
+@pytest.fixture(name="made")
+def _made(tmp_path: Path) -> Checkpoint:
+    return write(tmp_path / "model", "qwen3_5")
+
+
+def hashes(made: Checkpoint) -> Pair:
+    """Return the hashes of a checkpoint."""
+    found = find_mtp_head(made.folder, made.target)
+    return Pair(target_hash(made.folder), head_hash(found.files))
+
+
+def flip(file: Path, at: int) -> None:
+    """Change a byte of a file, from the end if `at` is negative."""
+    whole = bytearray(file.read_bytes())
+    whole[at] ^= 1
+    file.write_bytes(whole)
+
+
+def test_a_changed_head_changes_the_hash_of_the_head(made: Checkpoint) -> None:
+    before = hashes(made)
+    assert before == hashes(made)
+    trunk, head = sorted(made.folder.glob("*.safetensors"))
+    size = head.stat().st_size
+    start = 8 + int.from_bytes(head.read_bytes()[:8], "little")
+    for at in {start, -1, *range(start, size, size // 7)}:
+        flip(head, at)  # whole, since the tensors are small
+        assert hashes(made).head != before.head
+        flip(head, at)
+    flip(trunk, -1)
+    assert hashes(made).head == before.head
+    assert hashes(made).target != before.target
+
+
+def test_a_changed_target_changes_the_hash_of_the_target(made: Checkpoint) -> None:
+    before = hashes(made)
+    config = made.folder / "config.json"
+    config.write_text(config.read_text(encoding="utf-8") + " ", encoding="utf-8")
+    changed = hashes(made)
+    assert changed.target != before.target
+    assert changed.head == before.head
+    trunk, _ = sorted(made.folder.glob("*.safetensors"))
+    trunk.rename(made.folder / "model-00009-of-00002.safetensors")
+    assert target_hash(made.folder) != changed.target
+
+
+def test_of_large_files_samples_are_read_to_both_ends(tmp_path: Path) -> None:
+    """The blocks that are read lie evenly; a change of a whole training shows."""
+    size = 4 * WHOLE
+    file = tmp_path / "large"
+    file.write_bytes(os.urandom(size))
+    with file.open("rb") as opened:
+        blocks = list(_sampled(opened, 100, size))
+    whole = file.read_bytes()
+    assert len(blocks) == 64
+    assert blocks[0] == whole[100 : 100 + BLOCK]
+    assert blocks[-1] == whole[-BLOCK:]
+    gaps = {whole.index(b, 0) - whole.index(a, 0) for a, b in pairwise(blocks)}
+    assert max(gaps) - min(gaps) <= 1

@@ -1,0 +1,132 @@
+"""Where the contract of a head comes from, and that a probe runs once.
+
+Faults that were tried, and that these tests find: a saved contract that counts after
+the head has changed; a probe although a contract is named; nothing saved; the head left
+with norms of another candidate.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_speculation.errors import ContractError, ModelFolderError
+from mlx_speculation.models import Contract, load, load_mtp_head
+from mlx_speculation.models.mtp.convention_store import NAME
+from support.demo_folders import copy_of
+from support.mtp_checkpoints import LAYOUTS, family, flat, save, write
+from support.trained_head import trained
+
+RIGHT = Contract(norms="stored")
+
+
+class Untouched:
+    """A tokenizer that nobody may ask."""
+
+    def encode(self, text: str) -> list[int]:
+        raise AssertionError("a probe ran")
+
+
+@pytest.fixture(name="cache", autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("MLX_SPECULATION_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(name="hybrid")
+def _hybrid(tmp_path: Path) -> Path:
+    return copy_of("hybrid", tmp_path / "hybrid")
+
+
+def test_a_probe_finds_the_contract_once_and_saves_it(hybrid: Path) -> None:
+    model = trained().model
+    head = load_mtp_head(hybrid, model)
+    assert head.contract == RIGHT
+    saved = json.loads((hybrid / NAME).read_text(encoding="utf-8"))
+    assert len(saved["scores"]["first draft"]) >= 8
+    assert len(saved["scores"]["second draft"]) == 2
+    again = load_mtp_head(hybrid, model, tokenizer=Untouched())
+    named = load_mtp_head(hybrid, model, contract=RIGHT, tokenizer=Untouched())
+    for other in (again, named):
+        assert other.contract == RIGHT
+        weights, expected = flat(other), flat(head)
+        assert weights.keys() == expected.keys()
+        assert all(mx.array_equal(weights[name], expected[name]) for name in weights)
+    # It counts whatever it says: a probe has found it on these very files.
+    saved["contract"]["recycled"] = "before_norm"
+    (hybrid / NAME).write_text(json.dumps(saved), encoding="utf-8")
+    kept = load_mtp_head(hybrid, model, tokenizer=Untouched())
+    assert kept.contract.recycled == "before_norm"
+    change(hybrid / "model.safetensors", "mtp.layers.0.mlp.up_proj.biases")
+    with pytest.raises(AssertionError, match="a probe ran"):
+        load_mtp_head(hybrid, model, tokenizer=Untouched())
+
+
+def change(file: Path, name: str) -> None:
+    """Change the last byte of a tensor in a file."""
+    whole = bytearray(file.read_bytes())
+    start = 8 + int.from_bytes(whole[:8], "little")
+    end = json.loads(whole[8:start])[name]["data_offsets"][1]
+    whole[start + end - 1] ^= 1
+    file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "mimo", "deepseek_v3"])
+def test_a_random_head_needs_a_contract(name: str, tmp_path: Path) -> None:
+    made = write(tmp_path / "model", name)
+    model, tokenizer = load(made.folder)
+    with pytest.raises(ContractError, match=r"(?s)the shards guesses.*no convention"):
+        load_mtp_head(made.folder, model, tokenizer=tokenizer)
+    assert not (made.folder / NAME).exists()
+    contract = family(LAYOUTS[name]).contract
+    head = load_mtp_head(made.folder, model, contract=contract, tokenizer=Untouched())
+    assert head.contract.order == contract.order
+
+
+def test_without_a_tokenizer_there_is_no_text_to_probe(tmp_path: Path) -> None:
+    made = write(tmp_path / "model", "mimo")
+    for file in made.folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ModelFolderError, match="no tokenizer that can be read"):
+        load_mtp_head(made.folder, made.target)
+
+
+def test_norms_that_the_files_tell_are_not_tried(tmp_path: Path) -> None:
+    made = write(tmp_path / "model", "qwen3_5")
+    with pytest.raises(ContractError) as error:
+        load_mtp_head(made.folder, made.target)
+    assert "norms plus_one" in str(error.value)
+    assert "norms stored" not in str(error.value)
+
+
+def test_a_mixed_contract_can_be_named(tmp_path: Path) -> None:
+    made = write(tmp_path / "model", "qwen3_5")
+    mixed: Any = ("norm_e", "input_layernorm")
+    head = load_mtp_head(made.folder, made.target, contract=Contract(norms=mixed))
+    found, stored = flat(head), made.tensors
+    for ours, theirs, one in (
+        ("norm_e", "mtp.pre_fc_norm_embedding", 1),
+        ("norm_h", "mtp.pre_fc_norm_hidden", 0),
+        ("blocks.0.input_layernorm", "mtp.layers.0.input_layernorm", 1),
+        ("blocks.0.self_attn.q_norm", "mtp.layers.0.self_attn.q_norm", 0),
+    ):
+        weight = found[f"layers.0.{ours}.weight"]
+        assert mx.array_equal(weight, stored[f"{theirs}.weight"] + one), ours
+
+
+@pytest.mark.slow
+def test_a_sidecar_has_its_contract_beside_it(hybrid: Path) -> None:
+    shard = hybrid / "model.safetensors"
+    weights: Any = mx.load(str(shard))
+    own = {name: value for name, value in weights.items() if name.startswith("mtp.")}
+    mx.eval(weights)
+    rest = {name: value for name, value in weights.items() if name not in own}
+    save(shard, rest, kind="mlx")
+    (hybrid / "mtp").mkdir()
+    save(hybrid / "mtp" / "weights.safetensors", own, kind="mlx")
+    assert load_mtp_head(hybrid, trained().model).contract == RIGHT
+    assert (hybrid / "mtp" / NAME).is_file()
+    assert not (hybrid / NAME).exists()

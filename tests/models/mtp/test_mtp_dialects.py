@@ -1,0 +1,253 @@
+"""Heads and contracts as other programs write them.
+
+Faults that were tried, and that these tests find: the two states of a pack's contract
+exchanged; an unknown field passed over; norms of a split head shifted again; the
+target's own embedding taken for the head's; a head of another type accepted.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_speculation import SpeculativeGenerator, demo_models
+from mlx_speculation.engine.kinds import kind_of
+from mlx_speculation.errors import DraftNotice, ModelFolderError
+from mlx_speculation.models import Contract, load, load_mtp_head
+from mlx_speculation.models.mtp.convention_store import NAME, pack_contract
+from mlx_speculation.models.mtp.load import build_mtp_head, decided, find_mtp_head
+from support.demo_folders import copy_of
+from support.identity import plain_text, prompt_of
+from support.mtp_checkpoints import (
+    LAYOUTS,
+    Weights,
+    family,
+    flat,
+    head_tensors,
+    make,
+    save,
+    write_folder,
+)
+from support.trained_head import trained
+
+DEFAULT = Contract()
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLX_SPECULATION_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "contract"),
+    [
+        ({}, DEFAULT),
+        ({"base_hidden_variant": "pre_norm"}, Contract(hidden="before_norm")),
+        ({"hidden_variant": "pre_norm"}, Contract(recycled="before_norm")),
+        ({"concat_order": "hidden_embedding"}, Contract(order="hidden_first")),
+        (
+            {
+                "base_hidden_variant": "post_norm",
+                "hidden_variant": "post_norm",
+                "concat_order": "embedding_hidden",
+                "mtp_position_mode": "absolute",
+                "mtp_quant_bits": 4,
+                "mtp_quant_policy": "cyankiwi",
+                "mtp_prequantized": True,
+            },
+            DEFAULT,
+        ),
+    ],
+)
+@pytest.mark.parametrize("place", ["config.json", "mtplx_runtime.json"])
+def test_a_pack_s_contract_is_read_and_said(
+    place: str, fields: dict[str, Any], contract: Contract, tmp_path: Path
+) -> None:
+    config: dict[str, Any] = {}
+    if place == "config.json":
+        config = {"mtplx_mtp_contract": fields}
+    else:
+        text = json.dumps({"mtp_contract": fields, "other": 1})
+        (tmp_path / place).write_text(text, encoding="utf-8")
+    with pytest.warns(DraftNotice, match=f"taken from .*{place}"):
+        assert pack_contract(tmp_path, config) == contract
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hidden_variant": "after_norm"},
+        {"hidden_variant": ["post_norm"]},
+        {"concat_order": "sum"},
+        {"mtp_position_mode": "rotated"},
+        {"mtp_streams": 4},
+        "post_norm",
+        [],
+    ],
+)
+def test_a_pack_s_contract_that_is_not_understood_is_passed_over(
+    fields: Any, tmp_path: Path
+) -> None:
+    with pytest.warns(DraftNotice, match="is passed over: "):
+        assert pack_contract(tmp_path, {"mtplx_mtp_contract": fields}) is None
+    (tmp_path / "mtplx_runtime.json").write_text("{", encoding="utf-8")
+    with pytest.warns(DraftNotice, match="passed over"):
+        assert pack_contract(tmp_path, {}) is None
+
+
+def test_what_a_pack_does_not_say_of_its_norms_is_probed(tmp_path: Path) -> None:
+    """The rest is taken from it, whatever a probe would have found."""
+    folder = copy_of("hybrid", tmp_path / "hybrid")
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config["mtplx_mtp_contract"] = {"base_hidden_variant": "pre_norm"}
+    file.write_text(json.dumps(config), encoding="utf-8")
+    model = trained().model
+    with pytest.warns(DraftNotice, match="hidden before_norm"):
+        head = load_mtp_head(folder, model)
+    assert head.contract == Contract(hidden="before_norm", norms="stored")
+    saved = json.loads((folder / NAME).read_text(encoding="utf-8"))
+    assert all("before_norm" in name for name in saved["scores"]["first draft"])
+    config["mtp_norm_encoding"] = "delta"
+    file.write_text(json.dumps(config), encoding="utf-8")
+    (folder / "tokenizer.json").unlink()
+    with pytest.warns(DraftNotice):
+        head = load_mtp_head(folder, model)
+    assert head.contract == Contract(hidden="before_norm", norms="plus_one")
+
+
+GLM_SPLIT = {
+    "proj": "model.eh_proj",
+    "norm_e": "model.enorm",
+    "norm_h": "model.hnorm",
+    "final": "model.shared_head_norm",
+    "block": "model.mtp_block",
+}
+SPLITS = {
+    "qwen3_5": "qwen3_5_mtp",
+    "qwen3_5_moe": "qwen3_5_moe_mtp",
+    "qwen3_next": "qwen3_next_mtp",
+    "nemotron_h": "nemotron_h_mtp",
+    "glm4_moe_lite": "glm4_moe_lite_mtp",
+}
+
+
+def split(folder: Path, name: str, *, kind: str = "mlx") -> tuple[Path, Any, Any]:
+    """Write a target, and beside it its head as mlx-vlm splits it."""
+    config, target, head = make(name)
+    write_folder(folder / "target", config, [flat(target)], kind="mlx")
+    tensors = head_tensors(LAYOUTS[name], target, head, raw=False)
+    if name == "glm4_moe_lite":
+        tensors = flat_glm(flat(head), flat(target))
+    else:
+        tensors = {n.removeprefix("mtp."): v for n, v in tensors.items()}
+    of_head = folder / "head"
+    of_head.mkdir(parents=True, exist_ok=True)
+    save(of_head / "model.safetensors", tensors, kind=kind)
+    said = {"model_type": SPLITS[name], "text_config": {}, "block_size": 3}
+    (of_head / "config.json").write_text(json.dumps(said), encoding="utf-8")
+    return of_head, target, head
+
+
+def flat_glm(head: Weights, target: Weights) -> Weights:
+    """Return the flat names of GLM's split heads, with copies of the target's ends."""
+    found = {
+        "model.embed_tokens.weight": target["model.embed_tokens.weight"],
+        "lm_head.weight": target["lm_head.weight"],
+    }
+    for name, value in head.items():
+        part, _, rest = name.removeprefix("layers.0.").partition(".")
+        if part == "blocks":
+            part, rest = "block", rest.removeprefix("0.")
+        found[f"{GLM_SPLIT[part]}.{rest}"] = value
+    return found
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_a_head_in_a_folder_of_its_own_is_read(name: str, tmp_path: Path) -> None:
+    of_head, target, head = split(tmp_path, name)
+    found = find_mtp_head(tmp_path / "target", target, split=of_head)
+    contract = decided(None, found)
+    assert contract.norms == "stored"
+    loaded, _ = build_mtp_head(found, target, contract)
+    ours, theirs = flat(loaded), flat(head)
+    assert ours.keys() == theirs.keys()
+    assert all(mx.array_equal(ours[n], theirs[n]) for n in theirs)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe_lite"])
+def test_a_head_in_a_folder_of_its_own_drafts(name: str, tmp_path: Path) -> None:
+    of_head, target, _ = split(tmp_path, name)
+    assert kind_of({"model_type": SPLITS[name]}).name == "mtp"
+    contract = family(LAYOUTS[name]).contract
+    made = SpeculativeGenerator.from_pretrained(
+        tmp_path / "target", draft=of_head, contract=contract
+    )
+    result = made.generate(prompt_of(20), max_tokens=12)
+    assert result.tokens == plain_text(target, prompt_of(20), 12)
+    assert result.stats.sources["mtp"].drafted > 0
+    fields = {"draft": "../head", "kind": "mtp", "contract": {"norms": "stored"}}
+    pair = tmp_path / "target" / "speculation.json"
+    pair.write_text(json.dumps(fields), encoding="utf-8")
+    chosen = SpeculativeGenerator.from_pretrained(tmp_path / "target", draft="auto")
+    assert chosen.generate(prompt_of(20), max_tokens=12).tokens == result.tokens
+
+
+def test_a_split_head_is_probed_and_its_contract_saved_beside_it(
+    tmp_path: Path,
+) -> None:
+    target = demo_models()["hybrid"]
+    weights: Any = mx.load(str(target / "model.safetensors"))
+    own = {n.removeprefix("mtp."): w for n, w in weights.items() if n[:4] == "mtp."}
+    save(tmp_path / "model.safetensors", own, kind="mlx")
+    config = json.dumps({"model_type": "qwen3_5_mtp"})
+    (tmp_path / "config.json").write_text(config, encoding="utf-8")
+    before = sorted(target.glob(NAME))  # left there by an earlier use, or nothing
+    head = load_mtp_head(target, trained().model, split=tmp_path)
+    assert head.contract == Contract(norms="stored")
+    assert (tmp_path / NAME).is_file()
+    assert sorted(target.glob(NAME)) == before
+
+
+def test_norms_of_a_split_head_that_is_not_of_mlx_are_not_known(
+    tmp_path: Path,
+) -> None:
+    of_head, target, _ = split(tmp_path, "qwen3_5", kind="pt")
+    with pytest.raises(ModelFolderError, match="nothing in the folder tells"):
+        load_mtp_head(tmp_path / "target", target, split=of_head, contract=DEFAULT)
+
+
+def test_a_split_head_of_another_type_is_refused(tmp_path: Path) -> None:
+    of_head, _, _ = split(tmp_path, "nemotron_h")
+    _, target, _ = make("qwen3_5")
+    folder = tmp_path / "target"
+    with pytest.raises(ModelFolderError, match=r"'nemotron_h_mtp', and the target"):
+        load_mtp_head(folder, target, split=of_head, contract=DEFAULT)
+    config = json.dumps({"model_type": "qwen3_5_mtp"})
+    (of_head / "config.json").write_text(config, encoding="utf-8")
+    with pytest.raises(ModelFolderError, match=r"lacks|holds no MTP head|not known"):
+        load_mtp_head(folder, target, split=of_head, contract=DEFAULT)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_lite"])
+def test_a_head_of_glm_in_the_dialect_of_mtplx_is_read(
+    name: str, tmp_path: Path
+) -> None:
+    config, target, head = make(name)
+    names = {"proj": "eh_proj", "norm_e": "enorm", "norm_h": "hnorm", "final": "norm"}
+    tensors: Weights = {}
+    for ours, value in flat(head).items():
+        part, _, rest = ours.removeprefix("layers.0.").partition(".")
+        if part == "blocks":
+            part, rest = "block", rest.removeprefix("0.")
+        tensors[f"mtp.0.{names.get(part, part)}.{rest}"] = value
+    write_folder(tmp_path, config, [flat(target), tensors], kind="mlx", index=False)
+    model, _ = load(tmp_path)
+    assert flat(model).keys() == flat(target).keys()
+    loaded = load_mtp_head(tmp_path, model, contract=DEFAULT)
+    ours_all, theirs = flat(loaded), flat(head)
+    assert ours_all.keys() == theirs.keys()
+    assert all(mx.array_equal(ours_all[n], theirs[n]) for n in theirs)

@@ -1,0 +1,194 @@
+"""MTP heads of every family against numpy, which was written from the facts alone.
+
+Faults that were made by hand in models/mtp/*.py, and found here:
+    the norms of token and state change places, in the head or in the table of names
+    the other comes first in the concatenation; what is recycled is always normed
+    a layer's own head is given states before the norm; history rows are left out
+    another base of the rotation; weights of experts do not sum to 1; closed groups
+    of experts are open; experts are stacked in another order; gate and up change
+    places; the two parts of kv_b_proj overlap
+    a window of one more; no window; another layer's kind; more keys for an indexer
+    LongCat's first norm is left out, or takes the place of its last
+    one is not added to q_norm; the contract of a family is the usual one
+"""
+
+import dataclasses
+from typing import Literal, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
+
+from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models import Contract
+from mlx_speculation.models.mtp.head import MtpOutput
+from mlx_speculation.models.mtp.load import read_mtp_head
+from support.mtp_bench import (
+    SLOTS,
+    Bench,
+    MakeBench,
+    assert_close,
+    ids,
+    make_bench,
+    states,
+)
+from support.references.mtp import MtpRows
+from support.references.mtp_all import FAMILIES
+
+STATES: tuple[Literal["after_norm", "before_norm"], ...] = ("after_norm", "before_norm")
+ORDERS: tuple[Literal["embedding_first", "hidden_first"], ...] = (
+    "embedding_first",
+    "hidden_first",
+)
+NORMS: tuple[Literal["stored", "plus_one"], ...] = ("stored", "plus_one")
+RAW = ["qwen3_next", "qwen3_5", "qwen3_5_tied", "qwen3_5_moe", "step3p5"]
+
+
+@pytest.fixture(name="bench", scope="module")
+def _bench(tmp_path_factory: pytest.TempPathFactory) -> MakeBench:
+    made: dict[str, Bench] = {}
+
+    def make(name: str) -> Bench:
+        if name not in made:
+            path = tmp_path_factory.mktemp(name)
+            made[name] = make_bench(path, FAMILIES[name])
+        return made[name]
+
+    return make
+
+
+def parameters(model: nn.Module) -> dict[str, mx.array]:
+    return dict(cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())))
+
+
+def assert_same(ours: MtpOutput, theirs: MtpRows, start: int, stop: int) -> None:
+    """Compare what we made of slots [start, stop) with a whole history's."""
+    assert_close(ours.logits, theirs.logits[start:stop])
+    assert_close(ours.recycled, theirs.recycled[start:stop])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_has_the_contract_of_the_facts(bench: MakeBench, name: str) -> None:
+    family, folder = bench(name).family, bench(name).folder
+    head = read_mtp_head(folder.path, folder.model)
+    assert head.contract == Contract(
+        hidden=family.state,
+        recycled=family.recycles,
+        order="hidden_first" if family.hidden_first else "embedding_first",
+        norms="plus_one" if family.plus_one else "stored",
+    )
+    assert len(head.new_caches()) == (family.used or family.layers)
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_mlx_lm_reads_the_trunk_of_a_raw_folder(bench: MakeBench, name: str) -> None:
+    folder = bench(name).folder
+    read, _ = load_model(folder.path)
+    expected = parameters(folder.model)
+    found = parameters(read)
+    assert found.keys() == expected.keys()
+    for path, value in found.items():
+        np.testing.assert_allclose(value, expected[path], atol=1e-6, err_msg=path)
+
+
+@pytest.mark.parametrize("pieces", [[SLOTS], [4, 1, 1, 5], [1] * SLOTS], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_layers_equal_the_reference_over_the_whole_history(
+    bench: MakeBench, name: str, pieces: list[int]
+) -> None:
+    here = bench(name)
+    mtp, hidden = here.load(), here.hidden
+    for layer, caches in enumerate(mtp.head.new_caches()):
+        tokens = here.tokens[layer : layer + SLOTS]
+        expected = here.expected(hidden, tokens, layer)
+        start = 0
+        for size in pieces:
+            stop = start + size
+            part = states(hidden[start:stop]), ids(tokens[start:stop])
+            assert_same(mtp.rows(*part, caches, layer=layer), expected, start, stop)
+            start = stop
+        hidden = expected.recycled
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_slot_after_history_rows_equals_the_reference(
+    bench: MakeBench, name: str
+) -> None:
+    here = bench(name)
+    mtp, hidden = here.load(), here.hidden
+    for layer, caches in enumerate(mtp.head.new_caches()):
+        tokens = here.tokens[layer : layer + SLOTS]
+        expected = here.expected(hidden, tokens, layer)
+        mtp.history(states(hidden[:6]), ids(tokens[:6]), caches, layer=layer)
+        out = mtp.step(states(hidden[6:9]), ids(tokens[6:9]), caches, layer=layer)
+        assert_same(out, expected, 8, 9)
+        hidden = expected.recycled
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, family in FAMILIES.items() if not family.chains]
+)
+def test_a_chain_of_drafts_equals_the_reference(bench: MakeBench, name: str) -> None:
+    here = bench(name)
+    mtp, hidden = here.load(), here.hidden
+    caches = mtp.head.new_caches()[0]
+    out = mtp.rows(states(hidden), ids(here.tokens[:SLOTS]), caches)
+    for stop in range(SLOTS + 1, SLOTS + 4):
+        tail = here.expected(hidden, here.tokens[: stop - 1]).recycled[-1:]
+        hidden = np.concatenate([hidden, tail])
+        expected = here.expected(hidden, here.tokens[:stop])
+        token = ids(here.tokens[stop - 1 : stop])
+        out = mtp.rows(out.recycled[:, -1:], token, caches)
+        assert_same(out, expected, stop - 1, stop)
+
+
+CONTRACTS = [
+    Contract(recycled=recycled, order=order, norms=norms)
+    for recycled in STATES
+    for order in ORDERS
+    for norms in NORMS
+]
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=str)
+@pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3", "mimo", "ernie", "step3p5"])
+def test_a_named_contract_equals_the_reference_with_it(
+    bench: MakeBench, name: str, contract: Contract
+) -> None:
+    here = bench(name)
+    if contract.norms == "plus_one" and not here.family.plus_one:
+        with pytest.raises(ModelFolderError, match="Leave norms out"):
+            here.load(contract)
+        return
+    family = dataclasses.replace(
+        here.family,
+        recycles=contract.recycled,
+        hidden_first=contract.order == "hidden_first",
+        plus_one=contract.norms == "plus_one",
+    )
+    tokens = here.tokens[:SLOTS]
+    expected = dataclasses.replace(here, family=family).expected(here.hidden, tokens)
+    mtp = here.load(contract)
+    caches = mtp.head.new_caches()[0]
+    out = mtp.rows(states(here.hidden), ids(tokens), caches)
+    assert_same(out, expected, 0, SLOTS)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_reference_is_causal_and_pairs_states_with_the_next_token(
+    bench: MakeBench, name: str
+) -> None:
+    here = bench(name)
+    before = here.expected(here.hidden, here.tokens[:SLOTS]).logits
+    other = here.hidden.copy()
+    other[7] *= -1
+    by_state = here.expected(other, here.tokens[:SLOTS]).logits
+    tokens = here.tokens[:SLOTS].copy()
+    tokens[7] = (tokens[7] + 1) % len(here.folder.embedding)
+    by_token = here.expected(here.hidden, tokens).logits
+    for after in (by_state, by_token):
+        np.testing.assert_array_equal(after[:7], before[:7])
+        assert np.abs(after[7] - before[7]).max() > 0.1

@@ -1,0 +1,430 @@
+"""Blocks of gated delta steps at once: the recurrence, written plainly, says so too.
+
+The tests of this file fail for each of these faults, made by hand (killed by hand):
+
+    decays: the row's own is left out
+    decays are those of the row before
+    a row does not see itself
+    the last level of the inverse is left out
+    the inverse adds where it subtracts
+    value heads take the wrong key heads
+    a mask is ignored
+    a masked row changes the state
+    a masked row is seen by later rows
+    a masked row has no decay of its own
+    a masked row's decay is passed on
+    the state after one row more
+    the state before the block is forgotten
+    beta stays below one
+    the lower bound is ignored
+    single rows run in chunks
+    half precision runs in chunks
+    decays by channel run in chunks
+    chunks with the reference BLAS
+    no chunk with OpenBLAS
+    the scan runs again in a replay
+    all rows are kept
+    the whole state is that after one row less
+    results are rounded to the wrong type
+"""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.models.gated_delta import (
+    gated_delta_ops,
+    gated_delta_update,
+    normalize_qk,
+)
+from numpy.typing import NDArray
+
+from mlx_speculation.caches import Speculation, states
+from mlx_speculation.caches.registry import flat
+from mlx_speculation.models import Recorders, round_context
+from mlx_speculation.models.cuda import gated_delta
+from mlx_speculation.models.recurrent import chunked_delta
+from mlx_speculation.models.recurrent.chunked_delta import (
+    gated_delta_in_chunks,
+    run_chunk,
+)
+from support.cache_twins import detached
+from support.identity import check_identity, prompt_of
+from support.recurrent_models import RECURRENT_MODELS, build_recurrent
+
+SCALAR_DECAYS = ("qwen3_5", "qwen3_next(moe)", "olmo_hybrid")
+VECTOR_DECAYS = ("kimi_linear", "bailing_moe_v3")
+PREFIX = mx.array([[3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62]])
+BLOCK = mx.array([[201, 7, 96, 255, 31, 148]])
+ROWS = mx.array([[201, 7, 96, 255, 31, 148], [5, 5, 80, 2, 0, 9], [90, 1, 44, 3, 6, 8]])
+# Of values of about one, by float32 and by one rounding to bfloat16.
+FLOAT32, BFLOAT16 = 1e-5, 2.0**-8
+
+Array = NDArray[np.float64]
+
+
+@pytest.fixture(name="in_chunks")
+def _in_chunks(monkeypatch: pytest.MonkeyPatch) -> list[chunked_delta.Chunk]:
+    """Let chunks serve with any BLAS, and return those that were run."""
+    made: list[chunked_delta.Chunk] = []
+
+    def noted(*args: Any) -> chunked_delta.Chunk:
+        made.append(run_chunk(*args))
+        return made[-1]
+
+    monkeypatch.setattr(chunked_delta, "rows_differ", lambda dtype: dtype == mx.float32)
+    monkeypatch.setattr(chunked_delta, "run_chunk", noted)
+    return made
+
+
+def recurrence(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, mask: Array
+) -> tuple[Array, list[Array]]:
+    """Return what each row returns, and the state after it, step by step."""
+    batch, rows, heads, _ = v.shape
+    ratio = heads // k.shape[2]
+    y, after, held = np.zeros_like(v), [], state.copy()
+    for t in range(rows):
+        for one in range(batch):
+            for head in range(heads):
+                own, key = held[one, head], k[one, t, head // ratio]  # [Dv, Dk]
+                fresh = g[one, t, head] * own
+                error = v[one, t, head] - fresh @ key
+                fresh = fresh + beta[one, t, head] * np.outer(error, key)
+                y[one, t, head] = fresh @ q[one, t, head // ratio]
+                if mask[one, t]:
+                    held[one, head] = fresh
+        after.append(held.copy())
+    return y, after
+
+
+@st.composite
+def blocks(draw: st.DrawFn, dtype: mx.Dtype = mx.float32) -> dict[str, mx.array]:
+    """Draw a block, with gates at and near their ends, and keys that are alike."""
+    rows = draw(st.integers(1, 18))
+    batch, key_heads = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    ratio, dim, width = (draw(st.integers(1, n)) for n in (3, 9, 6))
+    heads = key_heads * ratio
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    alike = draw(st.sampled_from([0.0, 0.9, 1.0]))
+
+    def units(shape: tuple[int, ...]) -> Array:
+        found = rng.normal(size=shape)
+        found = alike * found[:, :1] + (1 - alike) * found
+        unit: Array = found / np.linalg.norm(found, axis=-1, keepdims=True)
+        return unit
+
+    def gates(low: float, high: float) -> Array:
+        kind = draw(st.sampled_from(["any", "low", "high", "mixed"]))
+        near = 10.0 ** rng.uniform(-30, -1, (batch, rows, heads))
+        near[rng.random(near.shape) < 0.2] = 0.0
+        ends = {"low": low + near, "high": high - near}
+        ends["any"] = rng.uniform(low, high, near.shape)
+        which = rng.integers(0, 3, near.shape)
+        ends["mixed"] = np.choose(which, [ends[one] for one in ("low", "high", "any")])
+        return np.clip(ends[kind], low, high)
+
+    block = {
+        "q": units((batch, rows, key_heads, dim)),
+        "k": units((batch, rows, key_heads, dim)),
+        "v": rng.normal(size=(batch, rows, heads, width)),
+        "g": gates(0.0, 1.0),
+        "beta": gates(0.0, draw(st.sampled_from([1.0, 2.0]))),
+    }
+    made = {name: mx.array(value.astype(np.float32)) for name, value in block.items()}
+    for name in ("q", "k", "v", "beta"):
+        made[name] = made[name].astype(dtype)
+    if draw(st.booleans()):
+        size = (batch, heads, width, dim)
+        made["state"] = mx.array(rng.normal(size=size).astype(np.float32))
+    if draw(st.booleans()):
+        made["mask"] = mx.array(rng.random((batch, rows)) < 0.7)
+    return made
+
+
+def as_float64(block: dict[str, mx.array]) -> dict[str, Array]:
+    """Return the same numbers, with the state and the mask that are meant."""
+    batch, rows, heads, width = block["v"].shape
+    dim = block["k"].shape[-1]
+    whole = {
+        "state": mx.zeros((batch, heads, width, dim)),
+        "mask": mx.ones((batch, rows), mx.bool_),
+        **block,
+    }
+    return {
+        name: np.array(value.astype(mx.float32)).astype(np.float64)
+        for name, value in whole.items()
+    }
+
+
+def _check(block: dict[str, mx.array], tolerance: float) -> None:
+    found = run_chunk(**block)
+    plain = as_float64(block)
+    y, after = recurrence(**plain)
+    assert found.y.dtype == block["q"].dtype
+    read = np.array(found.y.astype(mx.float32))
+    scale = 1 + max(np.abs(y).max(), *(np.abs(state).max() for state in after))
+    np.testing.assert_allclose(read, y, rtol=0, atol=tolerance * scale)
+    for keep, wanted in enumerate(after, start=1):
+        state = found.after(keep)
+        assert state.dtype == mx.float32
+        np.testing.assert_allclose(
+            np.array(state), wanted, rtol=0, atol=FLOAT32 * scale, err_msg=f"{keep}"
+        )
+
+
+@given(blocks())
+def test_a_block_is_the_recurrence_row_by_row_and_after_each_prefix(
+    block: dict[str, mx.array],
+) -> None:
+    _check(block, FLOAT32)
+
+
+@given(blocks(mx.bfloat16))
+def test_in_bfloat16_rows_are_rounded_once_and_states_stay_float32(
+    block: dict[str, mx.array],
+) -> None:
+    _check(block, BFLOAT16)
+
+
+def scan_arguments(rows: int, *, vector: bool = False) -> dict[str, Any]:
+    """Return what a mixer gives to mlx-lm's scan."""
+    keys = mx.random.split(mx.random.key(rows), 6)
+    size = (2, rows, 4)
+    q, k = (mx.random.normal((2, rows, 2, 8), key=key) for key in keys[:2])
+    q, k = normalize_qk(q, k, inv_scale=8**-0.5, eps=1e-6)
+    return {
+        "q": q,
+        "k": k,
+        "v": mx.random.normal((*size, 5), key=keys[2]),
+        "a": mx.random.normal((*size, 8) if vector else size, key=keys[3]),
+        "b": mx.random.normal(size, key=keys[4]),
+        "A_log": mx.array([[-1.0], [0.0], [1.0], [2.0]])
+        if vector
+        else mx.array([-1.0, 0.0, 1.0, 2.0]),
+        "dt_bias": mx.ones((4, 8)) if vector else mx.ones(4),
+        "state": mx.random.normal((2, 4, 5, 8), key=keys[5]),
+    }
+
+
+@pytest.mark.usefixtures("in_chunks")
+@pytest.mark.parametrize("rows", [2, 7, chunked_delta.LONGEST])
+@pytest.mark.parametrize(
+    "options", [{}, {"allow_neg_eigval": True}, {"lower_bound": -5.0}]
+)
+def test_it_takes_what_mlx_lms_scan_takes(rows: int, options: dict[str, Any]) -> None:
+    arguments = scan_arguments(rows)
+    arguments["mask"] = mx.arange(rows)[None] < mx.array([[rows], [rows - 1]])
+    found = gated_delta_in_chunks(**arguments, **options, use_kernel=True)
+    assert found is not None
+    y, state = gated_delta_update(**arguments, **options)
+    np.testing.assert_allclose(found.y, y, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(found.after(rows), state, rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("in_chunks")
+def test_mlx_lms_scan_runs_where_a_chunk_does_not_serve() -> None:
+    """Single rows, very many, decays for each channel, and other types than float32."""
+    assert gated_delta_in_chunks(**scan_arguments(2)) is not None
+    assert gated_delta_in_chunks(**scan_arguments(1)) is None
+    assert gated_delta_in_chunks(**scan_arguments(chunked_delta.LONGEST + 1)) is None
+    assert gated_delta_in_chunks(**scan_arguments(2, vector=True)) is None
+    half = {n: v.astype(mx.bfloat16) for n, v in scan_arguments(2).items()}
+    assert gated_delta_in_chunks(**half) is None
+
+
+@pytest.mark.parametrize("vector", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "dim", "ours"), [(2, 32, True), (1, 32, False), (2, 8, False)]
+)
+def test_on_cuda_the_kernel_runs_what_it_is_made_for(
+    rows: int, dim: int, ours: bool, vector: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA is taken to be there; mlx-lm's loop stands in for the kernel."""
+    asked: list[tuple[mx.array, ...]] = []
+
+    def run(*inputs: Any) -> list[mx.array]:
+        asked.append(inputs)
+        return list(gated_delta_ops(*inputs))
+
+    monkeypatch.setattr(round_context, "_device_here", lambda: "cuda")
+    monkeypatch.setattr(chunked_delta, "kernels_compile", lambda: True)
+    monkeypatch.setattr(gated_delta, "_run", run)
+    arguments = scan_arguments(rows, vector=vector)
+    for name in "qk":
+        arguments[name] = mx.tile(arguments[name], [1, 1, 1, 4])[..., :dim]
+    arguments["state"] = mx.tile(arguments["state"], [1, 1, 1, 4])[..., :dim]
+    if vector:
+        arguments["a"] = mx.tile(arguments["a"], [1, 1, 1, 4])[..., :dim]
+        arguments["dt_bias"] = mx.tile(arguments["dt_bias"], [1, 4])[..., :dim]
+    with round_context.rows_of_a_round():
+        found = gated_delta_in_chunks(**arguments)
+    assert (found is not None) is ours
+    if found is not None:
+        y, state = gated_delta_update(**arguments)
+        np.testing.assert_allclose(found.y, y, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(found.after(rows), state, rtol=0, atol=1e-5)
+        first = {
+            name: value[:, :1] if name in "qkvab" else value
+            for name, value in arguments.items()
+        }
+        _, state = gated_delta_update(**first)
+        np.testing.assert_allclose(found.after(1), state, rtol=0, atol=1e-5)
+    assert gated_delta_in_chunks(**arguments) is None  # outside of a round
+
+
+def recurrent(caches: list[Any]) -> list[Any]:
+    return [cache for cache in flat(caches) if isinstance(cache, ArraysCache)]
+
+
+def prefilled(model: nn.Module) -> list[Any]:
+    caches = make_prompt_cache(model)
+    model(PREFIX, cache=caches)
+    mx.eval(states(caches))
+    return caches
+
+
+def _close(ours: list[Any], theirs: list[Any]) -> None:
+    for one, other in zip(recurrent(ours), recurrent(theirs), strict=True):
+        for found, wanted in zip(one.cache, other.cache, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SCALAR_DECAYS)
+def test_a_model_keeps_a_prefix_without_running_anything_again(
+    name: str, in_chunks: list[chunked_delta.Chunk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_recurrent(name)
+    start = prefilled(model)
+    owner = Recorders(model)
+    plain = detached(start)
+    logits = model(BLOCK, cache=plain)
+    try:
+        for keep in range(1, 7):
+            caches, twin = detached(start), detached(start)
+            model(BLOCK[:, :keep], cache=twin)
+            with Speculation(caches) as speculation:
+                found = model(BLOCK, cache=speculation.caches)
+                np.testing.assert_allclose(found, logits, rtol=1e-4, atol=1e-4)
+                with monkeypatch.context() as patch:
+                    home = importlib.import_module("mlx_lm.models.gated_delta")
+                    patch.setattr(home, "gated_delta_ops", _forbidden)
+                    speculation.commit(keep)
+            assert not speculation.reran
+            _close(caches, twin)
+        assert len(in_chunks) == 6 * len(recurrent(start))
+    finally:
+        owner.remove()
+
+
+def _forbidden(*args: Any) -> Any:
+    raise AssertionError("the recurrence ran in a replay")
+
+
+@pytest.mark.parametrize("name", SCALAR_DECAYS)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.usefixtures("in_chunks")
+def test_lengths_and_paddings_of_a_batch_are_honoured(name: str, padded: bool) -> None:
+    """As in test_replay: rows that end inside the kept prefix, after it, before it.
+
+    What a scan returns behind an end gets into the convolutions of olmo_hybrid.
+    """
+    model = build_recurrent(name)
+    start = make_prompt_cache(model)
+    for cache in recurrent(start):
+        if padded:
+            cache.left_padding = mx.array([0, 1, 4])
+        else:
+            cache.lengths = mx.array([6, 3, -1])
+    owner = Recorders(model)
+    try:
+        for keep in (1, 2, 4, 6):
+            caches, twin = detached(start), detached(start)
+            for cache in [] if padded else recurrent(twin):
+                cache.lengths = mx.minimum(cache.lengths, keep)
+            with Speculation(caches) as speculation:
+                model(ROWS, cache=speculation.caches)
+                speculation.commit(keep)
+            model(ROWS[:, :keep], cache=twin)
+            _close(caches, twin)
+    finally:
+        owner.remove()
+
+
+@pytest.mark.parametrize("name", [*SCALAR_DECAYS, *VECTOR_DECAYS])
+def test_text_stays_what_it_was(
+    name: str, in_chunks: list[chunked_delta.Chunk]
+) -> None:
+    """Up to a near-tie, as with every model whose rows differ by rounding."""
+    seen = check_identity(
+        build_recurrent(name), prompt_of(9), draft_length=4, tokens=24, bitwise=False
+    )
+    assert seen.rejected
+    assert not seen.reruns
+    assert not seen.mixer_reruns
+    assert bool(in_chunks) == (name in SCALAR_DECAYS)
+
+
+def test_plain_decoding_and_prompts_are_left_to_mlx_lm(
+    in_chunks: list[chunked_delta.Chunk],
+) -> None:
+    assert RECURRENT_MODELS["qwen3_5"].bitwise
+    seen = check_identity(
+        build_recurrent("qwen3_5"),
+        prompt_of(40),
+        draft_length=0,
+        tokens=8,
+        bitwise=True,
+        kinds=(),
+    )
+    assert not seen.near_ties
+    assert not in_chunks
+
+
+WITH_OPENBLAS = """
+from mlx_speculation.blas import use_blas
+if use_blas("auto").name != "openblas":
+    raise SystemExit("no OpenBLAS")
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_speculation.models import Lane, Recorders
+from mlx_speculation.models.recurrent import chunked_delta
+from support.recurrent_models import build_recurrent
+import mlx.core as mx
+ran = []
+native = chunked_delta.run_chunk
+chunked_delta.run_chunk = lambda *args: ran.append(1) or native(*args)
+model = build_recurrent("qwen3_5")
+owner = Recorders(model)
+lane = Lane(model)
+lane.feed([1, 2, 3])
+for width in (1, 4):
+    with lane.begin() as lane_round:
+        mx.eval(lane_round.forward(mx.array([7] * width)))
+        lane_round.commit(1)
+    print(width, len(ran))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="chooses a BLAS on Linux")
+def test_with_openblas_in_front_a_verify_runs_in_chunks() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_OPENBLAS],
+        cwd=Path(__file__).parents[2],  # for `support`
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.stderr.strip() == "no OpenBLAS":
+        pytest.skip("OpenBLAS is not installed")
+    assert done.returncode == 0, done.stderr
+    layers = len(recurrent(make_prompt_cache(build_recurrent("qwen3_5"))))
+    assert done.stdout.split() == ["1", "0", "4", str(layers)]

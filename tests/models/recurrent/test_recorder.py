@@ -1,0 +1,243 @@
+"""Replaying recorded mixers equals plain decoding of the kept tokens."""
+
+import importlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+
+from mlx_speculation.caches import Speculation, states
+from mlx_speculation.caches.registry import flat
+from mlx_speculation.models import Recorders
+from mlx_speculation.models.recurrent import recorder
+from mlx_speculation.models.recurrent.mixers import MIXERS
+from support.cache_twins import assert_same, detached, read
+from support.copies import left_on
+from support.recurrent_models import RECURRENT_MODELS, build_recurrent
+
+PREFIX = mx.array([[3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62]])
+BLOCK = mx.array([[201, 7, 96, 255, 31, 148]])
+NEXT = mx.array([[77]])
+
+
+def _kinds(model: nn.Module) -> set[tuple[str, str]]:
+    return {
+        (type(module).__module__, type(module).__name__)
+        for _, module in model.named_modules()
+    }
+
+
+@contextmanager
+def hooked(model: nn.Module) -> Iterator[Recorders]:
+    owner = Recorders(model)
+    try:
+        yield owner
+    finally:
+        owner.remove()
+
+
+def prefilled(model: nn.Module) -> list[Any]:
+    caches = make_prompt_cache(model)
+    model(PREFIX, cache=caches)
+    mx.eval(states(caches))
+    return caches
+
+
+def slots(caches: list[Any]) -> list[mx.array]:
+    """Return every recurrent slot."""
+    arrays = [cache for cache in flat(caches) if isinstance(cache, ArraysCache)]
+    held: list[Any] = [slot for cache in arrays for slot in cache.cache]
+    return held
+
+
+def outcome(model: nn.Module, caches: list[Any]) -> Any:
+    """Return the recurrent slots, and the logits of one more token."""
+    held = [slot[...] for slot in slots(caches)]
+    return read([held, model(NEXT, cache=detached(caches))])
+
+
+def speculated(model: nn.Module, caches: list[Any], width: int, keep: int) -> None:
+    with Speculation(caches) as speculation:
+        model(BLOCK[:, :width], cache=speculation.caches)
+        speculation.commit(keep)
+
+
+def parameter_paths(model: nn.Module) -> list[str]:
+    flat: Any = tree_flatten(model.parameters())
+    return [path for path, _ in flat]
+
+
+def largest_difference(found: Any, expected: Any) -> float:
+    if isinstance(expected, list):
+        pairs = zip(found, expected, strict=True)
+        return max(largest_difference(one, other) for one, other in pairs)
+    return float(np.abs(found - expected).max())
+
+
+def test_every_replayable_mixer_stands_in_a_tiny_model() -> None:
+    kinds = [_kinds(build_recurrent(name)) for name in RECURRENT_MODELS]
+    assert set[tuple[str, str]]().union(*kinds) >= set(MIXERS)
+
+
+@pytest.mark.parametrize("name", RECURRENT_MODELS)
+def test_a_replayed_prefix_equals_the_prefix_fed_alone(name: str) -> None:
+    """The same rows in a forward of their own; on this kept prefix they must agree.
+
+    A product of k rows may differ in its last bits from the same rows among more on
+    some backends, and where a family has two formulas for one and for many rows, a
+    replay of one row takes the other one. So where the table of tiny models does not
+    promise bits, the bound is the difference between feeding the kept rows at once
+    and one by one, which plain decoding has as well.
+    """
+    model = build_recurrent(name)
+    start = prefilled(model)
+    with hooked(model):
+        for width in (2, 6):
+            for keep in range(1, width + 1):
+                caches, together, singly = (detached(start) for _ in range(3))
+                speculated(model, caches, width, keep)
+                model(BLOCK[:, :keep], cache=together)
+                for index in range(keep):
+                    model(BLOCK[:, index : index + 1], cache=singly)
+                found, at_once, one_by_one = (
+                    outcome(model, held) for held in (caches, together, singly)
+                )
+                if RECURRENT_MODELS[name].bitwise:
+                    assert_same(found, one_by_one, f"{keep} of {width}")
+                    continue
+                allowed = largest_difference(at_once, one_by_one) + 1e-4
+                assert largest_difference(found, at_once) <= allowed, (width, keep)
+
+
+@pytest.mark.parametrize("name", RECURRENT_MODELS)
+def test_several_forwards_and_several_rounds_are_replayed(name: str) -> None:
+    model = build_recurrent(name)
+    caches = prefilled(model)
+    twin = detached(caches)
+    with hooked(model):
+        for widths, keep in [((1, 2, 3), 4), ((3, 3), 2), ((2, 1, 1), 3), ((6,), 0)]:
+            fed = mx.concatenate([BLOCK[:, i : i + 1] for i in range(sum(widths))], 1)
+            with Speculation(caches) as speculation:
+                for piece in mx.split(fed, np.cumsum(widths)[:-1].tolist(), axis=1):
+                    model(piece, cache=speculation.caches)
+                speculation.commit(keep)
+            for index in range(keep):
+                model(fed[:, index : index + 1], cache=twin)
+        found, expected = outcome(model, caches), outcome(model, twin)
+    if RECURRENT_MODELS[name].bitwise:
+        assert_same(found, expected, "after four rounds")
+    assert largest_difference(found, expected) < 2e-3
+
+
+@pytest.mark.parametrize("name", RECURRENT_MODELS)
+def test_hooks_change_neither_logits_nor_paths_nor_types(name: str) -> None:
+    model = build_recurrent(name)
+    plain = read(model(PREFIX))
+    paths = parameter_paths(model)
+    classes = {path: type(module) for path, module in model.named_modules()}
+    with hooked(model):
+        assert_same(read(model(PREFIX)), plain, "logits without a cache")
+        with Speculation(make_prompt_cache(model)) as speculation:
+            shown = model(PREFIX, cache=speculation.caches)
+            native = model(PREFIX, cache=make_prompt_cache(model))
+            assert_same(read(shown), read(native), "logits with a cache")
+        assert parameter_paths(model) == paths
+        for path, module in model.named_modules():
+            assert isinstance(module, classes[path])
+            assert type(module).__name__ == classes[path].__name__
+        changed = [p for p, m in model.named_modules() if type(m) is not classes[p]]
+        assert changed
+    for path, module in model.named_modules():
+        assert type(module) is classes[path]
+        assert not left_on(module)
+
+
+def test_the_last_of_two_owners_removes_the_hook() -> None:
+    model = build_recurrent("mamba")
+    mixer = model.backbone.layers[0].mixer
+    original = type(mixer)
+    first, second = Recorders(model), Recorders(model)
+    hook = type(mixer)
+    assert hook is not original
+    assert hook.__mro__[1] is original
+    first.remove()
+    first.remove()
+    assert type(mixer) is hook
+    second.remove()
+    assert type(mixer) is original
+
+
+def test_a_hooked_model_can_be_hooked_again_after_removal() -> None:
+    model = build_recurrent("lfm2")
+    for _ in range(3):
+        caches = prefilled(model)
+        with hooked(model):
+            speculated(model, caches, 4, 2)
+        twin = prefilled(model)
+        model(BLOCK[:, :2], cache=twin)
+        assert_same(outcome(model, caches), outcome(model, twin), "hooked again")
+
+
+def test_two_threads_on_one_hooked_model_do_not_meet() -> None:
+    model = build_recurrent("qwen3_5")
+    with hooked(model):
+        alone = [_rounds(model, seed) for seed in range(2)]
+        together: list[Any] = [None, None]
+        barrier = threading.Barrier(2)
+
+        def work(seed: int) -> None:
+            with mx.stream(mx.new_thread_local_stream(mx.default_device())):
+                barrier.wait()
+                together[seed] = _rounds(model, seed)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for seed in range(2):
+        assert_same(together[seed], alone[seed], f"thread {seed}")
+
+
+def _rounds(model: nn.Module, seed: int) -> Any:
+    caches = prefilled(model)
+    for step in range(6):
+        block = (BLOCK + 11 * seed + step) % 256
+        with Speculation(caches) as speculation:
+            model(block, cache=speculation.caches)
+            speculation.commit(1 + (step + seed) % 6)
+        mx.eval(states(caches))
+    return outcome(model, caches)
+
+
+def test_a_mixer_that_is_not_in_the_table_is_run_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entry = ("mlx_lm.models.qwen3_5", "GatedDeltaNet")
+    without = {place: mixer for place, mixer in MIXERS.items() if place != entry}
+    monkeypatch.setattr(recorder, "MIXERS", without)
+    model = build_recurrent("qwen3_5")
+    caches = prefilled(model)
+    twin = detached(caches)
+    model(BLOCK[:, :2], cache=twin)
+
+    def rerun(keep: int) -> None:
+        model(BLOCK[:, :keep], cache=caches)
+
+    with hooked(model), Speculation(caches, rerun=rerun) as speculation:
+        model(BLOCK, cache=speculation.caches)
+        speculation.commit(2)
+    assert speculation.reran
+    assert_same(outcome(model, caches), outcome(model, twin), "run again")
+
+
+@pytest.mark.parametrize(("module", "name"), sorted(MIXERS))
+def test_each_entry_of_the_table_exists(module: str, name: str) -> None:
+    assert issubclass(getattr(importlib.import_module(module), name), nn.Module)

@@ -1,0 +1,186 @@
+"""Hooks of one model in several threads, and of several owners in one.
+
+Every linear layer lets another thread run, so that they meet inside the mixers: with
+notes shared between threads, or kept on the model, these tests fail. They also fail
+where the first owner that leaves removes the hooks, and where parts of mixers keep
+theirs (killed by hand).
+"""
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_speculation.caches import Speculation, states
+from mlx_speculation.models import Recorders
+from mlx_speculation.models.recurrent.recorder import MixerCall
+from support.cache_twins import assert_same, detached, read
+from support.recurrent_models import build_recurrent
+
+MODELS = ["qwen3_5", "mamba2", "recurrent_gemma", "baichuan_m1", "rwkv7"]
+ROUNDS = 4
+
+
+@pytest.fixture(name="meeting")
+def _meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let another thread run in every linear layer, which is inside the mixers."""
+    native = nn.Linear.__call__
+
+    def yielding(self: nn.Linear, x: mx.array) -> mx.array:
+        time.sleep(2e-4)
+        return native(self, x)
+
+    monkeypatch.setattr(nn.Linear, "__call__", yielding)
+
+
+def block(seed: int, step: int) -> mx.array:
+    """Return 3 tokens of a thread: all have one width, so only values tell."""
+    return (mx.arange(3)[None] * 37 + 11 * seed + 5 * step) % 256
+
+
+class Rounds:
+    """Partial acceptances, one after the other, on caches of its own."""
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self._model, self._seed = model, seed
+        self.caches = make_prompt_cache(model)
+        model(block(seed, 99), cache=self.caches)
+        mx.eval(states(self.caches))
+
+    def play(self, step: int) -> Iterator[None]:
+        """Play one round, in pieces: between forwards others may come in."""
+        with Speculation(self.caches) as speculation:
+            tokens = block(self._seed, step)
+            self._model(tokens, cache=speculation.caches)
+            yield
+            self._model(tokens + 1, cache=speculation.caches)
+            yield
+            speculation.commit(1 + (step * (1 + self._seed)) % (2 * tokens.shape[1]))
+            assert not speculation.reran
+        mx.eval(states(self.caches))
+
+    def play_all(self) -> None:
+        for step in range(ROUNDS):
+            for _ in self.play(step):
+                pass
+
+    def outcome(self) -> Any:
+        kept = states(self.caches)
+        return read([kept, self._model(mx.array([[77]]), cache=detached(self.caches))])
+
+
+def alone(model: nn.Module, seed: int) -> Any:
+    owner = Recorders(model)
+    rounds = Rounds(model, seed)
+    rounds.play_all()
+    owner.remove()
+    return rounds.outcome()
+
+
+def in_threads(*works: Callable[[], None]) -> None:
+    """Run each in a thread of its own; raise what one of them raised."""
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(len(works))
+
+    def run(work: Callable[[], None]) -> None:
+        try:
+            with mx.stream(mx.new_thread_local_stream(mx.default_device())):
+                barrier.wait()
+                work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.usefixtures("meeting")
+@pytest.mark.parametrize("name", MODELS)
+def test_three_threads_and_one_that_hooks_and_unhooks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name != "rwkv7":
+        monkeypatch.setattr(MixerCall, "_run_again", _incomplete)
+    model = build_recurrent(name)
+    classes = [type(module) for _, module in model.named_modules()]
+    expected = [alone(model, seed) for seed in range(3)]
+    found: list[Any] = [None] * 3
+    finished = threading.Event()
+    left = [3]
+
+    def decode(seed: int) -> None:
+        owner = Recorders(model)
+        try:
+            rounds = Rounds(model, seed)
+            rounds.play_all()
+            found[seed] = rounds.outcome()
+        finally:
+            owner.remove()
+            left[0] -= 1
+            if left[0] == 0:
+                finished.set()
+
+    def come_and_go() -> None:
+        while not finished.is_set():
+            Recorders(model).remove()
+            finished.wait(0.001)
+
+    in_threads(*(lambda s=seed: decode(s) for seed in range(3)), come_and_go)
+    for seed in range(3):
+        assert_same(found[seed], expected[seed], f"thread {seed}")
+    assert [type(module) for _, module in model.named_modules()] == classes
+
+
+def _incomplete(self: MixerCall, cache: Any, keep: int) -> None:
+    raise AssertionError(f"the notes on {type(self.mixer).__name__} are incomplete")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_owners_take_turns_in_one_thread(name: str) -> None:
+    """Two open rounds on one model; the first owner leaves inside a round."""
+    model = build_recurrent(name)
+    expected = [alone(model, seed) for seed in range(2)]
+    owners = [Recorders(model) for _ in range(2)]
+    both = [Rounds(model, seed) for seed in range(2)]
+    for step in range(ROUNDS):
+        for _ in zip(*(rounds.play(step) for rounds in both), strict=True):
+            if step == 2:
+                owners[0].remove()
+    owners[1].remove()
+    for seed in range(2):
+        assert_same(both[seed].outcome(), expected[seed], f"owner {seed}")
+
+
+def test_an_owner_that_is_collected_in_another_thread_removes_its_hooks() -> None:
+    class Owner:
+        def __init__(self, model: nn.Module) -> None:
+            self.itself = self  # only the collector can free it
+            weakref.finalize(self, Recorders(model).remove)
+
+    model = build_recurrent("qwen3_5")
+    classes = [type(module) for _, module in model.named_modules()]
+    rounds = Rounds(model, 1)
+    expected = alone(model, 1)
+    stays = Recorders(model)
+    Owner(model)
+
+    def collect() -> None:
+        gc.collect()
+
+    in_threads(rounds.play_all, collect)
+    assert_same(rounds.outcome(), expected, "while another owner is collected")
+    assert any(type(m) not in classes for _, m in model.named_modules())
+    stays.remove()
+    assert [type(module) for _, module in model.named_modules()] == classes
