@@ -4,25 +4,30 @@ It knows models, caches and samplers through their own words. Nothing but the fr
 door and the scripts imports it.
 """
 
-from mlx_speculation.engine.assistant import AssistantDraft, AssistantDrafter
-from mlx_speculation.engine.batch import BatchGenerator
-from mlx_speculation.engine.batch_results import BatchResponse, BatchStatistics
-from mlx_speculation.engine.cascade import Cascade
-from mlx_speculation.engine.dflash import DFlashDraft
-from mlx_speculation.engine.drafting import Choose, Draft, Drafter
-from mlx_speculation.engine.drop_in import generate, stream_generate
-from mlx_speculation.engine.eagle import EagleDraft
+from mlx_speculation.engine.batch.generator import BatchGenerator
+from mlx_speculation.engine.batch.results import BatchResponse, BatchStatistics
+from mlx_speculation.engine.draft_length.base import Lengths, Outcome, Plan
+from mlx_speculation.engine.drafters.base import Choose, Draft, Drafter
+from mlx_speculation.engine.drafters.cascade import Cascade
+from mlx_speculation.engine.drafters.dflash import DFlashDraft
+from mlx_speculation.engine.drafters.eagle import EagleDraft
+from mlx_speculation.engine.drafters.gemma_assistant import (
+    AssistantDraft,
+    AssistantDrafter,
+)
+from mlx_speculation.engine.drafters.mtp import MtpDraft, MtpDrafter
+from mlx_speculation.engine.drafters.reduced_vocabulary import reduced_vocabulary
 from mlx_speculation.engine.generator import SpeculativeGenerator
-from mlx_speculation.engine.lengths import Lengths, Outcome, Plan
-from mlx_speculation.engine.lookup import LookupDrafter
-from mlx_speculation.engine.mtp import MtpDraft, MtpDrafter
-from mlx_speculation.engine.origins import Origin
-from mlx_speculation.engine.responses import SpeculativeResponse
-from mlx_speculation.engine.results import Chunk, Result
+from mlx_speculation.engine.lookup.drafter import LookupDrafter
+from mlx_speculation.engine.mlx_lm_compat.response import SpeculativeResponse
+from mlx_speculation.engine.mlx_lm_compat.stream_generate import (
+    generate,
+    stream_generate,
+)
+from mlx_speculation.engine.result import Chunk, Origin, Result
 from mlx_speculation.engine.sequence import Sequence
-from mlx_speculation.engine.statistics import DrafterFault, SourceCounts, Statistics
+from mlx_speculation.engine.stats import DrafterFault, SourceCounts, Statistics
 from mlx_speculation.engine.stream import Stream
-from mlx_speculation.engine.vocabulary import reduced_vocabulary
 
 __all__ = [
     "AssistantDraft",

@@ -8,25 +8,25 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_speculation.caches import PrefixCache
-from mlx_speculation.engine.batch_calibration import calibrate_batches
-from mlx_speculation.engine.batch_requests import generate_batch
-from mlx_speculation.engine.drafting import Drafter
-from mlx_speculation.engine.following import Following
-from mlx_speculation.engine.generator_setup import checked_setup
-from mlx_speculation.engine.handling import USUAL, Handling
-from mlx_speculation.engine.lengths import Lengths
-from mlx_speculation.engine.measured_lengths import (
+from mlx_speculation.engine.batch.calibration import calibrate_batches
+from mlx_speculation.engine.batch.generate import generate_batch
+from mlx_speculation.engine.config import checked_setup
+from mlx_speculation.engine.draft_length.base import Lengths
+from mlx_speculation.engine.draft_length.calibration import PartsTable
+from mlx_speculation.engine.draft_length.policies import (
     CostTable,
     MeasuredLengths,
     Progress,
     follow_calibration,
 )
-from mlx_speculation.engine.pairs import load_pair
-from mlx_speculation.engine.results import Result
-from mlx_speculation.engine.round_parts import PartsTable
+from mlx_speculation.engine.drafters.base import Drafter
+from mlx_speculation.engine.drafters.head_source import Following
+from mlx_speculation.engine.drafters.resolve import load_pair
+from mlx_speculation.engine.options import StreamOptions
+from mlx_speculation.engine.result import Result
 from mlx_speculation.engine.stream import Stream
-from mlx_speculation.engine.stream_maker import StreamMaker
-from mlx_speculation.engine.stream_options import StreamOptions
+from mlx_speculation.engine.stream_factory import StreamMaker
+from mlx_speculation.engine.stream_handling import USUAL, Handling
 from mlx_speculation.models import Contract, Group, Parallel, Sliding, notice
 from mlx_speculation.samplers import Acceptance, Constraint, Sampling
 
@@ -241,7 +241,7 @@ class SpeculativeGenerator:
     def round_parts(self) -> PartsTable:
         """Where the time of the rounds of `calibrate` went, medians of each part.
 
-        By context bucket and draft length, see `engine.round_clock`; empty without a
+        By context bucket and draft length, see `engine.timing`; empty without a
         calibration on this machine. They are for people: costs of whole rounds decide.
         """
         return self._setup.lengths.parts
@@ -387,7 +387,7 @@ class SpeculativeGenerator:
                 nothing else may come it ends without one.
             explain: keep each round's draft length, what it was chosen by, and the
                 parts of its time, in `stream.decisions`. The parts are exact then, and
-                rounds some 1 % slower, see `engine.round_clock`.
+                rounds some 1 % slower, see `engine.timing`.
             handling: how the prompt is read and the caches are kept.
 
         Raises:

@@ -8,8 +8,8 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_speculation.caches import PrefixCache, array_bytes, arrays_in, bytes_beside
-from mlx_speculation.engine.cheaper import own_module
-from mlx_speculation.engine.drafts import lanes_of, members
+from mlx_speculation.engine.drafters.quantize import own_module
+from mlx_speculation.engine.drafters.sources import lanes_of, members
 from mlx_speculation.models import Lane
 
 

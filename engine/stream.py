@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 
-from mlx_speculation.engine.decoding import Decoder
-from mlx_speculation.engine.lengths import Outcome, Plan
+from mlx_speculation.engine.detokenizer import TextStream
+from mlx_speculation.engine.draft_length.base import Outcome, Plan
 from mlx_speculation.engine.memory import Memory
-from mlx_speculation.engine.prefixes import Prefixes
-from mlx_speculation.engine.results import Chunk, LogProb, Result
-from mlx_speculation.engine.rounds import Parts
+from mlx_speculation.engine.prefix_reuse import Prefixes
+from mlx_speculation.engine.result import Chunk, LogProb, Result
+from mlx_speculation.engine.round.decoder import Decoder
+from mlx_speculation.engine.round.outcome import Cut, Emitted
+from mlx_speculation.engine.round.round import Parts
 from mlx_speculation.engine.sequence import Sequence
-from mlx_speculation.engine.statistics import Statistics
-from mlx_speculation.engine.text import TextStream
-from mlx_speculation.engine.verdicts import Cut, Emitted
+from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.errors import DrafterFaultWarning, SpeculationError
 from mlx_speculation.interrupts import DeferredSignals, raised_by_signal
 

@@ -48,13 +48,6 @@ from mlx_speculation.models.load_model import (
     load,
     model_folder,
 )
-from mlx_speculation.models.mlx_lm_api import (
-    GenerationResponse,
-    check_quantizable,
-    drawn_seed,
-    greedy_sampler,
-    make_prompt_cache,
-)
 from mlx_speculation.models.mtp.batch_cache import BatchSlots, BatchSlotsRound
 from mlx_speculation.models.mtp.cache import MtpSlots, OnTarget, Slots
 from mlx_speculation.models.mtp.convention import Contract, contract_of
@@ -65,7 +58,6 @@ from mlx_speculation.models.mtp.load_with_convention import (
     load_mtp_head,
     usual_contract,
 )
-from mlx_speculation.models.prompt_files import load_prompt
 from mlx_speculation.models.quantize import check_bits, quantize_weights, weight_bytes
 from mlx_speculation.models.recurrent.recorder import Recorders
 from mlx_speculation.models.round_context import cuda_serves, on_cpu
@@ -113,7 +105,6 @@ __all__ = [
     "DFlashHead",
     "Eagle",
     "EagleHead",
-    "GenerationResponse",
     "Group",
     "HiddenStates",
     "Lane",
@@ -144,18 +135,15 @@ __all__ = [
     "check_causal",
     "check_model_folder",
     "check_parallel",
-    "check_quantizable",
     "check_resumable",
     "check_same_ids",
     "compiled_steps",
     "contract_of",
     "cuda_serves",
-    "drawn_seed",
     "evaluate_held",
     "find_mtp_head",
     "find_parts",
     "gathered",
-    "greedy_sampler",
     "has_split_output",
     "is_assistant",
     "is_dflash",
@@ -172,9 +160,7 @@ __all__ = [
     "load_dflash",
     "load_eagle_head",
     "load_mtp_head",
-    "load_prompt",
     "logit_width",
-    "make_prompt_cache",
     "mark_of",
     "mlx_lm_speed",
     "model_folder",

@@ -4,8 +4,8 @@ A batch has its rows end at one column, so shorter ones have padding on their le
 after a verify rows keep different numbers of tokens. mlx-lm's batch caches hide padding
 by their masks and give every row its own positions, and most models work with them as
 they are. Which ones was found by decoding every architecture of mlx-lm 0.32.2 both ways
-(tests/engine/test_batch_census.py). A model that is in no table has not been tried, and
-its rows run alone.
+(tests/engine/batch/test_batch_census.py). A model that is in no table has not been
+tried, and its rows run alone.
 """
 
 import mlx.nn as nn

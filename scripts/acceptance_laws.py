@@ -5,12 +5,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.engine.decoding import Decoder
-from mlx_speculation.engine.draft_model import DraftModel
-from mlx_speculation.engine.lengths import FixedLengths
+from mlx_speculation.engine.draft_length.base import FixedLengths
+from mlx_speculation.engine.drafters.draft_model import DraftModel
+from mlx_speculation.engine.round.decoder import Decoder
+from mlx_speculation.engine.round.outcome import Cut
 from mlx_speculation.engine.sequence import Sequence
-from mlx_speculation.engine.statistics import Statistics
-from mlx_speculation.engine.verdicts import Cut
+from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Acceptance, Chooser, Chosen, Rows, Verifier
 from mlx_speculation.samplers.expectation import (

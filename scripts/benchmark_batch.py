@@ -128,7 +128,7 @@ def _arms(models: "Models", lengths: list[int], warm_up: int) -> Any:
     from batch_arms import Arm, mlx_lm, ours
 
     from mlx_speculation import SpeculativeGenerator
-    from mlx_speculation.engine.drafts import LONGEST
+    from mlx_speculation.engine.drafters.sources import LONGEST
 
     yield Arm("mlx-lm", partial(mlx_lm, bare(models.target)))
     plain = SpeculativeGenerator(models.target, models.tokenizer)
@@ -144,7 +144,7 @@ def _arms(models: "Models", lengths: list[int], warm_up: int) -> Any:
 def _calibrate(models: "Models", rows: int, context: int) -> None:
     """Measure rounds of all numbers of rows that are met, in the middle of a text."""
     from mlx_speculation import SpeculativeGenerator
-    from mlx_speculation.engine.batch_lengths import row_bucket
+    from mlx_speculation.engine.batch.draft_length import row_bucket
     from mlx_speculation.models.round_context import cuda_serves
     from mlx_speculation.models.shape_buckets import row_size
 
@@ -218,7 +218,7 @@ def _check(
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
-    from mlx_speculation.engine.identity import find_parting
+    from mlx_speculation.engine.equivalence.texts import find_parting
     from mlx_speculation.models import logit_width
     from mlx_speculation.samplers import Chooser
 

@@ -16,7 +16,7 @@ from benchmark_arms import Arm, Job, Models, Run, settle
 
 from mlx_speculation.cli.measuring import Spread
 from mlx_speculation.engine import Statistics
-from mlx_speculation.engine.identity import Parting, find_parting
+from mlx_speculation.engine.equivalence.texts import Parting, find_parting
 from mlx_speculation.models import wired
 
 WARM_UP_TOKENS = 32

@@ -17,7 +17,7 @@ from benchmark_arms import Job, Models
 from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_speculation.engine.identity import find_parting
+from mlx_speculation.engine.equivalence.texts import find_parting
 from mlx_speculation.models import wired
 
 SLICE = 16  # tokens

@@ -34,8 +34,8 @@ from mlx_speculation.cli import run
 from mlx_speculation.demo import demo_models, demo_prompts
 
 if TYPE_CHECKING:
-    from mlx_speculation.engine.row_verdicts import First
-    from mlx_speculation.engine.verifying import Place
+    from mlx_speculation.engine.equivalence.report import First
+    from mlx_speculation.engine.equivalence.rows import Place
 
 BUNDLED = ("dense", "sliding", "hybrid", "draft")
 
@@ -75,7 +75,7 @@ def check_identity(
         )
     chosen = use_blas(blas)
     typer.secho(f"BLAS: {chosen.detail}", err=True, dim=True)
-    from mlx_speculation.engine.row_verdicts import judge
+    from mlx_speculation.engine.equivalence.report import judge
     from mlx_speculation.environment import machine, versions
 
     folder = demo_models()[model] if model in BUNDLED else model
@@ -116,7 +116,7 @@ def _compare(
     folder: Path | str, text: str, tokens: int, **options: Any
 ) -> list["Place"]:
     """Load the model, generate its text, and compare at each place."""
-    from mlx_speculation.engine.verifying import greedy_text, verify_both_ways
+    from mlx_speculation.engine.equivalence.rows import greedy_text, verify_both_ways
     from mlx_speculation.models import load, wired
 
     model, tokenizer = load(folder)

@@ -16,10 +16,10 @@ final all arms decode the same prompt at the same time, by turns of some tokens.
 
 No figure of a case is printed unless our texts equal plain decoding's in every pass (at
 temperature 0 also mlx-lm's plain text), up to near-ties that rounding explains, see
-mlx_speculation.engine.identity. Tokens per second leave out prefill and the first
-round, or the first turn. Ratios are medians over passes of the ratio to the faster
-plain decoding, ours or mlx-lm's, in the same pass. Our plain decoding against mlx-lm's:
-benchmark_plain.py.
+mlx_speculation.engine.equivalence.texts. Tokens per second leave out prefill and the
+first round, or the first turn. Ratios are medians over passes of the ratio to the
+faster plain decoding, ours or mlx-lm's, in the same pass. Our plain decoding against
+mlx-lm's: benchmark_plain.py.
 
 The last line on standard output is one JSON object with everything.
 

@@ -17,9 +17,9 @@ from mlx_speculation import (
 )
 from mlx_speculation.demo import demo_models
 from mlx_speculation.engine import Statistics
-from mlx_speculation.engine.drafts import LONGEST
-from mlx_speculation.engine.identity import find_parting
-from mlx_speculation.engine.kinds import Offer, draft_folder, kind_named
+from mlx_speculation.engine.drafters.registry import Offer, draft_folder, kind_named
+from mlx_speculation.engine.drafters.sources import LONGEST
+from mlx_speculation.engine.equivalence.texts import find_parting
 from mlx_speculation.errors import (
     ContractError,
     ModelFolderError,

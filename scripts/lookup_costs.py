@@ -19,10 +19,10 @@ from statistics import median
 from typing import Any
 
 from mlx_speculation import LookupDrafter
-from mlx_speculation.engine.matching import Index
-from mlx_speculation.engine.ngrams import LONGEST_MATCH, NgramIndex
+from mlx_speculation.engine.lookup.index import Index
+from mlx_speculation.engine.lookup.ngram_index import LONGEST_MATCH, NgramIndex
+from mlx_speculation.engine.lookup.suffix_automaton import SuffixAutomaton
 from mlx_speculation.engine.sequence import Sequence as Known
-from mlx_speculation.engine.suffix_automaton import SuffixAutomaton
 
 SLICE = 1000
 CALLS = 300

@@ -2,7 +2,7 @@
 
 Two views of the same rounds:
 
-    as it runs     the parts of `engine.round_clock`, with `explain=True`: draft,
+    as it runs     the parts of `engine.timing`, with `explain=True`: draft,
                    verify, sampler and host, the pipeline all but untouched
     taken apart    each piece is computed to its end before the next one is begun, so
                    that nothing overlaps: the draft, the target's forward, the sampler,
@@ -70,8 +70,8 @@ def taken_apart(pieces: Pieces) -> Iterator[None]:
     import mlx.core as mx
 
     from mlx_speculation.caches import states
-    from mlx_speculation.engine.contained import Contained
-    from mlx_speculation.engine.rounds import Rounds
+    from mlx_speculation.engine.drafters.fault_guard import Contained
+    from mlx_speculation.engine.round.round import Rounds
     from mlx_speculation.models import Lane, LaneRound
     from mlx_speculation.samplers import Verifier
 

@@ -12,8 +12,8 @@ that rounds take here (`calibrate`), and compared with every fixed length:
 What a policy sees of the costs is noisy, as clocks are; what is charged is not. The
 draft model has to read a prompt before its first draft, and what it has missed of the
 text; the prompt is charged where a text has begun without drafts. At temperature 0
-drafts end early (`engine/certainty.py`), two tokens behind what is worth its time;
-"whole drafts" are lengths by measurement that do not.
+drafts end early (`engine/draft_length/early_stop.py`), two tokens behind what is worth
+its time; "whole drafts" are lengths by measurement that do not.
 
 The last line on standard output is one JSON object.
 
@@ -52,8 +52,8 @@ from mlx_speculation.cli import run
 if TYPE_CHECKING:
     from benchmark_arms import Job, Models
 
-    from mlx_speculation.engine.certainty import Certainties
-    from mlx_speculation.engine.lengths import Lengths
+    from mlx_speculation.engine.draft_length.base import Lengths
+    from mlx_speculation.engine.draft_length.early_stop import Certainties
 
 CONTEXT = 256
 PLACES = (0, 3, 7, 11)  # tokens of each text that are left out before a replay
@@ -121,7 +121,7 @@ def replay(
     use_blas(blas)
     from benchmark_arms import Models, jobs_of
 
-    from mlx_speculation.engine.round_costs import RoundCosts
+    from mlx_speculation.engine.draft_length.costs import RoundCosts
 
     results = []
     for name in target or TARGETS:
@@ -145,7 +145,7 @@ def replay(
 
 def reading_of(models: "Models") -> float:
     """Return the seconds that the draft model takes for a token of a prompt."""
-    from mlx_speculation.engine.draft_model import DraftModel
+    from mlx_speculation.engine.drafters.draft_model import DraftModel
     from mlx_speculation.engine.sequence import Sequence
     from mlx_speculation.models import Lane
 
@@ -165,9 +165,9 @@ def right_behind(models: "Models", job: "Job", longest: int) -> list[Place]:
         job: the text.
         longest: no more are drafted.
     """
-    from mlx_speculation.engine.certainty import Certainties, Stop
-    from mlx_speculation.engine.draft_model import DraftModel
-    from mlx_speculation.engine.drafting import Choices
+    from mlx_speculation.engine.draft_length.early_stop import Certainties, Stop
+    from mlx_speculation.engine.drafters.base import Choices
+    from mlx_speculation.engine.drafters.draft_model import DraftModel
     from mlx_speculation.engine.sequence import Sequence
     from mlx_speculation.models import Lane
     from mlx_speculation.samplers import Verifier
@@ -209,7 +209,7 @@ def replayed(
     random: np.random.Generator,
 ) -> float:
     """Return the seconds of a token under a policy, the first round left out."""
-    from mlx_speculation.engine.lengths import Outcome
+    from mlx_speculation.engine.draft_length.base import Outcome
 
     place, counted, seconds, behind = 0, 0, 0.0, False
     missed, prompt = 0, CONTEXT  # tokens that the draft has not read
@@ -256,8 +256,8 @@ def replayed(
 
 def compare(machine: Machine, texts: list[list[Place]], seed: int) -> dict[str, Any]:
     """Return the best fixed length, and lengths by measurement over it."""
-    from mlx_speculation.engine.certainty import Certainties
-    from mlx_speculation.engine.lengths import FixedLengths
+    from mlx_speculation.engine.draft_length.base import FixedLengths
+    from mlx_speculation.engine.draft_length.early_stop import Certainties
 
     fixed = [0.0] * (machine.longest + 1)
     for text, place, length in product(texts, PLACES, range(len(fixed))):
@@ -285,11 +285,11 @@ def measured(
     make_certainties: "Callable[[], Certainties | None]" = lambda: None,
 ) -> float:
     """Return the seconds of lengths by measurement, summed up over texts and places."""
-    from mlx_speculation.engine.acceptance_rates import AcceptanceRates
-    from mlx_speculation.engine.adaptive import AdaptiveLengths
-    from mlx_speculation.engine.allowance import Allowance
-    from mlx_speculation.engine.measured_lengths import calibration_costs
-    from mlx_speculation.engine.round_costs import RoundCosts
+    from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
+    from mlx_speculation.engine.draft_length.adaptive import AdaptiveLengths
+    from mlx_speculation.engine.draft_length.costs import RoundCosts
+    from mlx_speculation.engine.draft_length.exploration import Allowance
+    from mlx_speculation.engine.draft_length.policies import calibration_costs
 
     needed = calibration_costs().needed
     lengths = [n for n in range(machine.longest + 1) if n <= 8 or n % 4 == 0]

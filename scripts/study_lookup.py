@@ -59,7 +59,7 @@ class Lookup:
 
     def propose(self, count: int) -> tuple[int, list[int]]:
         """Return the length of the match, and at most `count` tokens."""
-        from mlx_speculation.engine.matching import continuation
+        from mlx_speculation.engine.lookup.index import continuation
 
         match = self._index.match()
         if not match.length:
@@ -211,7 +211,7 @@ def _texts(target: str, warmths: list[float], prompts: int, tokens: int) -> list
 
 def _matches(texts: list[Text]) -> dict[int, tuple[int, float, float]]:
     """Return for lengths of a match: how many, how often right, and for how long."""
-    from mlx_speculation.engine.suffix_automaton import SuffixAutomaton
+    from mlx_speculation.engine.lookup.suffix_automaton import SuffixAutomaton
 
     runs: dict[int, list[int]] = defaultdict(list)
     for text in texts:
@@ -233,8 +233,8 @@ def _matches(texts: list[Text]) -> dict[int, tuple[int, float, float]]:
 def _play(
     texts: list[Text], limit: int, price: tuple[float, float]
 ) -> list[tuple[str, Played]]:
-    from mlx_speculation.engine.ngrams import NgramIndex
-    from mlx_speculation.engine.suffix_automaton import SuffixAutomaton
+    from mlx_speculation.engine.lookup.ngram_index import NgramIndex
+    from mlx_speculation.engine.lookup.suffix_automaton import SuffixAutomaton
 
     latest = partial(Lookup, SuffixAutomaton)
     arms: list[tuple[str, Callable[[], Any], int, int]] = [

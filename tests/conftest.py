@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from mlx_speculation.engine import measured_lengths
+from mlx_speculation.engine.draft_length import policies
 from support.cache_twins import Mixers
 from support.hooked_mixers import hooked_mixers
 
@@ -56,14 +56,14 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _fixed_lengths() -> None:
     """Let no test depend on how long a round takes, unless it asks for that."""
-    measured_lengths.USUAL_LENGTH = 4
+    policies.USUAL_LENGTH = 4
 
 
 @pytest.fixture(name="measured", scope="module")
 def _measured() -> Iterator[None]:
-    measured_lengths.USUAL_LENGTH = None
+    policies.USUAL_LENGTH = None
     yield
-    measured_lengths.USUAL_LENGTH = 4
+    policies.USUAL_LENGTH = 4
 
 
 @pytest.fixture(autouse=True, scope="session")

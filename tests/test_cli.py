@@ -13,8 +13,8 @@ from mlx_speculation import Sampling, SpeculativeGenerator, demo_models
 from mlx_speculation.blas import BlasChoice
 from mlx_speculation.cli.application import app
 from mlx_speculation.demo import DemoPrompt
-from mlx_speculation.engine import identity
-from mlx_speculation.engine.identity import Parting
+from mlx_speculation.engine.equivalence import texts
+from mlx_speculation.engine.equivalence.texts import Parting
 
 DEMO = "mlx_speculation.cli.demo"
 PROMPT = "def add(first, second):\n"
@@ -94,7 +94,7 @@ def test_demo_fails_where_a_text_really_differs(
     def parted(*_: Any, **__: Any) -> Parting:
         return Parting(3, 1, 2, margin=0.5, difference=0.0, allowed=0.0, edge=1.0)
 
-    monkeypatch.setattr(identity, "find_parting", parted)
+    monkeypatch.setattr(texts, "find_parting", parted)
     draft = demo_models()["draft"]  # the smallest: the stock BLAS is slow
     monkeypatch.setattr(f"{DEMO}.demo_models", lambda: {"dense": draft, "draft": draft})
     prompt = DemoPrompt("code", "a test", PROMPT)

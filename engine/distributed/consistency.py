@@ -11,9 +11,9 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_speculation.engine.handling import Handling
-from mlx_speculation.engine.lengths import Lengths
+from mlx_speculation.engine.draft_length.base import Lengths
 from mlx_speculation.engine.sequence import Sequence as Tokens
+from mlx_speculation.engine.stream_handling import Handling
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import Parallel, keeps_rows_alone, mark_of, spread_as
 from mlx_speculation.samplers import Sampling

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 
 from mlx_speculation.engine.distributed.session import LeaderFollower, RankSession
-from mlx_speculation.engine.drafting import (
+from mlx_speculation.engine.draft_length.base import Lengths, Outcome, Plan
+from mlx_speculation.engine.drafters.base import (
     NOTHING,
     Choose,
     Draft,
     Drafter,
     DrafterWrapper,
 )
-from mlx_speculation.engine.lengths import Lengths, Outcome, Plan
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.samplers import Chooser, Rows, Verified, Verifier
 

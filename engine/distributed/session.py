@@ -24,8 +24,8 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from mlx_speculation.engine.distributed.group import Place, RankGroup
-from mlx_speculation.engine.drafting import Draft
-from mlx_speculation.engine.lengths import Plan
+from mlx_speculation.engine.draft_length.base import Plan
+from mlx_speculation.engine.drafters.base import Draft
 from mlx_speculation.errors import (
     ConstraintError,
     NonFiniteLogitsError,

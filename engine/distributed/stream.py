@@ -13,7 +13,7 @@ from mlx_speculation.engine.distributed.session import (
     ClosedByLeaderError,
     RankSession,
 )
-from mlx_speculation.engine.results import Chunk
+from mlx_speculation.engine.result import Chunk
 from mlx_speculation.engine.stream import Stream
 
 

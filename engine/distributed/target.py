@@ -12,9 +12,9 @@ from mlx_speculation.engine.distributed.consistency import (
 )
 from mlx_speculation.engine.distributed.group import RankGroup
 from mlx_speculation.engine.distributed.session import RankSession
-from mlx_speculation.engine.drafts import members
-from mlx_speculation.engine.following import Following
-from mlx_speculation.engine.mtp import MtpDraft
+from mlx_speculation.engine.drafters.head_source import Following
+from mlx_speculation.engine.drafters.mtp import MtpDraft
+from mlx_speculation.engine.drafters.sources import members
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import (
     Group,

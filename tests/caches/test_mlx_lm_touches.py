@@ -20,7 +20,12 @@ from mlx_speculation.models.recurrent.mixers import COMPRESSORS, MIXERS
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("caches", "models")
-FILES = ("samplers/logits/filters.py", "samplers/constraints/llguidance.py")
+FILES = (
+    "samplers/logits/filters.py",
+    "samplers/constraints/llguidance.py",
+    "engine/mlx_lm_compat/api.py",
+    "engine/mlx_lm_compat/prompt_file.py",
+)
 
 
 @cache

@@ -7,7 +7,7 @@ import pytest
 
 from mlx_speculation import SpeculativeGenerator, demo_models
 from mlx_speculation.cli import measuring
-from mlx_speculation.engine.identity import Parting
+from mlx_speculation.engine.equivalence.texts import Parting
 from support.commands import Commands
 
 DRAFT = str(demo_models()["draft"])

@@ -57,7 +57,7 @@ def test_check_names_the_first_difference_and_its_margin(
         model, tokenizer = load(*arguments, **options)
         return WrongInWideForwards(model, 2, 4), tokenizer
 
-    monkeypatch.setattr("mlx_speculation.engine.pairs.load", load_wrong)
+    monkeypatch.setattr("mlx_speculation.engine.drafters.resolve.load", load_wrong)
     done = commands(*CHECK)
     assert done.exit_code == 1
     first, rows, verdict = done.stdout.splitlines()[-3:]
@@ -75,13 +75,13 @@ def test_check_names_the_first_difference_and_its_margin(
 def test_check_fails_where_the_texts_differ(
     commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlx_speculation.engine import identity
-    from mlx_speculation.engine.identity import Parting
+    from mlx_speculation.engine.equivalence import texts
+    from mlx_speculation.engine.equivalence.texts import Parting
 
     def parted(*_: Any, **__: Any) -> Parting:
         return Parting(3, 1, 2, margin=0.5, difference=0.0, allowed=0.0, edge=1.0)
 
-    monkeypatch.setattr(identity, "find_parting", parted)
+    monkeypatch.setattr(texts, "find_parting", parted)
     done = commands(*CHECK, "--draft", DRAFT)
     assert done.exit_code == 1
     assert "text: different: token 3 is 2 instead of 1" in done.stdout
@@ -93,7 +93,7 @@ def test_ctrl_c_in_a_check_says_how_far_it_came(
     commands: Commands, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
     """At the first place, at the third, and while texts are generated."""
-    from mlx_speculation.engine import verifying
+    from mlx_speculation.engine.equivalence import rows as verifying
 
     compare, left = verifying.compare_rows, [calls]
 

@@ -11,7 +11,7 @@ from mlx_speculation import SpeculativeGenerator
 from mlx_speculation.cli.pages import PageFacts, page_of
 from mlx_speculation.engine import Chunk, Origin, Result, Statistics
 from mlx_speculation.engine.memory import Memory
-from mlx_speculation.engine.results import LogProb
+from mlx_speculation.engine.result import LogProb
 from support.drafters import ScriptedDrafter
 from support.tiny_models import build
 from support.tiny_tokenizer import byte_tokenizer

@@ -87,7 +87,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_names_of_files_on_a_page_exist(page: Path) -> None:
-    """Paths such as engine/draft_model.py, and links to other pages."""
+    """Paths such as engine/drafters/draft_model.py, and links to other pages."""
     text = page.read_text("utf-8")
     tops = "engine|models|caches|samplers|tests|scripts|examples|docs"
     for path in set(re.findall(rf"\b(?:{tops})/[\w/]+\.\w+", text)):

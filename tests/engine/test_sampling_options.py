@@ -29,8 +29,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_speculation import InvalidRequestError, Sampling, SpeculativeGenerator, pure
-from mlx_speculation.engine import rounds
-from mlx_speculation.engine.results import Result
+from mlx_speculation.engine.result import Result
+from mlx_speculation.engine.round import round as rounds
 from support.covering import covering
 from support.drafters import ScriptedDrafter
 from support.planned_lengths import Planned

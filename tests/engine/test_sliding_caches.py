@@ -12,7 +12,8 @@ from mlx_speculation.caches import (
     check_supported,
     with_slack,
 )
-from mlx_speculation.engine import drafts, generator_setup
+from mlx_speculation.engine import config
+from mlx_speculation.engine.drafters import sources
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
 from support.drafters import ScriptedDrafter
@@ -50,7 +51,7 @@ def _made(monkeypatch: pytest.MonkeyPatch) -> list[Lane]:
             super().__init__(*args, **options)
             lanes.append(self)
 
-    for module in (generator_setup, drafts):
+    for module in (config, sources):
         monkeypatch.setattr(module, "Lane", NotedLane)
     return lanes
 

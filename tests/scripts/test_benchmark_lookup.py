@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.utils import save_config, save_model
 
 from mlx_speculation import LookupDrafter, SpeculativeGenerator
-from mlx_speculation.engine.suffix_automaton import SuffixAutomaton
+from mlx_speculation.engine.lookup.suffix_automaton import SuffixAutomaton
 from support.tiny_models import TINY_MODELS, build
 from support.tiny_tokenizer import byte_tokenizer
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from mlx_speculation import demo_models
-from mlx_speculation.engine.certainty import Certainties, Stop
-from mlx_speculation.engine.lengths import FixedLengths, Plan
+from mlx_speculation.engine.draft_length.base import FixedLengths, Plan
+from mlx_speculation.engine.draft_length.early_stop import Certainties, Stop
 from support.planned_lengths import Planned
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlx_speculation import PrefixCache, Sampling, SpeculativeGenerator
-from mlx_speculation.engine.results import Result
+from mlx_speculation.engine.result import Result
 from mlx_speculation.server import Server
 from support.servers import (
     NAME,

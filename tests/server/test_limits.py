@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from mlx_speculation import InvalidRequestError, PrefixCache
-from mlx_speculation.engine.batch import BatchGenerator
+from mlx_speculation.engine.batch.generator import BatchGenerator
 from mlx_speculation.server import Server, Settings, jobs
 from mlx_speculation.server.permission import check_permission
 from mlx_speculation.server.refusals import ApiError

@@ -19,7 +19,7 @@ from mlx_speculation import (
     demo_models,
     load,
 )
-from mlx_speculation.engine import identity
+from mlx_speculation.engine.equivalence import texts
 from mlx_speculation.samplers import Chooser
 from mlx_speculation.server import Server
 from support.servers import (
@@ -156,7 +156,7 @@ def check(
             assert got[0] == known.text
             continue
         ties += 1
-        tie = identity.assert_same_text(
+        tie = texts.assert_same_text(
             model,
             Chooser(ask.sampling, ids),
             plain.encode(ask.prompt),

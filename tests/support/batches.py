@@ -16,7 +16,7 @@ from mlx_speculation import (
     SpeculativeGenerator,
 )
 from mlx_speculation.caches.types.ragged_kv import RaggedJournal
-from mlx_speculation.engine.handling import Handling
+from mlx_speculation.engine.stream_handling import Handling
 from mlx_speculation.models import PREFILL_STEP
 from mlx_speculation.samplers import Chooser
 from support.identity import ROUNDING, assert_same_text, prompt_of

@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.engine.draft_model import LONGEST_LAG
-from mlx_speculation.engine.drafting import Draft
+from mlx_speculation.engine.drafters.base import Draft
+from mlx_speculation.engine.drafters.draft_model import LONGEST_LAG
 from mlx_speculation.models import LaneRound, Mtp, MtpOutput
 
 CALLS = ("begin", "propose", "settle", "discard")

@@ -4,7 +4,7 @@ import random
 
 import mlx.core as mx
 
-from mlx_speculation.engine.drafting import Choose, Draft
+from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.sequence import Sequence
 
 

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 
 from mlx_speculation import stream_generate
 from mlx_speculation.caches import leaves
-from mlx_speculation.engine import identity
+from mlx_speculation.engine.equivalence import texts as identity
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Chooser
 from support.identity import GREEDY, ROUNDING

@@ -8,8 +8,9 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step
 
 from mlx_speculation import Sampling, SpeculativeGenerator
-from mlx_speculation.engine import Drafter, identity
-from mlx_speculation.engine.results import Result
+from mlx_speculation.engine import Drafter
+from mlx_speculation.engine.equivalence import texts as identity
+from mlx_speculation.engine.result import Result
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Chooser
 from support.drafters import ScriptedDrafter

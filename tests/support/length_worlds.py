@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlx_speculation.engine.lengths import Lengths, Outcome
+from mlx_speculation.engine.draft_length.base import Lengths, Outcome
 
 Rates = Sequence[float]
 

@@ -1,6 +1,6 @@
 """Draft lengths from a list, and those that a calibration measures."""
 
-from mlx_speculation.engine.lengths import Outcome, Plan
+from mlx_speculation.engine.draft_length.base import Outcome, Plan
 
 CALIBRATED = [*range(9), 12, 16]
 CALIBRATED_BATCH = [0, 1, 2, 3, 4, 6, 8, 12, 16]

@@ -24,9 +24,9 @@ from mlx_speculation import (
     SpeculativeGenerator,
 )
 from mlx_speculation.demo import demo_models
-from mlx_speculation.engine import identity
-from mlx_speculation.engine.drafting import Choose, Draft
-from mlx_speculation.engine.results import Result
+from mlx_speculation.engine.drafters.base import Choose, Draft
+from mlx_speculation.engine.equivalence import texts as identity
+from mlx_speculation.engine.result import Result
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.models import MtpHead, Parallel, spread
 from mlx_speculation.samplers import Chooser, Rows

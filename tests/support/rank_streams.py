@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_speculation import Sampling, SpeculativeGenerator
-from mlx_speculation.engine.lengths import Outcome, Plan
+from mlx_speculation.engine.draft_length.base import Outcome, Plan
 from support.identity import SAMPLED, prompt_of
 from support.rank_programs import FOLDER, generator, group, on_ranks, raised, rank
 from support.ranks import wait_for

@@ -20,8 +20,8 @@ from mlx_speculation.cli.screen import Screen
 from mlx_speculation.environment import versions
 
 if TYPE_CHECKING:
-    from mlx_speculation.engine.measured_lengths import CostTable
-    from mlx_speculation.engine.round_parts import PartsTable
+    from mlx_speculation.engine.draft_length.calibration import PartsTable
+    from mlx_speculation.engine.draft_length.policies import CostTable
 
 
 def calibrate(

@@ -133,7 +133,7 @@ class _Talk:
 
     def _turn(self, message: str) -> None:
         ids = self._conversation.ask(sound_text("The message", message))
-        from mlx_speculation.engine.handling import Handling
+        from mlx_speculation.engine.stream_handling import Handling
 
         bar = PromptBar(len(ids) - 1)
         handling = Handling(heard=bar.heard)

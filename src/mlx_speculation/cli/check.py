@@ -19,9 +19,9 @@ from mlx_speculation.errors import InvalidRequestError
 if TYPE_CHECKING:
     from mlx_speculation import Sampling, SpeculativeGenerator
     from mlx_speculation.engine import Result
-    from mlx_speculation.engine.identity import Parting
-    from mlx_speculation.engine.row_verdicts import RowVerdict
-    from mlx_speculation.engine.verifying import Place
+    from mlx_speculation.engine.equivalence.report import RowVerdict
+    from mlx_speculation.engine.equivalence.rows import Place
+    from mlx_speculation.engine.equivalence.texts import Parting
 
 USUAL_LENGTH = 4  # a length by measurement might be 0, and nothing be compared
 
@@ -117,7 +117,7 @@ def _rows(
     found: list["Place"],
 ) -> None:
     """Verify drafts of the model's own text at once and one by one; fills `found`."""
-    from mlx_speculation.engine.verifying import greedy_text, verify_both_ways
+    from mlx_speculation.engine.equivalence.rows import greedy_text, verify_both_ways
     from mlx_speculation.models import wired
 
     model = generator.model
@@ -130,7 +130,7 @@ def _rows(
 
 
 def _judged(found: Sequence["Place"], tolerance: float | None) -> "RowVerdict":
-    from mlx_speculation.engine.row_verdicts import judge, usual_tolerance
+    from mlx_speculation.engine.equivalence.report import judge, usual_tolerance
 
     return judge(found, usual_tolerance(found) if tolerance is None else tolerance)
 
@@ -229,7 +229,7 @@ def parting_of(
         plain: the text by single rows.
         other: the text with drafts.
     """
-    from mlx_speculation.engine.identity import find_parting
+    from mlx_speculation.engine.equivalence.texts import find_parting
     from mlx_speculation.models import TokenIds, logit_width
     from mlx_speculation.samplers import Chooser
 

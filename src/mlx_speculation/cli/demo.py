@@ -19,7 +19,7 @@ from mlx_speculation.demo import DEMO_TARGETS, DemoPrompt, demo_models, demo_pro
 if TYPE_CHECKING:
     from mlx_speculation import SpeculativeGenerator
     from mlx_speculation.engine import Statistics
-    from mlx_speculation.engine.identity import Parting
+    from mlx_speculation.engine.equivalence.texts import Parting
 
 
 def demo(

@@ -78,7 +78,7 @@ class KvOptions:
         """
         if self.prompt_cache_file is None:
             return None
-        from mlx_speculation.models import load_prompt
+        from mlx_speculation.engine.mlx_lm_compat.prompt_file import load_prompt
 
         loaded = load_prompt(self.prompt_cache_file, generator.model)
         made_for = loaded.metadata.get("model", model)
@@ -107,8 +107,11 @@ class KvOptions:
         Raises:
             InvalidRequestError: the target's caches cannot be held so.
         """
-        from mlx_speculation.engine.drop_in_caches import Caches, checked_quantization
-        from mlx_speculation.engine.handling import Handling
+        from mlx_speculation.engine.mlx_lm_compat.prompt_cache import (
+            Caches,
+            checked_quantization,
+        )
+        from mlx_speculation.engine.stream_handling import Handling
 
         model = generator.model
         held = None if loaded is None else loaded.caches

@@ -16,7 +16,7 @@ from mlx_speculation.cli.check import parting_of
 if TYPE_CHECKING:
     from mlx_speculation import Sampling, SpeculativeGenerator
     from mlx_speculation.engine import Result, Statistics
-    from mlx_speculation.engine.identity import Parting
+    from mlx_speculation.engine.equivalence.texts import Parting
 
 MLX_LM = "mlx-lm plain"
 WARM_UP_TOKENS = 16

@@ -98,7 +98,7 @@ _LOOKUP = Offered(
 
 def _file(folder: Path) -> Offered:
     """Say what speculation.json names."""
-    from mlx_speculation.engine.kinds import KINDS
+    from mlx_speculation.engine.drafters.registry import KINDS
     from mlx_speculation.models import read_pair
 
     name = "speculation.json"
@@ -140,7 +140,7 @@ def _folder(
     draft: str, folder: Path, target: "nn.Module", tokenizer: Any, trusted: bool
 ) -> Offered:
     """Say whether a folder can draft for the target."""
-    from mlx_speculation.engine.kinds import Offer, draft_folder
+    from mlx_speculation.engine.drafters.registry import Offer, draft_folder
 
     try:
         own, kind = draft_folder(draft)
@@ -152,7 +152,7 @@ def _folder(
 
 def _auto(folder: Path, target: "nn.Module", tokenizer: Any) -> Offered:
     """Say what --draft auto takes, and why."""
-    from mlx_speculation.engine.automatic import choose_draft
+    from mlx_speculation.engine.drafters.resolve_auto import choose_draft
 
     try:
         choice = choose_draft(folder, target, tokenizer)

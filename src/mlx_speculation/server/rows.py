@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mlx_speculation.engine import SpeculativeGenerator
-from mlx_speculation.engine.batch import BatchGenerator
-from mlx_speculation.engine.handling import Handling
+from mlx_speculation.engine.batch.generator import BatchGenerator
+from mlx_speculation.engine.stream_handling import Handling
 from mlx_speculation.samplers import Sampling
 from mlx_speculation.server.jobs import Alternative, Job, Piece, Token
 from mlx_speculation.server.metrics import Metrics
@@ -16,7 +16,7 @@ from mlx_speculation.server.settings import Settings
 
 if TYPE_CHECKING:
     from mlx_speculation.engine import Chunk, Result
-    from mlx_speculation.engine.batch_results import BatchResponse
+    from mlx_speculation.engine.batch.results import BatchResponse
 
 LOG = logging.getLogger("mlx_speculation.server")
 

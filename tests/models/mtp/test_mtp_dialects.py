@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_speculation import SpeculativeGenerator, demo_models
-from mlx_speculation.engine.kinds import kind_of
+from mlx_speculation.engine.drafters.registry import kind_of
 from mlx_speculation.errors import DraftNotice, ModelFolderError
 from mlx_speculation.models import Contract, load, load_mtp_head
 from mlx_speculation.models.mtp.convention_store import NAME, pack_contract

@@ -1,0 +1,137 @@
+"""Measures what the rounds of a batch cost, before there are requests.
+
+Rows of one prompt are run together until every draft length was measured. What they
+write does not matter: a round costs by its rows, its width and its context.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import mlx.nn as nn
+
+from mlx_speculation.engine.batch.decoder import BatchDecoder
+from mlx_speculation.engine.batch.draft_length import BatchLengths
+from mlx_speculation.engine.batch.prefill_budget import ReadingRoom
+from mlx_speculation.engine.batch.request import Row, reason_alone
+from mlx_speculation.engine.batch.results import BatchStatistics
+from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
+from mlx_speculation.engine.draft_length.adaptive import AdaptiveLengths
+from mlx_speculation.engine.draft_length.base import Outcome, Plan
+from mlx_speculation.engine.draft_length.policies import (
+    MOST_ROUNDS,
+    CostTable,
+    Progress,
+    Start,
+    calibration_costs,
+    calibration_prompt,
+)
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models import RowSizes
+
+if TYPE_CHECKING:
+    from mlx_speculation.engine.generator import SpeculativeGenerator
+
+
+def calibrate_batches(
+    generator: "SpeculativeGenerator",
+    start: Start,
+    rows: Sequence[int],
+    contexts: Sequence[int],
+    progress: Progress | None = None,
+) -> dict[int, CostTable]:
+    """Measure every length for these numbers of rows; see the generator's method.
+
+    Args:
+        generator: whose costs are measured, and kept.
+        start: starts a stream on a prompt with a policy of its own.
+        rows: numbers of rows.
+        contexts: numbers of tokens in the caches.
+        progress: called with how much is done, and of how much.
+    """
+    lengths = generator.lengths
+    lengths.check_calibration(contexts)
+    if generator.ranks > 1:
+        raise InvalidRequestError(
+            f"Rounds of a batch were to be measured, and the target is on "
+            f"{generator.ranks} ranks, which generate one text at a time. Use "
+            "calibrate()."
+        )
+    if not rows or any(count < 1 for count in rows):
+        raise InvalidRequestError(
+            f"rows is {list(rows)}, and at least one number of rows from 1 is needed."
+        )
+    cases = [(count, n) for count in sorted(set(rows)) for n in sorted(contexts)]
+    found: dict[int, CostTable] = {}
+    for number, (count, context) in enumerate(cases):
+
+        def report(done: int, total: int, before: int = number) -> None:
+            if progress is not None:
+                progress(before * total + done, len(cases) * total)
+
+        policy = _AtContext(context, lengths.longest)
+        kept_as = _measure(generator.model, start, policy, (count, context), report)
+        found[kept_as] = lengths.keep_batch(kept_as, policy.costs)
+    return found
+
+
+class _AtContext(AdaptiveLengths):
+    """Measures every length; rounds count for one context, however the rows grow."""
+
+    def __init__(self, context: int, longest: int) -> None:
+        super().__init__(
+            calibration_costs(), AcceptanceRates(), longest, thorough=True, few=True
+        )
+        self._at = context
+
+    def plan(self, context: int, limit: int) -> Plan:
+        return super().plan(self._at, limit)
+
+    def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
+        super().note(self._at, plan, outcome)
+
+
+def _measure(
+    model: nn.Module,
+    start: Start,
+    policy: AdaptiveLengths,
+    what: tuple[int, int],
+    report: Progress,
+) -> int:
+    """Run rounds of so many rows at a context until every length was measured.
+
+    Returns:
+        The number of rows that their costs are kept under.
+
+    Raises:
+        Exception: whatever ended a row.
+    """
+    count, context = what
+    lengths = BatchLengths(lambda _: policy, lambda *_: policy.costs)
+    decoder = BatchDecoder(model, lengths, BatchStatistics(), RowSizes())
+    prompt = calibration_prompt(context)
+    streams = [start(prompt, policy) for _ in range(count)]
+    rows = [Row(uid, stream, stream.parts) for uid, stream in enumerate(streams)]
+    alone = reason_alone(streams[0], model, {})
+    if alone is not None:
+        raise InvalidRequestError(
+            f"Rounds of {count} rows were to be measured, and rows of this target run "
+            f"alone: {alone}. Leave them out; calibrate() measures what they cost."
+        )
+    try:
+        for row in rows:
+            row.stream.begin(ReadingRoom(len(prompt)).fits)
+        decoder.join(rows)
+        for _ in range(MOST_ROUNDS):
+            decoder.next_round()
+            if len(decoder.rows) < count:
+                raise next(row.error for row in rows if row.error is not None)
+            if policy.measured(context):
+                break
+            report(*policy.progress(context))
+    finally:
+        for row in rows:
+            if not row.ended:
+                decoder.leave([row])
+                row.stream.close()
+            row.let_go()
+    return lengths.bucket

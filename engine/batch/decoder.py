@@ -1,0 +1,411 @@
+"""The rounds of a batch, on token ids: one forward and one evaluation for all rows.
+
+Between rounds the caches hold all known tokens of every row but the last, or all of
+them where a step is in flight: fed, and its choices not read. As alone, plain steps are
+pipelined, the next one submitted before the last is read; a draft that is found while a
+step is in flight stands behind it. Rows are padded on the right to the widest draft,
+and each keeps its own prefix:
+
+    fed       t d1 d2 d3        row 0, 3 drafts, the first 2 accepted: keeps 3
+              t d1 .  .         row 1, 1 draft, accepted: keeps 2
+              t .  .  .         row 2, none: keeps 1
+
+A row that fails keeps nothing, and leaves with the rows that have ended. What fails for
+all, such as a want of memory, is rolled back and raised, and the round can be run
+again. What fails for one row after the commit ends that row.
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation.caches import SlidingKVCache, drop_last, leaves, with_slack
+from mlx_speculation.engine.batch.draft_length import BatchLengths
+from mlx_speculation.engine.batch.draft_model import BatchDraftModel
+from mlx_speculation.engine.batch.drafting import BatchDrafts, OwnDrafters
+from mlx_speculation.engine.batch.mtp import BatchHead
+from mlx_speculation.engine.batch.outcome import BatchStep, Read, read_batch
+from mlx_speculation.engine.batch.request import Row
+from mlx_speculation.engine.batch.results import BatchStatistics
+from mlx_speculation.engine.draft_length.base import Outcome
+from mlx_speculation.engine.drafters.base import NOTHING, Draft
+from mlx_speculation.engine.round.outcome import Verdict
+from mlx_speculation.engine.timing import RoundClock, RoundSeconds
+from mlx_speculation.errors import SpeculationError
+from mlx_speculation.models import BatchLane, RowSizes
+from mlx_speculation.samplers import verify_batch
+
+
+class BatchDecoder:
+    """Runs the rounds of the rows that run together.
+
+    Args:
+        model: the target.
+        lengths: decides how many tokens a round drafts.
+        statistics: what to count in.
+        sizes: which numbers of rows the models are shown.
+
+    Attributes:
+        rows: those that are in the batch, in the order in which they joined.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lengths: BatchLengths,
+        statistics: BatchStatistics,
+        sizes: RowSizes,
+    ) -> None:
+        self.rows: list[Row] = []
+        self._sizes = sizes
+        self._lane = BatchLane(model, sizes)
+        self._lengths = lengths
+        self._statistics = statistics
+        self._drafts: BatchDrafts | None = None
+        self._in_flight: BatchStep | None = None
+        self._slack = False
+        self._clock = RoundClock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the caches of target and draft."""
+        drafts = self._drafts
+        return self._lane.nbytes + (0 if drafts is None else drafts.nbytes)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step was submitted and not read: no row can join then."""
+        return self._in_flight is not None
+
+    def join(self, rows: Sequence[Row]) -> None:
+        """Let rows join whose prompts have been read, but for the last token."""
+        assert self._in_flight is None
+        if not rows:
+            return
+        lanes = [row.parts.target for row in rows]
+        kinds = [type(leaf) for lane in lanes for _, leaf in leaves(lane.caches)]
+        self._slack = SlidingKVCache in kinds
+        if self._drafts is None:
+            self._drafts = self._drafts_for(rows[0])
+        self._lane.join(lanes)
+        self.rows += rows
+        for row in rows:
+            self._lengths.join(row)
+
+    def _drafts_for(self, row: Row) -> BatchDrafts:
+        """Return what drafts for rows like this one."""
+        if (model := row.model) is not None:
+            return BatchDraftModel(BatchLane(model.lane.model, self._sizes))
+        return OwnDrafters() if row.head is None else BatchHead(self._lane)
+
+    def give_back(self, row: Row) -> None:
+        """Let a row that is to be closed have its caches again, if it keeps them."""
+        if row.stream.keeps_caches:
+            place = next(i for i, own in enumerate(self.rows) if own is row)
+            self._extract(place, row, len(row.tokens) - 1 + self.in_flight)
+
+    def leave(self, gone: Sequence[Row]) -> None:
+        """Let rows leave, at any time between two rounds."""
+        uids = {row.uid for row in gone}
+        stay = [i for i, row in enumerate(self.rows) if row.uid not in uids]
+        if len(stay) == len(self.rows):
+            return
+        self._lane.leave(stay)
+        if self._drafts is not None:
+            self._drafts.leave(gone)
+        if self._in_flight is not None:
+            self._in_flight = self._in_flight.only(stay) if stay else None
+        self.rows = [self.rows[index] for index in stay]
+        self._lengths.leave()
+
+    def next_round(self, *, drain: bool = False) -> None:
+        """Run a round of all rows; each has its `chunks` or its `error` then.
+
+        Args:
+            drain: submit nothing ahead, so that rows can join afterwards.
+        """
+        self.leave([row for row in self.rows if row.ended])  # after an error
+        rows = self.rows
+        if self._drafts is not None:
+            self._drafts.follow(rows)
+        ahead = int(self._in_flight is not None)
+        context = max(len(row.tokens) for row in rows)
+        room = [row.stream.budget - 1 - ahead for row in rows]
+        limits = self._lengths.limits(rows, context, room, self._lane.size)
+        drafts = self._proposed(limits, ahead, context)
+        statistics = self._statistics
+        statistics.forwards += 1
+        statistics.row_rounds += len(rows)
+        if drafts is None:
+            if any(limits):  # asked in vain, or the draft waits for a step to be read
+                submit = self._ahead
+            else:
+                after = [limit - 1 + ahead for limit in room]
+                submit = not self._lengths.early(rows, context + 1, after)
+            verdicts = self._plain_round(submit_next=submit and not drain)
+            pairs = [[one] for one in verdicts]
+        else:
+            pairs = self._drafted_round(drafts, ahead)
+        self._finish(pairs, drafts, context, ahead)
+
+    @property
+    def _ahead(self) -> bool:
+        return self._drafts is not None and self._drafts.ahead
+
+    def _proposed(
+        self, limits: list[int], ahead: int, context: int
+    ) -> list[Draft] | None:
+        """Return each row's draft, those ahead included; None: there is none."""
+        drafts = self._drafts
+        asks = drafts is not None and any(limits) and (drafts.ahead or not ahead)
+        if drafts is not None and asks:
+            drafts.prepare(self.rows, limits)
+            self._met_new_shapes()  # outside of the round
+        self._clock = RoundClock()
+        if drafts is None or not asks:
+            return None
+        found = drafts.propose(self.rows, limits, ahead)
+        counts = [max(0, draft.length - ahead) for draft in found]
+        width = max(counts)
+        if width and drafts.ahead:
+            width = self._lengths.width(self.rows, context, counts)
+            keep = [min(count, width) + ahead for count in counts]
+            found = [_head(d, n) for d, n in zip(found, keep, strict=True)]
+        if not width:
+            drafts.discard()
+            return None
+        return found
+
+    def _plain_round(self, *, submit_next: bool) -> list[Read]:
+        """Run a step and, unless a draft or new rows are to follow, submit the next."""
+        step = self._in_flight
+        fresh: BatchStep | None = None
+        following: BatchStep | None = None
+        try:
+            if step is None:
+                step = fresh = self._submit_step(self._last_tokens(), behind=None)
+            if submit_next:
+                following = self._submit_step(step.tokens[:, None], behind=step)
+            self._clock.wait("verify", step.tokens)
+            verdicts = step.read()
+        except BaseException:
+            for one in (following, fresh):
+                if one is not None:
+                    one.lane_round.rollback()
+            raise
+        self._in_flight = following
+        for row, verdict in zip(self.rows, verdicts, strict=True):
+            if isinstance(verdict, Verdict):
+                row.tokens.extend(verdict.emitted)
+        return verdicts
+
+    def _submit_step(self, fed: mx.array, behind: BatchStep | None) -> BatchStep:
+        """Submit a forward over one token of each row, [rows, 1], that is kept."""
+        with self._lane.begin(1, whole=True) as lane_round:
+            logits = self._clock.hand_over("verify", lane_round.forward, fed)[:, -1:]
+            self._clock.submit("verify", logits)
+            count = len(self.rows)
+            ahead = None if behind is None else behind.tokens
+            asked = [
+                row.asked(ahead=None if ahead is None else ahead[i : i + 1])
+                for i, row in enumerate(self.rows)
+            ]
+            verified = verify_batch(asked, logits)
+            tokens = verified.first_tokens(count)
+            self._clock.submit("verify", tokens, *verified.arrays)
+            lane_round.commit(1)
+        return BatchStep(lane_round, verified, tokens, tuple(range(count)))
+
+    def _drafted_round(self, drafts: list[Draft], ahead: int) -> list[list[Read]]:
+        """Verify the drafts of all rows, behind a step if one is in flight."""
+        assert self._drafts is not None
+        step = self._in_flight
+        known = [len(row.tokens) for row in self.rows]
+        committed = False
+        try:
+            behind = [draft.behind(ahead) if ahead else draft for draft in drafts]
+            width = max(draft.length for draft in behind)
+            matrix = self._drafts.rectangle(behind, width)
+            fed = self._last_tokens() if step is None else step.tokens[:, None]
+            self._clock.note("draft")
+            shown = self._lane.positions(1 + width)
+            with self._lane.begin(shown) as lane_round:
+                fed = mx.concatenate([fed, matrix], axis=1)
+                if shown > 1 + width:  # any tokens: no row keeps what they write
+                    fed = mx.pad(fed, [(0, 0), (0, shown - 1 - width)])
+                logits = lane_round.forward(fed)[:, : 1 + width]
+                self._clock.submit("verify", logits)
+                asked = [
+                    row.asked(one, None if step is None else step.tokens[i : i + 1])
+                    for i, (row, one) in enumerate(zip(self.rows, behind, strict=True))
+                ]
+                verified = verify_batch(asked, logits, matrix)
+                self._clock.submit("verify", *verified.arrays)
+                self._clock.wait("draft", matrix)
+                self._clock.wait("verify", logits)
+                self._clock.wait("sampler", *verified.arrays)
+                first = [] if step is None else step.read()
+                found = read_batch(verified)
+                pairs = [[*first[i : i + 1], found[i]] for i in range(len(self.rows))]
+                keep = [_kept(pair) for pair in pairs]
+                lane_round.prepare(keep)
+                self._drafts.settle(
+                    [
+                        _settled(pair, draft, ahead)
+                        for pair, draft in zip(pairs, drafts, strict=True)
+                    ]
+                )
+                for row, pair in zip(self.rows, pairs, strict=True):
+                    row.tokens.extend(_emitted(pair))
+                self._in_flight = None
+                lane_round.commit(keep)
+                committed = True
+            self._drafts.done()
+        except BaseException:
+            if not committed:
+                self._drafts.discard()
+                self._in_flight = step
+                for row, count in zip(self.rows, known, strict=True):
+                    del row.tokens[count:]
+            raise
+        return pairs
+
+    def _met_new_shapes(self) -> bool:
+        """Return whether a lane met new shapes since the last call."""
+        fresh = self._lane.met_new_shapes()
+        if isinstance(self._drafts, BatchDraftModel):
+            fresh |= self._drafts.lane.met_new_shapes()
+        return fresh
+
+    def _last_tokens(self) -> mx.array:
+        return mx.array([row.tokens[-1:] for row in self.rows], mx.uint32)
+
+    def _finish(
+        self,
+        pairs: Sequence[Sequence[Read]],
+        drafts: list[Draft] | None,
+        context: int,
+        ahead: int,
+    ) -> None:
+        """Let each row take its tokens, count, learn, and let go of those that end."""
+        seconds = self._clock.stop()
+        drafted, accepted = [], []
+        raised: BaseException | None = None
+        for index, (row, pair) in enumerate(zip(self.rows, pairs, strict=True)):
+            draft = None
+            if drafts is not None and drafts[index].length > ahead:
+                draft = drafts[index].behind(ahead) if ahead else drafts[index]
+            drafted.append(0 if draft is None else draft.length)
+            try:
+                accepted.append(self._emit(index, row, pair, draft, seconds))
+            except BaseException as error:  # not of a signal: these wait
+                raised = error
+                accepted.append(0)
+                row.chunks = []
+                row.fail(_interrupted(error))
+        self._statistics.drafted += sum(drafted)
+        self._statistics.accepted += sum(accepted)
+        widest = max(range(len(drafted)), key=drafted.__getitem__)
+        outcome = Outcome(
+            drafted[widest],
+            accepted[widest],
+            seconds.total,
+            behind=bool(ahead),
+            ahead=self._in_flight is not None,
+            parts=seconds,
+            fresh=self._met_new_shapes(),
+        )
+        self._lengths.note(self.rows, context, drafted, accepted, outcome)
+        self.leave([row for row in self.rows if row.ended])
+        if raised is not None:
+            raise raised
+
+    def _emit(
+        self,
+        index: int,
+        row: Row,
+        pair: Sequence[Read],
+        draft: Draft | None,
+        seconds: RoundSeconds,
+    ) -> int:
+        """Turn what a row has got into chunks; return how many drafts it accepted."""
+        row.chunks = []
+        held = len(row.tokens) - 1 + self.in_flight  # after the round
+        try:
+            for one in pair:
+                if isinstance(one, Exception):
+                    row.fail(one)
+                    return 0
+            if row.error is not None:
+                row.fail(row.error)
+                return 0
+            verdicts = [one for one in pair if isinstance(one, Verdict)]
+            row.emit(verdicts, draft, seconds)
+            row.parts.target.seen = min(held, len(row.tokens))
+            if row.stream.keeps_caches and row.stream.at_end:
+                self._extract(index, row, held)
+            row.chunks = row.stream.chunks()
+        except Exception as error:
+            row.chunks = []
+            row.fail(error)
+            return 0
+        finally:
+            row.parts.target.caches = []
+        self._statistics.emitted += len(row.chunks)
+        return verdicts[-1].accepted if draft is not None else 0
+
+    def _extract(self, place: int, row: Row, held: int) -> None:
+        """Give a row's lane what the batch holds of it, for the prefix cache."""
+        target = row.parts.target
+        target.seen = min(held, len(row.tokens))
+        caches = self._lane.extract(place)
+        if drop_last(caches, held - target.seen):
+            target.caches = with_slack(caches) if self._slack else caches
+        else:
+            row.stream.keep_nothing()
+
+
+def _interrupted(error: BaseException) -> SpeculationError:
+    return SpeculationError(
+        f"{type(error).__name__} was raised while this row took the tokens of a round, "
+        "by other code than a signal's handler. The row ends with what it had before; "
+        "insert its request again."
+    )
+
+
+def _head(draft: Draft, count: int) -> Draft:
+    """Return the first tokens of a draft."""
+    if count >= draft.length:
+        return draft
+    if not count:
+        return NOTHING
+    probs = None if draft.probs is None else draft.probs[:count]
+    return Draft(draft.tokens[:count], probs, draft.source, draft.reads, draft.doubts)
+
+
+def _emitted(pair: Sequence[Read]) -> list[int]:
+    """Return the tokens that a row has got; none if it failed."""
+    if any(isinstance(one, Exception) for one in pair):
+        return []
+    return [t for one in pair if isinstance(one, Verdict) for t in one.emitted]
+
+
+def _kept(pair: Sequence[Read]) -> int:
+    """Return how many of the fed tokens a row keeps."""
+    last = pair[-1]
+    failed = any(isinstance(one, Exception) for one in pair)
+    return 0 if failed or isinstance(last, Exception) else 1 + last.accepted
+
+
+def _settled(pair: Sequence[Read], draft: Draft, ahead: int) -> int | None:
+    """Return how many tokens of its draft a drafter may keep; None: the row failed."""
+    last = pair[-1]
+    if any(isinstance(one, Exception) for one in pair) or isinstance(last, Exception):
+        return None
+    if not ahead:
+        return last.accepted
+    first = pair[0]
+    assert isinstance(first, Verdict)
+    right = draft.length > 0 and first.emitted == draft.tokens[:1].tolist()
+    return 1 + last.accepted if right else 0

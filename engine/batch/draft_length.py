@@ -1,0 +1,221 @@
+"""How many tokens a round of a batch drafts: one width for all rows.
+
+All rows are fed the same number of tokens, so that a round costs by its widest draft,
+and a short draft beside a long one saves nothing. The width with the most tokens per
+second is taken, by the measured costs of rounds of so many rows and by what was
+accepted of each row's drafts:
+
+    speed(k) = sum over rows of (1 + r0 + ... + r0 ... r(k-1)) / seconds(rows, k)
+
+down to 0, which is plain decoding of the batch. Few lengths are looked at, since each
+new one is dear on some devices, for each number of rows. Numbers of rows between powers
+of two share their costs; where the target is shown few numbers of rows, those of one
+size do.
+Rows that name a length of their own keep to it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from mlx_speculation.engine.batch.request import Row
+from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
+from mlx_speculation.engine.draft_length.adaptive import (
+    KNOWN_WEIGHT,
+    AdaptiveLengths,
+    few_lengths,
+)
+from mlx_speculation.engine.draft_length.base import Outcome, Plan
+from mlx_speculation.engine.draft_length.cascade import CascadeLengths
+from mlx_speculation.engine.draft_length.costs import RoundCosts
+
+# Makes the policy of a batch, given the rates that all of its rows share.
+MakeLengths = Callable[[AcceptanceRates], AdaptiveLengths]
+# Returns what rounds of so many rows cost, given the same rates.
+CostsOf = Callable[[int, AcceptanceRates], RoundCosts]
+
+
+def row_bucket(rows: int) -> int:
+    """Return the largest number of rows that costs like so many: 1, 2, 4, 8, ..."""
+    return 1 << (rows - 1).bit_length()
+
+
+class RowRates(AcceptanceRates):
+    """What is accepted of the rows' drafts; expects the mean over the rows.
+
+    As rates of its own it has those of all rows together, which new rows begin with.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: Sequence[Row] = ()
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """Do nothing: every row is noted by itself."""
+
+    def note_row(self, row: Row, drafted: int, accepted: int) -> None:
+        """Count what was accepted of one row's draft."""
+        row.rates.note(drafted, accepted)
+        super().note(drafted, accepted)
+
+    def for_row(self) -> AcceptanceRates:
+        """Return the rates that a new row begins with."""
+        return super().loosened(KNOWN_WEIGHT)
+
+    def loosened(self, weight: float) -> "RowRates":
+        """Let what was learnt of each row count for less; see there."""
+        for row in self.rows:
+            row.rates = row.rates.loosened(weight)
+        return self
+
+    def expected(self, longest: int) -> list[float]:
+        """Return what a draft of each length is expected to bring, mean over rows."""
+        if not self.rows:
+            return super().expected(longest)
+        each = [row.rates.expected(longest) for row in self.rows]
+        return [sum(values) / len(each) for values in zip(*each, strict=True)]
+
+
+class BatchLengths:
+    """Decides the width of every round.
+
+    Args:
+        make: makes the policy, which goes on when the number of rows changes: what it
+            has tried and lost counts for all of them.
+        costs: of rounds, by the number of rows that they are kept under.
+
+    Attributes:
+        bucket: the number of rows that the costs of the last round are kept under.
+    """
+
+    def __init__(self, make: MakeLengths, costs: CostsOf) -> None:
+        self._make, self._costs = make, costs
+        self.rates = RowRates()
+        self._policy: AdaptiveLengths | None = None
+        self.bucket = 0
+        self._plan: Plan | None = None
+        self._next: Plan | None = None
+
+    def limits(
+        self,
+        rows: Sequence[Row],
+        context: int,
+        room: list[int],
+        size: int | None = None,
+    ) -> list[int]:
+        """Return how many tokens each row may draft in the next round.
+
+        Args:
+            rows: all rows.
+            context: how many tokens the longest row holds.
+            room: how many tokens each row's budget leaves room for.
+            size: how many rows the target is shown; None: as many as there are.
+        """
+        measured = [row for row in rows if _measured(row)]
+        shared = 0
+        if measured:
+            self.rates.rows = measured
+            longest = max(
+                min(limit, row.parts.lengths.longest)
+                for limit, row in zip(room, rows, strict=True)
+                if _measured(row)
+            )
+            if self._plan is None:
+                if self._policy is None:
+                    self._policy = self._make(self.rates)
+                bucket = row_bucket(len(rows)) if size is None else size
+                if bucket != self.bucket:
+                    self._policy.use_costs(self._costs(bucket, self.rates))
+                    self.bucket = bucket
+                self._plan = self._policy.plan(context, longest)
+            shared = self._plan.length
+        found = []
+        for row, limit in zip(rows, room, strict=True):
+            if not _measured(row):
+                if row.planned is None:
+                    row.planned = row.parts.lengths.plan(context, limit)
+                limit = min(limit, row.planned.length)
+            else:
+                limit = min(limit, shared, row.parts.lengths.longest)
+            found.append(max(0, limit))
+        return found
+
+    def early(self, rows: Sequence[Row], context: int, room: list[int]) -> bool:
+        """Plan the round after a plain one already; return whether it drafts."""
+        drafts = False
+        for row, limit in zip(rows, room, strict=True):
+            if limit <= 0:
+                continue
+            if _measured(row):
+                if self._next is None and self._policy is not None:
+                    self._next = self._policy.plan(context, max(room))
+                drafts = drafts or (self._next is not None and self._next.length > 0)
+            else:
+                if row.following is None:
+                    row.following = row.parts.lengths.plan(context, limit)
+                drafts = drafts or row.following.length > 0
+        return drafts
+
+    def width(self, rows: Sequence[Row], context: int, drafts: list[int]) -> int:
+        """Return the width that pays best for drafts of these lengths, found already.
+
+        Rows that name a length of their own are not cut.
+        """
+        fixed = [n for n, row in zip(drafts, rows, strict=True) if not _measured(row)]
+        least, longest = max(fixed, default=0), max(drafts, default=0)
+        policy, plan = self._policy, self._plan
+        if policy is None or plan is None or plan.reason not in ("best", "plain"):
+            return longest
+        if least == longest or 0 not in policy.costs.lengths(context):
+            return longest
+        each = [row.rates.expected(longest) for row in rows]
+
+        def speed(width: int) -> float:
+            pairs = zip(each, drafts, strict=True)
+            tokens = sum(expected[min(n, width)] for expected, n in pairs)
+            return tokens / policy.costs.seconds(context, width)
+
+        between = [n for n in few_lengths(longest) if n > least]
+        return max((least, *between, longest), key=speed)
+
+    def note(
+        self,
+        rows: Sequence[Row],
+        context: int,
+        drafted: list[int],
+        accepted: list[int],
+        outcome: Outcome,
+    ) -> None:
+        """Learn from a round of these rows, given what each drafted and accepted."""
+        for row, count, right in zip(rows, drafted, accepted, strict=True):
+            if count:
+                self.rates.note_row(row, count, right)
+            if row.planned is not None:
+                own = replace(outcome, drafted=count, accepted=right)
+                row.parts.lengths.note(context, row.planned, own)
+            row.planned, row.following = row.following, None
+        if self._plan is not None and self._policy is not None:
+            self._policy.note(context, self._plan, outcome)
+        self._plan, self._next = self._next, None
+
+    def join(self, row: Row) -> None:
+        """Let a new row begin with what is known of the others."""
+        row.rates = self.rates.for_row()
+        self._reconsider()
+
+    def leave(self) -> None:
+        """Forget plans that were made for rows which are gone."""
+        self._plan = self._next = None
+        self._reconsider()
+
+    def _reconsider(self) -> None:
+        if self._policy is not None:
+            self._policy.reconsider()
+
+    def end(self) -> None:
+        """Keep what was learnt."""
+        if self._policy is not None:
+            self._policy.end()
+
+
+def _measured(row: Row) -> bool:
+    return isinstance(row.parts.lengths, AdaptiveLengths | CascadeLengths)

@@ -1,0 +1,71 @@
+"""Many prompts at once, to the end: the options of each, and their results."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mlx_speculation.engine.batch.generator import BatchGenerator
+from mlx_speculation.engine.result import Result
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.samplers import Sampling, derived_seed
+
+if TYPE_CHECKING:
+    from mlx_speculation.engine.generator import SpeculativeGenerator
+
+
+def generate_batch(
+    generator: "SpeculativeGenerator",
+    prompts: Sequence[str | Sequence[int]],
+    max_rows: int,
+    options: Mapping[str, Any],
+) -> list[Result]:
+    """Generate all texts; see `SpeculativeGenerator.generate_batch`."""
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        raise InvalidRequestError(
+            f"prompts is a {type(prompts).__name__}, and a list of prompts is needed. "
+            "Put the one prompt into a list."
+        )
+    rows = options_of_rows(len(prompts), options)
+    with BatchGenerator(generator, max_rows=max_rows) as batch:
+        uids = [
+            batch.insert(prompt, **row)
+            for prompt, row in zip(prompts, rows, strict=True)
+        ]
+        while batch.waiting or batch.running:
+            batch.next()
+        errors = [batch.error(uid) for uid in uids]
+        results = [batch.remove(uid) for uid in uids]
+    failed = [index for index, error in enumerate(errors) if error is not None]
+    if failed:
+        error = errors[failed[0]]
+        assert error is not None
+        error.add_note(
+            f"It ended row {failed[0]}; {len(failed)} of {len(prompts)} rows failed. "
+            "BatchGenerator gives the results of the others."
+        )
+        raise error
+    return results
+
+
+def options_of_rows(count: int, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the options of each row: a list has one value for each.
+
+    Raises:
+        InvalidRequestError: a list is of another length.
+    """
+    for name, value in options.items():
+        if isinstance(value, list) and len(value) != count:
+            raise InvalidRequestError(
+                f"{name} is a list of {len(value)}, and there are {count} prompts. A "
+                "list holds one value for each prompt; pass what is for all of them as "
+                "it is, several stops as a tuple."
+            )
+    rows = [
+        {n: v[row] if isinstance(v, list) else v for n, v in options.items()}
+        for row in range(count)
+    ]
+    shared = options.get("sampling")
+    if isinstance(shared, Sampling) and shared.seed is not None:
+        for index, row in enumerate(rows):
+            row["sampling"] = replace(shared, seed=derived_seed(shared.seed, index))
+    return rows

@@ -1,0 +1,325 @@
+"""Many requests at once: rows that join and leave between rounds.
+
+    batch = BatchGenerator(generator)
+    uid = batch.insert("def fib(n):", max_tokens=64)
+    while batch.running or batch.waiting:
+        for response in batch.next():
+            ...
+    batch.remove(uid).text
+
+What a row generates does not depend on the others: it is the text of the same prompt,
+options and seed alone.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from mlx_speculation.caches import array_bytes
+from mlx_speculation.engine.batch.decoder import BatchDecoder
+from mlx_speculation.engine.batch.draft_length import BatchLengths
+from mlx_speculation.engine.batch.prefill_budget import ReadingRoom
+from mlx_speculation.engine.batch.request import Row, reason_alone
+from mlx_speculation.engine.batch.results import BatchResponse, BatchStatistics
+from mlx_speculation.engine.result import Result
+from mlx_speculation.errors import InvalidRequestError, SpeculationError
+from mlx_speculation.interrupts import DeferredSignals
+from mlx_speculation.models import RowSizes, wired
+
+if TYPE_CHECKING:
+    from mlx_speculation.engine.generator import SpeculativeGenerator
+
+
+class BatchGenerator:
+    """Generates the text of many requests, which come and go.
+
+    `next` runs one round of every row. Rows that are inserted later join between two
+    rounds, where one chunk's worth of their prompts is read at most, and rows that have
+    ended make room. It is used by one thread at a time. Ctrl-C, as whatever else a
+    signal's handler raises, waits for the end of a round or of a chunk of a prompt;
+    what the interrupted call has not returned, the next one does.
+
+    Args:
+        generator: the target and its draft, whose options are those of the rows.
+        max_rows: how many rows run at once; others wait, in their order.
+        row_sizes: show the models few numbers of rows, see `models/shape_buckets.py`;
+        the
+            texts are the same. None: where each new number is dear.
+
+    Raises:
+        InvalidRequestError: `max_rows` is not at least 1.
+    """
+
+    def __init__(
+        self,
+        generator: "SpeculativeGenerator",
+        *,
+        max_rows: int = 32,
+        row_sizes: bool | None = None,
+    ) -> None:
+        if not isinstance(max_rows, int) or isinstance(max_rows, bool) or max_rows < 1:
+            raise InvalidRequestError(
+                f"max_rows is {max_rows!r}, and a whole number of at least 1 is needed."
+            )
+        if generator.ranks > 1:
+            raise InvalidRequestError(
+                f"A batch was asked for, and the target is on {generator.ranks} ranks, "
+                "which generate one text at a time. Use generator.generate()."
+            )
+        self._generator = generator
+        self._max_rows = max_rows
+        self._next_uid = 0
+        self._waiting: deque[int] = deque()
+        self._running: list[int] = []
+        self._rows: dict[int, Row] = {}
+        self._joining: list[Row] = []  # their prompts were read
+        self._ready: list[BatchResponse] = []  # not handed out yet
+        self._closed = self._wired = False
+        self._open = ExitStack()
+        self.stats = BatchStatistics()
+        measured = generator.lengths
+        lengths = BatchLengths(measured.for_batch, measured.batch_costs)
+        self._lengths = lengths
+        sizes = RowSizes(max_rows, row_sizes)
+        self._together = BatchDecoder(generator.model, lengths, self.stats, sizes)
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """The rows whose prompts are not read to the end, in their order."""
+        return tuple(self._waiting)
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """The rows that are generating, in the order of their responses."""
+        return tuple(self._running)
+
+    def insert(self, prompt: str | Sequence[int], **options: Any) -> int:
+        """Add a row, and return its name; nothing runs before the next round.
+
+        Args:
+            prompt: text or token ids, see `SpeculativeGenerator.stream`.
+            options: whatever that takes beside it.
+
+        Raises:
+            InvalidRequestError: an argument is out of range; the batch is as before.
+            SpeculationError: the batch was closed.
+        """
+        if self._closed:
+            raise SpeculationError(
+                "insert was called on a batch that was closed. Make another "
+                "BatchGenerator of the same generator."
+            )
+        stream = self._generator.stream(prompt, **options)
+        alone = reason_alone(stream, self._generator.model, options)
+        with DeferredSignals():
+            uid, self._next_uid = self._next_uid, self._next_uid + 1
+            self._rows[uid] = Row(uid, stream, stream.parts, alone)
+            self._waiting.append(uid)
+            self._count_alone(self._rows[uid])
+        return uid
+
+    def next(self) -> list[BatchResponse]:
+        """Read prompts, let their rows join, and run one round of every row.
+
+        Prompts are read in their order while there is room for rows, at most one
+        chunk's worth (`Handling.prefill_step`) in a call, which short ones share. The
+        call costs the running rows that much and no more.
+
+        Returns:
+            What each row has emitted, in the order in which the rows were inserted,
+            and of each row in the order of the text. Empty: there are no rows, or all
+            of them are waiting for the first prompt.
+        """
+        with DeferredSignals(checkpoints=True):
+            self._advance()
+        # Rows respond in the order of insertion, each in the order of its text.
+        responses = sorted(self._ready, key=lambda response: response.uid)
+        # From here on nothing is called, and so no signal is handled.
+        self._ready = []
+        return responses
+
+    def _advance(self) -> None:
+        """Read prompts, let their rows join, and run one round of every row."""
+        if self._waiting and not self._wired:
+            # For as long as the batch: rows that end restore what they have found.
+            self._wired = True
+            self._open.enter_context(wired(self._generator.model))
+        if not self._together.in_flight:
+            self._join()
+        self.stats.rounds += bool(self._running)
+        if self._together.rows:
+            rows = tuple(self._together.rows)
+            room = len(self._running) < self._max_rows
+            try:
+                self._together.next_round(drain=room and bool(self._waiting))
+            finally:  # what was read before an error is handed out
+                for row in rows:
+                    self._respond(row)
+        running = [self._rows[uid] for uid in self._running]
+        alone = [row for row in running if row.alone is not None]
+        steps = [row.parts.target.prefill_step for row in alone]
+        drafts = ReadingRoom(max(steps, default=0))
+        for row in alone:
+            self._round_alone(row, drafts)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the caches of all rows that have not ended, as allocated.
+
+        Of drafters that a row has for itself, those of models are counted.
+        """
+        rows = [self._rows[uid] for uid in (*self._running, *self._waiting)]
+        own = sum(array_bytes(lane.caches) for row in rows for lane in row.lanes)
+        return self._together.nbytes + own
+
+    def why_alone(self, uid: int) -> str | None:
+        """Return why a row does not run together with others; None: it does.
+
+        Raises:
+            InvalidRequestError: there is no such row.
+        """
+        return self._row(uid).alone
+
+    def result(self, uid: int) -> Result:
+        """Return the result of a row that has ended; `remove` lets go of it.
+
+        Raises:
+            InvalidRequestError: there is no such row.
+            SpeculationError: it has not ended.
+        """
+        return self._row(uid).stream.result
+
+    def error(self, uid: int) -> Exception | None:
+        """Return what ended a row, if an error did.
+
+        Raises:
+            InvalidRequestError: there is no such row.
+        """
+        return self._row(uid).error
+
+    def remove(self, uid: int) -> Result:
+        """End a row if it has not ended, forget it, and return its result.
+
+        Legal at any time between two rounds. Results are kept until then.
+
+        Raises:
+            InvalidRequestError: there is no such row.
+        """
+        row = self._row(uid)
+        with DeferredSignals():
+            self._close(row)
+            self._rows.pop(uid, None)
+        return row.stream.result
+
+    def close(self) -> None:
+        """End every row that has not ended; results stay. The second does nothing."""
+        with DeferredSignals(), ExitStack() as stack:  # which calls all, in this order
+            if not self._closed:
+                self._closed = True
+                stack.callback(self._open.close)
+                stack.callback(self._lengths.end)
+                for row in reversed(self._rows.values()):
+                    stack.callback(self._close, row)
+
+    def __enter__(self) -> "BatchGenerator":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _row(self, uid: int) -> Row:
+        if uid not in self._rows:
+            raise InvalidRequestError(
+                f"There is no row {uid!r}: the batch has {len(self._rows)} rows, "
+                "and forgets those that were removed. Pass what insert() returned."
+            )
+        return self._rows[uid]
+
+    def _join(self) -> None:
+        """Read prompts while there is room, and let those rows join that are read."""
+        room: ReadingRoom | None = None
+        while self._waiting and len(self._running) < self._max_rows:
+            row = self._rows[self._waiting[0]]
+            room = room or ReadingRoom(row.parts.target.prefill_step)
+            try:
+                if not row.stream.begin(room.fits):
+                    break
+            except Exception as error:
+                row.error = error
+            if row.alone is None and not row.ended:
+                row.stream.keep_prompt()
+                self._joining.append(row)
+            self._running.append(self._waiting.popleft())
+            if row.ended:
+                self._respond(row)
+        joining = [row for row in self._joining if not row.ended]
+        try:
+            self._together.join(joining)
+        except Exception as error:  # nothing was put together
+            for row in joining:
+                row.alone = f"its caches cannot be put beside others: {error}"
+                self._count_alone(row)
+        self._joining = []
+
+    def _count_alone(self, row: Row) -> None:
+        if row.alone is not None:
+            self.stats.alone[row.alone] = self.stats.alone.get(row.alone, 0) + 1
+
+    def _respond(self, row: Row) -> None:
+        """Give out what a row has got in this round."""
+        uid = row.uid
+        self._ready += [BatchResponse(uid, c, c.finish_reason) for c in row.chunks]
+        if row.error is not None:
+            self._ready.append(BatchResponse(uid, None, "error", row.error))
+            self.stats.failed += 1
+        elif row.ended and not row.chunks:
+            self._ready.append(
+                BatchResponse(uid, None, row.stream.result.finish_reason)
+            )
+        row.chunks = []
+        if row.ended:
+            row.let_go()
+            self._running.remove(uid)
+            self.stats.finished += 1
+
+    def _round_alone(self, row: Row, room: ReadingRoom) -> None:
+        """Run a round of one row by itself, with room for what its draft reads."""
+        stats = row.stream.stats
+        drafted, accepted = stats.drafted, stats.accepted
+        try:
+            row.chunks = row.stream.next_round(room.fits)
+        except Exception as error:
+            row.error = error
+        self.stats.drafted += stats.drafted - drafted
+        self.stats.accepted += stats.accepted - accepted
+        self.stats.emitted += len(row.chunks)
+        self._respond(row)
+
+    def _close(self, row: Row) -> None:
+        """End a row that has not ended, whatever it is about."""
+        if row.ended:
+            return
+        for uids in (self._waiting, self._running):
+            if row.uid in uids:
+                uids.remove(row.uid)
+        self._joining = [other for other in self._joining if other is not row]
+        self.stats.finished += 1
+        try:
+            if row in self._together.rows:
+                try:
+                    self._together.give_back(row)
+                finally:
+                    self._together.leave([row])
+            row.stream.close()
+        except Exception:  # such as a want of memory for its caches
+            row.stream.fail()
+            raise
+        finally:
+            row.let_go()

@@ -1,0 +1,198 @@
+"""One row of a batch: a stream whose rounds the batch runs, and why some run alone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.caches import has_states
+from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
+from mlx_speculation.engine.draft_length.base import Plan
+from mlx_speculation.engine.drafters.base import Draft
+from mlx_speculation.engine.drafters.draft_model import DraftModel
+from mlx_speculation.engine.drafters.fault_guard import Contained
+from mlx_speculation.engine.drafters.mtp import MtpDrafter
+from mlx_speculation.engine.drafters.sources import lanes_of
+from mlx_speculation.engine.result import Chunk
+from mlx_speculation.engine.round.outcome import Emitted, Verdict
+from mlx_speculation.engine.round.round import Parts
+from mlx_speculation.engine.stream import Stream
+from mlx_speculation.engine.stream_handling import USUAL
+from mlx_speculation.engine.timing import RoundSeconds
+from mlx_speculation.models import Lane, why_alone
+from mlx_speculation.samplers import Asked
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """One request among others.
+
+    Attributes:
+        uid: its name.
+        stream: turns its tokens into text, and ends it.
+        parts: what decides for it.
+        alone: why it cannot run with others; None: it can.
+        planned: its own length for the next round; the batch decides where None.
+        following: the same for the round after that, which is asked for early.
+        rates: what was accepted of its drafts.
+        error: what it has failed with.
+        chunks: of its last round, to be given out.
+    """
+
+    uid: int
+    stream: Stream
+    parts: Parts
+    alone: str | None = None
+    planned: Plan | None = None
+    following: Plan | None = None
+    rates: AcceptanceRates = field(default_factory=AcceptanceRates)
+    error: Exception | None = None
+    chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Its known tokens."""
+        return self.parts.sequence.tokens
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended, or failed."""
+        return self.error is not None or self.stream.ended
+
+    @property
+    def model(self) -> DraftModel | None:
+        """Its drafter, where that is a model which is asked for whole chains."""
+        inner = _inner(self.parts.drafter)
+        return inner if isinstance(inner, DraftModel) and inner.whole_chain else None
+
+    @property
+    def head(self) -> MtpDrafter | None:
+        """Its drafter, where that is a head which can draft for several rows."""
+        return head_of(self.parts.drafter)
+
+    @property
+    def aside(self) -> bool:
+        """Whether its drafter has failed, or is none that can."""
+        drafter = self.parts.drafter
+        return not isinstance(drafter, Contained) or drafter.set_aside
+
+    def fail_drafter(self, call: str, error: Exception) -> None:
+        """Set its drafter aside for a fault; the text goes on without."""
+        drafter = self.parts.drafter
+        if isinstance(drafter, Contained):
+            drafter.fail(call, error)
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """Its own lanes, of target and draft models; they are empty while shared."""
+        found = [self.parts.target, *lanes_of(self.parts.drafter)]
+        return [lane for lane in found if lane is not None]
+
+    def let_go(self) -> None:
+        """Let go of what its lanes and its head hold, once it has ended."""
+        for lane in self.lanes:
+            lane.caches = []
+        if isinstance(head := _inner(self.parts.drafter), MtpDrafter):
+            head.let_go()
+
+    def asked(self, draft: Draft | None = None, ahead: mx.array | None = None) -> Asked:
+        """Return what it asks of a verify.
+
+        Args:
+            draft: its drafted tokens; None: none.
+            ahead: uint32 [1], a token before them that is not read yet.
+        """
+        drafts = 0 if draft is None else draft.length
+        before = ahead
+        if draft is not None and drafts:
+            before = draft.tokens
+            if ahead is not None:
+                before = mx.concatenate([ahead, draft.tokens])
+        return Asked(
+            self.parts.verifier,
+            self.parts.sequence.rows(before, drafts + 1),
+            drafted=draft.tokens if draft is not None and drafts else None,
+            probs=None if draft is None else draft.probs,
+            top=self.parts.top,
+        )
+
+    def emit(
+        self, verdicts: list[Verdict], draft: Draft | None, seconds: RoundSeconds
+    ) -> int:
+        """Take what a round has brought, and let it end where that says so.
+
+        Its tokens are known already, all of them.
+
+        Args:
+            verdicts: of a step that came first, if any, and of the draft.
+            draft: what was verified; None: nothing.
+            seconds: the time of the round.
+
+        Returns:
+            How many tokens stay.
+        """
+        emitted = Emitted.of(*verdicts)
+        cut = self.stream.take(emitted)
+        del self.tokens[len(self.tokens) - len(emitted.tokens) + cut.keep :]
+        stats, last = self.parts.statistics, verdicts[-1]
+        first = len(emitted.tokens) - len(last.emitted)
+        if first:
+            stats.count(drafted=0, accepted=0, emitted=1)
+        if cut.keep > first:
+            drafted = 0 if draft is None else draft.length
+            source = "nothing" if draft is None else draft.source
+            stats.count(
+                drafted=drafted,
+                accepted=last.accepted,
+                emitted=cut.keep - first,
+                source=source,
+            )
+            stats.reads += 0 if draft is None else draft.reads
+        stats.spend(seconds)
+        return cut.keep
+
+    def fail(self, error: Exception) -> None:
+        """End with an error; the others go on."""
+        self.error = error
+        self.stream.fail()
+
+
+def head_of(drafter: Any) -> MtpDrafter | None:
+    """Return a drafter that is a head which can draft for several rows; else None."""
+    inner = _inner(drafter)
+    return inner if isinstance(inner, MtpDrafter) and inner.mtp is not None else None
+
+
+def _inner(drafter: Any) -> Any:
+    return drafter.drafter if isinstance(drafter, Contained) else None
+
+
+def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str | None:
+    """Return why a request cannot run with others; None: it can.
+
+    Args:
+        stream: the request.
+        model: the target.
+        options: what `stream` was called with.
+    """
+    parts = stream.parts
+    handling = options.get("handling", USUAL)
+    processors = parts.verifier.chooser.processors
+    target = parts.target
+    first = len(parts.sequence.tokens) == 1 and target.seen == 0
+    own = (options.get("prompt_cache"), options.get("draft_cache"))
+    reasons = {
+        "it writes to caches of the caller's": any(c is not None for c in own),
+        "its constraint is asked token by token": parts.masks is not None,
+        "its logits processors have a state": processors.has_state,
+        "its rounds are to be explained": bool(options.get("explain")),
+        "its caches are quantized": handling.quantization is not None,
+        "its draft reads the target's states": target.follower is not None
+        and head_of(parts.drafter) is None,
+        # mlx-lm puts zeros beside other rows' states, and not every model begins so.
+        "its prompt of one token leaves recurrent layers without a state": first
+        and has_states(target.caches),
+    }
+    found = next((reason for reason, holds in reasons.items() if holds), None)
+    return found or why_alone(model)

@@ -1,0 +1,66 @@
+"""Draft lengths of a cascade: each drafter's own, by its own costs and acceptance.
+
+A lookup's draft takes no time and is seldom wrong for long; that of the model behind it
+takes as many steps as it has tokens. One length for both would be wrong for both. So
+each drafter has a policy of its own, and is asked for as many tokens as that says:
+
+    planned          lookup 16, model 4: a round of at most 16
+    lookup finds 9   the round's costs and acceptance are the lookup's
+    it finds none    4 tokens of the model's, whose round it is then
+"""
+
+from collections.abc import Sequence
+
+from mlx_speculation.engine.draft_length.adaptive import AdaptiveLengths
+from mlx_speculation.engine.draft_length.base import Outcome, Plan
+from mlx_speculation.engine.drafters.cascade import Turns
+
+# Plain steps that a policy wants to see are no draft's of another.
+_PLAIN_ALONE = ("first", "measure", "review")
+
+
+class CascadeLengths:
+    """Decides the draft lengths of one stream whose draft is a cascade; see `Lengths`.
+
+    Args:
+        policies: one for each drafter, in the order in which they are asked.
+
+    Attributes:
+        turns: for the cascade of the stream.
+    """
+
+    def __init__(self, policies: Sequence[AdaptiveLengths]) -> None:
+        self.policies = list(policies)
+        self.turns = Turns()
+
+    @property
+    def longest(self) -> int:
+        """No plan is longer."""
+        return max(policy.longest for policy in self.policies)
+
+    def plan(self, context: int, limit: int) -> Plan:
+        """Return the longest of all plans, which has them all."""
+        each = tuple(policy.plan(context, limit) for policy in self.policies)
+        chosen = max(each, key=lambda plan: plan.length)
+        lengths = tuple(plan.length for plan in each)
+        for plan in each:
+            if plan.length == 0 and plan.reason in _PLAIN_ALONE:
+                chosen, lengths = plan, (0,) * len(each)
+        self.turns.lengths = lengths
+        self.turns.stops = tuple(plan.stop for plan in each)
+        return Plan(chosen.length, chosen.reason, chosen.options, each)
+
+    def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
+        """Let the drafter's policy learn whose draft it was, or all from a step."""
+        answered = self.turns.answered if outcome.drafted else None
+        each = zip(self.policies, plan.each, strict=True)
+        for index, (policy, own) in enumerate(each):
+            if answered is None or index == answered:
+                policy.note(context, own, outcome)
+            elif index > answered or own.length == 0:  # was not asked, and lags
+                policy.passed_over(outcome.accepted + 1)
+
+    def end(self) -> None:
+        """Let every policy learn from the stream."""
+        for policy in self.policies:
+            policy.end()

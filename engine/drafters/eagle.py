@@ -1,0 +1,116 @@
+"""The drafter that is an EAGLE-3 head in a folder of its own.
+
+It drafts as an MTP head does, over the same slots (see `engine/drafters/mtp.py`); what
+differs is what a slot begins with, which is made of three layers of the target, and
+that it may know a part of the token ids only.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_speculation.engine.drafters.head_source import check_drafted, check_embedding
+from mlx_speculation.engine.drafters.mtp import MtpDrafter
+from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.models import (
+    CommittedStates,
+    Eagle,
+    EagleHead,
+    HiddenStates,
+    Lane,
+    LayerIds,
+    MtpSlots,
+    find_parts,
+    layer_readings,
+    load_eagle_head,
+    probe_layers,
+    read_config,
+    starts_for,
+)
+
+
+class EagleDraft:
+    """An EAGLE-3 head on its target, as the draft of a generator.
+
+        model, tokenizer = load(folder)
+        draft = EagleDraft.from_folder(head_folder, model)
+        generator = SpeculativeGenerator(model, tokenizer, draft=draft)
+
+    Args:
+        model: the target.
+        head: its head.
+        layers: of the target, from 0, whose outputs the head reads.
+
+    Raises:
+        UnsupportedModelError: the target does not show what the head reads.
+    """
+
+    def __init__(
+        self, model: nn.Module, head: EagleHead, layers: tuple[int, ...]
+    ) -> None:
+        self._taps = HiddenStates(model, layers=layers)
+        if "embed_tokens" not in head:
+            self._taps.parts.require("embedding")
+        self._head = head
+        self.ends_early = True  # see `engine.draft_length.early_stop`
+        self.model, self.eagle = model, Eagle(head, self._taps, layers)
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: str | Path,
+        model: nn.Module,
+        *,
+        layer_ids: LayerIds | None = None,
+        tokenizer: Any = None,
+    ) -> "EagleDraft":
+        """Load a head; see `load_eagle_head`.
+
+        Args:
+            folder: the head's.
+            model: the target.
+            layer_ids: what the list of layers in config.json counts: "layers", or
+                "tuple", in which 0 is the embedding. When omitted, the target writes
+                about 64 tokens, and the head guesses them from either layers; those
+                that the place of the list does not name are taken only if they are
+                surely better. Without a tokenizer the place decides.
+            tokenizer: the target's.
+
+        Raises:
+            ModelFolderError: the folder holds no such head, or not all of one.
+            ContractError: the head guesses no better than by chance.
+        """
+        head, layers = load_eagle_head(folder, model, layer_ids=layer_ids)
+        if layer_ids is None and tokenizer is not None:
+            config = read_config(Path(folder).expanduser())
+            readings = layer_readings(config, len(find_parts(model).layers))
+            scores = probe_layers(head, model, readings, starts_for(tokenizer))
+            layers = readings[next(iter(scores))]
+        return cls(model, head, layers)
+
+    def check_ids(self, highest: int) -> None:
+        """Refuse a head of other token ids; see `Following`."""
+        head = self._head
+        if "embed_tokens" in head:
+            check_embedding(head.embed_tokens, "EAGLE-3 head", highest)
+        check_drafted(head.ids, "EAGLE-3 head", highest)
+
+    @property
+    def own_weights(self) -> nn.Module:
+        """The head's own; what it shares with the target is not in it."""
+        return self._head
+
+    def for_stream(self, target: Lane, sequence: Sequence) -> MtpDrafter:
+        """Return the drafter of one stream, which follows the target's lane."""
+        committed = CommittedStates(self._taps, self.eagle.states)
+        target.follower = committed
+        return MtpDrafter(
+            partial(MtpSlots, self.eagle),
+            sequence,
+            committed,
+            depth=self.eagle.head.depth,
+            source="eagle",
+            ids=self.eagle.head.ids,
+        )

@@ -1,0 +1,168 @@
+"""A drafter whose faults do not end the text.
+
+What a drafter does decides the speed and never the text, so a text goes on without a
+drafter that fails. At its first fault it is set aside for the rest of the stream: what
+it holds is not known any more, and a fault in every round would cost a draft in every
+round. The next stream begins with it again.
+
+    a fault                                       known
+    begin, propose, settle or discard raises      at once
+    too many tokens, or no draft at all           at once
+    ids that the target lacks, NaN in its logits  with the round's one read; until then
+                                                  they are harmless tokens
+
+What the request's own logits processors and constraint raise inside of `choose` is no
+fault of the drafter's and goes up, and so do Ctrl-C and a want of memory.
+"""
+
+import traceback
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from mlx_speculation.engine.drafters.base import (
+    NOTHING,
+    Choices,
+    Choose,
+    Doubts,
+    Draft,
+    Drafter,
+    ReadsAhead,
+)
+from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.stats import DrafterFault
+from mlx_speculation.models import Lane
+
+
+class Contained:
+    """A drafter of one stream, asked until its first fault.
+
+    Args:
+        drafter: what proposes.
+        note: gets its fault.
+        target: the lane whose follower the drafter is, if it is one: it is let go of
+            with the drafter.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        note: Callable[[DrafterFault], None],
+        target: Lane | None = None,
+    ) -> None:
+        self.drafter = drafter
+        self._note = note
+        self._target = target
+        self._doubts: Doubts | None = None
+        self._set_aside = False
+        if target is not None and target.follower is not None:
+            target.follower.call_through(self._after_chunk)
+
+    @property
+    def set_aside(self) -> bool:
+        """Whether the drafter has failed, and is not asked any more."""
+        return self._set_aside
+
+    def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
+        """Let it read ahead, if it can."""
+        drafter = self.drafter
+        if isinstance(drafter, ReadsAhead) and not self._set_aside:
+            try:
+                return drafter.read_ahead(sequence, fits)
+            except Exception as error:
+                self._fail("begin", error)
+        return True
+
+    def begin(self, sequence: Sequence) -> None:
+        """Let it begin."""
+        self._run("begin", lambda: self.drafter.begin(sequence))
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        """Return its draft, checked and submitted; nothing where it has failed."""
+        assert isinstance(choose, Choices)
+        choices = choose.anew()
+        self._doubts = None
+        if self._set_aside:
+            return NOTHING
+        try:
+            draft = choices.checked(
+                self.drafter.propose(sequence, limit, choices), limit
+            )
+            if choices.raised is None:
+                self._doubts = draft.doubts
+                if draft.length:
+                    mx.async_eval(*draft.arrays)
+                return draft
+        except Exception as error:
+            if choices.raised is None:
+                self._fail("propose", error)
+                return NOTHING
+        # Of the request's own, whatever the drafter made of it.
+        assert choices.raised is not None
+        raise choices.raised
+
+    def settle(self, accepted: int) -> None:
+        """Let it settle, unless the round has shown that its draft was none.
+
+        Legal when the round's result has been read: what is read here came with it.
+        """
+        doubts, self._doubts = self._doubts, None
+        rows, ids = (0, 0) if doubts is None else doubts.counts()
+        if rows or ids:
+            self._fail("propose", what_is_wrong(rows, ids))
+        self._run("settle", lambda: self.drafter.settle(accepted))
+
+    def discard(self) -> None:
+        """Let it undo the round."""
+        self._doubts = None
+        self._run("discard", self.drafter.discard)
+
+    def fail(self, call: str, error: Exception) -> None:
+        """Set the drafter aside for a fault that was met elsewhere."""
+        if not self._set_aside:
+            self._fail(call, error)
+
+    def _after_chunk(self, method: Callable[[], None]) -> None:
+        """Let it read the states of a chunk of the prompt."""
+        self._run("begin", method)
+
+    def _run(self, call: str, act: Callable[[], None]) -> None:
+        if self._set_aside:
+            return
+        try:
+            act()
+        except Exception as error:
+            self._fail(call, error)
+
+    def _fail(self, call: str, error: Exception) -> None:
+        """Set the drafter aside, and note why; a want of memory goes up."""
+        if isinstance(error, MemoryError):
+            raise error
+        self._set_aside = True
+        if self._target is not None:
+            self._target.follower = None  # or states would pile up for nobody
+        try:
+            self.drafter.discard()
+        except Exception as second:
+            error.add_note(f"Its discard() raised {type(second).__name__}: {second}")
+        self._note(
+            DrafterFault(
+                drafter=type(self.drafter).__name__,
+                call=call,
+                reason=f"{type(error).__name__}: {error}",
+                details="".join(traceback.format_exception(error)),
+            )
+        )
+
+
+def what_is_wrong(rows: int, ids: int) -> Exception:
+    """Return the fault of a draft, by its counts of unusable logits and of ids."""
+    if rows:
+        return ArithmeticError(
+            f"{rows} rows of the drafter's logits hold a NaN or no finite largest "
+            "value. Check its weights, or load it in float32."
+        )
+    return ValueError(
+        f"{ids} of the proposed tokens are ids that the target has no row for. Mend "
+        "its propose(), or choose a draft with the target's token ids."
+    )

@@ -1,0 +1,242 @@
+"""The drafter that is a Gemma 4 assistant, which reads the target's own KV.
+
+With t_n the newest known token, N = n committed positions before it, h_i the target's
+states and k = 3:
+
+    step 1     t_n and h_n-1       gives d_1 and g_1
+    step 2     d_1 and g_1         gives d_2 and g_2
+    step 3     d_2 and g_2         gives d_3
+
+Every step sees the target's keys and values of positions 0 to N - 1, and stands at one
+position, its anchor. So nothing has to be undone after a round: what a draft left is
+nowhere. The target's caches are read in `propose`, before its forward of the round, and
+no array of them is held when that writes.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, get_args
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation.engine.drafters.base import Choose, Draft, goes_on
+from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
+from mlx_speculation.models import (
+    Anchor,
+    Assistant,
+    AssistantOutput,
+    CommittedStates,
+    HiddenStates,
+    Lane,
+    Read,
+    SharedKv,
+    load_assistant,
+    position_of,
+    probe_anchor,
+    starts_for,
+)
+from mlx_speculation.samplers import Chosen
+
+SOURCE = "assistant"
+
+
+class Step(Protocol):
+    """One draft step; see `Assistant.step`."""
+
+    def __call__(
+        self, embedded: mx.array, state: mx.array, read: Read, position: int
+    ) -> AssistantOutput:
+        """Run it."""
+        ...
+
+
+class AssistantDraft:
+    """A Gemma 4 assistant on its target, as the draft of a generator.
+
+        model, tokenizer = load(folder)
+        draft = AssistantDraft.from_folder(assistant_folder, model)
+        generator = SpeculativeGenerator(model, tokenizer, draft=draft)
+
+    Args:
+        model: the target.
+        assistant: its assistant.
+        anchor: the position at which all drafts of a round stand: "state", that of the
+            state they begin with, the last one in the caches; or "token", that of the
+            newest token, one further.
+
+    Raises:
+        UnsupportedModelError: the target does not show what the assistant reads, or
+            has another shape than it was made for.
+        InvalidRequestError: the anchor is none.
+    """
+
+    def __init__(
+        self, model: nn.Module, assistant: Assistant, *, anchor: Anchor = "state"
+    ) -> None:
+        if anchor not in get_args(Anchor):
+            raise InvalidRequestError(
+                f"anchor is {anchor!r}, and 'state' or 'token' is needed."
+            )
+        self._taps = HiddenStates(model, after_norm=True)
+        self._taps.parts.require("entry")
+        dim, wide = self._taps.parts.dim, assistant.settings.target_dim
+        if dim != wide:
+            raise UnsupportedModelError(
+                f"The assistant takes states of {wide} numbers, and the target's have "
+                f"{dim}. Choose the assistant that belongs to this model."
+            )
+        self.model, self.assistant = model, assistant
+        self.ends_early = True  # see `engine.draft_length.early_stop`
+        self.anchor: Anchor = anchor
+        self.step: Step = assistant.step
+        self.shared = SharedKv(model, assistant)
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: str | Path,
+        model: nn.Module,
+        *,
+        anchor: Anchor | None = None,
+        tokenizer: Any = None,
+    ) -> "AssistantDraft":
+        """Load an assistant from a folder of its own.
+
+        Args:
+            folder: the assistant's.
+            model: the target.
+            anchor: see the class. When omitted, the target writes about 64 tokens, and
+                the assistant guesses them from either place; "token" is taken only if
+                it is surely better. Without a tokenizer it is "state".
+            tokenizer: the target's.
+
+        Raises:
+            ModelFolderError: the folder holds none, or not all of one.
+            ContractError: the assistant guesses no better than by chance.
+            UnsupportedModelError: it belongs to another target.
+        """
+        assistant = load_assistant(folder)
+        draft = cls(model, assistant, anchor=anchor or "state")  # checks the fit
+        if anchor is None and tokenizer is not None:
+            scores = probe_anchor(assistant, model, starts_for(tokenizer))
+            draft.anchor = next(iter(scores))
+        return draft
+
+    @property
+    def own_weights(self) -> nn.Module:
+        """The assistant's own; the target's embedding and keys are not in it."""
+        return self.assistant
+
+    def check_ids(self, highest: int) -> None:
+        """Refuse an assistant that knows fewer tokens than its target."""
+        vocab = self.assistant.settings.layers.vocab_size
+        if vocab <= highest:
+            raise InvalidRequestError(
+                f"The assistant has {vocab} token ids, and the target's go up to "
+                f"{highest}. Choose the assistant that belongs to this model."
+            )
+
+    def for_stream(self, target: Lane, sequence: Sequence) -> "AssistantDrafter":
+        """Return the drafter of one stream, which follows the target's lane.
+
+        Raises:
+            UnsupportedCacheError: its caches cannot be read.
+        """
+        self.shared.check(target.caches)
+        target.follower = committed = CommittedStates(self._taps, _after_norm)
+        return AssistantDrafter(self, target, sequence, committed)
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Return ids [n] as the target's first layer is given them, [1, n, dim]."""
+        return self._taps.embed(tokens[None], scaled=True)
+
+
+def _after_norm(states: Any) -> mx.array:
+    found: mx.array = states.after_norm
+    return found
+
+
+class AssistantDrafter:
+    """Drafts with an assistant in one stream.
+
+    Args:
+        draft: the assistant on its target.
+        target: the target's lane, whose caches are read.
+        sequence: the known tokens.
+        committed: the states that were committed, of which the last one is read.
+    """
+
+    def __init__(
+        self,
+        draft: AssistantDraft,
+        target: Lane,
+        sequence: Sequence,
+        committed: CommittedStates,
+    ) -> None:
+        self._draft, self._tokens = draft, sequence.tokens
+        self._target, self._committed = target, committed
+        committed.after_chunk(self._forget)
+
+    @property
+    def held(self) -> list[Any]:
+        """States of the target to be read, for a count of bytes."""
+        return self._committed.arrays
+
+    def begin(self, sequence: Sequence) -> None:
+        """Make the state after the prompt, which would hold rows of a cache if late."""
+        self._forget()
+        mx.async_eval(*self._committed.arrays)
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        """Draft behind the known tokens.
+
+        Nothing is proposed where the state before the newest token was never seen,
+        since it is out of a passed cache.
+        """
+        self._forget()
+        newest, committed = len(self._tokens) - 1, self._committed
+        if not committed.start < newest <= committed.stop:
+            return Draft(mx.array([], mx.uint32), source=SOURCE)
+        chosen: list[Chosen] = []
+
+        def choose_next(out: AssistantOutput) -> tuple[mx.array, bool]:
+            ahead = Draft.of(chosen).tokens if chosen else None
+            chosen.append(choose(out.logits, sequence.rows(ahead), out.ids))
+            token = chosen[-1].tokens  # computed while the next graph is built
+            return token, goes_on(choose, token)
+
+        token = mx.array(self._tokens[newest:], mx.uint32)
+        self._chain(token, committed.between(newest - 1, newest), limit, choose_next)
+        return Draft.of(chosen, source=SOURCE)
+
+    def settle(self, accepted: int) -> None:
+        """Do nothing: no draft has left anything."""
+
+    def discard(self) -> None:
+        """Do nothing."""
+
+    def _chain(
+        self,
+        token: mx.array,
+        state: mx.array,
+        count: int,
+        choose_next: Callable[[AssistantOutput], tuple[mx.array, bool]],
+    ) -> None:
+        """Run at most `count` steps. What is read of the target is gone at the end."""
+        draft, target = self._draft, self._target
+        # A step on its way may have written the newest token's position already.
+        behind = target.seen - (len(self._tokens) - 1)
+        read, stop = draft.shared.read(target.caches, behind)
+        position = position_of(draft.anchor, stop)
+        for _ in range(count):
+            out = draft.step(draft.embed(token), state, read, position)
+            token, more = choose_next(out)
+            if not more:
+                break
+            state = out.state
+
+    def _forget(self) -> None:
+        """Drop the states that will not be read; of a prompt, all but the last."""
+        self._committed.drop(len(self._tokens) - 2)

@@ -1,0 +1,163 @@
+"""Reduced draft vocabularies: drafting from the token ids that texts really use.
+
+Making logits of every id is most of what a small drafter costs, where the vocabulary
+is large. Texts of one kind use a small part of it: FR-Spec (2502.14856) finds most of
+the acceptance with a quarter of the ids. The target still chooses from all of them, so
+the text stays what it is; an id that is left out is never drafted.
+"""
+
+import operator
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_speculation.engine.drafters.cascade import Cascade
+from mlx_speculation.engine.drafters.mtp import MtpDraft
+from mlx_speculation.engine.drafters.sources import members
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models import ReducedOutput, find_parts
+
+
+def reduced_vocabulary(
+    texts: str | Iterable[str] | Iterable[int], size: int, *, tokenizer: Any = None
+) -> list[int]:
+    """Return the token ids that come most often, in order; fewer where fewer come.
+
+        ids = reduced_vocabulary(my_texts, 8192, tokenizer=tokenizer)
+        SpeculativeGenerator(model, tokenizer, draft=small, draft_vocabulary=ids)
+
+    Of ids that come equally often the lower ones are taken. With a tokenizer its end
+    tokens are always among them, or no draft would ever end a text.
+
+    Args:
+        texts: what is counted over: a text or texts, or token ids.
+        size: how many ids to return at most, from 1.
+        tokenizer: encodes the texts; for token ids it may be left out.
+
+    Raises:
+        InvalidRequestError: texts without a tokenizer, no ids, or a size below 1.
+    """
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise InvalidRequestError(
+            f"size is {size!r}, and a whole number of at least 1 is needed."
+        )
+    counts = Counter(_ids_of(texts, tokenizer))
+    if not counts:
+        raise InvalidRequestError(
+            "The texts hold 0 tokens, and at least 1 is needed to count. Pass texts of "
+            "the kind that will be generated."
+        )
+    named = getattr(tokenizer, "eos_token_ids", None) or ()
+    ends = {int(token) for token in named if token is not None}
+    ranked = sorted(counts, key=lambda token: (-counts[token], token))
+    kept = [token for token in ranked if token not in ends][: max(size - len(ends), 0)]
+    return sorted([*kept, *sorted(ends)[:size]])
+
+
+def _ids_of(texts: Any, tokenizer: Any) -> Iterable[int]:
+    """Yield the token ids of texts, or ids as they are."""
+    for one in [texts] if isinstance(texts, str) else texts:
+        if not isinstance(one, str):
+            yield _checked_id(one)
+        elif tokenizer is None:
+            raise InvalidRequestError(
+                "A text was passed and tokenizer is None. Pass the target's tokenizer, "
+                "or token ids."
+            )
+        else:
+            yield from tokenizer.encode(one, add_special_tokens=False)
+
+
+def _checked_id(token: Any) -> int:
+    try:
+        return operator.index(token)
+    except TypeError as error:
+        raise InvalidRequestError(
+            f"The ids hold {token!r}, and whole numbers are needed. Pass token ids, or "
+            "texts with the target's tokenizer."
+        ) from error
+
+
+def checked_vocabulary(ids: Any, width: int) -> list[int]:
+    """Return the ids of a reduced vocabulary, in order.
+
+    Args:
+        ids: what was passed.
+        width: the target's ids, and those that the draft has logits for.
+
+    Raises:
+        InvalidRequestError: there are none, one is out of range, or comes twice.
+    """
+    found = sorted(_checked_id(token) for token in ids)
+    if not found or found[0] < 0 or found[-1] >= width:
+        said = f"{found[0]} to {found[-1]}" if found else "0 ids"
+        raise InvalidRequestError(
+            f"draft_vocabulary has {said}, and ids from 0 to {width - 1} are needed. "
+            "Make one with reduced_vocabulary(...) and the target's tokenizer."
+        )
+    if len(set(found)) < len(found):
+        twice = next(a for a, b in pairwise(found) if a == b)
+        raise InvalidRequestError(
+            f"draft_vocabulary has the id {twice} twice. Pass different ids."
+        )
+    return found
+
+
+@dataclass(slots=True)
+class ReducedDrafts:
+    """A draft that drafts from some token ids only.
+
+    Attributes:
+        draft: with its heads reduced.
+        outputs: the reduced output layers of its models, by `id(model)`.
+    """
+
+    draft: Any
+    outputs: dict[int, ReducedOutput] = field(default_factory=dict)
+
+    def of(self, model: nn.Module) -> ReducedOutput | None:
+        """Return the output layer of a model; None: the model's own."""
+        return self.outputs.get(id(model))
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The rows that were copied for it, of models and of heads."""
+        heads = (
+            getattr(member, "reduced_rows", None) for member in members(self.draft)
+        )
+        rows = [output.layer for output in self.outputs.values()]
+        return rows + [layer for layer in heads if layer is not None]
+
+    @classmethod
+    def make(cls, draft: Any, ids: SequenceOf[int]) -> "ReducedDrafts":
+        """Reduce the models and MTP heads of a draft; the others stay.
+
+        Raises:
+            InvalidRequestError: there are none.
+            UnsupportedModelError: one cannot have fewer logits.
+        """
+        made = cls(draft)
+        made.draft = made._reduced(draft, ids)
+        if made.draft is draft and not made.outputs:
+            raise InvalidRequestError(
+                f"draft_vocabulary was passed, and the draft is a "
+                f"{type(draft).__name__}, without a model or an MTP head to reduce. "
+                "Leave it out."
+            )
+        return made
+
+    def _reduced(self, draft: Any, ids: SequenceOf[int]) -> Any:
+        if isinstance(draft, Cascade):
+            members = [self._reduced(member, ids) for member in draft.drafters]
+            same = all(a is b for a, b in zip(members, draft.drafters, strict=True))
+            return draft if same else Cascade(*members)
+        if isinstance(draft, MtpDraft):
+            return draft.reduced(ids)
+        if isinstance(draft, nn.Module):
+            self.outputs[id(draft)] = ReducedOutput(find_parts(draft), ids)
+        return draft

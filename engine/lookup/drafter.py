@@ -1,0 +1,169 @@
+"""The drafter that looks up what followed the same tokens before.
+
+It runs no model: it proposes what came after an earlier occurrence of the end of the
+text. The text itself comes first, then earlier requests, the younger first, then the
+corpus; the first of them with a match that is long enough is taken, even where a later
+one has a longer match. In each of them it is the longest match, and of equally long
+ones the latest.
+"""
+
+import copy
+import operator
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, get_args
+
+import mlx.core as mx
+
+from mlx_speculation.engine.drafters.base import NOTHING, Choose, Draft
+from mlx_speculation.engine.lookup.index import (
+    BREAK,
+    Index,
+    Match,
+    append_all,
+    continuation,
+)
+from mlx_speculation.engine.lookup.ngram_index import LONGEST_MATCH, NgramIndex
+from mlx_speculation.engine.lookup.request_history import EarlierRequests
+from mlx_speculation.engine.lookup.suffix_automaton import SuffixAutomaton
+from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.errors import InvalidRequestError
+
+IndexName = Literal["automaton", "ngram"]
+_LARGEST_ID = 2**31 - 1
+_NOTHING_FOUND = replace(NOTHING, source="lookup")
+
+
+class LookupDrafter:
+    """Proposes what followed the longest suffix of the text that occurred before.
+
+        generator = SpeculativeGenerator(model, tokenizer, draft=LookupDrafter())
+
+    A generator makes a drafter of its own for each stream, so streams are independent;
+    corpus and earlier requests are shared.
+
+    A match of m tokens drafts m tokens, because a longer match goes on for longer. On
+    code and prose that the bundled models sample at temperature 1, 43 % of the matches
+    of 2 tokens go on with the right one, 49 % of 3, 56 % of 4 and 87 % of 7 and more.
+    Matches from 4 tokens on lose at most 3 % on that prose where checking a row costs
+    half a step; shorter ones gain 1 to 3 % more where it costs an eighth, and lose more
+    where it is dear. Of several places the latest is as good as the most frequent
+    token, and better than the first place (scripts/study_lookup.py).
+
+    Args:
+        index: "automaton" finds the longest match; "ngram" the latest of at least
+            `minimum_match` tokens, in a fifth of the time.
+        minimum_match: the tokens that have to agree.
+        tokens_per_match: the draft's length over the match's.
+        corpus: documents to look in as well, each a list of token ids of the target's
+            tokenizer. A draft never runs past the end of one.
+        earlier_tokens: how many tokens of finished requests to look in as well, the
+            oldest dropped.
+
+    Raises:
+        InvalidRequestError: an option is out of range, or a document holds no ids.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: IndexName = "automaton",
+        minimum_match: int = 4,
+        tokens_per_match: int = 1,
+        corpus: Iterable[Iterable[int]] = (),
+        earlier_tokens: int = 0,
+    ) -> None:
+        if index not in get_args(IndexName):
+            raise InvalidRequestError(
+                f"index is {index!r}, and 'automaton' or 'ngram' is needed."
+            )
+        self._minimum = _checked_count("minimum_match", minimum_match, 1)
+        self._per_match = _checked_count("tokens_per_match", tokens_per_match, 1)
+        self._make_index: Any = SuffixAutomaton
+        if index == "ngram":
+            self._make_index = partial(NgramIndex, minimum_match)
+        self._corpus: Index = self._make_index()
+        for number, document in enumerate(corpus):
+            append_all(self._corpus, [*_checked_ids(number, document), BREAK])
+        limit = _checked_count("earlier_tokens", earlier_tokens, 0)
+        self._earlier = EarlierRequests(self._make_index, limit)
+        self._text: Index | None = None
+
+    def for_stream(self) -> "LookupDrafter":
+        """Return a drafter of the same options, corpus and earlier requests."""
+        drafter = copy.copy(self)
+        drafter._text = None
+        return drafter
+
+    def remember(self, tokens: SequenceOf[int]) -> None:
+        """Keep a finished request, prompt and output, for later ones.
+
+        A generator calls this at the end of each stream.
+        """
+        self._earlier.add(tokens)
+
+    def begin(self, sequence: Sequence) -> None:
+        """Index the prompt."""
+        self._text = None
+        self._indexed(sequence.tokens)
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        """Propose what followed the longest match; nothing where there is none."""
+        for index, match in self._matches(sequence.tokens):
+            if match.length >= self._minimum:
+                count = min(limit, match.length * self._per_match)
+                found = continuation(index.tokens, match.end, count)
+                return Draft(mx.array(found, mx.uint32), source="lookup")
+        return _NOTHING_FOUND
+
+    def settle(self, accepted: int) -> None:
+        """Do nothing: what is committed is found in the sequence."""
+
+    def discard(self) -> None:
+        """Do nothing."""
+
+    def _matches(self, tokens: SequenceOf[int]) -> Iterator[tuple[Index, Match]]:
+        """Yield each place to look in with its match, the preferred ones first."""
+        text = self._indexed(tokens)
+        yield text, text.match()
+        tail = tokens[-LONGEST_MATCH:]
+        for index in (*self._earlier.indexes, self._corpus):
+            if index.tokens:
+                yield index, index.match_of(tail)
+
+    def _indexed(self, tokens: SequenceOf[int]) -> Index:
+        """Index what of the text is new; 2 to 3 microseconds a token."""
+        text = self._make_index() if self._text is None else self._text
+        self._text = None  # an interrupt leaves no half-made index
+        append_all(text, tokens[len(text.tokens) :])
+        self._text = text
+        return text
+
+
+def _checked_count(name: str, value: Any, least: int) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        return value
+    raise InvalidRequestError(
+        f"{name} is {value!r}, and a whole number of at least {least} is needed."
+    )
+
+
+def _checked_ids(number: int, document: Any) -> list[int]:
+    """Return a document as plain integers."""
+    try:
+        ids = document.tolist() if hasattr(document, "tolist") else document
+        tokens = [operator.index(token) for token in ids]
+    except TypeError as error:
+        raise InvalidRequestError(
+            f"Document {number} of the corpus is a {type(document).__name__} that "
+            "holds no token ids. Encode it with the target's tokenizer."
+        ) from error
+    wrong = next((token for token in tokens if not 0 <= token <= _LARGEST_ID), None)
+    if wrong is not None:
+        raise InvalidRequestError(
+            f"Document {number} of the corpus has a token id {wrong}, and ids go from "
+            f"0 to {_LARGEST_ID}. Encode it with the target's tokenizer."
+        )
+    return tokens

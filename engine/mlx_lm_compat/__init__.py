@@ -1,0 +1,5 @@
+"""mlx-lm's own generation functions, with speculation: keywords, caches, responses.
+
+It translates mlx-lm's arguments to this package's and results back. Nothing below it
+knows these names.
+"""

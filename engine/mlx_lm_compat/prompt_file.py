@@ -1,0 +1,54 @@
+"""A prompt that was read earlier: caches from a file, for a loaded model.
+
+Files are those of `mlx_lm.cache_prompt` and of `save_caches`. The kinds of the caches
+are the file's: a size that was limited stays so, what was quantized stays quantized.
+Numbers take the dtype that the model has here: on a Linux CPU it is float32.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
+
+from mlx_speculation.caches import (
+    KVQuantization,
+    LoadedCaches,
+    load_caches,
+    load_into,
+)
+from mlx_speculation.engine.mlx_lm_compat.api import make_prompt_cache
+from mlx_speculation.errors import InvalidRequestError
+
+
+def load_prompt(path: str | Path, model: nn.Module) -> LoadedCaches:
+    """Return the caches of a file, once they are seen to be a model's own.
+
+    The model reads one token into new caches of the file's kinds, which these then have
+    to fit. The file is read twice.
+
+    Raises:
+        CacheFileError: the file is missing or damaged, or does not fit the model.
+        InvalidRequestError: its caches have held nothing.
+    """
+    kinds = load_caches(path).caches
+    if all(cache.empty() for cache in kinds):
+        raise InvalidRequestError(
+            f"The caches in {str(path)!r} hold 0 tokens, and at least 1 is needed. "
+            "Make the file of a prompt, with mlx_lm.cache_prompt."
+        )
+    own = _used(model, kinds)
+    return load_into(path, own, cast=True)
+
+
+def _used(model: nn.Module, kinds: list[Any]) -> list[Any]:
+    """Return caches of a model of the same kinds as others, with one token in them."""
+    windows = [cache for cache in kinds if isinstance(cache, RotatingKVCache)]
+    own = make_prompt_cache(model, windows[0].max_size if windows else None)
+    model(mx.zeros((1, 1), mx.int32), cache=own)
+    for cache in kinds:
+        if isinstance(cache, QuantizedKVCache):
+            KVQuantization(cache.bits, cache.group_size).replace(own)
+            break
+    return own

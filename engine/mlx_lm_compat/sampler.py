@@ -1,0 +1,62 @@
+"""What a sampler in mlx-lm's sense means here."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from mlx_speculation.engine.mlx_lm_compat.api import drawn_seed, greedy_sampler
+from mlx_speculation.errors import InvalidRequestError, SamplerNotice
+from mlx_speculation.samplers import LogitsProcessor, Sampling, SeededSampler
+
+NOTICE = (
+    "The sampler draws by itself. The law of the text is its own, but a draft changes "
+    "the text of a seed, fewer drafts are accepted, and a sampler with a state of its "
+    "own is called for rejected drafts too. mlx_speculation.make_sampler takes the "
+    "options of mlx-lm's and keeps the text; num_draft_tokens=0 drafts nothing."
+)
+_said: set[str] = set()  # in this process
+
+
+def checked_sampling(
+    sampler: Any,
+    processors: Sequence[LogitsProcessor] | None,
+    seed: int | None,
+    *,
+    drafted: bool,
+) -> Sampling:
+    """Return the options that a sampler stands for, with a seed.
+
+    Args:
+        sampler: None or mlx-lm's greedy one; one of ours; or any other.
+        processors: of the request.
+        seed: the caller's; None: drawn from mlx's generator where it counts.
+        drafted: whether there are drafts, and the notice is due.
+
+    Raises:
+        InvalidRequestError: what was passed is no sampler, or has no use for a seed.
+    """
+    if sampler is None or sampler is greedy_sampler:
+        options = Sampling()
+    elif isinstance(sampler, SeededSampler):
+        options = sampler.sampling
+    else:
+        options = Sampling(sampler=sampler)
+        if seed is not None:
+            raise InvalidRequestError(
+                f"seed is {seed!r}, and the sampler draws by itself. Call "
+                "mx.random.seed, or make it with mlx_speculation.make_sampler."
+            )
+        if drafted:
+            _say_once(NOTICE)
+    options = replace(options, logits_processors=tuple(processors or ()), seed=seed)
+    if seed is None:
+        chance = not options.greedy and options.sampler is None
+        options = replace(options, seed=drawn_seed() if chance else 0)
+    return options
+
+
+def _say_once(message: str) -> None:
+    if message not in _said:
+        warnings.warn(message, SamplerNotice, stacklevel=4)
+        _said.add(message)

@@ -1,0 +1,249 @@
+"""`stream_generate` and `generate` with mlx-lm's keywords and responses.
+
+    from mlx_lm import load
+    from mlx_speculation import stream_generate        # instead of mlx_lm's
+
+    for response in stream_generate(model, tokenizer, prompt, draft_model=small):
+        print(response.text, end="")
+
+The text is that of mlx-lm without a draft: greedy when no sampler is passed, by the
+law of the sampler otherwise. Where mlx-lm's two ways differ, this one is as its plain
+decoding: `prefill_step_size` is 2048 with a draft too, `max_kv_size` and
+`prompt_progress_callback` count with a draft too, and a cache holds the last token.
+"""
+
+from collections.abc import Callable, Generator
+from collections.abc import Sequence as SequenceOf
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation.engine.drafters.base import Drafter
+from mlx_speculation.engine.drafters.head_source import Following
+from mlx_speculation.engine.drafters.resolve import named_draft
+from mlx_speculation.engine.drafters.resolve_auto import Choice
+from mlx_speculation.engine.generator import SpeculativeGenerator
+from mlx_speculation.engine.mlx_lm_compat.prompt_cache import (
+    Caches,
+    checked_quantization,
+)
+from mlx_speculation.engine.mlx_lm_compat.response import (
+    Progress,
+    SpeculativeResponse,
+    Told,
+    responses,
+)
+from mlx_speculation.engine.mlx_lm_compat.sampler import checked_sampling
+from mlx_speculation.engine.stream_handling import Handling
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models import PREFILL_STEP, logit_width, wrapped
+from mlx_speculation.samplers import LogitsProcessor, Sampler
+
+ENDLESS = 1 << 62
+Draft = nn.Module | Drafter | Following | str | Path
+Responses = Generator[SpeculativeResponse, None, None]
+
+
+def stream_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | mx.array | SequenceOf[int],
+    max_tokens: int = 256,
+    draft_model: Draft | None = None,
+    stream: mx.Stream | mx.ThreadLocalStream | None = None,
+    *,
+    sampler: Sampler | None = None,
+    logits_processors: SequenceOf[LogitsProcessor] | None = None,
+    num_draft_tokens: int | None = None,
+    max_kv_size: int | None = None,
+    prompt_cache: list[Any] | None = None,
+    prefill_step_size: int = PREFILL_STEP,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    quantized_kv_start: int = 5000,
+    prompt_progress_callback: Callable[[int, int], Any] | None = None,
+    input_embeddings: mx.array | None = None,
+    seed: int | None = None,
+    **unknown: Any,
+) -> Responses:
+    """Generate as `mlx_lm.stream_generate` does, faster where a draft helps.
+
+    Everything is checked in the call; the model runs when the first response is asked
+    for. After the last response, and after an early `close()` too, the caches hold the
+    prompt and the tokens that were yielded, and nothing else.
+
+    Args:
+        model: the target, loaded by mlx-lm.
+        tokenizer: its tokenizer.
+        prompt: text or token ids. It follows what `prompt_cache` holds.
+        max_tokens: at least 1; -1 for no limit.
+        draft_model: a model with the same token ids; the path of one, or of a head;
+            "mtp" for the head in the target's folder, "lookup", "auto"; or what
+            `SpeculativeGenerator` takes. What is loaded is kept with the target for
+            the next call. None: plain decoding.
+        stream: the stream that mlx works on; None: the default one.
+        sampler: chooses tokens. One of `mlx_speculation.make_sampler` keeps the text
+            of a seed, whatever the draft. Any other is called for every row: the law
+            of the text is its own, and a draft changes the text; a `SamplerNotice`
+            says so once. None: the most probable token.
+        logits_processors: called as in plain decoding, see `Sampling`.
+        num_draft_tokens: drafted in a round. None: as many as pay by measurement,
+            where mlx-lm drafts 2.
+        max_kv_size: keep so many positions, where the model makes no caches of its
+            own kind; a draft model's too.
+        prompt_cache: the target's caches, or the target's and the draft model's in
+            one list, as for mlx-lm. They are written to; quantized ones take the
+            place of those in the list.
+        prefill_step_size: prompt tokens that are fed at once.
+        kv_bits: quantize the target's caches to so many bits; None: not at all. Those
+            of a draft model stay as they are, small as they are, where mlx-lm
+            quantizes both: its drafts are then as right as they can be.
+        kv_group_size: numbers that share a scale.
+        quantized_kv_start: positions from which on they are quantized.
+        prompt_progress_callback: gets the prompt tokens read so far, and all of them.
+        input_embeddings: refused, since drafts are told by token ids.
+        seed: decides the text above temperature 0, with a sampler of `make_sampler`.
+            None: drawn from mlx's global generator, so that `mx.random.seed(n)` before
+            the call repeats the text.
+        unknown: refused.
+
+    Raises:
+        TypeError: a keyword is unknown.
+        InvalidRequestError: names the two values that do not fit.
+        UnsupportedCacheError: a cache is of an unknown kind.
+    """
+    _check_keywords(unknown, input_embeddings)
+    sampling = checked_sampling(
+        sampler, logits_processors, seed, drafted=_drafts(draft_model, num_draft_tokens)
+    )
+    tokenizer = wrapped(tokenizer)
+    choice = Choice(draft_model)
+    if isinstance(draft_model, str | Path):
+        choice = named_draft(draft_model, model, tokenizer)
+    length = choice.length if num_draft_tokens is None else num_draft_tokens
+    generator = SpeculativeGenerator(
+        model,
+        tokenizer,
+        draft=choice.draft,
+        draft_length=0 if choice.draft is None else length,
+    )
+    ids: Any = prompt
+    tokens = generator.encode(ids)
+    budget = _checked_budget(max_tokens)
+    caches = Caches.of(model, choice.draft, prompt_cache, max_kv_size)
+    reach = caches.held + len(tokens) + budget
+    progress = Progress(prompt_progress_callback, len(tokens))
+    handling = Handling(
+        prefill_step=_checked_step(prefill_step_size),
+        heard=progress.heard,
+        quantization=checked_quantization(
+            model, caches, reach, kv_bits, kv_group_size, quantized_kv_start
+        ),
+        whole_rows=True,
+        yielded_only=True,
+        level_draft=caches.draft is not None and prompt_cache is not None,
+    )
+    running = generator.stream(
+        tokens,
+        max_tokens=budget,
+        sampling=sampling,
+        prompt_cache=caches.target,
+        draft_cache=caches.draft,
+        logprobs=0,
+        handling=handling,
+    )
+    told = Told(
+        detokenizer=tokenizer.detokenizer,
+        ends=frozenset(tokenizer.eos_token_ids),
+        prompt_tokens=len(tokens),
+        vocab=logit_width(model),
+        seed=None if sampling.greedy or sampling.sampler else sampling.seed,
+    )
+    return responses(running, told, stream, caches.write_back, progress)
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | SequenceOf[int],
+    verbose: bool = False,
+    **options: Any,
+) -> str:
+    """Return the whole text; takes what `stream_generate` takes.
+
+    Args:
+        model: the target.
+        tokenizer: its tokenizer.
+        prompt: text or token ids.
+        verbose: print the text as it comes, then speeds and what was accepted.
+        options: see `stream_generate`.
+    """
+    say = partial(print, end="", flush=True) if verbose else _keep_silent
+    say("=" * 10 + "\n")
+    parts, response = [], None
+    for response in stream_generate(model, tokenizer, prompt, **options):
+        say(response.text)
+        parts.append(response.text)
+    assert response is not None
+    say("\n" + "=" * 10 + "\n" + _summary(response) + "\n")
+    return "".join(parts)
+
+
+def _keep_silent(line: str) -> None:
+    """Print nothing, and let standard output alone."""
+
+
+def _summary(last: SpeculativeResponse) -> str:
+    lines = [
+        f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec",
+        f"Generation: {last.generation_tokens} tokens, "
+        f"{last.generation_tps:.3f} tokens-per-sec",
+        f"Peak memory: {last.peak_memory:.3f} GB",
+    ]
+    stats = last.stats
+    if stats is not None and stats.drafts:
+        lines.append(
+            f"Drafts: {stats.accepted} of {stats.drafted} tokens accepted "
+            f"({stats.acceptance_rate:.0%}), mean accepted length "
+            f"{stats.mean_accepted_length:.2f}"
+        )
+    return "\n".join(lines)
+
+
+def _drafts(draft: Any, length: int | None) -> bool:
+    return draft is not None and length != 0
+
+
+def _check_keywords(unknown: dict[str, Any], embeddings: Any) -> None:
+    if unknown:
+        raise TypeError(
+            f"stream_generate() takes no keyword {', '.join(map(repr, unknown))}. It "
+            "takes those of mlx_lm.stream_generate, and seed; for others use "
+            "mlx_speculation.SpeculativeGenerator."
+        )
+    if embeddings is not None:
+        raise InvalidRequestError(
+            f"input_embeddings of shape {list(embeddings.shape)} were passed, and only "
+            "token ids can be drafted and checked. Use mlx_lm.stream_generate for them."
+        )
+
+
+def _checked_budget(max_tokens: Any) -> int:
+    whole = isinstance(max_tokens, int) and not isinstance(max_tokens, bool)
+    if not whole or max_tokens == 0 or max_tokens < -1:
+        raise InvalidRequestError(
+            f"max_tokens is {max_tokens!r}, and a whole number of at least 1 is "
+            "needed, or -1 for no limit."
+        )
+    return ENDLESS if max_tokens == -1 else int(max_tokens)
+
+
+def _checked_step(step: Any) -> int:
+    if isinstance(step, int) and not isinstance(step, bool) and step >= 1:
+        return step
+    raise InvalidRequestError(
+        f"prefill_step_size is {step!r}, and a whole number of at least 1 is needed."
+    )

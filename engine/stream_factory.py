@@ -1,0 +1,262 @@
+"""Making a stream: its options checked, its lanes, its drafter and its decoder."""
+
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_speculation.engine.argument_checks import (
+    check_constraint,
+    check_counts,
+    check_rule,
+    checked_stops,
+)
+from mlx_speculation.engine.config import GeneratorSetup
+from mlx_speculation.engine.detokenizer import TextStream
+from mlx_speculation.engine.distributed import (
+    RoundParts,
+    StreamSetup,
+    fields_of_stream,
+)
+from mlx_speculation.engine.draft_length.base import Lengths
+from mlx_speculation.engine.draft_length.cascade import CascadeLengths
+from mlx_speculation.engine.draft_length.policies import Start
+from mlx_speculation.engine.drafters.base import Drafter
+from mlx_speculation.engine.drafters.cascade import Cascade
+from mlx_speculation.engine.drafters.draft_model import DraftModel
+from mlx_speculation.engine.drafters.head_source import Following
+from mlx_speculation.engine.drafters.sources import (
+    drafter_of_stream,
+    lanes_of,
+    make_draft_model,
+    measured_draft,
+    models_of,
+    remember,
+    serves_one_stream,
+)
+from mlx_speculation.engine.memory import Memory, Weights, held_memory
+from mlx_speculation.engine.options import StreamOptions
+from mlx_speculation.engine.prefix_reuse import Prefixes
+from mlx_speculation.engine.round.decoder import Decoder
+from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.stats import Statistics
+from mlx_speculation.engine.stream import Stream
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models import Lane, transposed_weights, wired
+from mlx_speculation.samplers import Chooser, Constrained, Sampling, Verifier
+from mlx_speculation.samplers.constraints.masks import Masks
+
+
+class StreamMaker:
+    """Makes the streams of one generator.
+
+    Args:
+        setup: what the generator was made with.
+    """
+
+    def __init__(self, setup: GeneratorSetup) -> None:
+        self._setup = setup
+        self._weights = Weights(setup.model, setup.draft, setup.reduced.modules)
+        self._busy: weakref.ref[Stream] | None = None
+
+    def start_calibration(self) -> Start:
+        """Return what starts streams that measure: their texts are of no later use."""
+        draft = measured_draft(self._setup.draft)
+        maker = StreamMaker(replace(self._setup, draft=draft, prefix_cache=None))
+        maker._busy = self._busy
+
+        def start(prompt: list[int], lengths: Lengths) -> Stream:
+            options = StreamOptions(
+                max_tokens=1 << 20, stop_tokens=(), draft_length=lengths
+            )
+            return maker.make(prompt, options)
+
+        return start
+
+    def make(self, prompt: str | SequenceOf[int], options: StreamOptions) -> Stream:
+        """Return a stream that has not begun; see `SpeculativeGenerator.stream`.
+
+        Raises:
+            InvalidRequestError: names the two values that do not fit.
+            ConstraintError: the constraint fails before the first token.
+        """
+        setup, handling = self._setup, options.handling
+        ranks = StreamSetup(setup.ranked, setup.draft)
+        sampling = ranks.with_seed(options.sampling)
+        check_counts(options.max_tokens, options.logprobs)
+        sequence, seen = setup.prompts.sequence(
+            prompt, options.prompt_cache, options.cached_tokens
+        )
+        target = setup.lane(setup.model, options.prompt_cache, seen)
+        handling.prepare(target)
+        statistics = Statistics()
+        drafter = self._drafter(target, options.draft_cache, sequence, statistics)
+        chooser = self._chooser(sampling)
+        stops = checked_stops(options.stop)
+        ends = self._end_ids(options.stop_tokens)
+        masks = self._masks(options.constraint, ends)
+        lengths = setup.lengths.for_stream(
+            options.draft_length, options.max_draft, greedy=sampling.greedy
+        )
+        if isinstance(lengths, CascadeLengths) and isinstance(drafter, Cascade):
+            drafter.turns = lengths.turns
+        verifier = Verifier(chooser, setup.acceptance, whole_rows=handling.whole_rows)
+        parts = ranks.parts(
+            RoundParts(drafter, lengths, verifier),
+            partial(self._fields, options, sequence, seen, sampling, stops, ends),
+        )
+        assert sampling.seed is not None
+        stream = ranks.make(
+            decoder=Decoder(
+                target=target,
+                sequence=sequence,
+                verifier=parts.verifier,
+                drafter=parts.drafter,
+                lengths=parts.lengths,
+                explain=options.explain,
+                top=options.logprobs,
+                masks=masks,
+                statistics=statistics,
+            ),
+            sequence=sequence,
+            text=TextStream(setup.tokenizer.detokenizer, ends, stops),
+            max_tokens=options.max_tokens,
+            seed=sampling.seed,
+            hold_all=options.prompt_cache is not None,
+            running=self._running(ranks.running(target, wired(setup.model))),
+            memory=self._memory(target, drafter),
+            prefixes=self._prefixes(options, target, drafter, lengths),
+            remember=partial(remember, drafter),
+            yielded_only=handling.yielded_only,
+            level_draft=handling.level_draft,
+        )
+        if serves_one_stream(setup.draft):
+            self._busy = weakref.ref(stream)
+        return stream
+
+    @contextmanager
+    def _running(self, ranks: AbstractContextManager[None]) -> Iterator[None]:
+        """Keep the setup, and with it the recorders, while a stream runs."""
+        with ranks, ExitStack() as views:  # the ranks first: they hear of what fails
+            for model in (self._setup.model, *models_of(self._setup.draft)):
+                views.enter_context(transposed_weights(model))
+            yield
+
+    def _chooser(self, sampling: Sampling) -> Chooser:
+        setup = self._setup
+        chooser = Chooser(
+            sampling,
+            setup.ids.width,
+            limit=setup.target_width,
+            missing=setup.ids.missing,
+        )
+        check_rule(setup.acceptance, chooser)
+        return chooser
+
+    def _end_ids(self, stop_tokens: Collection[int] | None) -> frozenset[int]:
+        """Return the ids that end the text."""
+        own = self._setup.tokenizer.eos_token_ids
+        ends = own if stop_tokens is None else stop_tokens
+        return frozenset(int(token) for token in ends if token is not None)
+
+    def _masks(self, constraint: Any, ends: Collection[int]) -> Masks | None:
+        if constraint is None:
+            return None
+        check_constraint(constraint)
+        usable = self._setup.ids.usable(self._setup.target_width)
+        return Masks(Constrained(constraint, usable=usable, ends=ends))
+
+    def _fields(
+        self,
+        options: StreamOptions,
+        sequence: Sequence,
+        seen: int,
+        sampling: Sampling,
+        stops: tuple[str, ...],
+        ends: frozenset[int],
+    ) -> dict[str, Any]:
+        """Return what has to be the same on all ranks."""
+        setup, length = self._setup, options.draft_length
+        return fields_of_stream(
+            sequence,
+            seen,
+            sampling,
+            max_tokens=options.max_tokens,
+            stops=stops,
+            ends=ends,
+            draft_length=setup.lengths.usual if length is None else length,
+            max_draft=options.max_draft,
+            acceptance=setup.acceptance,
+            constraint=options.constraint,
+            handling=options.handling,
+        )
+
+    def _prefixes(
+        self,
+        options: StreamOptions,
+        target: Lane,
+        drafter: Drafter | None,
+        lengths: Lengths,
+    ) -> Prefixes | None:
+        """Return a stream's view of the prefix cache, where it may use one."""
+        cache = self._setup.prefix_cache
+        if cache is None or options.own_caches:
+            return None
+
+        def lanes() -> list[Lane | None]:
+            return [target, *lanes_of(drafter)]
+
+        return Prefixes(cache, lanes, reach=lengths.longest + 2)
+
+    def _memory(self, target: Lane, drafter: Drafter | None) -> Callable[[], Memory]:
+        """Return what counts the bytes that a stream holds."""
+        return partial(
+            held_memory, self._weights, target, drafter, self._setup.prefix_cache
+        )
+
+    def _drafter(
+        self,
+        target: Lane,
+        draft_cache: list[Any] | None,
+        sequence: Sequence,
+        statistics: Statistics,
+    ) -> Drafter | None:
+        """Return what drafts in one stream, as the draft is not used by another."""
+        setup = self._setup
+        if not setup.decides:
+            return None
+        models = len(models_of(setup.draft))
+        if draft_cache is not None and models != 1:
+            raise InvalidRequestError(
+                f"draft_cache was passed, and draft is {type(setup.draft).__name__}, "
+                f"with {models} models instead of 1. Leave draft_cache out."
+            )
+        running = self._busy() if self._busy is not None else None
+        if running is not None and not running.ended:
+            raise InvalidRequestError(
+                "The drafter serves 1 open stream, and a second one was asked for. "
+                "Close the first, or pass a draft model instead of a drafter."
+            )
+
+        def make(model: nn.Module) -> DraftModel:
+            return make_draft_model(
+                model,
+                setup.sliding,
+                target,
+                draft_cache,
+                sequence,
+                setup.draft_confidence,
+                setup.reduced.of(model),
+                setup.compiled.get(id(model)),
+            )
+
+        def follow(head: Following) -> Drafter:
+            return head.for_stream(target, sequence)
+
+        note = statistics.drafter_faults.append
+        return drafter_of_stream(setup.draft, make, follow, note, target)

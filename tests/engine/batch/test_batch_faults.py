@@ -1,0 +1,328 @@
+"""What fails in a batch: a row alone, the draft for all, or a round that is run again.
+
+The faults that were made by hand are listed in test_batch_identity.py.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from mlx_speculation import (
+    BatchGenerator,
+    DrafterFaultWarning,
+    NonFiniteLogitsError,
+    PrefixCache,
+    Sampling,
+    SpeculativeGenerator,
+    pure,
+)
+from mlx_speculation.engine import Draft, Sequence
+from mlx_speculation.engine.batch.draft_model import BatchDraftModel
+from support.batches import SAMPLINGS, Bench, Case, bench, interrupt_commit
+from support.identity import prompt_of
+from support.tiny_tokenizer import byte_tokenizer
+
+CASES = [Case(p, s, 18) for p in (2, 17, 40) for s in SAMPLINGS[:2]]
+
+
+def play(
+    made: Bench, batch: BatchGenerator, cases: list[Case] = CASES
+) -> dict[int, Case]:
+    """Run the rows to the end and check them."""
+    rows = {made.insert(batch, case): case for case in cases}
+    finish(made, batch, rows)
+    return rows
+
+
+def run(batch: BatchGenerator) -> None:
+    while batch.waiting or batch.running:
+        batch.next()
+
+
+def finish(made: Bench, batch: BatchGenerator, rows: dict[int, Case]) -> None:
+    run(batch)
+    for uid, case in rows.items():
+        result = batch.result(uid)
+        assert len(result.tokens) == case.max_tokens
+        made.check(case, result.tokens)
+
+
+@pytest.mark.parametrize("kind", ["model", "lookup", "none"])
+def test_a_row_whose_logits_are_unusable_ends_alone(kind: str) -> None:
+    made = bench("llama")
+
+    @pure
+    def breaks(tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits * mx.nan if len(tokens) > 12 else logits
+
+    with BatchGenerator(made.generator(kind)) as batch:
+        rows = {made.insert(batch, case): case for case in CASES}
+        bad = batch.insert(
+            prompt_of(6),
+            sampling=Sampling(logits_processors=[breaks]),
+            stop_tokens=(),
+        )
+        responses = []
+        while batch.waiting or batch.running:
+            responses += [r for r in batch.next() if r.uid == bad]
+        assert isinstance(responses[-1].error, NonFiniteLogitsError)
+        assert responses[-1].finish_reason == "error"
+        assert batch.error(bad) is responses[-1].error
+        # A round with such a row brings nothing, as alone.
+        assert len(batch.result(bad).tokens) == len(responses) - 1 in (5, 6, 7)
+        finish(made, batch, rows)
+        assert (batch.stats.failed, batch.stats.finished) == (1, 7)
+        assert batch.memory == 0
+
+
+def test_a_processor_that_raises_ends_its_row_alone() -> None:
+    made = bench("llama")
+
+    @pure
+    def raises(tokens: mx.array, logits: mx.array) -> mx.array:
+        if len(tokens) > 9:
+            raise KeyError("mine")
+        return logits
+
+    for kind in ("model", "lookup", "none"):
+        with BatchGenerator(made.generator(kind)) as batch:
+            rows = {made.insert(batch, case): case for case in CASES[:3]}
+            options = Sampling(logits_processors=[raises])
+            bad = batch.insert(prompt_of(6), sampling=options, stop_tokens=())
+            finish(made, batch, rows)
+            assert isinstance(batch.error(bad), KeyError)
+            assert batch.result(bad).finish_reason == "error"
+
+
+def fail_in(model: nn.Module, forward: int, error: BaseException) -> None:
+    """Let a later forward of a model raise once."""
+    plain: Any = type(model)
+    left = [forward]
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            model.__class__ = plain
+            raise error
+        return plain.__call__(self, *args, **kwargs)
+
+    body = {"__call__": call, "__module__": plain.__module__}
+    model.__class__ = type(plain.__name__, (plain,), body)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        pytest.param("qwen3_5", marks=pytest.mark.slow),
+        pytest.param("gemma3_text", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("kind", ["model", "lookup", "none"])
+def test_a_round_that_fails_for_all_is_run_again(name: str, kind: str) -> None:
+    made = bench(name)
+    for forward in range(1, 9):  # three prompts, then rounds
+        with BatchGenerator(made.generator(kind)) as batch:
+            rows = {made.insert(batch, case): case for case in CASES[::2]}
+            fail_in(made.model, forward, KeyboardInterrupt())
+            with pytest.raises(KeyboardInterrupt):
+                run(batch)
+            finish(made, batch, rows)
+
+
+@pytest.mark.parametrize("forward", [1, 2, 5, 9])
+def test_an_interrupt_while_drafting_leaves_the_draft_as_it_was(forward: int) -> None:
+    made = bench("llama")
+    with BatchGenerator(made.generator("model")) as batch:
+        rows = {made.insert(batch, case): case for case in CASES}
+        fail_in(made.draft, forward, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            run(batch)
+        for _ in range(2):
+            batch.next()
+        assert_two_behind(batch)
+        finish(made, batch, rows)
+        assert batch.stats.acceptance_rate > 0.4
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_a_target_that_cannot_commit_leaves_the_draft_as_it_was(
+    calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = bench("llama")
+    with BatchGenerator(made.generator("model")) as batch:
+        rows = {made.insert(batch, case): case for case in CASES}
+        batch.next()
+        interrupt_commit(batch, calls, monkeypatch)
+        with pytest.raises(KeyboardInterrupt):
+            run(batch)
+        for _ in range(2):
+            batch.next()
+        assert_two_behind(batch)
+        finish(made, batch, rows)
+
+
+def assert_two_behind(batch: BatchGenerator) -> None:
+    """Require that the draft's caches hold all that is known of each row but two."""
+    drafter = batch._together._drafts
+    assert isinstance(drafter, BatchDraftModel)
+    offsets: Any = drafter.lane.caches[0].offset.tolist()
+    known = {row.uid: len(row.tokens) for row in batch._together.rows}
+    assert offsets == [known[row.uid] - 2 for row in drafter._rows] != []
+
+
+def test_a_draft_model_that_raises_is_set_aside_for_all_rows() -> None:
+    made = bench("llama")
+    for forward in (1, 4, 9):
+        with BatchGenerator(made.generator("model")) as batch:
+            rows = {made.insert(batch, case): case for case in CASES}
+            batch.next()
+            fail_in(made.draft, forward, RuntimeError("broken"))
+            with pytest.warns(DrafterFaultWarning, match="broken"):
+                run(batch)
+            finish(made, batch, rows)
+            for uid in rows:  # short prompts are read in the second round
+                (fault,) = batch.result(uid).stats.drafter_faults
+                assert fault.call == ("begin" if forward == 1 else "propose")
+            assert batch.memory == 0
+
+
+def test_a_draft_model_whose_logits_are_unusable_is_set_aside_for_those_rows() -> None:
+    made = bench("llama")
+    strange = 200  # a token whose embedding is NaN
+
+    class Breaking(type(made.draft)):  # type: ignore[misc]
+        def __call__(self, inputs: mx.array, **options: Any) -> mx.array:
+            logits = super().__call__(inputs, **options)
+            seen = (inputs == strange).any(axis=-1)[:, None, None]
+            return mx.where(seen, mx.nan, logits)
+
+    plain = type(made.draft)
+    with BatchGenerator(made.generator("model")) as batch:
+        rows = {made.insert(batch, case): case for case in CASES[1:3]}
+        bad = batch.insert([*prompt_of(5), strange], max_tokens=9, stop_tokens=())
+        Breaking.__module__ = plain.__module__
+        made.draft.__class__ = Breaking
+        try:
+            with pytest.warns(DrafterFaultWarning, match="NaN"):
+                finish(made, batch, rows)
+        finally:
+            made.draft.__class__ = plain
+        faults = batch.result(bad).stats.drafter_faults
+        assert len(faults) == 1
+        assert len(batch.result(bad).tokens) == 9
+        assert all(batch.result(uid).stats.drafted for uid in rows)
+
+
+def test_a_drafter_of_ones_own_that_raises_is_set_aside() -> None:
+    made = bench("llama")
+
+    class Raises:
+        def begin(self, sequence: Sequence) -> None:
+            pass
+
+        def propose(self, sequence: Sequence, limit: int, choose: Any) -> Draft:
+            if len(sequence.tokens) > 8:
+                raise OSError("gone")
+            return Draft(mx.array([1] * limit))
+
+        def settle(self, accepted: int) -> None:
+            pass
+
+        def discard(self) -> None:
+            pass
+
+    generator = SpeculativeGenerator(
+        made.model, byte_tokenizer(), draft=Raises(), draft_length=3
+    )
+    with BatchGenerator(generator) as batch:
+        uid = made.insert(batch, CASES[0])
+        with pytest.warns(DrafterFaultWarning, match="gone"):
+            finish(made, batch, {uid: CASES[0]})
+        assert len(batch.result(uid).stats.drafter_faults) == 1
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+def test_other_rules_give_rows_what_they_do_alone(acceptance: Any) -> None:
+    made = bench("llama")
+    generator = made.generator("model", acceptance=acceptance)
+    options: dict[str, Any] = {"max_tokens": 12, "stop_tokens": ()}
+    sampling = [Sampling(temperature=0.8, seed=seed) for seed in (1, 2, 3)]
+    prompts = [prompt_of(n) for n in (3, 20, 9)]
+    results = generator.generate_batch(prompts, sampling=sampling, **options)
+    for prompt, own, result in zip(prompts, sampling, results, strict=True):
+        alone = generator.generate(prompt, sampling=own, **options)
+        assert result.tokens == alone.tokens
+        assert result.stats.accepted == alone.stats.accepted > 0
+
+
+def test_reports_stops_and_origins_are_those_of_a_row_alone() -> None:
+    made = bench("llama")
+    generator = made.generator("model")
+    text = made.text(17, SAMPLINGS[1])
+    rows: list[dict[str, Any]] = [
+        {"logprobs": 3},
+        {"logprobs": 0},
+        {"stop_tokens": text[7:8]},
+        {"stop": generator.tokenizer.decode(text[3:6])},
+        {},
+    ]
+    options = {"max_tokens": 16, "sampling": SAMPLINGS[1]}
+    with BatchGenerator(generator) as batch:
+        uids = [batch.insert(prompt_of(17), **options, **row) for row in rows]
+        run(batch)
+        for uid, row in zip(uids, rows, strict=True):
+            found = batch.result(uid)
+            alone = generator.generate(prompt_of(17), **options, **row)
+            assert found.tokens == alone.tokens
+            assert (found.text, found.finish_reason) == (
+                alone.text,
+                alone.finish_reason,
+            )
+            assert found.origins == alone.origins
+            known = prompt_of(17) + found.tokens
+            assert found.cached_tokens == known[: len(found.cached_tokens)]
+            assert found.logprobs == alone.logprobs
+            assert found.stats.accepted == alone.stats.accepted
+            assert found.stats.rounds == alone.stats.rounds
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        pytest.param("gemma3_text", marks=pytest.mark.slow),
+        pytest.param("qwen3_5", marks=pytest.mark.slow),
+    ],
+)
+def test_rows_leave_and_find_prompts_in_the_prefix_cache(name: str) -> None:
+    made = bench(name)
+    prefixes = PrefixCache(64 << 20, every=8)
+    generator = made.generator("model", prefix_cache=prefixes)
+    with BatchGenerator(generator) as batch:
+        play(made, batch, [Case(40, s, 12) for s in SAMPLINGS[:3]])
+        rows = play(made, batch, [Case(40, s, 20) for s in SAMPLINGS[:3]])
+        assert all(batch.result(uid).stats.reused >= 32 for uid in rows)
+        longer = prompt_of(40) + made.text(40, SAMPLINGS[0])[:10]
+        uid = batch.insert(longer, max_tokens=4, stop_tokens=())
+        run(batch)
+        expected = made.text(40, SAMPLINGS[0])[10:14]
+        assert batch.result(uid).tokens == expected
+        # States are kept where they stand, rows at any token.
+        assert batch.result(uid).stats.reused >= (48 if name == "llama" else 39)
+        closed = batch.insert(prompt_of(23), max_tokens=20, stop_tokens=())
+        for _ in range(3):
+            batch.next()
+        assert batch.remove(closed).finish_reason == "closed"
+
+
+def test_a_draft_lane_holds_all_known_tokens_but_two() -> None:
+    made = bench("llama")
+    with BatchGenerator(made.generator("model")) as batch:
+        for case in CASES[:2]:
+            made.insert(batch, case)
+        for _ in range(2):
+            batch.next()
+        assert_two_behind(batch)

@@ -1,0 +1,521 @@
+"""Heads that draft for all rows of a batch: what they are fed and what they propose.
+
+Faults that were made by hand in engine/batch/mtp.py, engine/drafters/mtp.py and other
+files of engine/batch of models, and found by the default tests of batches:
+    a row keeps a slot of a draft, or not the slot of its newest pair
+    rows keep the slots of the longest, or padding
+    states are off by one, of another row, or of rows that are not followed
+    states of rejected tokens are kept, or those that were read once more
+    a token is paired one slot early
+    a round that fails, or a step that is taken back, leaves slots or states
+    the first draft is made from the last state of the longest row
+    plain steps are never caught up with, or one slot too far
+    the ids of columns are not passed on
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_speculation import (
+    BatchGenerator,
+    DrafterFaultWarning,
+    LookupDrafter,
+    PrefixCache,
+    Sampling,
+    SpeculativeGenerator,
+)
+from mlx_speculation.engine import Cascade, EagleDraft, MtpDrafter
+from mlx_speculation.engine.batch import mtp
+from mlx_speculation.engine.batch.mtp import BatchHead
+from mlx_speculation.engine.batch.outcome import BatchStep
+from mlx_speculation.models import MtpOutput
+from support.batch_heads import (
+    HeadBench,
+    KnowingMtp,
+    eagle_on,
+    head_bench,
+    knowing,
+    mtp_on,
+)
+from support.batches import SAMPLINGS, Case, interrupt_commit
+from support.identity import prompt_of
+from support.planned_lengths import Planned
+from support.tiny_tokenizer import byte_tokenizer
+
+CASES = [Case(p, s, 18) for p in (2, 17, 40) for s in SAMPLINGS[:2]]
+# Hybrid, a sliding head, two caches, plain with one draft.
+COMMON = ("qwen3_5", "mimo_v2_flash", "deepseek_v32", "mimo")
+OTHERS = (
+    *("qwen3_next", "qwen3_5_moe", "deepseek_v3", "glm_moe_dsa", "glm4_moe"),
+    *("glm4_moe_lite", "ernie4_5_moe", "longcat_flash", "nemotron_h", "exaone_moe"),
+    *("bailing_moe", "bailing_hybrid", "bailing_moe_v3"),
+)
+KINDS = ("mtp", "eagle", "sliding")
+
+
+def run(batch: BatchGenerator) -> None:
+    while batch.waiting or batch.running:
+        batch.next()
+
+
+def finish(made: HeadBench, batch: BatchGenerator, rows: dict[int, Case]) -> None:
+    """Run the rows to the end and check them."""
+    run(batch)
+    for uid, case in rows.items():
+        result = batch.result(uid)
+        assert len(result.tokens) == case.max_tokens
+        made.check(case, result.tokens)
+    assert batch.memory == 0
+    assert not batch.stats.alone
+    assert batch._together._lane.follower is None
+
+
+class Watched:
+    """Counts the forwards of a target over several rows, and may fail in one.
+
+    Args:
+        model: the target.
+        fail_at: the forward, over however many rows, that is interrupted; 0: none.
+    """
+
+    def __init__(self, model: Any, fail_at: int = 0) -> None:
+        self.model, self.plain, self.left = model, type(model), fail_at
+        self.shapes: list[tuple[int, int]] = []
+
+    def __enter__(self) -> "Watched":
+        watched, plain = self, self.plain
+
+        def call(own: Any, inputs: mx.array, **options: Any) -> Any:
+            watched.left -= 1
+            if watched.left == 0:
+                raise KeyboardInterrupt
+            watched.shapes.append((inputs.shape[0], inputs.shape[1]))
+            return plain.__call__(own, inputs, **options)
+
+        body = {"__call__": call, "__module__": plain.__module__}
+        self.model.__class__ = type(plain.__name__, (plain,), body)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.model.__class__ = self.plain
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_round_is_one_forward_of_the_target_and_one_of_the_head_a_token(
+    kind: str,
+) -> None:
+    made = head_bench("llama")
+    generator = made.generator(kind, draft_length=3)
+    head = knowing(generator)
+    with BatchGenerator(generator) as batch, Watched(made.model) as target:
+        rows = {made.insert(batch, case): case for case in CASES}
+        while len(batch.running) < len(CASES):
+            batch.next()
+        for _ in range(2):
+            target.shapes.clear()
+            head.fed.clear()
+            batch.next()
+            assert target.shapes == [(6, 4)]
+            wide, *steps = head.fed
+            assert wide[:2] == ("history", 6)  # keys and values of what was accepted
+            assert 1 <= wide[2] <= 3
+            assert steps == [("step", 6, 1)] * 3
+        finish(made, batch, rows)
+    assert head.unknown == 0
+    assert batch.stats.acceptance_rate > 0.5
+
+
+def drafts_of(generator: SpeculativeGenerator, cases: list[Case]) -> list[Any]:
+    """Return each row's drafts and statistics in a batch."""
+    drafted: dict[int, list[list[int]]] = {}
+    plain = BatchHead.propose
+
+    def noting(self: Any, rows: Any, limits: Any, ahead: int) -> Any:
+        found = plain(self, rows, limits, ahead)
+        for row, draft in zip(rows, found, strict=True):
+            if draft.length:
+                drafted.setdefault(row.uid, []).append(listed(draft.tokens))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch, BatchGenerator(generator) as batch:
+        patch.setattr(BatchHead, "propose", noting)
+        uids = [batch.insert(**asked(case)) for case in cases]
+        run(batch)
+        assert not batch.stats.alone
+        return [(batch.result(uid), drafted[uid]) for uid in uids]
+
+
+def drafts_alone(generator: SpeculativeGenerator, case: Case) -> Any:
+    """Return the drafts and statistics of a row by itself."""
+    drafted: list[list[int]] = []
+    plain = MtpDrafter.propose
+
+    def noting(self: Any, *args: Any) -> Any:
+        found = plain(self, *args)
+        drafted.append(listed(found.tokens))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MtpDrafter, "propose", noting)
+        result = generator.generate(**asked(case))
+    return result, [draft for draft in drafted if draft]
+
+
+def asked(case: Case) -> dict[str, Any]:
+    return {
+        "prompt": prompt_of(case.prompt),
+        "sampling": case.sampling,
+        "max_tokens": case.max_tokens,
+        "stop_tokens": (),
+    }
+
+
+def listed(tokens: mx.array) -> list[int]:
+    found: Any = tokens.tolist()
+    return list(found)
+
+
+def generator_of(target: Any, draft: Any, **options: Any) -> SpeculativeGenerator:
+    options.setdefault("draft_length", 3)
+    return SpeculativeGenerator(target, byte_tokenizer(), draft=draft, **options)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [*COMMON, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)],
+)
+def test_drafts_of_rows_are_those_of_the_rows_alone(layout: str) -> None:
+    target, draft = mtp_on(layout)
+    compare(generator_of(target, draft))
+
+
+@pytest.mark.parametrize(
+    ("name", "dialect"),
+    [
+        ("llama", "specforge"),
+        pytest.param("gemma3_text", "specforge", marks=pytest.mark.slow),
+        pytest.param("qwen3_5", "specforge", marks=pytest.mark.slow),
+        pytest.param("llama", "norm_output", marks=pytest.mark.slow),
+        pytest.param("llama", "whole", marks=pytest.mark.slow),
+    ],
+)
+def test_drafts_of_eagle_are_those_of_the_rows_alone(name: str, dialect: str) -> None:
+    model = head_bench(name).model
+    compare(generator_of(model, eagle_on(name, model, dialect)))
+
+
+def compare(generator: SpeculativeGenerator) -> None:
+    """Require the drafts of rows alone, token for token, greedy and keyed."""
+    cases = [Case(p, s, 10) for p, s in zip((2, 17, 40), SAMPLINGS[:3], strict=True)]
+    for case, (result, drafts) in zip(cases, drafts_of(generator, cases), strict=True):
+        alone, expected = drafts_alone(generator, case)
+        assert drafts == expected != []
+        assert result.tokens == alone.tokens
+        assert result.stats.accepted == alone.stats.accepted
+        assert result.stats.drafted == alone.stats.drafted
+        assert result.stats.rounds == alone.stats.rounds
+        assert result.stats.sources.keys() == alone.stats.sources.keys()
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+def test_other_rules_and_few_ids_give_rows_what_they_do_alone(acceptance: Any) -> None:
+    made = head_bench("llama")
+    generator = made.generator("random", acceptance=acceptance)
+    cases = [
+        Case(p, Sampling(temperature=0.8, seed=s), 12)
+        for p, s in ((3, 1), (20, 2), (9, 3))
+    ]
+    for case, (result, drafts) in zip(cases, drafts_of(generator, cases), strict=True):
+        alone, expected = drafts_alone(generator, case)
+        assert drafts == expected
+        assert result.tokens == alone.tokens
+        assert result.stats.accepted == alone.stats.accepted
+
+
+def test_a_head_of_few_ids_drafts_no_others() -> None:
+    made = head_bench("llama")
+    generator = made.generator("reduced")
+    for result, drafts in drafts_of(generator, CASES[:4]):
+        assert all(token % 2 == 0 for draft in drafts for token in draft)
+        assert result.stats.accepted > 0
+
+
+@pytest.mark.parametrize("kind", ["mtp", "sliding"])
+def test_rounds_without_drafts_are_caught_up_with(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while steps are in flight, and with more slots than a window has."""
+    made, drafted = head_bench("llama"), []
+    for lag in (1, 3, 64):
+        monkeypatch.setattr(mtp, "LONGEST_LAG", lag)
+        generator = made.generator(kind)
+        head = knowing(generator)
+        with BatchGenerator(generator) as batch:
+            lengths = [4, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 2]
+            rows = insert_planned(made, batch, lengths, CASES)
+            most = 0
+            while batch.waiting or batch.running:
+                batch.next()
+                follower = batch._together._lane.follower
+                if follower is not None:
+                    most = max(most, *follower.held.counts)
+            finish(made, batch, rows)
+            assert batch.stats.forwards < 20
+        assert (most <= 6) == (lag < 64)
+        assert head.unknown == 0
+        drafted.append((head.chains, batch.stats.drafted, batch.stats.accepted))
+    assert drafted[0] == drafted[1] == drafted[2]
+    assert drafted[0][0] >= 3
+
+
+def test_rows_that_never_draft_are_not_followed() -> None:
+    made = head_bench("llama")
+    generator = made.generator("mtp")
+    head = knowing(generator)
+    with BatchGenerator(generator) as batch:
+        cases = [Case(c.prompt, c.sampling, 18, draft_length=0) for c in CASES[:3]]
+        rows = {made.insert(batch, case): case for case in cases}
+        while batch.waiting or batch.running:
+            batch.next()
+            assert batch._together._lane.follower is None
+        for case in (cases[0], CASES[3], cases[1]):
+            rows[made.insert(batch, case)] = case
+        head.fed.clear()
+        finish(made, batch, rows)
+    assert {rows for how, rows, _ in head.fed if how == "step"} == {1}
+    assert head.unknown == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_anywhere_leaves_rows_and_head_as_they_were(kind: str) -> None:
+    """Ctrl-C in every call of the target, and in every one of the head."""
+    made, cases = head_bench("llama"), [CASES[0], CASES[3], CASES[4]]
+    for case in cases:
+        made.text(case.prompt, case.sampling)
+    for forward in range(1, 9):
+        generator = made.generator(kind)
+        with BatchGenerator(generator) as batch, Watched(made.model, forward):
+            rows = {made.insert(batch, case): case for case in cases}
+            with pytest.raises(KeyboardInterrupt):
+                run(batch)
+            finish(made, batch, rows)
+        assert knowing(generator).unknown == 0
+    for call in range(1, 12):
+        generator = made.generator(kind)
+        head = knowing(generator)
+        with BatchGenerator(generator) as batch:
+            rows = {made.insert(batch, case): case for case in cases}
+            fail_in(head, call, KeyboardInterrupt())
+            with pytest.raises(KeyboardInterrupt):
+                run(batch)
+            finish(made, batch, rows)
+            assert batch.stats.acceptance_rate > 0.5
+            assert not any(batch.result(uid).stats.drafter_faults for uid in rows)
+        assert head.unknown == 0
+
+
+def insert_planned(
+    made: HeadBench, batch: BatchGenerator, lengths: list[int], cases: list[Case]
+) -> dict[int, Case]:
+    """Let rows draft so many tokens in their rounds, over and over."""
+    rows = {}
+    for case in cases:
+        made.text(case.prompt, case.sampling)
+        planned = {**asked(case), "draft_length": Planned(lengths)}
+        rows[batch.insert(**planned)] = case
+    return rows
+
+
+@pytest.mark.parametrize("where", ["forward", "read"])
+def test_an_interrupt_among_plain_steps_takes_their_states_back(where: str) -> None:
+    """Steps are committed when they are submitted, and read after the next one."""
+    made, cases = head_bench("llama"), [CASES[0], CASES[3], CASES[4]]
+    plain = BatchStep.read
+    for number in range(1, 7):
+        generator = made.generator("mtp")
+        left = number
+
+        def read(step: BatchStep) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+            return plain(step)
+
+        forward = 4 + number if where == "forward" else 0
+        with pytest.MonkeyPatch.context() as patch, BatchGenerator(generator) as batch:
+            rows = insert_planned(made, batch, [2, 0, 0, 0, 3, 0], cases)
+            if where == "read":
+                patch.setattr(BatchStep, "read", read)
+            with Watched(made.model, forward), pytest.raises(KeyboardInterrupt):
+                run(batch)
+            finish(made, batch, rows)
+            assert batch.stats.acceptance_rate > 0.4
+        assert knowing(generator).unknown == 0
+
+
+def fail_in(head: KnowingMtp, call: int, error: BaseException) -> None:
+    """Let a later call of a head raise once."""
+    left = call
+    for name in ("history", "step"):
+        plain = getattr(head, name)
+
+        def failing(*args: Any, plain: Any = plain, **options: Any) -> MtpOutput:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                plain(*args, **options)
+                raise error
+            made: MtpOutput = plain(*args, **options)
+            return made
+
+        setattr(head, name, failing)
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3, 4])
+def test_a_target_that_cannot_commit_leaves_the_head_as_it_was(
+    calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = head_bench("llama")
+    generator = made.generator("mtp")
+    with BatchGenerator(generator) as batch:
+        rows = {made.insert(batch, case): case for case in CASES}
+        batch.next()
+        interrupt_commit(batch, calls, monkeypatch)
+        with pytest.raises(KeyboardInterrupt):
+            run(batch)
+        finish(made, batch, rows)
+        assert batch.stats.acceptance_rate > 0.5
+    assert knowing(generator).unknown == 0
+
+
+@pytest.mark.parametrize("call", [1, 3, 7, 8, 9, 12])
+def test_a_head_that_raises_is_set_aside(call: int) -> None:
+    """For one row while its prompt is read, and for all in a round."""
+    made = head_bench("llama")
+    generator = made.generator("mtp")
+    with BatchGenerator(generator) as batch:
+        rows = {made.insert(batch, case): case for case in CASES}
+        fail_in(knowing(generator), call, RuntimeError("broken"))
+        with pytest.warns(DrafterFaultWarning, match="broken"):
+            run(batch)
+        finish(made, batch, rows)
+        faults = [batch.result(uid).stats.drafter_faults for uid in rows]
+        prompts = sum(case.prompt > 2 for case in CASES)
+        reading = call <= prompts
+        assert [len(each) for each in faults].count(1) == (1 if reading else len(rows))
+        named = {fault.call for each in faults for fault in each}
+        assert named == {"begin" if reading else "propose"}
+        later = {made.insert(batch, case): case for case in CASES[:2]}
+        finish(made, batch, later)
+        assert all(batch.result(uid).stats.accepted for uid in later)
+
+
+def test_a_want_of_memory_in_the_head_is_raised() -> None:
+    made = head_bench("llama")
+    generator = made.generator("mtp")
+    with BatchGenerator(generator) as batch:
+        rows = {made.insert(batch, case): case for case in CASES}
+        fail_in(knowing(generator), 9, MemoryError())
+        with pytest.raises(MemoryError):
+            run(batch)
+        finish(made, batch, rows)
+        assert batch.stats.acceptance_rate > 0.5
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLINGS[1], SAMPLINGS[5]])
+def test_a_head_whose_logits_are_unusable_is_set_aside_for_those_rows(
+    sampling: Sampling,
+) -> None:
+    made = head_bench("llama")
+    generator = made.generator("mtp")
+    head = knowing(generator)
+    plain, strange = head.step, made.text(23, sampling)[7]
+
+    def step(hidden: mx.array, tokens: mx.array, *args: Any) -> MtpOutput:
+        out = plain(hidden, tokens, *args)
+        seen = (tokens[:, -1:] == strange)[:, :, None]
+        return MtpOutput(out.recycled, mx.where(seen, mx.nan, out.logits))
+
+    head.step = step  # type: ignore[method-assign,assignment]
+    with BatchGenerator(generator) as batch:
+        bad = Case(23, sampling, 18)
+        rows = {made.insert(batch, case): case for case in (bad, *CASES[:4])}
+        with pytest.warns(DrafterFaultWarning, match="NaN"):
+            run(batch)
+        finish(made, batch, rows)
+        faults = {uid: batch.result(uid).stats.drafter_faults for uid in rows}
+        for uid, case in rows.items():
+            text = made.text(case.prompt, case.sampling)[:17]
+            assert len(faults[uid]) <= (strange in text)
+        assert sum(map(bool, faults.values())) < len(rows)
+        assert faults[min(rows)]
+    assert head.unknown == 0
+
+
+def test_rows_leave_and_find_prompts_in_the_prefix_cache() -> None:
+    made = head_bench("llama")
+    prefixes = PrefixCache(64 << 20, every=8)
+    generator = made.generator("random", prefix_cache=prefixes)
+    with BatchGenerator(generator) as batch:
+        for reused in (0, 32):
+            cases = [Case(40, s, 12 + reused // 4) for s in SAMPLINGS[:3]]
+            rows = {made.insert(batch, case): case for case in cases}
+            finish(made, batch, rows)
+            assert all(batch.result(uid).stats.reused >= reused for uid in rows)
+            assert all(batch.result(uid).stats.drafted for uid in rows)
+        closed = batch.insert(prompt_of(23), max_tokens=20, stop_tokens=())
+        for _ in range(3):
+            batch.next()
+        assert batch.remove(closed).finish_reason == "closed"
+
+
+def test_a_prompt_out_of_a_prefix_cache_is_not_in_the_slots() -> None:
+    """The head begins where the target began to read, in each row elsewhere."""
+    made = head_bench("llama")
+    prefixes = PrefixCache(64 << 20, every=8)
+    plain = made.generator("none", prefix_cache=prefixes)
+    plain.generate(prompt_of(40)[:33], max_tokens=1)
+    plain.generate(prompt_of(17), max_tokens=1)
+    generator = made.generator("random", prefix_cache=prefixes)
+    cases = [Case(40, SAMPLINGS[1], 12), Case(23, SAMPLINGS[0], 12)]
+    cases.append(Case(17, SAMPLINGS[2], 12))
+    found = drafts_of(generator, cases)
+    assert [result.stats.reused for result, _ in found][::2] == [33, 16]
+    for case, (result, drafts) in zip(cases, found, strict=True):
+        made.check(case, result.tokens)
+        assert len(drafts) >= 8
+
+
+def test_what_drafts_otherwise_still_runs_alone() -> None:
+    made = head_bench("llama")
+    head = made.generator("random")._setup.draft
+    assert isinstance(head, EagleDraft)
+    target, chained = mtp_on("step3p5")
+    drafts = [(made.model, Cascade(LookupDrafter(), head)), (target, chained)]
+    for model, draft in drafts:
+        generator = generator_of(model, draft)
+        with BatchGenerator(generator) as batch:
+            uid = batch.insert(prompt_of(6), max_tokens=6, stop_tokens=())
+            assert batch.why_alone(uid) == "its draft reads the target's states"
+            run(batch)
+            alone = generator.generate(prompt_of(6), max_tokens=6, stop_tokens=())
+            assert batch.result(uid).tokens == alone.tokens
+
+
+def test_a_row_that_leaves_while_it_is_read_lets_go_of_what_was_read() -> None:
+    made = head_bench("llama")
+    with BatchGenerator(made.generator("random")) as batch:
+        uid = made.insert(batch, Case(40, SAMPLINGS[0], 12, prefill_step=4))
+        for _ in range(3):
+            batch.next()
+        assert uid in batch.waiting
+        drafter: Any = batch._rows[uid].parts.drafter
+        assert drafter.drafter.committed.arrays
+        row = batch._rows[uid]
+        assert batch.remove(uid).finish_reason == "closed"
+        assert row.head is not None
+        assert drafter.drafter.committed.arrays == []
+        assert batch.memory == 0

@@ -1,0 +1,101 @@
+"""What a batch holds returns to the start, after many requests of all kinds."""
+
+import gc
+import random
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_speculation import BatchGenerator, Sampling
+from mlx_speculation.engine.stream_handling import Handling
+from support.batch_heads import head_bench
+from support.batches import LONGEST, SAMPLINGS, Bench, bench
+from support.identity import prompt_of
+
+
+def play(made: Bench, batch: BatchGenerator, requests: int, seed: int) -> int:
+    """Insert, run and remove at random; return the most bytes of caches."""
+    rng = random.Random(seed)
+    most, left = 0, requests
+    while left or batch.waiting or batch.running:
+        if left and rng.random() < 0.5:
+            left -= 1
+            options: dict[str, Any] = {
+                "max_tokens": rng.randint(0, LONGEST),
+                "sampling": rng.choice(SAMPLINGS),
+                "draft_length": rng.choice([None, 0, 3]),
+                "logprobs": rng.choice([None, None, 2]),
+                "handling": Handling(prefill_step=rng.choice([7, 2048])),
+            }
+            if rng.random() < 0.1:  # runs alone
+                options["sampling"] = Sampling(logits_processors=[lambda t, x: x])
+            batch.insert(prompt_of(rng.randint(1, 90)), **options)
+        for response in batch.next():
+            if response.finish_reason is not None:
+                batch.remove(response.uid)
+        begun = (*batch.running, *batch.waiting[:1])
+        if begun and rng.random() < 0.1:
+            batch.remove(rng.choice(begun))
+        most = max(most, batch.memory)
+    return most
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "requests", "sizes"),
+    [
+        ("llama", "model", 60, False),
+        ("llama", "model", 60, True),
+        ("llama", "random", 60, False),  # a head, which knows nothing
+        *(
+            pytest.param(name, kind, 1000, sizes, marks=pytest.mark.slow)
+            for name in ("llama", "gemma3_text", "qwen3_5")
+            for kind in ("model", "lookup", "random")
+            for sizes in (False, True)
+        ),
+    ],
+)
+def test_bytes_return_to_the_start(
+    name: str, kind: str, requests: int, sizes: bool
+) -> None:
+    made = head_bench(name) if kind == "random" else bench(name)
+    generator = made.generator(kind)
+    with BatchGenerator(generator, max_rows=6, row_sizes=sizes) as batch:
+        play(made, batch, 6, seed=0)  # what is made once
+        gc.collect()
+        mx.clear_cache()
+        start = mx.get_active_memory()
+        most = play(made, batch, requests, seed=1)
+        assert most > 0
+        assert batch.memory == 0
+        assert batch.stats.alone
+        gc.collect()
+        mx.synchronize()
+        # Rates and counts are plain numbers: no array may be left.
+        assert mx.get_active_memory() <= start + 4096
+
+
+@pytest.mark.parametrize("sizes", [False, True])
+def test_caches_are_as_wide_as_the_longest_row(sizes: bool) -> None:
+    """Whatever other rows kept of their rounds; in steps, where these leave."""
+    made, most = bench("llama"), 6 if sizes else 3
+    generator = made.generator("model")
+    with BatchGenerator(generator, max_rows=most, row_sizes=sizes) as batch:
+        long = batch.insert(prompt_of(30), max_tokens=200, stop_tokens=())
+        spare = 0
+        for number in range(1000):
+            if long not in batch.running and long not in batch.waiting:
+                break
+            if len(batch.running) + len(batch.waiting) < most:
+                options: dict[str, Any] = {"max_tokens": 5 + number % 17}
+                batch.insert(prompt_of(4 + number % 9), stop_tokens=(), **options)
+            batch.next()
+            caches = batch._together._lane.caches
+            rows = batch._together.rows
+            if caches:
+                known = max(len(row.tokens) for row in rows)
+                longest = known if not sizes else -(-known // 256) * 256
+                assert caches[0].columns <= longest
+                spare = max(spare, caches[0].keys.shape[2] - known)
+        assert len(batch.result(long).tokens) == 200
+        assert spare <= 256

@@ -1,0 +1,462 @@
+"""Prompts of a batch are read in chunks, one chunk's worth between two rounds."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from mlx_speculation import (
+    BatchGenerator,
+    Cascade,
+    DrafterFaultWarning,
+    LookupDrafter,
+    PrefixCache,
+    Sampling,
+)
+from mlx_speculation.engine import Lengths
+from mlx_speculation.engine.draft_length.base import Outcome, Plan
+from mlx_speculation.engine.stream_handling import Handling
+from support.batches import SAMPLINGS, Bench, Case, bench
+from support.identity import prompt_of
+from support.planned_lengths import Planned
+
+STEP = 18
+LONG = 90
+ALONE = Sampling(logits_processors=[lambda tokens, logits: logits])  # may have a state
+CASE = Case(6, SAMPLINGS[0], 30)
+Fed = list[tuple[int, int]]
+
+
+@contextmanager
+def forwards(model: nn.Module) -> Iterator[Fed]:
+    """Note [rows, positions] of every forward of a model."""
+    plain: Any = type(model)
+    found: Fed = []
+
+    def call(self: Any, inputs: mx.array, *args: Any, **kwargs: Any) -> Any:
+        found.append((inputs.shape[0], inputs.shape[1]))
+        return plain.__call__(self, inputs, *args, **kwargs)
+
+    body = {"__call__": call, "__module__": plain.__module__}
+    model.__class__ = type(plain.__name__, (plain,), body)
+    try:
+        yield found
+    finally:
+        model.__class__ = plain
+
+
+@contextmanager
+def failing(model: nn.Module, width: int, count: int, error: BaseException) -> Any:
+    """Let one forward of one row and so many positions raise, after some others."""
+    plain: Any = type(model)
+    left = [count]
+
+    def call(self: Any, inputs: mx.array, *args: Any, **kwargs: Any) -> Any:
+        left[0] -= inputs.shape == (1, width)
+        if left[0] == 0:
+            left[0] = -1
+            raise error
+        return plain.__call__(self, inputs, *args, **kwargs)
+
+    body = {"__call__": call, "__module__": plain.__module__}
+    model.__class__ = type(plain.__name__, (plain,), body)
+    try:
+        yield
+        assert left[0] < 0
+    finally:
+        model.__class__ = plain
+
+
+def started(made: Bench, batch: BatchGenerator, count: int = 2) -> dict[int, Case]:
+    """Return rows that are running."""
+    rows = {}
+    for sampling in SAMPLINGS[:count]:
+        case = Case(6, sampling, 30, draft_length=1)  # for 15 rounds at least
+        rows[made.insert(batch, case)] = case
+    batch.next()
+    assert set(batch.running) == set(rows)
+    return rows
+
+
+def finish(made: Bench, batch: BatchGenerator, rows: dict[int, Case]) -> None:
+    """Run to the end, check the texts, and that nothing is held."""
+    while batch.waiting or batch.running:
+        batch.next()
+    for uid, case in rows.items():
+        result = batch.result(uid)
+        assert len(result.tokens) == case.max_tokens
+        made.check(case, result.tokens)
+    assert batch.memory == 0
+
+
+def read_widths(fed: Fed) -> list[int]:
+    """Return the chunks of prompts among forwards: they are wider than rounds."""
+    return [width for rows, width in fed if rows == 1 and width > 8]
+
+
+@pytest.mark.parametrize("kind", ["model", "lookup", "none"])
+def test_one_chunk_at_most_is_read_between_two_rounds(kind: str) -> None:
+    made = bench("llama")
+    heard: list[int] = []
+    with BatchGenerator(made.generator(kind)) as batch:
+        rows = started(made, batch)
+        case = Case(LONG, SAMPLINGS[0], 8, prefill_step=STEP)
+        options: dict[str, Any] = {"max_tokens": 8, "stop_tokens": ()}
+        handling = Handling(prefill_step=STEP, heard=heard.append)
+        long = batch.insert(prompt_of(LONG), handling=handling, **options)
+        calls = 0
+        while long in batch.waiting:
+            running = batch.running
+            before = sum(heard)
+            with forwards(made.model) as fed:
+                responses = batch.next()
+            assert {one.uid for one in responses} >= set(running)
+            assert sum(heard) - before <= STEP
+            assert sum(read_widths(fed)) <= STEP
+            calls += 1
+        # The first may find a step on its way, beside which nothing is read.
+        assert calls - -(-(LONG - 1) // STEP) in (0, 1)
+        assert sum(heard) == LONG - 1
+        assert set(heard[:-1]) == {STEP}
+        finish(made, batch, rows | {long: case})
+
+
+def test_a_draft_model_reads_one_chunk_at_most_too() -> None:
+    """Meanwhile the others draft, and the row itself does not."""
+    made = bench("llama")
+    with BatchGenerator(made.generator("model")) as batch:
+        rows = started(made, batch)
+        case = Case(LONG, SAMPLINGS[0], 30, prefill_step=STEP)
+        long = made.insert(batch, case)
+        stats = batch._rows[long].stream.stats
+        chunks: list[int] = []
+        while stats.drafted == 0:
+            drafted = batch.stats.drafted
+            with forwards(made.draft) as fed:
+                batch.next()
+            assert sum(read_widths(fed)) <= STEP
+            assert batch.stats.drafted > drafted
+            chunks += read_widths(fed)
+        assert chunks[:-1] == [STEP] * 4
+        assert stats.emitted > len(chunks)
+        finish(made, batch, rows | {long: case})
+        assert stats.accepted > 0
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("draft", ["cascade", "confident"])
+def test_drafters_of_one_row_read_one_chunk_at_most(alone: bool, draft: str) -> None:
+    made = bench("llama")
+    options: dict[str, Any] = {"draft": made.draft, "draft_confidence": 0.05}
+    if draft == "cascade":
+        lookup = LookupDrafter(minimum_match=30)
+        options = {"draft": Cascade(lookup, made.draft)}
+    with BatchGenerator(made.generator("none", draft_length=4, **options)) as batch:
+        rows = started(made, batch)
+        case = Case(LONG, SAMPLINGS[0], 20, prefill_step=STEP)
+        sampling = ALONE if alone else case.sampling
+        long = batch.insert(
+            prompt_of(LONG),
+            max_tokens=20,
+            sampling=sampling,
+            stop_tokens=(),
+            handling=case.handling,
+        )
+        assert (batch.why_alone(long) is not None) == alone
+        chunks = []
+        while long in batch.waiting or long in batch.running:
+            running = batch.running
+            with forwards(made.draft) as fed, forwards(made.model) as target:
+                responses = batch.next()
+            assert {one.uid for one in responses} >= set(running)
+            assert sum(read_widths(fed)) <= STEP
+            assert sum(read_widths(target)) <= STEP
+            chunks += read_widths(fed)
+        assert chunks[:-1] == [STEP] * (len(chunks) - 1)
+        assert sum(chunks) > LONG - 9
+        assert batch.result(long).stats.accepted > 0
+        finish(made, batch, rows | {long: case})
+
+
+def test_a_plan_is_kept_while_the_draft_of_a_row_alone_reads() -> None:
+    """Nothing is submitted meanwhile: it would be measured beside what is read."""
+    made, lengths = bench("llama"), Planned([4, 2])
+    with BatchGenerator(made.generator("model")) as batch:
+        uid = batch.insert(
+            prompt_of(LONG),
+            max_tokens=20,
+            sampling=ALONE,
+            stop_tokens=(),
+            draft_length=lengths,
+            handling=Handling(prefill_step=STEP),
+        )
+        while batch.waiting or batch.running:
+            batch.next()
+        result = batch.result(uid)
+        assert result.tokens == made.text(LONG, SAMPLINGS[0], STEP)[:20]
+        assert result.stats.rounds == len(lengths.noted) + LONG // STEP
+    assert [plan for plan, _ in lengths.noted] == lengths.planned[: len(lengths.noted)]
+    assert lengths.noted[0][1].drafted == 4
+
+
+def test_what_a_draft_has_missed_is_read_in_parts() -> None:
+    """Rows draft again after many plain rounds, and one joins them meanwhile."""
+
+    class Late:
+        longest = 4
+
+        def plan(self, context: int, limit: int) -> Plan:
+            length = 4 if context < 10 or context > 60 else 0
+            return Plan(max(0, min(length, limit)), "fixed")
+
+        def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
+            pass
+
+        def end(self) -> None:
+            pass
+
+    made, step = bench("llama"), 24
+    options: dict[str, Any] = {"max_tokens": 90, "stop_tokens": ()}
+    generator = made.generator("model")
+    alone = generator.generate(prompt_of(6), draft_length=0, **options)
+    lengths: Lengths = Late()
+    with BatchGenerator(generator) as batch:
+        handling = Handling(prefill_step=step)
+        uids = [
+            batch.insert(
+                prompt_of(6), draft_length=lengths, handling=handling, **options
+            )
+            for _ in range(2)
+        ]
+        most: list[int] = []
+        while batch.running or batch.waiting:
+            if len(most) == 50:
+                rows = {made.insert(batch, CASE): CASE}
+            with forwards(made.draft) as fed:
+                batch.next()
+            most.append(max((w for _, w in fed), default=0))
+        assert max(most) == step // 2  # of each of the two rows
+        assert most.count(step // 2) >= 3
+        assert most.count(2) > 2  # and then they draft
+        for uid in uids:
+            assert batch.result(uid).tokens == alone.tokens
+            assert batch.result(uid).stats.accepted > 10
+        finish(made, batch, rows)
+        for uid in (*uids, *rows):
+            assert batch.result(uid).stats.drafter_faults == []
+            assert batch.result(uid).stats.acceptance_rate > 0.3
+
+
+def test_short_prompts_share_a_chunk_and_rows_begin_in_their_order() -> None:
+    made = bench("llama")
+    with BatchGenerator(made.generator("none")) as batch:
+        rows = started(made, batch)
+        lengths = (5, 5, 5, 40, 3, 3)  # a prompt is read but for its last token
+        cases = [Case(n, SAMPLINGS[1], 30, prefill_step=13) for n in lengths]
+        uids = [made.insert(batch, case) for case in cases]
+        rows |= dict(zip(uids, cases, strict=True))
+        began = []
+        while batch.waiting:
+            before = len(batch.waiting)
+            batch.next()
+            began.append(before - len(batch.waiting))
+            assert batch.waiting == tuple(uids[len(uids) - len(batch.waiting) :])
+        # 4 + 4 + 4, 13, 13, and 13 with nothing left for the last two.
+        assert [n for n in began if n] == [3, 1, 2]
+        assert began[-5:] == [3, 0, 0, 1, 2]
+        finish(made, batch, rows)
+
+
+def test_nothing_waits_where_nothing_runs() -> None:
+    """Calls read one chunk each, and the first row runs as soon as it is read."""
+    made = bench("llama")
+    with BatchGenerator(made.generator("none")) as batch:
+        cases = [Case(40, s, 9, prefill_step=STEP) for s in SAMPLINGS[:2]]
+        rows = {made.insert(batch, case): case for case in cases}
+        for _ in range(2):
+            assert batch.next() == []
+            assert batch.running == ()
+            assert batch.memory > 0
+        assert {one.uid for one in batch.next()} == {min(rows)}
+        assert batch.stats.rounds == 1
+        finish(made, batch, rows)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", pytest.param("qwen3_5", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("keeps", [False, True])
+def test_chunks_end_where_those_of_the_prompt_alone_do(name: str, keeps: bool) -> None:
+    made = bench(name)
+    options: dict[str, Any] = {"handling": Handling(prefill_step=STEP)}
+    options |= {"max_tokens": 3, "stop_tokens": ()}
+    prompts = [prompt_of(6), prompt_of(40), prompt_of(LONG)]
+
+    def cache() -> PrefixCache | None:
+        return PrefixCache(64 << 20, every=16) if keeps else None
+
+    generator = made.generator("none", prefix_cache=cache())
+    with forwards(made.model) as alone:
+        for prompt in prompts:
+            generator.generate(prompt, **options)
+    with BatchGenerator(made.generator("none", prefix_cache=cache())) as batch:
+        batch.insert(prompt_of(3), max_tokens=60, stop_tokens=(), draft_length=0)
+        batch.next()
+        with forwards(made.model) as fed:
+            for prompt in prompts:
+                batch.insert(prompt, **options)
+            while batch.waiting:
+                batch.next()
+    widths = [[w for rows, w in each if rows == 1 and w > 1] for each in (alone, fed)]
+    assert widths[0] == widths[1]
+    assert sum(widths[0]) in range(127, 134)  # single tokens are in no list
+
+
+@pytest.mark.parametrize("kind", ["model", "lookup", "none"])
+def test_an_interrupted_chunk_is_taken_up_again(kind: str) -> None:
+    made = bench("llama")
+    for count in (1, 3, 4):
+        with BatchGenerator(made.generator(kind)) as batch:
+            rows = started(made, batch)
+            case = Case(LONG, SAMPLINGS[1], 9, prefill_step=STEP)
+            rows[made.insert(batch, case)] = case
+            with (
+                pytest.raises(KeyboardInterrupt),
+                failing(made.model, STEP, count, KeyboardInterrupt()),
+            ):
+                finish(made, batch, rows)
+            assert len(batch.waiting) == 1
+            made.text(LONG, SAMPLINGS[1], STEP)
+            with forwards(made.model) as fed:
+                finish(made, batch, rows)
+            assert read_widths(fed) == [STEP] * (5 - count) + [LONG - 1 - 4 * STEP]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("mine"), MemoryError("mine")])
+@pytest.mark.parametrize("sampling", [SAMPLINGS[1], ALONE])
+def test_a_chunk_that_fails_ends_its_row(error: Exception, sampling: Any) -> None:
+    made = bench("llama")
+    with BatchGenerator(made.generator("model")) as batch:
+        rows = started(made, batch)
+        case = Case(LONG, sampling, 9, prefill_step=STEP)
+        bad = made.insert(batch, case)
+        behind = Case(23, SAMPLINGS[2], 9, prefill_step=STEP)
+        rows[made.insert(batch, behind)] = behind
+        with failing(made.model, STEP, 3, error):
+            finish(made, batch, rows)
+        assert batch.error(bad) is error
+        assert batch.result(bad).finish_reason == "error"
+        assert batch.result(bad).tokens == []
+        assert (batch.stats.failed, batch.stats.finished) == (1, 4)
+
+
+def test_a_draft_that_fails_in_a_chunk_is_set_aside() -> None:
+    made = bench("llama")
+    for confidence in (0.0, 0.1):  # for all rows together, or for each
+        generator = made.generator("model", draft_confidence=confidence)
+        with BatchGenerator(generator) as batch:
+            rows = started(made, batch)
+            case = Case(LONG, SAMPLINGS[1], 30, prefill_step=STEP)
+            long = made.insert(batch, case)
+            with (
+                pytest.warns(DrafterFaultWarning, match="mine"),
+                failing(made.draft, STEP, 3, RuntimeError("mine")),
+            ):
+                finish(made, batch, rows | {long: case})
+            (fault,) = batch.result(long).stats.drafter_faults
+            assert fault.call == "begin"
+
+
+def test_an_interrupted_chunk_of_a_draft_is_taken_up_again() -> None:
+    made = bench("llama")
+    with BatchGenerator(made.generator("model")) as batch:
+        rows = started(made, batch)
+        case = Case(LONG, SAMPLINGS[0], 30, prefill_step=STEP)
+        long = made.insert(batch, case)
+        with (
+            pytest.raises(KeyboardInterrupt),
+            failing(made.draft, STEP, 3, KeyboardInterrupt()),
+        ):
+            finish(made, batch, rows)
+        finish(made, batch, rows | {long: case})
+        assert batch.result(long).stats.accepted > 0
+
+
+def test_a_draft_that_is_kept_to_the_last_token_of_a_prompt_is_in_step() -> None:
+    """Its lane held one token more than was thought: 5 of 98 drafts were accepted."""
+    made = bench("llama")
+    generator = made.generator("model", prefix_cache=PrefixCache(64 << 20))
+    case = Case(23, SAMPLINGS[0], 30)
+    alone = generator.generate(prompt_of(23), max_tokens=30, stop_tokens=())
+    with BatchGenerator(generator) as batch:
+        uid = made.insert(batch, case)
+        finish(made, batch, {uid: case})
+        stats = batch.result(uid).stats
+    assert stats.reused == 22
+    assert stats.acceptance_rate >= alone.stats.acceptance_rate - 0.2
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_a_row_is_removed_while_it_is_read(name: str, chunks: int) -> None:
+    """What was read of it is there for the next one that begins so."""
+    made = bench(name)
+    prefixes = PrefixCache(64 << 20, every=STEP)  # chunks end where states are kept
+    generator = made.generator("model", prefix_cache=prefixes)
+    with BatchGenerator(generator) as batch:
+        rows = started(made, batch)
+        while batch._together.in_flight:
+            batch.next()
+        case = Case(LONG, SAMPLINGS[0], 9, prefill_step=STEP)
+        long = made.insert(batch, case)
+        for _ in range(chunks):
+            batch.next()
+        assert batch.waiting == (long,)
+        result = batch.remove(long)
+        assert (result.finish_reason, result.tokens) == ("closed", [])
+        assert result.cached_tokens == prompt_of(LONG)[: chunks * STEP]
+        again = made.insert(batch, case)
+        finish(made, batch, rows | {again: case})
+        assert batch.result(again).stats.reused == chunks * STEP
+
+
+def test_a_batch_is_closed_while_prompts_are_read() -> None:
+    made = bench("llama")
+    generator = made.generator("model")
+    with BatchGenerator(generator) as batch:
+        finish(made, batch, started(made, batch))  # what is made once
+    gc.collect()
+    mx.synchronize()
+    held = mx.get_active_memory()
+    batch = BatchGenerator(generator)
+    started(made, batch)
+    case = Case(LONG, SAMPLINGS[0], 30, prefill_step=STEP)
+    uids = [made.insert(batch, case) for _ in range(3)]
+    for _ in range(8):  # the first is read by its draft, and the second by the target
+        batch.next()
+    assert batch.waiting == tuple(uids[1:])
+    assert batch._rows[uids[0]].lanes[1].seen > 0
+    batch.close()
+    assert batch.memory == 0
+    assert [batch.result(uid).finish_reason for uid in uids] == ["closed"] * 3
+    gc.collect()
+    mx.synchronize()
+    assert mx.get_active_memory() <= held + 4096
+
+
+def test_a_row_that_ends_before_its_draft_has_read_lets_go_of_it() -> None:
+    made = bench("llama")
+    with BatchGenerator(made.generator("model")) as batch:
+        rows = started(made, batch)
+        case = Case(LONG, SAMPLINGS[0], 3, prefill_step=STEP)
+        short = made.insert(batch, case)
+        while batch.error(short) is None and not batch._rows[short].ended:
+            batch.next()
+        target, draft = batch._rows[short].lanes
+        assert 0 < draft.seen < LONG - 2
+        assert target.caches == draft.caches == []
+        finish(made, batch, rows | {short: case})

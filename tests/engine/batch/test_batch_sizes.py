@@ -1,0 +1,367 @@
+"""Batches whose models are shown few numbers of rows: what is fed, learnt and kept.
+
+That the texts are the same is shown in test_batch_identity.py.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_speculation import BatchGenerator, NonFiniteLogitsError, Sampling, pure
+from mlx_speculation.caches import RaggedKVCache
+from mlx_speculation.engine.batch.draft_model import BatchDraftModel
+from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
+from mlx_speculation.engine.draft_length.adaptive import AdaptiveLengths
+from mlx_speculation.engine.draft_length.base import FixedLengths, Outcome, Plan
+from mlx_speculation.engine.draft_length.costs import RoundCosts
+from mlx_speculation.models import BatchLane, Lane, Recorders, RowSizes
+from mlx_speculation.models.shape_buckets import row_size
+from support.batch_heads import head_bench
+from support.batches import SAMPLINGS, Bench, Case, bench
+from support.cache_twins import read
+from support.identity import prompt_of
+
+Shapes = list[tuple[int, int]]
+
+
+class Watched:
+    """Notes the shapes of what a model is fed, for the length of a block."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.plain = model, type(model)
+        self.shapes: Shapes = []
+
+    def __enter__(self) -> Shapes:
+        plain, shapes = self.plain, self.shapes
+
+        def call(own: Any, inputs: mx.array, **options: Any) -> Any:
+            shapes.append((inputs.shape[0], inputs.shape[1]))
+            return plain.__call__(own, inputs, **options)
+
+        body = {"__call__": call, "__module__": plain.__module__}
+        self.model.__class__ = type(plain.__name__, (plain,), body)
+        return shapes
+
+    def __exit__(self, *error: object) -> None:
+        self.model.__class__ = self.plain
+
+
+def cases_of(rows: int) -> list[Case]:
+    """Return rows that end one by one."""
+    kinds = SAMPLINGS[:4]
+    return [Case(2, kinds[n % 4], 2 + 28 * n // rows) for n in range(rows)]
+
+
+def finish(made: Bench, batch: BatchGenerator, rows: dict[int, Case]) -> None:
+    """Run the rows to the end and check them."""
+    while batch.waiting or batch.running:
+        batch.next()
+    for uid, case in rows.items():
+        result = batch.result(uid)
+        assert len(result.tokens) == case.max_tokens
+        made.check(case, result.tokens)
+    assert batch.memory == 0
+
+
+def play(kind: str, *, row_sizes: bool | None, **options: Any) -> tuple[Shapes, Shapes]:
+    """Run 13 rows; return the shapes that target and draft were fed."""
+    made = bench("llama")
+    generator = made.generator(kind, **options)
+    cases = cases_of(13)
+    for case in cases:
+        made.text(case.prompt, case.sampling)
+    batch = BatchGenerator(generator, row_sizes=row_sizes)
+    with batch, Watched(made.model) as target, Watched(made.draft) as draft:
+        rows = {made.insert(batch, case): case for case in cases}
+        batch.next()  # prompts
+        target.clear()
+        draft.clear()
+        finish(made, batch, rows)
+        assert batch.stats.row_rounds <= 13 * batch.stats.forwards
+        assert batch.stats.emitted == sum(case.max_tokens for case in cases)
+    return target, draft
+
+
+def test_models_are_shown_few_numbers_of_rows() -> None:
+    wide = {True: set[int](), False: set[int]()}
+    for sizes in (True, False):
+        for shapes in play("model", row_sizes=sizes):
+            wide[sizes] |= {rows for rows, width in shapes if width > 1 and rows > 1}
+    assert wide[True] <= {2, 3, 4, 6, 8, 12, 16}
+    assert len(wide[True]) >= 4
+    assert wide[False] & {5, 7, 9, 10, 11, 13}
+
+
+@pytest.mark.parametrize("kind", ["model", "lookup", "mtp", "eagle"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_models_are_shown_few_numbers_of_positions(name: str, kind: str) -> None:
+    """Of the draft of 5 tokens, and of what is left of it at the end of a budget."""
+    made = bench(name) if kind in ("model", "lookup") else head_bench(name)
+    widths = {}
+    for sizes in (True, False):
+        batch = BatchGenerator(made.generator(kind, draft_length=5), row_sizes=sizes)
+        with batch, Watched(made.model) as shapes:
+            uids = {made.insert(batch, case): case for case in cases_of(6)}
+            batch.next()  # prompts
+            shapes.clear()
+            finish(made, batch, uids)
+            widths[sizes] = {width for rows, width in shapes if rows > 1}
+    assert widths[True] <= {1, 2, 3, 4, 5, 7}
+    assert 6 in widths[False]
+    assert 7 in widths[True]
+
+
+@pytest.mark.parametrize("kind", ["none", "model"])
+def test_plain_decoding_is_shown_the_rows_that_there_are(kind: str) -> None:
+    target, draft = play(kind, row_sizes=True, draft_length=0)
+    assert not draft
+    assert {5, 7, 9, 10, 11} <= {rows for rows, _ in target}
+
+
+def test_sizes_are_not_used_on_a_cpu() -> None:
+    assert play("model", row_sizes=None) == play("model", row_sizes=False)
+
+
+@pytest.fixture(name="copied")
+def _copied(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Return a list to which each copy of a layer's rows adds where they stood."""
+    found: list[list[int]] = []
+    usual = RaggedKVCache.filter
+
+    def noted(self: RaggedKVCache, batch_indices: Any) -> None:
+        found.append([int(place) for place in batch_indices.tolist()])
+        usual(self, batch_indices)
+
+    monkeypatch.setattr(RaggedKVCache, "filter", noted)
+    return found
+
+
+def test_rows_are_copied_only_where_the_size_changes(copied: list[list[int]]) -> None:
+    """They were in every round with fewer rows than the size, which cost as much."""
+    made = bench("llama")
+    rows = 13
+    cases = [Case(6, SAMPLINGS[0], 4 + 2 * n) for n in range(rows)]
+    layers = len(made.model.layers)
+    sizes: list[int] = []
+    with BatchGenerator(made.generator("lookup"), row_sizes=True) as batch:
+        uids = {made.insert(batch, case): case for case in cases}
+        while batch.waiting or batch.running:
+            batch.next()
+            sizes.append(batch._together._lane.places)
+        finish(made, batch, uids)
+    changes = sum(one != other for one, other in pairwise([rows, *sizes, 0]))
+    assert changes >= 4
+    assert len(copied) / layers <= changes
+    assert len(copied) < 0.5 * layers * (len(sizes) + rows)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
+def test_a_row_that_has_left_changes_nothing_for_the_others(name: str) -> None:
+    """It stands among them until the size changes, and nobody reads it."""
+    model, rows, stay = bench(name).model, 6, [0, 1, 3, 4, 5]
+    recorders = Recorders(model)  # for states that keep a part of a round
+    fed = mx.array([[3 * row + 1, 3 * row + 2] for row in range(rows)])
+    found: dict[bool, list[Any]] = {}
+    for used in (True, False):
+        lanes = [Lane(model) for _ in range(rows)]
+        for row, lane in enumerate(lanes):
+            lane.feed(prompt_of(5 + row))
+        batch = BatchLane(model, RowSizes(used=used))
+        batch.join(lanes)
+        with batch.begin(2) as first:
+            first.forward(fed)
+            first.commit([2, 1, 0, 1, 2, 1])
+        batch.leave(stay)
+        found[used] = []
+        with Watched(model) as shapes:
+            for keep in ([1, 2, 0, 1, 2], [2, 0, 1, 1, 2]):
+                with batch.begin(2) as lane_round:
+                    logits = lane_round.forward(fed[mx.array(stay)])
+                    found[used].append(read(logits))
+                    lane_round.commit(keep)
+        assert shapes == [(6 if used else 5, 2)] * 2
+        for row in range(5):
+            caches = batch.extract(row)
+            found[used].append(read(model(mx.array([[9]]), cache=caches)))
+    recorders.remove()
+    for ours, others in zip(found[True], found[False], strict=True):
+        np.testing.assert_allclose(ours, others, rtol=0, atol=1e-4)
+
+
+def test_a_row_that_has_left_is_let_go_of_where_it_is_the_longest() -> None:
+    model = bench("llama").model
+    recorders = Recorders(model)
+    lanes = [Lane(model) for _ in range(6)]
+    for length, lane in zip((5, 300, 6, 7, 8, 9), lanes, strict=True):
+        lane.feed(prompt_of(length))
+    batch = BatchLane(model, RowSizes(used=True))
+    batch.join(lanes)
+    with batch.begin(2) as lane_round:
+        lane_round.forward(mx.array([[1, 2]] * 6))
+        lane_round.commit([1] * 6)
+    recorders.remove()
+    held = batch.nbytes
+    batch.leave([0, 2, 3, 4, 5])
+    assert batch.places == 6
+    assert batch.nbytes < 0.6 * held
+
+
+def let_draft(batch: BatchGenerator, length: int) -> None:
+    """Let every row draft so many tokens a round from now on."""
+    for row in batch._together.rows:
+        lengths: Any = row.parts.lengths
+        assert type(lengths) is FixedLengths
+        FixedLengths.__init__(lengths, length)
+
+
+def test_a_draft_that_has_missed_tokens_reads_them_in_few_widths() -> None:
+    """Else it is fed a new number of them in nearly each round after plain ones."""
+    made = bench("llama")
+    found, held = {}, []
+    for sizes in (True, False):
+        generator = made.generator("model")
+        batch = BatchGenerator(generator, row_sizes=sizes)
+        with batch, Watched(made.draft) as shapes:
+            uids = [batch.insert(prompt_of(3), max_tokens=60) for _ in range(5)]
+            drafts = batch.next() and batch._together._drafts
+            found[sizes] = set[int]()
+            for missed in (0, 1, 5, 11, 14):
+                let_draft(batch, 0)
+                for _ in range(missed):
+                    batch.next()
+                let_draft(batch, 3)
+                shapes.clear()
+                batch.next()
+                batch.next()
+                found[sizes] |= {width for rows, width in shapes if rows > 1}
+            assert isinstance(drafts, BatchDraftModel)
+            assert uids
+            (first, *_) = drafts.lane.extract(2)
+            held.append(read(first.keys_and_values()))
+    assert found[True] <= {1, 2, 4, 8}
+    assert found[False] - {1, 2, 4, 8}
+    for one, other in zip(*held, strict=True):  # whatever they were read in
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["model", "lookup"])
+def test_the_first_row_may_fail_which_the_copies_follow(kind: str) -> None:
+    made = bench("llama")
+
+    @pure
+    def breaks(tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits * mx.nan if len(tokens) > 12 else logits
+
+    with BatchGenerator(made.generator(kind), row_sizes=True) as batch:
+        options = Sampling(logits_processors=[breaks])
+        bad = batch.insert(prompt_of(6), sampling=options, stop_tokens=())
+        rows = {made.insert(batch, case): case for case in cases_of(10)}
+        finish(made, batch, rows)
+        assert isinstance(batch.error(bad), NonFiniteLogitsError)
+        assert (batch.stats.failed, batch.stats.finished) == (1, 11)
+
+
+@pytest.mark.parametrize("kind", ["model", "lookup"])
+def test_copies_whose_logits_are_unusable_are_nobodys_concern(kind: str) -> None:
+    made = bench("llama")
+    cases = cases_of(5)
+    for case in cases:
+        made.text(case.prompt, case.sampling)
+    generator = made.generator(kind)
+    broken = 0
+
+    class Breaking(type(made.model)):  # type: ignore[misc]
+        """Its sixth row is NaN."""
+
+        def __call__(self, inputs: mx.array, **options: Any) -> mx.array:
+            nonlocal broken
+            logits: mx.array = super().__call__(inputs, **options)
+            if inputs.shape[0] < 6:
+                return logits
+            broken += 1
+            sixth = mx.arange(inputs.shape[0])[:, None, None] == 5
+            return mx.where(sixth, mx.nan, logits)
+
+    Breaking.__module__ = type(made.model).__module__
+    plain = type(made.model)
+    models = (made.model, made.draft)
+    try:
+        for model in models:
+            model.__class__ = Breaking
+        with BatchGenerator(generator, row_sizes=True) as batch:
+            rows = {made.insert(batch, case): case for case in cases}
+            finish_plainly(batch)
+            found = {uid: batch.result(uid) for uid in rows}
+    finally:
+        for model in models:
+            model.__class__ = plain
+    assert broken
+    for uid, case in rows.items():
+        made.check(case, found[uid].tokens)
+        assert not found[uid].stats.drafter_faults
+
+
+def finish_plainly(batch: BatchGenerator) -> None:
+    while batch.waiting or batch.running:
+        for response in batch.next():
+            assert response.error is None
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
+def test_a_round_that_fails_for_all_is_run_again(name: str) -> None:
+    made = bench(name)
+    plain: Any = type(made.model)
+    cases = [Case(2, sampling, 12) for sampling in SAMPLINGS[:5]]
+    for case in cases:
+        made.text(case.prompt, case.sampling)
+    for forward in (6, 7, 8):  # behind the prompts
+        with BatchGenerator(made.generator("model"), row_sizes=True) as batch:
+            rows = {made.insert(batch, case): case for case in cases}
+            left = [forward]
+
+            def call(
+                own: Any, *args: Any, left: list[int] = left, **kwargs: Any
+            ) -> Any:
+                left[0] -= 1
+                if left[0] == 0:
+                    raise KeyboardInterrupt
+                return plain.__call__(own, *args, **kwargs)
+
+            body = {"__call__": call, "__module__": plain.__module__}
+            made.model.__class__ = type(plain.__name__, (plain,), body)
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    finish_plainly(batch)
+            finally:
+                made.model.__class__ = plain
+            finish(made, batch, rows)
+
+
+def test_what_the_first_round_of_a_shape_takes_is_not_what_rounds_cost() -> None:
+    lengths = AdaptiveLengths(RoundCosts({0: {0: 1.0, 4: 2.0}}), AcceptanceRates(), 8)
+    plan = Plan(4, "best")
+    lengths.note(10, plan, Outcome(4, 2, 50.0, fresh=True))
+    assert lengths.costs.table() == {0: {0: 1.0, 4: 2.0}}
+    assert lengths.rates.known > 0  # what was accepted counts
+    lengths.note(10, plan, Outcome(4, 2, 50.0))
+    assert lengths.costs.table()[0][4] > 2.0
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("kind", ["model", "lookup"])
+def test_costs_are_kept_by_the_rows_shown(kind: str) -> None:
+    made = bench("llama")
+    generator = made.generator(kind, draft_length=None)
+    with BatchGenerator(generator, row_sizes=True) as batch:
+        rows = {made.insert(batch, case): case for case in cases_of(11)}
+        while batch.waiting or batch.running:
+            batch.next()
+        for uid, case in rows.items():
+            made.check(case, batch.result(uid).tokens, width=17)
+        known = set(generator.lengths._batches)
+    assert max(known) == 12
+    assert min(known) < 6  # each as it was reached
+    assert known == {row_size(rows) for rows in known}

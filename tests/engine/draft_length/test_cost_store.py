@@ -1,0 +1,122 @@
+"""What rounds cost is kept in a file, which may be lost, foreign or broken."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mlx_speculation import CostFileWarning
+from mlx_speculation.engine.draft_length.cost_store import Known
+from mlx_speculation.engine.timing import RoundSeconds
+from mlx_speculation.folders import cache_folder
+
+KEY = {"target": "a", "draft": ["b"]}
+COSTS = {0: 0.5, 4: 1.0}
+PARTS = {0: {4: RoundSeconds(draft=0.25, verify=0.5, sampler=0.125, host=0.125)}}
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
+
+
+def saved() -> Known:
+    known = Known.read(KEY)
+    for length, seconds in COSTS.items():
+        for _ in range(3):
+            known.costs.note(10, length, seconds)
+    known.rates.note(drafted=2, accepted=1)
+    known.costs.note_left(10, 0.25)
+    known.parts = PARTS
+    known.save_if_new()
+    return known
+
+
+def test_it_is_read_as_it_was_written() -> None:
+    known = saved()
+    again = Known.read(KEY)
+    assert again.costs.table() == {0: pytest.approx(COSTS)}
+    assert again.parts == PARTS
+    assert again.rates.rates(2) == pytest.approx(known.rates.rates(2), abs=0.1)
+    assert again.costs.left == pytest.approx(known.costs.left, abs=1e-4)
+    assert again.costs.left < 1
+
+
+def test_other_models_have_another_file() -> None:
+    saved()
+    assert Known.read(KEY | {"target": "c"}).costs.table() == {}
+
+
+def test_nothing_is_written_where_nothing_is_new(tmp_path: Path) -> None:
+    saved()
+    known = Known.read(KEY)
+    assert known.path is not None
+    known.path.unlink()
+    known.costs.note(10, 4, 1.1)
+    known.save_if_new()
+    assert not known.path.exists()
+
+
+def test_a_draft_without_a_name_keeps_nothing(tmp_path: Path) -> None:
+    known = Known.read(None)
+    known.costs.note(10, 0, 1.0)
+    known.save()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 1},
+        {"key": {}},
+        {"seconds": {"0": {"4": 1.0}}},
+        {"seconds": {"0": {"0": -1.0}}},
+        {"seconds": {"0": {"0": "quick"}}},
+        {"seconds": {"0": [1.0]}},
+        {"seconds": None},
+        {"left": 1.5},
+        {"left": None},
+        {"rates": [1.5]},
+        {"rates": None},
+        {"parts": None},
+        {"parts": {"0": {"4": [1.0, 2.0]}}},
+        {"parts": {"0": {"4": [1.0, 2.0, -0.1, 0.0]}}},
+    ],
+)
+def test_a_broken_file_is_said_and_measured_again(change: dict[str, object]) -> None:
+    path = saved().path
+    assert path is not None
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | change), "utf-8")
+    with pytest.warns(CostFileWarning, match="measured again"):
+        known = Known.read(KEY)
+    assert known.costs.table() == {}
+
+
+def test_half_a_file_is_said(tmp_path: Path) -> None:
+    path = saved().path
+    assert path is not None
+    path.write_text(path.read_text("utf-8")[:40], "utf-8")
+    with pytest.warns(CostFileWarning, match=str(path)):
+        Known.read(KEY)
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("", "utf-8")
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(file))
+    known = Known.read(KEY)
+    for _ in range(3):
+        known.costs.note(10, 0, 1.0)
+    with pytest.warns(CostFileWarning, match="MLX_SPECULATION_CACHE"):
+        known.save_if_new()
+    known.save_if_new()  # a second warning would be an error
+
+
+def test_the_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLX_SPECULATION_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache_folder() == Path("/somewhere/mlx-speculation")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache" / "mlx-speculation"

@@ -1,0 +1,178 @@
+"""A cascade asks in turn, and tells only the drafter that was taken."""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from mlx_speculation import (
+    Cascade,
+    InvalidRequestError,
+    LookupDrafter,
+    SpeculativeGenerator,
+)
+from mlx_speculation.engine.draft_length.base import FixedLengths
+from mlx_speculation.engine.drafters.base import Choose, Draft
+from mlx_speculation.engine.drafters.draft_model import DraftModel
+from mlx_speculation.engine.round.decoder import Decoder
+from mlx_speculation.engine.round.outcome import Cut, Emitted
+from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.models import Lane, LaneRound
+from mlx_speculation.samplers import Chooser, Verifier
+from support.content import assert_same_content, content
+from support.drafters import ScriptedDrafter
+from support.identity import SAMPLED
+from support.tiny_models import build
+from support.tiny_tokenizer import byte_tokenizer
+
+PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
+TOKENS = 50
+
+
+class SometimesDrafter(ScriptedDrafter):
+    """Knows the text, and proposes in the rounds that it is told to."""
+
+    def __init__(self, text: list[int], turns: list[bool]) -> None:
+        super().__init__(text, right=1.0)
+        self._turns = iter(turns)
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        """Propose everything or nothing."""
+        speaks = next(self._turns, False)
+        return super().propose(sequence, limit if speaks else 0, choose)
+
+
+def all_of(emitted: Emitted) -> Cut:
+    return Cut(len(emitted.tokens), None)
+
+
+def plain_text(model: nn.Module) -> list[int]:
+    plain = SpeculativeGenerator(model, byte_tokenizer())
+    return plain.generate(PROMPT, max_tokens=TOKENS, sampling=SAMPLED).tokens
+
+
+def test_the_first_draft_is_taken_and_only_its_drafter_hears_of_it() -> None:
+    text = list(range(9))
+    first = SometimesDrafter(text, [True, False, False])
+    second = SometimesDrafter(text, [True, False])
+    cascade = Cascade(first, second)
+    sequence = Sequence([0])
+    cascade.begin(sequence)
+    assert first.calls == second.calls == ["begin"]
+
+    def propose() -> int:
+        return cascade.propose(sequence, 4, _no_choice).length
+
+    assert propose() == 4
+    cascade.settle(3)
+    cascade.discard()  # what came after has failed
+    assert first.calls[1:] == ["propose", "settle 3", "discard"]
+    assert second.calls == ["begin"]
+    assert propose() == 4
+    cascade.settle(2)
+    assert first.calls[4:] == ["propose", "discard"]
+    assert second.calls[1:] == ["propose", "settle 2"]
+    assert propose() == 0
+    assert first.calls[-1] == second.calls[-1] == "discard"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5", "lfm2"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_models_caches_stay_right_between_turns(name: str, fails: bool) -> None:
+    """It lags while others speak, and an error in their rounds does not touch it."""
+    model, small = build(name), build(name)
+    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=small)  # recorders
+    text = plain_text(model)
+    turns = [True, False, True, True, False, True, False, False, True, True]
+    sequence = Sequence(list(PROMPT))
+    drafter = DraftModel(lambda: Lane(small))
+    decoder = Decoder(
+        target=Lane(model),
+        sequence=sequence,
+        verifier=Verifier(Chooser(SAMPLED, 256)),
+        drafter=Cascade(SometimesDrafter(PROMPT + text, turns * 2), drafter),
+        lengths=FixedLengths(5),
+    )
+    decoder.prefill()
+    twin = Lane(small)
+    for number, turn in enumerate(turns):
+        before = drafter.lane.seen
+        held = content(drafter.lane.caches)
+        if fails and turn and number:  # the first round feeds the draft its prompt
+            _fail(decoder)
+            assert_same_content(held, content(drafter.lane.caches))
+            assert drafter.lane.seen == before
+        else:
+            left = TOKENS - len(sequence.tokens) + len(PROMPT)
+            decoder.next_round(max(left, 1), all_of)
+        twin.feed(sequence.tokens[twin.seen : drafter.lane.seen], step=1)
+        assert twin.seen == drafter.lane.seen
+        if name not in ("gemma3_text",):  # not bit for bit
+            assert_same_content(content(twin.caches), content(drafter.lane.caches))
+    assert sequence.tokens[len(PROMPT) :][:TOKENS] == text[: len(sequence.tokens) - 21]
+    assert decoder.statistics.acceptance_rate == 1.0
+    assert set(decoder.statistics.sources) == {"drafter", "model"}
+    del generator
+
+
+def _fail(decoder: Decoder) -> None:
+    """Let the target's forward fail in the next round."""
+    original = LaneRound.forward
+
+    def failing(self: LaneRound, tokens: mx.array) -> mx.array:
+        raise KeyboardInterrupt
+
+    LaneRound.forward = failing  # type: ignore[method-assign]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            decoder.next_round(20, all_of)
+    finally:
+        LaneRound.forward = original  # type: ignore[method-assign]
+
+
+def test_streams_of_a_cascade_are_independent_unless_a_drafter_is_yours() -> None:
+    model = build("llama")
+    expected = plain_text(model)
+    options: dict[str, Any] = {"max_tokens": TOKENS, "sampling": SAMPLED}
+    cascade = Cascade("lookup", build("llama", seed=1))
+    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=cascade)
+    streams = [generator.stream(PROMPT, **options) for _ in range(2)]
+    for token in expected:
+        assert [next(stream).token for stream in streams] == [token, token]
+    yours = Cascade(LookupDrafter(), ScriptedDrafter(PROMPT + expected, right=0.9))
+    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=yours)
+    stream = generator.stream(PROMPT, **options)
+    next(stream)
+    with pytest.raises(InvalidRequestError, match="serves 1 open stream"):
+        generator.stream(PROMPT, **options)
+    assert [chunk.token for chunk in stream] == expected[1:]
+    assert generator.generate(PROMPT, **options).tokens == expected
+
+
+def test_what_is_no_cascade_is_refused() -> None:
+    model = build("llama")
+    with pytest.raises(InvalidRequestError, match=r"cascade of 1 drafters.*at least 2"):
+        Cascade(LookupDrafter())
+    for member, words in (
+        (None, "member of the cascade is None"),
+        ("path/of/draft", "draft is a str.*from_pretrained"),
+        (3, "draft is a int"),
+    ):
+        with pytest.raises(InvalidRequestError, match=words):
+            SpeculativeGenerator(
+                model, byte_tokenizer(), draft=Cascade(LookupDrafter(), member)
+            )
+    with pytest.raises(InvalidRequestError, match=r"100 token ids.* 255"):
+        SpeculativeGenerator(
+            model,
+            byte_tokenizer(),
+            draft=Cascade(LookupDrafter(), build("llama", vocab=100)),
+        )
+    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=LookupDrafter())
+    with pytest.raises(InvalidRequestError, match="0 models instead of 1"):
+        generator.stream(PROMPT, draft_cache=[])
+
+
+def _no_choice(*_: Any, **__: Any) -> Any:
+    raise AssertionError("scripted drafters choose nothing")

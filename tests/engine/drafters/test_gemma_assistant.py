@@ -1,0 +1,496 @@
+"""Drafting with a Gemma 4 assistant: what it is given, and the text as it was.
+
+Faults that were made by hand, and found here:
+    the state of another position, or the same one for all steps, is given
+    the first token is given to all steps; its embedding has no scale
+    rows of the step on its way are read; what was read is held during the write
+    steps of a round stand at positions of their own; the anchor is not heeded
+    states that nobody needs are kept, or the last one is dropped
+    logits of a few ids are taken for those of the first ones
+    caches that cannot be read, or an assistant of other ids, are let through
+"""
+
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import (
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+
+from mlx_speculation import (
+    PrefixCache,
+    Sampling,
+    SpeculativeGenerator,
+    demo_models,
+)
+from mlx_speculation.demo import demo_prompts
+from mlx_speculation.engine import AssistantDraft, Cascade, Draft
+from mlx_speculation.engine.drafters.base import Choose
+from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.errors import (
+    DrafterFaultWarning,
+    InvalidRequestError,
+    UnsupportedCacheError,
+    UnsupportedModelError,
+)
+from mlx_speculation.models import Assistant, Lane, probe_anchor, starts_for
+from mlx_speculation.models.gemma_assistant import probe
+from mlx_speculation.models.gemma_assistant.config import read_assistant_settings
+from support.assistant_checkpoints import HEADS, TARGETS, WINDOW, config_of, make
+from support.assistant_oracles import OracleStep
+from support.covering import covering
+from support.identity import GREEDY, SAMPLED, plain_text, prompt_of
+from support.tiny_tokenizer import byte_tokenizer
+
+PROMPT, TOKENS = 40, 24  # more than a window of 16
+ANCHORS = ("state", "token")
+SLIDING = ("slack", "native")
+
+
+def _mostly(usual: int, *others: int) -> list[Any]:
+    """Return parameters, of which only the usual one is quick."""
+    return [usual, *(pytest.param(each, marks=pytest.mark.slow) for each in others)]
+
+
+@cache
+def text_of(name: str, temperature: float = 0.0) -> list[int]:
+    """Return a prompt and its plain continuation, longer than will be asked for."""
+    tokens = prompt_of(PROMPT)
+    result = SpeculativeGenerator(make(name).target, byte_tokenizer()).generate(
+        tokens, max_tokens=TOKENS + 12, sampling=_sampling(temperature)
+    )
+    return tokens + result.tokens
+
+
+def _sampling(temperature: float) -> Sampling:
+    return SAMPLED if temperature else GREEDY
+
+
+def draft_of(name: str, head: str = "dense", **options: Any) -> AssistantDraft:
+    """Return a random assistant on its target."""
+    made = make(name, head)
+    return AssistantDraft(made.target, made.assistant, **options)
+
+
+def oracle(
+    name: str, text: list[int], *, anchor: Any = "state", **options: Any
+) -> tuple[AssistantDraft, OracleStep]:
+    """Return a draft with an oracle in the assistant's place."""
+    draft = draft_of(name, anchor=anchor)
+    knowing = OracleStep(draft, text, **options)
+    draft.step = knowing
+    return draft, knowing
+
+
+def generator(name: str, draft: Any, **options: Any) -> SpeculativeGenerator:
+    """Return a generator on a target."""
+    options.setdefault("draft_length", 3)
+    return SpeculativeGenerator(
+        make(name).target, byte_tokenizer(), draft=draft, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "temperature"),
+    covering(TARGETS, HEADS, (0.0, 0.8), pairs=[(0, 1), (0, 2)]),
+)
+def test_an_assistant_leaves_the_text_as_plain_decoding_has_it(
+    name: str, head: str, temperature: float
+) -> None:
+    text = text_of(name, temperature)
+    result = generator(name, draft_of(name, head)).generate(
+        text[:PROMPT], max_tokens=TOKENS, sampling=_sampling(temperature)
+    )
+    assert result.tokens == text[PROMPT : PROMPT + TOKENS]
+    assert result.stats.drafted >= TOKENS // 2
+    assert not result.stats.drafter_faults
+    if not temperature:
+        assert plain_text(make(name).target, text[:PROMPT], TOKENS) == result.tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_text_model_inside_of_another_has_an_assistant(temperature: float) -> None:
+    """As Gemma 4 is published."""
+    sampling = _sampling(temperature)
+    plain, drafted = (
+        generator("wrapped", draft).generate(
+            prompt_of(PROMPT), max_tokens=TOKENS, sampling=sampling
+        )
+        for draft in (None, draft_of("wrapped"))
+    )
+    assert drafted.tokens == plain.tokens
+    assert drafted.stats.drafted > 0
+
+
+@pytest.mark.parametrize(("sliding", "anchor"), [*zip(SLIDING, ANCHORS, strict=True)])
+@pytest.mark.parametrize("length", _mostly(3, 1, 6))
+@pytest.mark.parametrize("name", TARGETS)
+def test_an_oracle_is_always_right(
+    name: str, length: int, anchor: str, sliding: Any
+) -> None:
+    text = text_of(name)
+    draft, knowing = oracle(name, text, anchor=anchor)
+    result = generator(name, draft, draft_length=length, sliding=sliding).generate(
+        text[:PROMPT], max_tokens=TOKENS
+    )
+    assert not result.stats.drafter_faults, result.stats.drafter_faults[0].details
+    assert result.tokens == text[PROMPT : PROMPT + TOKENS]
+    assert result.stats.acceptance_rate == 1.0
+    assert result.stats.rounds == -(-TOKENS // (length + 1))
+    # Rounds begin at the newest token, one step follows the other.
+    assert knowing.calls[: length + 1] == [
+        *((PROMPT - 1, step) for step in range(length)),
+        (PROMPT + length, 0),
+    ]
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_an_oracle_is_right_where_tokens_are_sampled(sparse: bool) -> None:
+    text = text_of("shared", 0.8)
+    draft, _ = oracle("shared", text, sparse=sparse)
+    result = generator("shared", draft).generate(
+        text[:PROMPT], max_tokens=TOKENS, sampling=SAMPLED
+    )
+    assert result.tokens == text[PROMPT : PROMPT + TOKENS]
+    assert result.stats.acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_under_other_rules_every_draft_has_its_law(rule: Any, head: str) -> None:
+    """A draft without the laws of its draws would be refused."""
+    draft = draft_of("shared", head)
+    result = generator("shared", draft, acceptance=rule).generate(
+        prompt_of(PROMPT), max_tokens=TOKENS, sampling=SAMPLED
+    )
+    assert len(result.tokens) == TOKENS
+    assert result.stats.drafted > 0
+
+
+@pytest.mark.parametrize("every", _mostly(3, 2, 5))
+@pytest.mark.parametrize("sliding", SLIDING)
+@pytest.mark.parametrize("name", TARGETS)
+def test_after_a_wrong_draft_only_committed_rows_are_read(
+    name: str, every: int, sliding: Any
+) -> None:
+    """The oracle looks at every row: one of a rejected draft would be seen."""
+    text = text_of(name)
+    draft, _ = oracle(name, text, wrong=lambda position: position % every == 0)
+    result = generator(name, draft, draft_length=4, sliding=sliding).generate(
+        text[:PROMPT], max_tokens=TOKENS
+    )
+    assert not result.stats.drafter_faults, result.stats.drafter_faults[0].details
+    assert result.tokens == text[PROMPT : PROMPT + TOKENS]
+    assert 0 < result.stats.acceptance_rate < 1
+
+
+def test_long_prompts_are_fed_in_chunks_and_one_state_is_kept() -> None:
+    text = text_of("shared")
+    draft, knowing = oracle("shared", text)
+    prefixes = PrefixCache(max_bytes=1 << 26, every=16)
+    stream = generator("shared", draft, prefix_cache=prefixes).stream(
+        text[:PROMPT], max_tokens=TOKENS
+    )
+    chunks = []
+    for chunk in stream:
+        chunks.append(chunk.token)
+        follower: Any = stream._decoder._target.follower
+        assert follower.stop - follower.start <= 4 + 1
+    assert chunks == text[PROMPT : PROMPT + TOKENS]
+    assert stream.result.stats.acceptance_rate == 1.0
+    assert knowing.calls[0] == (PROMPT - 1, 0)
+
+
+def test_a_prompt_out_of_a_prefix_cache_is_read_as_it_lies() -> None:
+    """The rows are there, whoever has written them; only one state is needed."""
+    text = text_of("shared")
+    prefixes = PrefixCache(max_bytes=1 << 26, every=16)
+    generator("shared", None, prefix_cache=prefixes).generate(text[:24], max_tokens=1)
+    draft, _ = oracle("shared", text)
+    result = generator("shared", draft, prefix_cache=prefixes).generate(
+        text[:PROMPT], max_tokens=TOKENS
+    )
+    assert result.stats.reused > 0
+    assert result.tokens == text[PROMPT : PROMPT + TOKENS]
+    assert result.stats.acceptance_rate == 1.0
+
+
+CACHES: dict[str, Any] = {
+    "native": lambda model: make_prompt_cache(model),
+    "whole": lambda model: [KVCache() for _ in make_prompt_cache(model)],
+    "quantized": lambda model: [
+        cache.to_quantized(group_size=32, bits=8) if type(cache) is KVCache else cache
+        for cache in make_prompt_cache(model)
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", ["native", "whole"])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_passed_cache_is_read(kind: str, named: bool) -> None:
+    """Without names for what it holds, its tokens have no places in the sequence."""
+    name = "unshared"
+    text = text_of(name)
+    target = make(name).target
+    # Wider windows than the model's would be another model: only short texts.
+    size = 10 if kind == "whole" else 24
+    caches = CACHES[kind](target)
+    target(mx.array([text[:size]]), cache=caches)
+    draft, knowing = oracle(name, text)
+    result = generator(name, draft).generate(
+        text[size : size + 4] if kind == "whole" else text[size:PROMPT],
+        max_tokens=2 if kind == "whole" else TOKENS,
+        prompt_cache=caches,
+        cached_tokens=text[:size] if named else None,
+    )
+    assert not result.stats.drafter_faults, result.stats.drafter_faults[0].details
+    assert knowing.calls[0][0] == (13 if kind == "whole" else PROMPT - 1)
+    if kind == "native":
+        assert result.tokens == text[PROMPT : PROMPT + TOKENS]
+        assert result.stats.acceptance_rate == 1.0
+
+
+def test_quantized_keys_are_read() -> None:
+    """The text is that of plain decoding with such a cache."""
+    name = "quantizable"
+    target = make(name).target
+    tokens = prompt_of(PROMPT)
+    results = [
+        generator(name, draft).generate(
+            tokens, max_tokens=TOKENS, prompt_cache=CACHES["quantized"](target)
+        )
+        for draft in (None, draft_of(name))
+    ]
+    plain, drafted = results
+    assert drafted.tokens == plain.tokens
+    assert drafted.stats.drafted > 0
+    assert not drafted.stats.drafter_faults
+
+
+@pytest.mark.parametrize(
+    ("caches", "said"),
+    [
+        (lambda: ChunkedKVCache(512), "layer 3.*ChunkedKVCache of another kind"),
+        (lambda: RotatingKVCache(WINDOW, keep=4), "layer 3.*with keep=4"),
+    ],
+)
+def test_a_passed_cache_that_cannot_be_read_is_refused(caches: Any, said: str) -> None:
+    target = make("shared").target
+    passed = make_prompt_cache(target)
+    passed[3] = caches()
+    with pytest.raises(UnsupportedCacheError, match=said):
+        generator("shared", draft_of("shared")).stream([1, 2], prompt_cache=passed)
+    assert all(cache.offset == 0 for cache in passed)
+
+
+def test_a_state_that_was_never_seen_is_waited_for() -> None:
+    """Of a passed cache only rows are there, so that the first round is plain."""
+    text = text_of("shared")
+    caches = make_prompt_cache(make("shared").target)
+    make("shared").target(mx.array([text[: PROMPT - 1]]), cache=caches)
+    draft, knowing = oracle("shared", text, gone=1)
+    result = generator("shared", draft).generate(
+        text[PROMPT - 1 : PROMPT],
+        max_tokens=TOKENS,
+        prompt_cache=caches,
+        cached_tokens=text[: PROMPT - 1],
+    )
+    assert result.tokens == text[PROMPT : PROMPT + TOKENS]
+    assert result.stats.acceptance_rate == 1.0
+    assert knowing.calls[0][0] > PROMPT - 1
+
+
+@pytest.mark.parametrize(("sliding", "gone"), [("slack", 0), ("native", 1)])
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_step_that_is_on_its_way_is_not_read(
+    name: str, sliding: Any, gone: int
+) -> None:
+    """After a round without a draft the caches hold the newest token's row already."""
+
+    class Seldom:
+        """Leaves out two rounds of three."""
+
+        def __init__(self, draft: AssistantDraft) -> None:
+            self.model, self.check_ids = draft.model, draft.check_ids
+            self._draft, self.rounds = draft, 0
+
+        def for_stream(self, target: Lane, sequence: Sequence) -> "Seldom":
+            self._drafter = self._draft.for_stream(target, sequence)
+            return self
+
+        def begin(self, sequence: Sequence) -> None:
+            self._drafter.begin(sequence)
+
+        def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+            self.rounds += 1
+            if self.rounds % 3:
+                return Draft(mx.array([], mx.uint32))
+            return self._drafter.propose(sequence, limit, choose)
+
+        def settle(self, accepted: int) -> None:
+            self._drafter.settle(accepted)
+
+        def discard(self) -> None:
+            self._drafter.discard()
+
+    text = text_of(name)
+    draft, knowing = oracle(name, text, gone=gone)
+    result = generator(name, Seldom(draft), sliding=sliding).generate(
+        text[:PROMPT], max_tokens=TOKENS
+    )
+    assert not result.stats.drafter_faults, result.stats.drafter_faults[0].details
+    assert result.tokens == text[PROMPT : PROMPT + TOKENS]
+    assert result.stats.acceptance_rate == 1.0
+    assert len(knowing.calls) >= 8
+
+
+def test_a_failing_step_leaves_the_caches_and_the_text() -> None:
+    """An error between two steps of a chain, after the target's rows were read."""
+    text = text_of("shared")
+    for anywhere in (0, 1, 2, 5):
+        draft, knowing = oracle("shared", text)
+
+        def failing(*given: Any, knowing: Any = knowing, at: int = anywhere) -> Any:
+            if len(knowing.calls) == at:
+                raise RuntimeError("broken")
+            return knowing(*given)
+
+        draft.step = failing  # type: ignore[assignment]
+        caches = make_prompt_cache(make("shared").target)
+        with pytest.warns(DrafterFaultWarning, match="RuntimeError: broken"):
+            result = generator("shared", draft).generate(
+                text[:PROMPT], max_tokens=TOKENS, prompt_cache=caches
+            )
+        assert result.tokens == text[PROMPT : PROMPT + TOKENS]
+        assert len(result.stats.drafter_faults) == 1
+        assert {cache.offset for cache in caches} == {PROMPT + TOKENS}
+
+
+def address(cache: Any) -> int:
+    """Return where the keys of a cache lie."""
+    mx.eval(cache.keys)
+    where: int = np.asarray(cache.keys).ctypes.data
+    return where
+
+
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_target_goes_on_writing_in_place(name: str, hold: bool) -> None:
+    """A row that was read and is still held makes the next write copy the buffer."""
+    draft, held = draft_of(name), []
+    inner = draft.step
+
+    def step(embedded: Any, state: Any, read: Any, position: int) -> Any:
+        held.append(read) if hold else None
+        return inner(embedded, state, read, position)
+
+    draft.step = step
+    stream = generator(name, draft).stream(prompt_of(PROMPT), max_tokens=TOKENS)
+    places: dict[int, set[int]] = {
+        place: set() for place in draft.shared.places.values()
+    }
+    for number, _ in enumerate(stream):
+        for place, found in places.items():
+            if number > 4:  # the first writes may find too little room
+                found.add(address(stream._decoder._target.caches[place]))
+    assert all((len(found) > 1) == hold for found in places.values())
+
+
+@pytest.mark.parametrize("anchor", ANCHORS)
+def test_all_steps_of_a_round_stand_at_one_position(anchor: Any) -> None:
+    draft = draft_of("shared", anchor=anchor)
+    inner, places = draft.step, []
+
+    def noting(embedded: Any, state: Any, read: Any, position: int) -> Any:
+        places.append((position, read["full_attention"][0].shape[2]))
+        return inner(embedded, state, read, position)
+
+    draft.step = noting
+    generator("shared", draft).generate(prompt_of(PROMPT), max_tokens=4)
+    first = PROMPT - 1
+    assert places[:3] == [(first - (anchor == "state"), first)] * 3
+
+
+def test_an_anchor_that_is_none_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="anchor is 'middle'"):
+        draft_of("shared", anchor="middle")
+
+
+def test_an_assistant_of_another_width_is_refused() -> None:
+    config = {**config_of("shared"), "backbone_hidden_size": 96}
+    assistant = Assistant(read_assistant_settings(config))
+    with pytest.raises(UnsupportedModelError, match=r"96 numbers.* have 64"):
+        AssistantDraft(make("shared").target, assistant)
+
+
+def test_an_assistant_with_fewer_tokens_is_refused() -> None:
+    config = config_of("shared", vocab_size=200)
+    assistant = Assistant(read_assistant_settings(config))
+    draft = AssistantDraft(make("shared").target, assistant)
+    with pytest.raises(InvalidRequestError, match=r"200 token ids.*up to 255"):
+        generator("shared", draft)
+
+
+def test_an_assistant_of_another_model_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="on another model"):
+        generator("gemma3", draft_of("shared"))
+    with pytest.raises(InvalidRequestError, match="2 heads"):
+        generator("shared", Cascade(draft_of("shared"), draft_of("shared")))
+
+
+@cache
+def demo() -> SpeculativeGenerator:
+    """Return a generator on the sliding demo target, with its trained assistant."""
+    folders = demo_models()
+    return SpeculativeGenerator.from_pretrained(
+        folders["sliding"], draft=folders["assistant"]
+    )
+
+
+def code(tokens: int) -> list[int]:
+    """Return the beginning of a bundled prompt that was held out in training."""
+    text = next(prompt.text for prompt in demo_prompts() if prompt.group == "code")
+    found: list[int] = demo().tokenizer.encode(text)[:tokens]
+    return found
+
+
+@pytest.mark.parametrize(
+    "temperature", [0.0, pytest.param(0.8, marks=pytest.mark.slow)]
+)
+def test_the_trained_assistant_is_often_right(temperature: float) -> None:
+    """On the sliding demo target, past its window of 96; a random one has 2 % there."""
+    sampling = Sampling(temperature=temperature, seed=3)
+    plain, drafted = (
+        demo().generate(
+            code(100), max_tokens=24, sampling=sampling, draft_length=length
+        )
+        for length in (0, 4)
+    )
+    assert drafted.tokens == plain.tokens
+    assert set(drafted.stats.sources) == {"assistant"}
+    assert drafted.stats.acceptance_rate > 0.3
+
+
+def test_the_probe_leaves_the_trained_assistant_where_it_was_trained() -> None:
+    assert demo()._setup.draft.anchor == "state"  # type: ignore[union-attr]
+
+
+def test_the_probe_finds_another_anchor_where_it_is_surely_better(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The usual one is moved away: keys are then seen from hundreds of positions on."""
+
+    def moved(anchor: Any, known: int) -> int:
+        return known - 1 + (700 if anchor == "state" else 0)
+
+    draft: Any = demo()._setup.draft
+    starts = starts_for(demo().tokenizer)
+    monkeypatch.setattr(probe, "position_of", moved)
+    scores = probe_anchor(draft.assistant, draft.model, starts)
+    assert list(scores) == ["token", "state"]

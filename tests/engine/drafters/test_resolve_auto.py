@@ -1,0 +1,231 @@
+"""draft="auto": what a folder offers, what it falls back to, and what it says.
+
+Faults that were tried, and that these tests find: a fall back that is not said; one
+that is said twice; a wrong speculation.json passed over; its length taken although the
+caller names one; the error of a named draft swallowed.
+"""
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+
+from mlx_speculation import (
+    ContractError,
+    DraftNotice,
+    InvalidRequestError,
+    ModelFolderError,
+    Sampling,
+    SpeculativeGenerator,
+)
+from mlx_speculation.engine import LookupDrafter, MtpDraft
+from mlx_speculation.engine.drafters.registry import KINDS, kind_of
+from mlx_speculation.models import Contract
+from support import tiny_models
+from support.demo_folders import copy_of
+from support.identity import plain_text, prompt_of
+from support.mtp_checkpoints import flat, make, write, write_folder
+
+AUTO: dict[str, Any] = {"draft": "auto"}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLX_SPECULATION_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@contextmanager
+def said() -> Iterator[list[str]]:
+    """Collect the notices of a block."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+    found += [str(w.message) for w in caught if w.category is DraftNotice]
+    assert len(found) == len(caught)
+
+
+def pair(folder: Path, **fields: Any) -> None:
+    """Write speculation.json."""
+    (folder / "speculation.json").write_text(json.dumps(fields), encoding="utf-8")
+
+
+def tiny(folder: Path, name: str = "llama") -> nn.Module:
+    """Write a tiny model without a head."""
+    model = tiny_models.build(name)
+    write_folder(folder, tiny_models.TINY_MODELS[name].args, [flat(model)])
+    return model
+
+
+@pytest.fixture(name="hybrid", scope="module")
+def _hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo") / "hybrid"
+    return copy_of("hybrid", folder)
+
+
+@pytest.mark.parametrize("draft", ["auto", pytest.param("mtp", marks=pytest.mark.slow)])
+def test_a_trained_head_is_found_probed_and_drafts(draft: str, hybrid: Path) -> None:
+    with said() as notices:
+        made = SpeculativeGenerator.from_pretrained(hybrid, draft=draft)
+    assert notices == list(made.notices) == []
+    head: Any = made._setup.draft
+    assert head.mtp.head.contract == Contract(norms="stored")
+    assert (hybrid / "mtp_contract.json").is_file()
+    prompt = made.tokenizer.encode("def add(first, second):\n")
+    result = made.generate(prompt, max_tokens=40)
+    assert result.tokens == plain_text(made.model, prompt, 40)
+    assert result.stats.accepted_per_position[0] > 0.7
+    assert result.stats.sources["mtp"].accepted > 10
+
+
+def test_without_a_head_a_lookup_is_taken_and_said_once(tmp_path: Path) -> None:
+    model = tiny(tmp_path / "llama")
+    with said() as notices:
+        made = SpeculativeGenerator.from_pretrained(tmp_path / "llama", **AUTO)
+        result = made.generate(prompt_of(20), max_tokens=12)
+        made.generate(prompt_of(20), max_tokens=2)
+    assert notices == list(made.notices)
+    assert len(notices) == 1
+    assert "takes a lookup" in notices[0]
+    assert "of no family whose MTP heads are known" in notices[0]
+    assert isinstance(made._setup.draft, LookupDrafter)
+    assert result.tokens == plain_text(model, prompt_of(20), 12)
+    assert made.draft_length is None
+
+
+def test_a_declared_head_that_is_not_there_is_said(tmp_path: Path) -> None:
+    config, target, _ = make("mimo")
+    write_folder(tmp_path, config, [flat(target)], kind="mlx")
+    with said() as notices:
+        SpeculativeGenerator.from_pretrained(tmp_path, **AUTO)
+    assert "config.json says num_nextn_predict_layers = 1" in notices[0]
+
+
+def test_a_head_that_the_probe_refuses_is_said_with_its_scores(tmp_path: Path) -> None:
+    made = write(tmp_path / "mimo", "mimo")
+    with said() as notices:
+        generator = SpeculativeGenerator.from_pretrained(made.folder, **AUTO)
+    assert isinstance(generator._setup.draft, LookupDrafter)
+    assert len(notices) == 1
+    assert notices[0].count("agrees") >= 4
+    with pytest.raises(ContractError, match="by no convention"):
+        SpeculativeGenerator.from_pretrained(made.folder, draft="mtp")
+
+
+@pytest.mark.parametrize("where", ["target/draft", "small"])
+def test_the_model_that_a_folder_names_drafts(where: str, tmp_path: Path) -> None:
+    target = tiny(tmp_path / "target")
+    tiny(tmp_path / where)
+    path = "draft" if where == "target/draft" else "../small"
+    pair(tmp_path / "target", draft=path, kind="model", draft_length=2)
+    with said() as notices:
+        made = SpeculativeGenerator.from_pretrained(tmp_path / "target", **AUTO)
+    assert notices == []
+    assert isinstance(made._setup.draft, nn.Module)
+    sampling = Sampling(temperature=0.8, seed=3)
+    plain = SpeculativeGenerator(target, made.tokenizer)
+    expected = plain.generate(prompt_of(20), max_tokens=20, sampling=sampling)
+    result = made.generate(prompt_of(20), max_tokens=20, sampling=sampling)
+    assert result.tokens == expected.tokens
+    assert len(result.stats.reached) == 2
+    longer = SpeculativeGenerator.from_pretrained(
+        tmp_path / "target", draft_length=5, **AUTO
+    )
+    assert longer.draft_length == 5
+
+
+def test_a_lookup_that_is_named_is_no_fall_back(tmp_path: Path) -> None:
+    tiny(tmp_path)
+    pair(tmp_path, draft="lookup", draft_length=3)
+    with said() as notices:
+        made = SpeculativeGenerator.from_pretrained(tmp_path, **AUTO)
+    assert notices == list(made.notices) == []
+    assert isinstance(made._setup.draft, LookupDrafter)
+    assert made.draft_length == 3
+
+
+def test_a_contract_in_the_file_counts_as_a_named_one(tmp_path: Path) -> None:
+    """What it leaves out is the family's: MiMo reads the state before the norm."""
+    made = write(tmp_path / "mimo", "mimo")
+    pair(made.folder, draft="mtp", contract={"order": "embedding_first"})
+    with said() as notices:
+        generator = SpeculativeGenerator.from_pretrained(made.folder, **AUTO)
+    assert notices == []
+    draft: Any = generator._setup.draft
+    assert isinstance(draft, MtpDraft)
+    assert draft.mtp.head.contract == Contract(
+        "before_norm", "before_norm", "embedding_first", "stored"
+    )
+    expected = plain_text(made.target, prompt_of(20), 12)
+    assert generator.generate(prompt_of(20), max_tokens=12).tokens == expected
+
+
+def test_a_named_head_that_the_probe_refuses_falls_back(tmp_path: Path) -> None:
+    made = write(tmp_path / "mimo", "mimo")
+    pair(made.folder, draft="mtp", draft_length=1)
+    with said() as notices:
+        generator = SpeculativeGenerator.from_pretrained(made.folder, **AUTO)
+    assert "by no convention" in notices[0]
+    assert isinstance(generator._setup.draft, LookupDrafter)
+    assert generator.draft_length == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"draft": "mtp"}, "of no family whose MTP heads"),
+        ({"draft": "../small", "kind": "eagle"}, "is of kind 'model'"),
+        ({"draft": "../small", "contract": {}}, "it is for MTP heads"),
+        ({"draft": "../empty"}, "lacks config.json"),
+        ({"draft": "../nothing"}, "no such folder"),
+        ({"draft": "small", "colour": 1}, "'colour'"),
+    ],
+)
+def test_a_file_that_is_wrong_is_an_error_and_no_fall_back(
+    fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    tiny(tmp_path / "target")
+    tiny(tmp_path / "small")
+    (tmp_path / "empty").mkdir()
+    pair(tmp_path / "target", **fields)
+    with pytest.raises((ModelFolderError, TypeError), match=message):
+        SpeculativeGenerator.from_pretrained(tmp_path / "target", **AUTO)
+
+
+def test_the_file_counts_where_it_is_asked_for_alone(tmp_path: Path) -> None:
+    tiny(tmp_path)
+    pair(tmp_path, draft="nonsense")
+    assert SpeculativeGenerator.from_pretrained(tmp_path)._setup.draft is None
+    made = SpeculativeGenerator.from_pretrained(tmp_path, draft="lookup")
+    assert isinstance(made._setup.draft, LookupDrafter)
+
+
+def test_every_kind_has_a_name_and_the_last_one_fits_all() -> None:
+    names = [kind.name for kind in KINDS]
+    assert len(set(names)) == len(names)
+    assert kind_of({}).name == names[-1] == "model"
+
+
+def test_a_draft_that_is_chosen_is_quantized_where_it_has_weights(
+    tmp_path: Path,
+) -> None:
+    tiny(tmp_path / "target")
+    pair(tmp_path / "target", draft="lookup")
+    SpeculativeGenerator.from_pretrained(tmp_path / "target", quantize_draft=4, **AUTO)
+    tiny(tmp_path / "target" / "draft")
+    pair(tmp_path / "target", draft="draft")
+    made = SpeculativeGenerator.from_pretrained(
+        tmp_path / "target", quantize_draft=4, **AUTO
+    )
+    draft: Any = made._setup.draft
+    assert isinstance(draft.layers[0].mlp.up_proj, nn.QuantizedLinear)
+    with pytest.raises(InvalidRequestError, match="7"):
+        SpeculativeGenerator.from_pretrained(
+            tmp_path / "target", quantize_draft=7, **AUTO
+        )

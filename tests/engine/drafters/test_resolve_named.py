@@ -1,0 +1,111 @@
+"""`draft_model` by name: a path, "mtp", "lookup", "auto".
+
+The tests of this file fail for each of these faults, made by hand (killed by hand):
+
+    what was loaded is loaded again
+    another name gets the draft that is kept
+"""
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_speculation import (
+    DraftNotice,
+    InvalidRequestError,
+    MtpDraft,
+    TokenizerMismatchError,
+    demo_models,
+    load,
+    stream_generate,
+)
+from mlx_speculation.engine.drafters import resolve
+from mlx_speculation.engine.drafters.resolve import named_draft
+from support.demo_folders import copy_of
+from support.tiny_models import build
+from support.tiny_tokenizer import byte_tokenizer
+
+PROMPT = "def read(path):"
+SOURCES = {"draft": "model", "eagle": "eagle"}
+
+
+def text(model: Any, tokenizer: Any, **options: Any) -> tuple[list[int], Any]:
+    responses = list(
+        stream_generate(model, tokenizer, PROMPT, 16, num_draft_tokens=3, **options)
+    )
+    return [response.token for response in responses], responses[-1].stats
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("draft", str),
+        pytest.param("draft", Path, marks=pytest.mark.slow),
+        ("eagle", Path),
+    ],
+)
+def test_a_path_names_a_model_or_a_head(name: str, form: Any) -> None:
+    model, tokenizer = load(demo_models()["dense"])
+    plain, _ = text(model, tokenizer)
+    path = form(demo_models()[name])
+    drafted, stats = text(model, tokenizer, draft_model=path)
+    assert drafted == plain
+    assert stats.sources[SOURCES[name]].accepted > 0
+
+
+def test_the_head_in_the_targets_folder_is_found_by_its_name(tmp_path: Path) -> None:
+    model, tokenizer = load(copy_of("hybrid", tmp_path / "hybrid"))
+    plain, _ = text(model, tokenizer)
+    for name in ("mtp", "auto"):
+        drafted, stats = text(model, tokenizer, draft_model=name)
+        assert drafted == plain
+        assert stats.sources["mtp"].accepted > 0
+        assert isinstance(named_draft(name, model, tokenizer).draft, MtpDraft)
+
+
+def test_auto_says_once_why_it_takes_a_lookup() -> None:
+    model, tokenizer = load(demo_models()["dense"])
+    with pytest.warns(DraftNotice, match="takes a lookup"):
+        first, stats = text(model, tokenizer, draft_model="auto")
+    again, _ = text(model, tokenizer, draft_model="auto")  # a warning is an error
+    assert again == first
+    assert not stats.drafter_faults
+
+
+def test_what_was_loaded_is_kept_until_another_name_is_asked_for() -> None:
+    model, tokenizer = load(demo_models()["dense"])
+    path = str(demo_models()["draft"])
+    kept = named_draft(path, model, tokenizer).draft
+    assert named_draft(Path(path), model, tokenizer).draft is kept
+    assert named_draft("lookup", model, tokenizer).draft == "lookup"
+    assert named_draft(path, model, tokenizer).draft is kept
+    named_draft(str(demo_models()["eagle"]), model, tokenizer)
+    gone = weakref.ref(kept)
+    del kept
+    gc.collect()
+    assert gone() is None
+    assert resolve.ATTRIBUTE not in dict(model.parameters())
+
+
+def test_what_was_loaded_goes_with_its_target() -> None:
+    model, tokenizer = load(demo_models()["dense"])
+    gone = weakref.ref(named_draft(demo_models()["eagle"], model, tokenizer).draft)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("name", ["mtp", "auto"])
+def test_a_target_whose_folder_is_not_known_is_said(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match="stands in the target's folder"):
+        named_draft(name, build("llama"), byte_tokenizer())
+
+
+def test_a_draft_with_other_token_ids_is_refused() -> None:
+    with pytest.raises(TokenizerMismatchError):
+        stream_generate(
+            build("llama"), byte_tokenizer(), "x", draft_model=demo_models()["draft"]
+        )

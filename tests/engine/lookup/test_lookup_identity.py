@@ -1,0 +1,205 @@
+"""Text with lookups and cascades equals plain decoding's."""
+
+import random
+from functools import cache, partial
+
+import mlx.nn as nn
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_speculation import (
+    Cascade,
+    LookupDrafter,
+    PrefixCache,
+    Sampling,
+    SpeculativeGenerator,
+)
+from mlx_speculation.engine import Result
+from mlx_speculation.engine.equivalence.texts import Parting
+from mlx_speculation.samplers import Chooser
+from support.covering import covering
+from support.identity import GREEDY, SAMPLED, assert_same_text
+from support.tiny_models import TINY_MODELS, build
+from support.tiny_tokenizer import byte_tokenizer
+
+# Dense, sliding past the window of 16, hybrid; the others in the long run.
+MODELS = ("llama", "gemma3_text", "qwen3_5", "recurrent_gemma")
+OTHERS = sorted(set(TINY_MODELS) - set(MODELS))
+PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
+TOKENS = 70
+KINDS = ("text", "corpus", "cascade", "sure cascade")
+
+
+@cache
+def known(name: str, sampled: bool) -> tuple[nn.Module, list[int]]:
+    """Return a model and its plain text."""
+    model = build(name)
+    plain = SpeculativeGenerator(model, byte_tokenizer())
+    sampling = SAMPLED if sampled else GREEDY
+    return model, plain.generate(PROMPT, max_tokens=TOKENS, sampling=sampling).tokens
+
+
+def nearly(text: list[int], seed: int, wrong: float = 0.1) -> list[int]:
+    """Return a text with some tokens changed, so that lookups find and miss."""
+    draw = random.Random(seed)
+    return [draw.randrange(256) if draw.random() < wrong else t for t in text]
+
+
+def drafts_of(kind: str, text: list[int]) -> LookupDrafter | Cascade:
+    """Return a draft that finds parts of the text."""
+    corpus = [nearly(PROMPT + text, seed) for seed in range(2)]
+    if kind == "text":
+        return LookupDrafter(minimum_match=1, tokens_per_match=4)
+    if kind == "corpus":
+        return LookupDrafter(corpus=corpus, minimum_match=2, tokens_per_match=2)
+    lookup = LookupDrafter(corpus=corpus, minimum_match=4, tokens_per_match=2)
+    return Cascade(lookup, build("llama", seed=int(kind == "sure cascade")))
+
+
+def check(
+    name: str,
+    sampled: bool,
+    draft: LookupDrafter | Cascade,
+    length: int,
+    confidence: float = 0.0,
+) -> tuple[Result, Parting | None]:
+    model, text = known(name, sampled)
+    sampling = SAMPLED if sampled else GREEDY
+    generator = SpeculativeGenerator(
+        model,
+        byte_tokenizer(),
+        draft=draft,
+        draft_length=length,
+        draft_confidence=confidence,
+    )
+    result = generator.generate(PROMPT, max_tokens=TOKENS, sampling=sampling)
+    parting = assert_same_text(
+        model,
+        Chooser(sampling, 256),
+        PROMPT,
+        text,
+        result.tokens,
+        width=length + 1,
+        bitwise=TINY_MODELS[name].bitwise,
+    )
+    return result, parting
+
+
+WAYS = [
+    *covering(MODELS, KINDS, ("greedy", "sampled"), pairs=[(0, 1), (1, 2)]),
+    *(
+        pytest.param(name, kind, chosen, marks=pytest.mark.slow)
+        for name in OTHERS
+        for kind in KINDS
+        for chosen in ("greedy", "sampled")
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "chosen"), WAYS)
+def test_lookups_and_cascades_leave_the_text_as_it_is(
+    name: str, kind: str, chosen: str
+) -> None:
+    sampled = chosen == "sampled"
+    text = known(name, sampled)[1]
+    sure = 0.5 if kind == "sure cascade" else 0.0
+    result, _ = check(name, sampled, drafts_of(kind, text), 5, sure)
+    stats = result.stats
+    assert stats.emitted == TOKENS
+    assert stats.drafted == sum(found.drafted for found in stats.sources.values())
+    assert stats.accepted == sum(found.accepted for found in stats.sources.values())
+    if kind == "text":
+        return
+    found = stats.sources["lookup"]
+    assert 0 < found.accepted < found.drafted
+    if kind == "corpus":
+        assert set(stats.sources) == {"lookup"}
+        assert stats.drafts < stats.rounds
+    else:
+        assert set(stats.sources) == {"lookup", "model"}
+    assert bool(stats.reads) == (kind == "sure cascade")
+
+
+@given(
+    name=st.sampled_from(MODELS),
+    sampled=st.booleans(),
+    length=st.integers(1, 9),
+    minimum=st.integers(1, 6),
+    per=st.integers(1, 4),
+    wrong=st.sampled_from([0.02, 0.2, 0.5]),
+    seed=st.integers(0, 9),
+    index=st.sampled_from(["automaton", "ngram"]),
+)
+@settings(max_examples=max(12, settings().max_examples // 8))
+def test_any_lookup_leaves_the_text_as_it_is(
+    name: str,
+    sampled: bool,
+    length: int,
+    minimum: int,
+    per: int,
+    wrong: float,
+    seed: int,
+    index: str,
+) -> None:
+    text = known(name, sampled)[1]
+    drafter = LookupDrafter(
+        index="ngram" if index == "ngram" else "automaton",
+        corpus=[nearly(PROMPT + text, seed, wrong)],
+        minimum_match=minimum,
+        tokens_per_match=per,
+    )
+    check(name, sampled, drafter, length)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_was_passed_over_is_as_good_as_ever(name: str) -> None:
+    """Behind long lookups it lags; what it is fed then is what was committed."""
+    text = known(name, True)[1]
+    # The lookup is right, and finds nothing in half of the text.
+    corpus = [text[:25], text[40:55]]
+    lookup = LookupDrafter(corpus=corpus, minimum_match=3, tokens_per_match=4)
+    result, parting = check(name, True, Cascade(lookup, build(name)), 6)
+    found = result.stats.sources
+    assert found["lookup"].accepted > 15
+    assert found["model"].drafted > 15
+    if parting is None:
+        assert result.stats.acceptance_rate > 0.9
+        if TINY_MODELS[name].bitwise:
+            assert found["model"].accepted == found["model"].drafted
+
+
+def test_a_cascade_works_with_prompt_and_prefix_caches() -> None:
+    model, text = known("qwen3_5", True)
+    small = build("llama")
+    draft = Cascade(LookupDrafter(corpus=[nearly(text, 1)]), small)
+    generator = SpeculativeGenerator(
+        model, byte_tokenizer(), draft=draft, prefix_cache=PrefixCache(1 << 24)
+    )
+    generate = partial(generator.generate, sampling=SAMPLED)
+    assert generate(PROMPT, max_tokens=40).tokens == text[:40]
+    again = generate(PROMPT, max_tokens=40)
+    assert again.tokens == text[:40]
+    assert again.stats.reused > 0
+    caches, small_caches = make_prompt_cache(model), make_prompt_cache(small)
+    first = generate(
+        PROMPT, max_tokens=10, prompt_cache=caches, draft_cache=small_caches
+    )
+    assert first.tokens == text[:10]
+    assert first.cached_tokens == PROMPT + text[:10]
+    assert first.next_token == text[10]
+
+
+def test_different_seeds_give_different_texts() -> None:
+    """Or equal texts would say little."""
+    generator = SpeculativeGenerator(build("llama"), byte_tokenizer(), draft="lookup")
+    texts = {
+        tuple(
+            generator.generate(
+                PROMPT, max_tokens=20, sampling=Sampling(temperature=0.8, seed=seed)
+            ).tokens
+        )
+        for seed in range(4)
+    }
+    assert len(texts) == 4

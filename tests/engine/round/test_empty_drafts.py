@@ -1,0 +1,330 @@
+"""An empty draft costs a plain step, and a draft that comes late loses nothing.
+
+While a step is on its way its token is not known. A draft that is found then is
+checked behind that step, without its first token, which stands for the step's.
+
+Faults that were made by hand, and found here: every draft that agrees counts, behind a
+wrong one too; one token more is emitted; a sliding cache keeps one row too many; a
+rollback leaves the offset.
+"""
+
+from functools import cache
+from itertools import cycle
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_speculation import NonFiniteLogitsError, SpeculativeGenerator
+from mlx_speculation.caches import Speculation
+from mlx_speculation.engine.draft_length.base import FixedLengths
+from mlx_speculation.engine.drafters.base import Choose, Draft
+from mlx_speculation.engine.round import round as rounds
+from mlx_speculation.engine.round.decoder import Decoder
+from mlx_speculation.engine.round.outcome import Cut, Emitted
+from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.models import Lane, LaneRound
+from mlx_speculation.samplers import Chooser, Verifier, verifier
+from support.content import assert_same_content, content, counts
+from support.covering import covering
+from support.drafters import ScriptedDrafter
+from support.identity import GREEDY, SAMPLED, assert_same_text
+from support.tiny_models import TINY_MODELS, build
+from support.tiny_tokenizer import byte_tokenizer
+
+MODELS = ("llama", "gemma3_text", "qwen3_5", "mamba2", "recurrent_gemma", "lfm2")
+PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
+TOKENS = 50
+EXAMPLES = settings.get_profile("default").max_examples
+
+
+class PlannedDrafter(ScriptedDrafter):
+    """Proposes as many tokens as planned, if so many are wanted.
+
+    Args:
+        text: prompt and continuation.
+        plan: the lengths of the drafts, again and again.
+        wrong: places of the text whose token is proposed wrongly.
+    """
+
+    def __init__(self, text: list[int], plan: list[int], wrong: set[int]) -> None:
+        said = [(t + 1) % 256 if i in wrong else t for i, t in enumerate(text)]
+        super().__init__(said, right=1.0)
+        self._plan = cycle(plan)
+        self.limits: list[int] = []
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        """Propose what is planned, or the whole limit."""
+        self.limits.append(limit)
+        return super().propose(sequence, min(limit, next(self._plan)), choose)
+
+
+class Run:
+    """A decoder with a planned drafter, and the text that it has to give."""
+
+    def __init__(
+        self, model: nn.Module, text: list[int], plan: list[int], wrong: set[int]
+    ) -> None:
+        self.sequence = Sequence(list(PROMPT))
+        self.target = Lane(model)
+        self.drafter = PlannedDrafter(PROMPT + text, plan, wrong)
+        self.kept: int | None = None
+        self.decoder = Decoder(
+            target=self.target,
+            sequence=self.sequence,
+            verifier=Verifier(Chooser(SAMPLED, 256)),
+            drafter=self.drafter,
+            lengths=FixedLengths(4),
+        )
+        self.decoder.prefill()
+
+    @property
+    def emitted(self) -> list[int]:
+        return self.sequence.tokens[len(PROMPT) :]
+
+    def cut(self, emitted: Emitted) -> Cut:
+        return Cut(len(emitted.tokens) if self.kept is None else self.kept, None)
+
+    def next_round(self) -> None:
+        self.decoder.next_round(TOKENS - len(self.emitted), lambda t: self.cut(t))
+
+    def finish(self) -> list[int]:
+        while len(self.emitted) < TOKENS:
+            self.next_round()
+        return self.emitted
+
+    def state(self) -> tuple[list[Any], dict[str, Any], list[int], int]:
+        return (
+            content(self.target.caches),
+            counts(self.decoder.statistics),
+            list(self.sequence.tokens),
+            self.target.seen,
+        )
+
+
+@cache
+def known(name: str) -> tuple[nn.Module, list[int]]:
+    """Return a model and its sampled text."""
+    model = build(name)
+    plain = SpeculativeGenerator(model, byte_tokenizer())
+    return model, plain.generate(PROMPT, max_tokens=TOKENS, sampling=SAMPLED).tokens
+
+
+@pytest.mark.parametrize(("name", "right"), covering(MODELS, (1.0, 0.6, 0.0)))
+def test_empty_drafts_leave_the_text_as_it_is(name: str, right: float) -> None:
+    model = build(name)
+    plain = SpeculativeGenerator(model, byte_tokenizer())
+    for sampling in (GREEDY, SAMPLED):
+        expected = plain.generate(PROMPT, max_tokens=TOKENS, sampling=sampling).tokens
+        drafter = ScriptedDrafter(PROMPT + expected, right, ragged=True, least=0)
+        generator = SpeculativeGenerator(
+            model, byte_tokenizer(), draft=drafter, draft_length=3
+        )
+        result = generator.generate(PROMPT, max_tokens=TOKENS, sampling=sampling)
+        tie = assert_same_text(
+            model,
+            Chooser(sampling, 256),
+            PROMPT,
+            expected,
+            result.tokens,
+            width=4,
+            bitwise=TINY_MODELS[name].bitwise,
+        )
+        assert 0 < result.stats.drafts < result.stats.rounds
+        assert result.stats.emitted == TOKENS
+        if right == 1.0 and tie is None:
+            assert result.stats.acceptance_rate == 1.0
+        elif right == 0.0:
+            assert result.stats.accepted <= result.stats.drafted // 20
+
+
+@given(
+    plan=st.lists(st.integers(0, 5), min_size=1, max_size=8).filter(any),
+    wrong=st.sets(st.integers(len(PROMPT), len(PROMPT) + 30)),
+    budget=st.integers(1, 30),
+    closed=st.integers(0, 30),
+)
+@settings(max_examples=max(40, EXAMPLES // 4))
+def test_any_plan_of_drafts_gives_the_text_and_the_caches(
+    plan: list[int], wrong: set[int], budget: int, closed: int
+) -> None:
+    model, expected = known("llama")
+    drafter = PlannedDrafter(PROMPT + expected, plan, wrong)
+    generator = SpeculativeGenerator(
+        model, byte_tokenizer(), draft=drafter, draft_length=4
+    )
+    caches = make_prompt_cache(model)
+    stream = generator.stream(
+        PROMPT, max_tokens=budget, sampling=SAMPLED, prompt_cache=caches
+    )
+    taken = [chunk.token for chunk, _ in zip(stream, range(closed), strict=False)]
+    stream.close()
+    assert taken == expected[: min(budget, closed)]
+    held = stream.cached_tokens
+    assert held == (PROMPT + expected)[: len(held)]
+    if taken:
+        assert stream.result.next_token == expected[len(held) - len(PROMPT)]
+        twin = Lane(model)
+        twin.feed(held, step=1)
+        assert_same_content(content(twin.caches), content(caches))
+    stats = stream.stats
+    assert len(held) - len(PROMPT) <= budget
+    assert stats.emitted <= stats.rounds + stats.accepted
+
+
+def test_what_is_drafted_behind_a_step() -> None:
+    """The limit holds the step's token; what is settled counts it if it was right."""
+    model, text = known("llama")
+    first = len(PROMPT)
+    # Two plain tokens, then four drafts behind the third; the last one is wrong.
+    run = Run(model, text, [0, 0, 5, 0, 5, 1, 4], {first + 6, first + 9})
+    for _ in range(2):
+        run.next_round()
+    assert len(run.emitted) == 2
+    run.next_round()
+    assert run.drafter.limits == [4, 5, 5]
+    assert run.drafter.calls[-1] == "settle 4"
+    assert run.emitted == text[:7]  # the step's, three accepted, two corrections
+    assert counts(run.decoder.statistics)["rounds"] == 4
+    assert run.decoder.statistics.drafted == 4
+    assert run.decoder.statistics.accepted == 3
+    run.next_round()  # nothing known, nothing on its way
+    assert run.drafter.limits[3:] == [4]
+    assert run.emitted == text[:8]
+    run.next_round()  # the token of the step, at 8, and those behind it but the next
+    assert run.drafter.calls[-1] == "settle 1"
+    assert run.emitted == text[:10]
+    run.next_round()
+    run.next_round()
+    assert run.finish() == text
+
+
+def test_a_wrong_first_token_costs_only_itself() -> None:
+    """What follows a changed token is often right again."""
+    model, text = known("llama")
+    run = Run(model, text, [0, 5], {len(PROMPT) + 1})
+    run.next_round()
+    run.next_round()
+    assert run.drafter.calls[-1] == "settle 0"
+    assert run.emitted == text[:7]
+    assert run.decoder.statistics.accepted == 4
+
+
+def test_a_draft_of_the_known_token_alone_is_no_draft() -> None:
+    model, text = known("llama")
+    run = Run(model, text, [1], set())
+    run.next_round()
+    assert run.emitted == text[:2]
+    run = Run(model, text, [0, 1], set())
+    run.next_round()
+    run.next_round()
+    assert run.drafter.calls[-2:] == ["propose", "discard"]
+    assert run.emitted == text[:2]
+    assert run.decoder.statistics.drafts == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_a_cut_behind_a_step_keeps_what_is_named(name: str, kept: int) -> None:
+    model, text = known(name)
+    generator = SpeculativeGenerator(model, byte_tokenizer())  # installs recorders
+    run = Run(model, text, [0, 5], set())
+    run.next_round()
+    run.kept = kept
+    run.next_round()
+    assert run.emitted == text[: 1 + kept]
+    assert run.decoder.statistics.emitted == 1 + kept
+    assert run.decoder.statistics.rounds == (2 if kept == 1 else 3)
+    run.decoder.hold_all()
+    assert run.decoder.next_token() == text[1 + kept]
+    assert run.target.seen == len(run.sequence.tokens)
+    del generator
+
+
+class InjectedError(Exception):
+    """What the tests raise."""
+
+
+STEPS = [
+    (PlannedDrafter, "propose", 1),
+    (LaneRound, "forward", 1),
+    (Verifier, "verify", 1),
+    (verifier, "count_accepted", 1),
+    (verifier, "peaks", 1),
+    (rounds, "read", 1),
+    (rounds, "read", 2),
+    (Run, "cut", 1),
+    (Speculation, "prepare", 1),
+    (PlannedDrafter, "settle", 1),
+    (Speculation, "commit", 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    covering(MODELS, STEPS),
+    ids=lambda value: f"{value[1]}-{value[2]}" if isinstance(value, tuple) else None,
+)
+def test_an_error_behind_a_step_changes_nothing(
+    name: str, step: tuple[Any, str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, text = known(name)
+    generator = SpeculativeGenerator(model, byte_tokenizer())
+    run = Run(model, text, [0, 5], {len(PROMPT) + 3})
+    run.next_round()
+    for error in (InjectedError(), KeyboardInterrupt()):
+        before = run.state()
+        owner, attribute, call = step
+        original, calls = getattr(owner, attribute), iter(range(1, 99))
+
+        def failing(*args: Any, **options: Any) -> Any:
+            if next(calls) == call:  # noqa: B023  used in this turn only
+                raise error  # noqa: B023
+            return original(*args, **options)  # noqa: B023
+
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, attribute, failing)
+            with pytest.raises(type(error)):
+                run.next_round()
+        assert run.drafter.calls[-1] == "discard"
+        after = run.state()
+        assert_same_content(before[0], after[0])
+        assert before[1:] == after[1:]
+        run.drafter._plan = cycle([5, 0])
+    assert run.finish() == text
+    del generator
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("rows", [0, 1])
+def test_nan_in_the_step_or_behind_it_rolls_both_back(
+    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, text = known(name)
+    generator = SpeculativeGenerator(model, byte_tokenizer())
+    run = Run(model, text, [0, 5], set())
+    original = LaneRound.forward
+    # The forwards are: the first step, the one on its way, and the round behind it.
+    poisoned = iter([False, rows == 0, rows == 1])
+
+    def forward(self: LaneRound, tokens: mx.array) -> mx.array:
+        logits = original(self, tokens)
+        return logits * mx.nan if next(poisoned) else logits
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LaneRound, "forward", forward)
+        run.next_round()
+        with pytest.raises(NonFiniteLogitsError, match="rolled back"):
+            run.next_round()
+    assert run.emitted == text[:1]
+    assert run.target.seen == len(PROMPT)
+    twin = Lane(model)
+    twin.feed(PROMPT[:-1])
+    twin.feed(PROMPT[-1:])
+    assert_same_content(content(twin.caches), content(run.target.caches))
+    assert run.finish() == text
+    del generator

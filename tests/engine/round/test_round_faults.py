@@ -1,0 +1,269 @@
+"""An error at any step of a round leaves caches, statistics and tokens as before.
+
+After the error the same decoder goes on, and the text is what it would have been.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import KVCache
+
+from mlx_speculation.caches import Speculation
+from mlx_speculation.engine import SpeculativeGenerator
+from mlx_speculation.engine.draft_length.base import FixedLengths
+from mlx_speculation.engine.drafters.draft_model import DraftModel
+from mlx_speculation.engine.round import round as rounds
+from mlx_speculation.engine.round.decoder import Decoder
+from mlx_speculation.engine.round.outcome import Cut, Emitted
+from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.errors import NonFiniteLogitsError
+from mlx_speculation.models import Lane, LaneRound
+from mlx_speculation.samplers import Chooser, Sampling, Verifier, verifier
+from support.content import assert_same_content, content, counts
+from support.covering import covering
+from support.tiny_models import build
+from support.tiny_tokenizer import byte_tokenizer
+
+MODELS = ("llama", "gemma3_text", "qwen3_5", "mamba", "recurrent_gemma")
+PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
+TOKENS = 30
+
+
+class InjectedError(Exception):
+    """What the tests raise."""
+
+
+class Run:
+    """A decoder on its own lanes, with a cut that only counts the budget."""
+
+    def __init__(self, model: nn.Module, draft: nn.Module | None, length: int) -> None:
+        self.sequence = Sequence(list(PROMPT))
+        self.target = Lane(model)
+        self.drafter = None if draft is None else DraftModel(lambda: Lane(draft))
+        self.cut: Callable[[Emitted], Cut] = lambda emitted: Cut(
+            len(emitted.tokens), None
+        )
+        self.decoder = Decoder(
+            target=self.target,
+            sequence=self.sequence,
+            verifier=Verifier(Chooser(Sampling(temperature=0.7, seed=5), 256)),
+            drafter=self.drafter,
+            lengths=FixedLengths(length),
+        )
+        self.decoder.prefill()
+
+    @property
+    def emitted(self) -> list[int]:
+        return self.sequence.tokens[len(PROMPT) :]
+
+    def next_round(self) -> None:
+        budget = TOKENS - len(self.emitted)
+        self.decoder.next_round(budget, lambda tokens: self.cut(tokens))
+
+    def finish(self) -> list[int]:
+        while len(self.emitted) < TOKENS:
+            self.next_round()
+        return self.emitted
+
+    def state(self) -> tuple[list[Any], dict[str, Any], list[int], int]:
+        return (
+            content(self.target.caches),
+            counts(self.decoder.statistics),
+            list(self.sequence.tokens),
+            self.target.seen,
+        )
+
+
+@cache
+def plain_text(name: str) -> list[int]:
+    """Return the text without a draft and without an error."""
+    return Run(build(name), None, 0).finish()
+
+
+@contextmanager
+def failing(owner: Any, name: str, call: int, error: BaseException) -> Iterator[None]:
+    """Let the given call of a function, counted from 1, raise before it acts."""
+    original = getattr(owner, name)
+    calls = 0
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise error
+        return original(*args, **kwargs)
+
+    setattr(owner, name, wrapper)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+    assert calls >= call, f"{name} was called {calls} times, not {call}"
+
+
+# Every step of a round that drafts 3 tokens, in order.
+DRAFTED_STEPS = [
+    (LaneRound, "forward", 1),  # the draft model's first forward
+    (LaneRound, "forward", 2),
+    (LaneRound, "forward", 3),
+    (LaneRound, "forward", 4),  # the target's
+    (Verifier, "propose", 1),
+    (Verifier, "propose", 3),
+    (Verifier, "verify", 1),
+    (verifier, "count_accepted", 1),
+    (verifier, "peaks", 1),
+    (rounds, "read", 1),
+    (Run, "cut", 1),
+    (Speculation, "prepare", 1),
+    (Speculation, "commit", 1),  # the draft model's
+    (Speculation, "commit", 2),  # the target's
+]
+PLAIN_STEPS = [
+    (LaneRound, "forward", 1),
+    (Verifier, "verify", 1),
+    (Speculation, "commit", 1),
+    (rounds, "read", 1),
+    (Run, "cut", 1),
+]
+
+
+def label(value: Any) -> str | None:
+    return f"{value[1]}-{value[2]}" if isinstance(value, tuple) else None
+
+
+def fail_one_round(run: Run, step: tuple[Any, str, int], error: BaseException) -> None:
+    owner, name, call = step
+    before = run.state()
+    with (
+        failing(run if owner is Run else owner, name, call, error),
+        pytest.raises(type(error)),
+    ):
+        run.next_round()
+    after = run.state()
+    assert_same_content(before[0], after[0])
+    assert before[1:] == after[1:]
+
+
+@pytest.mark.parametrize(("name", "step"), covering(MODELS, DRAFTED_STEPS), ids=label)
+def test_an_error_in_a_drafted_round_changes_nothing(
+    name: str, step: tuple[Any, str, int]
+) -> None:
+    model = build(name)
+    expected = plain_text(name)
+    draft = build(name)
+    # Installs the recorders on both.
+    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=draft)
+    run = Run(model, draft, 3)
+    assert run.drafter is not None
+    for count, error in ((0, InjectedError()), (3, KeyboardInterrupt())):
+        while run.decoder.statistics.rounds < count:
+            run.next_round()
+        drafted = content(run.drafter.lane.caches)
+        fail_one_round(run, step, error)
+        if count:  # the first round also feeds the drafter its prompt, and keeps it
+            assert_same_content(drafted, content(run.drafter.lane.caches))
+    assert run.finish() == expected
+    assert run.decoder.statistics.acceptance_rate > 0.9  # a rotten draft cache is seen
+    del generator
+
+
+@pytest.mark.parametrize(("name", "step"), covering(MODELS, PLAIN_STEPS), ids=label)
+def test_an_error_in_a_plain_round_changes_nothing(
+    name: str, step: tuple[Any, str, int]
+) -> None:
+    model = build(name)
+    expected = plain_text(name)
+    run = Run(model, None, 0)
+    for count, error in ((0, InjectedError()), (3, KeyboardInterrupt())):
+        while run.decoder.statistics.rounds < count:
+            run.next_round()
+        fail_one_round(run, step, error)
+    assert run.finish() == expected
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("drafted", [False, True])
+def test_an_error_in_the_middle_of_a_forward_changes_nothing(
+    name: str, drafted: bool
+) -> None:
+    """Half of the layers have written when the error comes."""
+    model = build(name)
+    expected = plain_text(name)
+    recorders = SpeculativeGenerator(model, byte_tokenizer())
+    run = Run(model, build(name) if drafted else None, 3)
+    run.next_round()
+    layer = _layers(model)[2]
+    kind = type(layer)
+
+    def interrupted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    before = run.state()
+    layer.__class__ = type(kind.__name__, (kind,), {"__call__": interrupted})
+    with pytest.raises(KeyboardInterrupt):
+        run.next_round()
+    layer.__class__ = kind
+    after = run.state()
+    assert_same_content(before[0], after[0])
+    assert before[1:] == after[1:]
+    assert run.finish() == expected
+    del recorders
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("length", [0, 3])
+def test_nan_logits_roll_the_round_back(name: str, length: int) -> None:
+    model = build(name)
+    expected = plain_text(name)
+    recorders = SpeculativeGenerator(model, byte_tokenizer())
+    run = Run(model, build(name) if length else None, length)
+    for _ in range(3):
+        run.next_round()
+    original = LaneRound.forward
+
+    def poisoned(self: LaneRound, tokens: mx.array) -> mx.array:
+        logits = original(self, tokens)
+        return logits * mx.nan if self._lane is run.target else logits
+
+    seen = run.target.seen
+    LaneRound.forward = poisoned  # type: ignore[method-assign]
+    try:
+        if length == 0:  # a plain round reads what the round before submitted
+            run.next_round()
+        with pytest.raises(NonFiniteLogitsError, match="rolled back"):
+            run.next_round()
+    finally:
+        LaneRound.forward = original  # type: ignore[method-assign]
+    assert run.target.seen <= len(run.sequence.tokens)
+    assert run.target.seen >= seen - 1
+    twin = Lane(model)
+    twin.feed(run.sequence.tokens[: run.target.seen], step=1)
+    offsets = [c.offset for c in run.target.caches if isinstance(c, KVCache)]
+    assert offsets == [c.offset for c in twin.caches if isinstance(c, KVCache)]
+    assert run.finish() == expected
+    del recorders
+
+
+def test_a_drafter_that_cannot_roll_back_starts_over() -> None:
+    """Its model ran again for a partial acceptance, and then the target failed."""
+    target, draft = build("llama"), build("mamba")  # no recorders on the draft
+    expected = Run(target, None, 0).finish()
+    run = Run(target, draft, 4)
+    run.next_round()
+    fail_one_round(run, (Speculation, "commit", 3), InjectedError())
+    assert run.finish() == expected
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    for path in ("layers", "model.layers", "backbone.layers"):
+        found: Any = model
+        for part in path.split("."):
+            found = getattr(found, part, None)
+        if found is not None:
+            return list(found)
+    raise AssertionError("no layers")

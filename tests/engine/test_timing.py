@@ -1,0 +1,316 @@
+"""Where the time of a round goes: nothing is lost, and each part gets its own.
+
+Other programs may keep a round waiting anywhere. So what sleeps is timed by itself,
+and all of it has to be found in its part; what the device is slow in is judged by the
+median round.
+
+The tests fail for each of these faults, made by hand: parts that change places; the
+time of proposing left out; waiting while a graph is handed over taken for the host's
+work; a round's rest forgotten; a failed round counted; two parts that overlap.
+"""
+
+import time
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from mlx_speculation import Sampling, SpeculativeGenerator, pure, regex
+from mlx_speculation.engine.draft_length.base import FixedLengths, Outcome, Plan
+from mlx_speculation.engine.drafters.base import Choose, Draft
+from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.stats import Statistics
+from mlx_speculation.engine.timing import RoundClock, RoundSeconds
+from support.covering import covering
+from support.drafters import ScriptedDrafter
+from support.tiny_models import build
+from support.tiny_tokenizer import byte_tokenizer
+
+PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
+PARTS = ("draft", "verify", "sampler", "host")
+NAP = 0.01
+
+
+def parts(stats: Statistics) -> dict[str, float]:
+    return {name: getattr(stats, f"{name}_seconds") for name in PARTS}
+
+
+def generator(draft: Any = None, name: str = "llama") -> SpeculativeGenerator:
+    return SpeculativeGenerator(build(name), byte_tokenizer(), draft=draft)
+
+
+def in_turn(tokens: mx.array, logits: mx.array) -> mx.array:
+    return logits
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {"draft_length": 0},
+    "drafted": {"draft_length": 3},
+    "in turn": {"draft_length": 3, "sampling": Sampling(logits_processors=(in_turn,))},
+    "plain in turn": {
+        "draft_length": 0,
+        "sampling": Sampling(logits_processors=(in_turn,)),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("explain", "way", "name"), covering((False, True), WAYS, ("llama", "qwen3_5"))
+)
+def test_the_parts_are_all_of_the_rounds_time(
+    name: str, way: str, explain: bool
+) -> None:
+    made = generator(build(name, seed=7), name)
+    made.generate(PROMPT, max_tokens=8, **WAYS[way])  # kernels and hooks
+    stream = made.stream(
+        PROMPT, max_tokens=32, stop_tokens=(), explain=explain, **WAYS[way]
+    )
+    next(stream)
+    before = stream.stats.decode_seconds
+    started = time.perf_counter()
+    for _ in stream:
+        pass
+    wall = time.perf_counter() - started
+    stats = stream.stats
+    assert all(seconds >= 0 for seconds in parts(stats).values())
+    assert stats.decode_seconds == pytest.approx(sum(parts(stats).values()))
+    assert 0.7 * wall < stats.decode_seconds - before < wall
+    assert stats.verify_seconds > 0
+    assert stats.host_seconds > 0
+    assert (stats.draft_seconds > 0) == (stats.drafted > 0)
+    if explain:
+        assert stats.sampler_seconds > 0
+        each = [outcome for _, outcome in stream.decisions]
+        assert sum(one.seconds for one in each) == pytest.approx(stats.decode_seconds)
+        for one in each:
+            assert one.parts.total == pytest.approx(one.seconds)
+
+
+class Nap:
+    """Sleeps, and times it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def take(self) -> None:
+        started = time.perf_counter()
+        time.sleep(NAP)
+        self.seconds += time.perf_counter() - started
+
+
+class Sleepy(ScriptedDrafter):
+    """Takes its time."""
+
+    def __init__(self, script: list[int], nap: Nap) -> None:
+        super().__init__(script, 1.0)
+        self.nap = nap
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        self.nap.take()
+        return super().propose(sequence, limit, choose)
+
+
+class Late(ScriptedDrafter):
+    """Returns tokens that are not computed yet, and take the device a while."""
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        draft = super().propose(sequence, limit, choose)
+        late = busy(draft.tokens[:, None])[:, 0].astype(mx.uint32)
+        return replace(draft, tokens=draft.tokens + late)
+
+
+def plain_text(tokens: int) -> list[int]:
+    return generator().generate(PROMPT, max_tokens=tokens, stop_tokens=()).tokens
+
+
+def busy(rows: mx.array) -> mx.array:
+    """Return zeros [rows, 1]; the device is at work on them for some milliseconds."""
+    x = rows[:, :1].astype(mx.float32)
+    big = mx.broadcast_to(x.sum() * 0 + 1, (240, 240))
+    return x * 0 + (big @ big).max() * 0
+
+
+@pure
+def slow_to_compute(tokens: mx.array, logits: mx.array) -> mx.array:
+    return logits + busy(logits)
+
+
+class SlowLogits(nn.Module):
+    """A model whose forward takes the device some milliseconds more."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.model = model
+        self.layers = model.layers
+
+    def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
+        logits: mx.array = self.model(ids, cache=cache)
+        return logits + busy(logits[0])[-1]
+
+
+class NotedRounds(FixedLengths):
+    """Keeps the parts of each round."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.rounds: list[RoundSeconds] = []
+
+    def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
+        self.rounds.append(outcome.parts)
+
+    @property
+    def largest(self) -> str:
+        """The part with the largest median."""
+        return max(
+            PARTS,
+            key=lambda name: median(getattr(parts, name) for parts in self.rounds),
+        )
+
+
+@pytest.mark.parametrize("explain", [False, True])
+@pytest.mark.parametrize("length", [0, 3])
+def test_each_part_gets_what_is_slow_in_it(length: int, explain: bool) -> None:
+    text = plain_text(56)
+
+    def run(
+        made: SpeculativeGenerator, *processors: Any, tokens: int = 48
+    ) -> tuple[str, dict[str, float]]:
+        sampling, noted = Sampling(logits_processors=processors), NotedRounds(length)
+        stream = made.stream(
+            PROMPT,
+            max_tokens=tokens,
+            stop_tokens=(),
+            sampling=sampling,
+            draft_length=noted,
+            explain=explain,
+        )
+        for _ in stream:
+            pass
+        return noted.largest, parts(stream.stats)
+
+    nap = Nap()
+
+    @pure
+    def slow_to_build(tokens: mx.array, logits: mx.array) -> mx.array:
+        nap.take()
+        return logits
+
+    script = PROMPT + text
+    model, scripted = SlowLogits(build("llama")), ScriptedDrafter(script, 1.0)
+    slow = SpeculativeGenerator(model, byte_tokenizer(), draft=scripted)
+    assert run(slow)[0] == "verify"
+    fast = generator(scripted)
+    _, found = run(fast, slow_to_build, tokens=16)
+    assert found["host"] > nap.seconds > 0
+    if length:
+        nap.seconds = 0
+        _, found = run(generator(Sleepy(script, nap)), tokens=16)
+        assert found["draft"] > nap.seconds > 0
+    if not length:  # told apart from the logits' time
+        assert (found["sampler"] > 0) == explain
+    if length and explain:
+        assert run(fast, slow_to_compute)[0] == "sampler"
+        assert run(generator(Late(script, 1.0)))[0] == "draft"
+
+
+def test_a_draft_models_work_is_the_drafts() -> None:
+    slow = SlowLogits(build("llama", seed=7))
+    noted = NotedRounds(3)
+    generator(slow).generate(PROMPT, max_tokens=16, draft_length=noted)
+    assert noted.largest == "draft"
+
+
+def test_a_constraint_moves_no_step_to_the_host() -> None:
+    """Its masks wait for a step's tokens while the next step is built."""
+    model = SlowLogits(build("llama"))
+    plain = SpeculativeGenerator(model, byte_tokenizer())
+    noted = NotedRounds(0)
+    plain.generate(
+        PROMPT,
+        max_tokens=24,
+        constraint=regex("[a-z ]{60}", byte_tokenizer()),
+        draft_length=noted,
+    )
+    assert noted.largest == "verify"
+
+
+def test_a_failed_round_takes_no_time() -> None:
+    made = generator(build("llama", seed=7))
+
+    class Failing:
+        """Fails in its third call."""
+
+        calls = 0
+
+        def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+            self.calls += 1
+            if self.calls == 3:
+                raise ZeroDivisionError
+            return logits
+
+    stream = made.stream(
+        PROMPT,
+        draft_length=0,
+        stop_tokens=(),
+        sampling=Sampling(logits_processors=(Failing(),)),
+    )
+    spent = [stream.stats.decode_seconds]
+    for _ in range(2):
+        next(stream)
+        spent.append(stream.stats.decode_seconds)
+    with pytest.raises(ZeroDivisionError):
+        next(stream)
+    assert all(one < other for one, other in pairwise(spent))
+    assert stream.stats.decode_seconds == spent[-1]
+
+
+def test_what_is_done_before_a_wait_and_after_the_last_is_the_hosts() -> None:
+    clock, ready = RoundClock(), mx.array(1) + 1
+    mx.eval(ready)
+    time.sleep(NAP)
+    clock.wait("verify", ready)
+    time.sleep(NAP)
+    clock.submit("verify", ready)
+    time.sleep(NAP)
+    seconds = clock.stop()
+    assert seconds.host >= 3 * NAP
+    assert seconds.verify < NAP
+
+
+def slept(value: int) -> int:
+    time.sleep(NAP)
+    return value
+
+
+def test_where_nothing_waits_to_hand_over_a_graph_is_the_hosts() -> None:
+    clock, ready = RoundClock(waits=False), mx.array(1) + 1
+    assert clock.hand_over("verify", slept, 3) == 3
+    clock.submit("verify", ready)
+    seconds = clock.stop()
+    assert seconds.host >= NAP
+    assert seconds.verify == 0
+    clock = RoundClock()
+    assert clock.hand_over("verify", slept, 4) == 4
+    assert clock.stop().verify >= NAP
+
+
+def test_waiting_while_a_graph_is_handed_over_is_not_the_hosts() -> None:
+    """On a CPU mlx takes a long graph piece by piece."""
+    big = mx.random.normal((160, 160))
+    mx.eval(big)
+    x = big
+    for _ in range(40):
+        for _ in range(10):
+            x = mx.tanh(x)
+        x = x @ big
+    clock = RoundClock()
+    clock.submit("verify", x)
+    clock.wait("verify", x)
+    clock.note("host")
+    seconds = clock.stop()
+    assert seconds.host < 0.2 * seconds.total
+    assert seconds.draft == seconds.sampler == 0
