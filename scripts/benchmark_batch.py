@@ -178,7 +178,7 @@ def _measured(
     """Run one case, check its texts, print its table and return its values."""
     from batch_arms import run_in_turns
 
-    from mlx_speculation.cli.measuring import Spread
+    from mlx_speculation.cli.measure import Spread
 
     model, rows, group = what
     progress(f"batch {rows}, {group}")

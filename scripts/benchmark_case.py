@@ -14,7 +14,7 @@ from statistics import median
 
 from benchmark_arms import Arm, Job, Models, Run, settle
 
-from mlx_speculation.cli.measuring import Spread
+from mlx_speculation.cli.measure import Spread
 from mlx_speculation.engine import Statistics
 from mlx_speculation.engine.equivalence.texts import Parting, find_parting
 from mlx_speculation.models import wired

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mlx_speculation.cli.measuring import Spread
+from mlx_speculation.cli.measure import Spread
 
 SHOWN = 8  # positions of a draft in the table
 

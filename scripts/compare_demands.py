@@ -12,7 +12,7 @@ from compare_target import SAME_PAIR, best_of
 from rich.markup import escape
 from rich.table import Table
 
-from mlx_speculation.cli.measuring import Spread
+from mlx_speculation.cli.measure import Spread
 
 DEFINITIONS = """\
 Words: drafted tokens are proposed by the drafter; accepted ones are confirmed by the

@@ -12,7 +12,7 @@ from benchmark_options import TARGETS, folder_of, progress, texts_of
 from benchmark_plain import PlainRatio, measure_plain
 from drafter_list import Bench, Source, compiled_source, sources_of
 
-from mlx_speculation.cli.measuring import Spread
+from mlx_speculation.cli.measure import Spread
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.plots import Curve, Measured, Panel, predicted_speeds
 

@@ -25,6 +25,7 @@ FILES = (
     "samplers/constraints/llguidance.py",
     "engine/mlx_lm_compat/api.py",
     "engine/mlx_lm_compat/prompt_file.py",
+    "src/mlx_speculation/server/mlx_lm_server.py",
 )
 
 

@@ -161,7 +161,7 @@ def test_nobody_waits_for_a_prompt_on_a_terminal(
     commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
-    monkeypatch.setattr("mlx_speculation.cli.sources.sys", terminal)
+    monkeypatch.setattr("mlx_speculation.cli.inputs.sys", terminal)
     said = commands.refused(*PLAIN)
     assert said == "There is no prompt. Give --prompt, or a text on standard input."
 

@@ -12,7 +12,7 @@ import typer
 
 import mlx_speculation
 from mlx_speculation.caches.registry import JOURNALS
-from mlx_speculation.cli.application import app
+from mlx_speculation.cli.app import app
 from mlx_speculation.models.mtp import families
 from support.import_order import mlx_comes_first
 

@@ -18,10 +18,11 @@ import pytest
 
 from mlx_speculation import InvalidRequestError, PrefixCache
 from mlx_speculation.engine.batch.generator import BatchGenerator
-from mlx_speculation.server import Server, Settings, jobs
-from mlx_speculation.server.permission import check_permission
-from mlx_speculation.server.refusals import ApiError
-from mlx_speculation.server.worker import Worker
+from mlx_speculation.server import Server, Settings
+from mlx_speculation.server import job as jobs
+from mlx_speculation.server.api_errors import ApiError
+from mlx_speculation.server.auth import check_permission
+from mlx_speculation.server.engine_thread import Worker
 from support.servers import (
     NAME,
     answer_on,

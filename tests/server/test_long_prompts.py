@@ -8,7 +8,7 @@ import pytest
 
 from mlx_speculation import SpeculativeGenerator
 from mlx_speculation.server import Server
-from mlx_speculation.server.jobs import Job, Piece, Read
+from mlx_speculation.server.job import Job, Piece, Read
 from support.servers import (
     NAME,
     client_of,

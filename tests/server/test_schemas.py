@@ -20,9 +20,9 @@ from mlx_speculation.errors import ConstraintError
 from mlx_speculation.models import json_schema
 from mlx_speculation.samplers import Constraint
 from mlx_speculation.server import Limits
-from mlx_speculation.server.refusals import ApiError
+from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.schemas import SchemaCompilers, SchemaConstraint, compilers
-from mlx_speculation.server.serving import ENGINE_SECONDS
+from mlx_speculation.server.server import ENGINE_SECONDS
 from support.schemas import SCHEMAS, Schema
 from support.server_processes import (
     DRAFT,

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from mlx_speculation.blas import BlasChoice
-from mlx_speculation.cli.application import app
+from mlx_speculation.cli.app import app
 
 
 class Commands:
@@ -19,7 +19,7 @@ class Commands:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
-            "mlx_speculation.cli.opening.use_blas",
+            "mlx_speculation.cli.load_pair.use_blas",
             lambda name: BlasChoice("stock", name),
         )
 

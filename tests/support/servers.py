@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_speculation import PrefixCache, SpeculativeGenerator
 from mlx_speculation.server import Defaults, Limits, Server, Settings
-from mlx_speculation.server.refusals import ApiError
+from mlx_speculation.server.api_errors import ApiError
 from support.tiny_models import build
 from support.tiny_tokenizer import letter_tokenizer
 

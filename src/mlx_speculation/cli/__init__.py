@@ -20,14 +20,14 @@ def main() -> None:
     # Who has started us may have it ignored, as `nohup` does.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
-    from mlx_speculation.cli.application import app
+    from mlx_speculation.cli.app import app
 
     run(app)
 
 
 def run(app: "typer.Typer") -> None:
     """Run an application; errors of this package become one line and status 1."""
-    from mlx_speculation.cli.running import run as run_application
+    from mlx_speculation.cli.run_app import run as run_application
 
     run_application(app)
 

@@ -9,7 +9,7 @@ the caches serve as far as the ids agree.
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_speculation.cli.templates import Message, TemplateOptions, encode
+from mlx_speculation.cli.chat_template import Message, TemplateOptions, encode
 
 
 class Conversation:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_speculation.cli.sources import check_input
+from mlx_speculation.cli.inputs import check_input
 from mlx_speculation.errors import InvalidRequestError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_speculation.blas import BlasName
-from mlx_speculation.cli.sources import parsed_json, sound_text
+from mlx_speculation.cli.inputs import parsed_json, sound_text
 from mlx_speculation.errors import InvalidRequestError
 
 if TYPE_CHECKING:

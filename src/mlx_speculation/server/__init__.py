@@ -4,7 +4,7 @@ It stands at the front door, beside the command line: it knows HTTP and threads,
 engine knows neither. Importing it imports mlx.
 """
 
-from mlx_speculation.server.serving import Server
-from mlx_speculation.server.settings import Defaults, Limits, Settings
+from mlx_speculation.server.config import Defaults, Limits, Settings
+from mlx_speculation.server.server import Server
 
 __all__ = ["Defaults", "Limits", "Server", "Settings"]

@@ -9,28 +9,28 @@ from http import HTTPStatus
 from typing import Any
 
 from mlx_speculation import __version__
-from mlx_speculation.models.mlx_lm_server import (
+from mlx_speculation.server import response as replies
+from mlx_speculation.server.api_errors import ApiError, as_api_error, invalid, late
+from mlx_speculation.server.auth import check_permission
+from mlx_speculation.server.config import Settings
+from mlx_speculation.server.engine_thread import Worker
+from mlx_speculation.server.job import ClientLeftError, Job, Read, Token
+from mlx_speculation.server.metrics import Metrics
+from mlx_speculation.server.mlx_lm_server import (
     ChatHandler,
     CompletionRequest,
     Refused,
     response,
 )
-from mlx_speculation.server import replies
-from mlx_speculation.server.bodies import check_framing, parsed, read_body
-from mlx_speculation.server.checked_request import CheckedRequest, read_request
-from mlx_speculation.server.connections import (
+from mlx_speculation.server.request.json_body import check_framing, parsed, read_body
+from mlx_speculation.server.request.request import CheckedRequest, read_request
+from mlx_speculation.server.schemas import SchemaConstraint
+from mlx_speculation.server.sockets import (
     LateError,
     TimedReader,
     client_left,
     drain,
 )
-from mlx_speculation.server.jobs import ClientLeftError, Job, Read, Token
-from mlx_speculation.server.metrics import Metrics
-from mlx_speculation.server.permission import check_permission
-from mlx_speculation.server.refusals import ApiError, as_api_error, invalid, late
-from mlx_speculation.server.schemas import SchemaConstraint
-from mlx_speculation.server.settings import Settings
-from mlx_speculation.server.worker import Worker
 
 LOG = logging.getLogger("mlx_speculation.server")
 FINGERPRINT = f"mlx-speculation-{__version__}"

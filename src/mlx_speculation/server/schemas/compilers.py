@@ -19,14 +19,14 @@ from mlx_speculation.samplers.constraints.llguidance import (
     portable_vocabulary,
     unusable,
 )
-from mlx_speculation.server.refusals import ApiError, invalid
+from mlx_speculation.server.api_errors import ApiError, invalid
+from mlx_speculation.server.config import Limits
 from mlx_speculation.server.schemas.constraint import SchemaConstraint
 from mlx_speculation.server.schemas.template import (
     ChildProcess,
     Template,
     TemplateLostError,
 )
-from mlx_speculation.server.settings import Limits
 
 LOG = logging.getLogger("mlx_speculation.server")
 COMPILING = 2

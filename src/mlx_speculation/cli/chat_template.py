@@ -1,0 +1,138 @@
+"""From messages to the token ids of a prompt, by the tokenizer's chat template."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from mlx_speculation.cli.inputs import parsed_json, sound_text
+from mlx_speculation.cli.options import TEMPLATE
+from mlx_speculation.errors import InvalidRequestError
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateOptions:
+    """What a chat template is given."""
+
+    system_prompt: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=TEMPLATE, help="The message of the system."),
+    ] = None
+    ignore_chat_template: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-chat-template",
+            rich_help_panel=TEMPLATE,
+            help="Continue the raw prompt, also where the tokenizer has a template.",
+        ),
+    ] = False
+    chat_template_config: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=TEMPLATE,
+            help="A JSON object with more for the template, such as "
+            "'{\"enable_thinking\": false}'.",
+        ),
+    ] = None
+
+    def check(self) -> None:
+        """Refuse what no template could take.
+
+        Raises:
+            InvalidRequestError: names it.
+        """
+        self._system()
+        self._config()
+
+    def applies(self, tokenizer: Any) -> bool:
+        """Return whether messages go through the tokenizer's template.
+
+        Raises:
+            InvalidRequestError: one is needed, and there is none.
+        """
+        there = bool(tokenizer.has_chat_template) and not self.ignore_chat_template
+        needed = {
+            "--system-prompt": self.system_prompt,
+            "--chat-template-config": self.chat_template_config,
+        }
+        for option, value in needed.items():
+            if value is not None and not there:
+                raise InvalidRequestError(
+                    f"{option} is given, and no chat template is used: "
+                    + _why_none(tokenizer)
+                )
+        return there
+
+    def render(
+        self,
+        tokenizer: Any,
+        messages: Sequence[Message],
+        prefill: str | None = None,
+    ) -> str:
+        """Return the text of a conversation up to the answer.
+
+        Args:
+            tokenizer: with a chat template.
+            messages: from the first one on, without that of the system.
+            prefill: how the answer begins.
+
+        Raises:
+            InvalidRequestError: the template refuses it.
+        """
+        said: list[Any] = [*self._system(), *messages]
+        if prefill is not None:
+            said.append({"role": "assistant", "content": prefill})
+        try:
+            text: str = tokenizer.apply_chat_template(
+                said,
+                tokenize=False,
+                add_generation_prompt=prefill is None,
+                continue_final_message=prefill is not None,
+                **self._config(),
+            )
+        except Exception as error:  # a template raises what it likes
+            raise InvalidRequestError(
+                f"The chat template refused {len(said)} messages: "
+                f"{type(error).__name__}: {error}. See --ignore-chat-template."
+            ) from error
+        return text
+
+    def _system(self) -> list[Message]:
+        """Return the message of the system, if there is one."""
+        if self.system_prompt is None:
+            return []
+        text = sound_text("--system-prompt", self.system_prompt)
+        return [{"role": "system", "content": text}]
+
+    def _config(self) -> dict[str, Any]:
+        if self.chat_template_config is None:
+            return {}
+        config = parsed_json("--chat-template-config", self.chat_template_config)
+        if not isinstance(config, dict):
+            raise InvalidRequestError(
+                f"--chat-template-config is {self.chat_template_config}, and a JSON "
+                "object is needed."
+            )
+        return config
+
+
+def encode(tokenizer: Any, text: str, *, rendered: bool) -> list[int]:
+    """Return a text's token ids, as mlx-lm encodes it.
+
+    Args:
+        tokenizer: mlx-lm's wrapper.
+        text: the text.
+        rendered: whether a template has made it, with its special tokens.
+    """
+    begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+    ids = tokenizer.encode(text, add_special_tokens=not (rendered or begins))
+    return [int(token) for token in ids]
+
+
+def _why_none(tokenizer: Any) -> str:
+    if tokenizer.has_chat_template:
+        return "--ignore-chat-template is given too. Leave one of them out."
+    return "the tokenizer has none. Put it into the prompt, or take a chat model."

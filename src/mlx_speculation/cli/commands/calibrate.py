@@ -1,0 +1,121 @@
+"""`calibrate`: measures what rounds cost."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from mlx_speculation.cli.console import Screen
+from mlx_speculation.cli.load_pair import begin, open_pair
+from mlx_speculation.cli.options import (
+    DRAFT,
+    AdapterPath,
+    Blas,
+    Json,
+    Model,
+    PairOptions,
+    TrustRemoteCode,
+)
+from mlx_speculation.environment import versions
+
+if TYPE_CHECKING:
+    from mlx_speculation.engine.draft_length.calibration import PartsTable
+    from mlx_speculation.engine.draft_length.policies import CostTable
+
+
+def calibrate(
+    model: Model,
+    draft: Annotated[
+        str,
+        typer.Option(
+            "--draft",
+            "--draft-model",
+            rich_help_panel=DRAFT,
+            help="As in `generate`; what is measured with the target.",
+        ),
+    ],
+    context: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            max=1 << 22,
+            help="Tokens in the caches; by default 64. Repeatable.",
+        ),
+    ] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            max=1 << 10,
+            help="Measure batches of so many rows too, as `serve` runs. Repeatable.",
+        ),
+    ] = None,
+    adapter_path: AdapterPath = None,
+    trust_remote_code: TrustRemoteCode = False,
+    blas: Blas = "auto",
+    json: Json = False,
+) -> None:
+    """Measure what rounds cost here by draft length, and keep it for later runs."""
+    screen = Screen(json=json)
+    chosen = begin(blas, screen)
+    pair = PairOptions(
+        model=model,
+        draft=draft,
+        adapter_path=adapter_path,
+        trust_remote_code=trust_remote_code,
+    )
+    generator = open_pair(pair, screen)
+    try:
+        with screen.progress("measuring lengths") as report:
+            costs = generator.calibrate(contexts=context or [64], progress=report)
+        batches = {}
+        if batch:
+            with screen.progress("measuring batches") as report:
+                batches = generator.calibrate_batches(
+                    batch, contexts=context or [64], progress=report
+                )
+    except KeyboardInterrupt:
+        screen.say("What was not measured to its end is not kept.")
+        raise
+    parts = generator.round_parts
+    screen.table(_table("Milliseconds of a round by draft length", costs, parts))
+    for rows, own in batches.items():
+        screen.table(_table(f"Milliseconds of a round of {rows} rows", own, {}))
+    screen.object(
+        command="calibrate",
+        model=model,
+        draft=draft,
+        seconds_by_context=_by_context(costs),
+        seconds_by_rows={rows: _by_context(own) for rows, own in batches.items()},
+        parts_by_context={
+            512 * 2**bucket: {length: asdict(one) for length, one in own.items()}
+            for bucket, own in parts.items()
+        },
+        notices=generator.notices,
+        blas=chosen,
+        versions=versions(),
+    )
+
+
+def _by_context(costs: "CostTable") -> dict[int, dict[int, float]]:
+    return {512 * 2**bucket: own for bucket, own in costs.items()}
+
+
+def _table(title: str, costs: "CostTable", parts: "PartsTable") -> Table:
+    lengths = sorted({length for table in costs.values() for length in table})
+    table = Table(title=title)
+    table.add_column("context up to")
+    for length in lengths:
+        table.add_column("plain" if length == 0 else str(length), justify="right")
+    for bucket, seconds in costs.items():
+        cells = [f"{seconds[n] * 1e3:.1f}" if n in seconds else "-" for n in lengths]
+        table.add_row(f"{512 * 2**bucket}", *cells)
+        own = parts.get(bucket, {})
+        for part in ("draft", "verify", "sampler", "host") if own else ():
+            shown = [
+                f"{getattr(own[n], part) * 1e3:.1f}" if n in own else "-"
+                for n in lengths
+            ]
+            table.add_row(f"  {part}", *shown, style="dim")
+    return table

@@ -1,0 +1,182 @@
+"""`chat`: a conversation whose caches are kept between turns."""
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mlx_speculation.cli.chat_template import TemplateOptions
+from mlx_speculation.cli.console import Screen
+from mlx_speculation.cli.conversation import Conversation
+from mlx_speculation.cli.inputs import decoded, sound_text
+from mlx_speculation.cli.load_pair import as_object, begin, open_pair
+from mlx_speculation.cli.number_format import number, percent
+from mlx_speculation.cli.options import EndOptions, Json, PairOptions, SamplingOptions
+from mlx_speculation.cli.run_app import INTERRUPTED, note
+from mlx_speculation.cli.stream_view import PromptBar, show
+from mlx_speculation.environment import versions
+
+if TYPE_CHECKING:
+    from mlx_speculation import PrefixCache, SpeculativeGenerator
+    from mlx_speculation.engine import Chunk, Result
+
+HELP = "/reset begins anew, /quit or Ctrl-D ends, Ctrl-C ends an answer."
+
+
+def chat(
+    pair: PairOptions,
+    template: TemplateOptions,
+    sampling: SamplingOptions,
+    end: EndOptions,
+    colour: Annotated[
+        bool,
+        typer.Option("--colour", "--color", help="Show accepted tokens in green."),
+    ] = False,
+    cache_gigabytes: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=1e6,
+            help="How much is kept between turns; 0: every turn reads all again.",
+        ),
+    ] = 8.0,
+    json: Json = False,
+) -> None:
+    """Talk with a model; a line is a message. Caches are kept between turns."""
+    screen = Screen(json=json)
+    template.check()
+    end.check()
+    blas = begin(pair.blas, screen)
+    sampling.check()
+    generator = open_pair(pair, screen, prefix_cache=_kept(cache_gigabytes))
+    conversation = Conversation(generator.tokenizer, template)
+    if not conversation.rendered:
+        note("no chat template is used: messages are continued as plain text")
+    talk = _Talk(generator, conversation, sampling, end, screen, colour=colour)
+    interrupted = talk.run()
+    screen.say(talk.summary)
+    screen.object(
+        command="chat",
+        model=pair.model,
+        draft=pair.draft,
+        turns=talk.turns,
+        interrupted=interrupted,
+        notices=generator.notices,
+        blas=blas,
+        versions=versions(),
+    )
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _kept(gigabytes: float) -> "PrefixCache | None":
+    from mlx_speculation import PrefixCache
+
+    return PrefixCache(max_bytes=int(gigabytes * 1e9)) if gigabytes else None
+
+
+class _Talk:
+    """The turns of a conversation.
+
+    Attributes:
+        turns: what was said and counted in each, for JSON.
+    """
+
+    def __init__(
+        self,
+        generator: "SpeculativeGenerator",
+        conversation: Conversation,
+        sampling: SamplingOptions,
+        end: EndOptions,
+        screen: Screen,
+        *,
+        colour: bool,
+    ) -> None:
+        self._generator, self._conversation = generator, conversation
+        tokenizer = generator.tokenizer
+        self._options: dict[str, Any] = {
+            "max_tokens": end.max_tokens,
+            "sampling": sampling.sampling(tokenizer),
+            "stop": end.stops,
+            "stop_tokens": end.stop_tokens(tokenizer),
+        }
+        self._screen, self._colour = screen, colour
+        self.turns: list[dict[str, Any]] = []
+
+    @property
+    def summary(self) -> str:
+        """All turns in a line."""
+        counted = [turn["statistics"] for turn in self.turns]
+        drafted = sum(each["drafted"] for each in counted)
+        accepted = sum(each["accepted"] for each in counted)
+        share = percent(accepted / drafted) if drafted else "none drafted"
+        tokens = sum(each["emitted"] for each in counted)
+        return f"{len(self.turns)} turns, {tokens} tokens, accepted: {share}"
+
+    def run(self) -> bool:
+        """Answer every message; return whether Ctrl-C has ended it."""
+        try:
+            for message in _messages(self._screen):
+                if message in ("/quit", "/exit"):
+                    break
+                if message == "/reset":
+                    self._conversation.clear()
+                elif message == "/help":
+                    self._screen.say(HELP)
+                elif message.strip():
+                    self._turn(message)
+        except KeyboardInterrupt:
+            self._screen.say("")
+            return True
+        return False
+
+    def _turn(self, message: str) -> None:
+        ids = self._conversation.ask(sound_text("The message", message))
+        from mlx_speculation.engine.stream_handling import Handling
+
+        bar = PromptBar(len(ids) - 1)
+        handling = Handling(heard=bar.heard)
+        stream = self._generator.stream(ids, handling=handling, **self._options)
+        chunks: list[Chunk] = []
+        interrupted = show(stream, self._screen, chunks, bar, colour=self._colour)
+        self._screen.text("\n")
+        result = stream.result
+        self._conversation.answer(result.text, result.tokens)
+        ended = "interrupted" if interrupted else result.finish_reason
+        self.turns.append(
+            {
+                "message": message,
+                "text": result.text,
+                "tokens": result.tokens,
+                "prompt_tokens": len(ids),
+                "finish_reason": ended,
+                "statistics": as_object(result.stats),
+            }
+        )
+        self._screen.say(_line(result, ended))
+
+
+def _line(result: "Result", ended: str) -> str:
+    stats = result.stats
+    return (
+        f"[{len(result.tokens)} tokens, {ended}; {number(stats.tokens_per_second)} "
+        f"tokens/s, {percent(stats.acceptance_rate)} of {stats.drafted} drafted "
+        f"accepted; {stats.reused} tokens not read again]"
+    )
+
+
+def _messages(screen: Screen) -> Iterator[str]:
+    """Yield the lines of standard input, asked for where it is a terminal."""
+    if not sys.stdin.isatty():
+        source = getattr(sys.stdin, "buffer", sys.stdin)
+        for line in source:
+            text = line if isinstance(line, str) else decoded("Standard input", line)
+            yield text.rstrip("\r\n")
+        return
+    screen.say(HELP)
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            return

@@ -1,0 +1,250 @@
+"""`check`: whether a draft leaves the text of a model as it is, on this machine."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from mlx_speculation.cli.chat_template import encode
+from mlx_speculation.cli.console import Screen
+from mlx_speculation.cli.inputs import read_prompt
+from mlx_speculation.cli.load_pair import as_object, begin, open_pair
+from mlx_speculation.cli.options import Json, PairOptions, SamplingOptions
+from mlx_speculation.cli.run_app import FAILED, INTERRUPTED
+from mlx_speculation.demo import demo_prompts
+from mlx_speculation.environment import machine, versions
+from mlx_speculation.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from mlx_speculation import Sampling, SpeculativeGenerator
+    from mlx_speculation.engine import Result
+    from mlx_speculation.engine.equivalence.report import RowVerdict
+    from mlx_speculation.engine.equivalence.rows import Place
+    from mlx_speculation.engine.equivalence.texts import Parting
+
+USUAL_LENGTH = 4  # a length by measurement might be 0, and nothing be compared
+
+
+def check(
+    pair: PairOptions,
+    sampling: SamplingOptions,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", "-p", help="By default a bundled one; '-': stdin."),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option("--tokens", "-m", min=1, help="Of text to compare.")
+    ] = 64,
+    rows: Annotated[
+        int, typer.Option(min=1, max=64, help="Drafted tokens verified at once.")
+    ] = 4,
+    places: Annotated[int, typer.Option(min=1, help="Drafts, over the text.")] = 8,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Margin up to which a row may differ. By default twice the median "
+            "difference of rows here.",
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Check that drafts leave the text as it is, on this machine with this model.
+
+    Drafts of the model's own text, with a wrong token in each, are verified at once and
+    token by token. With --draft, texts with and without it are compared too. The last
+    line is the verdict; its status is 1 where something really differs.
+    """
+    screen = Screen(json=json)
+    text = demo_prompts()[0].text if prompt is None else read_prompt(prompt)
+    if tokens < rows:
+        raise InvalidRequestError(
+            f"--tokens is {tokens} and --rows {rows}, and a text has to be as long as "
+            f"a draft. Give --tokens {rows} or more."
+        )
+    blas = begin(pair.blas, screen)
+    sampling.check()
+    generator = open_pair(pair, screen)
+    ids = encode(generator.tokenizer, text, rendered=False)
+    found: list[Place] = []
+    compared = None
+    interrupted = False
+    try:
+        _rows(generator, ids, tokens, rows, places, screen, found)
+        if pair.draft is not None:
+            compared = _Texts.compare(pair, generator, ids, tokens, sampling, screen)
+    except KeyboardInterrupt:
+        interrupted = True
+    if not found:
+        raise KeyboardInterrupt
+    judged = _judged(found, tolerance)
+    screen.table(_table(found))
+    same = judged.verdict != "different" and (compared is None or compared.same)
+    lines = [f"first: {judged.first}"] if judged.first is not None else []
+    lines.append(f"rows: {judged}")
+    lines += [] if compared is None else [f"text: {compared.verdict}"]
+    verdict = "the output is the same" if same else "IT DIFFERS"
+    if interrupted:
+        verdict += f", as far as was looked before Ctrl-C: at {len(found)} places"
+        verdict += "" if pair.draft is None else ", and not at the texts"
+    screen.text("\n".join([*lines, f"verdict: {verdict}"]) + "\n")
+    screen.object(
+        command="check",
+        model=pair.model,
+        draft=pair.draft,
+        same=same,
+        interrupted=interrupted,
+        rows=judged,
+        places=found,
+        text=None if compared is None else compared.object,
+        notices=generator.notices,
+        machine=machine(),
+        blas=blas,
+        versions=versions(),
+    )
+    if interrupted or not same:
+        raise typer.Exit(FAILED if not same else INTERRUPTED)
+
+
+def _rows(
+    generator: "SpeculativeGenerator",
+    prompt: list[int],
+    tokens: int,
+    rows: int,
+    places: int,
+    screen: Screen,
+    found: list["Place"],
+) -> None:
+    """Verify drafts of the model's own text at once and one by one; fills `found`."""
+    from mlx_speculation.engine.equivalence.rows import greedy_text, verify_both_ways
+    from mlx_speculation.models import wired
+
+    model = generator.model
+    options: dict[str, Any] = {"draft_length": rows, "places": places, "seed": 0}
+    with wired(model), screen.progress("verifying drafts") as report:
+        text = greedy_text(model, prompt, tokens)
+        for place in verify_both_ways(model, prompt, text, sliding="slack", **options):
+            found.append(place)
+            report(len(found), places)
+
+
+def _judged(found: Sequence["Place"], tolerance: float | None) -> "RowVerdict":
+    from mlx_speculation.engine.equivalence.report import judge, usual_tolerance
+
+    return judge(found, usual_tolerance(found) if tolerance is None else tolerance)
+
+
+def _table(found: Sequence["Place"]) -> Table:
+    table = Table(title="Drafts verified at once and token by token")
+    for column in ("after token", "rows", "rows that differ", "largest difference"):
+        table.add_column(column, justify="right")
+    for place in found:
+        differing = sum(row.differs for row in place.rows)
+        numbers = (place.position, len(place.rows), differing)
+        table.add_row(*map(str, numbers), f"{place.difference:.3g}")
+    return table
+
+
+class _Texts:
+    """The texts with and without the draft, and where they part.
+
+    Args:
+        plain: without.
+        drafted: with it.
+        parting: where they part, if they do.
+    """
+
+    def __init__(
+        self, plain: "Result", drafted: "Result", parting: "Parting | None"
+    ) -> None:
+        self._plain, self._drafted, self._parting = plain, drafted, parting
+
+    @classmethod
+    def compare(
+        cls,
+        pair: PairOptions,
+        generator: "SpeculativeGenerator",
+        prompt: list[int],
+        tokens: int,
+        options: SamplingOptions,
+        screen: Screen,
+    ) -> "_Texts":
+        """Generate both."""
+        sampling: Sampling = options.sampling(generator.tokenizer).with_seed()
+        asked: dict[str, Any] = {
+            "max_tokens": tokens,
+            "sampling": sampling,
+            "stop_tokens": (),
+        }
+        with screen.busy("generating with and without the draft"):
+            plain = generator.generate(prompt, draft_length=0, **asked)
+            length = USUAL_LENGTH if pair.draft_length is None else pair.draft_length
+            drafted = generator.generate(prompt, draft_length=length, **asked)
+            parting = parting_of(generator, sampling, prompt, plain, drafted)
+        return cls(plain, drafted, parting)
+
+    @property
+    def same(self) -> bool:
+        """Whether they are equal, or part where rounding decides."""
+        return self._parting is None or self._parting.near_tie
+
+    @property
+    def verdict(self) -> str:
+        """In a line."""
+        drafted = self._drafted.stats.drafted
+        if self._parting is None:
+            return (
+                f"equal: {len(self._plain.tokens)} tokens with and without the draft, "
+                f"{drafted} of them drafted and {self._drafted.stats.accepted} accepted"
+            )
+        kind = "near-tie" if self._parting.near_tie else "different"
+        return f"{kind}: {self._parting}"
+
+    @property
+    def object(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "same": self.same,
+            "tokens": len(self._plain.tokens),
+            "parting": self._parting,
+            "seed": self._plain.seed,
+            "statistics": as_object(self._drafted.stats),
+        }
+
+
+def parting_of(
+    generator: "SpeculativeGenerator",
+    sampling: "Sampling",
+    prompt: Sequence[int],
+    plain: "Result",
+    other: "Result",
+) -> "Parting | None":
+    """Return where two texts of a generator part, and how near a tie is there.
+
+    Args:
+        generator: of both.
+        sampling: of both.
+        prompt: of both.
+        plain: the text by single rows.
+        other: the text with drafts.
+    """
+    from mlx_speculation.engine.equivalence.texts import find_parting
+    from mlx_speculation.models import TokenIds, logit_width
+    from mlx_speculation.samplers import Chooser
+
+    ids = TokenIds.of(generator.tokenizer)
+    chooser = Chooser(
+        sampling,
+        ids.width,
+        limit=logit_width(generator.model),
+        missing=ids.missing,
+    )
+    return find_parting(
+        generator.model,
+        chooser,
+        prompt,
+        plain.tokens,
+        other.tokens,
+        width=1 + len(other.stats.reached),
+    )

@@ -1,0 +1,181 @@
+"""`demo`: the bundled models with and without a draft."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from mlx_speculation.cli.commands.check import parting_of
+from mlx_speculation.cli.console import Screen
+from mlx_speculation.cli.load_pair import as_object, begin
+from mlx_speculation.cli.number_format import number, percent
+from mlx_speculation.cli.options import Blas, DraftLength, Json
+from mlx_speculation.cli.run_app import FAILED, INTERRUPTED
+from mlx_speculation.demo import DEMO_TARGETS, DemoPrompt, demo_models, demo_prompts
+
+if TYPE_CHECKING:
+    from mlx_speculation import SpeculativeGenerator
+    from mlx_speculation.engine import Statistics
+    from mlx_speculation.engine.equivalence.texts import Parting
+
+
+def demo(
+    max_tokens: Annotated[int, typer.Option(min=2)] = 128,
+    draft_length: DraftLength = None,
+    blas: Blas = "auto",
+    json: Json = False,
+) -> None:
+    """Run the bundled models with and without a draft, and compare text and speed."""
+    screen = Screen(json=json)
+    begin(blas, screen)
+    comparisons: list[_Comparison] = []
+    interrupted = False
+    try:
+        for each in _compared(draft_length, max_tokens, screen):
+            comparisons.append(each)
+    except KeyboardInterrupt:
+        if not comparisons:
+            raise
+        interrupted = True
+        screen.say("interrupted: these are done")
+    screen.table(_comparison_table(comparisons))
+    screen.say(
+        "Plain is the faster of mlx-lm's loop and ours. Single runs: "
+        "`mlx-speculation benchmark` measures your own pair with repeats."
+    )
+    screen.object(
+        command="demo",
+        comparisons=[comparison.object for comparison in comparisons],
+        interrupted=interrupted,
+    )
+    same = all(comparison.same for comparison in comparisons)
+    if interrupted or not same:
+        raise typer.Exit(FAILED if not same else INTERRUPTED)
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """One prompt, continued by one target with and without its draft."""
+
+    target: str
+    group: str
+    text: str
+    plain_speed: float
+    stats: "Statistics"
+    parting: "Parting | None"
+
+    @property
+    def same(self) -> bool:
+        """Whether the texts are equal, or part where rounding decides."""
+        return self.parting is None or self.parting.near_tie
+
+    @property
+    def object(self) -> dict[str, Any]:
+        """The comparison for JSON."""
+        return {
+            "target": self.target,
+            "group": self.group,
+            "text": self.text,
+            "plain_tokens_per_second": self.plain_speed,
+            "same": self.same,
+            "parting": self.parting,
+            "statistics": as_object(self.stats),
+        }
+
+    @property
+    def verdict(self) -> str:
+        """What the table says about the texts."""
+        if self.parting is None:
+            return "yes"
+        if self.parting.near_tie:
+            return f"near-tie at {self.parting.index}"
+        return f"[red]not at {self.parting.index}[/red]"
+
+
+def _compared(
+    draft_length: int | None, max_tokens: int, screen: Screen
+) -> Iterator[_Comparison]:
+    """Yield the comparisons of all targets and groups of prompts."""
+    from mlx_speculation import SpeculativeGenerator
+
+    folders = demo_models()
+    draft = folders["draft"]
+    targets = {name: folders[name] for name in DEMO_TARGETS if name in folders}
+    prompts = _one_per_group(demo_prompts())
+    for name, path in targets.items():
+        generator = SpeculativeGenerator.from_pretrained(
+            path, draft=draft, draft_length=draft_length
+        )
+        if draft_length is None:
+            with screen.busy(f"calibrating {name}"):
+                generator.calibrate()
+        for length in (0, None):
+            generator.generate(prompts[0].text, max_tokens=8, draft_length=length)
+        for prompt in prompts:
+            if not screen.json:
+                title = escape(f"{name}: {prompt.group}, from {prompt.source}")
+                screen.out.rule(title)
+            yield _compare(name, prompt, generator, max_tokens, screen)
+
+
+def _compare(
+    target: str,
+    prompt: DemoPrompt,
+    generator: "SpeculativeGenerator",
+    max_tokens: int,
+    screen: Screen,
+) -> _Comparison:
+    """Stream the speculative text, then generate the plain one and compare."""
+    from mlx_speculation import Sampling
+    from mlx_speculation.models import mlx_lm_speed
+
+    stream = generator.stream(prompt.text, max_tokens=max_tokens, stop_tokens=())
+    for chunk in stream:
+        screen.text(chunk.text)
+    screen.text("\n")
+    result = stream.result
+    plain = generator.generate(
+        prompt.text, max_tokens=max_tokens, stop_tokens=(), draft_length=0
+    )
+    tokens = generator.encode(prompt.text)
+    theirs = mlx_lm_speed(generator.model, tokens, max_tokens)
+    return _Comparison(
+        target=target,
+        group=prompt.group,
+        text=result.text,
+        plain_speed=max(plain.stats.tokens_per_second, theirs),
+        stats=result.stats,
+        parting=parting_of(generator, Sampling(seed=0), tokens, plain, result),
+    )
+
+
+def _comparison_table(comparisons: list[_Comparison]) -> Table:
+    table = Table(title="Plain and speculative decoding, tokens per second")
+    for column in ("target", "text"):
+        table.add_column(column)
+    for column in ("plain", "with draft", "ratio", "accepted", "accepted length"):
+        table.add_column(column, justify="right")
+    table.add_column("same tokens")
+    for row in comparisons:
+        table.add_row(
+            row.target,
+            row.group,
+            number(row.plain_speed),
+            number(row.stats.tokens_per_second),
+            number(row.stats.tokens_per_second / row.plain_speed),
+            percent(row.stats.acceptance_rate),
+            number(row.stats.mean_accepted_length),
+            row.verdict,
+        )
+    return table
+
+
+def _one_per_group(prompts: Iterable[DemoPrompt]) -> list[DemoPrompt]:
+    """Keep the first prompt of each group."""
+    first: dict[str, DemoPrompt] = {}
+    for prompt in prompts:
+        first.setdefault(prompt.group, prompt)
+    return list(first.values())

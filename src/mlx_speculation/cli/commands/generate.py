@@ -1,0 +1,195 @@
+"""`generate`: continues a prompt."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mlx_speculation.cli.chat_template import TemplateOptions, encode
+from mlx_speculation.cli.console import Screen
+from mlx_speculation.cli.inputs import (
+    check_output,
+    read_json_file,
+    read_prompt,
+    sound_text,
+    writing,
+)
+from mlx_speculation.cli.kv_options import KvOptions
+from mlx_speculation.cli.load_pair import as_object, begin, open_pair
+from mlx_speculation.cli.options import (
+    TEMPLATE,
+    EndOptions,
+    Json,
+    PairOptions,
+    SamplingOptions,
+)
+from mlx_speculation.cli.run_app import INTERRUPTED
+from mlx_speculation.cli.stream_view import PromptBar, show, summary
+from mlx_speculation.environment import versions
+
+if TYPE_CHECKING:
+    from mlx_speculation import Constraint, SpeculativeGenerator
+    from mlx_speculation.engine import Chunk, Result
+
+ALTERNATIVES = 5
+PLACE = "<query>"  # stands for a message, to find where a template puts it
+Prompt = Annotated[
+    str | None,
+    typer.Option(
+        "--prompt",
+        "-p",
+        rich_help_panel=TEMPLATE,
+        help="The text to continue; by default, and with '-', standard input.",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions:
+    """What becomes of the text."""
+
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(help="A file with a JSON schema that the text has to fit."),
+    ] = None
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write a page here that shows who wrote each token."),
+    ] = None
+    colour: Annotated[
+        bool,
+        typer.Option("--colour", "--color", help="Show accepted tokens in green."),
+    ] = False
+
+    def check(self) -> Any:
+        """Return the schema, if there is one, once all files are seen to be usable."""
+        if self.html is not None:
+            check_output("--html", self.html)
+        if self.json_schema is None:
+            return None
+        return read_json_file("--json-schema", self.json_schema)
+
+
+def generate(
+    pair: PairOptions,
+    template: TemplateOptions,
+    sampling: SamplingOptions,
+    end: EndOptions,
+    output: OutputOptions,
+    kv: KvOptions,
+    prompt: Prompt = None,
+    prefill_response: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=TEMPLATE, help="How the answer begins."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Continue a prompt; text on standard output, statistics on standard error."""
+    screen = Screen(json=json)
+    schema = output.check()
+    template.check()
+    kv.check()
+    end.check()
+    said = read_prompt(prompt)
+    begun = sound_text("--prefill-response", prefill_response or "")
+    blas = begin(pair.blas, screen)
+    sampling.check()
+    generator = open_pair(pair, screen)
+    before = kv.before(pair.model, generator)
+    text, rendered = _prompt_text(
+        generator, template, said, begun, follows=before is not None
+    )
+    tokens = encode(generator.tokenizer, text, rendered=rendered)
+    bar = PromptBar(len(tokens) - 1)
+    stream = generator.stream(
+        tokens,
+        max_tokens=end.max_tokens,
+        sampling=sampling.sampling(generator.tokenizer),
+        stop=end.stops,
+        stop_tokens=end.stop_tokens(generator.tokenizer),
+        logprobs=ALTERNATIVES if output.html is not None else None,
+        constraint=_constraint(schema, generator),
+        **kv.for_stream(generator, before, len(tokens) + end.max_tokens, bar.heard),
+    )
+    chunks: list[Chunk] = []
+    interrupted = show(stream, screen, chunks, bar, colour=output.colour)
+    screen.text("\n")
+    result = stream.result
+    ended = "interrupted" if interrupted else result.finish_reason
+    screen.table(summary(result, ended), result=False)
+    screen.object(
+        command="generate",
+        model=pair.model,
+        draft=pair.draft,
+        prompt_tokens=len(tokens),
+        text=result.text,
+        tokens=result.tokens,
+        origins=[[origin.writer, origin.place] for origin in result.origins],
+        finish_reason=ended,
+        seed=result.seed,
+        statistics=as_object(result.stats),
+        memory=asdict(result.memory),
+        notices=generator.notices,
+        blas=blas,
+        versions=versions(),
+    )
+    if output.html is not None:  # last: a full disk must not cost the text
+        page = _page(pair, generator, text, result, chunks, ended)
+        with writing("--html", output.html):
+            output.html.write_text(page, encoding="utf-8")
+        screen.say(f"the page is {output.html}")
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _prompt_text(
+    generator: "SpeculativeGenerator",
+    template: TemplateOptions,
+    said: str,
+    begun: str,
+    *,
+    follows: bool,
+) -> tuple[str, bool]:
+    """Return the text to continue, and whether its special tokens are in it.
+
+    Where it follows what was read before, a template's part before the message is left
+    out, as in mlx-lm: `mlx_lm.cache_prompt` has read it, and the message's beginning.
+    """
+    if not template.applies(generator.tokenizer):
+        return said + begun, follows
+
+    def rendered(content: str) -> str:
+        message = [{"role": "user", "content": content}]
+        return template.render(generator.tokenizer, message, begun or None)
+
+    start = rendered(PLACE).find(PLACE) if follows else 0
+    return rendered(said)[max(0, start) :], True
+
+
+def _constraint(schema: Any, generator: "SpeculativeGenerator") -> "Constraint | None":
+    if schema is None:
+        return None
+    from mlx_speculation import json_schema
+
+    # Small models write whitespace without end where they may.
+    return json_schema(schema, generator.tokenizer, compact=True)
+
+
+def _page(
+    pair: PairOptions,
+    generator: "SpeculativeGenerator",
+    prompt: str,
+    result: "Result",
+    chunks: list["Chunk"],
+    ended: str,
+) -> str:
+    from mlx_speculation.cli.html_page import PageFacts, page_of
+
+    facts = PageFacts(
+        model=Path(pair.model).name,
+        draft=None if pair.draft is None else Path(pair.draft).name,
+        finish_reason=ended,
+        prompt=prompt,
+    )
+    return page_of(facts, result, chunks, generator.tokenizer)

@@ -1,0 +1,180 @@
+"""`pair`: which drafts a target's folder offers, and which one `auto` takes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from mlx_speculation.cli.console import Screen
+from mlx_speculation.cli.load_pair import begin
+from mlx_speculation.cli.options import (
+    DRAFT,
+    AdapterPath,
+    Blas,
+    Json,
+    Model,
+    TrustRemoteCode,
+)
+from mlx_speculation.environment import versions
+from mlx_speculation.errors import SpeculationError
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """One draft that a folder may offer.
+
+    Attributes:
+        draft: what to pass as --draft.
+        usable: whether it can be used.
+        detail: what it is, or why not.
+    """
+
+    draft: str
+    usable: bool
+    detail: str
+
+
+def pair(
+    model: Model,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            "--draft",
+            "--draft-model",
+            rich_help_panel=DRAFT,
+            help="Say of this folder too whether it can draft for the target.",
+        ),
+    ] = None,
+    adapter_path: AdapterPath = None,
+    trust_remote_code: TrustRemoteCode = False,
+    blas: Blas = "auto",
+    json: Json = False,
+) -> None:
+    """Show which drafts a target's folder offers, and which one 'auto' takes.
+
+    The target is loaded, and a head in its folder tried, as `--draft auto` does.
+    """
+    screen = Screen(json=json)
+    begin(blas, screen)
+    from mlx_speculation.models import load, model_folder
+
+    folder = model_folder(model)
+    with screen.busy(f"loading {folder.name}"):
+        target, tokenizer = load(
+            folder, adapter_path=adapter_path, trust_remote_code=trust_remote_code
+        )
+    offers = [_file(folder), _head(folder, target), _LOOKUP]
+    if draft is not None:
+        offers.append(_folder(draft, folder, target, tokenizer, trust_remote_code))
+    with screen.busy("trying what auto takes"):
+        auto = _auto(folder, target, tokenizer)
+    table = Table("draft", "usable", "what it is, or why not", title=escape(str(model)))
+    for offer in [*offers, auto]:
+        usable = "yes" if offer.usable else "no"
+        table.add_row(escape(offer.draft), usable, escape(offer.detail))
+    screen.table(table)
+    screen.object(
+        command="pair",
+        model=model,
+        folder=folder,
+        offers=offers,
+        auto=auto,
+        versions=versions(),
+    )
+    if not offers[-1].usable and draft is not None:
+        raise typer.Exit(1)
+
+
+_LOOKUP = Offered(
+    "lookup", True, "what followed the same tokens before; for every target"
+)
+
+
+def _file(folder: Path) -> Offered:
+    """Say what speculation.json names."""
+    from mlx_speculation.engine.drafters.registry import KINDS
+    from mlx_speculation.models import read_pair
+
+    name = "speculation.json"
+    try:
+        found = read_pair(folder, [kind.name for kind in KINDS])
+    except SpeculationError as error:
+        return Offered(name, False, str(error))
+    if found is None:
+        return Offered(name, False, "there is none")
+    more = {
+        "kind": found.kind,
+        "contract": None if found.contract is None else dict(found.contract),
+        "draft_length": found.draft_length,
+    }
+    said = "".join(
+        f", {key} {value}" for key, value in more.items() if value is not None
+    )
+    return Offered(name, True, f"names {found.draft!r}{said}")
+
+
+def _head(folder: Path, target: "nn.Module") -> Offered:
+    """Say where the tensors of an MTP head are; it is not tried."""
+    from mlx_speculation.models import find_mtp_head
+
+    try:
+        found = find_mtp_head(folder, target)
+    except SpeculationError as error:
+        return Offered("mtp", False, str(error))
+    files = found.files
+    where = files.source if files.in_shards else f"the sidecar {files.source}"
+    detail = (
+        f"a head of the {found.family.name} family in {where}: {len(files.tensors)} "
+        f"tensors, {files.layers} layer{'s' if files.layers > 1 else ''}"
+    )
+    return Offered("mtp", True, detail)
+
+
+def _folder(
+    draft: str, folder: Path, target: "nn.Module", tokenizer: Any, trusted: bool
+) -> Offered:
+    """Say whether a folder can draft for the target."""
+    from mlx_speculation.engine.drafters.registry import Offer, draft_folder
+
+    try:
+        own, kind = draft_folder(draft)
+        kind.load(Offer(own, folder, target, tokenizer, trust_remote_code=trusted))
+    except SpeculationError as error:
+        return Offered(draft, False, str(error))
+    return Offered(draft, True, f"of kind {kind.name!r}, with the target's token ids")
+
+
+def _auto(folder: Path, target: "nn.Module", tokenizer: Any) -> Offered:
+    """Say what --draft auto takes, and why."""
+    from mlx_speculation.engine.drafters.resolve_auto import choose_draft
+
+    try:
+        choice = choose_draft(folder, target, tokenizer)
+    except SpeculationError as error:
+        return Offered("auto", False, str(error))
+    taken = _named(choice.draft)
+    length = "" if choice.length is None else f", {choice.length} tokens a round"
+    if choice.notices:
+        return Offered("auto", True, " ".join(choice.notices))
+    if (folder / "speculation.json").exists():
+        why = "speculation.json names it"
+    else:
+        why = "the head in the folder agrees with the target"
+    return Offered("auto", True, f"takes {taken}{length}: {why}")
+
+
+def _named(draft: Any) -> str:
+    """Return what a chosen draft is, in a word."""
+    import mlx.nn as nn
+
+    if isinstance(draft, str):
+        return f"a {draft}"
+    if isinstance(draft, nn.Module):
+        return "a draft model"
+    return f"an {type(draft).__name__}"

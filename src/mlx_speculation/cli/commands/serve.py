@@ -1,0 +1,269 @@
+"""`serve`: mlx-lm's own server, with this package's engine in it."""
+
+import ipaddress
+import logging
+import os
+import signal
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from mlx_speculation.cli.console import Screen
+from mlx_speculation.cli.inputs import parsed_json
+from mlx_speculation.cli.load_pair import begin, open_pair
+from mlx_speculation.cli.options import PairOptions
+from mlx_speculation.cli.run_app import note
+from mlx_speculation.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from mlx_speculation import PrefixCache, SpeculativeGenerator
+    from mlx_speculation.server import Defaults, Limits, Server, Settings
+
+DOOR = "Who may ask"
+LIMITS = "How much may be asked"
+DEFAULTS = "What holds where a request says nothing"
+KEY = "MLX_SPECULATION_API_KEY"
+Level = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+
+
+def _door(help: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, rich_help_panel=DOOR, help=help, **more)
+
+
+def _limit(help: str, low: float, *names: str) -> Any:
+    return typer.Option(*names, rich_help_panel=LIMITS, help=help, min=low)
+
+
+def _default(help: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, rich_help_panel=DEFAULTS, help=help, **more)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoorOptions:
+    """Who may ask, and where."""
+
+    host: Annotated[
+        str, _door("Address to listen at; 0.0.0.0 lets other machines in.")
+    ] = "127.0.0.1"
+    port: Annotated[int, _door("0 takes a free one.", min=0, max=65535)] = 8080
+    api_key: Annotated[
+        str | None,
+        _door("What clients have to show; better in the environment.", envvar=KEY),
+    ] = None
+    allowed_origins: Annotated[
+        str, _door("Web pages that may use it, with commas between; *: all.")
+    ] = ""
+    model_name: Annotated[
+        str | None, _door("The model's name in requests; else that of its folder.")
+    ] = None
+
+    def warn(self) -> None:
+        """Say so where anybody may ask."""
+        if self.api_key is None and not _is_loopback(self.host):
+            note(
+                f"it listens at {self.host}, which other machines may reach, and asks "
+                f"for no API key. Set {KEY}, or leave --host out."
+            )
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """The pages that may use it."""
+        given = (origin.strip() for origin in self.allowed_origins.split(","))
+        return tuple(origin for origin in given if origin)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitOptions:
+    """How much may be asked."""
+
+    max_rows: Annotated[
+        int,
+        _limit("Requests decoded together.", 1, "--max-rows", "--decode-concurrency"),
+    ] = 32
+    prefill_step_size: Annotated[
+        int, _limit("Tokens of prompts that are read between two rounds.", 1)
+    ] = 2048
+    max_queue: Annotated[int, _limit("Requests that wait beside them.", 0)] = 64
+    max_body_bytes: Annotated[int, _limit("Of a request.", 1)] = 1 << 20
+    max_prompt_tokens: Annotated[int, _limit("Of a prompt.", 1)] = 32_768
+    max_tokens_limit: Annotated[int, _limit("Of a text.", 1)] = 8_192
+    max_draft: Annotated[int, _limit("Of a draft that a request asks for.", 0)] = 64
+    max_seconds: Annotated[float, _limit("From a request to its end.", 0.001)] = 600.0
+    max_read_seconds: Annotated[
+        float, _limit("Until a request has arrived.", 0.001)
+    ] = 30.0
+    max_connections: Annotated[int, _limit("Open at once.", 1)] = 256
+    max_schemas: Annotated[
+        int, _limit("JSON schemas at once, each in a process of its own.", 1)
+    ] = 16
+    max_schema_seconds: Annotated[float, _limit("To compile a schema.", 0.001)] = 5.0
+    max_schema_megabytes: Annotated[int, _limit("Memory of a schema, in MiB.", 1)] = 128
+    max_mask_seconds: Annotated[
+        float,
+        _limit("For a text's masks by its schema, beside 20 ms for each token.", 0.001),
+    ] = 1.0
+
+    def limits(self) -> "Limits":
+        """Return them as the server takes them."""
+        from mlx_speculation.server import Limits
+
+        return Limits(
+            body_bytes=self.max_body_bytes,
+            prompt_tokens=self.max_prompt_tokens,
+            max_tokens=self.max_tokens_limit,
+            draft_tokens=self.max_draft,
+            queue=self.max_queue,
+            seconds=self.max_seconds,
+            read_seconds=self.max_read_seconds,
+            connections=self.max_connections,
+            schemas=self.max_schemas,
+            schema_seconds=self.max_schema_seconds,
+            schema_megabytes=self.max_schema_megabytes,
+            mask_seconds=self.max_mask_seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DefaultOptions:
+    """What holds where a request says nothing."""
+
+    max_tokens: Annotated[
+        int, _default("Tokens of a text.", "--max-tokens", "-m", min=1)
+    ] = 512
+    temperature: Annotated[
+        float, _default("0: the most probable token.", "--temperature", "--temp", min=0)
+    ] = 0.0
+    top_p: Annotated[float, _default("1: off.", min=0, max=1)] = 1.0
+    top_k: Annotated[int, _default("0: off.", min=0)] = 0
+    min_p: Annotated[float, _default("0: off.", min=0, max=1)] = 0.0
+    chat_template_args: Annotated[
+        str, _default("A JSON object with more for the chat template.")
+    ] = "{}"
+
+    def defaults(self) -> "Defaults":
+        """Return them as the server takes them."""
+        from mlx_speculation.server import Defaults
+
+        return Defaults(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+        )
+
+    def template_args(self) -> dict[str, Any]:
+        """Return the object for the chat template.
+
+        Raises:
+            InvalidRequestError: it is none.
+        """
+        found = parsed_json("--chat-template-args", self.chat_template_args)
+        if not isinstance(found, dict):
+            raise InvalidRequestError(
+                f"--chat-template-args is {self.chat_template_args}, and a JSON object "
+                "is needed."
+            )
+        return found
+
+
+def serve(
+    pair: PairOptions,
+    door: DoorOptions,
+    limits: LimitOptions,
+    defaults: DefaultOptions,
+    cache_gigabytes: Annotated[
+        float,
+        typer.Option(min=0.0, max=1e6, help="Kept between requests; 0: nothing."),
+    ] = 2.0,
+    grace_seconds: Annotated[
+        float, typer.Option(min=0.0, help="For running requests, when it has to end.")
+    ] = 5.0,
+    log_level: Annotated[Level, typer.Option(help="What is logged.")] = "WARNING",
+) -> None:
+    """Serve a model over HTTP, as OpenAI's interface has it."""
+    screen = Screen()
+    template_args = defaults.template_args()
+    begin(pair.blas, screen)
+    from mlx_speculation.server import Server, Settings
+
+    logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(message)s")
+    settings = Settings(
+        names=_names(pair.model, door.model_name),
+        draft=None if pair.draft is None else _shown(pair.draft),
+        api_key=door.api_key,
+        allowed_origins=door.origins,
+        max_rows=limits.max_rows,
+        prefill_step=limits.prefill_step_size,
+        chat_template_args=template_args,
+        defaults=defaults.defaults(),
+        limits=limits.limits(),
+    )
+
+    def load(prefixes: "PrefixCache | None") -> "SpeculativeGenerator":
+        return open_pair(pair, screen, prefix_cache=prefixes)
+
+    server = Server(
+        settings,
+        load,
+        prefixes=_kept(cache_gigabytes),
+        host=door.host,
+        port=door.port,
+    )
+    door.warn()
+    _until_stopped(server, settings, screen, grace_seconds)
+
+
+def _until_stopped(
+    server: "Server", settings: "Settings", screen: Screen, grace: float
+) -> None:
+    """Serve until SIGTERM or Ctrl-C; the second of them does not wait."""
+    stop = threading.Event()
+
+    def ask(number: int, frame: Any) -> None:
+        if stop.is_set() or not serving:
+            raise KeyboardInterrupt
+        stop.set()
+
+    serving = False
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(each, ask) for each in signals]
+    try:
+        server.start()
+        serving = True
+        screen.say(f"{settings.names[0]} is served at {server.url}/v1")
+        stop.wait()
+        screen.say("ending")
+        if not server.stop(grace):
+            logging.shutdown()
+            os._exit(1)  # the interpreter would wait for the engine
+    finally:
+        for each, handler in zip(signals, before, strict=True):
+            signal.signal(each, handler)
+
+
+def _names(model: str, name: str | None) -> tuple[str, ...]:
+    """Return what requests may call the model; the first is what answers carry."""
+    return tuple(dict.fromkeys((name or _shown(model), model)))
+
+
+def _shown(path_or_repo: str) -> str:
+    """Return a name for clients, who need not know where a folder is."""
+    own = Path(path_or_repo).expanduser()
+    return own.resolve().name if own.is_dir() else path_or_repo
+
+
+def _kept(gigabytes: float) -> "PrefixCache | None":
+    from mlx_speculation import PrefixCache
+
+    return PrefixCache(int(gigabytes * 1e9)) if gigabytes else None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,64 @@
+"""Choosing the BLAS and loading what a command runs on."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlx_speculation.blas import BlasChoice, BlasName, use_blas
+from mlx_speculation.cli.console import Screen
+from mlx_speculation.cli.options import PairOptions
+from mlx_speculation.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from mlx_speculation import PrefixCache, SpeculativeGenerator
+    from mlx_speculation.engine import Statistics
+
+DERIVED = (
+    "acceptance_rate",
+    "mean_accepted_length",
+    "accepted_per_position",
+    "tokens_per_round",
+    "tokens_per_second",
+)
+
+
+def begin(blas: BlasName, screen: Screen) -> BlasChoice:
+    """Choose the BLAS, before mlx is imported, and say which it is."""
+    chosen = use_blas(blas)
+    screen.say(f"BLAS: {chosen.detail}")
+    return chosen
+
+
+def open_pair(
+    pair: PairOptions, screen: Screen, *, prefix_cache: "PrefixCache | None" = None
+) -> "SpeculativeGenerator":
+    """Load a target and its draft.
+
+    Raises:
+        SpeculationError: they cannot be used.
+    """
+    from mlx_speculation import SpeculativeGenerator
+
+    if pair.draft == "":
+        raise InvalidRequestError(
+            "--draft is empty. Give a folder, 'mtp', 'lookup' or 'auto', or leave it "
+            "out."
+        )
+    with screen.busy(f"loading {Path(pair.model).name}"):
+        return SpeculativeGenerator.from_pretrained(
+            pair.model,
+            draft=pair.draft,
+            draft_length=pair.draft_length,
+            draft_confidence=pair.draft_confidence,
+            quantize_draft=pair.quantize_draft,
+            compile_draft=pair.compile_draft,
+            adapter_path=pair.adapter_path,
+            trust_remote_code=pair.trust_remote_code,
+            prefix_cache=prefix_cache,
+        )
+
+
+def as_object(statistics: "Statistics") -> dict[str, Any]:
+    """Return statistics with what follows from them, for JSON."""
+    own = {field.name: getattr(statistics, field.name) for field in fields(statistics)}
+    return {**own, **{name: getattr(statistics, name) for name in DERIVED}}

@@ -1,0 +1,103 @@
+"""Showing a stream as it runs, and what it counted."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from mlx_speculation.cli.console import Report, Screen
+from mlx_speculation.cli.number_format import number, percent
+
+if TYPE_CHECKING:
+    from mlx_speculation.engine import Chunk, Result, Stream
+
+
+class PromptBar:
+    """How much of a prompt was read.
+
+    Args:
+        total: its tokens, without the last, which the first round reads.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done = total, 0
+        self._report: Report | None = None
+
+    def heard(self, tokens: int) -> None:
+        """Count tokens that were read."""
+        self._done += tokens
+        if self._report is not None:
+            self._report(min(self._done, self._total), self._total)
+
+    def show(self, report: Report) -> None:
+        """Show on a bar what is read from now on."""
+        self._report = report
+
+
+def show(
+    stream: "Stream",
+    screen: Screen,
+    chunks: list["Chunk"],
+    bar: PromptBar,
+    *,
+    colour: bool = False,
+) -> bool:
+    """Print a stream's text as it comes; return whether Ctrl-C has ended it.
+
+    Args:
+        stream: ends when this returns, with its caches at what they name.
+        screen: where to.
+        chunks: gets every chunk.
+        bar: hears how much of the prompt was read.
+        colour: show accepted tokens in green.
+    """
+    with stream:
+        try:
+            for chunk in _with_bar(stream, screen, bar):
+                chunks.append(chunk)
+                green = colour and chunk.origin.writer == "accepted"
+                text = chunk.text
+                shown = typer.style(text, fg="green") if green and text else text
+                screen.text(shown)
+        except KeyboardInterrupt:
+            return True
+    return False
+
+
+def _with_bar(stream: "Stream", screen: Screen, bar: PromptBar) -> Iterator["Chunk"]:
+    """Yield a stream's chunks; a bar is shown until the first one."""
+    with screen.progress("reading the prompt") as report:
+        bar.show(report)
+        first = next(stream, None)
+    if first is not None:
+        yield first
+        yield from stream
+
+
+def summary(result: "Result", ended: str) -> Table:
+    """Return what a generation counted, as a table."""
+    stats = result.stats
+    table = Table("statistic", "value", title="Statistics")
+    table.add_row("tokens", str(len(result.tokens)))
+    table.add_row("finish reason", ended)
+    table.add_row("tokens per second", number(stats.tokens_per_second))
+    for name in ("rounds", "drafts", "drafted", "accepted"):
+        table.add_row(name, str(getattr(stats, name)))
+    table.add_row("acceptance rate", percent(stats.acceptance_rate))
+    table.add_row("mean accepted length", number(stats.mean_accepted_length))
+    table.add_row(
+        "accepted per position", " ".join(map(percent, stats.accepted_per_position))
+    )
+    if stats.reused:
+        table.add_row("tokens not read again", str(stats.reused))
+    for part in ("draft", "verify", "sampler", "host"):
+        seconds = getattr(stats, f"{part}_seconds")
+        table.add_row(f"{part} seconds", f"{seconds:.3f}")
+    for held, size in asdict(result.memory).items():
+        table.add_row(f"{held.replace('_', ' ')}, MB", number(size / 1e6))
+    for fault in stats.drafter_faults:
+        table.add_row(f"{fault.drafter} set aside", escape(fault.reason))
+    return table

@@ -1,0 +1,189 @@
+"""The requests that one generator serves: rows in, pieces of text out."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mlx_speculation.engine import SpeculativeGenerator
+from mlx_speculation.engine.batch.generator import BatchGenerator
+from mlx_speculation.engine.stream_handling import Handling
+from mlx_speculation.samplers import Sampling
+from mlx_speculation.server.api_errors import ApiError, as_api_error, late
+from mlx_speculation.server.config import Settings
+from mlx_speculation.server.job import Alternative, Job, Piece, Token
+from mlx_speculation.server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from mlx_speculation.engine import Chunk, Result
+    from mlx_speculation.engine.batch.results import BatchResponse
+
+LOG = logging.getLogger("mlx_speculation.server")
+
+
+class Rows:
+    """A batch, and who waits for each of its rows.
+
+    Args:
+        generator: of all rows.
+        settings: of the server.
+        metrics: what is counted.
+        done: called for every request that nobody has to answer any more.
+    """
+
+    def __init__(
+        self,
+        generator: SpeculativeGenerator,
+        settings: Settings,
+        metrics: Metrics,
+        done: Callable[[], None],
+    ) -> None:
+        self.generator = generator
+        self._settings, self._metrics, self._done = settings, metrics, done
+        self._batch = BatchGenerator(generator, max_rows=settings.max_rows)
+        self._jobs: dict[int, Job] = {}
+
+    def __len__(self) -> int:
+        """The number of requests."""
+        return len(self._jobs)
+
+    @property
+    def running(self) -> int:
+        """The rows that have begun."""
+        return len(self._batch.running)
+
+    @property
+    def held(self) -> int:
+        """The rows that wait or run."""
+        return len(self._batch.waiting) + self.running
+
+    def insert(self, job: Job, prompt: list[int]) -> None:
+        """Give a request a row.
+
+        Args:
+            job: the request.
+            prompt: its token ids.
+
+        Raises:
+            InvalidRequestError: the generator refuses it.
+        """
+        uid = self._batch.insert(prompt, **self._options(job))
+        self._jobs[uid] = job
+        job.prompt_tokens = len(prompt)
+        if (reason := self._batch.why_alone(uid)) is not None:
+            self._metrics.alone(reason)
+
+    def round(self) -> None:
+        """Let go of what nobody waits for, and run a round of the rest.
+
+        If that fails as a whole, all requests are told, and the batch begins anew.
+        """
+        try:
+            for uid, job in tuple(self._jobs.items()):
+                if job.cancelled or job.late:
+                    self._remove(uid)
+            self._run()
+        except Exception as error:
+            self.end(told(error))
+            self._batch = BatchGenerator(
+                self.generator, max_rows=self._settings.max_rows
+            )
+
+    def end(self, why: ApiError) -> None:
+        """End all requests."""
+        for job in self._jobs.values():
+            job.put(why)
+            self._done()
+        self._jobs.clear()
+        self._batch.close()
+
+    def _run(self) -> None:
+        if not self._jobs:
+            return
+        pieces: dict[int, list[BatchResponse]] = {}
+        for one in self._batch.next():
+            pieces.setdefault(one.uid, []).append(one)
+        for uid, own in pieces.items():
+            self._hand_out(uid, own)
+
+    def _options(self, job: Job) -> dict[str, Any]:
+        """Return what a stream takes beside the prompt."""
+        checked, tokenizer = job.checked, self.generator.tokenizer
+        sampling = dict(checked.sampling)
+        if sampling["xtc_probability"]:
+            line = tokenizer.encode("\n", add_special_tokens=False)
+            ends = [int(token) for token in (*line, *tokenizer.eos_token_ids)]
+            sampling["xtc_special_tokens"] = ends
+        length, fixed = checked.draft_length, self.generator.draft_length
+        if length is not None and fixed is not None:
+            length = min(length, fixed)
+        return {
+            "max_tokens": checked.max_tokens,
+            "sampling": Sampling(**sampling),
+            "stop": checked.stop,
+            "draft_length": length,
+            "max_draft": checked.max_draft,
+            "logprobs": checked.logprobs,
+            "constraint": job.constraint,
+            "handling": Handling(
+                prefill_step=self._settings.prefill_step, heard=job.heard
+            ),
+        }
+
+    def _hand_out(self, uid: int, responses: "list[BatchResponse]") -> None:
+        """Give a request what one round has brought."""
+        job, last = self._jobs[uid], responses[-1]
+        if job.began is None:
+            job.began = time.monotonic()
+            self._metrics.began(job.began - job.arrived)
+        chunks = [one.chunk for one in responses if one.chunk is not None]
+        text = "".join(chunk.text for chunk in chunks)
+        token = chunks[-1].token if chunks else 0
+        tokens = self._tokens(chunks)
+        result = None if last.finish_reason is None else self._let_go(uid)
+        if last.error is not None:
+            job.put(told(last.error))
+        else:
+            job.put(Piece(text, token, tokens, result))
+
+    def _tokens(self, chunks: "list[Chunk]") -> tuple[Token, ...]:
+        """Return tokens as texts, if their probabilities were asked for."""
+        decode = self.generator.tokenizer.decode
+
+        def named(token: int, value: float) -> Alternative:
+            return Alternative(token, decode([token]), value)
+
+        return tuple(
+            Token(
+                named(chunk.token, chunk.logprob.value),
+                tuple(named(token, value) for token, value in chunk.logprob.top),
+            )
+            for chunk in chunks
+            if chunk.logprob is not None
+        )
+
+    def _let_go(self, uid: int) -> "Result":
+        """Forget a row, and count it."""
+        result = self._batch.remove(uid)
+        job = self._jobs.pop(uid)
+        self._done()
+        read = job.prompt_tokens if job.began is not None else 0
+        self._metrics.ended(result, read, time.monotonic() - job.arrived)
+        return result
+
+    def _remove(self, uid: int) -> None:
+        """End a row whose client has gone, or whose time is over."""
+        job = self._jobs[uid]
+        if job.cancelled:
+            self._metrics.cancelled()
+        else:
+            job.put(late(self._settings.limits.seconds, began=job.has_begun))
+        self._let_go(uid)
+
+
+def told(error: Exception) -> ApiError:
+    """Return what a client learns of an exception; the log has the rest."""
+    answer = as_api_error(error)
+    if answer.status >= 500:
+        LOG.error("a request failed", exc_info=error)
+    return answer

@@ -1,0 +1,277 @@
+"""The engine's thread: loads the models, takes requests, and runs rounds of them.
+
+Everything of mlx happens here, loading included: arrays that one thread has not
+computed yet cannot be computed by another.
+"""
+
+import gc
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from mlx_speculation.engine import SpeculativeGenerator
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.server.api_errors import ApiError, invalid
+from mlx_speculation.server.batch_runner import Rows, told
+from mlx_speculation.server.config import Settings
+from mlx_speculation.server.job import Job
+from mlx_speculation.server.metrics import Metrics
+from mlx_speculation.server.mlx_lm_server import (
+    EngineThread,
+    Provider,
+    options_of,
+)
+from mlx_speculation.server.schemas import SchemaCompilers
+
+if TYPE_CHECKING:
+    from mlx_speculation import PrefixCache
+
+IDLE_SECONDS = 0.1
+
+MakeGenerator = Callable[["PrefixCache | None"], SpeculativeGenerator]
+
+
+class Worker(EngineThread):
+    """The engine of a server.
+
+    Args:
+        settings: of the server.
+        metrics: what is counted.
+        make_generator: loads the models, in this thread.
+        prefixes: what is kept between requests; None: nothing.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        make_generator: MakeGenerator,
+        prefixes: "PrefixCache | None",
+    ) -> None:
+        self._settings, self._metrics = settings, metrics
+        self._make_generator, self._prefixes = make_generator, prefixes
+        self._arrived: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._taken = 0  # requests that are not answered yet
+        self._lock = threading.Lock()
+        self._closed: str | None = None
+        self._left_behind = False  # it hangs, and nobody waits for it
+        self._rows: dict[str | None, Rows] = {}
+        self.schemas = SchemaCompilers(settings.limits)
+        self.loaded: Future[None] = Future()
+        options = options_of(
+            allowed_origins=list(settings.allowed_origins),
+            chat_template_args=settings.chat_template_args,
+        )
+        super().__init__(Provider(options))
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken."""
+        return self._closed is None and self.loaded.done() and self.alive
+
+    @property
+    def taken(self) -> int:
+        """Requests that were taken and have not ended."""
+        return self._taken
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are any."""
+        return self._taken > 0
+
+    @property
+    def rows_held(self) -> int:
+        """Rows that wait or run, of all drafts."""
+        return sum(rows.held for rows in tuple(self._rows.values()))
+
+    def refuse(self, why: str) -> None:
+        """Take no more requests."""
+        self._closed = why
+
+    def take(self) -> None:
+        """Count a request that is prepared, and has to be submitted or dropped.
+
+        Raises:
+            ApiError: there are too many, or the engine is not there.
+        """
+        most = self._settings.max_rows + self._settings.limits.queue
+        with self._lock:
+            if not self.ready:
+                why = self._closed or "The engine is not there."
+                raise ApiError(503, why, code="unavailable", retry=True)
+            if self._taken >= most:
+                raise ApiError(
+                    429,
+                    f"{self._taken} requests are not answered yet, and {most} may be "
+                    "taken. Try again later.",
+                    code="queue_full",
+                    retry=True,
+                )
+            self._taken += 1
+
+    def submit(self, job: Job) -> None:
+        """Let the engine answer a request that was taken."""
+        self._arrived.put(job)
+
+    def drop(self) -> None:
+        """Count a request no more, of those that were taken and not submitted."""
+        self._done()
+
+    def check_alive(self) -> None:
+        """Raise where nobody would answer any more."""
+        if not self.alive or self._left_behind:
+            why = self._closed or "The engine has failed."
+            raise ApiError(503, why, code="unavailable")
+
+    def end(self, seconds: float) -> bool:
+        """Ask the thread to end, and return whether it has.
+
+        Args:
+            seconds: to wait for it.
+        """
+        self.schemas.close()  # the thread may wait for a mask
+        ended = super().end(seconds)
+        self._left_behind = not ended
+        return ended
+
+    def work(self) -> None:
+        """Load the models, then serve until `stopping`."""
+        try:
+            self._load()
+        except BaseException as error:
+            self.loaded.set_exception(error)
+            return
+        self.loaded.set_result(None)
+        try:
+            while not self.stopping:
+                self._admit()
+                for rows in tuple(self._rows.values()):
+                    rows.round()
+                self._note_levels()
+        finally:
+            self._leave()
+
+    def _load(self) -> None:
+        generator = self._make_generator(self._prefixes)
+        self.model_provider.hold(generator.model, generator.tokenizer)
+        self._rows[None] = self._rows_of(generator)
+        self._note_levels()
+
+    def _rows_of(self, generator: SpeculativeGenerator) -> Rows:
+        return Rows(generator, self._settings, self._metrics, self._done)
+
+    def _serving(self, draft: str | None) -> Rows:
+        """Return the rows of a draft; those of lookups beside the own are made late."""
+        if draft not in self._rows:
+            own = self._rows[None].generator
+            self._rows[draft] = self._rows_of(_beside(own, self._prefixes))
+        return self._rows[draft]
+
+    def _admit(self) -> None:
+        """Give a row to the next request; wait for one if there is nothing else to do.
+
+        One for each round: chats are rendered here, and those that run do not wait for
+        many of them.
+        """
+        idle = not any(len(rows) for rows in self._rows.values())
+        wait = IDLE_SECONDS if idle else 0.0
+        admitted = False
+        while not admitted:
+            try:
+                job = self._arrived.get(timeout=wait)
+            except queue.Empty:
+                return
+            admitted = self._admitted(job)
+
+    def _admitted(self, job: Job) -> bool:
+        """Give a request a row; return whether it has got one."""
+        try:
+            if not job.cancelled:
+                self._insert(job)
+                return True
+        except Exception as error:
+            job.put(told(error))
+        self._done()
+        return False
+
+    def _done(self) -> None:
+        """Count a request that nobody has to answer any more."""
+        with self._lock:
+            self._taken = max(0, self._taken - 1)  # a leaving engine counts none
+
+    def _insert(self, job: Job) -> None:
+        checked = job.checked
+        rows = self._serving(checked.draft)
+        prompt, state = self._prompt(job, rows.generator)
+        most = self._settings.limits.prompt_tokens
+        if len(prompt) > most:
+            raise invalid(
+                f"The prompt has {len(prompt)} tokens, and {most} may be.",
+                "messages" if checked.chat else "prompt",
+                code="context_length_exceeded",
+            )
+        if checked.schema is not None and state != "normal":
+            raise invalid(
+                "response_format was given, and the chat template lets the model think "
+                "first. Switch that off, for example with chat_template_kwargs "
+                '{"enable_thinking": false}.',
+                "response_format",
+            )
+        rows.insert(job, prompt)
+        job.put(self.context(prompt, state))
+
+    def _prompt(
+        self, job: Job, generator: SpeculativeGenerator
+    ) -> tuple[list[int], str]:
+        """Return token ids, and in what the answer begins."""
+        if job.checked.prompt is not None:
+            return generator.encode(job.checked.prompt), "normal"
+        try:
+            return self.rendered(job.request, job.checked.template_args)
+        except Exception as error:  # a template raises what it likes
+            raise invalid(
+                f"The chat template refused the messages: {type(error).__name__}: "
+                f"{str(error)[:200]}",
+                "messages",
+            ) from error
+
+    def _leave(self) -> None:
+        """End all rows, and let go of what this thread has made."""
+        self._closed = self._closed or "The engine has failed."
+        end = ApiError(503, self._closed, code="unavailable", retry=True)
+        while not self._arrived.empty():
+            self._arrived.get().put(end)
+        for rows in self._rows.values():
+            rows.end(end)
+        self._taken = 0
+        self._rows.clear()
+        gc.collect()
+
+    def _note_levels(self) -> None:
+        running = sum(rows.running for rows in self._rows.values())
+        cached = 0 if self._prefixes is None else self._prefixes.nbytes
+        self._metrics.level(
+            running=running,
+            waiting=max(0, self._taken - running),
+            cached=cached,
+            active=mx.get_active_memory(),
+        )
+
+
+def _beside(
+    own: SpeculativeGenerator, prefixes: "PrefixCache | None"
+) -> SpeculativeGenerator:
+    """Return a generator of the same target that drafts by lookups.
+
+    It shares the prefix cache, unless that holds the caches of a draft model too.
+    """
+    try:
+        return SpeculativeGenerator(
+            own.model, own.tokenizer, draft="lookup", prefix_cache=prefixes
+        )
+    except InvalidRequestError:
+        return SpeculativeGenerator(own.model, own.tokenizer, draft="lookup")

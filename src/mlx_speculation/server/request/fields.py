@@ -1,0 +1,117 @@
+"""Taking fields out of a JSON object, each with its kind and its range."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mlx_speculation.server.api_errors import ApiError, invalid
+
+
+class Fields:
+    """The fields of an object that were not taken yet; null counts as not given.
+
+    Args:
+        given: the object.
+        where: its name in a message, with a dot at the end; empty: the body itself.
+    """
+
+    def __init__(self, given: Mapping[str, Any], where: str = "") -> None:
+        self._left = {name: value for name, value in given.items() if value is not None}
+        self._nulls = set(given) - set(self._left)
+        self._where = where
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """Return a field of any kind."""
+        self._nulls.discard(name)
+        return self._left.pop(name, default)
+
+    def number(self, name: str, default: float, low: float, high: float) -> float:
+        """Return a finite number in a range."""
+        value = self.take(name, default)
+        real = isinstance(value, int | float) and not isinstance(value, bool)
+        if not real or not low <= value <= high or math.isinf(value):
+            raise self.wrong(name, value, f"a number from {low:g} to {high:g}")
+        return float(value)
+
+    def whole(
+        self, name: str, default: int | None, low: int, high: int | None = None
+    ) -> int | None:
+        """Return a whole number in a range."""
+        value = self.take(name)
+        if value is None:
+            return default
+        count = isinstance(value, int) and not isinstance(value, bool)
+        if not count or value < low or (high is not None and value > high):
+            most = "" if high is None else f" and at most {high}"
+            raise self.wrong(name, value, f"a whole number of at least {low}{most}")
+        return int(value)
+
+    def flag(self, name: str) -> bool:
+        """Return true or false; false where it is not given."""
+        value = self.take(name, False)
+        if not isinstance(value, bool):
+            raise self.wrong(name, value, "true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str | None:
+        """Return a text."""
+        value = self.take(name, default)
+        if value is not None and not isinstance(value, str):
+            raise self.wrong(name, value, "a text")
+        return value
+
+    def object(self, name: str) -> dict[str, Any] | None:
+        """Return an object."""
+        value = self.take(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.wrong(name, value, "an object")
+        return value
+
+    def list(self, name: str) -> list[Any] | None:
+        """Return a list."""
+        value = self.take(name)
+        if value is not None and not isinstance(value, list):
+            raise self.wrong(name, value, "a list")
+        return value
+
+    def without_effect(self, *names: str) -> None:
+        """Pass over fields that change nothing here."""
+        for name in names:
+            self.take(name)
+
+    def only(self, name: str, *allowed: Any) -> Any:
+        """Return a field that has few values here; None: it is not given."""
+        value = self.take(name)
+        if value is None or any(
+            value == one and type(value) is type(one) for one in allowed
+        ):
+            return value
+        needed = " or ".join(repr(one) for one in allowed)
+        raise self.wrong(name, value, needed or "nothing, since it is not offered,")
+
+    def end(self) -> None:
+        """Refuse what nobody has taken."""
+        for name in (*self._left, *self._nulls):
+            known_as = self._where + name[:100]
+            raise invalid(
+                f"{known_as!r} is not known here. Leave it out.",
+                param=known_as,
+                code="unknown_parameter",
+            )
+
+    def wrong(self, name: str, value: Any, needed: str) -> ApiError:
+        """Return the error of a field with a wrong value."""
+        return invalid(
+            f"{self._where}{name} is {_short(value)}, and {needed} is needed.",
+            param=self._where + name,
+        )
+
+
+def _short(value: Any) -> str:
+    """Show a value of any size; `repr` of a number with many digits would raise."""
+    if isinstance(value, int) and abs(value) >= 10**40:
+        return "a number of more than 40 digits"
+    shown = value if isinstance(value, str) else repr(value)
+    if isinstance(value, str):
+        shown = repr(value[:200])
+    return shown if len(shown) <= 200 else f"{shown[:200]}..."

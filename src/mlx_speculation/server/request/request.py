@@ -1,0 +1,185 @@
+"""What a request asks for, once every field has been checked.
+
+Fields that would change the text and are not offered are refused, not passed over; so
+is every name that is not known.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_speculation.server.api_errors import ApiError, invalid
+from mlx_speculation.server.config import Settings
+from mlx_speculation.server.request import options as wishes
+from mlx_speculation.server.request.chat_messages import checked_messages, checked_tools
+from mlx_speculation.server.request.fields import Fields
+
+# Keywords of a chat template that are not the template's: a client's own template could
+# run for ever.
+RESERVED = frozenset(
+    (
+        *("add_generation_prompt", "chat_template", "continue_final_message"),
+        *("conversation", "documents", "max_length", "messages", "padding"),
+        *("return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize"),
+        *("tokenizer_kwargs", "tools", "truncation"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRequest:
+    """One request, every field of it checked.
+
+    Attributes:
+        chat: whether it came to the chat's path.
+        body: what mlx-lm's server has to know of it.
+        prompt: of a completion, text or token ids; None: a chat.
+        template_args: keywords for the chat template.
+        stream: whether the answer comes in pieces.
+        max_tokens: of the text.
+        sampling: the options of `Sampling`.
+        stop: texts that end it.
+        logprobs: how many alternatives to report beside each token; None: nothing.
+        schema: that the text has to fit; None: any text.
+        draft: the name of what drafts; None: the server's own.
+        draft_length: tokens drafted in each round; None: as many as pay.
+        max_draft: tokens drafted in a round at most; None: no limit of its own.
+    """
+
+    chat: bool
+    body: dict[str, Any]
+    prompt: str | list[int] | None
+    template_args: dict[str, Any] | None
+    stream: bool
+    max_tokens: int
+    sampling: dict[str, Any]
+    stop: tuple[str, ...]
+    logprobs: int | None
+    schema: dict[str, Any] | None
+    draft: str | None
+    draft_length: int | None
+    max_draft: int | None
+
+
+def read_request(
+    given: dict[str, Any], settings: Settings, *, chat: bool
+) -> CheckedRequest:
+    """Check a request.
+
+    Args:
+        given: the object that the client has sent.
+        settings: of the server.
+        chat: whether it came to the chat's path.
+
+    Raises:
+        ApiError: names the field that is wrong.
+    """
+    fields = Fields(given)
+    body: dict[str, Any] = {"model": _model(fields, settings)}
+    body["stream"] = stream = fields.flag("stream")
+    body["stream_options"] = _stream_options(fields, stream)
+    prompt = None
+    template_args = None
+    if chat:
+        body["messages"] = checked_messages(fields)
+        body["tools"] = checked_tools(fields)
+        template_args = _template_args(fields)
+    else:
+        prompt = _prompt(fields)
+        body["prompt"] = ""
+    draft, length, max_draft = wishes.speculative(fields, settings)
+    checked = CheckedRequest(
+        chat=chat,
+        body=body,
+        prompt=prompt,
+        template_args=template_args,
+        stream=stream,
+        max_tokens=_max_tokens(fields, settings),
+        sampling=wishes.sampling(fields, settings),
+        stop=wishes.stop(fields),
+        logprobs=wishes.chat_logprobs(fields) if chat else wishes.text_logprobs(fields),
+        schema=wishes.schema(fields),
+        draft=draft,
+        draft_length=length,
+        max_draft=max_draft,
+    )
+    _refuse_the_rest(fields)
+    return checked
+
+
+def _model(fields: Fields, settings: Settings) -> str:
+    name = fields.text("model", settings.names[0])
+    if name not in ("default_model", *settings.names):
+        raise ApiError(
+            404,
+            f"The model {str(name)[:200]!r} is not served here. There is "
+            f"{settings.names[0]!r}.",
+            param="model",
+            code="model_not_found",
+        )
+    return str(name)
+
+
+def _stream_options(fields: Fields, stream: bool) -> dict[str, bool] | None:
+    options = fields.object("stream_options")
+    if options is None:
+        return None
+    if not stream:
+        raise invalid("stream_options is given without stream.", "stream_options")
+    inner = Fields(options, "stream_options.")
+    usage = inner.flag("include_usage")
+    inner.without_effect("include_obfuscation")
+    inner.end()
+    return {"include_usage": usage}
+
+
+def _prompt(fields: Fields) -> str | list[int]:
+    prompt = fields.take("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and all(
+        isinstance(token, int) and not isinstance(token, bool) for token in prompt
+    ):
+        return prompt
+    raise fields.wrong("prompt", prompt, "one text or one list of token ids")
+
+
+def _template_args(fields: Fields) -> dict[str, Any] | None:
+    args = fields.object("chat_template_kwargs")
+    for name in args or ():
+        if name in RESERVED:
+            raise invalid(
+                f"chat_template_kwargs holds {name!r}, which no request may set.",
+                "chat_template_kwargs",
+            )
+    return args
+
+
+def _max_tokens(fields: Fields, settings: Settings) -> int:
+    most = settings.limits.max_tokens
+    older = fields.whole("max_tokens", None, 1, most)
+    newer = fields.whole("max_completion_tokens", None, 1, most)
+    if newer is not None:
+        return newer
+    return settings.defaults.max_tokens if older is None else older
+
+
+def _refuse_the_rest(fields: Fields) -> None:
+    fields.only("n", 1)
+    fields.only("best_of", 1)
+    fields.only("echo", False)
+    fields.only("modalities", ["text"])
+    fields.without_effect(
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "parallel_tool_calls",
+    )
+    for name in ("adapters", "suffix", "functions", "function_call", "audio"):
+        fields.only(name)
+    fields.end()

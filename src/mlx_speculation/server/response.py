@@ -1,0 +1,95 @@
+"""What answers hold beside mlx-lm's: log-probabilities, and who drafted what.
+
+The forms are OpenAI's, with the ids that mlx-lm's server reports too;
+`usage.speculative` is ours.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mlx_speculation.server.job import Alternative, Token
+
+if TYPE_CHECKING:
+    from mlx_speculation.engine import Result
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+def usage(result: "Result", prompt_tokens: int, draft: str | None) -> dict[str, Any]:
+    """Return what a text has cost.
+
+    Args:
+        result: the text.
+        prompt_tokens: of its prompt.
+        draft: the name of what has drafted.
+    """
+    stats, tokens = result.stats, len(result.tokens)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": tokens,
+        "total_tokens": prompt_tokens + tokens,
+        "prompt_tokens_details": {"cached_tokens": stats.reused},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": stats.accepted,
+            "rejected_prediction_tokens": stats.drafted - stats.accepted,
+        },
+        "speculative": {
+            "draft": draft,
+            "seed": result.seed,
+            "rounds": stats.rounds,
+            "drafts": stats.drafts,
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
+            "acceptance_rate": stats.acceptance_rate,
+            "mean_accepted_length": stats.mean_accepted_length,
+            "accepted_per_position": list(stats.accepted_per_position),
+            "drafter_faults": len(stats.drafter_faults),
+        },
+    }
+
+
+def chat_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
+    """Return log-probabilities as chats have them."""
+    return {
+        "content": [
+            {
+                **_entry(token.alternative),
+                "top_logprobs": [_entry(one) for one in token.top],
+            }
+            for token in tokens
+        ],
+        "refusal": None,
+    }
+
+
+def text_logprobs(tokens: Sequence[Token], start: int) -> dict[str, Any]:
+    """Return log-probabilities as completions have them.
+
+    Args:
+        tokens: those that they are of.
+        start: how many characters stand before the first of them.
+    """
+    offsets = []
+    for token in tokens:
+        offsets.append(start)
+        start += len(token.text)
+    return {
+        "tokens": [token.text for token in tokens],
+        "token_ids": [token.alternative.id for token in tokens],
+        "token_logprobs": [token.alternative.value for token in tokens],
+        "top_logprobs": [
+            {one.text: one.value for one in reversed(token.top)} for token in tokens
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _entry(one: Alternative) -> dict[str, Any]:
+    """Return one token; bytes of half a character are not known from its text."""
+    known = BROKEN not in one.text
+    return {
+        "id": one.id,
+        "token": one.text,
+        "logprob": one.value,
+        "bytes": list(one.text.encode("utf-8")) if known else None,
+    }

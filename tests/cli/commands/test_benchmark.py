@@ -1,0 +1,137 @@
+"""`benchmark`: the arms, their texts, the plot, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_speculation import SpeculativeGenerator, demo_models
+from mlx_speculation.cli import measure
+from mlx_speculation.engine.equivalence.texts import Parting
+from support.commands import Commands
+
+DRAFT = str(demo_models()["draft"])
+PAIR = ["benchmark", DRAFT, "--draft", DRAFT, "--draft-length", "2"]
+SHORT = [*PAIR, "-p", "def add(", "-p", "class A", "-m", "6", "--passes", "2"]
+
+
+@pytest.fixture(name="commands")
+def _commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
+    return Commands(monkeypatch)
+
+
+def test_all_arms_are_measured_and_their_texts_compared(
+    commands: Commands, tmp_path: Path
+) -> None:
+    plot = tmp_path / "out.png"
+    options = ["--compare-length", "3", "--compare-length", "1", "--plot", str(plot)]
+    found = commands.object(*SHORT, *options)
+    arms = {arm["name"]: arm for arm in found["arms"]}
+    assert list(arms) == ["plain", "mlx-lm plain", "k=2", "k=1", "k=3"]
+    assert found["plain"] in ("plain", "mlx-lm plain")
+    assert (found["same"], found["passes"], found["tokens"]) == (True, 2, 6)
+    for arm in arms.values():
+        assert len(arm["tokens_per_second"]) == 2
+        spread = arm["speed"]
+        assert 0 < spread["low"] <= spread["median"] <= spread["high"]
+        assert arm["partings"] == []
+        pairs = zip(
+            arm["tokens_per_second"],
+            arms[found["plain"]]["tokens_per_second"],
+            strict=True,
+        )
+        ratios = [own / plain for own, plain in pairs]
+        assert arm["over_plain"]["high"] == pytest.approx(max(ratios))
+        assert arm["over_plain"]["low"] == pytest.approx(min(ratios))
+    assert arms[found["plain"]]["over_plain"]["median"] == 1
+    assert arms["mlx-lm plain"]["statistics"] is None
+    counted = arms["k=3"]["statistics"]
+    assert counted["emitted"] == 12
+    assert counted["accepted"] == counted["drafted"] > 0  # it drafts for itself
+    assert len(counted["accepted_per_position"]) == 3
+    assert not [name for name in counted if "second" in name]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+    done = commands(*SHORT)
+    assert done.exit_code == 0
+    assert "x plain" in done.stdout
+    assert done.stdout.splitlines()[-1] == "All texts are those of plain decoding."
+
+
+def test_lengths_by_measurement_are_calibrated_first(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
+    options = ["-p", "def f", "-m", "4", "--passes", "1"]
+    found = commands.object("benchmark", DRAFT, "--draft", "lookup", *options)
+    assert [arm["draft_length"] for arm in found["arms"]] == [0, 0, None]
+    assert len(list((tmp_path / "costs").glob("*.json"))) == 1
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_a_text_that_differs_fails_unless_rounding_decides(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, near: bool
+) -> None:
+    generate = SpeculativeGenerator.generate
+
+    def wrong(self: SpeculativeGenerator, prompt: Any, **options: Any) -> Any:
+        result = generate(self, prompt, **options)
+        if options["draft_length"]:
+            result.tokens[3] += 1
+        return result
+
+    def parted(*_: Any, **__: Any) -> Parting:
+        return Parting(
+            3, 1, 2, margin=0.5, difference=0.0, allowed=1.0 if near else 0.0, edge=1.0
+        )
+
+    monkeypatch.setattr(SpeculativeGenerator, "generate", wrong)
+    monkeypatch.setattr(measure, "parting_of", parted)
+    done = commands(*SHORT)
+    assert done.exit_code == (0 if near else 1)
+    last = done.stdout.splitlines()[-1]
+    if near:
+        assert last == "All texts are those of plain decoding, with 2 near-ties."
+    else:
+        assert last.startswith("A TEXT DIFFERS from plain decoding's: token 3 is 2")
+        assert commands.object(*SHORT, status=1)["same"] is False
+
+
+@pytest.mark.parametrize(("calls", "passes"), [(7, 1), (3, 0)])
+def test_ctrl_c_shows_the_passes_that_are_whole(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, calls: int, passes: int
+) -> None:
+    run, left = measure._Runner.run, [calls]
+
+    def interrupted(*arguments: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return run(*arguments)
+
+    monkeypatch.setattr(measure._Runner, "run", interrupted)
+    done = commands(*SHORT, "--json")
+    assert done.exit_code == 130
+    if passes:
+        assert '"passes": 1' in done.stdout
+        assert '"emitted": 6' in done.stdout
+    else:
+        assert done.stdout == ""
+        assert "interrupted" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([DRAFT], "There is no draft to measure. Give --draft a folder"),
+        ([*PAIR[1:], "--draft-length", "0"], "--draft-length is 0, which is plain"),
+        ([*PAIR[1:], "-p", ""], "A --prompt is empty. Give it a text."),
+        ([*PAIR[1:], "--plot", "out.txt"], "ending has to be one of"),
+        ([*PAIR[1:], "--plot", "nowhere/out.png"], "there is no folder"),
+        ([*PAIR[1:], "--temp", "-1"], "temperature is -1.0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    commands: Commands, options: list[str], said: str
+) -> None:
+    assert said in commands.refused("benchmark", *options)

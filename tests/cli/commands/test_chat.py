@@ -1,0 +1,225 @@
+"""`chat`: turns, kept caches, templates, and how an answer is interrupted."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_speculation import SpeculativeGenerator, demo_models
+from mlx_speculation.cli.chat_template import TemplateOptions
+from mlx_speculation.cli.conversation import Conversation
+from mlx_speculation.engine import Chunk, Stream
+from support.commands import Commands
+from support.demo_folders import copy_of
+
+DRAFT = str(demo_models()["draft"])
+OTHERS = ("dense", "sliding")
+LENGTH = ["--draft-length", "3", "-m", "12"]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(name="commands")
+def _commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
+    return Commands(monkeypatch)
+
+
+def with_template(folder: Path, template: str = TEMPLATE) -> Path:
+    """Copy the draft model, and give it a chat template."""
+    copy_of("draft", folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def talk(commands: Commands, text: str, *options: Any, status: int = 0) -> Any:
+    done = commands("chat", *options, *LENGTH, "--json", text=text)
+    assert done.exit_code == status, done.output
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS), "hybrid"]
+)
+def test_a_turn_reads_only_what_is_new(commands: Commands, name: str) -> None:
+    models = demo_models()
+    lines = "def add(first, second):\ndef sub(a, b):\ndef mul(c, d):\n"
+    found = talk(commands, lines, models[name], "--draft", models["draft"])
+    generator = SpeculativeGenerator.from_pretrained(models[name])
+    encode = generator.tokenizer.encode
+    ids: list[int] = []
+    text = ""
+    for turn, line in zip(found["turns"], lines.splitlines(), strict=True):
+        before, rest = len(ids), f"\n{line}\n" if ids else f"{line}\n"
+        text += rest
+        # A text without a template goes on, so its end is taken out again, and models
+        # of states are resumed at an earlier point.
+        ended = ids[-1:] == [0]
+        ids = encode(text) if ended else [*ids, *encode(rest)]
+        assert turn["prompt_tokens"] == len(ids)
+        assert turn["tokens"] == generator.generate(ids, max_tokens=12).tokens
+        # All but a few: what the drafter or a restore point has not seen.
+        assert bool(before) <= turn["statistics"]["reused"] <= before
+        assert ended or before - 5 <= turn["statistics"]["reused"]
+        ids += turn["tokens"]
+        text += turn["text"]
+    assert found["interrupted"] is False
+
+
+def test_without_room_every_turn_reads_all(commands: Commands) -> None:
+    found = talk(commands, "a = 1\nb = 2\n", DRAFT, "--cache-gigabytes", "0")
+    assert [turn["statistics"]["reused"] for turn in found["turns"]] == [0, 0]
+
+
+def test_answers_go_through_the_template(commands: Commands, tmp_path: Path) -> None:
+    folder = with_template(tmp_path / "chat")
+    system = ["--system-prompt", "Be brief."]
+    found = talk(commands, "hi\nbye\n", folder, *system)
+    generator = SpeculativeGenerator.from_pretrained(folder)
+    end = "<|endoftext|>\n"
+    first, second = found["turns"]
+    head = f"<system>Be brief.{end}<user>hi{end}<assistant>"
+    ids = generator.tokenizer.encode(head, add_special_tokens=False)
+    assert first["prompt_tokens"] == len(ids)
+    assert first["tokens"] == generator.generate(ids, max_tokens=12).tokens
+    ids += first["tokens"]
+    rest = f"{end}<user>bye{end}<assistant>"
+    if first["finish_reason"] == "stop":
+        rest = rest.removeprefix("<|endoftext|>")
+    ids += generator.tokenizer.encode(rest, add_special_tokens=False)
+    assert second["prompt_tokens"] == len(ids)
+    assert second["tokens"] == generator.generate(ids, max_tokens=12).tokens
+    assert second["statistics"]["reused"] >= first["prompt_tokens"]
+
+
+def test_reset_and_quit_and_empty_lines(commands: Commands) -> None:
+    found = talk(commands, "a = 1\n\n/reset\n/help\na = 1\n/quit\nb\n", DRAFT)
+    first, second = found["turns"]
+    assert first["prompt_tokens"] == second["prompt_tokens"]
+    assert first["tokens"] == second["tokens"]
+
+
+def test_text_is_on_standard_output_and_figures_are_not(commands: Commands) -> None:
+    done = commands("chat", DRAFT, *LENGTH, text="a = 1\n")
+    found = talk(commands, "a = 1\n", DRAFT)
+    assert done.exit_code == 0
+    assert done.stdout == found["turns"][0]["text"] + "\n"
+    assert "1 turns, " in done.stderr
+    assert "note: no chat template is used" in done.stderr
+
+
+def test_ctrl_c_ends_an_answer_and_the_talk_goes_on(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    following, left = Stream.__next__, [5]
+
+    def interrupted(self: Stream) -> Chunk:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return following(self)
+
+    monkeypatch.setattr(Stream, "__next__", interrupted)
+    dense = demo_models()["dense"]
+    found = talk(commands, "def f(x):\ndef g(y):\n", dense, "--draft", DRAFT)
+    first, second = found["turns"]
+    assert (first["finish_reason"], len(first["tokens"])) == ("interrupted", 4)
+    assert second["finish_reason"] != "interrupted"
+    generator = SpeculativeGenerator.from_pretrained(dense)
+    encode = generator.tokenizer.encode
+    ids = [*encode("def f(x):\n"), *first["tokens"], *encode("\ndef g(y):\n")]
+    assert second["tokens"] == generator.generate(ids, max_tokens=12).tokens
+    assert second["statistics"]["reused"] > 0
+
+
+def test_ctrl_c_at_the_prompt_ends_with_130(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lines(screen: Any) -> Any:
+        yield "a = 1"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mlx_speculation.cli.commands.chat._messages", lines)
+    found = talk(commands, "", DRAFT, status=130)
+    assert found["interrupted"] is True
+    assert len(found["turns"]) == 1
+
+
+def test_a_terminal_is_asked_for_messages(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(["a = 1", "b = 2"])
+
+    def asked(prompt: str) -> str:
+        assert prompt == "> "
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("mlx_speculation.cli.commands.chat.sys", terminal)
+    monkeypatch.setattr("builtins.input", asked)
+    done = commands("chat", DRAFT, *LENGTH)
+    assert done.exit_code == 0
+    assert "/reset begins anew" in done.stderr
+    assert "2 turns, " in done.stderr
+
+
+def test_a_message_that_is_no_utf8_is_refused(commands: Commands) -> None:
+    said = commands.refused("chat", DRAFT, text=b"a\xff\n")
+    assert said.startswith("Standard input is not UTF-8: byte 0xff stands at 1")
+
+
+@given(
+    messages=st.lists(
+        st.text("ab <|>\n", max_size=6).map(lambda text: f"x{text}"),
+        min_size=1,
+        max_size=4,
+    ),
+    strip=st.booleans(),
+    data=st.data(),
+)
+@settings(max_examples=40)
+def test_ids_begin_with_what_was_generated_unless_it_was_rewritten(
+    messages: list[str], strip: bool, data: st.DataObject
+) -> None:
+    tokenizer = _tokenizer(strip)
+    talk = Conversation(tokenizer, TemplateOptions())
+    known: list[int] = []
+    text = ""
+    for message in messages:
+        ids = talk.ask(message)
+        assert tokenizer.decode(ids).startswith(text) or strip
+        rendered = tokenizer.decode(ids)
+        assert rendered.endswith("<assistant>")
+        if not strip:
+            assert ids[: len(known)] == known
+        tokens = data.draw(st.lists(st.integers(5, 300), max_size=5))
+        ended = data.draw(st.booleans())
+        shown = tokenizer.decode(tokens)
+        known = [*ids, *tokens, *([0] if ended else [])]
+        text = rendered + shown
+        talk.answer(shown, known[len(ids) :])
+
+
+_TOKENIZERS: dict[bool, Any] = {}
+
+
+def _tokenizer(strip: bool) -> Any:
+    """Return the draft's tokenizer with a template, which may rewrite what was said."""
+    if strip not in _TOKENIZERS:
+        tokenizer = SpeculativeGenerator.from_pretrained(DRAFT).tokenizer
+        content = "m.content | trim" if strip else "m.content"
+        template = TEMPLATE.replace("m.content", content)
+        tokenizer._tokenizer.chat_template = template
+        tokenizer.has_chat_template = True
+        _TOKENIZERS[strip] = tokenizer
+    return _TOKENIZERS[strip]

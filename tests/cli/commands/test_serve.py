@@ -1,0 +1,127 @@
+"""`serve` as a user runs it."""
+
+import builtins
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from mlx_speculation import SpeculativeGenerator, demo_models
+from mlx_speculation.cli.commands.serve import DoorOptions
+from support.commands import Commands
+
+DRAFT = str(demo_models()["draft"])
+KEY = {"MLX_SPECULATION_API_KEY": "sesame"}
+
+
+@pytest.fixture(name="commands")
+def _commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
+    return Commands(monkeypatch)
+
+
+def asked(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Send one request with the key."""
+    headers = {"Authorization": "Bearer sesame"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
+
+
+@contextmanager
+def ending(process: "subprocess.Popen[str]") -> Iterator[None]:
+    """Leave no server behind, whatever fails."""
+    guard = threading.Timer(120, process.kill)
+    guard.start()
+    try:
+        yield
+    finally:
+        guard.cancel()
+        process.kill()
+
+
+def test_it_serves_until_it_is_told_to_end() -> None:
+    command = ["serve", DRAFT, "--draft", "lookup", "--port", "0", "--blas", "stock"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mlx_speculation", *command],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **KEY, "COLUMNS": "200"},
+    )
+    with process, ending(process):
+        assert process.stderr is not None
+        said = ""
+        for line in process.stderr:
+            said += line
+            if found := re.search(r"draft is served at (http\S+)", line):
+                break
+        else:
+            raise AssertionError(said)
+        body = {"prompt": "def add(first, second):", "max_tokens": 8}
+        answer = asked(f"{found[1]}/completions", body)
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+        assert process.wait(30) == 0
+    assert rest == "ending\n"
+    plain = SpeculativeGenerator.from_pretrained(DRAFT)
+    expected = plain.generate("def add(first, second):", max_tokens=8).text
+    assert answer["choices"][0]["text"] == expected
+    assert answer["model"] == "draft"
+
+
+def test_without_its_library_it_says_what_to_install(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name == "prometheus_client":
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    said = commands.refused("serve", DRAFT, "--port", "0")
+    assert "pip install 'mlx-speculation[serve]'" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--api-key", " "], "The API key is empty"),
+        (["--host", "no such host"], "cannot listen at 'no such host'"),
+        (["--max-tokens", "10", "--max-tokens-limit", "5"], "10 tokens by default"),
+        (["--chat-template-args", "[]"], "and a JSON object is needed"),
+        (["--draft", "nowhere", "--port", "0"], "There is no folder 'nowhere'"),
+    ],
+)
+def test_what_a_user_gets_wrong_is_one_line(
+    commands: Commands, options: list[str], said: str
+) -> None:
+    assert said in commands.refused("serve", DRAFT, *options)
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "warned"),
+    [
+        ("127.0.0.1", None, False),
+        ("localhost", None, False),
+        ("::1", None, False),
+        ("0.0.0.0", None, True),
+        ("somewhere.example", None, True),
+        ("0.0.0.0", "key", False),
+    ],
+)
+def test_it_warns_where_anybody_may_ask(
+    host: str, key: str | None, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    DoorOptions(host=host, api_key=key).warn()
+    assert ("asks for no API key" in capsys.readouterr().err) is warned

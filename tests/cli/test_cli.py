@@ -1,0 +1,175 @@
+"""The command line as a user runs it, on the bundled models."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import mlx_speculation
+from mlx_speculation import Sampling, SpeculativeGenerator, demo_models
+from mlx_speculation.blas import BlasChoice
+from mlx_speculation.cli.app import app
+from mlx_speculation.demo import DemoPrompt
+from mlx_speculation.engine.equivalence import texts
+from mlx_speculation.engine.equivalence.texts import Parting
+
+DEMO = "mlx_speculation.cli.commands.demo"
+PROMPT = "def add(first, second):\n"
+
+
+def run(*options: str, text: str | None = None) -> "subprocess.CompletedProcess[str]":
+    """Run the installed command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "mlx_speculation", *options],
+        capture_output=True,
+        text=True,
+        input=text,
+        check=False,
+    )
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+    """Run commands here; the BLAS is settled, because mlx is imported already."""
+    monkeypatch.setattr(
+        "mlx_speculation.cli.load_pair.use_blas",
+        lambda name: BlasChoice("stock", name),
+    )
+    return CliRunner(env={"COLUMNS": "120"})
+
+
+def test_generate_prints_the_text_alone_on_standard_output() -> None:
+    folder = demo_models()["draft"]
+    options = ["--temperature", "0.8", "--top-p", "0.9", "--seed", "7"]
+    sizes = ["--max-tokens", "20", "--draft-length", "3", "--blas", "stock"]
+    done = run(
+        "generate", str(folder), "--draft", str(folder), *options, *sizes, text=PROMPT
+    )
+    assert done.returncode == 0, done.stderr
+    generator = SpeculativeGenerator.from_pretrained(folder)
+    expected = generator.generate(
+        PROMPT,
+        max_tokens=20,
+        sampling=Sampling(temperature=0.8, top_p=0.9, seed=7),
+    )
+    assert done.stdout == expected.text + "\n"
+    assert "BLAS: " in done.stderr
+    assert "acceptance rate" in done.stderr
+
+
+def test_a_prompt_can_be_an_option(in_process: CliRunner) -> None:
+    folder = str(demo_models()["draft"])
+    options = ["--prompt", PROMPT, "--max-tokens", "5"]
+    done = in_process.invoke(app, ["generate", folder, *options])
+    assert done.exit_code == 0, done.output
+    expected = SpeculativeGenerator.from_pretrained(folder).generate(
+        PROMPT, max_tokens=5
+    )
+    assert done.stdout == expected.text + "\n"
+
+
+def test_an_error_of_the_package_is_one_line_and_status_one() -> None:
+    done = run("generate", "missing", "--prompt", "x")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "error: There is no folder 'missing'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_demo_finds_the_same_tokens_for_every_target_and_group() -> None:
+    # With a length, so that it does not calibrate: test_calibrate_prints_... does.
+    done = run("demo", "--max-tokens", "5", "--draft-length", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for target in ("dense", "sliding", "hybrid"):
+        assert done.stdout.count(f"{target}: ") == 3
+    assert done.stdout.count("yes") + done.stdout.count("near-tie at") == 9
+
+
+def test_demo_fails_where_a_text_really_differs(
+    in_process: CliRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parted(*_: Any, **__: Any) -> Parting:
+        return Parting(3, 1, 2, margin=0.5, difference=0.0, allowed=0.0, edge=1.0)
+
+    monkeypatch.setattr(texts, "find_parting", parted)
+    draft = demo_models()["draft"]  # the smallest: the stock BLAS is slow
+    monkeypatch.setattr(f"{DEMO}.demo_models", lambda: {"dense": draft, "draft": draft})
+    prompt = DemoPrompt("code", "a test", PROMPT)
+    monkeypatch.setattr(f"{DEMO}.demo_prompts", lambda: [prompt])
+    done = in_process.invoke(app, ["demo", "--max-tokens", "2"])
+    assert done.exit_code == 1
+    assert "not at 3" in done.stdout
+
+
+def test_calibrate_prints_what_rounds_cost(
+    in_process: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
+    options = ["calibrate", str(demo_models()["draft"]), "--draft", "lookup"]
+    done = in_process.invoke(app, [*options, "--batch", "2"])
+    assert done.exit_code == 0, done.output
+    assert "plain" in done.stdout
+    assert "512" in done.stdout
+    assert "a round of 2 rows" in done.stdout
+    assert len(list((tmp_path / "costs").glob("*.json"))) == 2
+
+
+def test_next_to_nothing_is_loaded_before_ctrl_c_is_looked_after() -> None:
+    """What Python loads at its own start aside; nobody can catch Ctrl-C in there."""
+    code = """
+import os, signal, sys
+before = set(sys.modules)
+from mlx_speculation.cli import main
+print(*sorted(set(sys.modules) - before))
+"""
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(Path(mlx_speculation.__file__).parents[1])},
+    )
+    own = {name for name in done.stdout.split() if name.startswith("mlx_speculation")}
+    assert own == {
+        "mlx_speculation",
+        "mlx_speculation.before_mlx",
+        "mlx_speculation.cli",
+        "mlx_speculation.errors",
+    }
+    # Python's own start may have loaded some of these already.
+    assert not {"typing", "importlib.metadata", "typer"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        "sys.meta_path.insert(0, Now())",
+        "atexit.register(interrupt)",
+    ],
+)
+def test_ctrl_c_before_and_after_a_command_is_no_traceback(when: str) -> None:
+    """Python takes a second to read the commands, and a moment to end."""
+    code = f"""
+import atexit, os, signal, sys
+
+def interrupt(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+
+class Now:
+    def find_spec(self, *_):
+        interrupt()
+
+from mlx_speculation.cli import main
+{when}
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")

@@ -1,0 +1,94 @@
+"""Progress and objects, as commands show them."""
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from rich.table import Table
+
+from mlx_speculation.cli.commands.benchmark import _table
+from mlx_speculation.cli.console import Screen, plain
+from mlx_speculation.cli.measure import Arm
+from mlx_speculation.engine import Origin, Statistics
+
+
+def shown(*, terminal: bool) -> str:
+    """Return what a bar writes."""
+    screen, written = Screen(), io.StringIO()
+    screen.notes = Console(file=written, force_terminal=terminal, width=80)
+    with screen.progress("reading") as report:
+        report(3, 12)
+    with screen.busy("loading"):
+        pass
+    return written.getvalue()
+
+
+def test_a_bar_is_shown_on_a_terminal_and_is_gone_at_the_end() -> None:
+    written = shown(terminal=True)
+    assert "reading" in written
+    assert "3/12" in written
+    assert "loading" in written
+    assert written.endswith("\x1b[2K")  # the line is erased
+
+
+def test_no_bar_is_shown_elsewhere() -> None:
+    assert shown(terminal=False) == ""
+
+
+@pytest.mark.parametrize("width", [20, 40, 70, 120])
+def test_a_table_keeps_its_figures_on_a_narrow_terminal(width: int) -> None:
+    screen, written = Screen(), io.StringIO()
+    screen.out = Console(file=written, width=width)
+    arm = Arm("k by measuring", 4, speeds=[1234.5, 678.9])
+    arm.totals = Statistics(drafts=3, drafted=9, accepted=6, reached=[3, 2, 1])
+    screen.table(_table([arm], arm, "2 passes"))
+    shown = written.getvalue()
+    for figure in ("k by measuring", "956.7", "1.00..1.00", "67%", "100", "33"):
+        assert figure in shown
+    assert "…" not in shown
+    if width == 120:
+        assert max(map(len, shown.splitlines())) < 90  # and no wider than it has to be
+
+
+def test_a_long_word_is_folded_and_not_cut_off() -> None:
+    screen, written = Screen(), io.StringIO()
+    screen.out = Console(file=written, width=30)
+    table = Table("what", "here")
+    table.add_row("costs are kept in", "/a/path/of/some/forty/characters/or/more")
+    screen.table(table)
+    cells = [line.split("│") for line in written.getvalue().splitlines()]
+    folded = "".join(cell[2].strip() for cell in cells if len(cell) > 2)
+    assert folded == "/a/path/of/some/forty/characters/or/more"
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.one_of(
+        st.lists(inner),
+        st.tuples(inner, inner),
+        st.dictionaries(st.text() | st.integers(), inner),
+    ),
+)
+
+
+@given(VALUES)
+def test_every_value_becomes_strict_json(value: Any) -> None:
+    text = json.dumps(plain(value), allow_nan=False)
+    if not isinstance(value, list | tuple | dict):
+        finite = not isinstance(value, float) or math.isfinite(value)
+        assert json.loads(text) == (value if finite else None)
+
+
+def test_paths_and_dataclasses_become_plain() -> None:
+    found = plain({"a": Path("x") / "y", "b": Origin("accepted", 2), "c": (1, {2})})
+    assert found == {
+        "a": str(Path("x") / "y"),
+        "b": {"writer": "accepted", "place": 2},
+        "c": [1, [2]],
+    }

@@ -1,0 +1,332 @@
+"""Whatever is sent, the server lives, and says what is wrong as OpenAI's does."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlx_speculation.server import Server, Settings
+from mlx_speculation.server.api_errors import ApiError
+from mlx_speculation.server.request.json_body import parsed
+from mlx_speculation.server.request.request import read_request
+from support.servers import NAME, Answer, exchange, get, packet, post, refusal, serving
+
+GOOD: dict[str, Any] = {"model": NAME, "prompt": "GOOD", "max_tokens": 2}
+CHAT = "/v1/chat/completions"
+# Requests of each of the two properties over sockets, by default and in the slow test.
+FEW, MANY = 150, 5000
+
+
+@pytest.fixture(name="server", scope="module")
+def _server() -> Iterator[Server]:
+    limits = {"body_bytes": 100_000, "read_seconds": 1.0, "connections": 64}
+    with serving(limits=limits) as server:
+        yield server
+        assert post(server, GOOD).status == 200
+
+
+FIELDS = [
+    ("temperature", -1),
+    ("temperature", "hot"),
+    ("temperature", True),
+    ("top_p", 1.5),
+    ("top_k", 0.5),
+    ("min_p", [0.1]),
+    ("max_tokens", 0),
+    ("max_tokens", 1.0),
+    ("max_tokens", 10**30),
+    ("seed", 2**64),
+    ("seed", "1"),
+    ("stop", ""),
+    ("stop", [1]),
+    ("stop", ["x"] * 17),
+    ("stop", "x" * 501),
+    ("stream", "yes"),
+    ("stream_options", {"include_usage": True}),
+    ("n", 2),
+    ("n", True),
+    ("best_of", 2),
+    ("echo", True),
+    ("suffix", "end"),
+    ("logprobs", 21),
+    ("top_logprobs", 3),
+    ("logit_bias", {"x": 1}),
+    ("logit_bias", {"99": 1}),
+    ("logit_bias.5", {"5": 101}),
+    ("xtc_threshold", 0.6),
+    ("repetition_penalty", -1),
+    ("repetition_penalty", 1e-300),
+    ("presence_context_size", -1),
+    ("adapters", "folder"),
+    ("draft_model", "other"),
+    ("num_draft_tokens", -1),
+    ("speculative", "off"),
+    ("speculative.draft", {"draft": "other"}),
+    ("speculative.draft", {"draft": 3}),
+    ("speculative.max_draft", {"max_draft": 65}),
+    ("speculative.off", {"off": 1}),
+    ("speculative.off", {"off": True, "max_draft": 2}),
+    ("speculative.on", {"on": True}),
+    ("response_format", {"type": "json_schema"}),
+    (
+        "response_format",
+        {"type": "json_schema", "json_schema": {"schema": {"a": "b" * 40_000}}},
+    ),
+    ("response_format.type", {"type": "xml"}),
+    ("prompt", 5),
+    ("prompt", ["A", "B"]),
+    ("prompt", [0.5]),
+    ("colour", "red"),
+    ("model", 5),
+]
+
+
+@pytest.mark.parametrize(("param", "value"), FIELDS, ids=lambda value: str(value)[:50])
+def test_a_wrong_field_is_named(server: Server, param: str, value: Any) -> None:
+    body = {**GOOD, param.split(".")[0]: value}
+    error = post(server, body).refused(400)
+    if param not in ("logit_bias", "response_format"):
+        assert error["param"] == param
+
+
+MESSAGES = [
+    None,
+    [],
+    "hello",
+    ["hello"],
+    [{"content": "no role"}],
+    [{"role": 5, "content": "x"}],
+    [{"role": "user", "content": 5}],
+    [{"role": "user", "content": [{"type": "image_url", "image_url": "http://x"}]}],
+    [{"role": "user", "content": [{"type": "text"}]}],
+    [{"role": "user", "content": "x", "colour": "red"}],
+    [{"role": "assistant", "tool_calls": [{"function": {}}]}],
+    [{"role": "assistant", "tool_calls": ["x"]}],
+]
+
+
+@pytest.mark.parametrize("messages", MESSAGES, ids=str)
+def test_wrong_messages_are_named(server: Server, messages: Any) -> None:
+    body = {"model": NAME, "messages": messages, "max_tokens": 2}
+    error = post(server, body, path=CHAT).refused(400)
+    assert error["param"].startswith("messages")
+
+
+def test_what_would_run_for_ever_in_a_template_is_refused(server: Server) -> None:
+    chat = {"model": NAME, "messages": [{"role": "user", "content": "x"}]}
+    body = {**chat, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}
+    assert post(server, body, path=CHAT).refused(400)["param"] == "chat_template_kwargs"
+
+
+BODIES = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b"\xff\xfe",
+    b'{"model": "\\ud800"}',
+    b'{"temperature": NaN}',
+    b'{"temperature": Infinity}',
+    b'{"temperature": 1e999, "prompt": "A"}',
+    b'{"seed": ' + b"9" * 5000 + b"}",
+    b'{"seed": ' + b"9" * 300 + b', "prompt": "A"}',
+    b'{"a":' * 3000 + b"1" + b"}" * 3000,
+    b"[" * 90_000,
+    b'"' + b'\\"' * 40_000,
+    b'{"prompt": "A", "prompt": 3}',
+    b"\x00" * 100,
+    json.dumps({"prompt": "A" * 90_000}).encode(),
+    json.dumps({"prompt": [10**9]}).encode(),
+    json.dumps({"prompt": [-1]}).encode(),
+    json.dumps({"prompt": ""}).encode(),
+]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body[:20])
+def test_a_body_that_is_none_is_refused(server: Server, body: bytes) -> None:
+    post(server, body).refused(400)
+
+
+def test_nesting_is_counted_outside_of_texts() -> None:
+    deep = b'{"a":' * 63 + b"[]" + b"}" * 63
+    assert refusal(lambda: parsed(deep)) == 0
+    deeper = b'{"a":' + deep + b"}"
+    with pytest.raises(ApiError, match="nested more than 64 deep"):
+        parsed(deeper)
+    in_text = json.dumps({"a": '[{"\\' * 1000, "b": [[]] * 50}).encode()
+    assert refusal(lambda: parsed(in_text)) == 0
+
+
+RAW = [
+    (b"NONSENSE\r\n\r\n", 400),
+    (b"GET\r\n\r\n", 400),
+    (b"POST /v1/completions\r\n\r\n", 400),
+    (b"GET /health HTTP/9.9\r\n\r\n", 505),
+    (b"GET /health HTTP/x\r\n\r\n", 400),
+    (b"GET /nothing HTTP/1.1\r\n\r\n", 404),
+    (b"POST /v1/nothing HTTP/1.1\r\nContent-Length: 0\r\n\r\n", 404),
+    (b"PUT /v1/completions HTTP/1.1\r\n\r\n", 405),
+    (b"DELETE /v1/models HTTP/1.1\r\n\r\n", 405),
+    (b"BREW /pot HTTP/1.1\r\n\r\n", 405),
+    (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", 414),
+    (b"GET / HTTP/1.1\r\nX: " + b"a" * 70_000 + b"\r\n\r\n", 431),
+    (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 200 + b"\r\n", 431),
+    (b"POST /v1/completions HTTP/1.1\r\n\r\n", 411),
+    (b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", 411),
+    (b"POST /v1/completions HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 400),
+    (b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n", 400),
+    (b"POST /v1/completions HTTP/1.1\r\nContent-Length: 1_0\r\n\r\n", 400),
+    (
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 2\r\n"
+        b"Content-Length: 3\r\n\r\n{}",
+        400,
+    ),
+    (b"GET /health HTTP/1.1\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}", 400),
+    (b"POST /v1/completions HTTP/1.1\r\nContent-Length: 2, 2\r\n\r\n{}", 400),
+]
+
+
+@pytest.mark.parametrize(("sent", "status"), RAW, ids=lambda value: str(value)[:40])
+def test_what_is_no_request_is_refused(
+    server: Server, sent: bytes, status: int
+) -> None:
+    exchange(server, sent).refused(status)
+
+
+# What a proxy may read other bounds from than this server.
+CODINGS = [
+    "Transfer-Encoding: chunked",
+    "transfer-encoding: identity",
+    "Transfer-Encoding:\r\n chunked",
+    "Transfer-Encoding:",
+    "Transfer-Encoding : chunked",
+    "Transfer-Encoding chunked",
+]
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("line", ["POST /v1/completions", "GET /health"])
+def test_a_length_and_a_coding_together_are_refused(
+    server: Server, coding: str, first: bool, line: str
+) -> None:
+    body = json.dumps(GOOD).encode()
+    headers = ["Host: here", f"Content-Length: {len(body)}"]
+    headers.insert(0 if first else 2, coding)
+    head = "\r\n".join([f"{line} HTTP/1.1", *headers, "", ""]).encode()
+    smuggled = b"GET /v1/models HTTP/1.1\r\n\r\n"
+    answer = exchange(server, head + body + smuggled)
+    error = answer.refused(400)
+    assert "header" in error["message"] or "Content-Length" in error["message"]
+    assert answer.body.count(b"HTTP/") == 0  # it was closed after one answer
+
+
+def test_a_request_of_an_old_kind_is_answered(server: Server) -> None:
+    assert exchange(server, b"GET /health\r\n\r\n").json == {"status": "ok"}
+
+
+def test_a_head_has_no_body(server: Server) -> None:
+    answer = exchange(server, b"HEAD /health HTTP/1.1\r\n\r\n")
+    assert (answer.status, answer.body) == (405, b"")
+
+
+def test_a_truncated_body_is_refused(server: Server) -> None:
+    whole = packet(GOOD)
+    error = exchange(server, whole[:-5], close=True).refused(400)
+    assert "bytes, and Content-Length says" in error["message"]
+    exchange(server, whole[:-5]).refused(408)  # it keeps the connection open
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(codec="utf-8"), max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner)
+    ),
+    max_leaves=6,
+)
+NAMES = (
+    *("model", "prompt", "messages", "stream", "stream_options", "max_tokens"),
+    *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "logprobs", "n"),
+    *("top_logprobs", "response_format", "speculative", "tools", "tool_choice"),
+    *("logit_bias", "repetition_penalty", "chat_template_kwargs", "adapters"),
+)
+objects = st.dictionaries(st.sampled_from(NAMES), json_values, max_size=5)
+nearly_good = objects.map(lambda wrong: {**GOOD, "max_tokens": 2, **wrong})
+
+
+@settings(max_examples=50)
+@given(raw=st.binary(max_size=200) | json_values.map(json.dumps).map(str.encode))
+def test_any_bytes_are_an_object_or_refused(raw: bytes) -> None:
+    assert refusal(lambda: parsed(raw)) in (0, 400)
+
+
+@settings(max_examples=50)
+@given(body=nearly_good, chat=st.booleans())
+def test_any_object_is_a_request_or_refused(body: dict[str, Any], chat: bool) -> None:
+    made = Settings(names=(NAME,))
+    assert refusal(lambda: read_request(body, made, chat=chat)) in (0, 400, 404)
+
+
+def _check_answer(answer: Answer) -> None:
+    """Check that an answer is good, or an error in OpenAI's form."""
+    if answer.status >= 400:
+        assert answer.status < 500 or answer.status == 505
+        answer.refused(answer.status)
+    else:
+        assert answer.status in (200, 204)
+
+
+def _objects(server: Server, examples: int) -> None:
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
+    @given(body=nearly_good, path=st.sampled_from(["/v1/completions", CHAT]))
+    def ask(body: dict[str, Any], path: str) -> None:
+        _check_answer(post(server, json.dumps(body).encode(), path=path))
+
+    ask()
+
+
+def _mangled(server: Server, examples: int) -> None:
+    """Send requests in which bytes were changed, left out, doubled or put in."""
+    whole = [packet(GOOD), packet({"messages": [], **GOOD}, path=CHAT)]
+    whole.append(b"GET /v1/models HTTP/1.1\r\nHost: here\r\nAccept: x\r\n\r\n")
+
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
+    @given(
+        which=st.sampled_from(whole),
+        cut=st.tuples(st.floats(0, 1), st.integers(0, 30)),
+        new=st.binary(max_size=30),
+    )
+    def ask(which: bytes, cut: tuple[float, int], new: bytes) -> None:
+        start = int(cut[0] * len(which))
+        sent = which[:start] + new + which[start + cut[1] :]
+        answer = exchange(server, sent, close=True)
+        if answer.status:  # an empty request has no answer
+            _check_answer(answer)
+
+    ask()
+
+
+def test_wrong_objects_never_kill_it(server: Server) -> None:
+    _objects(server, FEW)
+    assert get(server, "/health").status == 200
+
+
+def test_mangled_requests_never_kill_it(server: Server) -> None:
+    _mangled(server, FEW)
+    assert get(server, "/health").status == 200
+
+
+@pytest.mark.slow
+def test_ten_thousand_wrong_requests_never_kill_it(server: Server) -> None:
+    _objects(server, MANY)
+    _mangled(server, MANY)
+    assert post(server, GOOD).status == 200
+    assert server.worker.rows_held == 0
+    assert server.connections <= 1
