@@ -1,7 +1,7 @@
 """Print every architecture of mlx-lm as a table, with what was measured just now.
 
-Each one is built tiny with random weights (tests/support/census.json) and decoded
-plainly and with drafts, greedily and sampled; the texts have to be the same.
+Each one is built tiny with random weights (tests/support/models/census.json) and
+decoded plainly and with drafts, greedily and sampled; the texts have to be the same.
 
     PYTHONPATH=tests python scripts/census.py
     PYTHONPATH=tests python scripts/census.py llama gear --tokens 120
@@ -34,8 +34,8 @@ from mlx_speculation.caches.mlx_lm_touches import MLX_LM_VERSION
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import check_causal
 from mlx_speculation.models.mtp.families import family_of
-from support import census
 from support.identity import Compared, check_identity, plain_text, prompt_of
+from support.models import census
 
 PROMPT = 40  # tokens, longer than every window
 COLUMNS = ("architecture", "caches", "a part is kept by", "bitwise here", "identity")
@@ -89,9 +89,9 @@ Written by `scripts/census.py --page docs/architectures.md`; a test checks that 
 current.
 
 Every architecture of mlx-lm {version} that can be built here was built tiny with random
-weights (tests/support/census.json), and decoded greedily and sampled, plainly and with
-drafts that are right, wrong and mixed. All texts were equal, up to near-ties where the
-column "bit for bit" says no ([What "the same" means](exactness.md)).
+weights (tests/support/models/census.json), and decoded greedily and sampled, plainly
+and with drafts that are right, wrong and mixed. All texts were equal, up to near-ties
+where the column "bit for bit" says no ([What "the same" means](exactness.md)).
 
 There are {count} of them. In {bitwise} four rows in one forward are bit for bit four
 forwards of one row, on the Linux CPU wheel in float32.

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from mlx_speculation.engine.draft_length import policies
-from support.cache_twins import Mixers
-from support.hooked_mixers import hooked_mixers
+from support.caches.cache_twins import Mixers
+from support.models.hooked_mixers import hooked_mixers
 
 # A shell lets what it runs in the background ignore Ctrl-C, and so would every program
 # that a test starts.

@@ -27,8 +27,8 @@ from mlx_speculation.caches import SlidingKVCache
 from mlx_speculation.engine import Choose, Draft, Sequence
 from mlx_speculation.models import contract_of
 from mlx_speculation.samplers import Chooser, tree_layout
-from support.tiny_models import build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 
 def generator(**options: Any) -> SpeculativeGenerator:

@@ -4,7 +4,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from support.tiny_models import TINY_MODELS, build
+from support.models.tiny_models import TINY_MODELS, build
 
 PROMPT = mx.array([(7 * i * i + 3 * i) % 256 for i in range(12)])
 

@@ -11,7 +11,7 @@ import pytest
 
 from mlx_speculation.blas import openblas_wheel
 from mlx_speculation.environment import cores
-from support.blas_processes import (
+from support.processes.blas_processes import (
     ADDS_UP_IN_ORDER,
     changed_environment,
     linux,

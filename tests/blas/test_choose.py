@@ -8,7 +8,7 @@ from mlx_speculation.blas import use_blas
 from mlx_speculation.blas.kernels import better_than
 from mlx_speculation.blas.openblas_wheel import wheel_version
 from mlx_speculation.errors import InvalidRequestError
-from support.blas_processes import (
+from support.processes.blas_processes import (
     ADDS_UP_IN_ORDER,
     linux,
     run_python,

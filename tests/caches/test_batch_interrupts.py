@@ -11,10 +11,10 @@ import mlx_lm.models.cache
 import pytest
 
 from mlx_speculation.caches import Speculation, journal
-from support.batch_twins import AttentionKind, sees
-from support.cache_twins import Rows, assert_same, read
+from support.caches.batch_twins import AttentionKind, sees
+from support.caches.cache_twins import Rows, assert_same, read
 from support.covering import covering
-from support.interrupts import raised_at
+from support.processes.interrupts import raised_at
 
 TRACED = (mlx_lm.models.cache.__file__, str(Path(journal.__file__).parent))
 RING = AttentionKind(window=5, step=2)

@@ -21,9 +21,9 @@ from mlx_speculation.caches.journals.batch_kv import BatchKVJournal
 from mlx_speculation.caches.journals.batch_rotating_kv import BatchRotatingJournal
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 from mlx_speculation.models import Recorders
-from support.batch_twins import AttentionKind, together
-from support.cache_twins import Mixers, Rows, assert_same, read
-from support.tiny_models import build
+from support.caches.batch_twins import AttentionKind, together
+from support.caches.cache_twins import Mixers, Rows, assert_same, read
+from support.models.tiny_models import build
 
 KV, RING = AttentionKind(), AttentionKind(window=6)
 

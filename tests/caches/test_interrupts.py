@@ -17,7 +17,7 @@ import pytest
 
 from mlx_speculation.caches import Speculation, journal
 from mlx_speculation.models import Recorders
-from support.cache_twins import (
+from support.caches.cache_twins import (
     Kind,
     KVKind,
     ListKind,
@@ -27,14 +27,14 @@ from support.cache_twins import (
     assert_same,
     read,
 )
-from support.covering import covering
-from support.more_twins import (
+from support.caches.rare_cache_twins import (
     ChunkedKind,
     ConcatenateKind,
     LayerKind,
     QuantizedKind,
     attentions,
 )
+from support.covering import covering
 
 TRACED = (
     mlx_lm.models.cache.__file__,

@@ -30,8 +30,8 @@ from mlx_speculation.errors import (
     UnsupportedCacheError,
 )
 from mlx_speculation.models import Recorders
-from support.cache_twins import Rows, assert_same, detached, read, tagged
-from support.tiny_models import build
+from support.caches.cache_twins import Rows, assert_same, detached, read, tagged
+from support.models.tiny_models import build
 
 PROMPT = mx.array([[3, 141, 59, 26, 53, 58, 97, 93, 23, 84]])
 BLOCK = mx.array([[200, 100, 50, 25]])

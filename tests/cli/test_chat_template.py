@@ -6,8 +6,8 @@ from tokenizers.processors import TemplateProcessing
 
 from mlx_speculation import SpeculativeGenerator
 from mlx_speculation.cli.chat_template import encode
-from support.tiny_models import build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 BEGIN, NAME = 0, "!"
 

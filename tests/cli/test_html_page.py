@@ -12,9 +12,9 @@ from mlx_speculation.cli.html_page import PageFacts, page_of
 from mlx_speculation.engine import Chunk, Origin, Result, Statistics
 from mlx_speculation.engine.memory import Memory
 from mlx_speculation.engine.result import LogProb
-from support.drafters import ScriptedDrafter
-from support.tiny_models import build
-from support.tiny_tokenizer import byte_tokenizer
+from support.drafters.scripted_drafter import ScriptedDrafter
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 HOSTILE = ("</script>", "<!--", "<script>alert(1)</script>", "&lt;", "\u2028", "${x}")
 TOKENIZER = byte_tokenizer(extra=HOSTILE)

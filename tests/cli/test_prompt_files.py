@@ -12,8 +12,8 @@ from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 
 from mlx_speculation import Sampling, SpeculativeGenerator, demo_models
 from mlx_speculation.caches import save_caches
-from support.commands import Commands
-from support.demo_folders import copy_of
+from support.models.demo_folders import copy_of
+from support.processes.commands import Commands
 
 MODELS = demo_models()
 DRAFT = str(MODELS["draft"])

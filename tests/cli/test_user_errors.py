@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_speculation import demo_models
-from support.commands import Commands
-from support.demo_folders import copy_of
+from support.models.demo_folders import copy_of
+from support.processes.commands import Commands
 
 DRAFT = str(demo_models()["draft"])
 PLAIN = ["generate", DRAFT, "-m", "2"]

@@ -25,9 +25,9 @@ from mlx_speculation import (
 )
 from mlx_speculation.models import check_same_ids
 from mlx_speculation.models.mtp.convention import Contract
-from support.drafters import ScriptedDrafter
-from support.tiny_models import build
-from support.tiny_tokenizer import byte_tokenizer
+from support.drafters.scripted_drafter import ScriptedDrafter
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -25,13 +25,13 @@ from mlx_speculation import Sampling, SpeculativeGenerator
 from mlx_speculation.caches import check_supported, position
 from mlx_speculation.engine import Drafter
 from mlx_speculation.samplers import Chooser
-from support import tiny_models
-from support.cache_twins import assert_same, detached, read
+from support.caches.cache_twins import assert_same, detached, read
 from support.covering import covering
-from support.drafters import ScriptedDrafter
+from support.drafters.scripted_drafter import ScriptedDrafter
 from support.identity import assert_same_text, plain_text
-from support.tiny_models import TINY_MODELS, build_tiny, read_table
-from support.tiny_tokenizer import byte_tokenizer
+from support.models import tiny_models
+from support.models.tiny_models import TINY_MODELS, build_tiny, read_table
+from support.models.tiny_tokenizer import byte_tokenizer
 
 RARER = read_table(Path(tiny_models.__file__).with_name("cache_kind_models.json"))
 MODELS = {

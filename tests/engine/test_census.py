@@ -25,8 +25,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_speculation import PrefixCache, SpeculativeGenerator
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models.row_dependence import DEPEND_ON_CUTS
-from support import census
-from support.census import BUILT, NOT_BUILT
 from support.covering import covering
 from support.identity import (
     GREEDY,
@@ -36,8 +34,10 @@ from support.identity import (
     plain_text,
     prompt_of,
 )
-from support.recurrent_models import RUN_AGAIN
-from support.tiny_tokenizer import byte_tokenizer
+from support.models import census
+from support.models.census import BUILT, NOT_BUILT
+from support.models.recurrent_models import RUN_AGAIN
+from support.models.tiny_tokenizer import byte_tokenizer
 
 TOKENS = 30
 PROMPT = 40  # longer than every window

@@ -27,11 +27,11 @@ from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.models import TokenIds, json_schema, lark, regex
 from mlx_speculation.samplers import Constraint, TokenAutomaton, allowed_tokens
 from mlx_speculation.samplers.constraints.base import AutomatonState
-from support.content import assert_same_content, content
-from support.drafters import ScriptedDrafter
-from support.schemas import SCHEMAS, Schema, fits
-from support.tiny_models import build
-from support.tiny_tokenizer import byte_tokenizer
+from support.caches.contents import assert_same_content, content
+from support.drafters.scripted_drafter import ScriptedDrafter
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
+from support.sampling.schemas import SCHEMAS, Schema, fits
 
 MODELS = ("llama", "gemma3_text", "qwen3_5", "mamba2")
 TOKENIZER = byte_tokenizer(("<end>",))

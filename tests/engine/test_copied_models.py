@@ -18,12 +18,12 @@ from mlx.utils import tree_flatten
 
 from mlx_speculation import SpeculativeGenerator
 from mlx_speculation.models.cuda import transposed_weights
-from support import census
-from support.copies import attributes, classes, left_on, parameters
 from support.identity import prompt_of
-from support.recurrent_models import RECURRENT_MODELS, build_recurrent
-from support.tiny_models import TINY_MODELS, build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models import census
+from support.models.copies import attributes, classes, left_on, parameters
+from support.models.recurrent_models import RECURRENT_MODELS, build_recurrent
+from support.models.tiny_models import TINY_MODELS, build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 PROMPT = prompt_of(9)
 TOKENS = 8

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_speculation.engine.detokenizer import StopStrings, TextStream
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.tiny_tokenizer import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 WORDS = st.text(st.sampled_from("ab ,né→日😀\n"), min_size=1, max_size=12)

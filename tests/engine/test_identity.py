@@ -18,9 +18,9 @@ from support.identity import (
     check_identity,
     prompt_of,
 )
-from support.recurrent_models import RUN_AGAIN
-from support.tiny_models import TINY_MODELS, build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.recurrent_models import RUN_AGAIN
+from support.models.tiny_models import TINY_MODELS, build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 # Shorter than the window of 16, about as long, and longer.
 PROMPTS = {6: 4, 17: 3, 40: 5}  # tokens: draft length

@@ -25,8 +25,8 @@ from mlx_lm.models.cache import (
 from mlx_speculation import Cascade, PrefixCache, SpeculativeGenerator
 from mlx_speculation.caches import SlidingKVCache, Speculation, array_bytes
 from mlx_speculation.caches.journals.rotating_kv import SAVED_ROWS
-from support.tiny_models import build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
 HEADS, DIM = 2, 32

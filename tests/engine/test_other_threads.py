@@ -17,11 +17,11 @@ from mlx.utils import tree_map
 
 from mlx_speculation import SpeculativeGenerator
 from mlx_speculation.models import HiddenStates, find_parts
-from support import census
-from support.batch_heads import eagle_on, mtp_on
+from support.drafters.batch_heads import eagle_on, mtp_on
 from support.identity import prompt_of
-from support.tiny_models import TINY_MODELS, build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models import census
+from support.models.tiny_models import TINY_MODELS, build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 PROMPT = prompt_of(5)
 TOKENS = 4

@@ -30,8 +30,8 @@ from mlx_speculation import PrefixCache, Sampling, SpeculativeGenerator
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers import Chooser
 from support.identity import assert_same_text
-from support.tiny_models import TINY_MODELS, build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.tiny_models import TINY_MODELS, build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 # Rows alone, a window of 16 that wraps, recurrent layers beside rows.
 MODELS = ("llama", "gemma3_text", "qwen3_5")

@@ -32,10 +32,10 @@ from mlx_speculation import InvalidRequestError, Sampling, SpeculativeGenerator,
 from mlx_speculation.engine.result import Result
 from mlx_speculation.engine.round import round as rounds
 from support.covering import covering
-from support.drafters import ScriptedDrafter
-from support.planned_lengths import Planned
-from support.tiny_models import TINY_MODELS, build_tiny
-from support.tiny_tokenizer import letter_tokenizer
+from support.drafters.scripted_draft_lengths import Planned
+from support.drafters.scripted_drafter import ScriptedDrafter
+from support.models.tiny_models import TINY_MODELS, build_tiny
+from support.models.tiny_tokenizer import letter_tokenizer
 
 VOCAB, TOKENS = 24, 20
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]

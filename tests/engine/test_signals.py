@@ -21,7 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_speculation
 from mlx_speculation import BatchGenerator, BatchResponse, Sampling
-from support.batches import Bench, Case, bench
+from support.drafters.batches import Bench, Case, bench
 from support.identity import prompt_of
 
 OURS = str(Path(mlx_speculation.__file__).parent)

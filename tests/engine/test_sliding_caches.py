@@ -16,10 +16,10 @@ from mlx_speculation.engine import config
 from mlx_speculation.engine.drafters import sources
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
-from support.drafters import ScriptedDrafter
+from support.drafters.scripted_drafter import ScriptedDrafter
 from support.identity import plain_text
-from support.tiny_models import TINY_MODELS, build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.tiny_models import TINY_MODELS, build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 WINDOWED = [name for name, tiny in TINY_MODELS.items() if tiny.window]
 PROMPT = [(37 * i * i + 11 * i) % 256 for i in range(20)]

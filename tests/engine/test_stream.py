@@ -25,9 +25,9 @@ from mlx_speculation.engine.round import decoder
 from mlx_speculation.engine.round import round as rounds
 from mlx_speculation.models import Lane, LaneRound
 from support.covering import covering
-from support.drafters import ScriptedDrafter
-from support.tiny_models import build
-from support.tiny_tokenizer import byte_tokenizer
+from support.drafters.scripted_drafter import ScriptedDrafter
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 # One for each cache kind and mixture of kinds; all of them bitwise on this wheel
 # but gemma3_text and recurrent_gemma, whose texts are compared token for token.

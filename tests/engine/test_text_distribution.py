@@ -40,9 +40,9 @@ from mlx_speculation.models import quantize_weights
 from mlx_speculation.samplers import Acceptance, Sampler, chooser, verifier
 from mlx_speculation.samplers import Sampling as Options
 from mlx_speculation.samplers.rules.probs import Verdict
-from support.broken_drafters import nan_logits
-from support.tiny_models import TINY_MODELS, build_tiny
-from support.tiny_tokenizer import letter_tokenizer
+from support.drafters.broken_drafters import nan_logits
+from support.models.tiny_models import TINY_MODELS, build_tiny
+from support.models.tiny_tokenizer import letter_tokenizer
 
 VOCAB, EMITTED = 4, 3
 NORMAL = 3.719  # what a normal variable exceeds with odds of 1e-4

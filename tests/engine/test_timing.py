@@ -26,9 +26,9 @@ from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.engine.timing import RoundClock, RoundSeconds
 from support.covering import covering
-from support.drafters import ScriptedDrafter
-from support.tiny_models import build
-from support.tiny_tokenizer import byte_tokenizer
+from support.drafters.scripted_drafter import ScriptedDrafter
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
 PARTS = ("draft", "verify", "sampler", "host")

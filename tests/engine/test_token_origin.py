@@ -13,10 +13,10 @@ from mlx_speculation import Sampling, SpeculativeGenerator, allowed_tokens, pure
 from mlx_speculation.engine import Origin, Stream
 from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.sequence import Sequence
-from support.drafters import ScriptedDrafter
-from support.planned_lengths import Planned
-from support.tiny_models import build
-from support.tiny_tokenizer import byte_tokenizer
+from support.drafters.scripted_draft_lengths import Planned
+from support.drafters.scripted_drafter import ScriptedDrafter
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
 SAMPLED = Sampling(temperature=0.8, seed=4)

@@ -9,7 +9,7 @@ import mlx_lm
 import pytest
 
 from mlx_speculation import ModelFolderError, SpeculativeGenerator, demo_models, load
-from support.adapters import write_adapter
+from support.models.adapters import write_adapter
 
 PROMPT = "def add(first, second):\n"
 

@@ -28,7 +28,7 @@ from transformers.models.llama.modeling_llama import (
 
 from support.references import dflash, eagle3, gemma4_assistant
 from support.references.numerics import Array, below
-from support.torch_heads import fill, to_torch
+from support.references.torch_heads import fill, to_torch
 
 TOLERANCE = 1e-5
 

@@ -17,7 +17,7 @@ import pytest
 
 from mlx_speculation.models.instance_hooks import Hook, Hooked
 from mlx_speculation.models.observer import OBSERVED
-from support.copies import left_on
+from support.models.copies import left_on
 
 
 class Plain(nn.Module):

@@ -30,7 +30,7 @@ from mlx_speculation.models.instance_hooks import (
     plain_class,
 )
 from mlx_speculation.models.round_context import rows_of_a_round
-from support.copies import left_on
+from support.models.copies import left_on
 
 HEARD: list[str] = []
 

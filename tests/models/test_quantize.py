@@ -19,8 +19,8 @@ from mlx_speculation.models.quantize import (
     quantize_weights,
     weight_bytes,
 )
-from support.mtp_checkpoints import flat
-from support.tiny_models import TINY_MODELS, build
+from support.models.mtp_checkpoints import flat
+from support.models.tiny_models import TINY_MODELS, build
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -20,9 +20,9 @@ from mlx_speculation.caches.registry import flat, is_batch
 from mlx_speculation.models import BatchLane, Lane, Recorders, RowSizes
 from mlx_speculation.models.exclusions import TOGETHER
 from mlx_speculation.models.shape_buckets import row_size
-from support.cache_twins import read
-from support.recurrent_models import RECURRENT_MODELS
-from support.tiny_models import TINY_MODELS, build_tiny
+from support.caches.cache_twins import read
+from support.models.recurrent_models import RECURRENT_MODELS
+from support.models.tiny_models import TINY_MODELS, build_tiny
 
 MODELS = TINY_MODELS | RECURRENT_MODELS
 BATCHED = [name for name, tiny in MODELS.items() if tiny.module in TOGETHER]

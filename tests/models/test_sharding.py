@@ -17,7 +17,7 @@ from mlx_speculation.models.sharding import (
     mark_of,
     told,
 )
-from support.tiny_models import build
+from support.models.tiny_models import build
 
 GROUP = mx.distributed.init()
 

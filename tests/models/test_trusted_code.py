@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mlx_speculation import ModelFolderError, SpeculativeGenerator, demo_models, load
-from support.own_code import write_own_code
+from support.models.own_code import write_own_code
 
 
 @pytest.fixture(name="folder")

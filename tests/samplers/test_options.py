@@ -20,8 +20,8 @@ from mlx_speculation.samplers import Chooser, Rows, Sampling
 from mlx_speculation.samplers.logits.filters import top_p
 from mlx_speculation.samplers.noise.gumbel import CHOICE, position_keys, stream_key
 from mlx_speculation.samplers.noise.round_keys import XTC, coins
-from support.sampling_options import filter_options, penalty_options
-from support.scripted_rows import alternating
+from support.sampling.sampling_options import filter_options, penalty_options
+from support.sampling.scripted_rows import alternating
 
 VOCAB = 40
 KEYS = st.integers(0, 10**6)

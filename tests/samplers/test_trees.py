@@ -10,9 +10,9 @@ from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers.acceptance import count_accepted
 from mlx_speculation.samplers.rules.probs import residual
 from mlx_speculation.samplers.trees import TreeLayout, TreeVerdict, descend, tree_layout
-from support.enumeration import EXACT, Array, Flags, Tables, chain_law
-from support.law_pairs import tables
-from support.tree_enumeration import (
+from support.sampling.distribution_pairs import tables
+from support.sampling.enumeration import EXACT, Array, Flags, Tables, chain_law
+from support.sampling.tree_enumeration import (
     enumerate_coin_tree,
     enumerate_tree,
     likely_children,

@@ -13,8 +13,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_speculation.models import Recorders
-from support.census import BUILT, build
-from support.copies import left_on
+from support.models.census import BUILT, build
+from support.models.copies import left_on
 
 SCRIPTS = str(Path(__file__).parents[2] / "scripts")
 sys.path.insert(0, SCRIPTS)

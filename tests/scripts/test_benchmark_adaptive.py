@@ -17,8 +17,8 @@ import pytest
 from mlx_lm.utils import save_config, save_model
 
 from mlx_speculation import Sampling, SpeculativeGenerator, load
-from support.tiny_models import TINY_MODELS, build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.tiny_models import TINY_MODELS, build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from mlx_lm.utils import save_config, save_model
 
-from support.tiny_models import TINY_MODELS, build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.tiny_models import TINY_MODELS, build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark_cheaper.py"
 

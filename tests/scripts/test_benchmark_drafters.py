@@ -17,9 +17,9 @@ from mlx_lm.utils import save_config, save_model
 
 from mlx_speculation import Sampling, SpeculativeGenerator
 from mlx_speculation.demo import demo_prompts
-from support.eagle_checkpoints import write_eagle
-from support.tiny_models import TINY_MODELS, build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.eagle_checkpoints import write_eagle
+from support.models.tiny_models import TINY_MODELS, build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 TOKENS = 12

@@ -11,9 +11,9 @@ from mlx_lm.utils import save_config, save_model
 from typer.testing import CliRunner
 
 from mlx_speculation import models
-from support.tiny_models import TINY_MODELS, build
-from support.tiny_tokenizer import byte_tokenizer
-from support.wide import WrongInWideForwards
+from support.models.tiny_models import TINY_MODELS, build
+from support.models.tiny_tokenizer import byte_tokenizer
+from support.models.wrong_wide_forward import WrongInWideForwards
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 LENGTHS = ["--tokens", "12", "--places", "3", "--draft-length", "3"]

@@ -22,7 +22,7 @@ from mlx_speculation import SpeculativeGenerator, load
 from mlx_speculation.demo import demo_models
 from mlx_speculation.engine import MtpDraft
 from mlx_speculation.models import Contract
-from support.tiny_models import build
+from support.models.tiny_models import build
 
 SCRIPTS = str(Path(__file__).parents[2] / "scripts")
 sys.path.insert(0, SCRIPTS)

@@ -17,7 +17,7 @@ import pytest
 from mlx_speculation import demo_models
 from mlx_speculation.engine.draft_length.base import FixedLengths, Plan
 from mlx_speculation.engine.draft_length.early_stop import Certainties, Stop
-from support.planned_lengths import Planned
+from support.drafters.scripted_draft_lengths import Planned
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 TEXT = [2, 6, 5, 4, 3, 2, 1, 0, 3, 2, 1, 0]

@@ -21,9 +21,9 @@ from mlx_speculation.models import Contract, load
 from mlx_speculation.models.mtp.load import read_mtp_head
 from mlx_speculation.models.mtp.split import SIDECAR, split_head
 from mlx_speculation.models.safetensors_layout import places_in
-from support.demo_folders import copy_of
 from support.identity import prompt_of
-from support.mtp_checkpoints import LAYOUTS, family, flat, save, write
+from support.models.demo_folders import copy_of
+from support.models.mtp_checkpoints import LAYOUTS, family, flat, save, write
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "split_head.py"
 

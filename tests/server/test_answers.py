@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from mlx_speculation import PrefixCache, Sampling, SpeculativeGenerator
 from mlx_speculation.engine.result import Result
 from mlx_speculation.server import Server
-from support.servers import (
+from support.processes.servers import (
     NAME,
     client_of,
     get,

@@ -23,7 +23,7 @@ from mlx_speculation.server import job as jobs
 from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.auth import check_permission
 from mlx_speculation.server.engine_thread import Worker
-from support.servers import (
+from support.processes.servers import (
     NAME,
     answer_on,
     client_of,
@@ -36,7 +36,7 @@ from support.servers import (
     refusal,
     serving,
 )
-from support.waiting import until
+from support.processes.wait_until import until
 
 # So many tokens never come within the time of a test.
 MANY = 50_000

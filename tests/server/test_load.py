@@ -22,7 +22,7 @@ from mlx_speculation import (
 from mlx_speculation.engine.equivalence import texts
 from mlx_speculation.samplers import Chooser
 from mlx_speculation.server import Server
-from support.servers import (
+from support.processes.servers import (
     LETTERS,
     NAME,
     client_of,
@@ -32,7 +32,7 @@ from support.servers import (
     tiny_pair,
     wrapped_letters,
 )
-from support.waiting import until
+from support.processes.wait_until import until
 
 CLIENTS = 8
 SPECULATIVE: tuple[dict[str, Any], ...] = (

@@ -9,7 +9,7 @@ import pytest
 from mlx_speculation import SpeculativeGenerator
 from mlx_speculation.server import Server
 from mlx_speculation.server.job import Job, Piece, Read
-from support.servers import (
+from support.processes.servers import (
     NAME,
     client_of,
     connect,
@@ -20,7 +20,7 @@ from support.servers import (
     tiny_pair,
     wrapped_letters,
 )
-from support.waiting import until
+from support.processes.wait_until import until
 
 MANY = 50_000
 LIMITS: dict[str, Any] = {"max_tokens": MANY, "prompt_tokens": MANY}

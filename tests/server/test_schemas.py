@@ -23,8 +23,7 @@ from mlx_speculation.server import Limits
 from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.schemas import SchemaCompilers, SchemaConstraint, compilers
 from mlx_speculation.server.server import ENGINE_SECONDS
-from support.schemas import SCHEMAS, Schema
-from support.server_processes import (
+from support.processes.server_processes import (
     DRAFT,
     Asked,
     ServerProcess,
@@ -32,8 +31,9 @@ from support.server_processes import (
     processes,
     server_process,
 )
-from support.servers import connect, get, packet, post
-from support.waiting import until
+from support.processes.servers import connect, get, packet, post
+from support.processes.wait_until import until
+from support.sampling.schemas import SCHEMAS, Schema
 
 SECONDS = 3.0
 # Beside a limit: a busy machine, and the processes that come and go.

@@ -13,8 +13,8 @@ from mlx_speculation.engine.equivalence import texts as identity
 from mlx_speculation.engine.result import Result
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Chooser
-from support.drafters import ScriptedDrafter
-from support.tiny_tokenizer import byte_tokenizer
+from support.drafters.scripted_drafter import ScriptedDrafter
+from support.models.tiny_tokenizer import byte_tokenizer
 
 SAMPLED = Sampling(temperature=0.8, top_p=0.9, seed=11)
 GREEDY = Sampling(seed=0)

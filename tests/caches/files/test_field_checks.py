@@ -24,7 +24,7 @@ from mlx_lm.models.deepseek_v41 import LayerCache
 from mlx_speculation.caches.files.codecs import checked, read_leaf
 from mlx_speculation.caches.files.fields import Leaf
 from mlx_speculation.caches.files.safetensors_reader import FlawError
-from support.saved_caches import attend
+from support.caches.saved_caches import attend
 
 RNG = np.random.default_rng(0)
 

@@ -31,9 +31,8 @@ from mlx_speculation.errors import (
     InvalidRequestError,
     UnsupportedCacheError,
 )
-from support.interrupts import raised_at
-from support.older_files import files
-from support.saved_caches import (
+from support.caches.older_files import files
+from support.caches.saved_caches import (
     Case,
     attend,
     batch_cases,
@@ -42,6 +41,7 @@ from support.saved_caches import (
     filled,
     plain,
 )
+from support.processes.interrupts import raised_at
 
 DATA = Path(__file__).parent / "data"
 WIDTHS = st.lists(st.integers(1, 6) | st.just(1), max_size=6)

@@ -64,9 +64,9 @@ from mlx_speculation.caches import (
     save_caches,
 )
 from mlx_speculation.errors import CacheFileError
-from support.file_mutations import mutated, older_files
-from support.older_files import files
-from support.saved_caches import (
+from support.caches.file_mutations import mutated, older_files
+from support.caches.older_files import files
+from support.caches.saved_caches import (
     Case,
     Random,
     batch_cases,

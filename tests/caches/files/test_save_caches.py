@@ -29,8 +29,7 @@ from mlx_speculation.errors import (
     InvalidRequestError,
     UnsupportedCacheError,
 )
-from support.interrupts import raised_at
-from support.saved_caches import (
+from support.caches.saved_caches import (
     Case,
     batch_cases,
     content,
@@ -38,6 +37,7 @@ from support.saved_caches import (
     filled,
     single_cases,
 )
+from support.processes.interrupts import raised_at
 
 WIDTHS = st.lists(st.integers(1, 6) | st.just(1), max_size=6)
 KINDS = [case.name for case in single_cases(np.random.default_rng(0))]

@@ -51,20 +51,20 @@ import pytest
 from hypothesis import strategies as st
 
 from mlx_speculation.caches.journals import batch_kv, batch_rotating_kv
-from support.batch_rounds import (
+from support.caches.batch_rounds import (
     BEGINNINGS,
     SINGLE_ROWS,
     WIDTHS,
     Batch,
     drawn,
 )
-from support.batch_twins import (
+from support.caches.batch_twins import (
     AttentionKind,
     BatchArraysKind,
     RaggedKind,
 )
-from support.cache_twins import Mixers
-from support.twin_rounds import played
+from support.caches.cache_twins import Mixers
+from support.caches.twin_rounds import played
 
 ROUNDS = 600
 

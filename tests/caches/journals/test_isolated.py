@@ -62,8 +62,8 @@ from mlx_speculation.caches.journals.checked_writes import check_writes
 from mlx_speculation.caches.journals.isolated import twin_of
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 from mlx_speculation.models import Recorders
-from support.cache_twins import Held, assert_same, detached, read
-from support.tiny_models import TINY_MODELS, build
+from support.caches.cache_twins import Held, assert_same, detached, read
+from support.models.tiny_models import TINY_MODELS, build
 
 PROMPT = mx.array([[(37 * i * i + 11 * i) % 256 for i in range(20)]])
 BLOCK = mx.array([[200, 100, 50, 25]])

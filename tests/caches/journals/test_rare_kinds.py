@@ -19,7 +19,7 @@ from mlx_lm.models.deepseek_v41 import LayerCache
 from mlx_speculation.caches import Speculation, leaves, position
 from mlx_speculation.errors import UnsupportedCacheError
 from mlx_speculation.models import Recorders
-from support.cache_twins import (
+from support.caches.cache_twins import (
     KVKind,
     ListKind,
     Rows,
@@ -28,7 +28,7 @@ from support.cache_twins import (
     read,
     tagged,
 )
-from support.more_twins import (
+from support.caches.rare_cache_twins import (
     ChunkedKind,
     ConcatenateKind,
     LayerKind,

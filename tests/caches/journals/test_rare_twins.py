@@ -9,8 +9,8 @@ import pytest
 from hypothesis import strategies as st
 
 from mlx_speculation.models import Recorders
-from support.cache_twins import ArraysKind, Kind, KVKind, Mixers
-from support.more_twins import (
+from support.caches.cache_twins import ArraysKind, Kind, KVKind, Mixers
+from support.caches.rare_cache_twins import (
     ConcatenateKind,
     LayerKind,
     attentions,
@@ -18,7 +18,7 @@ from support.more_twins import (
     compositions,
     quantized_kinds,
 )
-from support.twin_rounds import FEWER, SMALL_RINGS, run
+from support.caches.twin_rounds import FEWER, SMALL_RINGS, run
 
 
 @pytest.fixture(name="compressing", scope="module")

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import BatchRotatingKVCache, KVCache, RotatingKVCache
 
 from mlx_speculation.caches import SlidingKVCache, Speculation
 from mlx_speculation.caches.journals import rotating_kv
-from support.cache_twins import Rows, Visible, assert_same, read, tagged
+from support.caches.cache_twins import Rows, Visible, assert_same, read, tagged
 
 
 def filled(window: int, rows: int, keep: int = 0) -> RotatingKVCache:

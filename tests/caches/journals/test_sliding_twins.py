@@ -52,7 +52,7 @@ from hypothesis.stateful import (
 from mlx_lm.models.cache import RotatingKVCache
 
 from mlx_speculation.caches import SlidingKVCache, Speculation
-from support.cache_twins import (
+from support.caches.cache_twins import (
     ENDINGS,
     Held,
     Plan,
@@ -64,7 +64,7 @@ from support.cache_twins import (
     read,
     tagged,
 )
-from support.twin_rounds import LONG
+from support.caches.twin_rounds import LONG
 
 ROUNDS = 1_200
 WIDTHS = st.lists(st.integers(1, 6), min_size=1, max_size=4)

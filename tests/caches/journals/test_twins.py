@@ -73,8 +73,8 @@ import pytest
 from hypothesis import strategies as st
 
 from mlx_speculation.caches.journals import rotating_kv
-from support.cache_twins import ArraysKind, KVKind, ListKind, Mixers, ring_kinds
-from support.twin_rounds import (
+from support.caches.cache_twins import ArraysKind, KVKind, ListKind, Mixers, ring_kinds
+from support.caches.twin_rounds import (
     FEWER,
     MANY_SINGLE_ROWS,
     SINGLE_ROWS,

@@ -42,7 +42,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache
 from mlx_speculation.caches import PrefixCache, held_bytes, restore, snapshot
 from mlx_speculation.caches.snapshots.snapshot import Snapshot
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
-from support.cache_twins import assert_same, read
+from support.caches.cache_twins import assert_same, read
 
 EVERY = 4
 

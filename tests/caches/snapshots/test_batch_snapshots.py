@@ -44,7 +44,7 @@ from mlx_speculation.caches import (
     split,
 )
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
-from support.batch_rounds import (
+from support.caches.batch_rounds import (
     MOST_ROWS,
     Batch,
     Plan,
@@ -52,8 +52,8 @@ from support.batch_rounds import (
     drawn,
     same,
 )
-from support.batch_twins import AttentionKind, BatchArraysKind, BatchKind
-from support.cache_twins import Mixers, Rows
+from support.caches.batch_twins import AttentionKind, BatchArraysKind, BatchKind
+from support.caches.cache_twins import Mixers, Rows
 
 LITTLE = (False, False, 1, False)  # what a plan leaves out
 Fed = list[list[Rows]]  # of each row

@@ -84,7 +84,7 @@ from mlx_speculation.caches import (
 from mlx_speculation.caches.registry import flat
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 from mlx_speculation.models import Recorders
-from support.cache_twins import (
+from support.caches.cache_twins import (
     ArraysKind,
     Kind,
     KVKind,
@@ -97,14 +97,14 @@ from support.cache_twins import (
     read,
     tagged,
 )
-from support.more_twins import (
+from support.caches.rare_cache_twins import (
     ChunkedKind,
     ConcatenateKind,
     LayerKind,
     QuantizedKind,
     attentions,
 )
-from support.tiny_models import TINY_MODELS, build
+from support.models.tiny_models import TINY_MODELS, build
 
 
 @dataclass(eq=False)

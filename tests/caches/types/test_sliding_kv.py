@@ -18,7 +18,7 @@ from mlx_speculation.caches import (
 from mlx_speculation.caches.journals.sliding_kv import SlidingJournal
 from mlx_speculation.caches.types.sliding_kv import default_slack
 from mlx_speculation.errors import InvalidRequestError
-from support.cache_twins import Rows, tagged
+from support.caches.cache_twins import Rows, tagged
 
 # Writes that bring a ring of 8 rows into each of its states: growing, full, just
 # wrapped, wrapped, longer than the window, cut back, and from one write alone.

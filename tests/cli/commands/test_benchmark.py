@@ -8,7 +8,7 @@ import pytest
 from mlx_speculation import SpeculativeGenerator, demo_models
 from mlx_speculation.cli import measure
 from mlx_speculation.engine.equivalence.texts import Parting
-from support.commands import Commands
+from support.processes.commands import Commands
 
 DRAFT = str(demo_models()["draft"])
 PAIR = ["benchmark", DRAFT, "--draft", DRAFT, "--draft-length", "2"]

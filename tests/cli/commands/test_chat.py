@@ -13,8 +13,8 @@ from mlx_speculation import SpeculativeGenerator, demo_models
 from mlx_speculation.cli.chat_template import TemplateOptions
 from mlx_speculation.cli.conversation import Conversation
 from mlx_speculation.engine import Chunk, Stream
-from support.commands import Commands
-from support.demo_folders import copy_of
+from support.models.demo_folders import copy_of
+from support.processes.commands import Commands
 
 DRAFT = str(demo_models()["draft"])
 OTHERS = ("dense", "sliding")

@@ -14,9 +14,9 @@ import pytest
 from mlx_speculation import Sampling, SpeculativeGenerator, demo_models
 from mlx_speculation.cli.stream_view import PromptBar
 from mlx_speculation.engine import Chunk, Stream
-from support.adapters import write_adapter
-from support.commands import Commands
-from support.demo_folders import copy_of
+from support.models.adapters import write_adapter
+from support.models.demo_folders import copy_of
+from support.processes.commands import Commands
 
 PROMPT = "def add(first, second):\n"
 DRAFT = str(demo_models()["draft"])

@@ -11,11 +11,11 @@ from mlx_speculation import SpeculativeGenerator, demo_models, models
 from mlx_speculation.cli.doctor_advice import Advice, Facts, advice
 from mlx_speculation.demo import DemoPrompt
 from mlx_speculation.engine import Chunk, Stream
-from support.adapters import write_adapter
-from support.commands import Commands
-from support.demo_folders import copy_of
-from support.own_code import write_own_code
-from support.wide import WrongInWideForwards
+from support.models.adapters import write_adapter
+from support.models.demo_folders import copy_of
+from support.models.own_code import write_own_code
+from support.models.wrong_wide_forward import WrongInWideForwards
+from support.processes.commands import Commands
 
 DRAFT = str(demo_models()["draft"])
 PROMPT = "def add(first, second):\n"

@@ -17,7 +17,7 @@ import pytest
 
 from mlx_speculation import SpeculativeGenerator, demo_models
 from mlx_speculation.cli.commands.serve import DoorOptions
-from support.commands import Commands
+from support.processes.commands import Commands
 
 DRAFT = str(demo_models()["draft"])
 KEY = {"MLX_SPECULATION_API_KEY": "sesame"}

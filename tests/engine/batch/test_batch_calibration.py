@@ -22,13 +22,13 @@ from mlx_speculation.engine.batch.draft_length import RowRates
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.engine.stream_factory import StreamMaker
-from support import census
-from support.batch_heads import head_bench
-from support.batches import bench
+from support.drafters.batch_heads import head_bench
+from support.drafters.batches import bench
+from support.drafters.scripted_draft_lengths import CALIBRATED_BATCH
 from support.identity import prompt_of
-from support.planned_lengths import CALIBRATED_BATCH
-from support.tiny_models import build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models import census
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("measured")
 

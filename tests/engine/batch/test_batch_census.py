@@ -14,10 +14,10 @@ from mlx_speculation import (
 )
 from mlx_speculation.models.exclusions import ALONE, TOGETHER, why_alone
 from mlx_speculation.samplers import Chooser
-from support import census
-from support.census import BUILT
 from support.identity import assert_same_text, plain_text, prompt_of
-from support.tiny_tokenizer import byte_tokenizer
+from support.models import census
+from support.models.census import BUILT
+from support.models.tiny_tokenizer import byte_tokenizer
 
 TOKENS = 24
 LENGTHS = (17, 6, 40)  # around the windows of 16

@@ -14,8 +14,8 @@ from mlx_speculation.engine.draft_length.adaptive import AdaptiveLengths
 from mlx_speculation.engine.draft_length.base import Outcome
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.models.shape_buckets import row_size
-from support.batch_heads import head_bench
-from support.batches import SAMPLINGS, Case, bench
+from support.drafters.batch_heads import head_bench
+from support.drafters.batches import SAMPLINGS, Case, bench
 from support.identity import prompt_of
 
 LONGEST = 8

@@ -20,9 +20,9 @@ from mlx_speculation import (
 )
 from mlx_speculation.engine import Draft, Sequence
 from mlx_speculation.engine.batch.draft_model import BatchDraftModel
-from support.batches import SAMPLINGS, Bench, Case, bench, interrupt_commit
+from support.drafters.batches import SAMPLINGS, Bench, Case, bench, interrupt_commit
 from support.identity import prompt_of
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.tiny_tokenizer import byte_tokenizer
 
 CASES = [Case(p, s, 18) for p in (2, 17, 40) for s in SAMPLINGS[:2]]
 

@@ -31,7 +31,7 @@ from mlx_speculation.engine.batch import mtp
 from mlx_speculation.engine.batch.mtp import BatchHead
 from mlx_speculation.engine.batch.outcome import BatchStep
 from mlx_speculation.models import MtpOutput
-from support.batch_heads import (
+from support.drafters.batch_heads import (
     HeadBench,
     KnowingMtp,
     eagle_on,
@@ -39,10 +39,10 @@ from support.batch_heads import (
     knowing,
     mtp_on,
 )
-from support.batches import SAMPLINGS, Case, interrupt_commit
+from support.drafters.batches import SAMPLINGS, Case, interrupt_commit
+from support.drafters.scripted_draft_lengths import Planned
 from support.identity import prompt_of
-from support.planned_lengths import Planned
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.tiny_tokenizer import byte_tokenizer
 
 CASES = [Case(p, s, 18) for p in (2, 17, 40) for s in SAMPLINGS[:2]]
 # Hybrid, a sliding head, two caches, plain with one draft.

@@ -34,9 +34,17 @@ from hypothesis.stateful import (
 from mlx_speculation import BatchGenerator
 from mlx_speculation.models import PREFILL_STEP
 from mlx_speculation.models.exclusions import TOGETHER
-from support.batch_heads import KNOWING, head_bench, knowing
-from support.batches import LONGEST, MODELS, PROMPTS, SAMPLINGS, Bench, Case, bench
 from support.covering import covering
+from support.drafters.batch_heads import KNOWING, head_bench, knowing
+from support.drafters.batches import (
+    LONGEST,
+    MODELS,
+    PROMPTS,
+    SAMPLINGS,
+    Bench,
+    Case,
+    bench,
+)
 
 MOST_ROWS = 4
 QUICK = [

@@ -14,10 +14,10 @@ from mlx_speculation import (
     derived_seed,
 )
 from mlx_speculation.engine import BatchResponse
+from support.drafters.scripted_draft_lengths import Planned
 from support.identity import prompt_of
-from support.planned_lengths import Planned
-from support.tiny_models import build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 SAMPLED = Sampling(temperature=0.8, seed=3)
 

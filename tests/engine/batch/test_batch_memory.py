@@ -9,8 +9,8 @@ import pytest
 
 from mlx_speculation import BatchGenerator, Sampling
 from mlx_speculation.engine.stream_handling import Handling
-from support.batch_heads import head_bench
-from support.batches import LONGEST, SAMPLINGS, Bench, bench
+from support.drafters.batch_heads import head_bench
+from support.drafters.batches import LONGEST, SAMPLINGS, Bench, bench
 from support.identity import prompt_of
 
 

@@ -20,9 +20,9 @@ from mlx_speculation import (
 from mlx_speculation.engine import Lengths
 from mlx_speculation.engine.draft_length.base import Outcome, Plan
 from mlx_speculation.engine.stream_handling import Handling
-from support.batches import SAMPLINGS, Bench, Case, bench
+from support.drafters.batches import SAMPLINGS, Bench, Case, bench
+from support.drafters.scripted_draft_lengths import Planned
 from support.identity import prompt_of
-from support.planned_lengths import Planned
 
 STEP = 18
 LONG = 90

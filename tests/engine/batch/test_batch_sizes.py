@@ -19,9 +19,9 @@ from mlx_speculation.engine.draft_length.base import FixedLengths, Outcome, Plan
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.models import BatchLane, Lane, Recorders, RowSizes
 from mlx_speculation.models.shape_buckets import row_size
-from support.batch_heads import head_bench
-from support.batches import SAMPLINGS, Bench, Case, bench
-from support.cache_twins import read
+from support.caches.cache_twins import read
+from support.drafters.batch_heads import head_bench
+from support.drafters.batches import SAMPLINGS, Bench, Case, bench
 from support.identity import prompt_of
 
 Shapes = list[tuple[int, int]]

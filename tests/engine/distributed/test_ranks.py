@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from mlx_speculation.engine.distributed.ring_watch import STATUS
-from support.ranks import Ended, run_ranks, wait_for
+from support.processes.ranks import Ended, run_ranks, wait_for
 
 DENSE_SLIDING_HYBRID = (
     "llama:lookup,measured llama(sliding):mixed qwen3_5:mixed head/deepseek_v3:mtp"

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from mlx_speculation.engine.distributed.ring_watch import END_SECONDS
-from support.ranks import Ended, run_ranks, wait_for
+from support.processes.ranks import Ended, run_ranks, wait_for
 
 
 def check_several(ended: list[Ended]) -> None:

@@ -36,7 +36,7 @@ from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.engine.draft_length.early_stop import Certainties
 from mlx_speculation.engine.draft_length.exploration import MOST_CARRIED, Allowance
 from mlx_speculation.engine.draft_length.policies import calibration_costs
-from support.length_worlds import Rates, World, simulate
+from support.drafters.simulated_machine import Rates, World, simulate
 
 # A CPU, where a plain step is computed while it is submitted.
 AT_ONCE = World([1, 1.6, 2.05, 2.35, 2.6, 2.9, 3.2, 3.5, 3.8], left=0.08)

@@ -25,11 +25,11 @@ from mlx_speculation.engine.drafters.cascade import Turns
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.errors import DrafterFaultWarning
 from mlx_speculation.samplers import Chosen, Rows
-from support.drafters import ScriptedDrafter
+from support.drafters.scripted_draft_lengths import Planned
+from support.drafters.scripted_drafter import ScriptedDrafter
 from support.identity import SAMPLED
-from support.planned_lengths import Planned
-from support.tiny_models import build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
 LONGEST = 16

@@ -29,11 +29,11 @@ from mlx_speculation.engine.stream_factory import StreamMaker
 from mlx_speculation.errors import SpeculationError
 from mlx_speculation.samplers import Chooser
 from support.covering import covering
-from support.drafters import ScriptedDrafter
+from support.drafters.scripted_draft_lengths import CALIBRATED, Planned
+from support.drafters.scripted_drafter import ScriptedDrafter
 from support.identity import GREEDY, SAMPLED, assert_same_text
-from support.planned_lengths import CALIBRATED, Planned
-from support.tiny_models import build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("measured")
 MODELS = ("llama", "gemma3_text", "qwen3_5")

@@ -36,11 +36,11 @@ from mlx_speculation.models import (
     wrapped,
 )
 from support.covering import covering
-from support.eagle_checkpoints import write_eagle
 from support.identity import GREEDY, SAMPLED, prompt_of
-from support.mtp_checkpoints import LAYOUTS, family, flat, make, write
-from support.tiny_models import TINY_MODELS, build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.eagle_checkpoints import write_eagle
+from support.models.mtp_checkpoints import LAYOUTS, family, flat, make, write
+from support.models.tiny_models import TINY_MODELS, build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 PROMPT, TOKENS = prompt_of(24), 30
 

@@ -25,10 +25,10 @@ from mlx_speculation.engine.sequence import Sequence as Tokens
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models import HiddenStates, Lane
 from mlx_speculation.samplers import Chosen
-from support.dflash_checkpoints import BLOCK, DIM, VARIANTS, VOCAB, write_dflash
 from support.identity import GREEDY, SAMPLED, plain_text, prompt_of
-from support.tiny_models import build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.dflash_checkpoints import BLOCK, DIM, VARIANTS, VOCAB, write_dflash
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 PROMPT, TOKENS = 40, 24  # more than a window of 16
 TARGETS = ("llama", "qwen3_5", "gemma3_text", "llama(sliding)")

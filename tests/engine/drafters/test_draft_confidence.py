@@ -14,10 +14,10 @@ from mlx_speculation.engine.round.outcome import Cut, Emitted
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Chooser, Sampling, Verifier
-from support.content import assert_same_content, content
+from support.caches.contents import assert_same_content, content
 from support.identity import GREEDY, SAMPLED
-from support.tiny_models import build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
 LENGTH = 6

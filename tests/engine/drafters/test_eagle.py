@@ -24,11 +24,11 @@ from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.errors import InvalidRequestError, ModelFolderError
 from mlx_speculation.models import Eagle, HiddenStates, load_eagle_head
 from support.covering import covering
-from support.eagle_checkpoints import DIALECTS, draft_ids, write_eagle
 from support.identity import GREEDY, SAMPLED, plain_text, prompt_of
-from support.mtp_oracles import OracleMtp, held_tokens
-from support.tiny_models import build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.eagle_checkpoints import DIALECTS, draft_ids, write_eagle
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
+from support.references.mtp_oracles import OracleMtp, held_tokens
 
 PROMPT, TOKENS = 40, 24  # more than a window of 16
 # Dense, hybrid, sliding with full layers, sliding alone.

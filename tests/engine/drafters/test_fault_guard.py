@@ -36,7 +36,8 @@ from mlx_speculation.engine.drafters.draft_model import DraftModel
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.models import Lane, MtpHead
 from mlx_speculation.samplers import Chooser, Rows, Verifier
-from support.broken_drafters import (
+from support.caches.contents import assert_same_content, content
+from support.drafters.broken_drafters import (
     CALLS,
     RAISES,
     WRONG,
@@ -45,12 +46,11 @@ from support.broken_drafters import (
     broken,
     nan_logits,
 )
-from support.content import assert_same_content, content
-from support.drafters import ScriptedDrafter
+from support.drafters.scripted_drafter import ScriptedDrafter
 from support.identity import GREEDY, SAMPLED
-from support.mtp_checkpoints import LAYOUTS, family, make
-from support.tiny_models import build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.mtp_checkpoints import LAYOUTS, family, make
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 TOKENS = 28
 # Repeats itself, so that lookups find something.

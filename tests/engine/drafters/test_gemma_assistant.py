@@ -42,11 +42,11 @@ from mlx_speculation.errors import (
 from mlx_speculation.models import Assistant, Lane, probe_anchor, starts_for
 from mlx_speculation.models.gemma_assistant import probe
 from mlx_speculation.models.gemma_assistant.config import read_assistant_settings
-from support.assistant_checkpoints import HEADS, TARGETS, WINDOW, config_of, make
-from support.assistant_oracles import OracleStep
 from support.covering import covering
 from support.identity import GREEDY, SAMPLED, plain_text, prompt_of
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.assistant_checkpoints import HEADS, TARGETS, WINDOW, config_of, make
+from support.models.tiny_tokenizer import byte_tokenizer
+from support.references.assistant_oracles import OracleStep
 
 PROMPT, TOKENS = 40, 24  # more than a window of 16
 ANCHORS = ("state", "token")

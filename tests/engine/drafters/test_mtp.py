@@ -27,12 +27,12 @@ from mlx_speculation.engine.stream_handling import Handling
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Contract, HiddenStates, Lane, Mtp, MtpHead
 from mlx_speculation.samplers import Chosen
+from support.drafters.scripted_draft_lengths import Planned
 from support.identity import GREEDY, SAMPLED, plain_text, prompt_of
-from support.mtp_checkpoints import LAYOUTS, family, make, write
-from support.mtp_oracles import OracleMtp, held_tokens
-from support.planned_lengths import Planned
-from support.tiny_models import build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.mtp_checkpoints import LAYOUTS, family, make, write
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
+from support.references.mtp_oracles import OracleMtp, held_tokens
 
 PROMPT, TOKENS = 40, 24  # more than a window of 16
 # Hybrid, sliding with and without full layers, latent, two caches, plain.

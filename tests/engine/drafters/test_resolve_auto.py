@@ -26,10 +26,10 @@ from mlx_speculation import (
 from mlx_speculation.engine import LookupDrafter, MtpDraft
 from mlx_speculation.engine.drafters.registry import KINDS, kind_of
 from mlx_speculation.models import Contract
-from support import tiny_models
-from support.demo_folders import copy_of
 from support.identity import plain_text, prompt_of
-from support.mtp_checkpoints import flat, make, write, write_folder
+from support.models import tiny_models
+from support.models.demo_folders import copy_of
+from support.models.mtp_checkpoints import flat, make, write, write_folder
 
 AUTO: dict[str, Any] = {"draft": "auto"}
 

@@ -24,9 +24,9 @@ from mlx_speculation import (
 )
 from mlx_speculation.engine.drafters import resolve
 from mlx_speculation.engine.drafters.resolve import named_draft
-from support.demo_folders import copy_of
-from support.tiny_models import build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.demo_folders import copy_of
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 PROMPT = "def read(path):"
 SOURCES = {"draft": "model", "eagle": "eagle"}

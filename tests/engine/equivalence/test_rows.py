@@ -31,10 +31,10 @@ from mlx_speculation.engine.equivalence.rows import (
 )
 from mlx_speculation.errors import InvalidRequestError, NonFiniteLogitsError
 from mlx_speculation.models import Lane
-from support.cache_twins import Held
+from support.caches.cache_twins import Held
 from support.identity import plain_text
-from support.tiny_models import TINY_MODELS, build
-from support.wide import WrongInWideForwards
+from support.models.tiny_models import TINY_MODELS, build
+from support.models.wrong_wide_forward import WrongInWideForwards
 
 PROMPT = [(37 * i * i + 11 * i) % 256 for i in range(20)]
 TOKENS = 15

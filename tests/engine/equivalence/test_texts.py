@@ -12,7 +12,7 @@ from mlx_speculation import Sampling
 from mlx_speculation.engine.equivalence import texts
 from mlx_speculation.samplers import Chooser, Rows
 from mlx_speculation.samplers.noise.gumbel import CHOICE, gumbel, stream_key
-from support.tiny_models import build
+from support.models.tiny_models import build
 
 PROMPT = [7, 200, 31, 64, 5]
 PRECEDING = Rows(range(9))

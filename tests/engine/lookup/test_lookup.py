@@ -16,8 +16,8 @@ from mlx_speculation.engine import Draft, Drafter
 from mlx_speculation.engine.lookup.suffix_automaton import SuffixAutomaton
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.samplers import Chosen, Rows
-from support.tiny_models import TINY_MODELS, build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.tiny_models import TINY_MODELS, build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 TWIN = [1, 2, 3, 4, 5, 6, 7, 8]
 

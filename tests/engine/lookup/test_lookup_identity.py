@@ -21,8 +21,8 @@ from mlx_speculation.engine.equivalence.texts import Parting
 from mlx_speculation.samplers import Chooser
 from support.covering import covering
 from support.identity import GREEDY, SAMPLED, assert_same_text
-from support.tiny_models import TINY_MODELS, build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.tiny_models import TINY_MODELS, build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 # Dense, sliding past the window of 16, hybrid; the others in the long run.
 MODELS = ("llama", "gemma3_text", "qwen3_5", "recurrent_gemma")

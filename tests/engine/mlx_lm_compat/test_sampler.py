@@ -40,12 +40,12 @@ from mlx_speculation import (
     stream_generate,
 )
 from mlx_speculation.engine.mlx_lm_compat import sampler as drop_in_sampling
-from support.drafters import ScriptedDrafter
+from support.drafters.scripted_drafter import ScriptedDrafter
 from support.drop_in import Answer
 from support.identity import prompt_of
-from support.sampling_options import filter_options
-from support.tiny_models import build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
+from support.sampling.sampling_options import filter_options
 
 MODELS = ("llama", "gemma3_text", "qwen3_5", "deepseek_v3(MLA)")
 PROMPT = prompt_of(21)

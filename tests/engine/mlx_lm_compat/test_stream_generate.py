@@ -72,12 +72,12 @@ from mlx_speculation.engine.stream_handling import Handling
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Chooser
 from support.covering import covering
-from support.drafters import ScriptedDrafter
+from support.drafters.scripted_drafter import ScriptedDrafter
 from support.drop_in import Answer, assert_same_answer, assert_same_caches, both
 from support.identity import plain_text, prompt_of
-from support.sampling_options import penalty_options
-from support.tiny_models import TINY_MODELS, build, build_tiny
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.tiny_models import TINY_MODELS, build, build_tiny
+from support.models.tiny_tokenizer import byte_tokenizer
+from support.sampling.sampling_options import penalty_options
 
 # Rows alone, a window of 16 that wraps, recurrent layers beside rows, no rows at all.
 MODELS = ("llama", "gemma3_text", "qwen3_5", "mamba")

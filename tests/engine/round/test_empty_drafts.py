@@ -29,12 +29,12 @@ from mlx_speculation.engine.round.outcome import Cut, Emitted
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.models import Lane, LaneRound
 from mlx_speculation.samplers import Chooser, Verifier, verifier
-from support.content import assert_same_content, content, counts
+from support.caches.contents import assert_same_content, content, counts
 from support.covering import covering
-from support.drafters import ScriptedDrafter
+from support.drafters.scripted_drafter import ScriptedDrafter
 from support.identity import GREEDY, SAMPLED, assert_same_text
-from support.tiny_models import TINY_MODELS, build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.tiny_models import TINY_MODELS, build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 MODELS = ("llama", "gemma3_text", "qwen3_5", "mamba2", "recurrent_gemma", "lfm2")
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]

@@ -24,10 +24,10 @@ from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.errors import NonFiniteLogitsError
 from mlx_speculation.models import Lane, LaneRound
 from mlx_speculation.samplers import Chooser, Sampling, Verifier, verifier
-from support.content import assert_same_content, content, counts
+from support.caches.contents import assert_same_content, content, counts
 from support.covering import covering
-from support.tiny_models import build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 MODELS = ("llama", "gemma3_text", "qwen3_5", "mamba", "recurrent_gemma")
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]

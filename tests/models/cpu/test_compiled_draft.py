@@ -30,8 +30,8 @@ from mlx_speculation.models import (
     compiled_steps,
     load,
 )
-from support.census import BUILT, build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.census import BUILT, build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 PROMPT = [(7 * i * i + 3 * i) % 256 for i in range(21)]
 ON_CPU = mx.default_device().type == mx.DeviceType.cpu

@@ -24,7 +24,7 @@ from mlx_speculation.models import BatchLane, Lane, Recorders, round_context
 from mlx_speculation.models.cpu import norm_rope
 from mlx_speculation.models.ops import replaced_functions
 from mlx_speculation.models.round_context import rows_of_a_round
-from support.census import BUILT, build
+from support.models.census import BUILT, build
 
 EXACT = platform.machine() in ("x86_64", "AMD64")
 

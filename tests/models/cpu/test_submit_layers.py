@@ -15,9 +15,9 @@ from mlx_speculation.models import Lane, Recorders
 from mlx_speculation.models.cpu.submit_layers import MOST_POSITIONS, layer_by_layer
 from mlx_speculation.models.lanes.batch_lane import BatchLane
 from mlx_speculation.models.shape_buckets import RowSizes
-from support.copies import left_on
 from support.identity import prompt_of
-from support.tiny_models import build
+from support.models.copies import left_on
+from support.models.tiny_models import build
 
 
 @pytest.fixture(name="submitted")

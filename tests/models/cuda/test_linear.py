@@ -35,7 +35,7 @@ from mlx_speculation.models.ops.latent_attention import ATTENTIONS
 from mlx_speculation.models.ops.replaced_functions import stand_in_hooks
 from mlx_speculation.models.recurrent import chunked_delta
 from mlx_speculation.models.round_context import rows_of_a_round
-from support.census import BUILT, build
+from support.models.census import BUILT, build
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 

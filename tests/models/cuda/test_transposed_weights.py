@@ -29,8 +29,8 @@ from mlx_speculation import SpeculativeGenerator
 from mlx_speculation.models import Recorders, instance_hooks, transposed_weights
 from mlx_speculation.models.cuda import linear as few_rows
 from mlx_speculation.models.cuda import transposed_weights as transposed
-from support.tiny_models import build
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
 
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}

@@ -10,8 +10,8 @@ import pytest
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models import is_dflash, is_eagle, load_dflash
 from mlx_speculation.models.dflash.config import read_settings, tapped_layers
-from support.dflash_checkpoints import VARIANTS, config_of, write_dflash
-from support.tiny_models import build
+from support.models.dflash_checkpoints import VARIANTS, config_of, write_dflash
+from support.models.tiny_models import build
 
 
 def with_own(config: dict[str, Any], **keys: Any) -> dict[str, Any]:

@@ -17,8 +17,8 @@ import pytest
 from mlx_speculation.engine import DFlashDraft
 from mlx_speculation.models import HiddenStates
 from support.identity import prompt_of
-from support.reference_target import assert_close, tables, target
 from support.references import dflash
+from support.references.reference_target import assert_close, tables, target
 
 LENGTH, BLOCK = 23, 4
 SLIDING = ["sliding_attention", "full_attention"]

@@ -12,14 +12,14 @@ import pytest
 from mlx_speculation.errors import InvalidRequestError, ModelFolderError
 from mlx_speculation.models import is_eagle, load_eagle_head
 from mlx_speculation.models.eagle.config import target_layers
-from support.eagle_checkpoints import (
+from support.models.eagle_checkpoints import (
     DIALECTS,
     DRAFT_VOCAB,
     VOCAB,
     draft_ids,
     write_eagle,
 )
-from support.tiny_models import build
+from support.models.tiny_models import build
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 

@@ -14,8 +14,8 @@ from mlx_speculation.errors import ContractError
 from mlx_speculation.models import HiddenStates, layer_readings, load_eagle_head
 from mlx_speculation.models.checkpoints.probe_text import OwnText
 from mlx_speculation.models.eagle.probe import EagleProbe, probe_layers
-from support.eagle_checkpoints import write_eagle
-from support.tiny_models import build
+from support.models.eagle_checkpoints import write_eagle
+from support.models.tiny_models import build
 
 STARTS = [[5, 9, 200, 31, 7], [77, 3, 12, 140, 90]]
 IDS = "eagle_aux_hidden_state_layer_ids"

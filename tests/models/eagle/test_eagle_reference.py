@@ -18,8 +18,8 @@ from safetensors.numpy import save_file
 from mlx_speculation.engine import EagleDraft
 from mlx_speculation.models import HiddenStates
 from support.identity import prompt_of
-from support.reference_target import assert_close, tables, target
 from support.references import eagle3
+from support.references.reference_target import assert_close, tables, target
 
 LENGTH, DRAFTS = 23, 5
 LLAMA3 = {

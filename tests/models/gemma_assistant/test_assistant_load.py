@@ -24,7 +24,7 @@ from mlx_speculation.models import (
     load_assistant,
 )
 from mlx_speculation.models.gemma_assistant.config import read_assistant_settings
-from support.assistant_checkpoints import (
+from support.models.assistant_checkpoints import (
     FULL,
     HEADS,
     SLIDING,
@@ -35,8 +35,8 @@ from support.assistant_checkpoints import (
     tensors_of,
     write,
 )
+from support.models.tiny_models import build
 from support.references import gemma4_assistant as reference
-from support.tiny_models import build
 
 TOLERANCE = 1e-4
 BACKBONE, VOCAB = 64, 256

@@ -22,7 +22,7 @@ from mlx_speculation.models.gemma_assistant.probe import (
     _whole,
     position_of,
 )
-from support.assistant_checkpoints import HEADS, TARGETS, make
+from support.models.assistant_checkpoints import HEADS, TARGETS, make
 from support.references import gemma4_assistant as reference
 
 STARTS = [[5, 9, 200, 31, 7], [77, 3, 12, 140, 90]]

@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from mlx_speculation.models import SharedKv, load_assistant
+from support.models.tiny_models import TINY_MODELS, build_tiny
 from support.references import gemma4_assistant
-from support.tiny_models import TINY_MODELS, build_tiny
-from support.torch_heads import fill
+from support.references.torch_heads import fill
 
 TOLERANCE = 1e-4
 WINDOW = 16

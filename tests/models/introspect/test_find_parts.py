@@ -9,10 +9,10 @@ from mlx_lm.models import llama
 
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import HiddenStates, Parts, find_parts
-from support import census
-from support.census import build_from
-from support.copies import left_on
-from support.tiny_models import TINY_MODELS, build
+from support.models import census
+from support.models.census import build_from
+from support.models.copies import left_on
+from support.models.tiny_models import TINY_MODELS, build
 
 LAYERS: dict[str, Any] = {"layers": (0,)}
 

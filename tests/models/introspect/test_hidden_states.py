@@ -19,10 +19,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation.errors import UnsupportedModelError
 from mlx_speculation.models import HiddenStates, find_parts
-from support import census
-from support.cache_twins import assert_same, read
-from support.copies import left_on
-from support.tiny_models import TINY_MODELS
+from support.caches.cache_twins import assert_same, read
+from support.models import census
+from support.models.copies import left_on
+from support.models.tiny_models import TINY_MODELS
 
 QUICK = {
     "cohere2", "deepseek_v3", "deepseek_v41", "falcon_h1", "gemma3n", "gemma4",

@@ -21,8 +21,8 @@ from mlx_speculation.models import (
     quantize_weights,
 )
 from mlx_speculation.models.introspect.output_rows import sliced
-from support import census
-from support.tiny_models import TINY_MODELS, build
+from support.models import census
+from support.models.tiny_models import TINY_MODELS, build
 
 IDS = [200, 3, 17, 255, 0]
 TOKENS = mx.array([[7, 200, 31, 5]])

@@ -19,10 +19,10 @@ from mlx_speculation.errors import (
     UnsupportedModelError,
 )
 from mlx_speculation.models import HiddenStates, Recorders
-from support import census
-from support.cache_twins import assert_same, read
-from support.copies import left_on
-from support.tiny_models import build
+from support.caches.cache_twins import assert_same, read
+from support.models import census
+from support.models.copies import left_on
+from support.models.tiny_models import build
 
 IDS = mx.array([[3, 141, 59, 26, 53]])
 TOKENS = [(7 * i * i + 3 * i) % 256 for i in range(60)]

@@ -18,8 +18,8 @@ from mlx_speculation.caches import Speculation
 from mlx_speculation.models import Lane, Recorders
 from mlx_speculation.samplers import Chooser
 from support.identity import assert_same_text, plain_text
-from support.recurrent_models import RECURRENT_MODELS
-from support.tiny_models import TINY_MODELS, build_tiny
+from support.models.recurrent_models import RECURRENT_MODELS
+from support.models.tiny_models import TINY_MODELS, build_tiny
 
 TOKENS = 64
 LONGEST_DRAFT = 6

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_speculation.models import BatchStates, HiddenStates, Unread
-from support.tiny_models import build
+from support.models.tiny_models import build
 
 DIM = 2
 

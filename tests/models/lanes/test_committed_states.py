@@ -7,7 +7,7 @@ import pytest
 
 from mlx_speculation.models import CommittedStates, HiddenStates, Lane, Recorders
 from mlx_speculation.models.lanes import committed_states as committed_module
-from support.tiny_models import build
+from support.models.tiny_models import build
 
 
 def followed(name: str) -> tuple[Lane, CommittedStates]:

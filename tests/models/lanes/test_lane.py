@@ -12,8 +12,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_speculation.errors import UnsupportedCacheError
 from mlx_speculation.models import Lane, Recorders
 from mlx_speculation.models.recurrent.replay import ConvsAndScan
-from support.cache_twins import assert_same, read
-from support.tiny_models import build
+from support.caches.cache_twins import assert_same, read
+from support.models.tiny_models import build
 
 TOKENS = [(7 * i * i + 3 * i) % 256 for i in range(40)]
 NAMES = ["llama", "qwen3_5", "llama(sliding)"]

@@ -9,8 +9,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import HiddenStates, Lane, Recorders, States
-from support.cache_twins import assert_same, read
-from support.tiny_models import build
+from support.caches.cache_twins import assert_same, read
+from support.models.tiny_models import build
 
 TOKENS = [(7 * i * i + 3 * i) % 256 for i in range(60)]
 RECURRENT = ["qwen3_5", "nemotron_h"]

@@ -26,9 +26,9 @@ from mlx_speculation.caches.journals import sliding_kv
 from mlx_speculation.caches.types import padded_kv, ragged_kv
 from mlx_speculation.models import BatchLane, Lane, Recorders, why_alone
 from mlx_speculation.models.lanes.padded_keys import TRIED, takes_key_steps
-from support.cache_twins import read
+from support.caches.cache_twins import read
 from support.covering import covering
-from support.tiny_models import TINY_MODELS, build
+from support.models.tiny_models import TINY_MODELS, build
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 

@@ -22,8 +22,8 @@ from mlx_speculation.models.mtp.convention import MIXED_NORMS, Norms
 from mlx_speculation.models.mtp.convention_probe import HeadProbe, probe
 from mlx_speculation.models.mtp.load_with_convention import probe_mtp_head
 from mlx_speculation.models.mtp.transforms import norms_of
-from support.mtp_checkpoints import LAYOUTS, family, flat, make
-from support.trained_head import Truth, trained
+from support.models.mtp_checkpoints import LAYOUTS, family, flat, make
+from support.models.trained_head import Truth, trained
 
 ALL = ("order", "hidden", "norms", "recycled")
 OTHER = {

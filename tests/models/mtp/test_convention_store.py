@@ -28,7 +28,7 @@ from mlx_speculation.models.mtp.fingerprints import (
     target_hash,
 )
 from mlx_speculation.models.mtp.load import find_mtp_head
-from support.mtp_checkpoints import Checkpoint, write
+from support.models.mtp_checkpoints import Checkpoint, write
 
 PAIR = Pair("a" * 64, "b" * 64)
 sides = st.sampled_from(["after_norm", "before_norm"])

@@ -15,9 +15,9 @@ import pytest
 from mlx_speculation.errors import ContractError, ModelFolderError
 from mlx_speculation.models import Contract, load, load_mtp_head
 from mlx_speculation.models.mtp.convention_store import NAME
-from support.demo_folders import copy_of
-from support.mtp_checkpoints import LAYOUTS, family, flat, save, write
-from support.trained_head import trained
+from support.models.demo_folders import copy_of
+from support.models.mtp_checkpoints import LAYOUTS, family, flat, save, write
+from support.models.trained_head import trained
 
 RIGHT = Contract(norms="stored")
 

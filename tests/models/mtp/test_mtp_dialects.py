@@ -18,9 +18,9 @@ from mlx_speculation.errors import DraftNotice, ModelFolderError
 from mlx_speculation.models import Contract, load, load_mtp_head
 from mlx_speculation.models.mtp.convention_store import NAME, pack_contract
 from mlx_speculation.models.mtp.load import build_mtp_head, decided, find_mtp_head
-from support.demo_folders import copy_of
 from support.identity import plain_text, prompt_of
-from support.mtp_checkpoints import (
+from support.models.demo_folders import copy_of
+from support.models.mtp_checkpoints import (
     LAYOUTS,
     Weights,
     family,
@@ -30,7 +30,7 @@ from support.mtp_checkpoints import (
     save,
     write_folder,
 )
-from support.trained_head import trained
+from support.models.trained_head import trained
 
 DEFAULT = Contract()
 

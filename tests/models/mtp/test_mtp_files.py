@@ -17,7 +17,7 @@ from mlx_speculation.models.mtp.files import HeadFiles, find_head
 from mlx_speculation.models.mtp.head import MtpHead
 from mlx_speculation.models.mtp.load import read_mtp_head
 from mlx_speculation.models.mtp.load_with_convention import load_mtp_head
-from support.mtp_checkpoints import (
+from support.models.mtp_checkpoints import (
     LAYOUTS,
     Weights,
     flat,

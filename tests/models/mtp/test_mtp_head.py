@@ -20,7 +20,7 @@ from mlx_speculation.caches import Speculation, check_supported, leaves, with_sl
 from mlx_speculation.models import HiddenStates
 from mlx_speculation.models.mtp.convention import Contract
 from mlx_speculation.models.mtp.head import Mtp, MtpHead
-from support.mtp_checkpoints import LAYOUTS, family, flat, make
+from support.models.mtp_checkpoints import LAYOUTS, family, flat, make
 
 DIM, VOCAB = 64, 256
 SLOTS = 21  # more than a window of 16

@@ -18,9 +18,9 @@ from mlx_speculation.models.mtp.convention import Contract
 from mlx_speculation.models.mtp.families import FAMILIES
 from mlx_speculation.models.mtp.load import read_mtp_head
 from mlx_speculation.models.mtp.load_with_convention import load_mtp_head
-from support import tiny_models
 from support.identity import plain_text, prompt_of
-from support.mtp_checkpoints import (
+from support.models import tiny_models
+from support.models.mtp_checkpoints import (
     LAYOUTS,
     Checkpoint,
     Weights,

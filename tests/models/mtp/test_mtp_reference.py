@@ -26,7 +26,7 @@ from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models import Contract
 from mlx_speculation.models.mtp.head import MtpOutput
 from mlx_speculation.models.mtp.load import read_mtp_head
-from support.mtp_bench import (
+from support.drafters.mtp_bench import (
     SLOTS,
     Bench,
     MakeBench,
@@ -35,8 +35,8 @@ from support.mtp_bench import (
     make_bench,
     states,
 )
-from support.references.mtp import MtpRows
-from support.references.mtp_all import FAMILIES
+from support.references.mtp.base import MtpRows
+from support.references.mtp.families import FAMILIES
 
 STATES: tuple[Literal["after_norm", "before_norm"], ...] = ("after_norm", "before_norm")
 ORDERS: tuple[Literal["embedding_first", "hidden_first"], ...] = (

@@ -8,8 +8,8 @@ import pytest
 
 from mlx_speculation.models import MtpSlots
 from support.covering import covering
-from support.mtp_bench import Bench, assert_close, make_bench, states
-from support.references.mtp_all import FAMILIES
+from support.drafters.mtp_bench import Bench, assert_close, make_bench, states
+from support.references.mtp.families import FAMILIES
 from support.references.numerics import Array
 
 PROMPT = 6

@@ -7,10 +7,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from support.mtp_bench import SLOTS, Bench, assert_close, ids, make_bench, states
-from support.references.mtp_all import FAMILIES
+from support.drafters.mtp_bench import (
+    SLOTS,
+    Bench,
+    assert_close,
+    ids,
+    make_bench,
+    states,
+)
+from support.references.mtp.families import FAMILIES
 from support.references.numerics import Array
-from support.torch_heads import LAYERS, OWN_MTP, own_mtp_rows, plain_step, torch_rows
+from support.references.torch_heads import (
+    LAYERS,
+    OWN_MTP,
+    own_mtp_rows,
+    plain_step,
+    torch_rows,
+)
 
 # torch computes in float32, the references in float64.
 TORCH_TOLERANCE = 1e-5

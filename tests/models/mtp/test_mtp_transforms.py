@@ -18,7 +18,7 @@ from mlx_speculation.models.mtp.transforms import (
     transformed,
     with_ones,
 )
-from support.mtp_checkpoints import (
+from support.models.mtp_checkpoints import (
     LAYOUTS,
     Weights,
     flat,

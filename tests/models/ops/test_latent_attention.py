@@ -18,8 +18,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_speculation.models import Lane, Recorders
 from mlx_speculation.models.ops import latent_attention
 from mlx_speculation.models.ops.latent_attention import ATTENTIONS, absorbing_hooks
-from support.cache_twins import read
-from support.census import build
+from support.caches.cache_twins import read
+from support.models.census import build
 
 MODULES = sorted(home.removeprefix("mlx_lm.models.") for home, _ in ATTENTIONS)
 PROMPT = [(7 * i * i + 3 * i) % 256 for i in range(21)]

@@ -29,7 +29,7 @@ from mlx_speculation.models.ops import replaced_functions
 from mlx_speculation.models.ops.attention import products_serve
 from mlx_speculation.models.ops.replaced_functions import stand_in_hooks
 from mlx_speculation.models.round_context import rows_of_a_round
-from support.census import BUILT, build
+from support.models.census import BUILT, build
 
 PROMPT = [(7 * i * i + 3 * i) % 256 for i in range(21)]
 ROWS = [201, 7, 96, 255, 31]
@@ -222,7 +222,7 @@ except Exception:
 import mlx.core as mx
 from mlx_speculation.models.cpu import attention as blas_attention
 from mlx_speculation.models.round_context import x86_serves
-from support.census import build
+from support.models.census import build
 from models.ops.test_replaced_functions import rows_of
 seen = []
 attention = blas_attention.attention

@@ -57,9 +57,9 @@ from mlx_speculation.models.recurrent.chunked_delta import (
     gated_delta_in_chunks,
     run_chunk,
 )
-from support.cache_twins import detached
+from support.caches.cache_twins import detached
 from support.identity import check_identity, prompt_of
-from support.recurrent_models import RECURRENT_MODELS, build_recurrent
+from support.models.recurrent_models import RECURRENT_MODELS, build_recurrent
 
 SCALAR_DECAYS = ("qwen3_5", "qwen3_next(moe)", "olmo_hybrid")
 VECTOR_DECAYS = ("kimi_linear", "bailing_moe_v3")
@@ -397,7 +397,7 @@ if use_blas("auto").name != "openblas":
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_speculation.models import Lane, Recorders
 from mlx_speculation.models.recurrent import chunked_delta
-from support.recurrent_models import build_recurrent
+from support.models.recurrent_models import build_recurrent
 import mlx.core as mx
 ran = []
 native = chunked_delta.run_chunk

@@ -16,7 +16,7 @@ import pytest
 
 from mlx_speculation.models.recurrent.mixers import MIXERS
 from mlx_speculation.models.source_digests import is_known
-from support.recurrent_models import RECURRENT_MODELS
+from support.models.recurrent_models import RECURRENT_MODELS
 
 FOLDER = Path(mlx_lm.models.__file__).parent
 

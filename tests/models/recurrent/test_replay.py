@@ -45,8 +45,8 @@ from mlx_speculation.caches.registry import flat
 from mlx_speculation.models import Recorders, source_digests
 from mlx_speculation.models.recurrent import call_notes, recorder
 from mlx_speculation.models.recurrent.mixers import MIXERS, Mixer
-from support.cache_twins import assert_same, detached, read
-from support.recurrent_models import RECURRENT_MODELS, RUN_AGAIN, build_recurrent
+from support.caches.cache_twins import assert_same, detached, read
+from support.models.recurrent_models import RECURRENT_MODELS, RUN_AGAIN, build_recurrent
 
 PREFIX = mx.array([[3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62]])
 BLOCK = mx.array([[201, 7, 96, 255, 31, 148]])

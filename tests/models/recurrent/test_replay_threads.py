@@ -21,8 +21,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_speculation.caches import Speculation, states
 from mlx_speculation.models import Recorders
 from mlx_speculation.models.recurrent.recorder import MixerCall
-from support.cache_twins import assert_same, detached, read
-from support.recurrent_models import build_recurrent
+from support.caches.cache_twins import assert_same, detached, read
+from support.models.recurrent_models import build_recurrent
 
 MODELS = ["qwen3_5", "mamba2", "recurrent_gemma", "baichuan_m1", "rwkv7"]
 ROUNDS = 4

@@ -17,7 +17,7 @@ from mlx_speculation.samplers import (
     allowed_tokens,
 )
 from mlx_speculation.samplers.constraints.base import AutomatonState
-from support.constraints import IDS, at, automata, ids, walk
+from support.sampling.constraints import IDS, at, automata, ids, walk
 
 PICKS = st.lists(st.integers(0, 100), max_size=5)
 DRAFTS = st.lists(st.integers(0, IDS), max_size=5)

@@ -12,7 +12,7 @@ from mlx_speculation.samplers import (
     TokenAutomaton,
     allowed_tokens,
 )
-from support.constraints import IDS, at, automata, ids, walk
+from support.sampling.constraints import IDS, at, automata, ids, walk
 
 PICKS = st.lists(st.integers(0, 100), max_size=8)
 

@@ -26,9 +26,9 @@ from mlx_speculation.models import json_schema, lark, regex
 from mlx_speculation.samplers import Constraint, ConstraintState
 from mlx_speculation.samplers.constraints import llguidance
 from mlx_speculation.samplers.constraints.llguidance import Grammar, GrammarState
-from support.constraints import at, ids
-from support.schemas import SCHEMAS, Schema, fits, values
-from support.tiny_tokenizer import byte_tokenizer
+from support.models.tiny_tokenizer import byte_tokenizer
+from support.sampling.constraints import at, ids
+from support.sampling.schemas import SCHEMAS, Schema, fits, values
 
 DEMO = load(Path(demo_models()["dense"]))
 BYTES = byte_tokenizer()

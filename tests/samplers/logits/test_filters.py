@@ -20,7 +20,7 @@ from mlx_speculation.samplers.logits.filters import (
     xtc,
 )
 from mlx_speculation.samplers.logits.top_p import UNITS, nucleus_edge
-from support.sampling_options import filter_options
+from support.sampling.sampling_options import filter_options
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -12,7 +12,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_speculation.samplers import Rows, Sampling
 from mlx_speculation.samplers.logits.penalties import Penalties
 from mlx_speculation.samplers.row_context import KnownTokens, Windows
-from support.sampling_options import penalty_options
+from support.sampling.sampling_options import penalty_options
 
 VOCAB = 12
 IDS = st.integers(0, VOCAB - 1)

@@ -20,7 +20,7 @@ from mlx_speculation.samplers import (
     Sampling,
     pure,
 )
-from support.scripted_rows import (
+from support.sampling.scripted_rows import (
     VOCAB,
     Forkable,
     Recorder,

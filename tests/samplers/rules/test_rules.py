@@ -19,7 +19,7 @@ from mlx_speculation.samplers.expectation import (
 )
 from mlx_speculation.samplers.rules import block, rejection
 from mlx_speculation.samplers.rules.probs import Verdict, draw, residual
-from support.law_pairs import KINDS
+from support.sampling.distribution_pairs import KINDS
 
 Array = NDArray[np.float64]
 RULES = pytest.mark.parametrize("rule", [rejection, block], ids=["token-wise", "block"])

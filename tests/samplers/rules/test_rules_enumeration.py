@@ -1,8 +1,8 @@
 """Rules emit exactly the target's law: by enumeration in float64, nothing sampled.
 
 Vocabularies up to 4, drafts up to 4 tokens, laws that depend on the whole prefix. The
-rule's own functions are asked; see support/enumeration.py. Every check is also put to
-wrong variants, which it must fail.
+rule's own functions are asked; see support/sampling/enumeration.py. Every check is also
+put to wrong variants, which it must fail.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,8 @@ from mlx_speculation.samplers.expectation import (
 )
 from mlx_speculation.samplers.rules.block import reach_probs
 from mlx_speculation.samplers.rules.probs import row, token_probs
-from support.enumeration import (
+from support.sampling.distribution_pairs import KINDS, normalized, tables
+from support.sampling.enumeration import (
     BLOCK,
     EXACT,
     TOKENWISE,
@@ -33,9 +34,8 @@ from support.enumeration import (
     enumerate_keyed,
     enumerate_rule,
 )
-from support.law_pairs import KINDS, normalized, tables
-from support.shared_noise import shared_noise_law
-from support.two_rounds import enumerate_two_rounds
+from support.sampling.reused_noise import enumerate_two_rounds
+from support.sampling.shared_noise import shared_noise_law
 
 SIZES = [(vocab, k) for vocab in (2, 3, 4) for k in (1, 2, 3, 4)]
 RULES = {"token-wise": TOKENWISE, "block": BLOCK}

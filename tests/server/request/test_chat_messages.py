@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_speculation import PrefixCache, SpeculativeGenerator
-from support.servers import NAME, client_of, get, serving
-from support.tiny_models import build
+from support.models.tiny_models import build
+from support.processes.servers import NAME, client_of, get, serving
 
 CALL = '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'
 ALL = f"<think>HM</think>YES{CALL}"

@@ -12,7 +12,16 @@ from mlx_speculation.server import Server, Settings
 from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.request.json_body import parsed
 from mlx_speculation.server.request.request import read_request
-from support.servers import NAME, Answer, exchange, get, packet, post, refusal, serving
+from support.processes.servers import (
+    NAME,
+    Answer,
+    exchange,
+    get,
+    packet,
+    post,
+    refusal,
+    serving,
+)
 
 GOOD: dict[str, Any] = {"model": NAME, "prompt": "GOOD", "max_tokens": 2}
 CHAT = "/v1/chat/completions"

@@ -1,0 +1,1 @@
+"""Caches as comparable numbers, and twins of them that saw the kept tokens only."""

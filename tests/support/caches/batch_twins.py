@@ -1,0 +1,197 @@
+"""Batch caches beside single native caches, one for each row.
+
+A `BatchKind` says how a model writes to a batch cache, how the single cache of one row
+is written, and what of each the next tokens of that row can see. Rows of the batch
+carry their own positions and serial numbers as values, as in
+`support.caches.cache_twins`; padding carries negative positions and serial number 0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    KVCache,
+    RotatingKVCache,
+)
+
+from mlx_speculation.caches import RaggedKVCache, Speculation
+from support.caches.cache_twins import Mixers, Rows, Visible, detached, tagged
+
+_EMBEDDINGS = mx.random.normal((97, 64), key=mx.random.key(5))
+_PROBES = 10**6
+
+
+def batch_copy(cache: Any) -> Any:
+    """Copy a batch cache, with arrays that no later write to the original reaches."""
+    twin = object.__new__(type(cache))
+    twin.__dict__ = {
+        name: detached(value) if isinstance(value, mx.array) else value
+        for name, value in vars(cache).items()
+    }
+    if isinstance(cache, ArraysCache):
+        twin.cache = list(cache.cache)
+    return twin
+
+
+def together(rows: Sequence[Rows]) -> tuple[mx.array, mx.array]:
+    """Return keys and values of one write: row i of the batch holds `rows[i]`."""
+    pairs = [tagged(each) for each in rows]
+    keys = mx.concatenate([keys for keys, _ in pairs])
+    return keys, mx.concatenate([values for _, values in pairs])
+
+
+class BatchKind(Protocol):
+    """One kind of batch cache and its single cache."""
+
+    @property
+    def any_width(self) -> bool:
+        """Whether a single cache is the same however its writes were grouped."""
+        ...
+
+    def single(self) -> Any:
+        """Return an empty single cache."""
+        ...
+
+    def batch(self, left_padding: list[int]) -> Any:
+        """Return an empty batch cache whose rows will begin with padding."""
+        ...
+
+    def merge(self, caches: list[Any]) -> Any:
+        """Return the batch cache of single caches."""
+        ...
+
+    def write(self, cache: Any, rows: Sequence[Rows]) -> list[Any]:
+        """Write `rows` to a batch (or one to a single) cache; what each row sees."""
+        ...
+
+    def fields(self, cache: Any) -> list[Any]:
+        """Return the whole state of a batch cache, for a comparison after undoing."""
+        ...
+
+    def held(self, cache: Any, row: int | None) -> list[Any]:
+        """Return what a row holds beside what it sees; None: of a single cache."""
+        ...
+
+
+def sees(kind: BatchKind, cache: Any, starts: Sequence[int], width: int) -> list[Any]:
+    """Return what the next `width` tokens of each row would see; changes nothing.
+
+    They are written in a speculation on a copy: as a round would do it.
+    """
+    first = [Rows(at, tuple(range(_PROBES, _PROBES + width))) for at in starts]
+    with Speculation([batch_copy(cache)], whole=True) as speculation:
+        return kind.write(speculation.caches[0], first)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """`BatchKVCache`, or `BatchRotatingKVCache` where there is a window."""
+
+    window: int | None = None
+    narrow: int | None = None  # a window of the model smaller than the ring
+    step: int = 256
+    any_width: bool = True
+
+    def single(self) -> Any:
+        if self.window is not None:
+            return RotatingKVCache(max_size=self.window)
+        return KVCache()
+
+    def batch(self, left_padding: list[int]) -> Any:
+        cache: Any
+        if self.window is not None:
+            cache = BatchRotatingKVCache(self.window, left_padding)
+        else:
+            cache = BatchKVCache(left_padding)
+        cache.step = self.step
+        return cache
+
+    def merge(self, caches: list[Any]) -> Any:
+        cache = type(caches[0]).merge(caches)
+        cache.step = self.step
+        return cache
+
+    def write(self, cache: Any, rows: Sequence[Rows]) -> list[Any]:
+        width = rows[0].width
+        options = {"return_array": False, "window_size": self.narrow}
+        mask = cache.make_mask(width, **options)
+        keys, values = (detached(x) for x in cache.update_and_fetch(*together(rows)))
+
+        def masked(row: int) -> Any:
+            if not isinstance(mask, mx.array):
+                return mask
+            return mask[row, 0] if mask.ndim == 4 else mask[...]
+
+        return [
+            Visible(keys[row, 0], values[row, 0], masked(row), width)
+            for row in range(len(rows))
+        ]
+
+    def fields(self, cache: Any) -> list[Any]:
+        rest = [cache.offset[...], cache.left_padding[...], cache._idx]
+        if self.window is not None:
+            rest += [cache._offset, cache.rotated, cache._lengths]
+        return [*rest, None if cache.empty() else detached(cache.keys_and_values())]
+
+    def held(self, cache: Any, row: int | None) -> list[Any]:
+        if row is None:
+            return [mx.array(cache.offset)]
+        return [cache.offset[row]]
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedKind(AttentionKind):
+    """`RaggedKVCache`, which begins with rows that were fed alone."""
+
+    def merge(self, caches: list[Any]) -> Any:
+        cache = RaggedKVCache.merge(caches)
+        cache.step = self.step
+        return cache
+
+    def fields(self, cache: Any) -> list[Any]:
+        rows = []  # what lies behind a row's end is nobody's
+        for row, length in enumerate(cache.lengths):
+            if cache.keys is not None:
+                keys, values = (
+                    cache.keys[row, :, :length],
+                    cache.values[row, :, :length],
+                )
+                rows += [detached(keys), detached(values)]
+        return [cache.offset[...], list(cache.lengths), cache.empty(), *rows]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchArraysKind:
+    """A batched `ArraysCache` that real mixers write to."""
+
+    mixers: Mixers
+    any_width: bool = False
+
+    def single(self) -> ArraysCache:
+        return ArraysCache(self.mixers.slots)
+
+    def batch(self, left_padding: list[int]) -> ArraysCache:
+        return ArraysCache(self.mixers.slots, left_padding)
+
+    def merge(self, caches: list[Any]) -> Any:
+        return ArraysCache.merge(caches)
+
+    def write(self, cache: Any, rows: Sequence[Rows]) -> list[Any]:
+        ids = mx.array([[serial % 97 for serial in each.serials] for each in rows])
+        shown = self.mixers(_EMBEDDINGS[ids, : self.mixers.hidden], cache)
+        return [[y[row] for y in shown] for row in range(len(rows))]
+
+    def fields(self, cache: Any) -> list[Any]:
+        extents = [detached(cache.left_padding), detached(cache.lengths)]
+        return [*cache.cache, *extents]
+
+    def held(self, cache: Any, row: int | None) -> list[Any]:
+        return [
+            None if slot is None else slot[0 if row is None else row]
+            for slot in cache.cache
+        ]

@@ -1,0 +1,1 @@
+"""Scripted and broken drafters, scripted draft lengths, benches of heads."""

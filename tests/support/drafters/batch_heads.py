@@ -1,0 +1,318 @@
+"""Batches whose draft is a head: one that knows the texts, and benches of real ones."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+from numpy.typing import NDArray
+
+from mlx_speculation import SpeculativeGenerator
+from mlx_speculation.engine import EagleDraft, MtpDraft
+from mlx_speculation.models import HiddenStates, MtpHead, MtpOutput
+from support.drafters.batches import LONGEST, MODELS, PROMPTS, SAMPLINGS, Bench, noisy
+from support.identity import prompt_of
+from support.models.eagle_checkpoints import write_eagle
+from support.models.mtp_checkpoints import LAYOUTS, family, make
+from support.models.tiny_models import build_tiny
+from support.models.tiny_tokenizer import byte_tokenizer
+
+KNOWING = ("mtp", "eagle", "sliding", "reduced")
+VOCAB = 256
+LAYERS = {"qwen3_5": (1, 3, 4), "gemma3_text": (1, 2, 4)}
+# Of a state of the text; two positions are never so close.
+CLOSE = 0.05
+_OWN = 1000.0  # the head's own states are a number of their own for each slot
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(eq=False)
+class KnownTexts:
+    """Texts, and the target's states at all of their positions.
+
+    Attributes:
+        texts: prompt and continuation of each.
+        states: [positions, dim], of one text after the other.
+        starts: where each text begins in them.
+    """
+
+    texts: list[list[int]]
+    states: Floats
+    starts: list[int]
+
+    def at(self, state: Floats) -> list[tuple[int, int]]:
+        """Return texts and positions with this state, which have one prefix."""
+        near = np.abs(self.states - state).max(axis=1)
+        places = np.nonzero(near < CLOSE * np.abs(state).max())[0]
+        found = []
+        for place in places.tolist():
+            text = int(np.searchsorted(self.starts, place, side="right")) - 1
+            found.append((text, place - self.starts[text]))
+        return found
+
+
+@dataclass(eq=False)
+class KnowingHead:
+    """What a head is asked about itself.
+
+    Attributes:
+        window: of its cache; None: it is not sliding.
+        ids: of its logits.
+        depth: the most drafts that it is good for.
+    """
+
+    window: int | None = None
+    ids: mx.array | None = None
+    depth: int | None = None
+    chained: bool = False
+
+    def new_caches(self) -> list[list[Any]]:
+        """Return its one cache."""
+        made = RotatingKVCache(self.window) if self.window else KVCache()
+        return [[made]]
+
+
+@dataclass(eq=False)
+class KnowingMtp:
+    """A head that knows the texts of all rows, and complains of what it is fed.
+
+    A slot of committed text has the target's state at a position of a text, paired
+    with the token after it; a slot of a draft has the head's own state of the slot
+    before. Its caches hold positions and tokens, and whenever a chain begins they have
+    to hold those of the row's own text, each once and in order.
+
+    Attributes:
+        known: the texts.
+        wrong: which positions it guesses wrong.
+        fed: rows and widths of its forwards.
+        chains: how many chains were begun.
+        unknown: first slots of chains that are in no text.
+    """
+
+    known: KnownTexts
+    head: KnowingHead = field(default_factory=KnowingHead)
+    wrong: Callable[[int], bool] = lambda position: position % 7 == 3
+    fed: list[tuple[str, int, int]] = field(default_factory=list)
+    chains: int = 0
+    unknown: int = 0
+
+    def rows(self, *args: Any) -> MtpOutput:
+        """Complain: nobody needs all rows of a head of one layer."""
+        raise AssertionError("all rows were asked for")
+
+    def history(
+        self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
+    ) -> None:
+        """Write slots; which of them a row keeps is not known here."""
+        self.fed.append(("history", tokens.shape[0], tokens.shape[1]))
+        self._write(hidden, tokens, caches)
+
+    def step(
+        self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
+    ) -> MtpOutput:
+        """Check what is held, write slots, and say what comes behind the last one."""
+        self.fed.append(("step", tokens.shape[0], tokens.shape[1]))
+        places = self._write(hidden, tokens, caches)
+        held = _held(caches[0])
+        logits, own = [], []
+        for row, (text, position) in enumerate(places):
+            if text < 0:  # right for a row without a state, which is not asked
+                self.unknown += self._first
+                logits.append(0)
+                own.append(0.0)
+                continue
+            if self._first:
+                self._check(held[row], text, position)
+            logits.append(self._guess(text, position + 2))
+            own.append(_OWN + 512.0 * text + position)
+        self.chains += self._first
+        ids = mx.arange(VOCAB) if self.head.ids is None else self.head.ids
+        said = mx.where(ids == mx.array(logits)[:, None], 100.0, -100.0)[:, None]
+        state = mx.array(own)[:, None, None]
+        return MtpOutput(mx.broadcast_to(state, (len(own), 1, hidden.shape[2])), said)
+
+    def _write(
+        self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any]
+    ) -> list[tuple[int, int]]:
+        """Write (position, token) of every slot; return text and position of the last.
+
+        Of slots whose state and token are in no text, -1 is written: padding.
+        """
+        found: Floats = np.array(hidden)
+        ids: Any = tokens.tolist()
+        self._first = not (found[:, -1] >= _OWN).any()
+        rows, last = [], []
+        for states, paired in zip(found, ids, strict=True):
+            row, place = [], (-1, -1)
+            for state, token in zip(states, paired, strict=True):
+                place = self._place(state, token)
+                row.append([float(place[1]), float(token)])
+            rows.append(row)
+            last.append(place)
+        written = mx.array(rows)[:, None]  # [rows, 1, slots, 2]
+        caches[0].update_and_fetch(written, written)
+        return last
+
+    def _place(self, state: Floats, token: int) -> tuple[int, int]:
+        if state[0] >= _OWN and (state == state[0]).all():
+            code = int(state[0] - _OWN)
+            return code // 512, code % 512 + 1
+        for text, position in self.known.at(state):
+            if self.known.texts[text][position + 1 : position + 2] == [token]:
+                return text, position
+        return -1, -1
+
+    def _check(self, held: list[list[int]], text: int, position: int) -> None:
+        """Require that a row's cache holds its text up to here, as far as it goes."""
+        tokens = self.known.texts[text]
+        whole = [[i, tokens[i + 1]] for i in range(position + 1)]
+        window = self.head.window
+        if window is not None and len(whole) > window:
+            held, whole = held[-window:], whole[-window:]
+        assert held == whole, f"held {held} and not {whole}"
+
+    def _guess(self, text: int, position: int) -> int:
+        tokens = self.known.texts[text]
+        if position >= len(tokens):
+            return 0
+        return (tokens[position] + self.wrong(position)) % VOCAB
+
+
+def _held(cache: Any) -> list[list[list[int]]]:
+    """Return the positions and tokens in each row's cache, in order."""
+    keys = cache.keys
+    if hasattr(cache, "lengths"):
+        each = [keys[row, 0, :n] for row, n in enumerate(cache.lengths)]
+    elif hasattr(cache, "left_padding"):  # a ring of several rows
+        if cache.rotated:
+            keys = mx.roll(keys, -cache._idx, 2)
+        else:
+            keys = keys[..., : cache._idx, :]
+        padding: Any = cache.left_padding.tolist()
+        each = [keys[row, 0, max(0, n) :] for row, n in enumerate(padding)]
+    else:
+        each = [cache.keys_and_values()[0][0, 0]]
+    return [[[int(v) for v in pair] for pair in row.tolist()] for row in each]
+
+
+class HeadBench(Bench):
+    """A target, its texts, and heads on it."""
+
+    def generator(self, kind: str, **options: Any) -> SpeculativeGenerator:
+        """Return a generator whose draft is a head.
+
+        Args:
+            kind: "mtp" and "eagle" know the texts; "sliding" is an "mtp" with a window;
+                "reduced" one that drafts from the even ids; "random" is an EAGLE-3 head
+                that knows nothing. Others: as a bench without heads.
+            options: of the generator.
+        """
+        if kind not in (*KNOWING, "random"):
+            return Bench.generator(self, kind, **options)
+        random = kind == "random"
+        draft = eagle_on(self.name, self.model) if random else self.draft_of(kind)[0]
+        made: dict[str, Any] = {"draft": draft, "draft_length": 4}
+        return SpeculativeGenerator(self.model, byte_tokenizer(), **(made | options))
+
+    def draft_of(self, kind: str) -> tuple[Any, KnowingMtp]:
+        """Return a draft with a knowing head in it, and that."""
+        draft: Any
+        if kind == "eagle":
+            draft = eagle_on(self.name, self.model)
+            layers, select = draft.eagle.layers, draft.eagle.states
+            knowing = KnowingMtp(self.known(kind, select, layers=layers))
+            knowing.states = select  # type: ignore[attr-defined]
+            draft.eagle = knowing
+            return draft, knowing
+        head = KnowingHead(window=6 if kind == "sliding" else None)
+        if kind == "reduced":
+            head.ids = mx.arange(0, VOCAB, 2, mx.uint32)
+        contract = family(LAYOUTS["qwen3_5"]).contract
+        draft = MtpDraft(self.model, MtpHead([], contract))
+        draft._ids = head.ids
+        known = self.known("mtp", lambda states: states.after_norm, after_norm=True)
+        draft.mtp = KnowingMtp(known, head)
+        return draft, draft.mtp
+
+    def known(
+        self, kind: str, select: Callable[[Any], mx.array], **options: Any
+    ) -> KnownTexts:
+        """Return all texts with the states that a kind of head reads."""
+        held: dict[str, KnownTexts] = self.__dict__.setdefault("held", {})
+        if kind not in held:
+            taps = HiddenStates(self.model, **options)
+            held[kind] = self._looked_at(taps, select)
+        return held[kind]
+
+    def _looked_at(
+        self, taps: HiddenStates, select: Callable[[Any], mx.array]
+    ) -> KnownTexts:
+        texts, found, starts, total = [], [], [], 0
+        for tokens in self._all_texts():
+            with taps.collect() as states:
+                self.model(mx.array([tokens]))
+            own = np.array(select(states)[0])
+            texts.append(tokens)
+            starts.append(total)
+            found.append(own)
+            total += len(own)
+        taps.remove()
+        return KnownTexts(texts, np.concatenate(found), starts)
+
+    def _all_texts(self) -> list[list[int]]:
+        """Return all prompts with their texts, decoded together: that is quick.
+
+        What rows have to write is not taken from here.
+        """
+        pairs = [(prompt_of(p), s) for p in PROMPTS for s in SAMPLINGS]
+        results = SpeculativeGenerator(self.model, byte_tokenizer()).generate_batch(
+            [prompt for prompt, _ in pairs],
+            max_tokens=LONGEST,
+            sampling=[sampling for _, sampling in pairs],
+            stop_tokens=(),
+            max_rows=len(pairs),
+        )
+        both = zip(pairs, results, strict=True)
+        return [prompt + result.tokens for (prompt, _), result in both]
+
+
+def knowing(generator: SpeculativeGenerator) -> KnowingMtp:
+    """Return the head that knows the texts, of a generator of a bench."""
+    draft: Any = generator._setup.draft
+    found: Any = draft.eagle if isinstance(draft, EagleDraft) else draft.mtp
+    assert isinstance(found, KnowingMtp)
+    return found
+
+
+@cache
+def head_bench(name: str) -> HeadBench:
+    """Return the bench of a tiny model."""
+    model = build_tiny(MODELS[name])
+    return HeadBench(name, model, noisy(model, name))
+
+
+def eagle_on(name: str, model: Any, dialect: str = "specforge") -> EagleDraft:
+    """Return a random EAGLE-3 head on a model."""
+    with TemporaryDirectory() as folder:
+        written = write_eagle(Path(folder), dialect, LAYERS.get(name, (0, 1, 3)))
+        return EagleDraft.from_folder(written, model)
+
+
+@cache
+def mtp_on(layout: str) -> tuple[Any, MtpDraft]:
+    """Return the target of a layout of checkpoints, and a random head on it."""
+    _, target, head = make(layout)
+    found = family(LAYOUTS[layout])
+    made = MtpHead(
+        head.layers,
+        found.contract,
+        chained=found.layers == "chained",
+        depth=found.depth,
+    )
+    return target, MtpDraft(cast(Any, target), made)

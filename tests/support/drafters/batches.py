@@ -1,0 +1,174 @@
+"""Batches of tiny models: known texts, and drafts that are right now and then."""
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_map
+
+from mlx_speculation import (
+    BatchGenerator,
+    LookupDrafter,
+    Sampling,
+    SpeculativeGenerator,
+)
+from mlx_speculation.caches.types.ragged_kv import RaggedJournal
+from mlx_speculation.engine.stream_handling import Handling
+from mlx_speculation.models import PREFILL_STEP
+from mlx_speculation.samplers import Chooser
+from support.identity import ROUNDING, assert_same_text, prompt_of
+from support.models.recurrent_models import RECURRENT_MODELS
+from support.models.tiny_models import TINY_MODELS, build_tiny
+from support.models.tiny_tokenizer import byte_tokenizer
+
+MODELS = TINY_MODELS | RECURRENT_MODELS
+LONGEST = 30
+PROMPTS = (1, 2, 6, 17, 23, 40)  # tokens; windows are 16
+SAMPLINGS = (
+    Sampling(),
+    Sampling(temperature=0.8, seed=1),
+    Sampling(temperature=0.8, seed=2),
+    Sampling(temperature=0.8, top_p=0.9, seed=3),
+    Sampling(temperature=1.1, top_k=20, xtc_probability=0.4, seed=4),
+    Sampling(temperature=0.8, repetition_penalty=1.2, seed=5),
+)
+
+
+def noisy(model: nn.Module, name: str, share: float = 0.01) -> nn.Module:
+    """Return the model with other weights by a little: a draft that is often right."""
+    other = build_tiny(MODELS[name])
+    key = mx.random.key(7)
+
+    def shifted(weight: mx.array) -> mx.array:
+        nonlocal key
+        key, own = mx.random.split(key)
+        if not mx.issubdtype(weight.dtype, mx.floating):
+            return weight
+        return weight + share * weight.std() * mx.random.normal(weight.shape, key=own)
+
+    other.update(tree_map(shifted, model.parameters()))
+    mx.eval(other.parameters())
+    return other
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row: what it asks for."""
+
+    prompt: int
+    sampling: Sampling
+    max_tokens: int
+    draft_length: int | None = None
+    prefill_step: int = PREFILL_STEP
+
+    @property
+    def handling(self) -> Handling:
+        """How the prompt is read."""
+        return Handling(prefill_step=self.prefill_step)
+
+
+@dataclass(slots=True)
+class Bench:
+    """One model, and the texts that it writes alone.
+
+    Attributes:
+        ties: the near-ties that were met.
+    """
+
+    name: str
+    model: nn.Module
+    draft: nn.Module
+    texts: dict[tuple[int, Sampling, int], list[int]] = field(default_factory=dict)
+    ties: int = 0
+
+    def generator(self, kind: str, **options: Any) -> SpeculativeGenerator:
+        """Return a generator with a draft of a kind: "model", "lookup" or "none"."""
+        draft: Any = {"model": self.draft, "lookup": None, "none": None}[kind]
+        if kind == "lookup":
+            draft = LookupDrafter(minimum_match=2, corpus=self.corpus())
+        made: dict[str, Any] = {"draft": draft, "draft_length": 4}
+        return SpeculativeGenerator(self.model, byte_tokenizer(), **(made | options))
+
+    def corpus(self) -> list[list[int]]:
+        """Return texts of some prompts, with a wrong token now and then."""
+        found = []
+        for prompt in PROMPTS:
+            for sampling in SAMPLINGS[:3]:
+                text = self.text(prompt, sampling)
+                wrong = [(t + (i % 9 == 8)) % 256 for i, t in enumerate(text)]
+                found.append(prompt_of(prompt) + wrong)
+        return found
+
+    def text(
+        self, prompt: int, sampling: Sampling, prefill_step: int = PREFILL_STEP
+    ) -> list[int]:
+        """Return what plain decoding of one request writes."""
+        asked = prompt, sampling, prefill_step
+        if asked not in self.texts:
+            plain = SpeculativeGenerator(self.model, byte_tokenizer())
+            result = plain.generate(
+                prompt_of(prompt),
+                max_tokens=LONGEST,
+                sampling=sampling,
+                stop_tokens=(),
+                handling=Handling(prefill_step=prefill_step),
+            )
+            self.texts[asked] = result.tokens
+        return self.texts[asked]
+
+    def insert(self, batch: BatchGenerator, case: Case) -> int:
+        """Add a row."""
+        return batch.insert(
+            prompt_of(case.prompt),
+            max_tokens=case.max_tokens,
+            sampling=case.sampling,
+            stop_tokens=(),
+            draft_length=case.draft_length,
+            handling=case.handling,
+        )
+
+    def check(self, case: Case, tokens: list[int], *, width: int = 5) -> None:
+        """Require that a row wrote what its prompt alone does, as far as it came."""
+        text = self.text(case.prompt, case.sampling, case.prefill_step)
+        expected = text[: len(tokens)]
+        if tokens == expected:
+            return
+        sampling = case.sampling.with_seed()
+        tie = assert_same_text(
+            self.model,
+            Chooser(sampling, 256),
+            prompt_of(case.prompt),
+            expected,
+            tokens,
+            width=width,
+            bitwise=MODELS[self.name].bitwise,
+        )
+        assert tie is not None
+        assert tie.difference < ROUNDING
+        self.ties += 1
+
+
+@cache
+def bench(name: str) -> Bench:
+    """Return the bench of a tiny model."""
+    model = build_tiny(MODELS[name])
+    return Bench(name, model, noisy(model, name))
+
+
+def interrupt_commit(
+    batch: BatchGenerator, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let the `calls`-th commit of a layer of the target from now on meet Ctrl-C."""
+    plain, left = RaggedJournal.commit, [calls]
+
+    def commit(self: Any, keep: Any) -> None:
+        if self._cache in batch._together._lane.caches:
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+        plain(self, keep)
+
+    monkeypatch.setattr(RaggedJournal, "commit", commit)

@@ -1,0 +1,94 @@
+"""A family's head on its target, and what is given to it in tests."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_speculation.models import Contract, HiddenStates, Mtp
+from mlx_speculation.models.mtp.load import read_mtp_head
+from support.references.mtp.base import Family, MtpRows, rows
+from support.references.mtp.folders import MtpFolder, write_mtp_folder
+from support.references.numerics import Array, Ids
+
+# More slots than the windows of 4, and than the 4 keys that indexers choose.
+SLOTS = 11
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A family's head in a folder, with random states and tokens to give to it.
+
+    Attributes:
+        family: the reference.
+        folder: what it is loaded from.
+        hidden: [SLOTS, H].
+        tokens: [SLOTS + 3]; token i comes after state i.
+    """
+
+    family: Family
+    folder: MtpFolder
+    hidden: Array
+    tokens: Ids
+
+    @property
+    def embedding(self) -> Array:
+        """The target's, [V, H]."""
+        return self.folder.embedding.astype(np.float64)
+
+    @property
+    def head(self) -> Array:
+        """The target's, [V, H]."""
+        return self.folder.head.astype(np.float64)
+
+    def load(self, contract: Contract | None = None) -> Mtp:
+        """Load the head on its target."""
+        model = self.folder.model
+        head = read_mtp_head(self.folder.path, model, contract=contract)
+        return Mtp(head, HiddenStates(model, after_norm=True))
+
+    def expected(self, hidden: Array, tokens: Ids, layer: int = 0) -> MtpRows:
+        """Run the reference."""
+        return rows(
+            self.family,
+            self.folder.tensors,
+            hidden,
+            tokens,
+            embedding=self.embedding,
+            head=self.head,
+            layer=layer,
+        )
+
+
+def make_bench(path: Path, family: Family) -> Bench:
+    """Write a folder for a family, and draw states and tokens."""
+    folder = write_mtp_folder(path, family, 3)
+    generator = np.random.default_rng(5)
+    return Bench(
+        family,
+        folder,
+        hidden=generator.standard_normal((SLOTS, folder.head.shape[1])),
+        tokens=generator.integers(0, len(folder.embedding), SLOTS + 3),
+    )
+
+
+MakeBench = Callable[[str], Bench]
+
+
+def states(hidden: Array) -> mx.array:
+    """Return states [n, H] as [1, n, H]."""
+    return mx.array(hidden.astype(np.float32))[None]
+
+
+def ids(tokens: Ids) -> mx.array:
+    """Return tokens [n] as [1, n]."""
+    return mx.array(tokens)[None]
+
+
+def assert_close(ours: mx.array, theirs: Array) -> None:
+    """Compare [1, n, d] with [n, d], relative to the largest value."""
+    error = np.abs(np.array(ours)[0].astype(np.float64) - theirs).max()
+    assert error <= TOLERANCE * np.abs(theirs).max()

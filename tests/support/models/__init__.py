@@ -1,0 +1,1 @@
+"""Tiny models, tokenizers and checkpoints that tests build."""

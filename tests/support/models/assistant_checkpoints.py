@@ -1,0 +1,154 @@
+"""Tiny Gemma 4 assistants of tiny targets, in memory and in the layout on disk.
+
+The targets are a Gemma 4 whose last four layers share keys and values, one of which no
+layer shares, with larger heads in full layers and keys that are values there, and a
+Gemma 3. The names of the tensors are those of real checkpoints.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_speculation.models import Assistant
+from mlx_speculation.models.gemma_assistant.config import read_assistant_settings
+from support.models.tiny_models import TINY_MODELS, TinyModel, build_tiny, randomise
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+_GEMMA4 = TINY_MODELS["gemma4_text"]
+_UNSHARED = {
+    "num_hidden_layers": 5,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING],
+}
+TARGETS: dict[str, TinyModel] = {
+    "shared": _GEMMA4,
+    "unshared": replace(_GEMMA4, args={**_GEMMA4.args, **_UNSHARED}),
+    "gemma3": TINY_MODELS["gemma3_text"],
+}
+# Heads that are wide enough for quantized caches.
+_WIDE = {"head_dim": 32, "global_head_dim": 32, "attention_k_eq_v": False}
+QUANTIZABLE = replace(_GEMMA4, args={**_GEMMA4.args, **_UNSHARED, **_WIDE})
+# What the text models of real checkpoints stand in.
+WRAPPED = replace(
+    _GEMMA4,
+    module="gemma4",
+    args={"model_type": "gemma4", "vocab_size": 256, "text_config": _GEMMA4.args},
+)
+_ALL = {**TARGETS, "quantizable": QUANTIZABLE, "wrapped": WRAPPED}
+HEADS = ("dense", "centroids")
+DIM, VOCAB, WINDOW = 64, 256, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A target, and an assistant of it with random weights."""
+
+    target: nn.Module
+    assistant: Assistant
+    config: dict[str, Any]
+
+
+@cache
+def target_of(name: str) -> nn.Module:
+    """Return a target."""
+    return build_tiny(_ALL[name])
+
+
+def config_of(name: str, head: str = "dense", **text: Any) -> dict[str, Any]:
+    """Return the config.json of an assistant.
+
+    Args:
+        name: of its target.
+        head: "dense" or "centroids".
+        text: other values in text_config.
+    """
+    args = _ALL[name].args
+    args = args.get("text_config", args)
+    proportional = name != "gemma3"
+    full: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6}
+    if proportional:
+        full = {**full, "rope_type": "proportional", "partial_rotary_factor": 0.25}
+    own = {
+        "model_type": "gemma4_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 32,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 4,
+        "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+        "num_attention_heads": 4,
+        "num_key_value_heads": args["num_key_value_heads"],
+        "num_global_key_value_heads": args.get("num_global_key_value_heads"),
+        "head_dim": args["head_dim"],
+        "global_head_dim": args.get("global_head_dim", args["head_dim"]),
+        "sliding_window": args["sliding_window"],
+        "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+            FULL: full,
+        },
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 8192,
+        "vocab_size": VOCAB,
+        "attention_bias": False,
+        "attention_k_eq_v": bool(args.get("attention_k_eq_v")),
+        "enable_moe_block": False,
+        "use_double_wide_mlp": False,
+        "final_logit_softcapping": None,
+        "tie_word_embeddings": True,
+        **text,
+    }
+    return {
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": DIM,
+        "use_ordered_embeddings": head == "centroids",
+        "num_centroids": 16,
+        "centroid_intermediate_top_k": 3,
+        "tie_word_embeddings": True,
+        "text_config": own,
+    }
+
+
+@cache
+def make(name: str, head: str = "dense") -> Made:
+    """Return a target and a random assistant of it; the same for the same names."""
+    config = config_of(name, head)
+    assistant: Any = Assistant(read_assistant_settings(config))
+    mx.random.seed(5)
+    randomise(assistant, embedding=0.5)
+    if head == "centroids":
+        order = mx.random.permutation(VOCAB).astype(mx.int64)
+        assistant.masked_embedding.token_ordering = order
+    assistant.eval()
+    mx.eval(assistant.parameters())
+    return Made(target_of(name), assistant, config)
+
+
+def tensors_of(assistant: Assistant) -> dict[str, mx.array]:
+    """Return an assistant's tensors under the names on disk."""
+    module: Any = assistant
+    flat: Any = tree_flatten(module.parameters())
+    inner = ("embed_tokens.", "layers.", "norm.")
+    return {f"model.{n}" if n.startswith(inner) else n: value for n, value in flat}
+
+
+def write(made: Made, folder: Path, **more: mx.array) -> Path:
+    """Write an assistant to a folder, with more tensors, and return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(made.config), encoding="utf-8")
+    tensors = {**tensors_of(made.assistant), **more}
+    path = folder / "model.safetensors"
+    mx.save_safetensors(str(path), tensors, metadata={"format": "pt"})
+    return folder

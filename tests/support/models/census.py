@@ -1,0 +1,190 @@
+"""Every architecture of mlx_lm.models, as a tiny model with random weights.
+
+The table is census.json beside this file:
+
+    common      arguments that every model gets; ModelArgs drops those it lacks
+    built       module -> what was measured, and its own arguments:
+        caches      what make_prompt_cache returns, such as "3 ArraysCache, 1 KVCache"
+        layers      len(model.layers); null: the model has no such attribute
+        window      the size of its rotating caches; null: it has none
+        bitwise     whether four rows in one forward equal four forwards of one row,
+                    bit for bit, past the window, on the Linux CPU wheel in float32
+        unequal     why it cannot check drafts, if it cannot
+        args        ModelArgs, on top of the common ones; a text_config gets them too
+    not_built   module -> the reason, and a part of the error that proves it
+
+One module sets the logits of certain ids to minus infinity and needs a vocabulary that
+has them. Its embeddings of all ids but the first 256 are zero, so that none is chosen.
+
+A row of "tiny" instead of "args" stands for one of tiny_models.json, which has more
+layers and a test of its own (tests/engine/test_identity.py).
+"""
+
+import importlib
+import json
+import pkgutil
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.models
+from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
+
+from mlx_speculation.caches import leaves
+from mlx_speculation.models import Lane
+from support.models import tiny_models
+
+# Bits of 0 to 3 as numbers: -1.5 to 1.5 of a group's scale, 1.1 in square mean.
+_TWO_BITS = 1.1
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One row of `built`; the module's docstring tells the fields."""
+
+    module: str
+    caches: str
+    layers: int | None
+    window: int | None
+    bitwise: bool
+    args: dict[str, Any] | None = None
+    tiny: str | None = None
+    unequal: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NotBuilt:
+    """One row of `not_built`.
+
+    Attributes:
+        reason: for the reader.
+        error: the error's text contains it.
+        args: what to try, on top of the common arguments; None: not even an import.
+    """
+
+    reason: str
+    error: str
+    args: dict[str, Any] | None = None
+
+
+def _read() -> dict[str, Any]:
+    text = Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
+    return cast(dict[str, Any], json.loads(text))
+
+
+_TABLE = _read()
+COMMON: dict[str, Any] = _TABLE["common"]
+BUILT = {name: Architecture(name, **row) for name, row in _TABLE["built"].items()}
+NOT_BUILT = {name: NotBuilt(**row) for name, row in _TABLE["not_built"].items()}
+
+
+def architectures() -> tuple[set[str], set[str]]:
+    """Return the modules that have a Model, and those that cannot be imported."""
+    found, broken = set(), set()
+    for module in pkgutil.iter_modules(mlx_lm.models.__path__):
+        try:
+            imported = importlib.import_module(f"mlx_lm.models.{module.name}")
+        except (Exception, SystemExit):  # one of them exits when a package is missing
+            broken.add(module.name)
+        else:
+            if hasattr(imported, "Model") and hasattr(imported, "ModelArgs"):
+                found.add(module.name)
+    return found, broken
+
+
+def build(module: str, *, seed: int = 0) -> nn.Module:
+    """Build the model of a row: the same weights for the same arguments.
+
+    It seeds the global random generator, so tests draw with keys of their own.
+    """
+    row = BUILT[module]
+    if row.tiny is not None:
+        return tiny_models.build(row.tiny, seed=seed)
+    assert row.args is not None
+    return build_from(module, row.args, seed=seed)
+
+
+def build_from(module: str, own: dict[str, Any], *, seed: int = 0) -> nn.Module:
+    """Build a module's model from the common arguments and its own."""
+    imported = importlib.import_module(f"mlx_lm.models.{module}")
+    args = {"model_type": module, **COMMON, **own}
+    if "text_config" in own:
+        args["text_config"] = {**COMMON, **own["text_config"]}
+    mx.random.seed(seed)  # The constructors draw from the global generator.
+    model = cast(nn.Module, imported.Model(imported.ModelArgs.from_dict(args)))
+    tiny_models.randomise(model, embedding=tiny_models.embedding_scale(module))
+    for _, layer in model.named_modules():
+        if {"weight", "scales", "biases"} <= layer.keys():
+            _randomise_two_bits(layer)
+    if args["vocab_size"] > COMMON["vocab_size"]:
+        model.model.embed_tokens.weight[COMMON["vocab_size"] :] = 0
+    mx.eval(model.parameters())
+    return model
+
+
+def _randomise_two_bits(layer: Any) -> None:
+    """Give a packed layer random weights of the scale that others have."""
+    outputs, groups = layer.scales.shape
+    inputs = groups * layer.group_size
+    scale = mx.full((outputs, groups), 2 / _TWO_BITS / inputs**0.5, dtype=mx.float16)
+    bits = mx.random.randint(0, 2**31 - 1, layer.weight.shape)
+    layer.weight = bits.astype(mx.uint32)
+    layer.scales, layer.biases = scale, -1.5 * scale
+    if "signs" in layer:
+        layer.signs = mx.where(mx.random.normal((inputs,)) > 0, 1.0, -1.0)
+
+
+def cache_kinds(model: nn.Module) -> str:
+    """Return how many caches of which kind a model has."""
+    counts = Counter(_kind(cache) for cache in make_prompt_cache(model))
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items())
+
+
+def window(model: nn.Module) -> int | None:
+    """Return the size of the rotating caches, which is the same for all."""
+    sizes = {
+        leaf.max_size
+        for _, leaf in leaves(make_prompt_cache(model))
+        if isinstance(leaf, RotatingKVCache)
+    }
+    assert len(sizes) <= 1
+    return sizes.pop() if sizes else None
+
+
+def layers(model: nn.Module) -> int | None:
+    """Return `len(model.layers)`, or None where the model has no such attribute."""
+    found = getattr(model, "layers", None)
+    return None if found is None else len(found)
+
+
+def widths_differ(model: nn.Module, prompt: list[int], rows: list[int]) -> float:
+    """Return the largest difference of a logit between rounds of four rows and steps.
+
+    Args:
+        model: the model.
+        prompt: what is fed first, in one forward.
+        rows: what is compared, a multiple of four tokens.
+    """
+    wide, narrow = Lane(model), make_prompt_cache(model)
+    wide.feed(prompt)
+    model(mx.array([prompt]), cache=narrow)
+    largest = 0.0
+    for start in range(0, len(rows), 4):
+        block = rows[start : start + 4]
+        with wide.begin() as lane_round:
+            together = lane_round.forward(mx.array(block))
+            lane_round.commit(4)
+        single = [model(mx.array([[token]]), cache=narrow)[0] for token in block]
+        apart = mx.concatenate(single)
+        difference = mx.where(together == apart, 0, mx.abs(together - apart))
+        largest = max(largest, float(difference.max()))
+    return largest
+
+
+def _kind(cache: Any) -> str:
+    if type(cache) is not CacheList:
+        return type(cache).__name__
+    return f"CacheList({', '.join(_kind(member) for member in cache.caches)})"

@@ -1,0 +1,422 @@
+"""Tiny random checkpoints with an MTP head, laid out on disk as real ones are.
+
+The names of the heads' tensors stand here a second time, so that a wrong name in the
+library's table does not go unnoticed. Targets are those of the census.
+"""
+
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_speculation.models.mtp.convention import Contract
+from mlx_speculation.models.mtp.families import arguments_of, family_of
+from mlx_speculation.models.mtp.family import MtpFamily
+from mlx_speculation.models.mtp.head import MtpHead, MtpLayer
+from support.models import census, tiny_models
+from support.models.tiny_tokenizer import byte_tokenizer
+
+Weights = dict[str, mx.array]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the checkpoints of a family look.
+
+    Attributes:
+        module: the target's under mlx_lm.models.
+        names: part of the head -> name in files; {k} counts the head's layers from 0,
+            {n} on from the target's, {b} its blocks.
+        config: keys on top of the target's own.
+        layers: how many layers the head has.
+        copies: tensors that repeat the target's, name -> name there.
+        plus_one: whether norms are stored minus one.
+        fused: whether experts are stored in one tensor.
+        block_names: parts of names inside blocks, ours -> theirs.
+    """
+
+    module: str
+    names: Mapping[str, str]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    layers: int = 1
+    copies: Mapping[str, str] = field(default_factory=dict)
+    plus_one: bool = False
+    fused: bool = False
+    block_names: Mapping[str, str] = field(default_factory=dict)
+
+
+QWEN = {
+    "proj": "mtp.fc",
+    "norm_e": "mtp.pre_fc_norm_embedding",
+    "norm_h": "mtp.pre_fc_norm_hidden",
+    "final": "mtp.norm",
+    "block": "mtp.layers.{k}",
+}
+DEEPSEEK = {
+    "proj": "model.layers.{n}.eh_proj",
+    "norm_e": "model.layers.{n}.enorm",
+    "norm_h": "model.layers.{n}.hnorm",
+    "final": "model.layers.{n}.shared_head.norm",
+    "block": "model.layers.{n}",
+}
+DEEPSEEK_COPIES = {
+    "model.layers.{n}.embed_tokens.weight": "model.embed_tokens.weight",
+    "model.layers.{n}.shared_head.head.weight": "lm_head.weight",
+}
+BAILING = {
+    "proj": "model.layers.{n}.eh_proj",
+    "norm_e": "model.layers.{n}.enorm",
+    "norm_h": "model.layers.{n}.hnorm",
+    "final": "model.layers.{n}.final_layernorm",
+    "block": "model.layers.{n}",
+}
+NEXTN = {"num_nextn_predict_layers": 1}
+MTP = {"mtp_num_hidden_layers": 1}
+GATE = {"mlp.gate.gate_proj.": "mlp.gate."}
+
+LAYOUTS = {
+    "qwen3_next": Layout("qwen3_next", QWEN, plus_one=True),
+    "qwen3_5": Layout("qwen3_5", QWEN, MTP, plus_one=True),
+    "qwen3_5_moe": Layout("qwen3_5_moe", QWEN, MTP, plus_one=True, fused=True),
+    "deepseek_v3": Layout("deepseek_v3", DEEPSEEK, NEXTN, copies=DEEPSEEK_COPIES),
+    "deepseek_v32": Layout("deepseek_v32", DEEPSEEK, NEXTN, copies=DEEPSEEK_COPIES),
+    "glm_moe_dsa": Layout("glm_moe_dsa", DEEPSEEK, NEXTN, copies=DEEPSEEK_COPIES),
+    "glm4_moe": Layout(
+        "glm4_moe",
+        DEEPSEEK,
+        {**NEXTN, "attention_bias": True},
+        copies=DEEPSEEK_COPIES,
+    ),
+    "glm4_moe_lite": Layout("glm4_moe_lite", DEEPSEEK, NEXTN, copies=DEEPSEEK_COPIES),
+    "mimo": Layout(
+        "mimo",
+        {
+            "proj": "model.mtp_layers.{k}.input_proj",
+            "norm_e": "model.mtp_layers.{k}.token_layernorm",
+            "norm_h": "model.mtp_layers.{k}.hidden_layernorm",
+            "final": "model.mtp_layers.{k}.final_layernorm",
+            "block": "model.mtp_layers.{k}",
+        },
+        NEXTN,
+    ),
+    "mimo_v2_flash": Layout(
+        "mimo_v2_flash",
+        {
+            "proj": "model.mtp.layers.{k}.eh_proj",
+            "norm_e": "model.mtp.layers.{k}.enorm",
+            "norm_h": "model.mtp.layers.{k}.hnorm",
+            "final": "model.mtp.layers.{k}.final_layernorm",
+            "block": "model.mtp.layers.{k}",
+        },
+        layers=3,
+        block_names={"post_attention_layernorm": "pre_mlp_layernorm"},
+    ),
+    "ernie4_5_moe": Layout(
+        "ernie4_5_moe",
+        {
+            "proj": "model.mtp_linear_proj.{k}",
+            "norm_e": "model.mtp_emb_norm.{k}",
+            "norm_h": "model.mtp_hidden_norm.{k}",
+            "block": "model.mtp_block.{k}",
+        },
+        NEXTN,
+    ),
+    "longcat_flash": Layout(
+        "longcat_flash",
+        {
+            "proj": "model.mtp.layers.{k}.eh_proj",
+            "norm_e": "model.mtp.layers.{k}.enorm.m",
+            "norm_h": "model.mtp.layers.{k}.hnorm.m",
+            "final": "model.mtp.norm",
+            "embedding": "model.mtp.embed_tokens",
+            "block": "model.mtp.layers.{k}",
+        },
+        NEXTN,
+        block_names={"mlp.": "transformer_layer.mlp."},
+    ),
+    "nemotron_h": Layout(
+        "nemotron_h",
+        {
+            "proj": "mtp.layers.0.eh_proj",
+            "norm_e": "mtp.layers.0.enorm",
+            "norm_h": "mtp.layers.0.hnorm",
+            "final": "mtp.layers.1.final_layernorm",
+            "block": "mtp.layers.{b}",
+        },
+        {
+            **NEXTN,
+            "mtp_hybrid_override_pattern": "*E",
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_shared_experts": 1,
+            "moe_shared_expert_intermediate_size": 32,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+        },
+    ),
+    "step3p5": Layout(
+        "step3p5",
+        {
+            "proj": "model.layers.{n}.eh_proj",
+            "norm_e": "model.layers.{n}.enorm",
+            "norm_h": "model.layers.{n}.hnorm",
+            "final": "model.layers.{n}.transformer.shared_head.norm",
+            "output": "model.layers.{n}.transformer.shared_head.output",
+            "block": "model.layers.{n}",
+        },
+        {
+            "num_nextn_predict_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention"] * 2
+            + ["sliding_attention", "sliding_attention", "full_attention"],
+            "partial_rotary_factors": [1.0, 0.5, 1.0, 0.5, 1.0, 1.0, 0.5],
+        },
+        layers=3,
+        plus_one=True,
+    ),
+    "bailing_moe": Layout("bailing_moe", BAILING, NEXTN, block_names=GATE),
+    "bailing_hybrid": Layout("bailing_hybrid", BAILING, NEXTN, block_names=GATE),
+    "bailing_moe_v3": Layout(
+        "bailing_moe_v3",
+        BAILING,
+        {**NEXTN, "architectures": ["BailingMoeV3ForCausalLM"]},
+    ),
+    "exaone_moe": Layout("exaone_moe", QWEN, NEXTN),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What was written.
+
+    Attributes:
+        folder: where.
+        layout: how.
+        config: what config.json holds.
+        target: the target, with the weights that were written.
+        head: the head, likewise.
+        tensors: the head's in the files, by their names there.
+    """
+
+    folder: Path
+    layout: Layout
+    config: dict[str, Any]
+    target: nn.Module
+    head: MtpHead
+    tensors: Weights
+
+
+def config_of(module: str) -> dict[str, Any]:
+    """Return the configuration of a census model as a config.json has it."""
+    row = census.BUILT[module]
+    if row.tiny is not None:
+        args = dict(tiny_models.TINY_MODELS[row.tiny].args)
+        if "time_step_limit" in args:
+            args["time_step_limit"] = [float(each) for each in args["time_step_limit"]]
+        return args
+    assert row.args is not None
+    common = census.COMMON
+    args = {"model_type": module, **common, **row.args}
+    if "text_config" in row.args:
+        args["text_config"] = {**common, **row.args["text_config"]}
+    return args
+
+
+def make(name: str, *, seed: int = 0) -> tuple[dict[str, Any], nn.Module, MtpHead]:
+    """Return the configuration, the target and the head of a layout."""
+    layout = LAYOUTS[name]
+    config = config_of(layout.module)
+    if "text_config" in config:
+        config["text_config"] = {**config["text_config"], **layout.config}
+    else:
+        config |= layout.config
+    imported = importlib.import_module(f"mlx_lm.models.{layout.module}")
+    mx.random.seed(seed)  # The constructors draw from the global generator.
+    target = cast(nn.Module, imported.Model(imported.ModelArgs.from_dict(config)))
+    tiny_models.randomise(target, embedding=tiny_models.embedding_scale(layout.module))
+    head = make_head(layout, target, config)
+    tiny_models.randomise(head, embedding=tiny_models.embedding_scale(layout.module))
+    return config, target, head
+
+
+def family(layout: Layout) -> MtpFamily:
+    """Return the family of a layout."""
+    found = family_of(f"mlx_lm.models.{layout.module}")
+    assert found is not None
+    return found
+
+
+def make_head(layout: Layout, target: nn.Module, config: dict[str, Any]) -> MtpHead:
+    """Return a head with initial weights."""
+    args, found = arguments_of(target), family(layout)
+    epsilon = next(
+        getattr(args, name)
+        for name in ("rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon")
+        if hasattr(args, name)
+    )
+    layers = [
+        MtpLayer(
+            args.hidden_size,
+            epsilon,
+            found.build(args, config.get("text_config", config), k),
+            order=found.contract.order,
+            final="final" in layout.names,
+            output=args.vocab_size if "output" in layout.names else None,
+            embedding=args.vocab_size if "embedding" in layout.names else None,
+        )
+        for k in range(layout.layers)
+    ]
+    return MtpHead(layers, Contract())
+
+
+def flat(module: nn.Module) -> Weights:
+    """Return a module's parameters by name."""
+    return dict(cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())))
+
+
+def head_tensors(
+    layout: Layout, target: nn.Module, head: MtpHead, *, raw: bool = True
+) -> Weights:
+    """Return the head's tensors under the names of the original files.
+
+    Args:
+        layout: the layout.
+        target: for the copies of its tensors.
+        head: the head.
+        raw: in the form of the original files too; otherwise as mlx-lm's modules
+            have it, which is what a pack beside a converted target holds.
+    """
+    trunk, found = len(target.layers), dict[str, mx.array]()
+    for name, value in flat(head).items():
+        _, layer, part, *rest = name.split(".")
+        numbers = {"k": int(layer), "n": trunk + int(layer), "b": 0}
+        if part == "blocks":
+            part, numbers["b"], rest = "block", int(rest[0]), rest[1:]
+        inner = ".".join(rest)
+        for ours, theirs in layout.block_names.items():
+            if part == "block" and inner.startswith(ours):
+                inner = theirs + inner.removeprefix(ours)
+        found[f"{layout.names[part].format(**numbers)}.{inner}"] = value
+    if raw:
+        found = as_original(layout, found)
+    weights = flat(target)
+    for k in range(layout.layers):
+        for copy, source in layout.copies.items():
+            found[copy.format(n=trunk + k)] = weights[source]
+    return found
+
+
+def trunk_tensors(layout: Layout, target: nn.Module) -> Weights:
+    """Return the target's tensors as the original files have them."""
+    found = as_original(layout, flat(target))
+    if layout.module.startswith("qwen3_5"):
+        found = {
+            name.replace("language_model.model.", "model.language_model.").replace(
+                "language_model.lm_head.", "lm_head."
+            ): value
+            for name, value in found.items()
+        }
+    if layout.module == "step3p5":
+        found = {_step_name(name): value for name, value in found.items()}
+    return found
+
+
+def _step_name(name: str) -> str:
+    for ours, theirs in (
+        (".mlp.switch_mlp.", ".moe."),
+        (".mlp.gate.gate.", ".moe.gate."),
+        (".mlp.gate.router_bias", ".moe.router_bias"),
+        (".mlp.share_expert.", ".share_expert."),
+    ):
+        name = name.replace(ours, theirs)
+    return name
+
+
+def as_original(layout: Layout, weights: Weights) -> Weights:
+    """Return weights of mlx-lm's modules in the form of the original files."""
+    found: Weights = {}
+    for name, value in weights.items():
+        path, _, part = name.rpartition(".")
+        if path.endswith(".embed_q"):
+            values = weights[name.replace("embed_q", "unembed_out")]
+            both = mx.concatenate([value.swapaxes(-1, -2), values], axis=1)
+            found[name.replace("embed_q", "kv_b_proj")] = both.flatten(0, 1)
+        elif path.endswith(".unembed_out"):
+            continue
+        elif ".switch_mlp." in name and layout.module != "step3p5":
+            found |= _experts(layout, weights, path, part, value)
+        elif "conv1d" in path and value.ndim == 3:
+            found[name] = value.moveaxis(1, 2)
+        elif layout.plus_one and _is_norm(name) and "linear_attn" not in name:
+            found[name] = value - 1
+        elif name.startswith("model.layers.") and path.endswith("mlp.gate.gate_proj"):
+            found[name.replace("gate.gate_proj", "gate")] = value
+        else:
+            found[name] = value
+    return found
+
+
+def _is_norm(name: str) -> bool:
+    return name.endswith("norm.weight") or "pre_fc_norm" in name
+
+
+def _experts(
+    layout: Layout, weights: Weights, path: str, part: str, value: mx.array
+) -> Weights:
+    block, _, projection = path.partition(".switch_mlp.")
+    if layout.fused:
+        if projection == "down_proj":
+            return {f"{block}.experts.down_proj": value}
+        if projection == "up_proj":
+            return {}
+        up = weights[f"{block}.switch_mlp.up_proj.weight"]
+        both = mx.concatenate([value, up], axis=1)
+        return {f"{block}.experts.gate_up_proj": both}
+    theirs = {"fc1": "up_proj", "fc2": "down_proj"}.get(projection, projection)
+    return {f"{block}.experts.{e}.{theirs}.{part}": value[e] for e in range(len(value))}
+
+
+def write(folder: Path, name: str, *, seed: int = 0) -> Checkpoint:
+    """Write a checkpoint as its makers publish it: shards, an index, raw tensors."""
+    layout = LAYOUTS[name]
+    config, target, head = make(name, seed=seed)
+    tensors = head_tensors(layout, target, head)
+    trunk = trunk_tensors(layout, target)
+    write_folder(folder, config, [trunk, tensors])
+    return Checkpoint(folder, layout, config, target, head, tensors)
+
+
+def write_folder(
+    folder: Path,
+    config: Mapping[str, Any],
+    parts: list[Weights],
+    *,
+    kind: str = "pt",
+    index: bool = True,
+) -> None:
+    """Write config.json, a tokenizer, a shard for each part, and an index of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    byte_tokenizer()._tokenizer.save_pretrained(folder)
+    weight_map: dict[str, str] = {}
+    for i, weights in enumerate(parts, 1):
+        file = f"model-{i:05}-of-{len(parts):05}.safetensors"
+        save(folder / file, weights, kind=kind)
+        weight_map |= dict.fromkeys(weights, file)
+    if index:
+        text = json.dumps({"metadata": {}, "weight_map": weight_map})
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def save(file: Path, weights: Weights, *, kind: str = "pt") -> None:
+    """Write one safetensors file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(file), weights, metadata={"format": kind})

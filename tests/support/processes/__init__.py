@@ -1,0 +1,1 @@
+"""Other processes and threads of tests: ranks, servers, commands, interrupts."""

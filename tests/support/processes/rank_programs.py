@@ -1,0 +1,427 @@
+"""What runs on every rank of a test with several; see `support.processes.ranks`."""
+
+import faulthandler
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_speculation import (
+    LookupDrafter,
+    MtpDraft,
+    RankLostError,
+    Sampling,
+    SpeculationError,
+    SpeculativeGenerator,
+)
+from mlx_speculation.demo import demo_models
+from mlx_speculation.engine.drafters.base import Choose, Draft
+from mlx_speculation.engine.equivalence import texts as identity
+from mlx_speculation.engine.result import Result
+from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.models import MtpHead, Parallel, spread
+from mlx_speculation.samplers import Chooser, Rows
+from support.drafters.scripted_drafter import ScriptedDrafter
+from support.identity import GREEDY, SAMPLED, prompt_of
+from support.models import census, mtp_checkpoints
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
+
+FOLDER = Path(os.environ.get("RANKS_FOLDER", "."))
+PROMPT, TOKENS = 40, 16  # more than a window of 16
+# Of a logit of a tiny model in float32, between a whole target and one on ranks.
+ROUNDING = 1e-3
+
+group = mx.distributed.init()
+rank = group.rank()
+
+
+def main() -> None:
+    """Run the program that the arguments name, "module.name" if not of this one."""
+    faulthandler.dump_traceback_later(300, exit=True)
+    name, *arguments = sys.argv[1:]
+    module, _, name = name.rpartition(".")
+    found = importlib.import_module(f"support.{module}") if module else None
+    program: Callable[..., Any] = getattr(found, name) if found else globals()[name]
+    said = program(*arguments)
+    (FOLDER / f"rank{rank}.json").write_text(json.dumps(said))
+
+
+def built(name: str) -> nn.Module:
+    """Return a whole tiny model.
+
+    "head/NAME" is that of a layout with an MTP head, "census/NAME" one of the census.
+    """
+    if name.startswith("census/"):
+        return census.build(name.removeprefix("census/"))
+    layout = name.removeprefix("head/")
+    return build(name) if layout == name else mtp_checkpoints.make(layout)[1]
+
+
+def on_ranks(name: str, parallel: Any = "tensor") -> nn.Module:
+    """Return this rank's part of a tiny model."""
+    model = built(name)
+    spread(model, group, parallel)
+    return model
+
+
+def head_of(name: str, model: nn.Module) -> MtpDraft:
+    """Return the random head of a layout, on this rank's part of its target."""
+    layout = name.removeprefix("head/")
+    family = mtp_checkpoints.family(mtp_checkpoints.LAYOUTS[layout])
+    layers = mtp_checkpoints.make(layout)[2].layers
+    chained = family.layers == "chained"
+    head = MtpHead(layers, family.contract, chained=chained, depth=family.depth)
+    return MtpDraft(model, head)
+
+
+def generator(model: nn.Module, draft: Any = None, **options: Any) -> Any:
+    """Return a generator on all ranks."""
+    return SpeculativeGenerator(
+        model, byte_tokenizer(), draft=draft, group=group, **options
+    )
+
+
+class Expected:
+    """The texts of a whole tiny model, which rank 0 knows."""
+
+    def __init__(self, name: str, model: nn.Module) -> None:
+        self.name, self.model = name, model
+        self.whole = built(name)
+        self._plain = SpeculativeGenerator(self.whole, byte_tokenizer())
+        ids = mx.array([prompt_of(PROMPT)])
+        rows, parts = self.whole(ids), model(ids)
+        self.difference = float(mx.abs(rows - parts).max())
+        self._texts: dict[float, list[int]] = {}
+
+    def text(self, sampling: Sampling) -> list[int]:
+        """Return the plain continuation, longer than will be asked for."""
+        if sampling.temperature not in self._texts:
+            result = self._plain.generate(
+                prompt_of(PROMPT), max_tokens=TOKENS + 8, sampling=sampling
+            )
+            self._texts[sampling.temperature] = result.tokens
+        return self._texts[sampling.temperature]
+
+    def parting(self, sampling: Sampling, got: list[int]) -> identity.Parting | None:
+        """Return where a text parts from the plain one of the whole model."""
+        expected = self.text(sampling)[: len(got)]
+        pairs = enumerate(zip(expected, got, strict=True))
+        found = next(((i, one, two) for i, (one, two) in pairs if one != two), None)
+        if found is None:
+            return None
+        shared = prompt_of(PROMPT) + expected[: found[0]]
+        row = identity.deciding_row(self.whole, shared, PROMPT, first=1, width=1)
+        chooser = Chooser(sampling, 256)
+        return identity.weigh(chooser, row, Rows(shared), found, self.difference)
+
+
+def texts(parallel: Parallel, *cases: str) -> list[dict[str, Any]]:
+    """Generate with drafts of several kinds; say how each text compares.
+
+    A case is an architecture, and its kinds of drafts behind a colon.
+    """
+    said: list[dict[str, Any]] = []
+    for case in cases:
+        name, _, kinds = case.partition(":")
+        model = on_ranks(name, parallel)
+        expected = Expected(name, model)
+        for sampling in (GREEDY, SAMPLED):
+            for kind in kinds.split(","):
+                draft, length = _draft(kind, expected, sampling)
+                made = generator(model, draft, draft_length=length)
+                result = made.generate(
+                    prompt_of(PROMPT), max_tokens=TOKENS, sampling=sampling
+                )
+                parting = expected.parting(sampling, result.tokens)
+                said.append(
+                    _shown(result)
+                    | {
+                        "case": f"{name} {kind} {sampling.temperature}",
+                        "difference": expected.difference,
+                        "parting": parting and str(parting),
+                        "near_tie": parting is None or parting.near_tie,
+                    }
+                )
+    return said
+
+
+def texts_and_decisions(*cases: str) -> dict[str, Any]:
+    """Run both, since a launch takes seconds."""
+    return {"texts": texts("tensor", *cases), "decisions": decisions()}
+
+
+def _draft(kind: str, expected: Expected, sampling: Sampling) -> tuple[Any, int | None]:
+    """Return a draft and its length; other ranks than 0 need none."""
+    if kind == "plain" or rank > 0:
+        return None, {"measured": None, "plain": 0}.get(kind, 4)
+    text = prompt_of(PROMPT) + expected.text(sampling)
+    drafts: dict[str, Callable[[], Any]] = {
+        "same": lambda: expected.whole,
+        "measured": lambda: expected.whole,
+        "other": lambda: build("llama", seed=3),
+        "mtp": lambda: head_of(expected.name, expected.model),
+        "lookup": lambda: LookupDrafter(corpus=[text]),
+        "mixed": lambda: ScriptedDrafter(text, 0.7, seed=5, ragged=True, least=0),
+    }
+    return drafts[kind](), None if kind == "measured" else 4
+
+
+def _shown(result: Result) -> dict[str, Any]:
+    return {
+        "tokens": result.tokens,
+        "text": result.text,
+        "reason": result.finish_reason,
+        "drafted": result.stats.drafted,
+        "accepted": result.stats.accepted,
+        "seed": result.seed,
+        "cached": result.cached_tokens,
+        "faults": [fault.reason for fault in result.stats.drafter_faults],
+    }
+
+
+def decisions() -> dict[str, Any]:
+    """Run one stream after the other, and say what became of each."""
+    model = on_ranks("llama")
+    draft = build("llama") if rank == 0 else None
+    made = generator(model, draft, draft_length=3)
+    said: dict[str, Any] = {
+        "refused generator": raised(lambda: _lopsided(model)),
+        "a batch": raised(lambda: made.generate_batch([[1, 2], [3]])),
+        "whole": raised(lambda: generator(build("llama"))),
+        "no group": raised(lambda: SpeculativeGenerator(model, byte_tokenizer())),
+    }
+    seeds = Sampling(temperature=0.8, seed=11 + rank)
+    differing: dict[str, dict[str, Any]] = {
+        "seed": {"sampling": seeds},
+        "length": {"draft_length": 3 + rank},
+        "max_tokens": {"max_tokens": 8 + rank},
+        "stop": {"stop": "x" * (1 + rank)},
+    }
+    for name, options in differing.items():
+        said[name] = raised(partial(made.generate, prompt_of(PROMPT), **options))
+    said["prompt"] = raised(lambda: made.generate(prompt_of(PROMPT + rank)))
+    said["no seed"] = _shown(
+        made.generate(
+            prompt_of(PROMPT), max_tokens=8, sampling=Sampling(temperature=0.8)
+        )
+    )
+    plain = _shown(made.generate(prompt_of(PROMPT), max_tokens=TOKENS))
+    said["plain"] = plain
+    said["stopped"] = _shown(
+        made.generate(prompt_of(PROMPT), max_tokens=TOKENS, stop=plain["text"][9:12])
+    )
+    said["serial"] = _shown(
+        made.generate(
+            prompt_of(PROMPT),
+            max_tokens=TOKENS,
+            sampling=Sampling(logits_processors=[_counting]),
+        )
+    )
+    said["calls"] = len(_calls)
+    for rule in ("rejection", "block"):
+        ruled = generator(model, draft, draft_length=3, acceptance=rule)
+        said[rule] = _shown(
+            ruled.generate(prompt_of(PROMPT), max_tokens=12, sampling=SAMPLED)
+        )
+    said["closed"] = _closed(made, plain["tokens"])
+    said["dropped"] = _dropped(made)
+    said["broken"] = _shown(
+        generator(model, Broken(), draft_length=3).generate(
+            prompt_of(PROMPT), max_tokens=TOKENS
+        )
+    )
+    said["after all"] = _shown(made.generate(prompt_of(PROMPT), max_tokens=TOKENS))
+    failing = Sampling(logits_processors=[_failing])
+    said["rank 0 raises"] = raised(
+        lambda: made.generate(prompt_of(PROMPT), sampling=failing)
+    )
+    said["and then"] = _shown(made.generate(prompt_of(PROMPT), max_tokens=TOKENS))
+    return said
+
+
+_calls: list[int] = []
+
+
+def calibrated() -> int:
+    """Calibrate on all ranks; return how many contexts are known on this one."""
+    model = on_ranks("llama")
+    made = generator(model, build("llama", seed=3) if rank == 0 else None)
+    return len(made.calibrate())
+
+
+def _counting(tokens: mx.array, logits: mx.array) -> mx.array:
+    """Process logits, and promise nothing: one row at a time."""
+    _calls.append(len(tokens))
+    return logits
+
+
+def _failing(tokens: mx.array, logits: mx.array) -> mx.array:
+    if len(tokens) > PROMPT + 5:
+        raise ValueError("the processor has failed")
+    return logits
+
+
+class Broken:
+    """A drafter that fails in its third round."""
+
+    def __init__(self) -> None:
+        self._rounds = 0
+
+    def begin(self, sequence: Sequence) -> None:
+        """Do nothing."""
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        """Propose, twice."""
+        self._rounds += 1
+        if self._rounds == 3:
+            raise OSError("the drafter has failed")
+        return Draft(mx.zeros((limit,), mx.uint32))
+
+    def settle(self, accepted: int) -> None:
+        """Do nothing."""
+
+    def discard(self) -> None:
+        """Do nothing."""
+
+
+def raised(act: Callable[[], Any]) -> str:
+    """Return what is raised, or nothing."""
+    try:
+        act()
+    except (SpeculationError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _lopsided(model: nn.Module) -> None:
+    """Make a generator that rank 1 alone refuses."""
+    generator(model, draft_length=-1 if rank == 1 else 2)
+
+
+def _closed(made: Any, text: list[int]) -> dict[str, Any]:
+    """Close a stream on rank 0 alone, with caches that outlive it."""
+    cache = make_prompt_cache(made.model)
+    stream = made.stream(prompt_of(PROMPT), max_tokens=TOKENS, prompt_cache=cache)
+    yielded = []
+    for chunk in stream:
+        yielded.append(chunk.token)
+        if rank == 0 and len(yielded) == 6:
+            stream.close()
+    result, held = stream.result, cache[0].offset
+    more = made.generate(
+        [result.next_token],
+        max_tokens=TOKENS - len(result.cached_tokens) + PROMPT - 1,
+        prompt_cache=cache,
+        cached_tokens=result.cached_tokens,
+    )
+    return _shown(result) | {
+        "held": held,
+        "whole": [*result.cached_tokens[PROMPT:], result.next_token, *more.tokens],
+    }
+
+
+def _dropped(made: Any) -> int:
+    """Drop a stream in the middle, on all ranks."""
+    for count, _ in enumerate(made.stream(prompt_of(PROMPT), max_tokens=TOKENS)):
+        if count == 4:
+            break
+    return 1
+
+
+def endless(deed: str, who: str) -> dict[str, Any]:
+    """Generate until a rank is gone; say when, and what was raised.
+
+    Args:
+        deed: "wait" for what comes from outside, there is a long "prompt" for it;
+            "raise" or "exit" after some tokens; "fail" inside of the model, or "sulk":
+            fail, and go on with something else.
+        who: the rank that does it.
+    """
+    parts = ("llama", "tensor") if group.size() == 2 else ("qwen3_moe", "pipeline")
+    model: Any = on_ranks(*parts)
+    made = generator(model, build("llama") if rank == 0 else None, draft_length=2)
+    made.generate(prompt_of(PROMPT), max_tokens=4)
+    mine = rank == int(who)
+    if mine and deed in ("fail", "sulk"):
+        model.model.layers[1] = Failing()
+    prompt = prompt_of(PROMPT) * (400 if deed == "prompt" else 1)
+    try:
+        (FOLDER / f"ready{rank}").write_text("")
+        with made.stream(prompt, max_tokens=10**6) as stream:
+            for count, _ in enumerate(stream):
+                if count == 5:
+                    (FOLDER / f"started{rank}").write_text("")
+                if count == 9 and mine and deed == "raise":
+                    raise ValueError("its program has failed")
+                if count == 9 and mine and deed == "exit":
+                    os._exit(3)
+    except RankLostError as error:
+        lost = time.time()
+        again = ""
+        if "has left the stream" not in str(error):  # else the other goes on, or ends
+            again = raised(lambda: made.generate(prompt_of(PROMPT)))
+        return {"raised": str(error), "at": lost, "again": again}
+    except ValueError as error:
+        failed = time.time()
+        time.sleep(12 if deed == "sulk" else 0)
+        return {"raised": str(error), "at": failed}
+    raise AssertionError("the stream has ended")
+
+
+class Failing:
+    """A layer that fails."""
+
+    use_sliding = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+        """Fail."""
+        raise ValueError("the layer has failed")
+
+
+def mtp() -> list[dict[str, Any]]:
+    """Draft with the trained head of the hybrid demo model."""
+    folder = demo_models()["hybrid"]
+    made = SpeculativeGenerator.from_pretrained(folder, draft="mtp", group=group)
+    prompt = "def add(a, b):\n    return"
+    said = []
+    for sampling in (GREEDY, SAMPLED):
+        result = made.generate(
+            prompt, max_tokens=TOKENS, sampling=sampling, draft_length=3
+        )
+        said.append(_shown(result) | {"case": f"mtp {sampling.temperature}"})
+    plain = SpeculativeGenerator.from_pretrained(folder) if rank == 0 else None
+    for each, sampling in zip(said, (GREEDY, SAMPLED), strict=True):
+        if plain is not None:
+            result = plain.generate(prompt, max_tokens=TOKENS, sampling=sampling)
+            each["plain"] = result.tokens
+    return said
+
+
+def architectures(parallel: Parallel) -> dict[str, Any]:
+    """Try every architecture that can be spread; name what refuses, and why."""
+    said: dict[str, Any] = {}
+    for name in sorted(census.BUILT):
+        model: Any = census.build(name)
+        can = hasattr(model, "shard")
+        if parallel == "pipeline":
+            can = hasattr(getattr(model, "model", None), "pipeline")
+        if not can:
+            continue
+        (FOLDER / f"now{rank}").write_text(name)  # to be found where it hangs
+        try:
+            spread(model, group, parallel)
+            generator(model)  # what is refused here is not fed at all
+            said[name] = texts(parallel, f"census/{name}:mixed")
+        except (SpeculationError, ValueError) as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said

@@ -1,0 +1,248 @@
+"""Programs with several streams at once on every rank; see `rank_programs`."""
+
+import gc
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from mlx_speculation import Sampling, SpeculativeGenerator
+from mlx_speculation.engine.draft_length.base import Outcome, Plan
+from support.identity import SAMPLED, prompt_of
+from support.models.tiny_models import build
+from support.processes.rank_programs import (
+    FOLDER,
+    generator,
+    group,
+    on_ranks,
+    raised,
+    rank,
+)
+from support.processes.ranks import wait_for
+
+ONE, TWO = prompt_of(40), prompt_of(23)
+TOKENS = 14
+# The rank whose program is another one, where one is.
+ODD = group.size() - 1
+
+
+def make(length: int | None) -> Any:
+    """Return a generator on all ranks, with a draft model on rank 0."""
+    parts = ("llama", "tensor") if group.size() == 2 else ("qwen3_moe", "pipeline")
+    draft = build("llama", seed=3) if rank == 0 and length != 0 else None
+    return generator(on_ranks(*parts), draft, draft_length=length)
+
+
+class Streams:
+    """Ways to have two streams, of which the first is read to its end.
+
+    Args:
+        made: the generator.
+        sampling: of all streams.
+        mixed: whether their rounds are plain and drafted by turns.
+    """
+
+    def __init__(
+        self, made: SpeculativeGenerator, sampling: Sampling, *, mixed: bool
+    ) -> None:
+        self._made, self._sampling, self._mixed = made, sampling, mixed
+
+    def _stream(self, prompt: list[int]) -> Any:
+        return self._made.stream(
+            prompt,
+            max_tokens=TOKENS,
+            sampling=self._sampling,
+            draft_length=Mixed() if self._mixed else None,
+        )
+
+    def alone(self) -> list[int]:
+        """Read the one text."""
+        return _rest(self._stream(ONE))
+
+    def alone_too(self) -> list[int]:
+        """Read the other text."""
+        return _rest(self._stream(TWO))
+
+    def dropped_before_its_begin(self) -> list[int]:
+        """Drop a stream that was never asked for a chunk."""
+        one = self._stream(ONE)
+        tokens = [next(one).token]
+        two = self._stream(TWO)
+        del two
+        return tokens + _rest(one)
+
+    def dropped(self) -> list[int]:
+        """Drop streams after one chunk and after some."""
+        one = self._stream(ONE)
+        tokens = [next(one).token]
+        for count in (1, 5):
+            two = self._stream(TWO)
+            for _ in range(count):
+                next(two)
+            del two
+            tokens.append(next(one).token)
+        return tokens + _rest(one)
+
+    def left_loop(self) -> list[int]:
+        """Leave a loop over another stream, between any two chunks."""
+        tokens = []
+        for chunk in self._stream(ONE):
+            tokens.append(chunk.token)
+            for count, _ in enumerate(self._stream(TWO)):
+                if count == len(tokens) % 4:
+                    break
+        return tokens
+
+    def closed(self) -> list[int]:
+        """Close another stream, twice, and one that has not begun."""
+        one = self._stream(ONE)
+        tokens = [next(one).token]
+        two, three = self._stream(TWO), self._stream(TWO)
+        with two:
+            next(two)
+        two.close()
+        three.close()
+        return tokens + _rest(one)
+
+    def by_turns(self) -> list[int]:
+        """Read one chunk of each in turn, and check the other text."""
+        one, two = self._stream(ONE), self._stream(TWO)
+        tokens: tuple[list[int], list[int]] = ([], [])
+        for _ in range(TOKENS):
+            tokens[0].append(next(one).token)
+            tokens[1].append(next(two).token)
+        assert tokens[1] == self.alone_too()
+        return tokens[0]
+
+    def collected(self) -> list[int]:
+        """Let a stream be collected as garbage, at another moment on each rank."""
+        gc.disable()
+        two = self._stream(TWO)
+        next(two)
+        holder: list[Any] = [two]
+        holder.append(holder)
+        del two, holder
+        tokens = []
+        for chunk in self._stream(ONE):
+            tokens.append(chunk.token)
+            if len(tokens) == 1 + 3 * rank:
+                assert gc.collect() > 0
+        gc.enable()
+        return tokens
+
+    def first_dropped(self) -> list[int]:
+        """Drop the older stream, in the middle of the younger one."""
+        two = self._stream(TWO)
+        next(two)
+        one = self._stream(ONE)
+        tokens = [next(one).token]
+        del two
+        return tokens + _rest(one)
+
+
+class Mixed:
+    """Draft lengths by turns: a draft is planned in the plain step before it."""
+
+    longest = 2
+
+    def __init__(self) -> None:
+        self._plans = cycle([0, 2, 2, 0, 0, 2])
+
+    def plan(self, context: int, limit: int) -> Plan:
+        """Return the next one."""
+        return Plan(min(next(self._plans), limit), "fixed")
+
+    def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
+        """Learn nothing."""
+
+    def end(self) -> None:
+        """Learn nothing."""
+
+
+def _rest(stream: Any) -> list[int]:
+    return [chunk.token for chunk in stream]
+
+
+def several() -> dict[str, list[list[int]]]:
+    """Return the texts of `Streams`, for drafts of several kinds."""
+    said: dict[str, list[list[int]]] = {}
+    cases = [("plain", 0, None), ("fixed", 2, None), ("adaptive", None, SAMPLED)]
+    for name, length, sampling in [*cases, ("mixed", 2, None)]:
+        mixed = name == "mixed"
+        streams = Streams(make(length), sampling or Sampling(), mixed=mixed)
+        said[name] = [streams.alone()]
+        said[name] += [getattr(streams, way)() for way in WAYS]
+    return said
+
+
+WAYS = [
+    "dropped_before_its_begin",
+    "dropped",
+    "left_loop",
+    "closed",
+    "by_turns",
+    "collected",
+    "first_dropped",
+]
+
+
+def apart() -> dict[str, Any]:
+    """Let the last rank run another program; say what is raised, and the text after."""
+    made = make(2)
+    said: dict[str, Any] = {"before": _text(made)}
+    odd = rank == ODD
+
+    def order() -> None:
+        one, two = made.stream(ONE), made.stream(TWO)
+        next(one)
+        next(two)
+        _rest(two if odd else one)
+
+    def another_stream() -> None:
+        one, two = made.stream(ONE), made.stream(TWO)
+        next(one)
+        _rest(two if odd else one)
+
+    def another_generator() -> None:
+        if odd:
+            generator(made.model, draft_length=0)
+        else:
+            made.generate(ONE)
+
+    def options_meanwhile() -> str:
+        one = made.stream(ONE, max_tokens=TOKENS)
+        tokens = [next(one).token]
+        text = raised(lambda: made.generate(TWO, max_tokens=TOKENS + odd))
+        assert tokens + _rest(one) == said["before"]
+        return text
+
+    def leaving() -> None:
+        with made.stream(ONE) as one:
+            next(one)
+            if odd:
+                raise ValueError("the last rank has failed")
+            _rest(one)
+
+    acts: list[Callable[[], Any]] = [order, another_stream, another_generator, leaving]
+    for act in acts:
+        said[act.__name__] = raised(act)
+        said[f"after {act.__name__}"] = _text(made)
+    said["options_meanwhile"] = options_meanwhile()
+    return said
+
+
+def _text(made: Any) -> list[int]:
+    found: list[int] = made.generate(ONE, max_tokens=TOKENS).tokens
+    return found
+
+
+def patient() -> list[int]:
+    """Generate, and on rank 0 wait in the middle for a file that says "go"."""
+    tokens = []
+    for chunk in make(2).stream(ONE, max_tokens=60):
+        tokens.append(chunk.token)
+        if len(tokens) == 5:
+            Path(FOLDER / f"started{rank}").write_text("")
+            if rank == 0:
+                wait_for(FOLDER / "go")
+    return tokens

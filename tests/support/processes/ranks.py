@@ -1,0 +1,173 @@
+"""Programs that run on several ranks of one machine, and always come to an end.
+
+They are joined by mlx's ring. With RANKS_BACKEND=nccl in the environment by NCCL, each
+on a GPU of its own; RANKS_SECONDS is how long a program may then take.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = "from support.processes.rank_programs import main; main()"
+BACKEND = os.environ.get("RANKS_BACKEND", "ring")
+SECONDS = float(os.environ.get("RANKS_SECONDS", "120"))
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How one rank's process has ended.
+
+    Attributes:
+        status: its exit status; negative: the signal that killed it.
+        said: what it has written with `rank_programs.say`; None: nothing.
+        errors: its standard error.
+    """
+
+    status: int
+    said: Any
+    errors: str
+
+
+def run_ranks(
+    program: str,
+    folder: Path,
+    *,
+    ranks: int = 2,
+    seconds: float = SECONDS,
+    launcher: bool = False,
+    environment: dict[str, str] | None = None,
+    meanwhile: Callable[[list[int]], None] | None = None,
+) -> list[Ended]:
+    """Run a program of `rank_programs` on every rank; kill what is left in the end.
+
+    Args:
+        program: its name, and arguments.
+        folder: an empty one, for what the ranks say.
+        ranks: how many.
+        seconds: after which what still runs is killed, and the test has failed.
+        launcher: start them with mlx.launch.
+        environment: more of it.
+        meanwhile: called with the process ids, once they run; not with the launcher.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    named = dict(os.environ, RANKS_FOLDER=str(folder), **(environment or {}))
+    paths = [str(ROOT / "src"), str(ROOT / "tests"), named.get("PYTHONPATH", "")]
+    named["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    named["MLX_SPECULATION_CACHE"] = str(folder / "measured")
+    command = [sys.executable, "-c", PROGRAM, *program.split()]
+    if launcher:
+        started = [_launched(command, ranks, folder, named)]
+    else:
+        started = _spawned(command, ranks, folder, named)
+    until = time.monotonic() + seconds
+    try:
+        if meanwhile is not None:
+            meanwhile([process.pid for process in started])
+        for process in started:
+            process.wait(max(0.1, until - time.monotonic()))
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(f"a rank still runs: {_errors(folder)}") from error
+    finally:
+        for process in started:
+            _kill(process)
+    statuses = [process.returncode for process in started] * (ranks if launcher else 1)
+    return [
+        Ended(status, _said(folder, rank), _errors(folder).get(rank, ""))
+        for rank, status in enumerate(statuses)
+    ]
+
+
+def wait_for(path: Path, seconds: float = 60.0) -> None:
+    """Wait until a rank has written a file."""
+    until = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < until, f"nobody has written {path.name}"
+        time.sleep(0.02)
+
+
+def _spawned(
+    command: Sequence[str], ranks: int, folder: Path, environment: dict[str, str]
+) -> list[subprocess.Popen[bytes]]:
+    hosts, ports = folder / "hosts.json", _ports(ranks)
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
+    started = []
+    for rank in range(ranks):
+        own = {"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)}
+        if BACKEND == "nccl":
+            own = {
+                "NCCL_HOST_IP": "127.0.0.1",
+                "NCCL_PORT": str(ports[0]),
+                "MLX_WORLD_SIZE": str(ranks),
+                "MLX_RANK": str(rank),
+                "CUDA_VISIBLE_DEVICES": str(rank),
+            }
+        with (folder / f"errors{rank}.txt").open("wb") as errors:
+            started.append(
+                subprocess.Popen(
+                    command,
+                    env=environment | own,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    start_new_session=True,
+                )
+            )
+    return started
+
+
+def _launched(
+    command: Sequence[str], ranks: int, folder: Path, environment: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    launch = Path(sys.executable).with_name("mlx.launch")
+    options = ["--backend", BACKEND, "-n", str(ranks)]
+    port = "--nccl-port" if BACKEND == "nccl" else "--starting-port"
+    options += [port, str(_ports(1)[0])]
+    with (folder / "errors0.txt").open("wb") as errors:
+        return subprocess.Popen(
+            [str(launch), *options, "--", *command],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=errors,
+            stderr=errors,
+            start_new_session=True,
+        )
+
+
+def _ports(count: int) -> list[int]:
+    """Return ports that nobody listened at a moment ago."""
+    opened = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in opened]
+    for each in opened:
+        each.close()
+    return ports
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and all that it has started, and wait for it."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+def _said(folder: Path, rank: int) -> Any:
+    path = folder / f"rank{rank}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _errors(folder: Path) -> dict[int, str]:
+    return {
+        int(path.stem.removeprefix("errors")): path.read_text(errors="replace")[-4000:]
+        for path in sorted(folder.glob("errors*.txt"))
+    }

@@ -1,0 +1,182 @@
+"""Servers as users start them, in processes of their own, and what these cost."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlx_speculation import demo_models
+from support.processes.servers import Answer, answer_of, connect, packet, post
+
+DRAFT = str(demo_models()["draft"])
+END_OF_TEXT = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One line of `ps`.
+
+    Attributes:
+        id: of the process.
+        megabytes: that it holds.
+        children: of it.
+    """
+
+    id: int
+    megabytes: float
+    children: list["Process"] = field(default_factory=list)
+
+
+def processes() -> dict[int, Process]:
+    """Return all processes by their ids."""
+    listed = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid=,rss="],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = [[int(word) for word in line.split()] for line in listed.stdout.split("\n")]
+    found = {line[0]: Process(line[0], line[2] / 1024) for line in lines if line}
+    for line in lines:
+        if line and line[1] in found:
+            found[line[1]].children.append(found[line[0]])
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ServerProcess:
+    """A server that runs.
+
+    Attributes:
+        popen: its process.
+        url: where it listens, without a path.
+    """
+
+    popen: "subprocess.Popen[str]"
+    url: str
+
+    def compilers(self) -> list[Process]:
+        """Return the processes of schemas, without the one they are forked from."""
+        own = processes().get(self.popen.pid)
+        templates = own.children if own is not None else []
+        return [child for template in templates for child in template.children]
+
+
+@contextmanager
+def server_process(*options: Any, model: str | Path = DRAFT) -> Iterator[ServerProcess]:
+    """Run a server of a demo model; kill it in the end if it still runs."""
+    command = [
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--blas",
+        "stock",
+        *map(str, options),
+    ]
+    popen = subprocess.Popen(
+        [sys.executable, "-m", "mlx_speculation", *command],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    guard = threading.Timer(150, popen.kill)
+    guard.start()
+    with popen:
+        try:
+            assert popen.stderr is not None
+            said = ""
+            for line in popen.stderr:
+                said += line
+                if found := re.search(r"is served at (http\S+)/v1", line):
+                    break
+            else:
+                raise AssertionError(said)
+            yield ServerProcess(popen, found[1])
+        finally:
+            guard.cancel()
+            popen.kill()
+
+
+class Asked:
+    """A request that waits for its answer in a thread of its own.
+
+    Args:
+        server: which one.
+        body: of the request.
+        path: where it goes.
+    """
+
+    def __init__(
+        self,
+        server: ServerProcess,
+        body: dict[str, Any],
+        path: str = "/v1/completions",
+    ) -> None:
+        self.answer: Answer | None = None
+
+        def wait() -> None:
+            self.answer = post(server, body, path=path)
+
+        self._thread = threading.Thread(target=wait, daemon=True)
+        self._thread.start()
+
+    def result(self) -> Answer:
+        """Wait for the answer."""
+        self._thread.join(60)
+        assert self.answer is not None, "no answer has come"
+        return self.answer
+
+
+class Streaming:
+    """A stream that is read for as long as it goes.
+
+    Args:
+        server: which one.
+        body: of the request, beside what makes it a stream without an end.
+    """
+
+    def __init__(self, server: ServerProcess, body: dict[str, Any]) -> None:
+        whole = {"stream": True, "logit_bias": {str(END_OF_TEXT): -100}, **body}
+        self._connection = connect(server)
+        self._connection.sendall(packet(whole))
+        self._received = bytearray()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    @property
+    def events(self) -> int:
+        """How many have come."""
+        return self._received.count(b"data: ")
+
+    @property
+    def ended(self) -> bool:
+        """Whether the server has closed it."""
+        return not self._thread.is_alive()
+
+    def last(self) -> Any:
+        """Wait for the end, and return the last event."""
+        self._thread.join(60)
+        assert self.ended, "the stream goes on"
+        body = answer_of(bytes(self._received)).body.decode()
+        return json.loads(body.rstrip().rpartition("data: ")[2])
+
+    def close(self) -> None:
+        """Leave it."""
+        self._connection.shutdown(2)
+        self._thread.join(20)
+        self._connection.close()
+
+    def _read(self) -> None:
+        try:
+            while more := self._connection.recv(1 << 16):
+                self._received += more
+        except OSError:
+            return  # the connection was reset

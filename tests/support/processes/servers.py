@@ -1,0 +1,225 @@
+"""Servers in this process, their clients, and requests as bytes."""
+
+import json
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+import openai
+from mlx.utils import tree_map
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_speculation import PrefixCache, SpeculativeGenerator
+from mlx_speculation.server import Defaults, Limits, Server, Settings
+from mlx_speculation.server.api_errors import ApiError
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import letter_tokenizer
+
+LETTERS = 26
+NAME = "tiny"
+
+
+def letters(text: str) -> list[int]:
+    """Return the ids of a text of letters."""
+    return [ord(letter) - ord("A") for letter in text]
+
+
+def nearly(model: nn.Module, twin: nn.Module, scale: float, seed: int) -> nn.Module:
+    """Give a twin of a model its weights, and some noise: a draft that may be right."""
+    keys = iter(mx.random.split(mx.random.key(seed), 1000))
+
+    def noisy(weight: mx.array) -> mx.array:
+        return weight + scale * mx.random.normal(weight.shape, key=next(keys))
+
+    twin.update(tree_map(noisy, model.parameters()))
+    mx.eval(twin.parameters())
+    return twin
+
+
+def tiny_pair(name: str = "llama") -> tuple[nn.Module, nn.Module]:
+    """Return a target over letters, and a draft that is often right."""
+    target = build(name, vocab=LETTERS)
+    return target, nearly(target, build(name, vocab=LETTERS), 0.03, 1)
+
+
+def make_tiny(name: str = "llama", **options: Any) -> Callable[..., Any]:
+    """Return what makes a generator of a tiny pair in the server's thread."""
+
+    def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
+        target, draft = tiny_pair(name)
+        chosen = {"draft": draft, "draft_length": 4, **options}
+        return SpeculativeGenerator(
+            target, letter_tokenizer(LETTERS), prefix_cache=prefixes, **chosen
+        )
+
+    return make
+
+
+@contextmanager
+def serving(
+    make: Callable[..., Any] | None = None,
+    *,
+    draft: str | None = "near",
+    prefixes: PrefixCache | None = None,
+    limits: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Iterator[Server]:
+    """Run a server in this process, by default of a tiny pair.
+
+    Args:
+        make: makes its generator.
+        draft: the name of the draft.
+        prefixes: its prefix cache.
+        limits: of `Limits`.
+        settings: of `Settings`.
+    """
+    usual = {"max_tokens": 64, "prompt_tokens": 256, "read_seconds": 5.0}
+    made = Settings(
+        names=(NAME,),
+        draft=draft,
+        limits=Limits(**{**usual, **(limits or {})}),
+        **{"defaults": Defaults(max_tokens=16), **settings},
+    )
+    with Server(made, make or make_tiny(), prefixes=prefixes) as server:
+        yield server
+
+
+@contextmanager
+def client_of(server: Server, key: str = "none") -> Iterator[openai.OpenAI]:
+    """Return the real client, which tries nothing twice."""
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60
+    ) as client:
+        yield client
+
+
+class Listening(Protocol):
+    """A server of this process or of another one."""
+
+    @property
+    def url(self) -> str:
+        """Where it listens, without a path."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came back over a socket.
+
+    Attributes:
+        status: of HTTP; 0: nothing came.
+        headers: by name, in lower case.
+        body: the rest.
+    """
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        """The body as JSON."""
+        return json.loads(self.body)
+
+    def refused(self, status: int) -> dict[str, Any]:
+        """Assert that it is an error in OpenAI's form, and return what it says."""
+        assert self.status == status, (self.status, self.body[:300])
+        error: dict[str, Any] = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert isinstance(error["message"], str)
+        assert error["message"]
+        assert isinstance(error["type"], str)
+        return error
+
+
+def connect(server: Listening) -> socket.socket:
+    """Open a connection."""
+    host, port = server.url.removeprefix("http://").rsplit(":", 1)
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def exchange(server: Listening, sent: bytes, *, close: bool = False) -> Answer:
+    """Send bytes, and read until the server closes.
+
+    Args:
+        server: which one.
+        sent: the bytes.
+        close: the own direction, once all is sent.
+    """
+    with connect(server) as connection:
+        try:
+            connection.sendall(sent)
+            if close:
+                connection.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass  # it may have answered already
+        return answer_on(connection)
+
+
+def answer_on(connection: socket.socket) -> Answer:
+    """Read an answer to its end."""
+    received = b""
+    while more := connection.recv(1 << 16):
+        received += more
+    return answer_of(received)
+
+
+def answer_of(received: bytes) -> Answer:
+    """Return bytes as an answer."""
+    if not received:
+        return Answer(0, {}, b"")
+    head, _, body = received.partition(b"\r\n\r\n")
+    first, *lines = head.decode("latin-1").split("\r\n")
+    version, status = first.split()[:2]
+    assert version.startswith("HTTP/1."), first
+    pairs = (line.split(":", 1) for line in lines)
+    return Answer(int(status), {k.lower(): v.strip() for k, v in pairs}, body)
+
+
+def post(
+    server: Listening,
+    body: Any,
+    *,
+    path: str = "/v1/completions",
+    headers: Mapping[str, str] | None = None,
+) -> Answer:
+    """Send a request whose body is JSON, or bytes as they are."""
+    return exchange(server, packet(body, path=path, headers=headers))
+
+
+def packet(
+    body: Any,
+    *,
+    path: str = "/v1/completions",
+    headers: Mapping[str, str] | None = None,
+) -> bytes:
+    """Return a request as it goes over the wire; see `post`."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = {"Host": "here", "Content-Length": str(len(raw)), **(headers or {})}
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + raw
+
+
+def get(server: Listening, path: str, **headers: str) -> Answer:
+    """Ask for a path."""
+    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return exchange(server, f"GET {path} HTTP/1.1\r\n{head}\r\n".encode())
+
+
+def wrapped_letters() -> TokenizerWrapper:
+    """Return the tokenizer of a tiny pair."""
+    return letter_tokenizer(LETTERS)
+
+
+def refusal(act: Callable[[], Any]) -> int:
+    """Return the status with which something is refused; 0: it is not."""
+    try:
+        act()
+    except ApiError as error:
+        json.dumps(error.body)
+        return error.status
+    return 0

@@ -1,0 +1,110 @@
+"""An assistant that knows the text, and complains when it is asked the wrong thing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache
+
+from mlx_speculation.engine import AssistantDraft
+from mlx_speculation.models import AssistantOutput, HiddenStates, Read
+from support.models.assistant_checkpoints import DIM, SLIDING, VOCAB, WINDOW
+
+_OWN = 1000.0  # its own state after step j is _OWN + j
+
+
+class OracleStep:
+    """Says what comes next in a known text, in place of `Assistant.step`.
+
+    Every call is checked: the first of a round is given the target's own state before
+    the newest token, the others the oracle's; what they read are the target's keys and
+    values of all positions before that token, in windows the last ones; all stand at
+    one position.
+
+    Args:
+        draft: the assistant on its target.
+        text: prompt and continuation.
+        wrong: says for which positions it guesses wrong.
+        sparse: whether it has logits for a few ids only.
+        gone: how many rows of a window may have given way to a step on its way.
+    """
+
+    def __init__(
+        self,
+        draft: AssistantDraft,
+        text: list[int],
+        *,
+        wrong: Callable[[int], bool] = lambda position: False,
+        sparse: bool = False,
+        gone: int = 0,
+    ) -> None:
+        self._draft, self._text, self._wrong = draft, text, wrong
+        self._sparse, self._gone = sparse, gone
+        self._after = draft.anchor == "token"
+        taps = HiddenStates(draft.model, after_norm=True)
+        caches = whole_caches(draft.model)
+        with taps.collect() as states:
+            draft.model(mx.array([text]), cache=caches)
+        self._states = states.after_norm
+        self._kept = {
+            kind: caches[place].keys_and_values()
+            for kind, place in draft.shared.places.items()
+        }
+        self.calls: list[tuple[int, int]] = []  # the position of the token, the step
+
+    def __call__(
+        self, embedded: mx.array, state: mx.array, read: Read, position: int
+    ) -> AssistantOutput:
+        """Check what is given, and say what comes next."""
+        newest = position if self._after else position + 1
+        step = 0
+        number: Any = state[0, 0, 0].item()
+        if bool((state == number).all()) and number >= _OWN:
+            step = round(number - _OWN)
+            assert self.calls[-1] == (newest, step - 1)
+        else:
+            assert mx.allclose(state[0, 0], self._states[0, newest - 1], atol=1e-3)
+        self.calls.append((newest, step))
+        self._check_read(read, newest)
+        place = newest + step
+        if place < len(self._text) and not any(
+            self._wrong(p) for p in range(newest + 1, place + 1)
+        ):
+            table: Any = self._draft.model
+            token = mx.array(self._text[place : place + 1])
+            scaled = table.model.embed_tokens(token[None]) * DIM**0.5
+            assert mx.allclose(embedded, scaled, atol=1e-6), place
+        own = mx.full((1, 1, DIM), _OWN + step + 1)
+        guess = self._guess(place + 1)
+        if self._sparse:
+            ids = mx.array([(guess + 7 * i) % VOCAB for i in (3, 0, 5)], mx.uint32)
+            return AssistantOutput(own, mx.array([[-100.0, 100.0, -100.0]]), ids)
+        logits = mx.where(mx.arange(VOCAB) == guess, 100.0, -100.0)
+        return AssistantOutput(own, logits[None], None)
+
+    def _guess(self, place: int) -> int:
+        if place >= len(self._text):
+            return 0
+        return (self._text[place] + self._wrong(place)) % VOCAB
+
+    def _check_read(self, read: Read, stop: int) -> None:
+        for kind, pair in read.items():
+            start = max(0, stop - WINDOW) if kind == SLIDING else 0
+            for found, whole in zip(pair, self._kept[kind], strict=True):
+                wanted = whole[:, :, start:stop]
+                lacking = wanted.shape[2] - found.shape[2]
+                assert lacking in (0, self._gone if start else 0), (kind, stop)
+                wanted = wanted[:, :, lacking:]
+                assert mx.allclose(in_order(found), in_order(wanted), atol=1e-3)
+
+
+def whole_caches(model: nn.Module) -> list[Any]:
+    """Return caches of a model that hold every row, also of sliding layers."""
+    return [KVCache() for _ in model.make_cache()]
+
+
+def in_order(rows: mx.array) -> mx.array:
+    """Return rows [1, heads, n, dim] in an order that hangs on what they hold."""
+    order = mx.argsort(rows[0, 0, :, 0])
+    return rows[:, :, order]

@@ -1,0 +1,1 @@
+"""MTP heads of each family in plain arrays."""

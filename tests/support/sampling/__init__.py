@@ -1,0 +1,1 @@
+"""Exact probabilities by enumeration, shared noise, and scripted rows."""
