@@ -48,10 +48,10 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Runs one stage, or all."""
-    from demo_training.assistant import train_assistant
-    from demo_training.draft import write_own_texts
-    from demo_training.optimise import Plan
-    from demo_training.prepare import prepare_again
+    from demo_training.data.prepare import prepare_again
+    from demo_training.train.assistant import train_assistant
+    from demo_training.train.draft import write_own_texts
+    from demo_training.train.optimise import Plan
 
     options = arguments()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -62,11 +62,11 @@ def main() -> None:
     options = arguments()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.stage == "prepare":
-        from demo_training.prepare import prepare
+        from demo_training.data.prepare import prepare
 
         prepare(options.work, options.demo)
     elif options.stage == "finish":
-        from demo_training.cards import finish
+        from demo_training.export.cards import finish
 
         finish(options.work, options.out, options.demo)
     else:
@@ -75,10 +75,10 @@ def main() -> None:
 
 def train(options: argparse.Namespace) -> None:
     """The stages that need torch."""
-    from demo_training.draft import train_draft, write_own_texts
-    from demo_training.head import train_head
-    from demo_training.optimise import Plan
-    from demo_training.targets import train_target
+    from demo_training.train.draft import train_draft, write_own_texts
+    from demo_training.train.head import train_head
+    from demo_training.train.optimise import Plan
+    from demo_training.train.targets import train_target
 
     work, out, device = options.work, options.out, options.device
     plan = Plan(options.steps, options.rows, options.rate, seed=options.seed)

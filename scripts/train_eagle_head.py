@@ -52,9 +52,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Prepares what is missing, and trains."""
-    from demo_training.eagle import train_eagle
-    from demo_training.optimise import Plan
-    from demo_training.prepare import prepare_again
+    from demo_training.data.prepare import prepare_again
+    from demo_training.train.eagle import train_eagle
+    from demo_training.train.optimise import Plan
 
     options = arguments()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from demo_training.prepare import write_json
-from demo_training.shapes import SHAPES, Shape
+from demo_training.data.prepare import write_json
+from demo_training.nets.shapes import SHAPES, Shape
 
 KINDS = {
     "dense": "a Qwen 3 model with full attention",

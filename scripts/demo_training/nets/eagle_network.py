@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from demo_training.networks import FeedForward, Norm, linear, rotate
-from demo_training.shapes import Shape
+from demo_training.nets.networks import FeedForward, Norm, linear, rotate
+from demo_training.nets.shapes import Shape
 
 
 class WideAttention(nn.Module):

@@ -15,9 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from demo_training.assistant_shape import SLIDING, AssistantShape
-from demo_training.networks import Cache, FeedForward, Network, Norm, linear, rotate
-from demo_training.vocabulary import VOCABULARY
+from demo_training.data.vocabulary import VOCABULARY
+from demo_training.nets.assistant_shape import SLIDING, AssistantShape
+from demo_training.nets.networks import (
+    Cache,
+    FeedForward,
+    Network,
+    Norm,
+    linear,
+    rotate,
+)
 
 KeyValues = dict[str, tuple[Tensor, Tensor]]
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from demo_training.delta import gated_delta
-from demo_training.shapes import CONTEXT, EPSILON, Shape
-from demo_training.vocabulary import VOCABULARY
+from demo_training.data.vocabulary import VOCABULARY
+from demo_training.nets.delta import gated_delta
+from demo_training.nets.shapes import CONTEXT, EPSILON, Shape
 
 Cache = dict[str, Tensor]
 KERNEL = 4

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from demo_training.batches import WINDOW, held_out_losses, load_data
-from demo_training.export import export, load_network
-from demo_training.networks import Network
-from demo_training.optimise import Plan, run
-from demo_training.shapes import SHAPES
+from demo_training.data.batches import WINDOW, held_out_losses, load_data
+from demo_training.export.export import export, load_network
+from demo_training.nets.networks import Network
+from demo_training.nets.shapes import SHAPES
+from demo_training.train.optimise import Plan, run
 
 DROPOUT = 0.15
 

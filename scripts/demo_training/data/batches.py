@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from demo_training.networks import Network
+from demo_training.nets.networks import Network
 
 WINDOW = 1024
 PAIRS_SHARE = 0.25

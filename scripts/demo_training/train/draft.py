@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from demo_training.batches import WINDOW, held_out_losses, load_data
-from demo_training.export import export, load_network
-from demo_training.generation import agreement, own_texts
-from demo_training.networks import Network
-from demo_training.optimise import Plan, run
-from demo_training.shapes import SHAPES
+from demo_training.data.batches import WINDOW, held_out_losses, load_data
+from demo_training.export.export import export, load_network
+from demo_training.nets.networks import Network
+from demo_training.nets.shapes import SHAPES
+from demo_training.train.generation import agreement, own_texts
+from demo_training.train.optimise import Plan, run
 
 TARGETS = ("dense", "sliding", "hybrid")
 # The dense and the sliding target depend on this draft; the hybrid has its own head.

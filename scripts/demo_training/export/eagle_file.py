@@ -8,10 +8,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from demo_training.affine import dequantize, quantize
-from demo_training.eagle_network import EagleHead
-from demo_training.shapes import CONTEXT, EPSILON, SHAPES, Shape
-from demo_training.vocabulary import VOCABULARY
+from demo_training.data.vocabulary import VOCABULARY
+from demo_training.export.affine import dequantize, quantize
+from demo_training.nets.eagle_network import EagleHead
+from demo_training.nets.shapes import CONTEXT, EPSILON, SHAPES, Shape
 
 SHAPE = Shape("eagle", "qwen3", 1, 512, 576, 8, 2, bits=8)
 # Outputs of these layers of the target, counted from 0.

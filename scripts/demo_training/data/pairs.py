@@ -10,7 +10,7 @@ import random
 import re
 from collections import Counter
 
-from demo_training.corpus import Text
+from demo_training.data.corpus import Text
 
 BEFORE = "### Before\n"
 AFTER = "### After: "

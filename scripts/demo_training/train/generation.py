@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from demo_training.batches import WINDOW, Data, cut
-from demo_training.networks import Cache, Network
+from demo_training.data.batches import WINDOW, Data, cut
+from demo_training.nets.networks import Cache, Network
 
 PROMPT_LENGTHS = (128, 256, 384)
 CHECKED_PROMPT = 192

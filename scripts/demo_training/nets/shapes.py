@@ -7,7 +7,7 @@ needs a second layer that reads what the first found.
 
 from dataclasses import dataclass
 
-from demo_training.vocabulary import END_ID, PAD_ID, VOCABULARY
+from demo_training.data.vocabulary import END_ID, PAD_ID, VOCABULARY
 
 EPSILON = 1e-6
 CONTEXT = 2048

@@ -8,10 +8,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from demo_training.affine import dequantize, quantize
-from demo_training.networks import Network, PredictionHead
-from demo_training.shapes import Shape, config
-from demo_training.vocabulary import END_ID, PAD_ID
+from demo_training.data.vocabulary import END_ID, PAD_ID
+from demo_training.export.affine import dequantize, quantize
+from demo_training.nets.networks import Network, PredictionHead
+from demo_training.nets.shapes import Shape, config
 
 PREFIX = {"qwen3": "model.", "gemma3_text": "model."}
 # Float32 in the file: rounding A_log changes the decay of long memories.

@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from demo_training.assistant_network import Assistant, KeyValues, read_target
-from demo_training.assistant_shape import AssistantShape, config
-from demo_training.batches import WINDOW, Data, cut, load_data
-from demo_training.draft import distillation_loss, read_own_texts
-from demo_training.export import load_network, restore, tensors_of
-from demo_training.generation import CHECKED_PROMPT, CHECKED_TOKENS, continued
-from demo_training.networks import Network
-from demo_training.optimise import Plan, run
+from demo_training.data.batches import WINDOW, Data, cut, load_data
+from demo_training.export.export import load_network, restore, tensors_of
+from demo_training.nets.assistant_network import Assistant, KeyValues, read_target
+from demo_training.nets.assistant_shape import AssistantShape, config
+from demo_training.nets.networks import Network
+from demo_training.train.draft import distillation_loss, read_own_texts
+from demo_training.train.generation import CHECKED_PROMPT, CHECKED_TOKENS, continued
+from demo_training.train.optimise import Plan, run
 
 STEPS = 4  # drafts of a row in training
 FADE = 0.8  # a draft counts only where all before it were accepted

@@ -14,21 +14,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from demo_training.batches import WINDOW, Data, cut, load_data
-from demo_training.draft import HARD
-from demo_training.eagle_file import LAYERS, SHAPE, export_eagle, restored
-from demo_training.eagle_network import EagleHead
-from demo_training.export import load_network
-from demo_training.generation import (
+from demo_training.data.batches import WINDOW, Data, cut, load_data
+from demo_training.data.vocabulary import VOCABULARY
+from demo_training.export.eagle_file import LAYERS, SHAPE, export_eagle, restored
+from demo_training.export.export import load_network
+from demo_training.nets.eagle_network import EagleHead
+from demo_training.nets.networks import Network
+from demo_training.nets.shapes import SHAPES
+from demo_training.train.draft import HARD
+from demo_training.train.generation import (
     CHECKED_PROMPT,
     CHECKED_TOKENS,
     continued,
     own_texts,
 )
-from demo_training.networks import Network
-from demo_training.optimise import Plan, run
-from demo_training.shapes import SHAPES
-from demo_training.vocabulary import VOCABULARY
+from demo_training.train.optimise import Plan, run
 
 DRAFT_IDS = 1792
 DEPTHS = 6

@@ -5,8 +5,8 @@ from typing import TypedDict
 
 from tokenizers import Tokenizer
 
-from demo_training.corpus import Text
-from demo_training.pairs import pair
+from demo_training.data.corpus import Text
+from demo_training.data.pairs import pair
 
 PER_GROUP = 12
 

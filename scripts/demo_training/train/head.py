@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from demo_training.batches import WINDOW, Data, cut, load_data
-from demo_training.draft import distillation_loss, read_own_texts
-from demo_training.export import add_head, load_network, restore
-from demo_training.generation import CHECKED_PROMPT, CHECKED_TOKENS, continued
-from demo_training.networks import Network, PredictionHead
-from demo_training.optimise import Plan, run
-from demo_training.shapes import SHAPES
+from demo_training.data.batches import WINDOW, Data, cut, load_data
+from demo_training.export.export import add_head, load_network, restore
+from demo_training.nets.networks import Network, PredictionHead
+from demo_training.nets.shapes import SHAPES
+from demo_training.train.draft import distillation_loss, read_own_texts
+from demo_training.train.generation import CHECKED_PROMPT, CHECKED_TOKENS, continued
+from demo_training.train.optimise import Plan, run
 
 SECOND = 0.5
 

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from demo_training.corpus import Text, collect
-from demo_training.pairs import make_pairs
-from demo_training.prompts import make_prompts
-from demo_training.vocabulary import END_ID, train_tokenizer, write_tokenizer
+from demo_training.data.corpus import Text, collect
+from demo_training.data.pairs import make_pairs
+from demo_training.data.prompts import make_prompts
+from demo_training.data.vocabulary import END_ID, train_tokenizer, write_tokenizer
 
 SEED = 20261121
 TRAIN_PAIRS = 10_000

@@ -7,8 +7,8 @@ again, and the whole text; the matrices are half as wide as the target's.
 
 from dataclasses import dataclass, replace
 
-from demo_training.shapes import CONTEXT, EPSILON, SHAPES, Shape
-from demo_training.vocabulary import END_ID, PAD_ID, VOCABULARY
+from demo_training.data.vocabulary import END_ID, PAD_ID, VOCABULARY
+from demo_training.nets.shapes import CONTEXT, EPSILON, SHAPES, Shape
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 

@@ -1,0 +1,1 @@
+"""The corpus, its vocabulary and the batches of the bundled models."""

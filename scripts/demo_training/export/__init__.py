@@ -1,0 +1,1 @@
+"""From trained networks to checkpoints that mlx-lm loads, with their cards."""

@@ -1,0 +1,1 @@
+"""The networks of the bundled models, in torch, and their shapes."""
