@@ -1,0 +1,428 @@
+"""The rooms of the house: drawn from the code, and held to its rules.
+
+    ORDER       the layers of each folder, from the bottom to the top
+    NAMED_ALIKE file names that play the same role in every room that has them
+    SEALED      rooms for one kind of machine, and who may know them
+    TO_BE_CUT   edges against these that are left; none may be added
+
+A room is a folder of modules. A module at the top of a folder (`engine/stream.py`) is
+placed in a layer by its name: small value types lie at the bottom, what is composed of
+the rooms at the top. Imports count wherever they stand, but for those that only a type
+checker reads; a name that a folder's `__init__` exports counts as where it is from.
+"""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FRONT = "src/mlx_speculation"
+FOLDERS = ("samplers", "caches", "models", "engine")
+FULL = 15
+LONG = 400
+
+# What a layer may import lies in the layers before it; rooms of one layer do not know
+# each other. "engine" alone is what is named by no other layer.
+ORDER: dict[str, list[set[str]]] = {
+    "samplers": [
+        {"samplers/acceptance", "samplers/results", "samplers/row_context"},
+        {"samplers/constraints", "samplers/noise"},
+        {"samplers/sampling"},
+        {"samplers/user_sampler"},
+        {"samplers/logits", "samplers/rules"},
+        {"samplers"},
+    ],
+    "caches": [
+        {
+            "caches/journal",
+            "caches/keep_counts",
+            "caches/mlx_lm_touches",
+            "caches/nbytes",
+        },
+        {"caches/types"},
+        {"caches/journals"},
+        {"caches/registry"},
+        {"caches/speculation", "caches/kv_quantization"},
+        {"caches/snapshots"},
+        {"caches/prefix", "caches/files"},
+    ],
+    "models": [
+        {"models"},
+        {"models/introspect"},
+        {"models/cpu", "models/cuda"},
+        {"models/ops"},
+        {"models/recurrent"},
+        {"models/lanes"},
+        {"models/checkpoints"},
+        {"models/mtp", "models/eagle", "models/dflash", "models/gemma_assistant"},
+    ],
+    "engine": [
+        {
+            "engine/argument_checks",
+            "engine/detokenizer",
+            "engine/memory",
+            "engine/prompt",
+            "engine/result",
+            "engine/sequence",
+            "engine/stats",
+            "engine/timing",
+            "engine/token_origin",
+        },
+        {"engine/drafters", "engine/lookup"},
+        {"engine/draft_length"},
+        {"engine/round"},
+        {"engine/batch", "engine/distributed"},
+        {"engine"},
+        {"engine/mlx_lm_compat", "engine/equivalence"},
+    ],
+    FRONT: [
+        {FRONT},
+        {f"{FRONT}/blas"},
+        {f"{FRONT}/before_mlx"},
+        {f"{FRONT}/cli", f"{FRONT}/server/api_errors", f"{FRONT}/server/config"},
+        {f"{FRONT}/server/schemas"},
+        {f"{FRONT}/server/request"},
+        {f"{FRONT}/server"},
+        {f"{FRONT}/cli/commands"},
+        {f"{FRONT}/cli/__init__", f"{FRONT}/cli/app"},
+        {f"{FRONT}/__main__"},
+    ],
+}
+# Rooms that count as one: a drafter of its own size beside the others.
+TOGETHER = {"engine/lookup": "engine/drafters"}
+
+# Who may import a sealed room, beside itself.
+SEALED = {"models/cpu": {"models/ops"}, "models/cuda": {"models/ops"}}
+
+NAMED_ALIKE = {
+    "base": "the protocols and value types of a room",
+    "load": "a folder or file in, an object out",
+    "head": "the module of a draft head",
+    "config": "options or config.json, checked",
+    "cache": "the caches of a draft head",
+    "probe": "which convention a drafter was trained with",
+    "generator": "what a user makes, for one request or for many",
+    "decoder": "runs the rounds of one request or of many",
+    "outcome": "what a round brought",
+    "calibration": "measures what rounds cost",
+    "draft_model": "a smaller model as a drafter",
+    "mtp": "an MTP head as a drafter",
+    "cascade": "several drafters in turn: as a drafter, and their draft lengths",
+    "attention": "attention in a round: dispatch, CPU, CUDA",
+    "request": "one request",
+    "options": "what a caller asks for",
+    "registry": "the table of the kinds that are known",
+    "results": "what a choice or a batch gives back",
+    "fields": "a JSON object or a file as checked fields",
+    "acceptance": "how often drafted tokens are accepted",
+    "restore_points": "states that are taken on the way",
+    "stream": "one running generation",
+    "response": "what an answer holds",
+    "generate": "from a prompt to its text, to the end",
+    "quantize": "weights in fewer bits",
+    "sliding_kv": "SlidingKVCache and its journal",
+    "__init__": "opens a room",
+}
+
+# Edges that the moves have left, "importer -> imported": against the order, or into a
+# sealed room. None is added; the redesign of a room takes its own off this list.
+TO_BE_CUT: frozenset[str] = frozenset(
+    {
+        "caches/types/convert -> caches/registry",
+        "engine/batch/request -> engine/stream",
+        "engine/batch/request -> engine/stream_handling",
+        "engine/config -> models/cpu/compiled_draft",
+        "engine/distributed/consistency -> engine/stream_handling",
+        "engine/distributed/setup -> engine/stream",
+        "engine/distributed/stream -> engine/stream",
+        "engine/draft_length/policies -> engine/stream",
+        "engine/drafters/base -> engine/draft_length/early_stop",
+        "engine/drafters/cascade -> engine/draft_length/early_stop",
+        "engine/drafters/draft_model -> engine/draft_length/early_stop",
+        "engine/drafters/sources -> engine/draft_length/constant_drafter",
+        "engine/drafters/sources -> models/cpu/compiled_draft",
+        "engine/memory -> engine/drafters/quantize",
+        "engine/memory -> engine/drafters/sources",
+        "engine/stream_factory -> models/cuda/transposed_weights",
+        "models/checkpoints/draft_checkpoint -> models/mtp/files",
+        "models/checkpoints/draft_checkpoint -> models/mtp/transforms",
+        "models/checkpoints/speculation_json -> models/mtp/convention",
+        "models/dflash/cache -> models/mtp/cache",
+        "models/dflash/load -> models/mtp/transforms",
+        "models/eagle/head -> models/mtp/head",
+        "models/eagle/load -> models/mtp/transforms",
+        "models/lanes/batch_lane -> models/cpu/submit_layers",
+        "models/lanes/lane -> models/cpu/compiled_draft",
+        "models/lanes/lane -> models/cpu/submit_layers",
+        "models/load_model -> models/mtp/files",
+        "models/ops/replaced_functions -> models/recurrent/mixers",
+        "models/recurrent/chunked_delta -> models/cuda/available",
+        "models/recurrent/chunked_delta -> models/cuda/gated_delta",
+        "models/recurrent/recorder -> models/cpu/submit_layers",
+        "models/recurrent/recorder -> models/cuda/linear",
+        "models/recurrent/recorder -> models/cuda/transposed_weights",
+        "models/safetensors_layout -> models/mtp/files",
+        "src/mlx_speculation/cli/measure -> src/mlx_speculation/cli/commands/check",
+    }
+)
+# Modules that are too long still.
+TO_BE_DIVIDED: frozenset[str] = frozenset(
+    {"engine/batch/decoder", "engine/generator", "engine/stream"}
+)
+
+
+@cache
+def modules() -> tuple[str, ...]:
+    """Return every product module, by its path without `.py`."""
+    found = [
+        path.relative_to(ROOT).with_suffix("").as_posix()
+        for folder in (*FOLDERS, FRONT)
+        for path in (ROOT / folder).rglob("*.py")
+        if path.relative_to(ROOT / folder).parts[0] not in {*FOLDERS, "demo"}
+    ]
+    return tuple(sorted(found))
+
+
+def room_of(module: str) -> str:
+    """Return the folder that a module lies in."""
+    return str(PurePosixPath(module).parent)
+
+
+def folder_of(module: str) -> str:
+    """Return which of the parts of the package a module belongs to."""
+    return FRONT if module.startswith(FRONT) else module.partition("/")[0]
+
+
+def is_opening(module: str) -> bool:
+    """Whether a module is the `__init__` of a whole folder, which exports its rooms."""
+    return module in {f"{folder}/__init__" for folder in ORDER}
+
+
+@cache
+def source(module: str) -> str:
+    return (ROOT / f"{module}.py").read_text("utf-8")
+
+
+def nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield what runs: not what stands under `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for other in child.orelse:
+                yield other
+                yield from nodes(other)
+            continue
+        yield child
+        yield from nodes(child)
+
+
+def path_of(dotted: str) -> str | None:
+    """Return the module of a dotted name of this package; None: it is no module."""
+    parts = dotted.split(".")
+    if parts[0] != "mlx_speculation":
+        return None
+    rest = "/".join(parts[1:])
+    top = rest if parts[1:2] and parts[1] in FOLDERS else f"{FRONT}/{rest}".rstrip("/")
+    known = set(modules())
+    return next((m for m in (top, f"{top}/__init__") if m in known), None)
+
+
+@cache
+def exports(module: str) -> dict[str, str]:
+    """Return where the names that an `__init__` takes over are from."""
+    found = {}
+    for node in nodes(ast.parse(source(module))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                home = home_of(node.module, alias.name)
+                if home is not None:
+                    found[alias.asname or alias.name] = home
+    return found
+
+
+def home_of(dotted: str, name: str) -> str | None:
+    """Return the module that `from dotted import name` takes the name from."""
+    module = path_of(dotted)
+    if module is None:
+        return path_of(f"{dotted}.{name}")
+    if module.endswith("__init__"):
+        taken = exports(module).get(name)
+        return taken or path_of(f"{dotted}.{name}") or module
+    return module
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """Return the modules that a module takes names from."""
+    found: set[str | None] = set()
+    for node in nodes(ast.parse(source(module))):
+        if isinstance(node, ast.Import):
+            found |= {path_of(alias.name) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {home_of(node.module, alias.name) for alias in node.names}
+    return frozenset(each for each in found if each is not None and each != module)
+
+
+def layer_of(module: str) -> int:
+    """Return the layer of a module in its folder: by its own name, else by its room."""
+    layers = ORDER[folder_of(module)]
+    name = module
+    while name not in {"", "."}:
+        for number, names in enumerate(layers):
+            if name in names:
+                return number
+        name = str(PurePosixPath(name).parent)
+    raise AssertionError(f"{module} is in no layer of ORDER: give its room a place")
+
+
+def together(module: str) -> str:
+    """Return the room of a module, or the one that it counts as."""
+    return TOGETHER.get(room_of(module), room_of(module))
+
+
+def edges() -> Iterator[tuple[str, str]]:
+    """Yield who imports what, within each folder and between its rooms."""
+    for module in modules():
+        if is_opening(module):
+            continue
+        for other in sorted(imports(module)):
+            if folder_of(module) == folder_of(other) and not is_opening(other):
+                yield module, other
+
+
+def back_edges() -> set[str]:
+    """Return the edges that point up, or across to a room of the same layer."""
+    found = set()
+    for module, other in edges():
+        here, there = layer_of(module), layer_of(other)
+        across = here == there and together(module) != together(other)
+        if there > here or across:
+            found.add(f"{module} -> {other}")
+    return found
+
+
+def room_edges() -> dict[str, set[str]]:
+    """Return which room knows which; a room and its parent may know each other."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for module, other in edges():
+        one, two = PurePosixPath(together(module)), PurePosixPath(together(other))
+        parent = one == two or one in two.parents or two in one.parents
+        if not parent and f"{module} -> {other}" not in TO_BE_CUT:
+            found[str(one)].add(str(two))
+    return found
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Return rooms that import each other in a circle, the first one twice."""
+    done: set[str] = set()
+
+    def walk(room: str, way: list[str]) -> list[str]:
+        if room in way:
+            return [*way[way.index(room) :], room]
+        if room in done:
+            return []
+        for other in sorted(graph.get(room, ())):
+            found = walk(other, [*way, room])
+            if found:
+                return found
+        done.add(room)
+        return []
+
+    for room in sorted(graph):
+        found = walk(room, [])
+        if found:
+            return found
+    return []
+
+
+def too_full() -> dict[str, int]:
+    """Return the rooms with more modules than a folder may have."""
+    count: dict[str, int] = defaultdict(int)
+    for module in modules():
+        count[room_of(module)] += not module.endswith("__init__")
+    return {room: number for room, number in count.items() if number > FULL}
+
+
+def too_long() -> dict[str, int]:
+    """Return the modules with more lines than a module may have."""
+    lines = {module: source(module).count("\n") for module in modules()}
+    return {module: number for module, number in lines.items() if number > LONG}
+
+
+def named_alike() -> dict[str, list[str]]:
+    """Return the file names that stand in several rooms."""
+    rooms: dict[str, list[str]] = defaultdict(list)
+    for module in modules():
+        rooms[PurePosixPath(module).name].append(room_of(module))
+    return {name: found for name, found in rooms.items() if len(found) > 1}
+
+
+def unsealed() -> set[str]:
+    """Return the imports of a sealed room by others than those that may know it."""
+    return {
+        f"{module} -> {other}"
+        for module in modules()
+        if not is_opening(module)
+        for other in imports(module)
+        for room in [room_of(other)]
+        if room in SEALED and room_of(module) not in {room, *SEALED[room]}
+    }
+
+
+def test_imports_between_rooms_point_one_way() -> None:
+    """A module imports from layers below its own; see ORDER."""
+    assert not back_edges() - TO_BE_CUT
+
+
+def test_what_is_done_is_taken_off_the_lists() -> None:
+    assert not TO_BE_CUT - back_edges() - unsealed()
+    assert not TO_BE_DIVIDED - too_long().keys()
+
+
+def test_no_rooms_import_each_other_in_a_circle() -> None:
+    assert cycle(room_edges()) == []
+
+
+def test_no_room_is_too_full() -> None:
+    assert not too_full(), f"at most {FULL} modules: divide the room"
+
+
+def test_no_module_is_too_long() -> None:
+    assert not too_long().keys() - TO_BE_DIVIDED, (
+        f"at most {LONG} lines: divide the module"
+    )
+
+
+def test_a_file_name_says_the_same_in_every_room() -> None:
+    """Give a file another name, or write its role into NAMED_ALIKE."""
+    assert named_alike().keys() == NAMED_ALIKE.keys(), named_alike()
+
+
+def test_sealed_rooms_are_known_to_dispatch_alone() -> None:
+    assert not unsealed() - TO_BE_CUT
+
+
+@pytest.mark.parametrize("room", sorted({room_of(m) for m in modules()}))
+def test_each_room_says_what_lives_there_and_what_it_does_not_know(room: str) -> None:
+    opening = f"{room}/__init__"
+    assert opening in modules()
+    said = ast.get_docstring(ast.parse(source(opening)))
+    assert said is not None
+    assert len(said.splitlines()) > 1
+
+
+# The functions above find what they are for: on a drawing with each of the faults.
+
+
+def test_a_circle_is_found() -> None:
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert cycle({"a": {"b", "c"}, "b": {"c"}}) == []
+
+
+def test_names_are_followed_to_where_they_are_from() -> None:
+    assert home_of("mlx_speculation.caches", "Speculation") == "caches/speculation"
+    assert home_of("mlx_speculation.samplers", "verifier") == "samplers/verifier"
+    assert home_of("numpy", "array") is None
