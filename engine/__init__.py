@@ -6,7 +6,7 @@ door and the scripts imports it.
 
 from mlx_speculation.engine.batch.generator import BatchGenerator
 from mlx_speculation.engine.batch.results import BatchResponse, BatchStatistics
-from mlx_speculation.engine.draft_length.base import Lengths, Outcome, Plan
+from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Outcome, Plan
 from mlx_speculation.engine.drafters.base import Choose, Draft, Drafter
 from mlx_speculation.engine.drafters.cascade import Cascade
 from mlx_speculation.engine.drafters.dflash import DFlashDraft
@@ -40,10 +40,10 @@ __all__ = [
     "Chunk",
     "DFlashDraft",
     "Draft",
+    "DraftLengthPolicy",
     "Drafter",
     "DrafterFault",
     "EagleDraft",
-    "Lengths",
     "LookupDrafter",
     "MtpDraft",
     "MtpDrafter",

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_speculation.caches import PrefixCache
 from mlx_speculation.engine.argument_checks import check_compiled, check_generator
 from mlx_speculation.engine.distributed import RankedTarget, all_or_none
-from mlx_speculation.engine.draft_length.policies import MeasuredLengths
+from mlx_speculation.engine.draft_length.policies import DraftLengthPolicies
 from mlx_speculation.engine.drafters.reduced_vocabulary import (
     ReducedDrafts,
     checked_vocabulary,
@@ -44,7 +44,7 @@ from mlx_speculation.samplers import Acceptance
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True, weakref_slot=True)
-class GeneratorSetup:
+class GeneratorConfig:
     """What all streams of a generator share.
 
     When it is dropped, so are the recorders in its models: whatever runs keeps it.
@@ -76,7 +76,7 @@ class GeneratorSetup:
     draft_confidence: float
     compiled: Mapping[int, CompiledSteps]
     reduced: ReducedDrafts
-    lengths: MeasuredLengths
+    lengths: DraftLengthPolicies
     acceptance: Acceptance
     sliding: Sliding
     prefix_cache: PrefixCache | None
@@ -106,7 +106,7 @@ def checked_setup(
     draft_vocabulary: Iterable[int] | None,
     compile_draft: bool,
     group: Group | None,
-) -> GeneratorSetup:
+) -> GeneratorConfig:
     """Check what a generator is made with; see `SpeculativeGenerator`.
 
     Raises:
@@ -125,7 +125,7 @@ def checked_setup(
                 draft_vocabulary = None
         check_compiled(compile_draft, models_of(checked), draft_vocabulary)
         confidence = checked_confidence(draft_confidence, checked)
-        lengths = MeasuredLengths(
+        lengths = DraftLengthPolicies(
             model,
             checked,
             sliding,
@@ -151,7 +151,7 @@ def checked_setup(
         with ExitStack() as hooks:
             for module in models:
                 hooks.callback(Recorders(module).remove)
-            setup = GeneratorSetup(
+            setup = GeneratorConfig(
                 model=model,
                 tokenizer=own,
                 ids=ids,

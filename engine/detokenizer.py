@@ -45,7 +45,7 @@ class StopStrings:
         return 0
 
 
-class TextStream:
+class TextDetokenizer:
     """Turns emitted tokens into text, and finds where the text ends.
 
     Args:

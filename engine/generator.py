@@ -11,23 +11,23 @@ from mlx_speculation.caches import PrefixCache
 from mlx_speculation.engine.batch.calibration import calibrate_batches
 from mlx_speculation.engine.batch.generate import generate_batch
 from mlx_speculation.engine.config import checked_setup
-from mlx_speculation.engine.draft_length.base import Lengths
+from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
 from mlx_speculation.engine.draft_length.calibration import PartsTable
 from mlx_speculation.engine.draft_length.policies import (
     CostTable,
-    MeasuredLengths,
+    DraftLengthPolicies,
     Progress,
     follow_calibration,
 )
 from mlx_speculation.engine.drafters.base import Drafter
 from mlx_speculation.engine.drafters.head_source import Following
 from mlx_speculation.engine.drafters.resolve import load_pair
-from mlx_speculation.engine.options import StreamOptions
+from mlx_speculation.engine.options import GenerateOptions
 from mlx_speculation.engine.result import Result
 from mlx_speculation.engine.stream import Stream
-from mlx_speculation.engine.stream_factory import StreamMaker
+from mlx_speculation.engine.stream_factory import StreamFactory
 from mlx_speculation.engine.stream_handling import USUAL, Handling
-from mlx_speculation.models import Contract, Group, Parallel, Sliding, notice
+from mlx_speculation.models import Group, MtpConvention, Parallel, Sliding, notice
 from mlx_speculation.samplers import Acceptance, Constraint, Sampling
 
 
@@ -116,7 +116,7 @@ class SpeculativeGenerator:
             compile_draft=compile_draft,
             group=group,
         )
-        self._streams = StreamMaker(self._setup)
+        self._streams = StreamFactory(self._setup)
 
     @classmethod
     def from_pretrained(
@@ -129,7 +129,7 @@ class SpeculativeGenerator:
         acceptance: Acceptance = "keyed",
         sliding: Sliding = "slack",
         prefix_cache: PrefixCache | None = None,
-        contract: Contract | None = None,
+        convention: MtpConvention | None = None,
         quantize_draft: int | None = None,
         draft_vocabulary: Iterable[int] | None = None,
         compile_draft: bool = False,
@@ -151,7 +151,7 @@ class SpeculativeGenerator:
             acceptance: see the constructor.
             sliding: see the constructor.
             prefix_cache: see the constructor.
-            contract: what the head was trained with; a probe finds it when omitted.
+            convention: what the head was trained with; a probe finds it when omitted.
             quantize_draft: bits in which to hold the weights of the draft or head that
                 is loaded, 2, 3, 4, 5, 6 or 8; those of the target stay as they are.
             draft_vocabulary: see the constructor.
@@ -166,14 +166,14 @@ class SpeculativeGenerator:
         Raises:
             ModelFolderError: a folder is not a model, or has no whole head, or its
                 speculation.json is wrong.
-            ContractError: the head agrees with the target by no convention.
+            ConventionError: the head agrees with the target by no convention.
             UnsupportedModelError: the target is of no family whose heads are known.
             TokenizerMismatchError: target and draft do not share their token ids.
         """
         model, tokenizer, choice = load_pair(
             path_or_repo,
             draft,
-            contract=contract,
+            convention=convention,
             quantize_draft=quantize_draft,
             adapter_path=adapter_path,
             trust_remote_code=trust_remote_code,
@@ -233,7 +233,7 @@ class SpeculativeGenerator:
         return self._setup.prompts.encode(prompt)
 
     @property
-    def lengths(self) -> MeasuredLengths:
+    def lengths(self) -> DraftLengthPolicies:
         """What decides draft lengths, for `BatchGenerator`."""
         return self._setup.lengths
 
@@ -351,7 +351,7 @@ class SpeculativeGenerator:
         sampling: Sampling | None = None,
         stop: str | SequenceOf[str] = (),
         stop_tokens: Collection[int] | None = None,
-        draft_length: int | Lengths | None = None,
+        draft_length: int | DraftLengthPolicy | None = None,
         max_draft: int | None = None,
         prompt_cache: list[Any] | None = None,
         cached_tokens: Iterable[int] | None = None,
@@ -369,8 +369,8 @@ class SpeculativeGenerator:
             sampling: how tokens are chosen; greedy when omitted.
             stop: texts that end the generation; the text is cut before them.
             stop_tokens: ids that end it; the tokenizer's own when omitted.
-            draft_length: overrides the generator's; a `Lengths` of your own is asked
-                before each round.
+            draft_length: overrides the generator's; a `DraftLengthPolicy` of your own
+                is asked before each round.
             max_draft: no draft of this stream is longer; None: no limit of its own.
             prompt_cache: the caller's mlx-lm caches of the target; `prompt` follows
                 what they hold. They are written to.
@@ -394,7 +394,7 @@ class SpeculativeGenerator:
             InvalidRequestError: names the two values that do not fit.
             ConstraintError: the constraint fails before the first token.
         """
-        options = StreamOptions(
+        options = GenerateOptions(
             max_tokens=max_tokens,
             sampling=sampling,
             stop=stop,

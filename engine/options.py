@@ -4,13 +4,13 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_speculation.engine.draft_length.base import Lengths
+from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
 from mlx_speculation.engine.stream_handling import USUAL, Handling
 from mlx_speculation.samplers import Constraint, Sampling
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class StreamOptions:
+class GenerateOptions:
     """The options of a stream, as they were passed; not checked yet.
 
     Attributes are described in `SpeculativeGenerator.stream`.
@@ -20,7 +20,7 @@ class StreamOptions:
     sampling: Sampling | None = None
     stop: str | Sequence[str] = ()
     stop_tokens: Collection[int] | None = None
-    draft_length: int | Lengths | None = None
+    draft_length: int | DraftLengthPolicy | None = None
     max_draft: int | None = None
     prompt_cache: list[Any] | None = None
     cached_tokens: Iterable[int] | None = None

@@ -8,7 +8,7 @@ from mlx_speculation.caches import PrefixCache
 from mlx_speculation.models import Lane, RestorePoints
 
 
-class Prefixes:
+class PrefixReuse:
     """The prefix cache, as one stream sees it.
 
     Args:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 
-from mlx_speculation.engine.detokenizer import TextStream
+from mlx_speculation.engine.detokenizer import TextDetokenizer
 from mlx_speculation.engine.draft_length.base import Outcome, Plan
 from mlx_speculation.engine.memory import Memory
-from mlx_speculation.engine.prefix_reuse import Prefixes
+from mlx_speculation.engine.prefix_reuse import PrefixReuse
 from mlx_speculation.engine.result import Chunk, LogProb, Result
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.outcome import Cut, Emitted
@@ -50,13 +50,13 @@ class Stream:
         *,
         decoder: Decoder,
         sequence: Sequence,
-        text: TextStream,
+        text: TextDetokenizer,
         max_tokens: int,
         seed: int,
         hold_all: bool,
         running: AbstractContextManager[None],
         memory: Callable[[], Memory],
-        prefixes: Prefixes | None = None,
+        prefixes: PrefixReuse | None = None,
         remember: Callable[[list[int]], None] | None = None,
         yielded_only: bool = False,
         level_draft: bool = False,

@@ -16,15 +16,15 @@ from mlx_speculation.engine.argument_checks import (
     check_rule,
     checked_stops,
 )
-from mlx_speculation.engine.config import GeneratorSetup
-from mlx_speculation.engine.detokenizer import TextStream
+from mlx_speculation.engine.config import GeneratorConfig
+from mlx_speculation.engine.detokenizer import TextDetokenizer
 from mlx_speculation.engine.distributed import (
     RoundParts,
     StreamSetup,
     fields_of_stream,
 )
-from mlx_speculation.engine.draft_length.base import Lengths
-from mlx_speculation.engine.draft_length.cascade import CascadeLengths
+from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
+from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.draft_length.policies import Start
 from mlx_speculation.engine.drafters.base import Drafter
 from mlx_speculation.engine.drafters.cascade import Cascade
@@ -40,8 +40,8 @@ from mlx_speculation.engine.drafters.sources import (
     serves_one_stream,
 )
 from mlx_speculation.engine.memory import Memory, Weights, held_memory
-from mlx_speculation.engine.options import StreamOptions
-from mlx_speculation.engine.prefix_reuse import Prefixes
+from mlx_speculation.engine.options import GenerateOptions
+from mlx_speculation.engine.prefix_reuse import PrefixReuse
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.stats import Statistics
@@ -52,14 +52,14 @@ from mlx_speculation.samplers import Chooser, Constrained, Sampling, Verifier
 from mlx_speculation.samplers.constraints.masks import Masks
 
 
-class StreamMaker:
+class StreamFactory:
     """Makes the streams of one generator.
 
     Args:
         setup: what the generator was made with.
     """
 
-    def __init__(self, setup: GeneratorSetup) -> None:
+    def __init__(self, setup: GeneratorConfig) -> None:
         self._setup = setup
         self._weights = Weights(setup.model, setup.draft, setup.reduced.modules)
         self._busy: weakref.ref[Stream] | None = None
@@ -67,18 +67,18 @@ class StreamMaker:
     def start_calibration(self) -> Start:
         """Return what starts streams that measure: their texts are of no later use."""
         draft = measured_draft(self._setup.draft)
-        maker = StreamMaker(replace(self._setup, draft=draft, prefix_cache=None))
+        maker = StreamFactory(replace(self._setup, draft=draft, prefix_cache=None))
         maker._busy = self._busy
 
-        def start(prompt: list[int], lengths: Lengths) -> Stream:
-            options = StreamOptions(
+        def start(prompt: list[int], lengths: DraftLengthPolicy) -> Stream:
+            options = GenerateOptions(
                 max_tokens=1 << 20, stop_tokens=(), draft_length=lengths
             )
             return maker.make(prompt, options)
 
         return start
 
-    def make(self, prompt: str | SequenceOf[int], options: StreamOptions) -> Stream:
+    def make(self, prompt: str | SequenceOf[int], options: GenerateOptions) -> Stream:
         """Return a stream that has not begun; see `SpeculativeGenerator.stream`.
 
         Raises:
@@ -103,7 +103,7 @@ class StreamMaker:
         lengths = setup.lengths.for_stream(
             options.draft_length, options.max_draft, greedy=sampling.greedy
         )
-        if isinstance(lengths, CascadeLengths) and isinstance(drafter, Cascade):
+        if isinstance(lengths, CascadeDraftLength) and isinstance(drafter, Cascade):
             drafter.turns = lengths.turns
         verifier = Verifier(chooser, setup.acceptance, whole_rows=handling.whole_rows)
         parts = ranks.parts(
@@ -124,7 +124,7 @@ class StreamMaker:
                 statistics=statistics,
             ),
             sequence=sequence,
-            text=TextStream(setup.tokenizer.detokenizer, ends, stops),
+            text=TextDetokenizer(setup.tokenizer.detokenizer, ends, stops),
             max_tokens=options.max_tokens,
             seed=sampling.seed,
             hold_all=options.prompt_cache is not None,
@@ -173,7 +173,7 @@ class StreamMaker:
 
     def _fields(
         self,
-        options: StreamOptions,
+        options: GenerateOptions,
         sequence: Sequence,
         seen: int,
         sampling: Sampling,
@@ -198,11 +198,11 @@ class StreamMaker:
 
     def _prefixes(
         self,
-        options: StreamOptions,
+        options: GenerateOptions,
         target: Lane,
         drafter: Drafter | None,
-        lengths: Lengths,
-    ) -> Prefixes | None:
+        lengths: DraftLengthPolicy,
+    ) -> PrefixReuse | None:
         """Return a stream's view of the prefix cache, where it may use one."""
         cache = self._setup.prefix_cache
         if cache is None or options.own_caches:
@@ -211,7 +211,7 @@ class StreamMaker:
         def lanes() -> list[Lane | None]:
             return [target, *lanes_of(drafter)]
 
-        return Prefixes(cache, lanes, reach=lengths.longest + 2)
+        return PrefixReuse(cache, lanes, reach=lengths.longest + 2)
 
     def _memory(self, target: Lane, drafter: Drafter | None) -> Callable[[], Memory]:
         """Return what counts the bytes that a stream holds."""

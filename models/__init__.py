@@ -50,13 +50,13 @@ from mlx_speculation.models.load_model import (
 )
 from mlx_speculation.models.mtp.batch_cache import BatchSlots, BatchSlotsRound
 from mlx_speculation.models.mtp.cache import MtpSlots, OnTarget, Slots
-from mlx_speculation.models.mtp.convention import Contract, contract_of
+from mlx_speculation.models.mtp.convention import MtpConvention, convention_of
 from mlx_speculation.models.mtp.files import is_split_head
 from mlx_speculation.models.mtp.head import Mtp, MtpHead, MtpOutput
 from mlx_speculation.models.mtp.load import find_mtp_head
 from mlx_speculation.models.mtp.load_with_convention import (
     load_mtp_head,
-    usual_contract,
+    usual_convention,
 )
 from mlx_speculation.models.quantize import check_bits, quantize_weights, weight_bytes
 from mlx_speculation.models.recurrent.recorder import Recorders
@@ -99,7 +99,6 @@ __all__ = [
     "BatchStates",
     "CommittedStates",
     "CompiledSteps",
-    "Contract",
     "DFlash",
     "DFlashContext",
     "DFlashHead",
@@ -111,6 +110,7 @@ __all__ = [
     "LaneRound",
     "LayerIds",
     "Mtp",
+    "MtpConvention",
     "MtpHead",
     "MtpOutput",
     "MtpSlots",
@@ -138,7 +138,7 @@ __all__ = [
     "check_resumable",
     "check_same_ids",
     "compiled_steps",
-    "contract_of",
+    "convention_of",
     "cuda_serves",
     "evaluate_held",
     "find_mtp_head",
@@ -179,7 +179,7 @@ __all__ = [
     "starts_for",
     "told",
     "transposed_weights",
-    "usual_contract",
+    "usual_convention",
     "weight_bytes",
     "why_alone",
     "wired",

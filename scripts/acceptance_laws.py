@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.engine.draft_length.base import FixedLengths
+from mlx_speculation.engine.draft_length.base import FixedDraftLength
 from mlx_speculation.engine.drafters.draft_model import DraftModel
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.outcome import Cut
@@ -98,7 +98,7 @@ def watch(
         sequence=sequence,
         verifier=verifier,
         drafter=DraftModel(lambda: Lane(draft, sliding="slack")),
-        lengths=FixedLengths(k),
+        lengths=FixedDraftLength(k),
     )
     decoder.prefill()
     while (left := job.tokens - decoder.statistics.emitted) > 0:

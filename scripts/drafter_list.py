@@ -21,7 +21,7 @@ from mlx_speculation.engine.drafters.registry import Offer, draft_folder, kind_n
 from mlx_speculation.engine.drafters.sources import LONGEST
 from mlx_speculation.engine.equivalence.texts import find_parting
 from mlx_speculation.errors import (
-    ContractError,
+    ConventionError,
     ModelFolderError,
     UnsupportedModelError,
 )
@@ -135,7 +135,7 @@ def sources_of(
     offer = Offer(bench.folder, bench.folder, bench.model, bench.tokenizer)
     small = kind_named("model").load(_offer(offer, draft))
     found: dict[str, Any] = {"model": small}
-    with suppress(ContractError, ModelFolderError, UnsupportedModelError):
+    with suppress(ConventionError, ModelFolderError, UnsupportedModelError):
         found["mtp"] = kind_named("mtp").load(offer)  # most folders have none
     beside = demo_models()["draft"].parent
     own = [beside / name for name, target in HEADS.items() if target == bundled]

@@ -103,21 +103,23 @@ def fit_mtp_head(
         bits: quantize it; None: do not.
 
     Raises:
-        ValueError: its contract mixes states from both sides of a norm.
+        ValueError: its convention mixes states from both sides of a norm.
     """
     head, args = load_mtp_head(folder, small), larger.language_model.args
-    contract = head.contract
-    if contract.hidden != contract.recycled:
+    convention = head.convention
+    if convention.hidden != convention.recycled:
         raise ValueError(
-            f"the head reads the state {contract.hidden} and recycles that "
-            f"{contract.recycled}, of which one is divided; both have to be the same"
+            f"the head reads the state {convention.hidden} and recycles that "
+            f"{convention.recycled}, of which one is divided; both have to be the same"
         )
     width = args.hidden_size // small.language_model.args.hidden_size
     blocks = mtp_blocks.qwen(args, {}, 0)
-    layer = MtpLayer(args.hidden_size, args.rms_norm_eps, blocks, order=contract.order)
-    if contract.hidden == "after_norm":
+    layer = MtpLayer(
+        args.hidden_size, args.rms_norm_eps, blocks, order=convention.order
+    )
+    if convention.hidden == "after_norm":
         layer.norm_h.eps = args.rms_norm_eps / width**2
-    grown = MtpHead([layer], contract, depth=head.depth)
+    grown = MtpHead([layer], convention, depth=head.depth)
     wider = partial(_wider, small.language_model.args)
     for name, value in dense_parameters(head).items():
         put(grown, name, wider(name, value, width), dtype)

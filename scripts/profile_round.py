@@ -70,13 +70,13 @@ def taken_apart(pieces: Pieces) -> Iterator[None]:
     import mlx.core as mx
 
     from mlx_speculation.caches import states
-    from mlx_speculation.engine.drafters.fault_guard import Contained
+    from mlx_speculation.engine.drafters.fault_guard import FaultGuard
     from mlx_speculation.engine.round.round import Rounds
     from mlx_speculation.models import Lane, LaneRound
     from mlx_speculation.samplers import Verifier
 
     lanes: list[Lane] = []  # whose round is running: the target's, or a draft model's
-    propose, settle = Contained.propose, Contained.settle
+    propose, settle = FaultGuard.propose, FaultGuard.settle
     forward, commit = LaneRound.forward, LaneRound.commit
     verify, drafted = Verifier.verify, Rounds._drafted_round
 
@@ -124,8 +124,8 @@ def taken_apart(pieces: Pieces) -> Iterator[None]:
             lanes.clear()
 
     changed = [
-        (Contained, "propose", proposed, propose),
-        (Contained, "settle", settled, settle),
+        (FaultGuard, "propose", proposed, propose),
+        (FaultGuard, "settle", settled, settle),
         (LaneRound, "forward", forwarded, forward),
         (LaneRound, "commit", committed, commit),
         (Verifier, "verify", verified, verify),

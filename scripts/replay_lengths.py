@@ -52,7 +52,7 @@ from mlx_speculation.cli import run
 if TYPE_CHECKING:
     from benchmark_arms import Job, Models
 
-    from mlx_speculation.engine.draft_length.base import Lengths
+    from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
     from mlx_speculation.engine.draft_length.early_stop import Certainties
 
 CONTEXT = 256
@@ -203,7 +203,7 @@ def in_common(drafted: list[int], following: list[int]) -> int:
 
 
 def replayed(
-    policy: "Lengths",
+    policy: "DraftLengthPolicy",
     machine: Machine,
     text: list[Place],
     random: np.random.Generator,
@@ -256,13 +256,15 @@ def replayed(
 
 def compare(machine: Machine, texts: list[list[Place]], seed: int) -> dict[str, Any]:
     """Return the best fixed length, and lengths by measurement over it."""
-    from mlx_speculation.engine.draft_length.base import FixedLengths
+    from mlx_speculation.engine.draft_length.base import FixedDraftLength
     from mlx_speculation.engine.draft_length.early_stop import Certainties
 
     fixed = [0.0] * (machine.longest + 1)
     for text, place, length in product(texts, PLACES, range(len(fixed))):
         random = np.random.default_rng(seed)  # of what nobody looks at
-        fixed[length] += replayed(FixedLengths(length), machine, text[place:], random)
+        fixed[length] += replayed(
+            FixedDraftLength(length), machine, text[place:], random
+        )
     best = min(range(len(fixed)), key=fixed.__getitem__)
     auto = usual = measured(machine, texts, seed)
     if any(place.certainties for text in texts for place in text):

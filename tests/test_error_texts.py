@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_speculation import (
     AssistantDraft,
-    Contract,
+    MtpConvention,
     Sampling,
     Speculation,
     SpeculationError,
@@ -25,7 +25,7 @@ from mlx_speculation import (
 )
 from mlx_speculation.caches import SlidingKVCache
 from mlx_speculation.engine import Choose, Draft, Sequence
-from mlx_speculation.models import contract_of
+from mlx_speculation.models import convention_of
 from mlx_speculation.samplers import Chooser, tree_layout
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
@@ -102,21 +102,21 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: generator().stream("x").decisions,
         "The stream keeps no decisions, since explain was False. Start it with explai",
     ),
-    "contract value": (
-        lambda: Contract(hidden="inside"),  # type: ignore[arg-type]
-        "hidden of a contract is 'inside', and one of after_norm; before_norm is need",
+    "convention value": (
+        lambda: MtpConvention(hidden="inside"),  # type: ignore[arg-type]
+        "hidden of a convention is 'inside', and one of after_norm; before_norm is",
     ),
-    "contract norms": (
-        lambda: Contract(norms="odd"),  # type: ignore[arg-type]
-        "norms of a contract is 'odd', and one of stored; plus_one; a tuple of norm_e",
+    "convention norms": (
+        lambda: MtpConvention(norms="odd"),  # type: ignore[arg-type]
+        "norms of a convention is 'odd', and one of stored; plus_one; a tuple of",
     ),
-    "contract field": (
-        lambda: contract_of({"norm": "stored"}, "the file"),
-        "The contract in the file has a field 'norm', and hidden, recycled, order, no",
+    "convention field": (
+        lambda: convention_of({"norm": "stored"}, "the file"),
+        "The convention in the file has a field 'norm', and hidden, recycled, order",
     ),
-    "contract in a file": (
-        lambda: contract_of({"order": "none"}, "the file"),
-        "In the file: order of a contract is 'none', and one of embedding_first; hidd",
+    "convention in a file": (
+        lambda: convention_of({"order": "none"}, "the file"),
+        "In the file: order of a convention is 'none', and one of embedding_first;",
     ),
     "no seed": (
         lambda: Chooser(Sampling(), 8),

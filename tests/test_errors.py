@@ -50,7 +50,7 @@ def test_the_drawing_in_the_docstring_is_the_tree() -> None:
         (errors.UnsupportedModelError, TypeError),
         (errors.SpeculationClosedError, RuntimeError),
         (errors.ModelFolderError, ValueError),
-        (errors.ContractError, ValueError),
+        (errors.ConventionError, ValueError),
         (errors.CacheFileError, ValueError),
         (errors.NonFiniteLogitsError, ArithmeticError),
         (errors.ConstraintError, ValueError),

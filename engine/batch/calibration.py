@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import mlx.nn as nn
 
 from mlx_speculation.engine.batch.decoder import BatchDecoder
-from mlx_speculation.engine.batch.draft_length import BatchLengths
-from mlx_speculation.engine.batch.prefill_budget import ReadingRoom
-from mlx_speculation.engine.batch.request import Row, reason_alone
+from mlx_speculation.engine.batch.draft_length import BatchDraftLength
+from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
+from mlx_speculation.engine.batch.request import BatchRequest, reason_alone
 from mlx_speculation.engine.batch.results import BatchStatistics
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.adaptive import AdaptiveLengths
@@ -106,11 +106,13 @@ def _measure(
         Exception: whatever ended a row.
     """
     count, context = what
-    lengths = BatchLengths(lambda _: policy, lambda *_: policy.costs)
+    lengths = BatchDraftLength(lambda _: policy, lambda *_: policy.costs)
     decoder = BatchDecoder(model, lengths, BatchStatistics(), RowSizes())
     prompt = calibration_prompt(context)
     streams = [start(prompt, policy) for _ in range(count)]
-    rows = [Row(uid, stream, stream.parts) for uid, stream in enumerate(streams)]
+    rows = [
+        BatchRequest(uid, stream, stream.parts) for uid, stream in enumerate(streams)
+    ]
     alone = reason_alone(streams[0], model, {})
     if alone is not None:
         raise InvalidRequestError(
@@ -119,7 +121,7 @@ def _measure(
         )
     try:
         for row in rows:
-            row.stream.begin(ReadingRoom(len(prompt)).fits)
+            row.stream.begin(PrefillBudget(len(prompt)).fits)
         decoder.join(rows)
         for _ in range(MOST_ROUNDS):
             decoder.next_round()

@@ -21,12 +21,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.caches import SlidingKVCache, drop_last, leaves, with_slack
-from mlx_speculation.engine.batch.draft_length import BatchLengths
+from mlx_speculation.engine.batch.draft_length import BatchDraftLength
 from mlx_speculation.engine.batch.draft_model import BatchDraftModel
-from mlx_speculation.engine.batch.drafting import BatchDrafts, OwnDrafters
-from mlx_speculation.engine.batch.mtp import BatchHead
+from mlx_speculation.engine.batch.drafting import BatchDrafter, PerRequestDrafters
+from mlx_speculation.engine.batch.mtp import BatchMtpDrafter
 from mlx_speculation.engine.batch.outcome import BatchStep, Read, read_batch
-from mlx_speculation.engine.batch.request import Row
+from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.batch.results import BatchStatistics
 from mlx_speculation.engine.draft_length.base import Outcome
 from mlx_speculation.engine.drafters.base import NOTHING, Draft
@@ -53,16 +53,16 @@ class BatchDecoder:
     def __init__(
         self,
         model: nn.Module,
-        lengths: BatchLengths,
+        lengths: BatchDraftLength,
         statistics: BatchStatistics,
         sizes: RowSizes,
     ) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[BatchRequest] = []
         self._sizes = sizes
         self._lane = BatchLane(model, sizes)
         self._lengths = lengths
         self._statistics = statistics
-        self._drafts: BatchDrafts | None = None
+        self._drafts: BatchDrafter | None = None
         self._in_flight: BatchStep | None = None
         self._slack = False
         self._clock = RoundClock()
@@ -78,7 +78,7 @@ class BatchDecoder:
         """Whether a step was submitted and not read: no row can join then."""
         return self._in_flight is not None
 
-    def join(self, rows: Sequence[Row]) -> None:
+    def join(self, rows: Sequence[BatchRequest]) -> None:
         """Let rows join whose prompts have been read, but for the last token."""
         assert self._in_flight is None
         if not rows:
@@ -93,19 +93,19 @@ class BatchDecoder:
         for row in rows:
             self._lengths.join(row)
 
-    def _drafts_for(self, row: Row) -> BatchDrafts:
+    def _drafts_for(self, row: BatchRequest) -> BatchDrafter:
         """Return what drafts for rows like this one."""
         if (model := row.model) is not None:
             return BatchDraftModel(BatchLane(model.lane.model, self._sizes))
-        return OwnDrafters() if row.head is None else BatchHead(self._lane)
+        return PerRequestDrafters() if row.head is None else BatchMtpDrafter(self._lane)
 
-    def give_back(self, row: Row) -> None:
+    def give_back(self, row: BatchRequest) -> None:
         """Let a row that is to be closed have its caches again, if it keeps them."""
         if row.stream.keeps_caches:
             place = next(i for i, own in enumerate(self.rows) if own is row)
             self._extract(place, row, len(row.tokens) - 1 + self.in_flight)
 
-    def leave(self, gone: Sequence[Row]) -> None:
+    def leave(self, gone: Sequence[BatchRequest]) -> None:
         """Let rows leave, at any time between two rounds."""
         uids = {row.uid for row in gone}
         stay = [i for i, row in enumerate(self.rows) if row.uid not in uids]
@@ -324,7 +324,7 @@ class BatchDecoder:
     def _emit(
         self,
         index: int,
-        row: Row,
+        row: BatchRequest,
         pair: Sequence[Read],
         draft: Draft | None,
         seconds: RoundSeconds,
@@ -355,7 +355,7 @@ class BatchDecoder:
         self._statistics.emitted += len(row.chunks)
         return verdicts[-1].accepted if draft is not None else 0
 
-    def _extract(self, place: int, row: Row, held: int) -> None:
+    def _extract(self, place: int, row: BatchRequest, held: int) -> None:
         """Give a row's lane what the batch holds of it, for the prefix cache."""
         target = row.parts.target
         target.seen = min(held, len(row.tokens))

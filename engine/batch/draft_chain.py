@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_speculation.engine.batch.request import Row
+from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.drafters.base import NOTHING, Draft
 from mlx_speculation.samplers import Asked, peaks, propose_batch
 
@@ -20,7 +20,9 @@ class BatchChain:
         doubts: bool [rows], whether logits of a row could not be used.
     """
 
-    def __init__(self, rows: Sequence[Row], ids: mx.array | None = None) -> None:
+    def __init__(
+        self, rows: Sequence[BatchRequest], ids: mx.array | None = None
+    ) -> None:
         self._rows, self._ids = rows, ids
         self._columns: list[mx.array] = []
         self._laws: list[list[mx.array]] = [[] for _ in rows]

@@ -17,7 +17,7 @@ Rows that name a length of their own keep to it.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from mlx_speculation.engine.batch.request import Row
+from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.adaptive import (
     KNOWN_WEIGHT,
@@ -25,7 +25,7 @@ from mlx_speculation.engine.draft_length.adaptive import (
     few_lengths,
 )
 from mlx_speculation.engine.draft_length.base import Outcome, Plan
-from mlx_speculation.engine.draft_length.cascade import CascadeLengths
+from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 
 # Makes the policy of a batch, given the rates that all of its rows share.
@@ -47,12 +47,12 @@ class RowRates(AcceptanceRates):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows: Sequence[Row] = ()
+        self.rows: Sequence[BatchRequest] = ()
 
     def note(self, drafted: int, accepted: int) -> None:
         """Do nothing: every row is noted by itself."""
 
-    def note_row(self, row: Row, drafted: int, accepted: int) -> None:
+    def note_row(self, row: BatchRequest, drafted: int, accepted: int) -> None:
         """Count what was accepted of one row's draft."""
         row.rates.note(drafted, accepted)
         super().note(drafted, accepted)
@@ -75,7 +75,7 @@ class RowRates(AcceptanceRates):
         return [sum(values) / len(each) for values in zip(*each, strict=True)]
 
 
-class BatchLengths:
+class BatchDraftLength:
     """Decides the width of every round.
 
     Args:
@@ -97,7 +97,7 @@ class BatchLengths:
 
     def limits(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[BatchRequest],
         context: int,
         room: list[int],
         size: int | None = None,
@@ -139,7 +139,9 @@ class BatchLengths:
             found.append(max(0, limit))
         return found
 
-    def early(self, rows: Sequence[Row], context: int, room: list[int]) -> bool:
+    def early(
+        self, rows: Sequence[BatchRequest], context: int, room: list[int]
+    ) -> bool:
         """Plan the round after a plain one already; return whether it drafts."""
         drafts = False
         for row, limit in zip(rows, room, strict=True):
@@ -155,7 +157,9 @@ class BatchLengths:
                 drafts = drafts or row.following.length > 0
         return drafts
 
-    def width(self, rows: Sequence[Row], context: int, drafts: list[int]) -> int:
+    def width(
+        self, rows: Sequence[BatchRequest], context: int, drafts: list[int]
+    ) -> int:
         """Return the width that pays best for drafts of these lengths, found already.
 
         Rows that name a length of their own are not cut.
@@ -179,7 +183,7 @@ class BatchLengths:
 
     def note(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[BatchRequest],
         context: int,
         drafted: list[int],
         accepted: list[int],
@@ -197,7 +201,7 @@ class BatchLengths:
             self._policy.note(context, self._plan, outcome)
         self._plan, self._next = self._next, None
 
-    def join(self, row: Row) -> None:
+    def join(self, row: BatchRequest) -> None:
         """Let a new row begin with what is known of the others."""
         row.rates = self.rates.for_row()
         self._reconsider()
@@ -217,5 +221,5 @@ class BatchLengths:
             self._policy.end()
 
 
-def _measured(row: Row) -> bool:
-    return isinstance(row.parts.lengths, AdaptiveLengths | CascadeLengths)
+def _measured(row: BatchRequest) -> bool:
+    return isinstance(row.parts.lengths, AdaptiveLengths | CascadeDraftLength)

@@ -23,8 +23,8 @@ import mlx.core as mx
 
 from mlx_speculation.engine.batch.draft_chain import BatchChain
 from mlx_speculation.engine.batch.drafting import padded
-from mlx_speculation.engine.batch.prefill_budget import ReadingRoom
-from mlx_speculation.engine.batch.request import Row
+from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
+from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.drafters.base import NOTHING, Draft
 from mlx_speculation.engine.drafters.draft_model import LONGEST_LAG
 from mlx_speculation.engine.drafters.fault_guard import what_is_wrong
@@ -44,7 +44,7 @@ class BatchDraftModel:
 
     def __init__(self, lane: BatchLane) -> None:
         self.lane = lane
-        self._rows: list[Row] = []  # those in the lane, in its order
+        self._rows: list[BatchRequest] = []  # those in the lane, in its order
         self._seen: dict[int, int] = {}  # how many of a row's tokens the lane holds
         self._round: BatchRound | None = None
         self._before: dict[int, int] | None = None  # what was seen, before it settled
@@ -58,10 +58,10 @@ class BatchDraftModel:
         """Bytes of the lane's caches."""
         return self.lane.nbytes
 
-    def follow(self, rows: Sequence[Row]) -> None:
+    def follow(self, rows: Sequence[BatchRequest]) -> None:
         """Do nothing: it reads when it is to draft."""
 
-    def prepare(self, rows: Sequence[Row], limits: Sequence[int]) -> None:
+    def prepare(self, rows: Sequence[BatchRequest], limits: Sequence[int]) -> None:
         """Let the lane hold all rows that draft, each up to its last two tokens.
 
         One chunk's worth of text is read at most, and of what the lane has missed;
@@ -76,9 +76,9 @@ class BatchDraftModel:
             self._set_aside("begin", error, rows)
 
     def propose(
-        self, rows: Sequence[Row], limits: Sequence[int], ahead: int
+        self, rows: Sequence[BatchRequest], limits: Sequence[int], ahead: int
     ) -> list[Draft]:
-        """Draft for every row that may; see `BatchDrafts`."""
+        """Draft for every row that may; see `BatchDrafter`."""
         assert ahead == 0
         found = [NOTHING] * len(rows)
         self._doubts = self._chosen = None
@@ -135,7 +135,7 @@ class BatchDraftModel:
         """Let go of the round, and of the states that it began with."""
         self._round, self._before = None, None
 
-    def leave(self, gone: Sequence[Row]) -> None:
+    def leave(self, gone: Sequence[BatchRequest]) -> None:
         """Let go of rows, and of those whose drafter was set aside."""
         lost = {row.uid for row in gone}
         lost |= {row.uid for row in self._rows if row.aside}
@@ -155,7 +155,7 @@ class BatchDraftModel:
     def _known(self) -> int:
         return len(self._rows[0].tokens)
 
-    def _take_in(self, rows: Sequence[Row], limits: Sequence[int]) -> None:
+    def _take_in(self, rows: Sequence[BatchRequest], limits: Sequence[int]) -> None:
         """Do `prepare`, without its care for faults."""
         self.leave([])  # those that were set aside
         inside = {row.uid for row in self._rows}
@@ -176,16 +176,16 @@ class BatchDraftModel:
             self._rows += new
             self._seen |= {row.uid: len(row.tokens) - LAG for row in new}
 
-    def _read(self, rows: Sequence[Row]) -> list[Row]:
+    def _read(self, rows: Sequence[BatchRequest]) -> list[BatchRequest]:
         """Read one chunk's worth of the rows' texts; return those that are read."""
-        found: list[Row] = []
-        room: ReadingRoom | None = None
+        found: list[BatchRequest] = []
+        room: PrefillBudget | None = None
         for row in rows:
             assert row.model is not None
             lane = row.model.lane
             if lane.seen > len(row.tokens) - LAG:
                 continue  # an earlier request left one more: after this round it fits
-            room = room or ReadingRoom(lane.prefill_step)
+            room = room or PrefillBudget(lane.prefill_step)
             if not lane.feed(row.tokens[lane.seen : -LAG], fits=room.fits):
                 break
             found.append(row)
@@ -236,7 +236,9 @@ class BatchDraftModel:
             if doubtful:
                 row.fail_drafter("propose", what_is_wrong(1, 0))
 
-    def _set_aside(self, call: str, error: Exception, rows: Sequence[Row]) -> None:
+    def _set_aside(
+        self, call: str, error: Exception, rows: Sequence[BatchRequest]
+    ) -> None:
         """Give up on the model for these rows."""
         self.discard()
         for row in rows:

@@ -5,12 +5,12 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from mlx_speculation.engine.batch.prefill_budget import ReadingRoom
-from mlx_speculation.engine.batch.request import Row
+from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
+from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.drafters.base import NOTHING, Choices, Draft, ReadsAhead
 
 
-class BatchDrafts(Protocol):
+class BatchDrafter(Protocol):
     """Drafts for many rows.
 
     `follow` comes before every round. The calls of one that drafts: `prepare`,
@@ -27,16 +27,16 @@ class BatchDrafts(Protocol):
         """Bytes of what it holds for all rows together."""
         ...
 
-    def follow(self, rows: Sequence[Row]) -> None:
+    def follow(self, rows: Sequence[BatchRequest]) -> None:
         """Take notice of the rows of the next round, in their order."""
         ...
 
-    def prepare(self, rows: Sequence[Row], limits: Sequence[int]) -> None:
+    def prepare(self, rows: Sequence[BatchRequest], limits: Sequence[int]) -> None:
         """Read of the rows what no round should be measured with: prompts, mostly."""
         ...
 
     def propose(
-        self, rows: Sequence[Row], limits: Sequence[int], ahead: int
+        self, rows: Sequence[BatchRequest], limits: Sequence[int], ahead: int
     ) -> list[Draft]:
         """Return a draft of each row, of at most its limit; 0 and less: none.
 
@@ -74,12 +74,12 @@ class BatchDrafts(Protocol):
         """Let go of what could undo the round: the target has committed its own."""
         ...
 
-    def leave(self, gone: Sequence[Row]) -> None:
+    def leave(self, gone: Sequence[BatchRequest]) -> None:
         """Let go of rows."""
         ...
 
 
-class OwnDrafters:
+class PerRequestDrafters:
     """Every row asks the drafter that it would have alone.
 
     Lookups cost next to nothing. A draft model that is asked like this runs one row at
@@ -87,7 +87,7 @@ class OwnDrafters:
     """
 
     def __init__(self) -> None:
-        self._rows: list[Row] = []  # those that were asked in this round
+        self._rows: list[BatchRequest] = []  # those that were asked in this round
         self._asked: list[bool] = []
         self._begun: set[int] = set()
         self._reading = False
@@ -102,21 +102,21 @@ class OwnDrafters:
         """Nothing: what drafters hold is their rows'."""
         return 0
 
-    def follow(self, rows: Sequence[Row]) -> None:
+    def follow(self, rows: Sequence[BatchRequest]) -> None:
         """Do nothing."""
 
-    def prepare(self, rows: Sequence[Row], limits: Sequence[int]) -> None:
+    def prepare(self, rows: Sequence[BatchRequest], limits: Sequence[int]) -> None:
         """Let drafters begin that are asked for the first time, once they have read.
 
         One chunk's worth of text is read at most.
         """
         self._reading = False
-        room: ReadingRoom | None = None
+        room: PrefillBudget | None = None
         for row, limit in zip(rows, limits, strict=True):
             drafter, sequence = row.parts.drafter, row.parts.sequence
             if drafter is None or limit <= 0 or row.uid in self._begun:
                 continue
-            room = room or ReadingRoom(row.parts.target.prefill_step)
+            room = room or PrefillBudget(row.parts.target.prefill_step)
             if isinstance(drafter, ReadsAhead):
                 self._reading |= not drafter.read_ahead(sequence, room.fits)
             if self._reading:
@@ -125,9 +125,9 @@ class OwnDrafters:
             self._begun.add(row.uid)
 
     def propose(
-        self, rows: Sequence[Row], limits: Sequence[int], ahead: int
+        self, rows: Sequence[BatchRequest], limits: Sequence[int], ahead: int
     ) -> list[Draft]:
-        """Ask each row's drafter; see `BatchDrafts`."""
+        """Ask each row's drafter; see `BatchDrafter`."""
         self._rows, self._asked = list(rows), [False] * len(rows)
         found = []
         for index, (row, limit) in enumerate(zip(rows, limits, strict=True)):
@@ -183,7 +183,7 @@ class OwnDrafters:
     def done(self) -> None:
         """Do nothing."""
 
-    def leave(self, gone: Sequence[Row]) -> None:
+    def leave(self, gone: Sequence[BatchRequest]) -> None:
         """Forget them."""
         self._begun -= {row.uid for row in gone}
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_speculation.caches import array_bytes
 from mlx_speculation.engine.batch.decoder import BatchDecoder
-from mlx_speculation.engine.batch.draft_length import BatchLengths
-from mlx_speculation.engine.batch.prefill_budget import ReadingRoom
-from mlx_speculation.engine.batch.request import Row, reason_alone
+from mlx_speculation.engine.batch.draft_length import BatchDraftLength
+from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
+from mlx_speculation.engine.batch.request import BatchRequest, reason_alone
 from mlx_speculation.engine.batch.results import BatchResponse, BatchStatistics
 from mlx_speculation.engine.result import Result
 from mlx_speculation.errors import InvalidRequestError, SpeculationError
@@ -73,14 +73,14 @@ class BatchGenerator:
         self._next_uid = 0
         self._waiting: deque[int] = deque()
         self._running: list[int] = []
-        self._rows: dict[int, Row] = {}
-        self._joining: list[Row] = []  # their prompts were read
+        self._rows: dict[int, BatchRequest] = {}
+        self._joining: list[BatchRequest] = []  # their prompts were read
         self._ready: list[BatchResponse] = []  # not handed out yet
         self._closed = self._wired = False
         self._open = ExitStack()
         self.stats = BatchStatistics()
         measured = generator.lengths
-        lengths = BatchLengths(measured.for_batch, measured.batch_costs)
+        lengths = BatchDraftLength(measured.for_batch, measured.batch_costs)
         self._lengths = lengths
         sizes = RowSizes(max_rows, row_sizes)
         self._together = BatchDecoder(generator.model, lengths, self.stats, sizes)
@@ -115,7 +115,7 @@ class BatchGenerator:
         alone = reason_alone(stream, self._generator.model, options)
         with DeferredSignals():
             uid, self._next_uid = self._next_uid, self._next_uid + 1
-            self._rows[uid] = Row(uid, stream, stream.parts, alone)
+            self._rows[uid] = BatchRequest(uid, stream, stream.parts, alone)
             self._waiting.append(uid)
             self._count_alone(self._rows[uid])
         return uid
@@ -160,7 +160,7 @@ class BatchGenerator:
         running = [self._rows[uid] for uid in self._running]
         alone = [row for row in running if row.alone is not None]
         steps = [row.parts.target.prefill_step for row in alone]
-        drafts = ReadingRoom(max(steps, default=0))
+        drafts = PrefillBudget(max(steps, default=0))
         for row in alone:
             self._round_alone(row, drafts)
 
@@ -234,7 +234,7 @@ class BatchGenerator:
     ) -> None:
         self.close()
 
-    def _row(self, uid: int) -> Row:
+    def _row(self, uid: int) -> BatchRequest:
         if uid not in self._rows:
             raise InvalidRequestError(
                 f"There is no row {uid!r}: the batch has {len(self._rows)} rows, "
@@ -244,10 +244,10 @@ class BatchGenerator:
 
     def _join(self) -> None:
         """Read prompts while there is room, and let those rows join that are read."""
-        room: ReadingRoom | None = None
+        room: PrefillBudget | None = None
         while self._waiting and len(self._running) < self._max_rows:
             row = self._rows[self._waiting[0]]
-            room = room or ReadingRoom(row.parts.target.prefill_step)
+            room = room or PrefillBudget(row.parts.target.prefill_step)
             try:
                 if not row.stream.begin(room.fits):
                     break
@@ -268,11 +268,11 @@ class BatchGenerator:
                 self._count_alone(row)
         self._joining = []
 
-    def _count_alone(self, row: Row) -> None:
+    def _count_alone(self, row: BatchRequest) -> None:
         if row.alone is not None:
             self.stats.alone[row.alone] = self.stats.alone.get(row.alone, 0) + 1
 
-    def _respond(self, row: Row) -> None:
+    def _respond(self, row: BatchRequest) -> None:
         """Give out what a row has got in this round."""
         uid = row.uid
         self._ready += [BatchResponse(uid, c, c.finish_reason) for c in row.chunks]
@@ -289,7 +289,7 @@ class BatchGenerator:
             self._running.remove(uid)
             self.stats.finished += 1
 
-    def _round_alone(self, row: Row, room: ReadingRoom) -> None:
+    def _round_alone(self, row: BatchRequest, room: PrefillBudget) -> None:
         """Run a round of one row by itself, with room for what its draft reads."""
         stats = row.stream.stats
         drafted, accepted = stats.drafted, stats.accepted
@@ -302,7 +302,7 @@ class BatchGenerator:
         self.stats.emitted += len(row.chunks)
         self._respond(row)
 
-    def _close(self, row: Row) -> None:
+    def _close(self, row: BatchRequest) -> None:
         """End a row that has not ended, whatever it is about."""
         if row.ended:
             return

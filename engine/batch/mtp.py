@@ -26,9 +26,9 @@ import mlx.core as mx
 from mlx_speculation.caches import array_bytes
 from mlx_speculation.engine.batch.draft_chain import BatchChain
 from mlx_speculation.engine.batch.drafting import padded
-from mlx_speculation.engine.batch.request import Row
+from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.drafters.base import NOTHING, Draft
-from mlx_speculation.engine.drafters.fault_guard import Contained, what_is_wrong
+from mlx_speculation.engine.drafters.fault_guard import FaultGuard, what_is_wrong
 from mlx_speculation.engine.drafters.mtp import LONGEST_LAG, MtpDrafter
 from mlx_speculation.models import (
     BatchLane,
@@ -42,7 +42,7 @@ from mlx_speculation.models import (
 Handed = tuple[MtpSlots, mx.array | None]
 
 
-class BatchHead:
+class BatchMtpDrafter:
     """Drafts for the rows of a batch with one head.
 
     Args:
@@ -55,7 +55,9 @@ class BatchHead:
         self._target = target
         self._slots: BatchSlots | None = None
         self._states: BatchStates | None = None
-        self._rows: list[Row] = []  # those that are followed, in the order of slots
+        self._rows: list[
+            BatchRequest
+        ] = []  # those that are followed, in the order of slots
         self._places: list[int] = []  # where they stand in the batch
         self._round: BatchSlotsRound | None = None
         self._before: Unread | None = None  # what was not read, before it settled
@@ -68,7 +70,7 @@ class BatchHead:
             return 0
         return self._slots.nbytes + array_bytes(self._states.held.arrays)
 
-    def follow(self, rows: Sequence[Row]) -> None:
+    def follow(self, rows: Sequence[BatchRequest]) -> None:
         """Let new rows in, and read what many plain steps have left."""
         self.done()
         try:
@@ -85,13 +87,13 @@ class BatchHead:
                 raise
             self._set_aside("begin", error, rows)
 
-    def prepare(self, rows: Sequence[Row], limits: Sequence[int]) -> None:
+    def prepare(self, rows: Sequence[BatchRequest], limits: Sequence[int]) -> None:
         """Do nothing: it has followed the rows."""
 
     def propose(
-        self, rows: Sequence[Row], limits: Sequence[int], ahead: int
+        self, rows: Sequence[BatchRequest], limits: Sequence[int], ahead: int
     ) -> list[Draft]:
-        """Draft for every row that may; see `BatchDrafts`.
+        """Draft for every row that may; see `BatchDrafter`.
 
         A row drafts nothing where the state before its newest token was never seen:
         it is out of a cache, or the prompt has one token.
@@ -153,7 +155,7 @@ class BatchHead:
         """Let go of the round, and of the states that it began with."""
         self._round = self._before = self._chain = None
 
-    def leave(self, gone: Sequence[Row]) -> None:
+    def leave(self, gone: Sequence[BatchRequest]) -> None:
         """Let go of rows, and of those whose drafter was set aside."""
         lost = {row.uid for row in gone}
         stay = [
@@ -170,7 +172,7 @@ class BatchHead:
             self._slots = self._states = self._target.follower = None
         self._rows = [self._rows[place] for place in stay]
 
-    def _take_in(self, rows: Sequence[Row]) -> None:
+    def _take_in(self, rows: Sequence[BatchRequest]) -> None:
         """Let those rows join that are not followed yet, and may draft at all."""
         inside = {row.uid for row in self._rows}
         new, handed = [], []
@@ -251,7 +253,9 @@ class BatchHead:
         mx.async_eval(chain.doubts)
         return chain.drafts([min(limit, length) for limit in most], head.source)
 
-    def _set_aside(self, call: str, error: Exception, rows: Sequence[Row]) -> None:
+    def _set_aside(
+        self, call: str, error: Exception, rows: Sequence[BatchRequest]
+    ) -> None:
         """Give up on the head for these rows, and for all that are followed."""
         self.discard()
         for row in rows:
@@ -259,16 +263,16 @@ class BatchHead:
         self.leave(self._rows)
 
 
-def _head(row: Row) -> MtpDrafter:
+def _head(row: BatchRequest) -> MtpDrafter:
     head = row.head
     assert head is not None
     return head
 
 
-def _handed(row: Row) -> Handed | None:
+def _handed(row: BatchRequest) -> Handed | None:
     """Return what a row's own drafter holds; None: it fails, or has failed."""
     drafter, head = row.parts.drafter, row.head
-    if row.aside or head is None or not isinstance(drafter, Contained):
+    if row.aside or head is None or not isinstance(drafter, FaultGuard):
         return None
     drafter.begin(row.parts.sequence)
     if drafter.set_aside:

@@ -1,7 +1,7 @@
 """How much of the prompts of a batch is read between two of its rounds."""
 
 
-class ReadingRoom:
+class PrefillBudget:
     """Room for one chunk of a prompt, which chunks of several short ones may share.
 
     A chunk is read as a whole, or waits: where chunks end may decide the last bits.

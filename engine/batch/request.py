@@ -11,7 +11,7 @@ from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.base import Plan
 from mlx_speculation.engine.drafters.base import Draft
 from mlx_speculation.engine.drafters.draft_model import DraftModel
-from mlx_speculation.engine.drafters.fault_guard import Contained
+from mlx_speculation.engine.drafters.fault_guard import FaultGuard
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.drafters.sources import lanes_of
 from mlx_speculation.engine.result import Chunk
@@ -25,7 +25,7 @@ from mlx_speculation.samplers import Asked
 
 
 @dataclass(eq=False, slots=True)
-class Row:
+class BatchRequest:
     """One request among others.
 
     Attributes:
@@ -75,12 +75,12 @@ class Row:
     def aside(self) -> bool:
         """Whether its drafter has failed, or is none that can."""
         drafter = self.parts.drafter
-        return not isinstance(drafter, Contained) or drafter.set_aside
+        return not isinstance(drafter, FaultGuard) or drafter.set_aside
 
     def fail_drafter(self, call: str, error: Exception) -> None:
         """Set its drafter aside for a fault; the text goes on without."""
         drafter = self.parts.drafter
-        if isinstance(drafter, Contained):
+        if isinstance(drafter, FaultGuard):
             drafter.fail(call, error)
 
     @property
@@ -165,7 +165,7 @@ def head_of(drafter: Any) -> MtpDrafter | None:
 
 
 def _inner(drafter: Any) -> Any:
-    return drafter.drafter if isinstance(drafter, Contained) else None
+    return drafter.drafter if isinstance(drafter, FaultGuard) else None
 
 
 def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_speculation.engine.draft_length.base import Lengths
+from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
 from mlx_speculation.engine.sequence import Sequence as Tokens
 from mlx_speculation.engine.stream_handling import Handling
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
@@ -61,7 +61,7 @@ def fields_of_stream(
     max_tokens: int,
     stops: Sequence[str],
     ends: Collection[int],
-    draft_length: int | Lengths | None,
+    draft_length: int | DraftLengthPolicy | None,
     max_draft: int | None,
     acceptance: str,
     constraint: Any,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 
 from mlx_speculation.engine.distributed.session import LeaderFollower, RankSession
-from mlx_speculation.engine.draft_length.base import Lengths, Outcome, Plan
+from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Outcome, Plan
 from mlx_speculation.engine.drafters.base import (
     NOTHING,
     Choose,
@@ -40,7 +40,7 @@ class RoundParts(NamedTuple):
     """
 
     drafter: Drafter | None
-    lengths: Lengths
+    lengths: DraftLengthPolicy
     verifier: Verifier
 
     def on_ranks(self, session: RankSession) -> "RoundParts":
@@ -152,7 +152,9 @@ class RankedLengths:
         leads: whether this is the leader.
     """
 
-    def __init__(self, role: LeaderFollower, lengths: Lengths, *, leads: bool) -> None:
+    def __init__(
+        self, role: LeaderFollower, lengths: DraftLengthPolicy, *, leads: bool
+    ) -> None:
         self._role, self._lengths, self._leads = role, lengths, leads
 
     @property

@@ -127,7 +127,7 @@ class AdaptiveLengths:
         return self._longest
 
     def plan(self, context: int, limit: int) -> Plan:
-        """Return the next round's plan; see `Lengths`."""
+        """Return the next round's plan; see `DraftLengthPolicy`."""
         longest = min(limit, self._longest)
         if longest > 0 and (parked := self._parked.next()) is not None:
             self._decided += 1
@@ -162,7 +162,7 @@ class AdaptiveLengths:
         return Plan(min(self._run.length, longest), self._run.reason)
 
     def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
-        """Learn from a round; see `Lengths`."""
+        """Learn from a round; see `DraftLengthPolicy`."""
         if self._parked.keep(context, plan, outcome):
             self._lag, self._right = self._lag + 1, False
             return

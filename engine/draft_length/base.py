@@ -114,7 +114,7 @@ class Outcome:
 
 
 @runtime_checkable
-class Lengths(Protocol):
+class DraftLengthPolicy(Protocol):
     """Decides the draft lengths of one stream.
 
     The calls alternate: `plan`, then `note` for the round that followed the plan. Of
@@ -145,7 +145,7 @@ class Lengths(Protocol):
         ...
 
 
-class FixedLengths:
+class FixedDraftLength:
     """The same length in every round: reproducible, whatever it costs."""
 
     def __init__(self, length: int) -> None:

@@ -8,7 +8,7 @@ steps what a head's refresh and a first draft take.
 from dataclasses import astuple
 from statistics import median
 
-from mlx_speculation.engine.draft_length.base import Lengths, Outcome, Plan
+from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Outcome, Plan
 from mlx_speculation.engine.draft_length.costs import bucket_of
 from mlx_speculation.engine.timing import RoundSeconds
 
@@ -28,7 +28,7 @@ class NotingParts:
         longest: no plan is longer.
     """
 
-    def __init__(self, policy: Lengths, context: int | None = None) -> None:
+    def __init__(self, policy: DraftLengthPolicy, context: int | None = None) -> None:
         self._policy = policy
         self._context = context
         self.longest = policy.longest

@@ -19,8 +19,8 @@ from mlx_speculation.engine.drafters.cascade import Turns
 _PLAIN_ALONE = ("first", "measure", "review")
 
 
-class CascadeLengths:
-    """Decides the draft lengths of one stream whose draft is a cascade; see `Lengths`.
+class CascadeDraftLength:
+    """The `DraftLengthPolicy` of one stream whose draft is a cascade.
 
     Args:
         policies: one for each drafter, in the order in which they are asked.

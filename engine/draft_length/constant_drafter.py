@@ -6,7 +6,7 @@ from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.sequence import Sequence
 
 
-class Filler:
+class ConstantDrafter:
     """Proposes the last token again, as often as it is asked to.
 
     What a lookup proposes depends on the text, what it costs does not. It has no state,

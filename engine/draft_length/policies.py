@@ -8,9 +8,9 @@ import mlx.nn as nn
 
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.adaptive import AdaptiveLengths
-from mlx_speculation.engine.draft_length.base import FixedLengths, Lengths
+from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, FixedDraftLength
 from mlx_speculation.engine.draft_length.calibration import NotingParts, PartsTable
-from mlx_speculation.engine.draft_length.cascade import CascadeLengths
+from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.draft_length.cost_store import Known, shape_of
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.engine.draft_length.early_stop import Certainties
@@ -47,19 +47,19 @@ def calibration_costs() -> RoundCosts:
 # Called with how much is done, and of how much.
 Progress = Callable[[int, int], None]
 # Starts a stream on a prompt with a policy of its own.
-Start = Callable[[list[int], Lengths], Stream]
+Start = Callable[[list[int], DraftLengthPolicy], Stream]
 CostTable = dict[int, dict[int, float]]
 
 
 def follow_calibration(start: Start, contexts: SequenceOf[int]) -> CostTable:
     """Run the rounds of a calibration on a rank that does not decide their lengths."""
     for context in sorted(contexts):
-        for _ in start(calibration_prompt(context), NotingParts(FixedLengths(0))):
+        for _ in start(calibration_prompt(context), NotingParts(FixedDraftLength(0))):
             pass  # to where rank 0 ends it
     return {}
 
 
-class MeasuredLengths:
+class DraftLengthPolicies:
     """Hands out a policy for each stream.
 
     Args:
@@ -100,11 +100,11 @@ class MeasuredLengths:
 
     def for_stream(
         self,
-        length: int | Lengths | None,
+        length: int | DraftLengthPolicy | None,
         most: int | None = None,
         *,
         greedy: bool = False,
-    ) -> Lengths:
+    ) -> DraftLengthPolicy:
         """Return the policy of a stream.
 
         Args:
@@ -118,7 +118,7 @@ class MeasuredLengths:
                 caller's own, and `most` was passed.
         """
         most = _checked(most, "max_draft")
-        if isinstance(length, Lengths):
+        if isinstance(length, DraftLengthPolicy):
             if most is not None:
                 raise InvalidRequestError(
                     f"max_draft is {most}, and draft_length is a "
@@ -131,7 +131,7 @@ class MeasuredLengths:
         longest = self._longest if most is None else min(most, self._longest)
         if self._draft is None or length is not None or not longest:
             length = length or 0
-            return FixedLengths(length if most is None else min(length, most))
+            return FixedDraftLength(length if most is None else min(length, most))
         early = greedy and on_cpu()
         policies = [
             self._policy(index, longest, early=early)
@@ -141,7 +141,7 @@ class MeasuredLengths:
             return policies[0]
         for policy in policies:  # what no calibration has measured of them
             policy.costs.guess(policies[self._calibrated].costs)
-        return CascadeLengths(policies)
+        return CascadeDraftLength(policies)
 
     def _policy(self, drafter: int, longest: int, *, early: bool) -> AdaptiveLengths:
         """Return the policy of a stream's drafter."""

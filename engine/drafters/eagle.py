@@ -80,7 +80,7 @@ class EagleDraft:
 
         Raises:
             ModelFolderError: the folder holds no such head, or not all of one.
-            ContractError: the head guesses no better than by chance.
+            ConventionError: the head guesses no better than by chance.
         """
         head, layers = load_eagle_head(folder, model, layer_ids=layer_ids)
         if layer_ids is None and tokenizer is not None:

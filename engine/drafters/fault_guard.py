@@ -34,7 +34,7 @@ from mlx_speculation.engine.stats import DrafterFault
 from mlx_speculation.models import Lane
 
 
-class Contained:
+class FaultGuard:
     """A drafter of one stream, asked until its first fault.
 
     Args:

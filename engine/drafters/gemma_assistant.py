@@ -114,7 +114,7 @@ class AssistantDraft:
 
         Raises:
             ModelFolderError: the folder holds none, or not all of one.
-            ContractError: the assistant guesses no better than by chance.
+            ConventionError: the assistant guesses no better than by chance.
             UnsupportedModelError: it belongs to another target.
         """
         assistant = load_assistant(folder)

@@ -26,10 +26,10 @@ from mlx_speculation.engine.drafters.head_source import check_embedding
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.models import (
     CommittedStates,
-    Contract,
     HiddenStates,
     Lane,
     Mtp,
+    MtpConvention,
     MtpHead,
     MtpSlots,
     OnTarget,
@@ -64,7 +64,7 @@ class MtpDraft:
     def __init__(
         self, model: nn.Module, head: MtpHead, *, ids: SequenceOf[int] | None = None
     ) -> None:
-        self._before = head.contract.hidden == "before_norm"
+        self._before = head.convention.hidden == "before_norm"
         self._taps = HiddenStates(
             model, before_norm=self._before, after_norm=not self._before
         )
@@ -83,13 +83,13 @@ class MtpDraft:
         folder: str | Path,
         model: nn.Module,
         *,
-        contract: Contract | None = None,
+        convention: MtpConvention | None = None,
         tokenizer: Any = None,
         split: Path | None = None,
     ) -> "MtpDraft":
         """Load the head that is in a target's folder; see `load_mtp_head`."""
         head = load_mtp_head(
-            folder, model, contract=contract, tokenizer=tokenizer, split=split
+            folder, model, convention=convention, tokenizer=tokenizer, split=split
         )
         return cls(model, head)
 

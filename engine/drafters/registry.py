@@ -17,7 +17,7 @@ from mlx_speculation.engine.drafters.gemma_assistant import AssistantDraft
 from mlx_speculation.engine.drafters.mtp import MtpDraft
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import (
-    Contract,
+    MtpConvention,
     check_model_folder,
     check_same_ids,
     is_assistant,
@@ -40,7 +40,7 @@ class Offer:
         target: the target's, which may be the same.
         model: the target.
         tokenizer: the target's.
-        contract: what a head was trained with, if somebody has named it.
+        convention: what a head was trained with, if somebody has named it.
         trust_remote_code: whether code in the draft's folder may run.
     """
 
@@ -48,7 +48,7 @@ class Offer:
     target: Path
     model: nn.Module
     tokenizer: Any
-    contract: Contract | None = None
+    convention: MtpConvention | None = None
     trust_remote_code: bool = False
 
 
@@ -61,21 +61,21 @@ class Kind:
         fits: gets what a folder's config.json holds, and says whether it is one.
         load: makes of an offer what a generator takes as its draft.
         whole: whether the folder has to hold a model that generates by itself.
-        contract: whether an offer's contract is of use to it.
+        convention: whether an offer's convention is of use to it.
     """
 
     name: str
     fits: Callable[[dict[str, Any]], bool]
     load: Callable[[Offer], Any]
     whole: bool = False
-    contract: bool = False
+    convention: bool = False
 
 
 def _load_mtp(offer: Offer) -> MtpDraft:
     return MtpDraft.from_folder(
         offer.target,
         offer.model,
-        contract=offer.contract,
+        convention=offer.convention,
         tokenizer=offer.tokenizer,
         split=None if offer.folder == offer.target else offer.folder,
     )
@@ -103,7 +103,7 @@ def _load_model(offer: Offer) -> nn.Module:
 
 
 KINDS: tuple[Kind, ...] = (
-    Kind("mtp", is_split_head, _load_mtp, contract=True),
+    Kind("mtp", is_split_head, _load_mtp, convention=True),
     Kind("dflash", is_dflash, _load_dflash),
     Kind("eagle", is_eagle, _load_eagle),
     Kind("assistant", is_assistant, _load_assistant),
@@ -136,10 +136,12 @@ def draft_folder(path_or_repo: str | Path) -> tuple[Path, Kind]:
     return folder, kind
 
 
-def check_contract(contract: Contract | None, kind: Kind | None, draft: Any) -> None:
-    """Refuse a contract that nobody would read."""
-    if contract is not None and (kind is None or not kind.contract):
+def check_convention(
+    convention: MtpConvention | None, kind: Kind | None, draft: Any
+) -> None:
+    """Refuse a convention that nobody would read."""
+    if convention is not None and (kind is None or not kind.convention):
         raise InvalidRequestError(
-            f"A contract was passed, and draft is {draft!r}, not 'mtp'. Leave the "
-            "contract out: it is for MTP heads."
+            f"A convention was passed, and draft is {draft!r}, not 'mtp'. Leave the "
+            "convention out: it is for MTP heads."
         )

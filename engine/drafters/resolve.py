@@ -17,15 +17,15 @@ from mlx_speculation.engine.drafters.quantize import check_quantized, own_weight
 from mlx_speculation.engine.drafters.registry import (
     Kind,
     Offer,
-    check_contract,
+    check_convention,
     draft_folder,
     kind_named,
 )
 from mlx_speculation.engine.drafters.resolve_auto import Choice, choose_draft
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import (
-    Contract,
     Group,
+    MtpConvention,
     Parallel,
     check_model_folder,
     load,
@@ -56,7 +56,7 @@ def load_pair(
     path_or_repo: str | Path,
     draft: Any,
     *,
-    contract: Contract | None = None,
+    convention: MtpConvention | None = None,
     quantize_draft: int | None = None,
     adapter_path: str | Path | None = None,
     trust_remote_code: bool = False,
@@ -74,7 +74,7 @@ def load_pair(
         kind = kind_named("mtp")
     elif isinstance(draft, str | Path) and draft not in NAMED:
         folder, kind = draft_folder(draft)
-    check_contract(contract, kind, draft)
+    check_convention(convention, kind, draft)
     if quantize_draft is not None:
         check_quantized(quantize_draft, kind, draft)
     check_model_folder(path_or_repo)
@@ -92,7 +92,9 @@ def load_pair(
     if draft == "auto":
         choice = choose_draft(own, model, tokenizer)
     elif kind is not None:
-        offer = Offer(folder or own, own, model, tokenizer, contract, trust_remote_code)
+        offer = Offer(
+            folder or own, own, model, tokenizer, convention, trust_remote_code
+        )
         choice = Choice(kind.load(offer))
     if quantize_draft is not None and not isinstance(choice.draft, str):
         quantize_weights(own_weights(choice.draft), quantize_draft)

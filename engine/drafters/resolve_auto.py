@@ -19,16 +19,16 @@ from mlx_speculation.engine.drafters.registry import (
     kind_named,
 )
 from mlx_speculation.errors import (
-    ContractError,
+    ConventionError,
     ModelFolderError,
     UnsupportedModelError,
 )
 from mlx_speculation.models import (
-    Contract,
+    MtpConvention,
     PairFile,
-    contract_of,
+    convention_of,
     read_pair,
-    usual_contract,
+    usual_convention,
 )
 
 
@@ -78,11 +78,11 @@ def _of_pair(pair: PairFile, folder: Path, model: nn.Module, tokenizer: Any) -> 
         else draft_folder(pair.folder)
     )
     _check_kind(pair, kind)
-    contract = None if pair.contract is None else _contract(pair, model)
-    offer = Offer(of_draft, folder, model, tokenizer, contract)
+    convention = None if pair.convention is None else _convention(pair, model)
+    offer = Offer(of_draft, folder, model, tokenizer, convention)
     try:
         return Choice(kind.load(offer), pair.draft_length)
-    except ContractError as error:
+    except ConventionError as error:
         return _lookup(folder, error, pair.draft_length)
 
 
@@ -92,15 +92,15 @@ def _check_kind(pair: PairFile, kind: Kind) -> None:
             f"{str(pair.file)!r} has kind = {pair.kind!r}, and {pair.draft!r} is of "
             f"kind {kind.name!r}. Mend it, or leave kind out."
         )
-    if pair.contract is not None and not kind.contract:
+    if pair.convention is not None and not kind.convention:
         raise ModelFolderError(
-            f"{str(pair.file)!r} has a contract, and {pair.draft!r} is of kind "
-            f"{kind.name!r}. Leave the contract out: it is for MTP heads."
+            f"{str(pair.file)!r} has a convention, and {pair.draft!r} is of kind "
+            f"{kind.name!r}. Leave the convention out: it is for MTP heads."
         )
 
 
-def _contract(pair: PairFile, model: nn.Module) -> Contract:
-    return contract_of(pair.contract, str(pair.file), usual_contract(model))
+def _convention(pair: PairFile, model: nn.Module) -> MtpConvention:
+    return convention_of(pair.convention, str(pair.file), usual_convention(model))
 
 
 def _lookup(folder: Path, error: Exception, length: int | None = None) -> Choice:

@@ -7,11 +7,11 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_speculation.caches import check_single, check_supported, leaves, position
-from mlx_speculation.engine.draft_length.constant_drafter import Filler
+from mlx_speculation.engine.draft_length.constant_drafter import ConstantDrafter
 from mlx_speculation.engine.drafters.base import Drafter, DrafterWrapper
 from mlx_speculation.engine.drafters.cascade import Cascade
 from mlx_speculation.engine.drafters.draft_model import DraftModel
-from mlx_speculation.engine.drafters.fault_guard import Contained
+from mlx_speculation.engine.drafters.fault_guard import FaultGuard
 from mlx_speculation.engine.drafters.head_source import Following
 from mlx_speculation.engine.lookup.drafter import LookupDrafter
 from mlx_speculation.engine.sequence import Sequence
@@ -101,7 +101,7 @@ def members(draft: Any) -> list[Any]:
         return [found for member in draft.drafters for found in members(member)]
     if isinstance(draft, DrafterWrapper):
         return members(draft.inner)
-    if isinstance(draft, Contained):
+    if isinstance(draft, FaultGuard):
         return members(draft.drafter)
     return [] if draft is None else [draft]
 
@@ -125,7 +125,7 @@ def lanes_of(drafter: Any) -> list[Lane | None]:
         return lanes_of(drafter.inner)
     if isinstance(drafter, Cascade):
         return [lane for member in drafter.drafters for lane in lanes_of(member)]
-    aside = isinstance(drafter, Contained) and drafter.set_aside
+    aside = isinstance(drafter, FaultGuard) and drafter.set_aside
     models = [m for m in members(drafter) if isinstance(m, DraftModel)]
     return [None if aside else model.lane for model in models]
 
@@ -152,15 +152,15 @@ def drafter_of_stream(
         ]
         return Cascade(*each)
     if isinstance(draft, nn.Module):
-        return Contained(make_model(draft), note)
+        return FaultGuard(make_model(draft), note)
     if isinstance(draft, Following):
-        return Contained(follow(draft), note, target)
+        return FaultGuard(follow(draft), note, target)
     own = draft.for_stream() if isinstance(draft, LookupDrafter) else draft
-    return Contained(own, note)
+    return FaultGuard(own, note)
 
 
 # Made anew for each stream, or without a state.
-_FOR_MANY = (nn.Module, LookupDrafter, Following, Filler)
+_FOR_MANY = (nn.Module, LookupDrafter, Following, ConstantDrafter)
 
 
 def serves_one_stream(draft: Any) -> bool:
@@ -188,7 +188,7 @@ def measured_draft(draft: Any) -> Any:
     others = [m for m in members(draft) if not isinstance(m, LookupDrafter)]
     if len(others) > 1:
         return Cascade(*others)
-    return others[0] if others else Filler()
+    return others[0] if others else ConstantDrafter()
 
 
 def check_head_ids(draft: Any, highest_id: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from mlx_speculation.engine.draft_length.base import Lengths, Outcome, Plan
+from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Outcome, Plan
 from mlx_speculation.engine.drafters.base import Drafter, ReadsAhead
 from mlx_speculation.engine.drafters.sources import lanes_of
 from mlx_speculation.engine.round.outcome import MakeCut, read
@@ -55,7 +55,7 @@ class Decoder:
         sequence: Sequence,
         verifier: Verifier,
         drafter: Drafter | None,
-        lengths: Lengths,
+        lengths: DraftLengthPolicy,
         top: int | None = None,
         masks: Masks | None = None,
         statistics: Statistics | None = None,

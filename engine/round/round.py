@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_speculation.engine.draft_length.base import Lengths
+from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
 from mlx_speculation.engine.draft_length.early_stop import Stop
 from mlx_speculation.engine.drafters.base import NOTHING, Choices, Draft, Drafter
 from mlx_speculation.engine.round.outcome import (
@@ -52,7 +52,7 @@ class Parts:
     sequence: Sequence
     verifier: Verifier
     drafter: Drafter | None
-    lengths: Lengths
+    lengths: DraftLengthPolicy
     top: int | None
     masks: Masks | None
     statistics: Statistics

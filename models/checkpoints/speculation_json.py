@@ -1,11 +1,11 @@
 """speculation.json: what a target's folder says of its own draft.
 
     {"draft": "../small"}
-    {"draft": "mtp", "contract": {"hidden": "before_norm"}, "draft_length": 2}
+    {"draft": "mtp", "convention": {"hidden": "before_norm"}, "draft_length": 2}
 
     draft         "mtp", "lookup", or a folder: inside the target's, or beside it
     kind          what the folder holds; otherwise its config.json tells
-    contract      of an MTP head: some of hidden, recycled, order and norms
+    convention      of an MTP head: some of hidden, recycled, order and norms
     draft_length  tokens drafted in a round, where the caller does not say
 
 Nothing else may stand in it, nor a key twice, and no path may lead elsewhere, also not
@@ -19,10 +19,10 @@ from typing import Any
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.config_json import read_json
-from mlx_speculation.models.mtp.convention import contract_of
+from mlx_speculation.models.mtp.convention import convention_of
 
 NAME = "speculation.json"
-FIELDS = ("draft", "kind", "contract", "draft_length")
+FIELDS = ("draft", "kind", "convention", "draft_length")
 NAMED = ("mtp", "lookup")
 LARGEST = 1 << 16  # bytes
 _ADVICE = "Correct it, or pass draft= something else than 'auto'."
@@ -37,7 +37,7 @@ class PairFile:
         draft: "mtp", "lookup", or the draft's folder as it is written there.
         folder: the draft's folder; None where the draft is named.
         kind: the kind of draft, if it is named.
-        contract: the fields of a contract, checked; None: it names none.
+        convention: the fields of a convention, checked; None: it names none.
         draft_length: how many tokens to draft in a round, if it says so.
     """
 
@@ -45,7 +45,7 @@ class PairFile:
     draft: str
     folder: Path | None = None
     kind: str | None = None
-    contract: Mapping[str, Any] | None = None
+    convention: Mapping[str, Any] | None = None
     draft_length: int | None = None
 
 
@@ -81,17 +81,17 @@ def read_pair(folder: Path, kinds: Collection[str]) -> PairFile | None:
         raise _wrong(
             file, f"draft_length = {length!r}", "a whole number of at least 0 is"
         )
-    contract = fields.get("contract")
-    if contract is not None:
-        contract_of(contract, str(file))
+    convention = fields.get("convention")
+    if convention is not None:
+        convention_of(convention, str(file))
         if draft == "lookup":
-            raise _wrong(file, 'a contract and draft = "lookup"', "one of them is")
+            raise _wrong(file, 'a convention and draft = "lookup"', "one of them is")
     return PairFile(
         file,
         draft,
         None if draft in NAMED else _folder(file, draft),
         kind,
-        contract,
+        convention,
         length,
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.errors import ContractError
+from mlx_speculation.errors import ConventionError
 from mlx_speculation.models.checkpoints.probe import Score, Trials
 from mlx_speculation.models.checkpoints.probe_text import OwnText
 from mlx_speculation.models.eagle.config import NAME, LayerIds
@@ -36,7 +36,7 @@ def probe_layers(
         surely better.
 
     Raises:
-        ContractError: none is above chance.
+        ConventionError: none is above chance.
     """
     layers = sorted({index for each in readings.values() for index in each})
     taps = HiddenStates(model, layers=layers, before_norm=True, after_norm=True)
@@ -53,7 +53,7 @@ def probe_layers(
             f"{reading!r} {list(readings[reading])} {score}"
             for reading, score in scores.items()
         )
-        raise ContractError(
+        raise ConventionError(
             f"The {NAME} guesses what its target writes no better than by chance, "
             f"whichever layers it reads: {said}. Choose the head that belongs to this "
             "model, or name the reading: EagleDraft.from_folder(folder, model, "

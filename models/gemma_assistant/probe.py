@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_speculation.errors import ContractError
+from mlx_speculation.errors import ConventionError
 from mlx_speculation.models.checkpoints.probe import Score, Trials
 from mlx_speculation.models.checkpoints.probe_text import STARTS, OwnText
 from mlx_speculation.models.gemma_assistant.network import Assistant
@@ -51,7 +51,7 @@ def probe_anchor(
         surely better.
 
     Raises:
-        ContractError: neither is above chance.
+        ConventionError: neither is above chance.
     """
     taps = HiddenStates(model, before_norm=True, after_norm=True)
     try:
@@ -64,7 +64,7 @@ def probe_anchor(
     scores = {best: trials.scores[best], **trials.scores}
     if not scores[best].above_chance:
         said = "; ".join(f"{anchor!r} {score}" for anchor, score in scores.items())
-        raise ContractError(
+        raise ConventionError(
             "The assistant guesses what its target writes no better than by chance, "
             f"wherever it stands: {said}. Choose the assistant that belongs to this "
             "model, or name the anchor: AssistantDraft.from_folder(folder, model, "

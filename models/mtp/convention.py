@@ -1,6 +1,6 @@
 """What an MTP head was trained with, and no tensor shows.
 
-A contract as fields of a JSON file, and back, with every field checked.
+A convention as fields of a JSON file, and back, with every field checked.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ MIXED_NORMS = ("norm_e", "norm_h", "input_layernorm", "post_attention_layernorm"
 
 
 @dataclass(frozen=True, slots=True)
-class Contract:
+class MtpConvention:
     """What a head was trained with, and its tensors do not show.
 
     Attributes:
@@ -64,52 +64,55 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 
 def _not_one(name: str, value: Any, allowed: Iterable[str]) -> str:
     return (
-        f"{name} of a contract is {value!r}, and one of {'; '.join(allowed)} is needed."
+        f"{name} of a convention is {value!r}, and one of {'; '.join(allowed)} is "
+        "needed."
     )
 
 
 FIELDS = ("hidden", "recycled", "order", "norms")
 
 
-def fields_of(contract: Contract) -> dict[str, Any]:
-    """Return a contract as an object of JSON."""
-    norms = contract.norms
+def fields_of(convention: MtpConvention) -> dict[str, Any]:
+    """Return a convention as an object of JSON."""
+    norms = convention.norms
     return {
-        "hidden": contract.hidden,
-        "recycled": contract.recycled,
-        "order": contract.order,
+        "hidden": convention.hidden,
+        "recycled": convention.recycled,
+        "order": convention.order,
         "norms": list(norms) if isinstance(norms, tuple) else norms,
     }
 
 
-def contract_of(fields: Any, where: str, usual: Contract | None = None) -> Contract:
-    """Return the contract that an object of JSON is.
+def convention_of(
+    fields: Any, where: str, usual: MtpConvention | None = None
+) -> MtpConvention:
+    """Return the convention that an object of JSON is.
 
     Args:
-        fields: the object; what it lacks is the usual contract's.
+        fields: the object; what it lacks is the usual convention's.
         where: it stands, for messages.
-        usual: the usual contract.
+        usual: the usual convention.
 
     Raises:
         ModelFolderError: it is no object, or has a field or value that is not known.
     """
     if not isinstance(fields, Mapping):
         raise ModelFolderError(
-            f"The contract in {where} is a {type(fields).__name__}, and an object "
+            f"The convention in {where} is a {type(fields).__name__}, and an object "
             f"with some of {', '.join(FIELDS)} is needed."
         )
     unknown = sorted(map(str, fields.keys() - set(FIELDS)))
     if unknown:
         raise ModelFolderError(
-            f"The contract in {where} has a field {unknown[0]!r}, and "
+            f"The convention in {where} has a field {unknown[0]!r}, and "
             f"{', '.join(FIELDS)} are known. Take it out."
         )
-    values = {**fields_of(usual or Contract()), **fields}
+    values = {**fields_of(usual or MtpConvention()), **fields}
     norms = values["norms"]
     if isinstance(norms, list):
         values["norms"] = _mixed(norms)
     try:
-        return Contract(**values)
+        return MtpConvention(**values)
     except InvalidRequestError as error:
         raise ModelFolderError(f"In {where}: {error}") from error
 

@@ -1,7 +1,7 @@
-"""Which contract an MTP head was trained with, told by what it makes of its target.
+"""Which convention an MTP head was trained with, told by what it makes of its target.
 
 The target writes a little text. Over the pairs of its states and tokens the head
-guesses that text, once for each candidate: one field of the contract is changed at a
+guesses that text, once for each candidate: one field of the convention is changed at a
 time, from the best so far, until no change is surely better. If that is no better than
 chance, all combinations are tried. Which state is recycled shows at the second draft
 only, and is judged there, after everything else.
@@ -15,13 +15,13 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlx_speculation.caches import Speculation
-from mlx_speculation.errors import ContractError
+from mlx_speculation.errors import ConventionError
 from mlx_speculation.models.checkpoints.probe import Score, Trials
 from mlx_speculation.models.checkpoints.probe_text import OwnText
 from mlx_speculation.models.introspect.hidden_states import HiddenStates
 from mlx_speculation.models.mtp.convention import (
     MIXED_NORMS,
-    Contract,
+    MtpConvention,
     Norms,
     Order,
     Side,
@@ -38,30 +38,30 @@ class Probed:
     """What a probe found.
 
     Attributes:
-        contract: the best convention.
+        convention: the best convention.
         first: the score of each candidate at the first draft.
         second: likewise at the second draft; empty where nothing depends on it.
     """
 
-    contract: Contract
-    first: Mapping[Contract, Score]
-    second: Mapping[Contract, Score]
+    convention: MtpConvention
+    first: Mapping[MtpConvention, Score]
+    second: Mapping[MtpConvention, Score]
 
     def lines(self) -> list[str]:
         """Return the candidates and their scores, the best first."""
         ranked = sorted(self.first.items(), key=lambda item: -item[1].mean)
-        return [f"{described(contract)}: {score}" for contract, score in ranked]
+        return [f"{described(convention)}: {score}" for convention, score in ranked]
 
 
-def described(contract: Contract) -> str:
-    """Return a contract in a few words, without what is recycled."""
-    norms = contract.norms
+def described(convention: MtpConvention) -> str:
+    """Return a convention in a few words, without what is recycled."""
+    norms = convention.norms
     said = norms if isinstance(norms, str) else "plus_one: " + "+".join(norms or ())
-    return f"hidden {contract.hidden}, {contract.order}, norms {said}"
+    return f"hidden {convention.hidden}, {convention.order}, norms {said}"
 
 
 class HeadProbe:
-    """One head on a text; it is left with the contract that was tried last.
+    """One head on a text; it is left with the convention that was tried last.
 
     Args:
         head: the head, with quantized and dequantized weights as it will draft.
@@ -78,60 +78,60 @@ class HeadProbe:
         flat: Any = tree_flatten(head.parameters())
         self._dtypes = {name: value.dtype for name, value in flat if name in stored}
 
-    def assume(self, contract: Contract) -> None:
-        """Make the head one of this contract, norms included."""
-        assert contract.norms is not None
-        applied = with_ones(self._stored, contract.norms)
+    def assume(self, convention: MtpConvention) -> None:
+        """Make the head one of this convention, norms included."""
+        assert convention.norms is not None
+        applied = with_ones(self._stored, convention.norms)
         weights = [(n, w.astype(self._dtypes[n])) for n, w in applied.items()]
         self._head.load_weights(weights, strict=False)
-        self._head.assume(contract)
+        self._head.assume(convention)
 
-    def first(self, contract: Contract) -> Score:
+    def first(self, convention: MtpConvention) -> Score:
         """Score the first draft: slot i guesses token i + 2."""
         first = max(self._text.own, 2)
-        out = self._rows(contract, self._text.positions - 2)
+        out = self._rows(convention, self._text.positions - 2)
         return self._text.score(out.logits[:, first - 2 :], first)
 
-    def second(self, contract: Contract) -> Score:
+    def second(self, convention: MtpConvention) -> Score:
         """Score the second draft, which reads what the head made for the first."""
         first = max(self._text.own, 3)
         if self._head.chained:
-            return self._text.score(self._chain(contract)[:, first - 3 :], first)
+            return self._text.score(self._chain(convention)[:, first - 3 :], first)
         stop = min(first + SECOND_DRAFTS, self._text.positions)
-        return self._text.score(self._again(contract, first, stop), first)
+        return self._text.score(self._again(convention, first, stop), first)
 
-    def _rows(self, contract: Contract, slots: int) -> MtpOutput:
+    def _rows(self, convention: MtpConvention, slots: int) -> MtpOutput:
         """Run the first layer over slots 0 to `slots`, in new caches."""
-        self.assume(contract)
-        hidden, tokens = self._pairs(contract, 0, slots)
+        self.assume(convention)
+        hidden, tokens = self._pairs(convention, 0, slots)
         return self._mtp.rows(hidden, tokens, self._head.new_caches()[0])
 
     def _pairs(
-        self, contract: Contract, start: int, stop: int
+        self, convention: MtpConvention, start: int, stop: int
     ) -> tuple[mx.array, mx.array]:
-        after = contract.hidden == "after_norm"
+        after = convention.hidden == "after_norm"
         hidden = self._text.after_norm if after else self._text.before_norm
         return hidden[:, start:stop], self._text.tokens[:, start + 1 : stop + 1]
 
-    def _chain(self, contract: Contract) -> mx.array:
+    def _chain(self, convention: MtpConvention) -> mx.array:
         """Return what layer 1 makes of all slots of layer 0: [rows, slots, vocab]."""
         slots = self._text.positions - 3
-        out = self._rows(contract, slots)
+        out = self._rows(convention, slots)
         tokens = self._text.tokens[:, 2 : slots + 2]
         caches = self._head.new_caches()[1]
         return self._mtp.rows(out.recycled, tokens, caches, layer=1).logits
 
-    def _again(self, contract: Contract, first: int, stop: int) -> mx.array:
+    def _again(self, convention: MtpConvention, first: int, stop: int) -> mx.array:
         """Return guesses of tokens [first, stop) after a slot of the head's own state.
 
         Every guess stands on true slots, and on one that was drafted and is undone.
         """
-        self.assume(contract)
+        self.assume(convention)
         caches, found = self._head.new_caches()[0], []
         if first > 3:
-            self._mtp.history(*self._pairs(contract, 0, first - 3), caches)
+            self._mtp.history(*self._pairs(convention, 0, first - 3), caches)
         for slot in range(first - 3, stop - 3):
-            pair = self._pairs(contract, slot, slot + 1)
+            pair = self._pairs(convention, slot, slot + 1)
             recycled = self._mtp.rows(*pair, caches).recycled
             token = self._text.tokens[:, slot + 2 : slot + 3]
             with Speculation(caches) as drafted:
@@ -143,12 +143,12 @@ class HeadProbe:
 
 def probe(
     trial: HeadProbe,
-    usual: Contract,
+    usual: MtpConvention,
     free: Sequence[str],
     *,
     source: str,
 ) -> Probed:
-    """Find the contract of a head, and leave the head with it.
+    """Find the convention of a head, and leave the head with it.
 
     Args:
         trial: the head on a text.
@@ -158,7 +158,7 @@ def probe(
         source: where the head is, for messages.
 
     Raises:
-        ContractError: no candidate is above chance.
+        ConventionError: no candidate is above chance.
     """
     trials = Trials(trial.first)
     best = _climbed(trials, usual, free)
@@ -168,7 +168,7 @@ def probe(
             every += [other for each in every for other in changes(each)]
         best = _climbed(trials, max(every, key=lambda c: trials.score(c).mean), free)
     if not trials.score(best).above_chance:
-        raise ContractError(_refusal(Probed(best, trials.scores, {}), source))
+        raise ConventionError(_refusal(Probed(best, trials.scores, {}), source))
     second = Trials(trial.second)
     if "recycled" in free:
         best = second.best(best, _others(best, "recycled", get_args(Side)))
@@ -176,7 +176,9 @@ def probe(
     return Probed(best, trials.scores, second.scores)
 
 
-def _climbed(trials: Trials[Contract], best: Contract, free: Sequence[str]) -> Contract:
+def _climbed(
+    trials: Trials[MtpConvention], best: MtpConvention, free: Sequence[str]
+) -> MtpConvention:
     """Change one field at a time until no change is surely better."""
     before = None
     while best != before:
@@ -195,13 +197,15 @@ def _changes(free: Sequence[str]) -> Iterator[Any]:
         yield lambda best: _others(best, "hidden", get_args(Side))
 
 
-def _others(best: Contract, name: str, values: Sequence[str]) -> list[Contract]:
+def _others(
+    best: MtpConvention, name: str, values: Sequence[str]
+) -> list[MtpConvention]:
     now = getattr(best, name)
     changes: list[dict[str, Any]] = [{name: value} for value in values if value != now]
     return [replace(best, **change) for change in changes]
 
 
-def _other_norms(best: Contract) -> list[Contract]:
+def _other_norms(best: MtpConvention) -> list[MtpConvention]:
     """Return the candidates that differ in the norms.
 
     These are all or none that lack their one, the four in which packs differ, and one
@@ -223,5 +227,5 @@ def _refusal(found: Probed, source: str) -> str:
         f"The MTP head in {source} guesses its target's own text by no convention:\n"
         f"  {lines}\n"
         "It may belong to another model. Name what it was trained with, as "
-        'contract=Contract(hidden="after_norm", ...), or choose another drafter.'
+        'convention=MtpConvention(hidden="after_norm", ...), or choose another drafter.'
     )

@@ -1,15 +1,15 @@
-"""Contracts that a probe has found, kept in small files.
+"""Conventions that a probe has found, kept in small files.
 
 A file stands beside the head, or in a cache folder where nothing can be written there:
 
-    <folder of the head>/mtp_contract.json
-    <cache folder>/contracts/<hashes>.json        see `mlx_speculation.json_store`
+    <folder of the head>/mtp_convention.json
+    <cache folder>/conventions/<hashes>.json        see `mlx_speculation.json_store`
 
 It counts only while the hashes of target and head are those in it (`fingerprints` says
 what they cover). A file of a stranger, or one that is broken, is never trusted and
 never written over: that is said, and the cache folder takes what is found.
 
-The contract that a pack of MTPLX says of its head.
+The convention that a pack of MTPLX says of its head.
 
 It stands in mtplx_runtime.json as "mtp_contract", or in config.json as
 "mtplx_mtp_contract":
@@ -22,7 +22,7 @@ It stands in mtplx_runtime.json as "mtp_contract", or in config.json as
     mtp_quant_*, mtp_prequantized      shapes say that
 
 What is left out is post_norm, post_norm, embedding_hidden. A field or value that is not
-known may mean anything, so that such a contract is passed over.
+known may mean anything, so that such a convention is passed over.
 """
 
 from collections.abc import Mapping
@@ -35,13 +35,17 @@ from mlx_speculation.folders import cache_folder
 from mlx_speculation.json_reading import JsonFlawError, load_json
 from mlx_speculation.json_store import write_json
 from mlx_speculation.models.config_json import nested, read_json
-from mlx_speculation.models.mtp.convention import Contract, contract_of, fields_of
+from mlx_speculation.models.mtp.convention import (
+    MtpConvention,
+    convention_of,
+    fields_of,
+)
 from mlx_speculation.warn import notice
 
-NAME = "mtp_contract.json"
-FORMAT = "mlx-speculation contract"
+NAME = "mtp_convention.json"
+FORMAT = "mlx-speculation convention"
 VERSION = 1
-_KEYS = {"format", "version", "target", "head", "contract", "scores"}
+_KEYS = {"format", "version", "target", "head", "convention", "scores"}
 _LARGEST = 1 << 16
 
 
@@ -57,8 +61,8 @@ class _NotOursError(ValueError):
     """A file that was not written here, or is broken."""
 
 
-class SavedContracts:
-    """The files in which the contract of one head may be kept.
+class SavedConventions:
+    """The files in which the convention of one head may be kept.
 
     Args:
         folder: where the head is.
@@ -71,28 +75,28 @@ class SavedContracts:
         cache = cache_folder()
         if cache is not None:
             name = f"{pair.target[:32]}-{pair.head[:32]}.json"
-            self._files.append(cache / "contracts" / name)
+            self._files.append(cache / "conventions" / name)
 
-    def find(self) -> tuple[Contract, Path] | None:
-        """Return the contract that was saved for the pair, and in which file."""
+    def find(self) -> tuple[MtpConvention, Path] | None:
+        """Return the convention that was saved for the pair, and in which file."""
         for file in self._files:
             try:
-                contract = self._read(file)
+                convention = self._read(file)
             except _NotOursError as error:
                 notice(
                     f"{str(file)!r} is passed over: {error}. Take it away, or name the "
-                    "contract."
+                    "convention."
                 )
                 continue
-            if contract is not None:
-                return contract, file
+            if convention is not None:
+                return convention, file
         return None
 
-    def save(self, contract: Contract, scores: Mapping[str, Any]) -> Path | None:
-        """Keep a contract as a whole or not at all; return where, if anywhere.
+    def save(self, convention: MtpConvention, scores: Mapping[str, Any]) -> Path | None:
+        """Keep a convention as a whole or not at all; return where, if anywhere.
 
         Args:
-            contract: the contract.
+            convention: the convention.
             scores: what it and others scored, for whoever reads the file.
         """
         value = {
@@ -100,7 +104,7 @@ class SavedContracts:
             "version": VERSION,
             "target": self._pair.target,
             "head": self._pair.head,
-            "contract": fields_of(contract),
+            "convention": fields_of(convention),
             "scores": dict(scores),
         }
         for file in self._files:
@@ -108,19 +112,19 @@ class SavedContracts:
                 return file
         return None
 
-    def _read(self, file: Path) -> Contract | None:
+    def _read(self, file: Path) -> MtpConvention | None:
         value = _object(file)
         if value is None:
             return None
         if (value["target"], value["head"]) != (self._pair.target, self._pair.head):
             return None
         try:
-            contract = contract_of(value["contract"], str(file))
+            convention = convention_of(value["convention"], str(file))
         except ModelFolderError as error:
             raise _NotOursError(str(error)) from error
-        if contract.norms is None:
-            raise _NotOursError("its contract does not say how norms are stored")
-        return contract
+        if convention.norms is None:
+            raise _NotOursError("its convention does not say how norms are stored")
+        return convention
 
     def _may_replace(self, file: Path) -> bool:
         try:
@@ -139,7 +143,7 @@ def _object(file: Path) -> dict[str, Any] | None:
             return None
         raise _NotOursError(f"it cannot be read, as it {error}") from error
     if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise _NotOursError("it is not a contract that was saved here")
+        raise _NotOursError("it is not a convention that was saved here")
     if value.get("version") != VERSION or value.keys() != _KEYS:
         raise _NotOursError(
             f"its version is {value.get('version')!r} with {len(value)} fields, and "
@@ -177,14 +181,17 @@ _NOT_READ = (
 )
 
 
-def pack_contract(folder: Path, config: dict[str, Any]) -> Contract | None:
-    """Return the contract that a pack says, and say that it is taken; None: no such.
+def pack_convention(folder: Path, config: dict[str, Any]) -> MtpConvention | None:
+    """Return the convention that a pack says, and say that it is taken; None: no such.
 
     Args:
         folder: the target's.
         config: what its config.json holds.
     """
-    where, fields = f"config.json of {str(folder)!r}", config.get("mtplx_mtp_contract")
+    where, fields = (
+        f"config.json of {str(folder)!r}",
+        config.get("mtplx_mtp_contract"),
+    )
     if (folder / RUNTIME).is_file():
         try:
             runtime = nested(read_json(folder / RUNTIME), "mtp_contract")
@@ -196,22 +203,22 @@ def pack_contract(folder: Path, config: dict[str, Any]) -> Contract | None:
     if fields is None:
         return None
     try:
-        contract = _contract(fields)
+        convention = _convention(fields)
     except ValueError as error:
         notice(
-            f"The contract of the MTP head in {where} is passed over: {error}. A probe "
-            "finds one; contract= names one."
+            f"The convention of the MTP head in {where} is passed over: {error}. A "
+            "probe finds one; convention= names one."
         )
         return None
     notice(
-        f"The contract of the MTP head is taken from {where}: hidden "
-        f"{contract.hidden}, recycled {contract.recycled}, {contract.order}. "
-        "contract= names another."
+        f"The convention of the MTP head is taken from {where}: hidden "
+        f"{convention.hidden}, recycled {convention.recycled}, {convention.order}. "
+        "convention= names another."
     )
-    return contract
+    return convention
 
 
-def _contract(fields: Any) -> Contract:
+def _convention(fields: Any) -> MtpConvention:
     if not isinstance(fields, dict):
         raise ValueError(f"it is a {type(fields).__name__}")
     values: dict[str, Any] = {}
@@ -226,4 +233,4 @@ def _contract(fields: Any) -> Contract:
                 raise ValueError(f"{name} is {value!r}, not one of {_POSITIONS}")
         elif name not in _NOT_READ:
             raise ValueError(f"{name!r} is not known")
-    return Contract(**values)
+    return MtpConvention(**values)

@@ -6,7 +6,7 @@ import mlx.nn as nn
 
 from mlx_speculation.models.instance_hooks import plain_class
 from mlx_speculation.models.mtp import blocks
-from mlx_speculation.models.mtp.convention import Contract
+from mlx_speculation.models.mtp.convention import MtpConvention
 from mlx_speculation.models.mtp.family import MtpFamily
 
 _QWEN_NAMES: dict[str, str | None] = {
@@ -121,7 +121,7 @@ FAMILIES: tuple[MtpFamily, ...] = (
             "mtp_layers.{k}.": "layers.{k}.blocks.0.",
         },
         # Engines disagree on both states; these were measured, at one draft.
-        contract=Contract("before_norm", "before_norm", "hidden_first"),
+        convention=MtpConvention("before_norm", "before_norm", "hidden_first"),
         depth=1,
         build=blocks.mimo,
     ),
@@ -138,7 +138,7 @@ FAMILIES: tuple[MtpFamily, ...] = (
             ),
             "mtp.layers.{k}.": "layers.{k}.blocks.0.",
         },
-        contract=Contract("before_norm"),
+        convention=MtpConvention("before_norm"),
         # Engines disagree on what the further layers are given.
         layers="first",
         build=blocks.mimo_v2_flash,
@@ -153,7 +153,7 @@ FAMILIES: tuple[MtpFamily, ...] = (
             "mtp_block.{k}.": "layers.{k}.blocks.0.",
         },
         # There is no final norm: logits and the next step take the block's output.
-        contract=Contract(recycled="before_norm"),
+        convention=MtpConvention(recycled="before_norm"),
         build=blocks.ernie4_5_moe,
     ),
     MtpFamily(
@@ -186,7 +186,7 @@ FAMILIES: tuple[MtpFamily, ...] = (
         name="Step-3.5",
         modules=("step3p5",),
         rules=_STEP_NAMES,
-        contract=Contract("before_norm", "before_norm"),
+        convention=MtpConvention("before_norm", "before_norm"),
         after_trunk=True,
         plus_one=True,
         layers="chained",

@@ -8,7 +8,7 @@ state at position i with the token at position i + 1, and guesses the one at i +
     logits = output(final(y))             recycled: final(y) or y, as the family says
 
 Families differ in the names of tensors, in the block, and in what no tensor shows: the
-`Contract`. `families` has the table of them; `files` finds the tensors of a
+`MtpConvention`. `families` has the table of them; `files` finds the tensors of a
 head, `transforms` brings them into one form, and `head` runs them.
 """
 
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mlx_speculation.models.mtp.blocks import Block
-from mlx_speculation.models.mtp.convention import Contract
+from mlx_speculation.models.mtp.convention import MtpConvention
 
-_MOST_HEADS = Contract()
+_MOST_HEADS = MtpConvention()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class MtpFamily:
         rules: beginnings of names in files, without wrappers such as
             "language_model.", and what they are called in `MtpHead`; the first that
             fits counts. {k} is a number. None: a copy of the target's own tensor.
-        contract: what it is taken to be, unless somebody names another.
+        convention: what it is taken to be, unless somebody names another.
         build: makes the blocks of layer k from the target's arguments, the text part
             of config.json, and k.
         after_trunk: whether {k} in "layers.{k}." counts on after the target's layers.
@@ -50,7 +50,7 @@ class MtpFamily:
     modules: tuple[str, ...]
     rules: Mapping[str, str | None]
     build: Callable[[Any, dict[str, Any], int], list[Block]]
-    contract: Contract = _MOST_HEADS
+    convention: MtpConvention = _MOST_HEADS
     after_trunk: bool = False
     plus_one: bool = False
     layers: Literal["one", "chained", "first"] = "one"

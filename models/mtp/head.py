@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from mlx_speculation.models.introspect.output_rows import sliced
 from mlx_speculation.models.mtp.blocks import Block
-from mlx_speculation.models.mtp.convention import Contract
+from mlx_speculation.models.mtp.convention import MtpConvention
 
 
 class MtpLayer(nn.Module):
@@ -25,7 +25,7 @@ class MtpLayer(nn.Module):
         dim: the hidden size.
         eps: of the norms.
         blocks: the decoder blocks.
-        order: what comes first in the concatenation, see `Contract`.
+        order: what comes first in the concatenation, see `MtpConvention`.
         bias: whether the projection has one.
         final: whether there is a norm after the blocks.
         output: columns of an output layer of its own, if it has one.
@@ -93,7 +93,7 @@ class MtpHead(nn.Module):
 
     Args:
         layers: one, or more where each makes one draft of a chain.
-        contract: which of its states is recycled, among others.
+        convention: which of its states is recycled, among others.
         chained: whether layer k makes draft k, from the output of layer k - 1 at the
             same slot. Otherwise the first layer makes them all.
         depth: the most drafts that it is good for; None: any number.
@@ -102,14 +102,14 @@ class MtpHead(nn.Module):
     def __init__(
         self,
         layers: list[MtpLayer],
-        contract: Contract,
+        convention: MtpConvention,
         *,
         chained: bool = False,
         depth: int | None = None,
     ) -> None:
         super().__init__()
         self.layers = layers
-        self._contract = contract
+        self._convention = convention
         self._chained = chained
         self._depth = len(layers) if chained else depth
 
@@ -124,15 +124,15 @@ class MtpHead(nn.Module):
         return self._depth
 
     @property
-    def contract(self) -> Contract:
+    def convention(self) -> MtpConvention:
         """What it is taken to be."""
-        return self._contract
+        return self._convention
 
-    def assume(self, contract: Contract) -> None:
-        """Take it to be another contract's from now on; norms stay as they are."""
-        self._contract = contract
+    def assume(self, convention: MtpConvention) -> None:
+        """Take it to be another convention's from now on; norms stay as they are."""
+        self._convention = convention
         for layer in self.layers:
-            layer.assume(contract.order)
+            layer.assume(convention.order)
 
     def new_caches(self) -> list[list[Any]]:
         """Return new caches, a list for each layer."""
@@ -242,7 +242,7 @@ class Mtp:
     def _output(self, layer: int, states: mx.array) -> MtpOutput:
         module, own = self.head.layers[layer], self._outputs[layer]
         normed = module.final(states) if "final" in module else states
-        after = self.head.contract.recycled == "after_norm"
+        after = self.head.convention.recycled == "after_norm"
         logits = self._ends.head(normed) if own is None else _applied(own, normed)
         return MtpOutput(normed if after else states, logits)
 

@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from mlx_speculation.errors import ModelFolderError, UnsupportedModelError
 from mlx_speculation.models.config_json import nested, read_config, text_config
-from mlx_speculation.models.mtp.convention import Contract, Norms
+from mlx_speculation.models.mtp.convention import MtpConvention, Norms
 from mlx_speculation.models.mtp.families import (
     FAMILIES,
     arguments_of,
@@ -107,14 +107,14 @@ def find_mtp_head(
 
 
 def read_mtp_head(
-    folder: str | Path, model: nn.Module, *, contract: Contract | None = None
+    folder: str | Path, model: nn.Module, *, convention: MtpConvention | None = None
 ) -> MtpHead:
     """Load a head in the precision in which it is stored, and try nothing.
 
     Args:
         folder: the target's folder.
         model: the target, loaded from it.
-        contract: what the head was trained with; the family's when omitted.
+        convention: what the head was trained with; the family's when omitted.
 
     Raises:
         UnsupportedModelError: the target is of no family whose heads are known.
@@ -122,19 +122,19 @@ def read_mtp_head(
             are stored cannot be told.
     """
     found = find_mtp_head(folder, model)
-    head, _ = build_mtp_head(found, model, decided(contract, found))
+    head, _ = build_mtp_head(found, model, decided(convention, found))
     return head
 
 
 def build_mtp_head(
-    found: FoundHead, model: nn.Module, contract: Contract
+    found: FoundHead, model: nn.Module, convention: MtpConvention
 ) -> tuple[MtpHead, Weights]:
     """Read a head.
 
     Args:
         found: where it is.
         model: the target.
-        contract: what it was trained with, norms included.
+        convention: what it was trained with, norms included.
 
     Returns:
         The head, and the weights of its norms as they are stored.
@@ -142,9 +142,9 @@ def build_mtp_head(
     Raises:
         ModelFolderError: it is not complete.
     """
-    files, norms = found.files, contract.norms
+    files, norms = found.files, convention.norms
     assert norms is not None
-    head = _build(found.family, contract, arguments_of(model), found.config, files)
+    head = _build(found.family, convention, arguments_of(model), found.config, files)
     weights = transformed(files.read(), shapes_of(head))
     stored = norms_of(weights)
     weights |= with_ones(stored, norms)
@@ -156,27 +156,27 @@ def build_mtp_head(
     return head, stored
 
 
-def decided(contract: Contract | None, found: FoundHead) -> Contract:
-    """Return a contract with norms, the family's when it is omitted.
+def decided(convention: MtpConvention | None, found: FoundHead) -> MtpConvention:
+    """Return a convention with norms, the family's when it is omitted.
 
     Raises:
         ModelFolderError: how norms are stored cannot be told, or cannot be so.
     """
-    contract, family = contract or found.family.contract, found.family
-    norms = contract.norms or found.norms
+    convention, family = convention or found.family.convention, found.family
+    norms = convention.norms or found.norms
     if norms is None:
         raise ModelFolderError(
             f"The norms of the MTP head in {found.files.source} of "
             f'{str(found.folder)!r} may be stored as "plus_one" (w, applied as 1 + w) '
             'or "stored" (as they are), and nothing in the folder tells. Name it: '
-            "contract=Contract(norms=...)."
+            "convention=MtpConvention(norms=...)."
         )
     if norms != "stored" and not family.plus_one:
         raise ModelFolderError(
-            f"The contract says norms={norms!r}, and those of the {family.name} "
+            f"The convention says norms={norms!r}, and those of the {family.name} "
             'family are "stored". Leave norms out.'
         )
-    return replace(contract, norms=norms)
+    return replace(convention, norms=norms)
 
 
 def stored_norms(
@@ -220,7 +220,7 @@ def _share(core: str) -> bool:
 
 def _build(
     family: MtpFamily,
-    contract: Contract,
+    convention: MtpConvention,
     args: Any,
     config: dict[str, Any],
     files: HeadFiles,
@@ -246,7 +246,7 @@ def _build(
                 args.hidden_size,
                 _epsilon(args),
                 blocks,
-                order=contract.order,
+                order=convention.order,
                 bias=f"layers.{k}.proj.bias" in files.tensors,
                 final="final" in owns,
                 output=args.vocab_size if "output" in owns else None,
@@ -254,7 +254,7 @@ def _build(
             )
         )
     chained = family.layers == "chained"
-    return MtpHead(layers, contract, chained=chained, depth=family.depth)
+    return MtpHead(layers, convention, chained=chained, depth=family.depth)
 
 
 def _epsilon(args: Any) -> float:

@@ -1,4 +1,4 @@
-"""Loading an MTP head with the contract that it was trained with.
+"""Loading an MTP head with the convention that it was trained with.
 
 Where that comes from, the first that there is:
 
@@ -20,7 +20,7 @@ from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.probe_text import STARTS, OwnText
 from mlx_speculation.models.introspect.hidden_states import HiddenStates
 from mlx_speculation.models.load_model import runs_on_linux_cpu, to_float32
-from mlx_speculation.models.mtp.convention import Contract
+from mlx_speculation.models.mtp.convention import MtpConvention
 from mlx_speculation.models.mtp.convention_probe import (
     HeadProbe,
     Probed,
@@ -29,8 +29,8 @@ from mlx_speculation.models.mtp.convention_probe import (
 )
 from mlx_speculation.models.mtp.convention_store import (
     Pair,
-    SavedContracts,
-    pack_contract,
+    SavedConventions,
+    pack_convention,
 )
 from mlx_speculation.models.mtp.families import family_of, module_of
 from mlx_speculation.models.mtp.fingerprints import head_hash, target_hash
@@ -48,7 +48,7 @@ def load_mtp_head(
     folder: str | Path,
     model: nn.Module,
     *,
-    contract: Contract | None = None,
+    convention: MtpConvention | None = None,
     tokenizer: Any = None,
     split: Path | None = None,
 ) -> MtpHead:
@@ -57,7 +57,7 @@ def load_mtp_head(
     Args:
         folder: the target's folder.
         model: the target, loaded from it.
-        contract: what the head was trained with. When omitted, the target writes
+        convention: what the head was trained with. When omitted, the target writes
             about 64 tokens and the head guesses them by each convention that may be
             meant; the best one is kept, and saved for the next time.
         tokenizer: the target's, for that; read from the folder when omitted.
@@ -68,42 +68,42 @@ def load_mtp_head(
 
     Raises:
         UnsupportedModelError: the target is of no family whose heads are known.
-        ContractError: the head agrees with the target by no convention.
-        ModelFolderError: the folder has no head, it is not complete, or a contract
+        ConventionError: the head agrees with the target by no convention.
+        ModelFolderError: the folder has no head, it is not complete, or a convention
             is named and how norms are stored cannot be told.
     """
     found = find_mtp_head(folder, model, split=split)
     pack = None
-    if contract is None and split is None:
-        pack = pack_contract(found.folder, found.config)
-        contract = pack if found.norms is not None else None
-    if contract is not None:
-        head, _ = build_mtp_head(found, model, decided(contract, found))
+    if convention is None and split is None:
+        pack = pack_convention(found.folder, found.config)
+        convention = pack if found.norms is not None else None
+    if convention is not None:
+        head, _ = build_mtp_head(found, model, decided(convention, found))
         return _ready(head)
-    saved = SavedContracts(_folder_of(found), _pair(found))
+    saved = SavedConventions(_folder_of(found), _pair(found))
     kept = saved.find()
     if kept is not None:
         head, _ = build_mtp_head(found, model, decided(kept[0], found))
         return _ready(head)
     norms = found.norms
-    usual = replace(pack or found.family.contract, norms=norms or "stored")
+    usual = replace(pack or found.family.convention, norms=norms or "stored")
     usual = decided(usual, found)
     head, stored = build_mtp_head(found, model, usual)
     head = _ready(head)
     free = free_fields(found, head, norms is not None) if pack is None else ["norms"]
     result = _probed(found, model, head, stored, usual, free, tokenizer)
-    saved.save(result.contract, _scores(result))
+    saved.save(result.convention, _scores(result))
     return head
 
 
-def usual_contract(model: nn.Module) -> Contract:
+def usual_convention(model: nn.Module) -> MtpConvention:
     """Return what a head of a target is taken to be, if anything is known of it."""
     family = family_of(module_of(model))
-    return Contract() if family is None else family.contract
+    return MtpConvention() if family is None else family.convention
 
 
 def free_fields(found: FoundHead, head: MtpHead, norms: bool) -> list[str]:
-    """Return the fields of a contract that a probe has to find.
+    """Return the fields of a convention that a probe has to find.
 
     Args:
         found: the head in its folder.
@@ -124,24 +124,24 @@ def probe_mtp_head(
     stored: Weights,
     model: nn.Module,
     starts: Sequence[Sequence[int]],
-    usual: Contract,
+    usual: MtpConvention,
     free: Sequence[str],
     *,
     source: str,
 ) -> Probed:
-    """Find the contract of a head, and leave the head with it.
+    """Find the convention of a head, and leave the head with it.
 
     Args:
         head: the head.
         stored: the weights of its norms as they are stored.
         model: the target, which is left as it was.
         starts: token ids of a few texts, for the target to go on with.
-        usual: what the contract is taken to be unless another is surely better.
+        usual: what the convention is taken to be unless another is surely better.
         free: the fields that are not known.
         source: where the head is, for messages.
 
     Raises:
-        ContractError: no convention is above chance.
+        ConventionError: no convention is above chance.
     """
     taps = HiddenStates(model, before_norm=True, after_norm=True)
     try:
@@ -156,7 +156,7 @@ def _probed(
     model: nn.Module,
     head: MtpHead,
     stored: Weights,
-    usual: Contract,
+    usual: MtpConvention,
     free: Sequence[str],
     tokenizer: Any,
 ) -> Probed:
@@ -165,9 +165,9 @@ def _probed(
             tokenizer = load_tokenizer(found.folder)
         except Exception as error:
             raise ModelFolderError(
-                f"The contract of the MTP head in {found.files.source} is found on "
+                f"The convention of the MTP head in {found.files.source} is found on "
                 f"text, and {str(found.folder)!r} has no tokenizer that can be read: "
-                f"{error}. Pass tokenizer=, or name the contract."
+                f"{error}. Pass tokenizer=, or name the convention."
             ) from error
     starts = [tokenizer.encode(text) for text in STARTS]
     return probe_mtp_head(
@@ -191,10 +191,10 @@ def _folder_of(found: FoundHead) -> Path:
 
 def _scores(result: Probed) -> dict[str, Any]:
     def table(scores: Any) -> dict[str, str]:
-        return {_label(contract): str(score) for contract, score in scores.items()}
+        return {_label(convention): str(score) for convention, score in scores.items()}
 
     return {"first draft": table(result.first), "second draft": table(result.second)}
 
 
-def _label(contract: Contract) -> str:
-    return f"{described(contract)}, recycled {contract.recycled}"
+def _label(convention: MtpConvention) -> str:
+    return f"{described(convention)}, recycled {convention.recycled}"

@@ -70,7 +70,7 @@ def with_ones(stored: Weights, norms: Norms) -> Weights:
 
     Args:
         stored: the weights as they are stored.
-        norms: to which of them one is added, see `Contract`.
+        norms: to which of them one is added, see `MtpConvention`.
     """
 
     def lacks_one(name: str) -> bool:

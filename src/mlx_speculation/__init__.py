@@ -19,7 +19,7 @@ from mlx_speculation.errors import (
     BlasNotice,
     CacheFileError,
     ConstraintError,
-    ContractError,
+    ConventionError,
     CostFileWarning,
     DemoModelsMissingError,
     DrafterFaultWarning,
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         reduced_vocabulary,
         stream_generate,
     )
-    from mlx_speculation.models import Contract, json_schema, lark, load, regex
+    from mlx_speculation.models import MtpConvention, json_schema, lark, load, regex
     from mlx_speculation.samplers import (
         Constraint,
         ConstraintState,
@@ -83,8 +83,7 @@ __all__ = [
     "Constraint",
     "ConstraintError",
     "ConstraintState",
-    "Contract",
-    "ContractError",
+    "ConventionError",
     "CostFileWarning",
     "DFlashDraft",
     "DemoModelsMissingError",
@@ -96,6 +95,7 @@ __all__ = [
     "LookupDrafter",
     "MissingLibraryError",
     "ModelFolderError",
+    "MtpConvention",
     "MtpDraft",
     "NonFiniteLogitsError",
     "PrefixCache",
@@ -136,7 +136,7 @@ _HOMES = {
     "Cascade": "mlx_speculation.engine",
     "Constraint": "mlx_speculation.samplers",
     "ConstraintState": "mlx_speculation.samplers",
-    "Contract": "mlx_speculation.models",
+    "MtpConvention": "mlx_speculation.models",
     "DFlashDraft": "mlx_speculation.engine",
     "EagleDraft": "mlx_speculation.engine",
     "ForkableProcessor": "mlx_speculation.samplers",

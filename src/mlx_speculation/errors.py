@@ -9,7 +9,7 @@ SpeculationError(Exception)
 ├── UnsupportedModelError(TypeError)
 ├── SpeculationClosedError(RuntimeError)
 ├── ModelFolderError(ValueError)
-│   └── ContractError
+│   └── ConventionError
 ├── CacheFileError(ValueError)
 ├── NonFiniteLogitsError(ArithmeticError)
 ├── ConstraintError(ValueError)
@@ -75,7 +75,7 @@ class ModelFolderError(SpeculationError, ValueError):
     """Raised when a model folder lacks a file or holds one that cannot be used."""
 
 
-class ContractError(ModelFolderError):
+class ConventionError(ModelFolderError):
     """Raised when no convention makes a draft head agree with its target.
 
     The message names what each of them scored.

@@ -24,7 +24,7 @@ from mlx_speculation import (
     demo_models,
 )
 from mlx_speculation.models import check_same_ids
-from mlx_speculation.models.mtp.convention import Contract
+from mlx_speculation.models.mtp.convention import MtpConvention
 from support.drafters.scripted_drafter import ScriptedDrafter
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
@@ -191,7 +191,7 @@ def test_wrong_kinds_of_model_draft_and_rule_are_refused(model: nn.Module) -> No
     for draft in ("lookup", "auto"):
         with pytest.raises(InvalidRequestError, match=f"{draft}', not 'mtp'"):
             SpeculativeGenerator.from_pretrained(
-                "anything", draft=draft, contract=Contract()
+                "anything", draft=draft, convention=MtpConvention()
             )
 
 

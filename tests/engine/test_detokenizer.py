@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_speculation.engine.detokenizer import StopStrings, TextStream
+from mlx_speculation.engine.detokenizer import StopStrings, TextDetokenizer
 from support.models.tiny_tokenizer import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -15,7 +15,7 @@ WORDS = st.text(st.sampled_from("ab ,né→日😀\n"), min_size=1, max_size=12)
 @given(text=WORDS, cut=st.integers(0, 40))
 def test_every_piece_and_the_end_hold_whole_characters(text: str, cut: int) -> None:
     tokens = TOKENIZER.encode(text)[:cut]
-    stream = TextStream(TOKENIZER.detokenizer, (), ())
+    stream = TextDetokenizer(TOKENIZER.detokenizer, (), ())
     shown = ""
     for token in tokens:
         piece, stopped = stream.add(token)
@@ -65,7 +65,7 @@ def test_a_stop_is_found_as_soon_as_it_is_whole() -> None:
 
 
 def test_a_stop_token_ends_the_text_without_being_shown() -> None:
-    stream = TextStream(TOKENIZER.detokenizer, {5}, ())
+    stream = TextDetokenizer(TOKENIZER.detokenizer, {5}, ())
     token = TOKENIZER.encode("x")[0]
     assert stream.add(token) == ("x", False)
     assert stream.add(5) == ("", True)

@@ -20,7 +20,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_speculation import Sampling, SpeculativeGenerator, pure, regex
-from mlx_speculation.engine.draft_length.base import FixedLengths, Outcome, Plan
+from mlx_speculation.engine.draft_length.base import FixedDraftLength, Outcome, Plan
 from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.stats import Statistics
@@ -152,7 +152,7 @@ class SlowLogits(nn.Module):
         return logits + busy(logits[0])[-1]
 
 
-class NotedRounds(FixedLengths):
+class NotedRounds(FixedDraftLength):
     """Keeps the parts of each round."""
 
     def __init__(self, length: int) -> None:

@@ -21,7 +21,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_speculation import SpeculativeGenerator, load
 from mlx_speculation.demo import demo_models
 from mlx_speculation.engine import MtpDraft
-from mlx_speculation.models import Contract
+from mlx_speculation.models import MtpConvention
 from support.models.tiny_models import build
 
 SCRIPTS = str(Path(__file__).parents[2] / "scripts")
@@ -95,8 +95,8 @@ def test_a_grown_head_is_the_same_whatever_the_epsilon_of_its_norms(
     """Its input is divided by the width, which an epsilon of 1e-6 does not show."""
     for model in (grown.small, grown.larger):
         monkeypatch.setattr(model.language_model.args, "rms_norm_eps", 0.5)
-    contract = Contract(norms=grown.own.mtp.head.contract.norms)
-    own = MtpDraft.from_folder(FOLDER, grown.small, contract=contract)
+    convention = MtpConvention(norms=grown.own.mtp.head.convention.norms)
+    own = MtpDraft.from_folder(FOLDER, grown.small, convention=convention)
     monkeypatch.setattr(hybrid, "load_mtp_head", lambda *_: own.own_weights)
     head = hybrid.fit_mtp_head(FOLDER, grown.small, grown.larger, mx.float32)
     hidden = mx.random.normal((1, 5, 512), key=mx.random.key(3))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from mlx_speculation import demo_models
-from mlx_speculation.engine.draft_length.base import FixedLengths, Plan
+from mlx_speculation.engine.draft_length.base import FixedDraftLength, Plan
 from mlx_speculation.engine.draft_length.early_stop import Certainties, Stop
 from support.drafters.scripted_draft_lengths import Planned
 
@@ -31,7 +31,7 @@ def _script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def replayed(script: ModuleType, lengths: list[int], text: list[int]) -> float:
     machine = script.Machine([1.0, 1.5, 2.0, 2.5, 3.0], 0.0)
-    policy = FixedLengths(lengths[0]) if len(lengths) == 1 else Planned(lengths)
+    policy = FixedDraftLength(lengths[0]) if len(lengths) == 1 else Planned(lengths)
     places = [script.Place(right) for right in text]
     seconds: float = script.replayed(policy, machine, places, np.random.default_rng(0))
     return seconds

@@ -17,7 +17,7 @@ from mlx_lm.utils import load_model
 
 from mlx_speculation import SpeculativeGenerator, demo_models
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models import Contract, load
+from mlx_speculation.models import MtpConvention, load
 from mlx_speculation.models.mtp.load import read_mtp_head
 from mlx_speculation.models.mtp.split import SIDECAR, split_head
 from mlx_speculation.models.safetensors_layout import places_in
@@ -66,7 +66,7 @@ def test_mlx_lm_alone_loads_the_target_and_the_head_is_the_same(
     model, _ = load_model(done.folder)
     assert flat(model).keys() == flat(made.target).keys()
     after = read_mtp_head(done.folder, model)
-    assert after.contract == before.contract
+    assert after.convention == before.convention
     ours, theirs = flat(after), flat(before)
     assert ours.keys() == theirs.keys()
     assert all(mx.array_equal(ours[n], theirs[n]) for n in ours)
@@ -76,10 +76,10 @@ def test_mlx_lm_alone_loads_the_target_and_the_head_is_the_same(
 def test_drafts_are_the_same(name: str, tmp_path: Path) -> None:
     made = write(tmp_path / "model", name)
     done = split_head(made.folder, tmp_path / "out")
-    contract, results = family(LAYOUTS[name]).contract, []
+    convention, results = family(LAYOUTS[name]).convention, []
     for folder in (made.folder, done.folder):
         generator = SpeculativeGenerator.from_pretrained(
-            folder, draft="mtp", contract=contract
+            folder, draft="mtp", convention=convention
         )
         result = generator.generate(prompt_of(20), max_tokens=12)
         results.append((result.tokens, result.stats.drafted, result.stats.reached))
@@ -95,9 +95,9 @@ def test_a_quantized_head_stays_as_it_is(tmp_path: Path) -> None:
     assert "F16" in {dtype for dtype, *_ in head.values()}
     assert "U32" in {dtype for dtype, *_ in head.values()}
     model, _ = load(done.folder)
-    contract = Contract(norms="stored")
-    ours = flat(read_mtp_head(done.folder, model, contract=contract))
-    theirs = flat(read_mtp_head(folder, model, contract=contract))
+    convention = MtpConvention(norms="stored")
+    ours = flat(read_mtp_head(done.folder, model, convention=convention))
+    theirs = flat(read_mtp_head(folder, model, convention=convention))
     assert all(mx.array_equal(ours[n], theirs[n]) for n in theirs)
 
 
@@ -125,13 +125,13 @@ def test_what_else_is_in_the_folder_goes_along(tmp_path: Path) -> None:
     made = write(tmp_path / "model", "mimo")
     (made.folder / "more").mkdir()
     (made.folder / "more" / "notes.txt").write_text("notes", encoding="utf-8")
-    (made.folder / "mtp_contract.json").write_text("{}", encoding="utf-8")
+    (made.folder / "mtp_convention.json").write_text("{}", encoding="utf-8")
     done = split_head(made.folder, tmp_path / "out")
     assert (done.folder / "more" / "notes.txt").read_text(encoding="utf-8") == "notes"
     for name in ("config.json", "tokenizer.json"):
         same = (done.folder / name).read_bytes() == (made.folder / name).read_bytes()
         assert same
-    assert not (done.folder / "mtp_contract.json").exists()
+    assert not (done.folder / "mtp_convention.json").exists()
 
 
 def test_what_cannot_be_split_is_refused_and_leaves_nothing(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from mlx_speculation.engine.batch.decoder import BatchDecoder
 from mlx_speculation.engine.batch.draft_length import RowRates
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.costs import RoundCosts
-from mlx_speculation.engine.stream_factory import StreamMaker
+from mlx_speculation.engine.stream_factory import StreamFactory
 from support.drafters.batch_heads import head_bench
 from support.drafters.batches import bench
 from support.drafters.scripted_draft_lengths import CALIBRATED_BATCH
@@ -131,13 +131,13 @@ def test_a_batch_chooses_among_the_lengths_that_are_measured() -> None:
 def test_each_context_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts: list[int] = []
     generator = generator_with("lookup")  # its making may run streams of its own
-    usual = StreamMaker.make
+    usual = StreamFactory.make
 
-    def make(self: StreamMaker, prompt: Any, options: Any) -> Any:
+    def make(self: StreamFactory, prompt: Any, options: Any) -> Any:
         prompts.append(len(prompt))
         return usual(self, prompt, options)
 
-    monkeypatch.setattr(StreamMaker, "make", make)
+    monkeypatch.setattr(StreamFactory, "make", make)
     table = generator.calibrate_batches([2], contexts=[600, 8])[2]
     assert prompts == [8, 8, 600, 600]
     assert set(table) == {0, 1}
@@ -155,16 +155,16 @@ def test_it_leaves_nothing_to_later_requests() -> None:
 
 def test_an_error_ends_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     streams: list[Any] = []
-    usual = StreamMaker.make
+    usual = StreamFactory.make
 
-    def make(self: StreamMaker, prompt: Any, options: Any) -> Any:
+    def make(self: StreamFactory, prompt: Any, options: Any) -> Any:
         streams.append(usual(self, prompt, options))
         return streams[-1]
 
     def interrupted(self: BatchDecoder, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(StreamMaker, "make", make)
+    monkeypatch.setattr(StreamFactory, "make", make)
     monkeypatch.setattr(BatchDecoder, "next_round", interrupted)
     generator = generator_with("model")
     with pytest.raises(KeyboardInterrupt):

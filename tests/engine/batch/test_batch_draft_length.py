@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 
 from mlx_speculation import BatchGenerator
-from mlx_speculation.engine.batch.draft_length import BatchLengths, RowRates, row_bucket
-from mlx_speculation.engine.batch.request import Row
+from mlx_speculation.engine.batch.draft_length import (
+    BatchDraftLength,
+    RowRates,
+    row_bucket,
+)
+from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.adaptive import AdaptiveLengths
 from mlx_speculation.engine.draft_length.base import Outcome
@@ -21,14 +25,14 @@ from support.identity import prompt_of
 LONGEST = 8
 
 
-def rows_of(count: int) -> list[Row]:
+def rows_of(count: int) -> list[BatchRequest]:
     """Return rows whose lengths are chosen by measurement."""
     generator = bench("llama").generator("model", draft_length=None)
     streams = [generator.stream(prompt_of(3)) for _ in range(count)]
-    return [Row(n, stream, stream.parts) for n, stream in enumerate(streams)]
+    return [BatchRequest(n, stream, stream.parts) for n, stream in enumerate(streams)]
 
 
-def lengths_with(seconds: Any) -> BatchLengths:
+def lengths_with(seconds: Any) -> BatchDraftLength:
     """Return lengths where a round of so many rows and drafts takes so long."""
 
     @cache
@@ -38,11 +42,11 @@ def lengths_with(seconds: Any) -> BatchLengths:
     def make(rates: AcceptanceRates) -> AdaptiveLengths:
         return AdaptiveLengths(RoundCosts(), rates, LONGEST)
 
-    return BatchLengths(make, lambda rows, _: costs(rows))
+    return BatchDraftLength(make, lambda rows, _: costs(rows))
 
 
 def play(
-    lengths: BatchLengths, rows: list[Row], seconds: Any, right: float
+    lengths: BatchDraftLength, rows: list[BatchRequest], seconds: Any, right: float
 ) -> list[int]:
     """Run rounds in which a share of the drafts is right; return their widths."""
     found = []
@@ -168,7 +172,7 @@ def test_no_row_drafts_more_than_its_request_wants() -> None:
     generator = bench("llama").generator("model", draft_length=None)
     asked = (None, 2, 0)
     streams = [generator.stream(prompt_of(3), max_draft=most) for most in asked]
-    rows = [Row(n, stream, stream.parts) for n, stream in enumerate(streams)]
+    rows = [BatchRequest(n, stream, stream.parts) for n, stream in enumerate(streams)]
     for these, expected in ((rows, [8, 2, 0]), (rows[1:], [2, 0])):
         lengths = lengths_with(seconds)
         found = []

@@ -28,7 +28,7 @@ from mlx_speculation import (
 )
 from mlx_speculation.engine import Cascade, EagleDraft, MtpDrafter
 from mlx_speculation.engine.batch import mtp
-from mlx_speculation.engine.batch.mtp import BatchHead
+from mlx_speculation.engine.batch.mtp import BatchMtpDrafter
 from mlx_speculation.engine.batch.outcome import BatchStep
 from mlx_speculation.models import MtpOutput
 from support.drafters.batch_heads import (
@@ -130,7 +130,7 @@ def test_a_round_is_one_forward_of_the_target_and_one_of_the_head_a_token(
 def drafts_of(generator: SpeculativeGenerator, cases: list[Case]) -> list[Any]:
     """Return each row's drafts and statistics in a batch."""
     drafted: dict[int, list[list[int]]] = {}
-    plain = BatchHead.propose
+    plain = BatchMtpDrafter.propose
 
     def noting(self: Any, rows: Any, limits: Any, ahead: int) -> Any:
         found = plain(self, rows, limits, ahead)
@@ -140,7 +140,7 @@ def drafts_of(generator: SpeculativeGenerator, cases: list[Case]) -> list[Any]:
         return found
 
     with pytest.MonkeyPatch.context() as patch, BatchGenerator(generator) as batch:
-        patch.setattr(BatchHead, "propose", noting)
+        patch.setattr(BatchMtpDrafter, "propose", noting)
         uids = [batch.insert(**asked(case)) for case in cases]
         run(batch)
         assert not batch.stats.alone

@@ -17,7 +17,7 @@ from mlx_speculation import (
     PrefixCache,
     Sampling,
 )
-from mlx_speculation.engine import Lengths
+from mlx_speculation.engine import DraftLengthPolicy
 from mlx_speculation.engine.draft_length.base import Outcome, Plan
 from mlx_speculation.engine.stream_handling import Handling
 from support.drafters.batches import SAMPLINGS, Bench, Case, bench
@@ -223,7 +223,7 @@ def test_what_a_draft_has_missed_is_read_in_parts() -> None:
     options: dict[str, Any] = {"max_tokens": 90, "stop_tokens": ()}
     generator = made.generator("model")
     alone = generator.generate(prompt_of(6), draft_length=0, **options)
-    lengths: Lengths = Late()
+    lengths: DraftLengthPolicy = Late()
     with BatchGenerator(generator) as batch:
         handling = Handling(prefill_step=step)
         uids = [

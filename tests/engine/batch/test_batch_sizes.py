@@ -15,7 +15,7 @@ from mlx_speculation.caches import RaggedKVCache
 from mlx_speculation.engine.batch.draft_model import BatchDraftModel
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.adaptive import AdaptiveLengths
-from mlx_speculation.engine.draft_length.base import FixedLengths, Outcome, Plan
+from mlx_speculation.engine.draft_length.base import FixedDraftLength, Outcome, Plan
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.models import BatchLane, Lane, Recorders, RowSizes
 from mlx_speculation.models.shape_buckets import row_size
@@ -213,8 +213,8 @@ def let_draft(batch: BatchGenerator, length: int) -> None:
     """Let every row draft so many tokens a round from now on."""
     for row in batch._together.rows:
         lengths: Any = row.parts.lengths
-        assert type(lengths) is FixedLengths
-        FixedLengths.__init__(lengths, length)
+        assert type(lengths) is FixedDraftLength
+        FixedDraftLength.__init__(lengths, length)
 
 
 def test_a_draft_that_has_missed_tokens_reads_them_in_few_widths() -> None:

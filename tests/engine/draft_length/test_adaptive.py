@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.adaptive import AdaptiveLengths
 from mlx_speculation.engine.draft_length.base import (
-    FixedLengths,
-    Lengths,
+    DraftLengthPolicy,
+    FixedDraftLength,
     Outcome,
     Plan,
 )
@@ -560,7 +560,7 @@ def test_any_machine_and_text_end_within_the_budget(
 class _Checked:
     """A policy whose plans are checked."""
 
-    def __init__(self, policy: Lengths) -> None:
+    def __init__(self, policy: DraftLengthPolicy) -> None:
         self._policy = policy
         self.noted = 0
 
@@ -624,7 +624,7 @@ def test_loosened_rates_are_the_same_and_move_sooner() -> None:
 
 
 def test_fixed_lengths_give_way_to_the_budget_alone() -> None:
-    fixed = FixedLengths(4)
+    fixed = FixedDraftLength(4)
     assert [fixed.plan(0, limit).length for limit in (9, 4, 2, 0, -1)] == [
         4,
         4,

@@ -18,7 +18,7 @@ from mlx_speculation import Cascade, LookupDrafter, SpeculativeGenerator
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.adaptive import AdaptiveLengths
 from mlx_speculation.engine.draft_length.base import Outcome, Plan
-from mlx_speculation.engine.draft_length.cascade import CascadeLengths
+from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.drafters.cascade import Turns
@@ -129,9 +129,9 @@ def test_without_lengths_all_are_asked_for_as_many() -> None:
     assert lookup.limits == model.limits == [7]
 
 
-def planned(*lengths: int) -> tuple[CascadeLengths, list[Any]]:
+def planned(*lengths: int) -> tuple[CascadeDraftLength, list[Any]]:
     policies: list[Any] = [Noting([length]) for length in lengths]
-    return CascadeLengths(policies), policies
+    return CascadeDraftLength(policies), policies
 
 
 def test_a_plan_is_the_longest_and_has_them_all() -> None:
@@ -185,7 +185,7 @@ def test_a_wrong_model_is_parked_behind_a_lookup_that_is_right() -> None:
     """One policy for both asked the model for 16 tokens each time, or neither."""
     random = np.random.default_rng(3)
     lookup, model = policy_of(CHEAP), policy_of(DEAR)
-    lengths = CascadeLengths([lookup, model])
+    lengths = CascadeDraftLength([lookup, model])
     asked: list[tuple[int, ...]] = []
     context = 100
     for number in range(300):
@@ -213,7 +213,7 @@ def test_a_lookup_whose_costs_nobody_knows_is_asked_before_long(guessed: bool) -
         costs.guess(dear)
     lookup = AdaptiveLengths(costs, AcceptanceRates(), LONGEST)
     model = AdaptiveLengths(dear, AcceptanceRates([0.95] * 16, 30.0), LONGEST)
-    lengths = CascadeLengths([lookup, model])
+    lengths = CascadeDraftLength([lookup, model])
     behind, drafted = False, []
     plan = lengths.plan(100, 1000)
     for _ in range(120):
@@ -274,7 +274,7 @@ def test_a_drafter_of_a_cascade_that_fails_is_passed_over() -> None:
     generator = SpeculativeGenerator(
         model, byte_tokenizer(), draft=Cascade(Failing(), right), draft_length=None
     )
-    lengths = CascadeLengths([policy_of(CHEAP), policy_of(CHEAP)])
+    lengths = CascadeDraftLength([policy_of(CHEAP), policy_of(CHEAP)])
     stream = generator.stream(PROMPT, max_tokens=60, draft_length=lengths)
     with pytest.warns(DrafterFaultWarning, match="broken"):
         assert [chunk.token for chunk in stream] == expected

@@ -39,7 +39,7 @@ from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.adaptive import AdaptiveLengths
 from mlx_speculation.engine.draft_length.base import Option, Outcome, Plan
 from mlx_speculation.engine.draft_length.break_even import worth_of_time
-from mlx_speculation.engine.draft_length.constant_drafter import Filler
+from mlx_speculation.engine.draft_length.constant_drafter import ConstantDrafter
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.engine.draft_length.early_stop import (
     EDGES,
@@ -47,7 +47,7 @@ from mlx_speculation.engine.draft_length.early_stop import (
     Certainties,
     Stop,
 )
-from mlx_speculation.engine.draft_length.policies import MeasuredLengths
+from mlx_speculation.engine.draft_length.policies import DraftLengthPolicies
 from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.drafters.draft_model import DraftModel
 from mlx_speculation.engine.round.decoder import Decoder
@@ -442,9 +442,9 @@ def test_it_is_faster_than_the_best_fixed_length() -> None:
     assert speed(texts, partial(policy, None)) < 1.02 * best
 
 
-def lengths_of(draft: Any, **options: Any) -> MeasuredLengths:
+def lengths_of(draft: Any, **options: Any) -> DraftLengthPolicies:
     """Return the lengths of a generator on a tiny target."""
-    return MeasuredLengths(build("llama"), draft, "slack", None, **options)
+    return DraftLengthPolicies(build("llama"), draft, "slack", None, **options)
 
 
 def test_drafts_end_early_where_they_are_chosen_without_chance_on_a_cpu(
@@ -454,7 +454,7 @@ def test_drafts_end_early_where_they_are_chosen_without_chance_on_a_cpu(
     monkeypatch.setenv("MLX_SPECULATION_CACHE", "")
     lengths = lengths_of(build("llama", seed=1))
 
-    def early(lengths: MeasuredLengths, **options: Any) -> bool:
+    def early(lengths: DraftLengthPolicies, **options: Any) -> bool:
         policy = lengths.for_stream(None, **options)
         return getattr(policy, "_certainties", None) is not None
 
@@ -462,7 +462,7 @@ def test_drafts_end_early_where_they_are_chosen_without_chance_on_a_cpu(
     assert not early(lengths)
     assert not early(lengths, greedy=True, most=0)
     assert not early(lengths_of(build("llama", seed=1), early=False), greedy=True)
-    for draft in (LookupDrafter(), Filler(), ScriptedDrafter([], 1.0)):
+    for draft in (LookupDrafter(), ConstantDrafter(), ScriptedDrafter([], 1.0)):
         assert not early(lengths_of(draft), greedy=True)
     monkeypatch.setattr(measured_module, "on_cpu", lambda: False)
     assert not early(lengths, greedy=True)

@@ -25,7 +25,7 @@ from mlx_speculation import (
     SpeculativeGenerator,
 )
 from mlx_speculation.engine import Stream
-from mlx_speculation.engine.stream_factory import StreamMaker
+from mlx_speculation.engine.stream_factory import StreamFactory
 from mlx_speculation.errors import SpeculationError
 from mlx_speculation.samplers import Chooser
 from support.covering import covering
@@ -188,14 +188,17 @@ def test_no_draft_is_longer_than_a_request_wants(most: int) -> None:
     for _ in measured:
         pass
     assert measured.result.tokens == text
-    assert max(plan.length for plan, _ in measured.decisions) == most
-    assert max(outcome.drafted for _, outcome in measured.decisions) == most
-    fixed = drafted("right", "llama", False).stream(
-        PROMPT, max_tokens=TOKENS, draft_length=2, max_draft=most, explain=True
-    )
-    for _ in fixed:
-        pass
-    assert max(outcome.drafted for _, outcome in fixed.decisions) == min(2, most)
+    # How long they are below that, and whether there are any, the clock decides.
+    assert max(plan.length for plan, _ in measured.decisions) <= most
+    assert max(outcome.drafted for _, outcome in measured.decisions) <= most
+    for length in (2, 8):
+        fixed = drafted("right", "llama", False).stream(
+            PROMPT, max_tokens=TOKENS, draft_length=length, max_draft=most, explain=True
+        )
+        for _ in fixed:
+            pass
+        longest = max(outcome.drafted for _, outcome in fixed.decisions)
+        assert longest == min(length, most)
 
 
 def test_a_length_that_is_none_is_refused() -> None:
@@ -309,15 +312,15 @@ def test_each_context_is_measured_and_counted(
     prompts: list[int] = []
     streams: list[Any] = []
     small = build("llama", seed=7)
-    usual = StreamMaker.make
+    usual = StreamFactory.make
 
-    def make(self: StreamMaker, prompt: Any, options: Any) -> Any:
+    def make(self: StreamFactory, prompt: Any, options: Any) -> Any:
         made = usual(self, prompt, options)
         prompts.append(len(prompt))
         streams.append(made)
         return made
 
-    monkeypatch.setattr(StreamMaker, "make", make)
+    monkeypatch.setattr(StreamFactory, "make", make)
     generator = SpeculativeGenerator(build("llama"), byte_tokenizer(), draft=small)
     table = generator.calibrate(contexts=[8, 600])
     assert prompts == [8, 600]

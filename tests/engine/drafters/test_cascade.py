@@ -12,7 +12,7 @@ from mlx_speculation import (
     LookupDrafter,
     SpeculativeGenerator,
 )
-from mlx_speculation.engine.draft_length.base import FixedLengths
+from mlx_speculation.engine.draft_length.base import FixedDraftLength
 from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.drafters.draft_model import DraftModel
 from mlx_speculation.engine.round.decoder import Decoder
@@ -92,7 +92,7 @@ def test_the_models_caches_stay_right_between_turns(name: str, fails: bool) -> N
         sequence=sequence,
         verifier=Verifier(Chooser(SAMPLED, 256)),
         drafter=Cascade(SometimesDrafter(PROMPT + text, turns * 2), drafter),
-        lengths=FixedLengths(5),
+        lengths=FixedDraftLength(5),
     )
     decoder.prefill()
     twin = Lane(small)

@@ -28,8 +28,8 @@ from mlx_speculation.engine import EagleDraft, MtpDraft
 from mlx_speculation.engine.drafters.base import Choices, Draft
 from mlx_speculation.engine.drafters.quantize import own_weights
 from mlx_speculation.models import (
-    Contract,
     LaneRound,
+    MtpConvention,
     load,
     quantize_weights,
     weight_bytes,
@@ -97,15 +97,15 @@ def test_under_other_rules_a_quantized_draft_is_a_draft_like_any_other(
 @pytest.mark.parametrize("name", ["qwen3_5", "mimo", "step3p5"])
 def test_a_quantized_head_leaves_the_text(tmp_path: Path, name: str) -> None:
     written = write(tmp_path / "model", name)
-    contract = family(LAYOUTS[name]).contract
+    convention = family(LAYOUTS[name]).convention
     generator = same_text(
-        written.folder, draft="mtp", quantize_draft=4, contract=contract
+        written.folder, draft="mtp", quantize_draft=4, convention=convention
     )
     draft: Any = generator._setup.draft
     quantized = [m for _, m in draft.mtp.head.named_modules() if hasattr(m, "bits")]
     assert quantized
     assert not any(hasattr(m, "bits") for _, m in generator.model.named_modules())
-    assert isinstance(contract, Contract)
+    assert isinstance(convention, MtpConvention)
 
 
 def test_a_quantized_eagle_head_leaves_the_text(tmp_path: Path) -> None:

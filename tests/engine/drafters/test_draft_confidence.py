@@ -7,7 +7,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_speculation import InvalidRequestError, SpeculativeGenerator
-from mlx_speculation.engine.draft_length.base import FixedLengths
+from mlx_speculation.engine.draft_length.base import FixedDraftLength
 from mlx_speculation.engine.drafters.draft_model import DraftModel
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.outcome import Cut, Emitted
@@ -49,7 +49,7 @@ def decoder_of(
         sequence=sequence,
         verifier=Verifier(Chooser(sampling, 256)),
         drafter=drafter,
-        lengths=FixedLengths(LENGTH),
+        lengths=FixedDraftLength(LENGTH),
     )
     decoder.prefill()
     return decoder, drafter, sequence

@@ -73,7 +73,7 @@ def target_of(kind: str) -> nn.Module:
 @cache
 def mtp_target() -> tuple[nn.Module, MtpHead]:
     _, target, head = make("mimo")
-    return target, MtpHead(head.layers, family(LAYOUTS["mimo"]).contract)
+    return target, MtpHead(head.layers, family(LAYOUTS["mimo"]).convention)
 
 
 @cache

@@ -25,7 +25,7 @@ from mlx_speculation.engine.drafters.base import Choose
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.stream_handling import Handling
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import Contract, HiddenStates, Lane, Mtp, MtpHead
+from mlx_speculation.models import HiddenStates, Lane, Mtp, MtpConvention, MtpHead
 from mlx_speculation.samplers import Chosen
 from support.drafters.scripted_draft_lengths import Planned
 from support.identity import GREEDY, SAMPLED, plain_text, prompt_of
@@ -45,12 +45,12 @@ EVERY = [3, *(pytest.param(every, marks=pytest.mark.slow) for every in (2, 5, 7)
 
 @cache
 def built(name: str) -> tuple[nn.Module, MtpHead]:
-    """Return a target and its head, with the family's contract."""
+    """Return a target and its head, with the family's convention."""
     _, target, head = make(name)
     found = family(LAYOUTS[name])
     chained = found.layers == "chained"
     return target, MtpHead(
-        head.layers, found.contract, chained=chained, depth=found.depth
+        head.layers, found.convention, chained=chained, depth=found.depth
     )
 
 
@@ -72,7 +72,7 @@ def oracle(name: str, text: list[int], **options: Any) -> tuple[MtpDraft, Oracle
     """Return a draft with an oracle in the head's place."""
     target, head = built(name)
     draft = MtpDraft(target, head)
-    before = head.contract.hidden == "before_norm"
+    before = head.convention.hidden == "before_norm"
     knowing = OracleMtp(
         target,
         text,
@@ -333,7 +333,7 @@ def from_nothing(
 ) -> list[int]:
     """Return drafts by the plain recipe, without any state of before."""
     tokens, head = sequence.tokens, mtp.head
-    before = head.contract.hidden == "before_norm"
+    before = head.convention.hidden == "before_norm"
     taps = HiddenStates(target, before_norm=before, after_norm=not before)
     with taps.collect() as states:
         target(mx.array([tokens[:-1]]))
@@ -447,9 +447,9 @@ def test_a_prompt_of_one_token_is_decoded() -> None:
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "deepseek_v3", "step3p5"])
 def test_a_folder_with_a_head_drafts_with_it(name: str, tmp_path: Path) -> None:
     written = write(tmp_path, name)
-    contract = family(LAYOUTS[name]).contract
+    convention = family(LAYOUTS[name]).convention
     made = SpeculativeGenerator.from_pretrained(
-        tmp_path, draft="mtp", draft_length=2, contract=contract
+        tmp_path, draft="mtp", draft_length=2, convention=convention
     )
     expected = plain_text(made.model, prompt_of(PROMPT), 12)
     result = made.generate(prompt_of(PROMPT), max_tokens=12)
@@ -458,14 +458,14 @@ def test_a_folder_with_a_head_drafts_with_it(name: str, tmp_path: Path) -> None:
     assert type(made.model) is type(written.target)
 
 
-def test_a_contract_that_is_named_is_taken(tmp_path: Path) -> None:
+def test_a_convention_that_is_named_is_taken(tmp_path: Path) -> None:
     write(tmp_path, "qwen3_5")
-    contract = Contract("before_norm", "before_norm", "hidden_first", "stored")
+    convention = MtpConvention("before_norm", "before_norm", "hidden_first", "stored")
     made = SpeculativeGenerator.from_pretrained(
-        tmp_path, draft="mtp", contract=contract
+        tmp_path, draft="mtp", convention=convention
     )
     draft: Any = made._setup.draft
-    assert draft.mtp.head.contract == contract
+    assert draft.mtp.head.convention == convention
     expected = plain_text(made.model, prompt_of(PROMPT), 12)
     assert made.generate(prompt_of(PROMPT), max_tokens=12).tokens == expected
 

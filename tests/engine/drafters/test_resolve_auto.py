@@ -16,7 +16,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_speculation import (
-    ContractError,
+    ConventionError,
     DraftNotice,
     InvalidRequestError,
     ModelFolderError,
@@ -25,7 +25,7 @@ from mlx_speculation import (
 )
 from mlx_speculation.engine import LookupDrafter, MtpDraft
 from mlx_speculation.engine.drafters.registry import KINDS, kind_of
-from mlx_speculation.models import Contract
+from mlx_speculation.models import MtpConvention
 from support.identity import plain_text, prompt_of
 from support.models import tiny_models
 from support.models.demo_folders import copy_of
@@ -75,8 +75,8 @@ def test_a_trained_head_is_found_probed_and_drafts(draft: str, hybrid: Path) -> 
         made = SpeculativeGenerator.from_pretrained(hybrid, draft=draft)
     assert notices == list(made.notices) == []
     head: Any = made._setup.draft
-    assert head.mtp.head.contract == Contract(norms="stored")
-    assert (hybrid / "mtp_contract.json").is_file()
+    assert head.mtp.head.convention == MtpConvention(norms="stored")
+    assert (hybrid / "mtp_convention.json").is_file()
     prompt = made.tokenizer.encode("def add(first, second):\n")
     result = made.generate(prompt, max_tokens=40)
     assert result.tokens == plain_text(made.model, prompt, 40)
@@ -114,7 +114,7 @@ def test_a_head_that_the_probe_refuses_is_said_with_its_scores(tmp_path: Path) -
     assert isinstance(generator._setup.draft, LookupDrafter)
     assert len(notices) == 1
     assert notices[0].count("agrees") >= 4
-    with pytest.raises(ContractError, match="by no convention"):
+    with pytest.raises(ConventionError, match="by no convention"):
         SpeculativeGenerator.from_pretrained(made.folder, draft="mtp")
 
 
@@ -150,16 +150,16 @@ def test_a_lookup_that_is_named_is_no_fall_back(tmp_path: Path) -> None:
     assert made.draft_length == 3
 
 
-def test_a_contract_in_the_file_counts_as_a_named_one(tmp_path: Path) -> None:
+def test_a_convention_in_the_file_counts_as_a_named_one(tmp_path: Path) -> None:
     """What it leaves out is the family's: MiMo reads the state before the norm."""
     made = write(tmp_path / "mimo", "mimo")
-    pair(made.folder, draft="mtp", contract={"order": "embedding_first"})
+    pair(made.folder, draft="mtp", convention={"order": "embedding_first"})
     with said() as notices:
         generator = SpeculativeGenerator.from_pretrained(made.folder, **AUTO)
     assert notices == []
     draft: Any = generator._setup.draft
     assert isinstance(draft, MtpDraft)
-    assert draft.mtp.head.contract == Contract(
+    assert draft.mtp.head.convention == MtpConvention(
         "before_norm", "before_norm", "embedding_first", "stored"
     )
     expected = plain_text(made.target, prompt_of(20), 12)
@@ -181,7 +181,7 @@ def test_a_named_head_that_the_probe_refuses_falls_back(tmp_path: Path) -> None:
     [
         ({"draft": "mtp"}, "of no family whose MTP heads"),
         ({"draft": "../small", "kind": "eagle"}, "is of kind 'model'"),
-        ({"draft": "../small", "contract": {}}, "it is for MTP heads"),
+        ({"draft": "../small", "convention": {}}, "it is for MTP heads"),
         ({"draft": "../empty"}, "lacks config.json"),
         ({"draft": "../nothing"}, "no such folder"),
         ({"draft": "small", "colour": 1}, "'colour'"),

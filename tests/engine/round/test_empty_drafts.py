@@ -21,7 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation import NonFiniteLogitsError, SpeculativeGenerator
 from mlx_speculation.caches import Speculation
-from mlx_speculation.engine.draft_length.base import FixedLengths
+from mlx_speculation.engine.draft_length.base import FixedDraftLength
 from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.round import round as rounds
 from mlx_speculation.engine.round.decoder import Decoder
@@ -78,7 +78,7 @@ class Run:
             sequence=self.sequence,
             verifier=Verifier(Chooser(SAMPLED, 256)),
             drafter=self.drafter,
-            lengths=FixedLengths(4),
+            lengths=FixedDraftLength(4),
         )
         self.decoder.prefill()
 

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_speculation.caches import Speculation
 from mlx_speculation.engine import SpeculativeGenerator
-from mlx_speculation.engine.draft_length.base import FixedLengths
+from mlx_speculation.engine.draft_length.base import FixedDraftLength
 from mlx_speculation.engine.drafters.draft_model import DraftModel
 from mlx_speculation.engine.round import round as rounds
 from mlx_speculation.engine.round.decoder import Decoder
@@ -53,7 +53,7 @@ class Run:
             sequence=self.sequence,
             verifier=Verifier(Chooser(Sampling(temperature=0.7, seed=5), 256)),
             drafter=self.drafter,
-            lengths=FixedLengths(length),
+            lengths=FixedDraftLength(length),
         )
         self.decoder.prefill()
 

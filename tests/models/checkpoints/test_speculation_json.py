@@ -1,8 +1,8 @@
 """speculation.json: every field is checked, and no path leads away.
 
 Faults that were tried, and that these tests find: unknown fields passed over; links
-followed out of the folders; ".." in the middle of a path; true taken for 1; a contract
-not looked at before a head is loaded.
+followed out of the folders; ".." in the middle of a path; true taken for 1; a
+convention not looked at before a head is loaded.
 """
 
 import json
@@ -44,15 +44,15 @@ def test_without_a_file_nothing_is_said(folder: Path) -> None:
 
 
 def test_all_fields_are_read(folder: Path) -> None:
-    contract = {"hidden": "before_norm", "norms": ["norm_e"]}
+    convention = {"hidden": "before_norm", "norms": ["norm_e"]}
     said(
         folder,
-        {"draft": "mtp", "kind": "mtp", "contract": contract, "draft_length": 2},
+        {"draft": "mtp", "kind": "mtp", "convention": convention, "draft_length": 2},
     )
     found = read_pair(folder, KINDS)
     assert found is not None
     assert (found.draft, found.kind, found.draft_length) == ("mtp", "mtp", 2)
-    assert found.contract == contract
+    assert found.convention == convention
     assert found.folder is None
 
 
@@ -138,7 +138,10 @@ def test_no_path_leads_away(pieces: list[str], folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"draft": "mtp", "drafts": 4}, "a field 'drafts', and draft, kind, contract"),
+        (
+            {"draft": "mtp", "drafts": 4},
+            "a field 'drafts', and draft, kind, convention",
+        ),
         ({}, "draft = None"),
         ({"draft": "mtp", "kind": "eagle"}, "kind = 'eagle', and one of mtp is"),
         ({"draft": "lookup", "kind": "mtp"}, "kind = 'mtp', and one of lookup is"),
@@ -149,10 +152,10 @@ def test_no_path_leads_away(pieces: list[str], folder: Path) -> None:
         ({"draft": "mtp", "draft_length": 2.0}, "draft_length = 2.0"),
         ({"draft": "mtp", "draft_length": True}, "draft_length = True"),
         ({"draft": "mtp", "draft_length": "2"}, "draft_length = '2'"),
-        ({"draft": "mtp", "contract": {"position": 1}}, "a field 'position'"),
-        ({"draft": "mtp", "contract": {"order": "sum"}}, "order of a contract is"),
-        ({"draft": "mtp", "contract": "stored"}, "is a str, and an object"),
-        ({"draft": "lookup", "contract": {}}, 'a contract and draft = "lookup"'),
+        ({"draft": "mtp", "convention": {"position": 1}}, "a field 'position'"),
+        ({"draft": "mtp", "convention": {"order": "sum"}}, "order of a convention is"),
+        ({"draft": "mtp", "convention": "stored"}, "is a str, and an object"),
+        ({"draft": "lookup", "convention": {}}, 'a convention and draft = "lookup"'),
     ],
 )
 def test_a_field_that_is_wrong_is_refused_with_both_values(
@@ -185,7 +188,7 @@ values = st.recursive(
 @given(
     fields=st.fixed_dictionaries(
         {"draft": st.sampled_from(["mtp", "lookup", "draft", 1])},
-        optional=dict.fromkeys(("kind", "contract", "draft_length"), values),
+        optional=dict.fromkeys(("kind", "convention", "draft_length"), values),
     )
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -209,7 +212,7 @@ def test_whatever_stands_in_it_is_understood_or_refused(
         ("[" * 50_000, "nested too deep"),
         ('{"draft":' * 7_000, "nested too deep"),
         ('{"draft": "lookup", "draft": "mtp"}', "has the key 'draft' twice"),
-        ('{"draft": "mtp", "contract": {"order": 1, "order": 2}}', "'order' twice"),
+        ('{"draft": "mtp", "convention": {"order": 1, "order": 2}}', "'order' twice"),
         (" " * (1 << 16) + '{"draft": "lookup"}', "has more than 65536 bytes"),
         ('{"draft": "\\ud800"}', "draft"),
         ('{"draft": "%s"}' % ("long" * 2000), "draft"),

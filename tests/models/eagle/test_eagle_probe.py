@@ -10,7 +10,7 @@ import pytest
 
 from mlx_speculation import demo_models, load
 from mlx_speculation.engine import EagleDraft
-from mlx_speculation.errors import ContractError
+from mlx_speculation.errors import ConventionError
 from mlx_speculation.models import HiddenStates, layer_readings, load_eagle_head
 from mlx_speculation.models.checkpoints.probe_text import OwnText
 from mlx_speculation.models.eagle.probe import EagleProbe, probe_layers
@@ -71,7 +71,7 @@ def test_readings_are_those_that_the_target_has() -> None:
 def test_a_random_head_is_refused_unless_its_layers_are_named(tmp_path: Path) -> None:
     model = build("llama")
     head, layers = load_eagle_head(write_eagle(tmp_path, "specforge"), model)
-    with pytest.raises(ContractError, match=r"chance.*'layers' \[0, 1, 3\] agrees"):
+    with pytest.raises(ConventionError, match=r"chance.*'layers' \[0, 1, 3\] agrees"):
         probe_layers(head, model, {"layers": layers}, STARTS)
 
 

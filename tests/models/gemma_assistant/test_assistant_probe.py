@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_speculation.errors import ContractError
+from mlx_speculation.errors import ConventionError
 from mlx_speculation.models import HiddenStates, SharedKv, load_assistant, probe_anchor
 from mlx_speculation.models.checkpoints.probe_text import OwnText
 from mlx_speculation.models.gemma_assistant.probe import (
@@ -90,7 +90,7 @@ def test_ids_that_were_not_looked_at_are_below_the_rest(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_random_assistant_is_refused_with_its_scores(name: str) -> None:
     made = make(name)
-    with pytest.raises(ContractError, match=r"'state' agrees.*; 'token' agrees"):
+    with pytest.raises(ConventionError, match=r"'state' agrees.*; 'token' agrees"):
         probe_anchor(made.assistant, made.target, STARTS)
 
 

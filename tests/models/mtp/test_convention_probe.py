@@ -14,8 +14,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_speculation.errors import ContractError
-from mlx_speculation.models import Contract, HiddenStates, Mtp, MtpHead
+from mlx_speculation.errors import ConventionError
+from mlx_speculation.models import HiddenStates, Mtp, MtpConvention, MtpHead
 from mlx_speculation.models.checkpoints.probe import Score
 from mlx_speculation.models.checkpoints.probe_text import OwnText
 from mlx_speculation.models.mtp.convention import MIXED_NORMS, Norms
@@ -33,15 +33,15 @@ OTHER = {
 }
 
 
-def wrong(contract: Contract, field: str) -> Contract:
-    """Return a contract with another value of one field."""
-    change: dict[str, Any] = {field: OTHER[field][getattr(contract, field)]}
-    return replace(contract, **change)
+def wrong(convention: MtpConvention, field: str) -> MtpConvention:
+    """Return a convention with another value of one field."""
+    change: dict[str, Any] = {field: OTHER[field][getattr(convention, field)]}
+    return replace(convention, **change)
 
 
-def found(truth: Truth, usual: Contract, free: Sequence[str]) -> Contract:
+def found(truth: Truth, usual: MtpConvention, free: Sequence[str]) -> MtpConvention:
     """Return what a probe finds that starts from `usual`."""
-    return probe(trained(truth).trial(), usual, free, source="the test").contract
+    return probe(trained(truth).trial(), usual, free, source="the test").convention
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def found(truth: Truth, usual: Contract, free: Sequence[str]) -> Contract:
 )
 def test_every_wrong_field_scores_lower_and_is_found(truth: Truth, field: str) -> None:
     made = trained(truth)
-    right, other = made.contract, wrong(made.contract, field)
+    right, other = made.convention, wrong(made.convention, field)
     trial = made.trial()
     measure = trial.second if field == "recycled" else trial.first
     good, bad = measure(right), measure(other)
@@ -70,7 +70,7 @@ def test_what_cannot_be_told_of_the_head_as_it_is_stays_usual() -> None:
     """Before and after a norm with a nearly constant weight are the same to a norm."""
     made = trained()
     trial = made.trial()
-    right = made.contract
+    right = made.convention
     for field, measure in (("hidden", trial.first), ("recycled", trial.second)):
         good, other = measure(right), measure(wrong(right, field))
         assert abs(good.mean - other.mean) < 0.01
@@ -98,12 +98,12 @@ def test_norms_that_lack_their_one_are_found(norms: Norms) -> None:
         for name, weight in made.stored.items()
     }
     trial = made.trial(stored)
-    result = probe(trial, made.contract, ["norms", "order"], source="the test")
-    assert result.contract == replace(made.contract, norms=norms)
-    right = result.first[result.contract]
+    result = probe(trial, made.convention, ["norms", "order"], source="the test")
+    assert result.convention == replace(made.convention, norms=norms)
+    right = result.first[result.convention]
     for norms_of_other in ("stored", "plus_one"):
-        other = replace(made.contract, norms=norms_of_other)
-        if other != result.contract:
+        other = replace(made.convention, norms=norms_of_other)
+        if other != result.convention:
             assert right.surely_above(result.first[other])
     applied = flat(made.head)
     for name, weight in made.stored.items():
@@ -120,8 +120,8 @@ def test_the_head_of_another_model_is_refused_with_its_scores() -> None:
     proj = "layers.0.proj.weight"
     try:
         made.head.load_weights([(proj, mx.roll(weights[proj], 7, 0))], strict=False)
-        with pytest.raises(ContractError) as error:
-            probe(made.trial(), made.contract, ALL, source="mtp.safetensors")
+        with pytest.raises(ConventionError) as error:
+            probe(made.trial(), made.convention, ALL, source="mtp.safetensors")
     finally:
         made.head.load_weights([(proj, weights[proj])], strict=False)
     message = str(error.value)
@@ -132,34 +132,34 @@ def test_the_head_of_another_model_is_refused_with_its_scores() -> None:
 
 
 class OneRight:
-    """A trial in which a single contract guesses anything."""
+    """A trial in which a single convention guesses anything."""
 
-    def __init__(self, right: Contract) -> None:
-        self.right, self.assumed = right, Contract()
+    def __init__(self, right: MtpConvention) -> None:
+        self.right, self.assumed = right, MtpConvention()
 
-    def first(self, contract: Contract) -> Score:
-        right = contract == replace(self.right, recycled=contract.recycled)
+    def first(self, convention: MtpConvention) -> Score:
+        right = convention == replace(self.right, recycled=convention.recycled)
         return Score(np.full(40, -1.0 if right else -7.0), 0.8 * right, 0.02)
 
-    def second(self, contract: Contract) -> Score:
-        return Score(np.full(40, -1.0 if contract == self.right else -7.0), 0.5, 0.02)
+    def second(self, convention: MtpConvention) -> Score:
+        return Score(np.full(40, -1.0 if convention == self.right else -7.0), 0.5, 0.02)
 
-    def assume(self, contract: Contract) -> None:
-        self.assumed = contract
+    def assume(self, convention: MtpConvention) -> None:
+        self.assumed = convention
 
 
 @pytest.mark.parametrize("order", ["embedding_first", "hidden_first"])
 @pytest.mark.parametrize("side", ["after_norm", "before_norm"])
 @pytest.mark.parametrize("norms", ["stored", "plus_one", MIXED_NORMS])
-def test_a_contract_that_differs_in_everything_is_found(
+def test_a_convention_that_differs_in_everything_is_found(
     order: Any, side: Any, norms: Norms
 ) -> None:
     """No single change is better, so that all combinations have to be tried."""
-    right = Contract(side, side, order, norms)
+    right = MtpConvention(side, side, order, norms)
     trial = OneRight(right)
-    usual = Contract(norms="stored")
+    usual = MtpConvention(norms="stored")
     result = probe(trial, usual, ALL, source="the test")  # type: ignore[arg-type]
-    assert result.contract == trial.assumed == right
+    assert result.convention == trial.assumed == right
 
 
 def test_the_target_and_its_caches_stay_as_they_are() -> None:
@@ -170,9 +170,9 @@ def test_the_target_and_its_caches_stay_as_they_are() -> None:
     made.model(ids[:, :8], cache=caches)
     weights = flat(made.model)
     starts = [[5, 6, 7], [8, 9, 10, 11]]
-    with pytest.raises(ContractError):
+    with pytest.raises(ConventionError):
         probe_mtp_head(
-            made.head, {}, made.model, starts, wrong(made.contract, "order"), [],
+            made.head, {}, made.model, starts, wrong(made.convention, "order"), [],
             source="the test",
         )  # fmt: skip
     after = made.model(ids[:, 8:], cache=caches)
@@ -187,12 +187,12 @@ def test_the_second_draft_is_that_of_a_head_that_starts_over(name: str) -> None:
     trial = HeadProbe(head, norms_of(flat(head)), taps, text)
     mtp = Mtp(head, taps)
     hidden = text.after_norm if usual.hidden == "after_norm" else text.before_norm
-    for contract in (usual, wrong(usual, "recycled")):
+    for convention in (usual, wrong(usual, "recycled")):
         first = max(text.own, 3)
         if head.chained:
-            logits = trial._chain(contract)[:, first - 3 :]
+            logits = trial._chain(convention)[:, first - 3 :]
         else:
-            logits = trial._again(contract, first, first + 3)
+            logits = trial._again(convention, first, first + 3)
         for i in (0, 2):
             slot = first + i - 3
             caches = head.new_caches()
@@ -212,15 +212,15 @@ def test_a_random_head_of_any_family_is_refused(name: str) -> None:
     _, head, usual, text, taps = random_pair(name)
     trial = HeadProbe(head, norms_of(flat(head)), taps, text)
     assert trial.first(usual).values.size > 1
-    with pytest.raises(ContractError, match="by no convention"):
+    with pytest.raises(ConventionError, match="by no convention"):
         probe(trial, usual, ALL, source="the test")
 
 
-def random_pair(name: str) -> tuple[Any, MtpHead, Contract, OwnText, HiddenStates]:
-    """Return a random target with its head, usual contract, text and taps."""
+def random_pair(name: str) -> tuple[Any, MtpHead, MtpConvention, OwnText, HiddenStates]:
+    """Return a random target with its head, usual convention, text and taps."""
     _, target, bare = make(name)
     kind = family(LAYOUTS[name])
-    usual = replace(kind.contract, norms="stored")
+    usual = replace(kind.convention, norms="stored")
     chained = kind.layers == "chained"
     head = MtpHead(bare.layers, usual, chained=chained, depth=kind.depth)
     taps = HiddenStates(target, before_norm=True, after_norm=True)

@@ -1,8 +1,8 @@
-"""Contracts on disk: what counts, what is passed over, and what is never written over.
+"""Conventions on disk: what counts, what is passed over, what is never overwritten.
 
 Faults that were tried, and that these tests find: hashes not compared; one of the two
 hashes compared; a stranger's file replaced; a file written in place; a field of the
-contract not checked; samples that leave out the end of a file.
+convention not checked; samples that leave out the end of a file.
 """
 
 import json
@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_speculation.errors import DraftNotice, ModelFolderError
-from mlx_speculation.models import Contract
-from mlx_speculation.models.mtp.convention import MIXED_NORMS, contract_of, fields_of
-from mlx_speculation.models.mtp.convention_store import NAME, Pair, SavedContracts
+from mlx_speculation.models import MtpConvention
+from mlx_speculation.models.mtp.convention import MIXED_NORMS, convention_of, fields_of
+from mlx_speculation.models.mtp.convention_store import NAME, Pair, SavedConventions
 from mlx_speculation.models.mtp.fingerprints import (
     BLOCK,
     WHOLE,
@@ -35,8 +35,8 @@ sides = st.sampled_from(["after_norm", "before_norm"])
 mixed = st.sets(st.sampled_from(MIXED_NORMS), min_size=1).map(
     lambda names: tuple(name for name in MIXED_NORMS if name in names)
 )
-contracts = st.builds(
-    Contract,
+conventions = st.builds(
+    MtpConvention,
     hidden=sides,
     recycled=sides,
     order=st.sampled_from(["embedding_first", "hidden_first"]),
@@ -57,25 +57,25 @@ def files_in(folder: Path) -> set[str]:
     return {str(file.relative_to(folder)) for file in found if file.is_file()}
 
 
-@given(contract=contracts)
+@given(convention=conventions)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_is_saved_is_found(tmp_path: Path, contract: Contract) -> None:
-    saved = SavedContracts(tmp_path, PAIR)
-    assert saved.save(contract, {"first draft": {}}) == tmp_path / NAME
-    assert saved.find() == (contract, tmp_path / NAME)
+def test_what_is_saved_is_found(tmp_path: Path, convention: MtpConvention) -> None:
+    saved = SavedConventions(tmp_path, PAIR)
+    assert saved.save(convention, {"first draft": {}}) == tmp_path / NAME
+    assert saved.find() == (convention, tmp_path / NAME)
     assert files_in(tmp_path) == {NAME}
-    assert contract_of(fields_of(contract), "here") == contract
+    assert convention_of(fields_of(convention), "here") == convention
 
 
 @pytest.mark.parametrize("other", [Pair("c" * 64, "b" * 64), Pair("a" * 64, "c" * 64)])
-def test_the_contract_of_another_pair_does_not_count(
+def test_the_convention_of_another_pair_does_not_count(
     other: Pair, tmp_path: Path
 ) -> None:
-    SavedContracts(tmp_path, PAIR).save(Contract(norms="stored"), {})
-    theirs = SavedContracts(tmp_path, other)
+    SavedConventions(tmp_path, PAIR).save(MtpConvention(norms="stored"), {})
+    theirs = SavedConventions(tmp_path, other)
     assert theirs.find() is None
-    theirs.save(Contract(norms="plus_one"), {})
-    assert SavedContracts(tmp_path, PAIR).find() is None
+    theirs.save(MtpConvention(norms="plus_one"), {})
+    assert SavedConventions(tmp_path, PAIR).find() is None
 
 
 def test_where_nothing_can_be_written_the_cache_folder_has_it(
@@ -83,14 +83,14 @@ def test_where_nothing_can_be_written_the_cache_folder_has_it(
 ) -> None:
     blocked = tmp_path / "a file, not a folder"
     blocked.write_bytes(b"")
-    saved = SavedContracts(blocked, PAIR)
-    contract = Contract(norms="stored")
+    saved = SavedConventions(blocked, PAIR)
+    convention = MtpConvention(norms="stored")
     with pytest.warns(DraftNotice, match="cannot be read"):
-        file = saved.save(contract, {}) if saved.find() is None else None
+        file = saved.save(convention, {}) if saved.find() is None else None
     assert file is not None
-    assert file.is_relative_to(cache / "mlx-speculation" / "contracts")
+    assert file.is_relative_to(cache / "mlx-speculation" / "conventions")
     with pytest.warns(DraftNotice, match="cannot be read"):
-        assert saved.find() == (contract, file)
+        assert saved.find() == (convention, file)
 
 
 @pytest.mark.parametrize("named", ["", "relative/path"])
@@ -101,20 +101,20 @@ def test_a_cache_folder_that_is_not_absolute_is_ignored(
     monkeypatch.setenv("XDG_CACHE_HOME", named)
     monkeypatch.setenv("HOME", str(tmp_path / "me"))
     (tmp_path / "model" / NAME).mkdir(parents=True)  # in the place of the file
-    saved = SavedContracts(tmp_path / "model", PAIR)
+    saved = SavedConventions(tmp_path / "model", PAIR)
     with pytest.warns(DraftNotice, match="cannot be read"):
         assert saved.find() is None
-    file = saved.save(Contract(norms="stored"), {})
+    file = saved.save(MtpConvention(norms="stored"), {})
     assert file is not None
     assert file.is_relative_to(tmp_path / "me" / ".cache" / "mlx-speculation")
 
 
 VALID: dict[str, Any] = {
-    "format": "mlx-speculation contract",
+    "format": "mlx-speculation convention",
     "version": 1,
     "target": PAIR.target,
     "head": PAIR.head,
-    "contract": fields_of(Contract(norms="stored")),
+    "convention": fields_of(MtpConvention(norms="stored")),
     "scores": {},
 }
 BROKEN: dict[str, bytes] = {
@@ -124,22 +124,22 @@ BROKEN: dict[str, bytes] = {
     "a list": b"[1]",
     "deep": b"[" * 60000,
     "long": json.dumps(VALID).encode() + b" " * 70000,
-    "a stranger's": json.dumps({"mtp_contract": {"hidden_variant": "x"}}).encode(),
+    "a stranger's": json.dumps({"mtp_convention": {"hidden_variant": "x"}}).encode(),
     "later": json.dumps({**VALID, "version": 2}).encode(),
     "more": json.dumps({**VALID, "norms": "stored"}).encode(),
     "less": json.dumps({k: v for k, v in VALID.items() if k != "scores"}).encode(),
     **{
-        name: json.dumps({**VALID, "contract": contract}).encode()
-        for name, contract in {
-            "no contract": None,
-            "unknown field": {**VALID["contract"], "position": 1},
-            "unknown value": {**VALID["contract"], "hidden": "post_norm"},
-            "no norms": {**VALID["contract"], "norms": None},
-            "unknown norm": {**VALID["contract"], "norms": ["q_norm"]},
-            "norms of numbers": {**VALID["contract"], "norms": [1]},
-            "an empty list": {**VALID["contract"], "norms": []},
-            "a list of lists": {**VALID["contract"], "norms": [[]]},
-            "a value of another kind": {**VALID["contract"], "order": ["a"]},
+        name: json.dumps({**VALID, "convention": convention}).encode()
+        for name, convention in {
+            "no convention": None,
+            "unknown field": {**VALID["convention"], "position": 1},
+            "unknown value": {**VALID["convention"], "hidden": "post_norm"},
+            "no norms": {**VALID["convention"], "norms": None},
+            "unknown norm": {**VALID["convention"], "norms": ["q_norm"]},
+            "norms of numbers": {**VALID["convention"], "norms": [1]},
+            "an empty list": {**VALID["convention"], "norms": []},
+            "a list of lists": {**VALID["convention"], "norms": [[]]},
+            "a value of another kind": {**VALID["convention"], "order": ["a"]},
         }.items()
     },
 }
@@ -150,11 +150,11 @@ def test_a_broken_or_foreign_file_is_said_and_not_trusted(
     name: str, tmp_path: Path, cache: Path
 ) -> None:
     (tmp_path / NAME).write_bytes(BROKEN[name])
-    saved = SavedContracts(tmp_path, PAIR)
-    with pytest.warns(DraftNotice, match=r"is passed over: .* name the contract"):
+    saved = SavedConventions(tmp_path, PAIR)
+    with pytest.warns(DraftNotice, match=r"is passed over: .* name the convention"):
         assert saved.find() is None
-    contract = Contract("before_norm", norms="stored")
-    file = saved.save(contract, {})
+    convention = MtpConvention("before_norm", norms="stored")
+    file = saved.save(convention, {})
     if _ours(name):
         assert file == tmp_path / NAME  # written here before: whole, with a wrong value
     else:
@@ -162,7 +162,7 @@ def test_a_broken_or_foreign_file_is_said_and_not_trusted(
         assert file is not None
         assert file.is_relative_to(cache)
         with pytest.warns(DraftNotice):
-            assert saved.find() == (contract, file)
+            assert saved.find() == (convention, file)
 
 
 def _ours(name: str) -> bool:
@@ -177,8 +177,8 @@ def _ours(name: str) -> bool:
 def test_a_failure_while_writing_leaves_the_old_file(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = Contract(norms="stored")
-    saved = SavedContracts(tmp_path, PAIR)
+    old = MtpConvention(norms="stored")
+    saved = SavedConventions(tmp_path, PAIR)
     saved.save(old, {})
     before = (tmp_path / NAME).read_bytes()
 
@@ -187,14 +187,14 @@ def test_a_failure_while_writing_leaves_the_old_file(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        assert saved.save(Contract(norms="plus_one"), {}) is None
+        assert saved.save(MtpConvention(norms="plus_one"), {}) is None
     assert (tmp_path / NAME).read_bytes() == before
     assert files_in(tmp_path) == {NAME}
 
 
 @given(st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_change_of_a_file_makes_another_contract_count(
+def test_no_change_of_a_file_makes_another_convention_count(
     tmp_path: Path, data: st.DataObject
 ) -> None:
     """A byte is changed, or some are lost; then it counts as it was, or not at all."""
@@ -204,8 +204,8 @@ def test_no_change_of_a_file_makes_another_contract_count(
     changed = whole[:at] + data.draw(st.binary(max_size=2)) + whole[at + drop :]
     (tmp_path / NAME).write_bytes(changed)
     with warnings.catch_warnings(action="ignore"):
-        found = SavedContracts(tmp_path, PAIR).find()
-    assert found is None or found[0] == Contract(norms="stored")
+        found = SavedConventions(tmp_path, PAIR).find()
+    assert found is None or found[0] == MtpConvention(norms="stored")
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_field_that_is_not_known_is_refused_by_its_name(
     fields: Any, said: str
 ) -> None:
     with pytest.raises(ModelFolderError, match=f"(?s)some.json.*{said}|{said}.*"):
-        contract_of(fields, "some.json")
+        convention_of(fields, "some.json")
 
 
 @pytest.fixture(name="made")

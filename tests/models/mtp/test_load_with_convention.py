@@ -1,8 +1,8 @@
-"""Where the contract of a head comes from, and that a probe runs once.
+"""Where the convention of a head comes from, and that a probe runs once.
 
-Faults that were tried, and that these tests find: a saved contract that counts after
-the head has changed; a probe although a contract is named; nothing saved; the head left
-with norms of another candidate.
+Faults that were tried, and that these tests find: a saved convention that counts
+after the head has changed; a probe although a convention is named; nothing saved; the
+head left with norms of another candidate.
 """
 
 import json
@@ -12,14 +12,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_speculation.errors import ContractError, ModelFolderError
-from mlx_speculation.models import Contract, load, load_mtp_head
+from mlx_speculation.errors import ConventionError, ModelFolderError
+from mlx_speculation.models import MtpConvention, load, load_mtp_head
 from mlx_speculation.models.mtp.convention_store import NAME
 from support.models.demo_folders import copy_of
 from support.models.mtp_checkpoints import LAYOUTS, family, flat, save, write
 from support.models.trained_head import trained
 
-RIGHT = Contract(norms="stored")
+RIGHT = MtpConvention(norms="stored")
 
 
 class Untouched:
@@ -41,25 +41,25 @@ def _hybrid(tmp_path: Path) -> Path:
     return copy_of("hybrid", tmp_path / "hybrid")
 
 
-def test_a_probe_finds_the_contract_once_and_saves_it(hybrid: Path) -> None:
+def test_a_probe_finds_the_convention_once_and_saves_it(hybrid: Path) -> None:
     model = trained().model
     head = load_mtp_head(hybrid, model)
-    assert head.contract == RIGHT
+    assert head.convention == RIGHT
     saved = json.loads((hybrid / NAME).read_text(encoding="utf-8"))
     assert len(saved["scores"]["first draft"]) >= 8
     assert len(saved["scores"]["second draft"]) == 2
     again = load_mtp_head(hybrid, model, tokenizer=Untouched())
-    named = load_mtp_head(hybrid, model, contract=RIGHT, tokenizer=Untouched())
+    named = load_mtp_head(hybrid, model, convention=RIGHT, tokenizer=Untouched())
     for other in (again, named):
-        assert other.contract == RIGHT
+        assert other.convention == RIGHT
         weights, expected = flat(other), flat(head)
         assert weights.keys() == expected.keys()
         assert all(mx.array_equal(weights[name], expected[name]) for name in weights)
     # It counts whatever it says: a probe has found it on these very files.
-    saved["contract"]["recycled"] = "before_norm"
+    saved["convention"]["recycled"] = "before_norm"
     (hybrid / NAME).write_text(json.dumps(saved), encoding="utf-8")
     kept = load_mtp_head(hybrid, model, tokenizer=Untouched())
-    assert kept.contract.recycled == "before_norm"
+    assert kept.convention.recycled == "before_norm"
     change(hybrid / "model.safetensors", "mtp.layers.0.mlp.up_proj.biases")
     with pytest.raises(AssertionError, match="a probe ran"):
         load_mtp_head(hybrid, model, tokenizer=Untouched())
@@ -75,15 +75,17 @@ def change(file: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "mimo", "deepseek_v3"])
-def test_a_random_head_needs_a_contract(name: str, tmp_path: Path) -> None:
+def test_a_random_head_needs_a_convention(name: str, tmp_path: Path) -> None:
     made = write(tmp_path / "model", name)
     model, tokenizer = load(made.folder)
-    with pytest.raises(ContractError, match=r"(?s)the shards guesses.*no convention"):
+    with pytest.raises(ConventionError, match=r"(?s)the shards guesses.*no convention"):
         load_mtp_head(made.folder, model, tokenizer=tokenizer)
     assert not (made.folder / NAME).exists()
-    contract = family(LAYOUTS[name]).contract
-    head = load_mtp_head(made.folder, model, contract=contract, tokenizer=Untouched())
-    assert head.contract.order == contract.order
+    convention = family(LAYOUTS[name]).convention
+    head = load_mtp_head(
+        made.folder, model, convention=convention, tokenizer=Untouched()
+    )
+    assert head.convention.order == convention.order
 
 
 def test_without_a_tokenizer_there_is_no_text_to_probe(tmp_path: Path) -> None:
@@ -96,16 +98,18 @@ def test_without_a_tokenizer_there_is_no_text_to_probe(tmp_path: Path) -> None:
 
 def test_norms_that_the_files_tell_are_not_tried(tmp_path: Path) -> None:
     made = write(tmp_path / "model", "qwen3_5")
-    with pytest.raises(ContractError) as error:
+    with pytest.raises(ConventionError) as error:
         load_mtp_head(made.folder, made.target)
     assert "norms plus_one" in str(error.value)
     assert "norms stored" not in str(error.value)
 
 
-def test_a_mixed_contract_can_be_named(tmp_path: Path) -> None:
+def test_a_mixed_convention_can_be_named(tmp_path: Path) -> None:
     made = write(tmp_path / "model", "qwen3_5")
     mixed: Any = ("norm_e", "input_layernorm")
-    head = load_mtp_head(made.folder, made.target, contract=Contract(norms=mixed))
+    head = load_mtp_head(
+        made.folder, made.target, convention=MtpConvention(norms=mixed)
+    )
     found, stored = flat(head), made.tensors
     for ours, theirs, one in (
         ("norm_e", "mtp.pre_fc_norm_embedding", 1),
@@ -118,7 +122,7 @@ def test_a_mixed_contract_can_be_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_sidecar_has_its_contract_beside_it(hybrid: Path) -> None:
+def test_a_sidecar_has_its_convention_beside_it(hybrid: Path) -> None:
     shard = hybrid / "model.safetensors"
     weights: Any = mx.load(str(shard))
     own = {name: value for name, value in weights.items() if name.startswith("mtp.")}
@@ -127,6 +131,6 @@ def test_a_sidecar_has_its_contract_beside_it(hybrid: Path) -> None:
     save(shard, rest, kind="mlx")
     (hybrid / "mtp").mkdir()
     save(hybrid / "mtp" / "weights.safetensors", own, kind="mlx")
-    assert load_mtp_head(hybrid, trained().model).contract == RIGHT
+    assert load_mtp_head(hybrid, trained().model).convention == RIGHT
     assert (hybrid / "mtp" / NAME).is_file()
     assert not (hybrid / NAME).exists()

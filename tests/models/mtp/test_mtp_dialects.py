@@ -1,6 +1,6 @@
-"""Heads and contracts as other programs write them.
+"""Heads and conventions as other programs write them.
 
-Faults that were tried, and that these tests find: the two states of a pack's contract
+Faults that were tried, and that these tests find: the two states of a pack's convention
 exchanged; an unknown field passed over; norms of a split head shifted again; the
 target's own embedding taken for the head's; a head of another type accepted.
 """
@@ -15,8 +15,8 @@ import pytest
 from mlx_speculation import SpeculativeGenerator, demo_models
 from mlx_speculation.engine.drafters.registry import kind_of
 from mlx_speculation.errors import DraftNotice, ModelFolderError
-from mlx_speculation.models import Contract, load, load_mtp_head
-from mlx_speculation.models.mtp.convention_store import NAME, pack_contract
+from mlx_speculation.models import MtpConvention, load, load_mtp_head
+from mlx_speculation.models.mtp.convention_store import NAME, pack_convention
 from mlx_speculation.models.mtp.load import build_mtp_head, decided, find_mtp_head
 from support.identity import plain_text, prompt_of
 from support.models.demo_folders import copy_of
@@ -32,7 +32,7 @@ from support.models.mtp_checkpoints import (
 )
 from support.models.trained_head import trained
 
-DEFAULT = Contract()
+DEFAULT = MtpConvention()
 
 
 @pytest.fixture(autouse=True)
@@ -42,12 +42,12 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "contract"),
+    ("fields", "convention"),
     [
         ({}, DEFAULT),
-        ({"base_hidden_variant": "pre_norm"}, Contract(hidden="before_norm")),
-        ({"hidden_variant": "pre_norm"}, Contract(recycled="before_norm")),
-        ({"concat_order": "hidden_embedding"}, Contract(order="hidden_first")),
+        ({"base_hidden_variant": "pre_norm"}, MtpConvention(hidden="before_norm")),
+        ({"hidden_variant": "pre_norm"}, MtpConvention(recycled="before_norm")),
+        ({"concat_order": "hidden_embedding"}, MtpConvention(order="hidden_first")),
         (
             {
                 "base_hidden_variant": "post_norm",
@@ -63,8 +63,8 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.parametrize("place", ["config.json", "mtplx_runtime.json"])
-def test_a_pack_s_contract_is_read_and_said(
-    place: str, fields: dict[str, Any], contract: Contract, tmp_path: Path
+def test_a_pack_s_convention_is_read_and_said(
+    place: str, fields: dict[str, Any], convention: MtpConvention, tmp_path: Path
 ) -> None:
     config: dict[str, Any] = {}
     if place == "config.json":
@@ -73,7 +73,7 @@ def test_a_pack_s_contract_is_read_and_said(
         text = json.dumps({"mtp_contract": fields, "other": 1})
         (tmp_path / place).write_text(text, encoding="utf-8")
     with pytest.warns(DraftNotice, match=f"taken from .*{place}"):
-        assert pack_contract(tmp_path, config) == contract
+        assert pack_convention(tmp_path, config) == convention
 
 
 @pytest.mark.parametrize(
@@ -88,14 +88,14 @@ def test_a_pack_s_contract_is_read_and_said(
         [],
     ],
 )
-def test_a_pack_s_contract_that_is_not_understood_is_passed_over(
+def test_a_pack_s_convention_that_is_not_understood_is_passed_over(
     fields: Any, tmp_path: Path
 ) -> None:
     with pytest.warns(DraftNotice, match="is passed over: "):
-        assert pack_contract(tmp_path, {"mtplx_mtp_contract": fields}) is None
+        assert pack_convention(tmp_path, {"mtplx_mtp_contract": fields}) is None
     (tmp_path / "mtplx_runtime.json").write_text("{", encoding="utf-8")
     with pytest.warns(DraftNotice, match="passed over"):
-        assert pack_contract(tmp_path, {}) is None
+        assert pack_convention(tmp_path, {}) is None
 
 
 def test_what_a_pack_does_not_say_of_its_norms_is_probed(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_what_a_pack_does_not_say_of_its_norms_is_probed(tmp_path: Path) -> None
     model = trained().model
     with pytest.warns(DraftNotice, match="hidden before_norm"):
         head = load_mtp_head(folder, model)
-    assert head.contract == Contract(hidden="before_norm", norms="stored")
+    assert head.convention == MtpConvention(hidden="before_norm", norms="stored")
     saved = json.loads((folder / NAME).read_text(encoding="utf-8"))
     assert all("before_norm" in name for name in saved["scores"]["first draft"])
     config["mtp_norm_encoding"] = "delta"
@@ -116,7 +116,7 @@ def test_what_a_pack_does_not_say_of_its_norms_is_probed(tmp_path: Path) -> None
     (folder / "tokenizer.json").unlink()
     with pytest.warns(DraftNotice):
         head = load_mtp_head(folder, model)
-    assert head.contract == Contract(hidden="before_norm", norms="plus_one")
+    assert head.convention == MtpConvention(hidden="before_norm", norms="plus_one")
 
 
 GLM_SPLIT = {
@@ -170,9 +170,9 @@ def flat_glm(head: Weights, target: Weights) -> Weights:
 def test_a_head_in_a_folder_of_its_own_is_read(name: str, tmp_path: Path) -> None:
     of_head, target, head = split(tmp_path, name)
     found = find_mtp_head(tmp_path / "target", target, split=of_head)
-    contract = decided(None, found)
-    assert contract.norms == "stored"
-    loaded, _ = build_mtp_head(found, target, contract)
+    convention = decided(None, found)
+    assert convention.norms == "stored"
+    loaded, _ = build_mtp_head(found, target, convention)
     ours, theirs = flat(loaded), flat(head)
     assert ours.keys() == theirs.keys()
     assert all(mx.array_equal(ours[n], theirs[n]) for n in theirs)
@@ -182,21 +182,21 @@ def test_a_head_in_a_folder_of_its_own_is_read(name: str, tmp_path: Path) -> Non
 def test_a_head_in_a_folder_of_its_own_drafts(name: str, tmp_path: Path) -> None:
     of_head, target, _ = split(tmp_path, name)
     assert kind_of({"model_type": SPLITS[name]}).name == "mtp"
-    contract = family(LAYOUTS[name]).contract
+    convention = family(LAYOUTS[name]).convention
     made = SpeculativeGenerator.from_pretrained(
-        tmp_path / "target", draft=of_head, contract=contract
+        tmp_path / "target", draft=of_head, convention=convention
     )
     result = made.generate(prompt_of(20), max_tokens=12)
     assert result.tokens == plain_text(target, prompt_of(20), 12)
     assert result.stats.sources["mtp"].drafted > 0
-    fields = {"draft": "../head", "kind": "mtp", "contract": {"norms": "stored"}}
+    fields = {"draft": "../head", "kind": "mtp", "convention": {"norms": "stored"}}
     pair = tmp_path / "target" / "speculation.json"
     pair.write_text(json.dumps(fields), encoding="utf-8")
     chosen = SpeculativeGenerator.from_pretrained(tmp_path / "target", draft="auto")
     assert chosen.generate(prompt_of(20), max_tokens=12).tokens == result.tokens
 
 
-def test_a_split_head_is_probed_and_its_contract_saved_beside_it(
+def test_a_split_head_is_probed_and_its_convention_saved_beside_it(
     tmp_path: Path,
 ) -> None:
     target = demo_models()["hybrid"]
@@ -207,7 +207,7 @@ def test_a_split_head_is_probed_and_its_contract_saved_beside_it(
     (tmp_path / "config.json").write_text(config, encoding="utf-8")
     before = sorted(target.glob(NAME))  # left there by an earlier use, or nothing
     head = load_mtp_head(target, trained().model, split=tmp_path)
-    assert head.contract == Contract(norms="stored")
+    assert head.convention == MtpConvention(norms="stored")
     assert (tmp_path / NAME).is_file()
     assert sorted(target.glob(NAME)) == before
 
@@ -217,7 +217,7 @@ def test_norms_of_a_split_head_that_is_not_of_mlx_are_not_known(
 ) -> None:
     of_head, target, _ = split(tmp_path, "qwen3_5", kind="pt")
     with pytest.raises(ModelFolderError, match="nothing in the folder tells"):
-        load_mtp_head(tmp_path / "target", target, split=of_head, contract=DEFAULT)
+        load_mtp_head(tmp_path / "target", target, split=of_head, convention=DEFAULT)
 
 
 def test_a_split_head_of_another_type_is_refused(tmp_path: Path) -> None:
@@ -225,11 +225,11 @@ def test_a_split_head_of_another_type_is_refused(tmp_path: Path) -> None:
     _, target, _ = make("qwen3_5")
     folder = tmp_path / "target"
     with pytest.raises(ModelFolderError, match=r"'nemotron_h_mtp', and the target"):
-        load_mtp_head(folder, target, split=of_head, contract=DEFAULT)
+        load_mtp_head(folder, target, split=of_head, convention=DEFAULT)
     config = json.dumps({"model_type": "qwen3_5_mtp"})
     (of_head / "config.json").write_text(config, encoding="utf-8")
     with pytest.raises(ModelFolderError, match=r"lacks|holds no MTP head|not known"):
-        load_mtp_head(folder, target, split=of_head, contract=DEFAULT)
+        load_mtp_head(folder, target, split=of_head, convention=DEFAULT)
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_lite"])
@@ -247,7 +247,7 @@ def test_a_head_of_glm_in_the_dialect_of_mtplx_is_read(
     write_folder(tmp_path, config, [flat(target), tensors], kind="mlx", index=False)
     model, _ = load(tmp_path)
     assert flat(model).keys() == flat(target).keys()
-    loaded = load_mtp_head(tmp_path, model, contract=DEFAULT)
+    loaded = load_mtp_head(tmp_path, model, convention=DEFAULT)
     ours_all, theirs = flat(loaded), flat(head)
     assert ours_all.keys() == theirs.keys()
     assert all(mx.array_equal(ours_all[n], theirs[n]) for n in theirs)

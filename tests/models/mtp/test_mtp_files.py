@@ -10,7 +10,7 @@ import pytest
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models import load
-from mlx_speculation.models.mtp.convention import Contract
+from mlx_speculation.models.mtp.convention import MtpConvention
 from mlx_speculation.models.mtp.families import family_of
 from mlx_speculation.models.mtp.family import MtpFamily, without_wrappers
 from mlx_speculation.models.mtp.files import HeadFiles, find_head
@@ -29,7 +29,7 @@ from support.models.mtp_checkpoints import (
 )
 
 QWEN = LAYOUTS["qwen3_5"]
-STORED = Contract(norms="stored")
+STORED = MtpConvention(norms="stored")
 PLACES = [
     "mtp.safetensors",
     "mtp/weights.safetensors",
@@ -82,7 +82,7 @@ def test_a_head_beside_the_target_is_found(
     files = found(tmp_path, made)
     assert (files.source, files.in_shards, len(files.tensors)) == (place, False, 15)
     model, _ = load(tmp_path)
-    head = load_mtp_head(tmp_path, model, contract=STORED)
+    head = load_mtp_head(tmp_path, model, convention=STORED)
     assert all(mx.array_equal(v, flat(head)[n]) for n, v in flat(made[2]).items())
 
 
@@ -142,7 +142,7 @@ def test_names_may_have_wrappers_or_no_beginning(
     file = tmp_path / "model-mtp.safetensors"  # which mlx-lm takes for a shard
     save(file, {prefix + n.removeprefix("mtp."): v for n, v in tensors.items()})
     model, _ = load(tmp_path)
-    head = load_mtp_head(tmp_path, model, contract=STORED)
+    head = load_mtp_head(tmp_path, model, convention=STORED)
     assert flat(head).keys() == flat(made[2]).keys()
 
 
@@ -166,8 +166,8 @@ def test_a_head_in_the_shards_is_found_with_and_without_an_index(
     assert {s.file.name for s in files.tensors.values()} == {
         "model-00002-of-00002.safetensors"
     }
-    loaded = load_mtp_head(tmp_path, target, contract=Contract())
-    assert loaded.contract.norms == "plus_one"
+    loaded = load_mtp_head(tmp_path, target, convention=MtpConvention())
+    assert loaded.convention.norms == "plus_one"
 
 
 def test_an_index_that_names_a_file_that_is_not_there_is_refused(
@@ -214,7 +214,7 @@ def test_a_cut_file_is_refused_by_its_name(
     save(file, tensors)
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(ModelFolderError, match=r"mtp\.safetensors' cannot be read"):
-        load_mtp_head(tmp_path, made[1], contract=STORED)
+        load_mtp_head(tmp_path, made[1], convention=STORED)
 
 
 def test_the_same_tensor_in_two_files_of_one_place_is_refused(
@@ -245,7 +245,7 @@ def test_only_the_wanted_tensors_are_read(made: Made, tmp_path: Path) -> None:
     _append_sparse(file, "model.layers.0.huge.weight", gigabytes=40)
     active = mx.get_active_memory()
     mx.reset_peak_memory()
-    read_mtp_head(tmp_path, made[1], contract=STORED)
+    read_mtp_head(tmp_path, made[1], convention=STORED)
     assert mx.get_peak_memory() - active < 2**24
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from mlx_speculation.caches import Speculation, check_supported, leaves, with_slack
 from mlx_speculation.models import HiddenStates
-from mlx_speculation.models.mtp.convention import Contract
+from mlx_speculation.models.mtp.convention import MtpConvention
 from mlx_speculation.models.mtp.head import Mtp, MtpHead
 from support.models.mtp_checkpoints import LAYOUTS, family, flat, make
 
@@ -33,7 +33,7 @@ def _built() -> Build:
     @cache
     def one(name: str) -> Mtp:
         _, target, head = make(name)
-        head._contract = family(LAYOUTS[name]).contract
+        head._convention = family(LAYOUTS[name]).convention
         return Mtp(head, HiddenStates(target, after_norm=True))
 
     return one
@@ -131,7 +131,7 @@ def test_each_half_of_the_projection_reads_its_own_input(
     """With one half of the columns zero, the other input alone matters."""
     mtp, (hidden, tokens) = built(name), rows()
     other_hidden, other_tokens = rows(1)
-    first_is_embedding = mtp.head.contract.order == "embedding_first"
+    first_is_embedding = mtp.head.convention.order == "embedding_first"
     assert first_is_embedding == (name != "mimo")
     layer = mtp.head.layers[0]
     whole = layer.proj.weight
@@ -174,10 +174,10 @@ def test_the_caches_of_a_head_can_be_rolled_back(name: str, built: Build) -> Non
     assert mx.allclose(last[0].logits, last[1].logits, atol=2e-4)
 
 
-def test_the_state_that_is_recycled_is_the_contract_s(built: Build) -> None:
+def test_the_state_that_is_recycled_is_the_convention_s(built: Build) -> None:
     mtp, (hidden, tokens) = built("glm4_moe"), rows()
     after = mtp.rows(hidden, tokens, mtp.head.new_caches()[0])
-    before_head = MtpHead(mtp.head.layers, Contract(recycled="before_norm"))
+    before_head = MtpHead(mtp.head.layers, MtpConvention(recycled="before_norm"))
     other = Mtp(before_head, mtp._ends)
     before = other.rows(hidden, tokens, other.head.new_caches()[0])
     assert mx.array_equal(before.logits, after.logits)

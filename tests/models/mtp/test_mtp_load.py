@@ -14,7 +14,7 @@ from mlx_lm.utils import load_model
 
 from mlx_speculation.errors import ModelFolderError, UnsupportedModelError
 from mlx_speculation.models import load
-from mlx_speculation.models.mtp.convention import Contract
+from mlx_speculation.models.mtp.convention import MtpConvention
 from mlx_speculation.models.mtp.families import FAMILIES
 from mlx_speculation.models.mtp.load import read_mtp_head
 from mlx_speculation.models.mtp.load_with_convention import load_mtp_head
@@ -122,7 +122,7 @@ def test_a_stacked_target_with_a_head_loads(tmp_path: Path) -> None:
     same(flat(model), flat(target))
     with pytest.raises(ModelFolderError, match="may be stored as"):
         read_mtp_head(tmp_path, model)
-    found = load_mtp_head(tmp_path, model, contract=Contract(norms="stored"))
+    found = load_mtp_head(tmp_path, model, convention=MtpConvention(norms="stored"))
     same(flat(found), flat(head))
 
 
@@ -182,14 +182,14 @@ def test_a_head_that_lacks_any_tensor_is_refused_by_its_name(
         and not (name == "mimo_v2_flash" and any(each in tensor for each in unread))
     ]
     experts = [tensor for tensor in needed if ".experts." in tensor]
-    contract = Contract(norms="plus_one" if made.layout.plus_one else "stored")
+    convention = MtpConvention(norms="plus_one" if made.layout.plus_one else "stored")
     shutil.copy(made.folder / "config.json", tmp_path)
     for tensor in [*(t for t in needed if t not in experts), *experts[-1:]]:
         less = {n: v for n, v in made.tensors.items() if n != tensor}
         save(tmp_path / "mtp.safetensors", less)
         end = ".".join(tensor.split(".")[-2:])
         with pytest.raises(ModelFolderError) as error:
-            load_mtp_head(tmp_path, made.target, contract=contract)
+            load_mtp_head(tmp_path, made.target, convention=convention)
         assert _SAID.get(end, end) in str(error.value), tensor
 
 
@@ -265,18 +265,20 @@ def test_a_config_that_does_not_describe_the_blocks_is_refused(changed: Write) -
 def test_norms_that_are_never_shifted_cannot_be_called_so(written: Write) -> None:
     made = written("mimo")
     with pytest.raises(ModelFolderError, match='are "stored"'):
-        load_mtp_head(made.folder, made.target, contract=Contract(norms="plus_one"))
+        load_mtp_head(
+            made.folder, made.target, convention=MtpConvention(norms="plus_one")
+        )
 
 
-def test_the_contract_that_is_named_is_the_head_s(written: Write) -> None:
+def test_the_convention_that_is_named_is_the_head_s(written: Write) -> None:
     made = written("qwen3_5")
-    named = Contract("before_norm", "before_norm", "hidden_first", "stored")
-    head = load_mtp_head(made.folder, made.target, contract=named)
-    assert head.contract == named
+    named = MtpConvention("before_norm", "before_norm", "hidden_first", "stored")
+    head = load_mtp_head(made.folder, made.target, convention=named)
+    assert head.convention == named
     norm = flat(head)["layers.0.norm_e.weight"]
     assert mx.array_equal(norm, made.tensors["mtp.pre_fc_norm_embedding.weight"])
-    default = read_mtp_head(made.folder, made.target).contract
-    assert default == Contract(norms="plus_one")
+    default = read_mtp_head(made.folder, made.target).convention
+    assert default == MtpConvention(norms="plus_one")
 
 
 def test_a_head_stays_in_the_precision_of_its_files(changed: Write) -> None:
@@ -291,7 +293,7 @@ def test_a_head_stays_in_the_precision_of_its_files(changed: Write) -> None:
     bias = "layers.0.blocks.0.mlp.gate.e_score_correction_bias"
     assert kinds.pop(bias) == mx.float32
     assert set(kinds.values()) == {mx.bfloat16}
-    wide = flat(load_mtp_head(made.folder, made.target, contract=Contract()))
+    wide = flat(load_mtp_head(made.folder, made.target, convention=MtpConvention()))
     assert {value.dtype for value in wide.values()} == {mx.float32}
 
 

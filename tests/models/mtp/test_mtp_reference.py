@@ -9,7 +9,7 @@ Faults that were made by hand in models/mtp/*.py, and found here:
     places; the two parts of kv_b_proj overlap
     a window of one more; no window; another layer's kind; more keys for an indexer
     LongCat's first norm is left out, or takes the place of its last
-    one is not added to q_norm; the contract of a family is the usual one
+    one is not added to q_norm; the convention of a family is the usual one
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models import Contract
+from mlx_speculation.models import MtpConvention
 from mlx_speculation.models.mtp.head import MtpOutput
 from mlx_speculation.models.mtp.load import read_mtp_head
 from support.drafters.mtp_bench import (
@@ -71,10 +71,10 @@ def assert_same(ours: MtpOutput, theirs: MtpRows, start: int, stop: int) -> None
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_has_the_contract_of_the_facts(bench: MakeBench, name: str) -> None:
+def test_a_family_has_the_convention_of_the_facts(bench: MakeBench, name: str) -> None:
     family, folder = bench(name).family, bench(name).folder
     head = read_mtp_head(folder.path, folder.model)
-    assert head.contract == Contract(
+    assert head.convention == MtpConvention(
         hidden=family.state,
         recycled=family.recycles,
         order="hidden_first" if family.hidden_first else "embedding_first",
@@ -145,33 +145,33 @@ def test_a_chain_of_drafts_equals_the_reference(bench: MakeBench, name: str) -> 
         assert_same(out, expected, stop - 1, stop)
 
 
-CONTRACTS = [
-    Contract(recycled=recycled, order=order, norms=norms)
+CONVENTIONS = [
+    MtpConvention(recycled=recycled, order=order, norms=norms)
     for recycled in STATES
     for order in ORDERS
     for norms in NORMS
 ]
 
 
-@pytest.mark.parametrize("contract", CONTRACTS, ids=str)
+@pytest.mark.parametrize("convention", CONVENTIONS, ids=str)
 @pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3", "mimo", "ernie", "step3p5"])
-def test_a_named_contract_equals_the_reference_with_it(
-    bench: MakeBench, name: str, contract: Contract
+def test_a_named_convention_equals_the_reference_with_it(
+    bench: MakeBench, name: str, convention: MtpConvention
 ) -> None:
     here = bench(name)
-    if contract.norms == "plus_one" and not here.family.plus_one:
+    if convention.norms == "plus_one" and not here.family.plus_one:
         with pytest.raises(ModelFolderError, match="Leave norms out"):
-            here.load(contract)
+            here.load(convention)
         return
     family = dataclasses.replace(
         here.family,
-        recycles=contract.recycled,
-        hidden_first=contract.order == "hidden_first",
-        plus_one=contract.norms == "plus_one",
+        recycles=convention.recycled,
+        hidden_first=convention.order == "hidden_first",
+        plus_one=convention.norms == "plus_one",
     )
     tokens = here.tokens[:SLOTS]
     expected = dataclasses.replace(here, family=family).expected(here.hidden, tokens)
-    mtp = here.load(contract)
+    mtp = here.load(convention)
     caches = mtp.head.new_caches()[0]
     out = mtp.rows(states(here.hidden), ids(tokens), caches)
     assert_same(out, expected, 0, SLOTS)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models.mtp.convention import Contract
+from mlx_speculation.models.mtp.convention import MtpConvention
 from mlx_speculation.models.mtp.load import read_mtp_head
 from mlx_speculation.models.mtp.load_with_convention import load_mtp_head
 from mlx_speculation.models.mtp.transforms import (
@@ -112,13 +112,13 @@ def test_a_packed_head_is_read_as_its_shapes_say(
     )
     config["quantization"] = {"bits": 8, "group_size": 32}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    contract = Contract(norms="stored")
+    convention = MtpConvention(norms="stored")
     save(tmp_path / "mtp.safetensors", small)
-    found = read_mtp_head(tmp_path, target, contract=contract)
+    found = read_mtp_head(tmp_path, target, convention=convention)
     assert any(name.endswith(".scales") for name in flat(found))
-    plain = load_mtp_head(tmp_path, target, contract=contract)
+    plain = load_mtp_head(tmp_path, target, convention=convention)
     save(tmp_path / "mtp.safetensors", unpacked(small, **form))
-    expected = flat(load_mtp_head(tmp_path, target, contract=contract))
+    expected = flat(load_mtp_head(tmp_path, target, convention=convention))
     assert flat(plain).keys() == expected.keys()
     for key, value in flat(plain).items():
         assert mx.array_equal(value, expected[key]), key
@@ -136,8 +136,8 @@ def test_a_pack_with_a_flag_has_norms_less_one(tmp_path: Path) -> None:
     }
     write_folder(tmp_path, {**config, **keys}, [flat(target)], kind="mlx")
     save(tmp_path / "packed.safetensors", small)
-    found = load_mtp_head(tmp_path, target, contract=Contract())
-    assert found.contract.norms == "plus_one"
+    found = load_mtp_head(tmp_path, target, convention=MtpConvention())
+    assert found.convention.norms == "plus_one"
     theirs, ours = flat(found), flat(head)
     for name in NORMS:
         assert mx.allclose(theirs[name], ours[name], atol=1e-6)
@@ -168,7 +168,7 @@ def test_packed_latent_projections_are_split_without_another_rounding(
     small = packed(tensors, [name], bits=4, group_size=32)
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save(tmp_path / "mtp.safetensors", small)
-    found = flat(load_mtp_head(tmp_path, target, contract=Contract()))
+    found = flat(load_mtp_head(tmp_path, target, convention=MtpConvention()))
     both = unpacked(small, bits=4, group_size=32)[name].reshape(4, 32, 32)
     path = "layers.0.blocks.0.self_attn"
     assert mx.array_equal(
@@ -222,7 +222,7 @@ def test_an_fp8_head_of_deepseek_loads(tmp_path: Path) -> None:
             fp8[name] = value
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save(tmp_path / "mtp.safetensors", fp8)
-    found = flat(load_mtp_head(tmp_path, target, contract=Contract()))
+    found = flat(load_mtp_head(tmp_path, target, convention=MtpConvention()))
     for name, value in flat(head).items():
         assert mx.allclose(found[name], value, rtol=0.07, atol=2e-3), name
 
@@ -235,7 +235,7 @@ def test_a_fused_projection_is_split(tmp_path: Path) -> None:
     tensors[f"{path}.qkv_proj.weight"] = mx.concatenate(rows)
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save(tmp_path / "mtp.safetensors", tensors)
-    found = flat(load_mtp_head(tmp_path, target, contract=Contract()))
+    found = flat(load_mtp_head(tmp_path, target, convention=MtpConvention()))
     for each, value in zip("qkv", rows, strict=True):
         name = f"layers.0.blocks.0.self_attn.{each}_proj.weight"
         assert mx.array_equal(found[name], value)
@@ -265,7 +265,7 @@ def test_a_projection_with_a_bias_keeps_it(tmp_path: Path) -> None:
     tensors["model.mtp_linear_proj.0.bias"] = mx.arange(64) / 64
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save(tmp_path / "mtp.safetensors", tensors)
-    found = load_mtp_head(tmp_path, target, contract=Contract())
+    found = load_mtp_head(tmp_path, target, convention=MtpConvention())
     assert mx.array_equal(found.layers[0].proj.bias, mx.arange(64) / 64)
 
 
@@ -278,4 +278,4 @@ def test_a_packing_that_mlx_does_not_know_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save(tmp_path / "mtp.safetensors", tensors)
     with pytest.raises(ModelFolderError, match="mlx does not know"):
-        load_mtp_head(tmp_path, target, contract=Contract())
+        load_mtp_head(tmp_path, target, convention=MtpConvention())

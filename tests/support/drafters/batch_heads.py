@@ -233,8 +233,8 @@ class HeadBench(Bench):
         head = KnowingHead(window=6 if kind == "sliding" else None)
         if kind == "reduced":
             head.ids = mx.arange(0, VOCAB, 2, mx.uint32)
-        contract = family(LAYOUTS["qwen3_5"]).contract
-        draft = MtpDraft(self.model, MtpHead([], contract))
+        convention = family(LAYOUTS["qwen3_5"]).convention
+        draft = MtpDraft(self.model, MtpHead([], convention))
         draft._ids = head.ids
         known = self.known("mtp", lambda states: states.after_norm, after_norm=True)
         draft.mtp = KnowingMtp(known, head)
@@ -311,7 +311,7 @@ def mtp_on(layout: str) -> tuple[Any, MtpDraft]:
     found = family(LAYOUTS[layout])
     made = MtpHead(
         head.layers,
-        found.contract,
+        found.convention,
         chained=found.layers == "chained",
         depth=found.depth,
     )

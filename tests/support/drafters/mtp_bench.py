@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from mlx_speculation.models import Contract, HiddenStates, Mtp
+from mlx_speculation.models import HiddenStates, Mtp, MtpConvention
 from mlx_speculation.models.mtp.load import read_mtp_head
 from support.references.mtp.base import Family, MtpRows, rows
 from support.references.mtp.folders import MtpFolder, write_mtp_folder
@@ -44,10 +44,10 @@ class Bench:
         """The target's, [V, H]."""
         return self.folder.head.astype(np.float64)
 
-    def load(self, contract: Contract | None = None) -> Mtp:
+    def load(self, convention: MtpConvention | None = None) -> Mtp:
         """Load the head on its target."""
         model = self.folder.model
-        head = read_mtp_head(self.folder.path, model, contract=contract)
+        head = read_mtp_head(self.folder.path, model, convention=convention)
         return Mtp(head, HiddenStates(model, after_norm=True))
 
     def expected(self, hidden: Array, tokens: Ids, layer: int = 0) -> MtpRows:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlx_speculation.engine.draft_length.base import Lengths, Outcome
+from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Outcome
 
 Rates = Sequence[float]
 
@@ -67,7 +67,7 @@ class Run:
 
 
 def simulate(
-    lengths: Lengths,
+    lengths: DraftLengthPolicy,
     world: World,
     rates_at: Callable[[int], Rates],
     tokens: int,

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_speculation.models.mtp.convention import Contract
+from mlx_speculation.models.mtp.convention import MtpConvention
 from mlx_speculation.models.mtp.families import arguments_of, family_of
 from mlx_speculation.models.mtp.family import MtpFamily
 from mlx_speculation.models.mtp.head import MtpHead, MtpLayer
@@ -267,14 +267,14 @@ def make_head(layout: Layout, target: nn.Module, config: dict[str, Any]) -> MtpH
             args.hidden_size,
             epsilon,
             found.build(args, config.get("text_config", config), k),
-            order=found.contract.order,
+            order=found.convention.order,
             final="final" in layout.names,
             output=args.vocab_size if "output" in layout.names else None,
             embedding=args.vocab_size if "embedding" in layout.names else None,
         )
         for k in range(layout.layers)
     ]
-    return MtpHead(layers, Contract())
+    return MtpHead(layers, MtpConvention())
 
 
 def flat(module: nn.Module) -> Weights:

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation import demo_models
-from mlx_speculation.models import Contract, HiddenStates, MtpHead, load
+from mlx_speculation.models import HiddenStates, MtpConvention, MtpHead, load
 from mlx_speculation.models.checkpoints.probe_text import STARTS, OwnText
 from mlx_speculation.models.load_model import to_float32
 from mlx_speculation.models.mtp.convention_probe import HeadProbe
@@ -38,7 +38,7 @@ class Trained:
         stored: the weights of its norms, none of which lacks its one.
         taps: on the target, for its life.
         text: what the target writes.
-        contract: what the head was trained with.
+        convention: what the head was trained with.
     """
 
     model: nn.Module
@@ -47,7 +47,7 @@ class Trained:
     stored: Mapping[str, mx.array]
     taps: HiddenStates
     text: OwnText
-    contract: Contract
+    convention: MtpConvention
 
     def trial(self, stored: Mapping[str, mx.array] | None = None) -> HeadProbe:
         """Return a probe of the head, perhaps with norms stored in another way."""
@@ -60,8 +60,8 @@ def trained(truth: Truth = "as trained") -> Trained:
     """Return the target and its head, such that `truth` is the state that goes in."""
     folder = demo_models()["hybrid"]
     model, tokenizer = load(folder)
-    contract = Contract(norms="stored")
-    head, stored = build_mtp_head(find_mtp_head(folder, model), model, contract)
+    convention = MtpConvention(norms="stored")
+    head, stored = build_mtp_head(find_mtp_head(folder, model), model, convention)
     to_float32(head)
     stored = {name: weight.astype(mx.float32) for name, weight in stored.items()}
     if truth != "as trained":
@@ -73,11 +73,11 @@ def trained(truth: Truth = "as trained") -> Trained:
             norm if truth == "before_norm" else 1 / factor
         )
     if truth == "before_norm":
-        contract = Contract("before_norm", "before_norm", norms="stored")
+        convention = MtpConvention("before_norm", "before_norm", norms="stored")
     taps = HiddenStates(model, before_norm=True, after_norm=True)
     starts = [tokenizer.encode(start) for start in STARTS]
     text = OwnText.of(model, taps, starts, steps=8)  # a few less, to be quick
-    return Trained(model, tokenizer, head, stored, taps, text, contract)
+    return Trained(model, tokenizer, head, stored, taps, text, convention)
 
 
 def _spread(model: nn.Module, factor: mx.array) -> mx.array:

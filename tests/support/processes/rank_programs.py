@@ -80,7 +80,7 @@ def head_of(name: str, model: nn.Module) -> MtpDraft:
     family = mtp_checkpoints.family(mtp_checkpoints.LAYOUTS[layout])
     layers = mtp_checkpoints.make(layout)[2].layers
     chained = family.layers == "chained"
-    head = MtpHead(layers, family.contract, chained=chained, depth=family.depth)
+    head = MtpHead(layers, family.convention, chained=chained, depth=family.depth)
     return MtpDraft(model, head)
 
 

@@ -110,7 +110,7 @@ def _file(folder: Path) -> Offered:
         return Offered(name, False, "there is none")
     more = {
         "kind": found.kind,
-        "contract": None if found.contract is None else dict(found.contract),
+        "convention": None if found.convention is None else dict(found.convention),
         "draft_length": found.draft_length,
     }
     said = "".join(
