@@ -33,7 +33,7 @@ class Kind:
         arrays: its fields that are arrays, sequences of arrays or None.
         check: refuses fields that do not fit each other; cuts unused rows off.
         layout: its fields in the order of mlx-lm 0.32's `state`.
-        older: its fields in the order of mlx-lm 0.31's `state`.
+        layout_031: its fields in the order of mlx-lm 0.31's `state`.
         settings: numbers that one cache has for life.
         pending: fields that are None unless it is between `prepare` and `finalize`.
         sequences: which of its arrays are sequences, and how many items they have.
@@ -44,7 +44,7 @@ class Kind:
     arrays: tuple[str, ...]
     check: Callable[[Leaf], Leaf]
     layout: tuple[str, ...]
-    older: tuple[str, ...] = ("keys", "values")
+    layout_031: tuple[str, ...] = ("keys", "values")
     settings: tuple[str, ...] = ()
     pending: tuple[str, ...] = ()
     sequences: dict[str, int] = field(default_factory=dict)
@@ -102,7 +102,7 @@ KINDS = {
             ("cache", "left_padding", "lengths"),
             field_checks.check_arrays,
             layout=("cache", "left_padding", "lengths"),
-            older=("cache",),
+            layout_031=("cache",),
             settings=("slots",),
             sequences={"cache": field_checks.MAX_SLOTS},
         ),
@@ -112,7 +112,7 @@ KINDS = {
             _BATCH,
             field_checks.check_batch_kv,
             layout=(*_BATCH, "_idx"),
-            older=_BATCH,
+            layout_031=_BATCH,
             pending=("_right_padding",),
         ),
         Kind(
@@ -121,7 +121,7 @@ KINDS = {
             _BATCH,
             field_checks.check_batch_ring,
             layout=(*_BATCH, "max_size", "_offset", "_idx", "rotated"),
-            older=_BATCH,
+            layout_031=_BATCH,
             settings=("max_size",),
             pending=("_lengths",),
         ),
@@ -131,7 +131,7 @@ KINDS = {
             _LAYER,
             field_checks.check_layer,
             layout=(*_LAYER, "offset"),
-            older=(),
+            layout_031=(),
             settings=("window_size",),
         ),
     )

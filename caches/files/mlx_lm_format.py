@@ -1,4 +1,4 @@
-"""mlx-lm's own prompt-cache files, of the 0.32 layout and of the one before.
+"""mlx-lm's own prompt-cache files, in the layouts of 0.32 and of 0.31.
 
     0.32   tensors: every item of `state`, numbers and None as arrays too
            metadata: 0.KEY the user's, 1.I class names, 2.K.0 and 2.K.1 which tensors
@@ -7,9 +7,13 @@
            1.KEY the user's, 2.I class names
 
 Files hold no tokens. A `LayerCache` whose window is not full does not tell its size,
-which `like` then gives.
+which `like` then gives. In the 0.31 layout offsets are worked out from the keys; a
+`ChunkedKVCache` past its first chunk does not tell its own and is refused. An
+`ArraysCache` has lost its lengths and left_padding there. Files of versions before
+0.31 are refused where they differ from its layout.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,16 +21,23 @@ import mlx.core as mx
 
 from mlx_speculation.caches.files.codecs import KINDS, MAX_DEPTH, MEMBERS
 from mlx_speculation.caches.files.fields import INTEGERS, Leaf, need
-from mlx_speculation.caches.files.mlx_lm_key_paths import (
-    Values,
-    grouped,
-    items,
-    path_of,
-    rows_of_keys,
-)
-from mlx_speculation.caches.files.mlx_lm_older_format import older_leaf
 from mlx_speculation.caches.files.safetensors_reader import shown
 from mlx_speculation.caches.files.tree import Node, need_known
+
+Path = tuple[int, ...]  # (0, 1, 2) for the tensor or text at `0.1.2`
+Values = dict[Path, Any]
+
+_PATH = re.compile(r"(0|[1-9][0-9]{0,5})(\.(0|[1-9][0-9]{0,5}))*")
+_NUMBER = re.compile(r"[0-9]{1,10}")
+
+# What `meta_state` holds in the 0.31 layout, for the kinds where it is not empty.
+NUMBERS_031: dict[str, tuple[str, ...]] = {
+    "RotatingKVCache": ("keep", "max_size", "offset", "_idx"),
+    "QuantizedKVCache": ("offset", "group_size", "bits"),
+    "ChunkedKVCache": ("chunk_size", "start_position"),
+    "BatchRotatingKVCache": ("max_size", "_offset", "_idx", "rotated"),
+}
+OLDER = "so mlx-lm before 0.31 wrote the file; files of 0.31 and 0.32 can be loaded"
 
 
 def layout_of(metadata: dict[str, str]) -> str | None:
@@ -49,13 +60,13 @@ def read_native(
     """Return unchecked nodes and the user's metadata of a file of this layout."""
     mine, user, classes = ("1", "0", "1") if layout == "0.32" else ("0", "1", "2")
     texts = {k: v for k, v in metadata.items() if not k.startswith(f"{user}.")}
-    said = grouped({path_of(key): text for key, text in texts.items()})
-    names = items(said.get(int(classes), {}), "class names")
-    values: Values = {path_of(name): array for name, array in arrays.items()}
+    said = _grouped({_path_of(key): text for key, text in texts.items()})
+    names = _items(said.get(int(classes), {}), "class names")
+    values: Values = {_path_of(name): array for name, array in arrays.items()}
     if layout == "0.32":
         values = _with_scalars(values, said.get(2, {}))
-    each = grouped(values)
-    infos = grouped(said.get(int(mine), {}))
+    each = _grouped(values)
+    infos = _grouped(said.get(int(mine), {}))
     for index in each:
         need(index < len(names), f"it has arrays of cache {index} of {len(names)}")
     nodes = []
@@ -64,7 +75,7 @@ def read_native(
         node = (
             _leaf32(name, each.get(i, {}), f"{i}", live, 0)
             if layout == "0.32"
-            else older_leaf(name, each.get(i, {}), infos.get(i, {}), f"{i}", 0)
+            else _leaf31(name, each.get(i, {}), infos.get(i, {}), f"{i}", 0)
         )
         nodes.append(node)
     start = len(user) + 1
@@ -78,12 +89,12 @@ def _member(caches: Sequence[Any], index: int) -> Any:
 def _with_scalars(values: Values, kinds: Values) -> Values:
     """Turn the arrays that stand for numbers, texts and None into these."""
     values = dict(values)
-    for index, entry in grouped(kinds).items():
+    for index, entry in _grouped(kinds).items():
         if index == 0:
             continue
-        pair = items(entry, "numbers")
+        pair = _items(entry, "numbers")
         need(len(pair) == 2, f"its entry {index} of numbers has {len(pair)} texts")
-        path, kind = path_of(pair[0]), pair[1]
+        path, kind = _path_of(pair[0]), pair[1]
         array = values.get(path)
         need(isinstance(array, mx.array), f"it has no tensor {shown(pair[0])}")
         values[path] = _scalar(array, kind, pair[0])
@@ -109,11 +120,11 @@ def _scalar(array: Any, kind: str, name: str) -> Any:
 def _leaf32(name: Any, values: Values, place: str, live: Any, depth: int) -> Node:
     if name == MEMBERS:
         need(depth < MAX_DEPTH, f"cache {place} is nested more than {MAX_DEPTH} deep")
-        groups = grouped(values)
+        groups = _grouped(values)
         members = []
         for i in range(len(groups)):
             need(i in groups, f"the members of cache {place} have gaps")
-            pair = grouped(groups[i])
+            pair = _grouped(groups[i])
             need(
                 pair.keys() == {0, 1} and () in pair[1], f"cache {place}.{i} is no pair"
             )
@@ -130,7 +141,7 @@ def _leaf32(name: Any, values: Values, place: str, live: Any, depth: int) -> Nod
     need_known(name, place)
     leaf = Leaf(name, {}, {})
     layout = KINDS[name].layout
-    groups = grouped(values)
+    groups = _grouped(values)
     need(
         groups.keys() == set(range(len(layout))),
         f"cache {place}, a {name}, has {len(groups)} fields and needs {len(layout)}",
@@ -139,9 +150,9 @@ def _leaf32(name: Any, values: Values, place: str, live: Any, depth: int) -> Nod
         for path, value in parts.items():
             _put(leaf, ".".join([layout[index], *map(str, path)]), value)
     if name == "ArraysCache":
-        leaf.numbers["slots"] = len(items(groups[0], "slots"))
+        leaf.numbers["slots"] = len(_items(groups[0], "slots"))
     elif name == "ConcatenateKVCache":
-        leaf.numbers["offset"] = rows_of_keys(leaf)
+        leaf.numbers["offset"] = _rows_of_keys(leaf)
     elif name == "LayerCache":
         _complete_layer(leaf, place, live)
     return leaf
@@ -175,3 +186,109 @@ def _complete_layer(leaf: Leaf, place: str, live: Any) -> None:
             "the model's own empty caches",
         )
         leaf.numbers["window_size"] = int(size)
+
+
+def _leaf31(name: Any, values: Values, info: Values, place: str, depth: int) -> Node:
+    """Return the unchecked node of a cache from its arrays and its `meta_state`."""
+    if name == MEMBERS:
+        return _list31(values, info, place, depth)
+    need(name != "MambaCache", f"cache {place} is a MambaCache, {OLDER}")
+    need_known(name, place)
+    need(name != "LayerCache", f"cache {place}: mlx-lm 0.31 had no LayerCache")
+    leaf = Leaf(name, _numbers31(name, info, place), {})
+    layout = KINDS[name].layout_031
+    for path, array in values.items():
+        if name == "ArraysCache":
+            path = (0, *path)
+        fits = bool(path) and path[0] < len(layout)
+        need(fits, f"cache {place} has an array at {path}")
+        leaf.arrays[".".join([layout[path[0]], *map(str, path[1:])])] = array
+    _complete31(leaf, len(values), place)
+    return leaf
+
+
+def _list31(values: Values, info: Values, place: str, depth: int) -> Node:
+    need(depth < MAX_DEPTH, f"cache {place} is nested more than {MAX_DEPTH} deep")
+    need(
+        () not in info,
+        f"cache {place}, a CacheList, does not name its members, {OLDER}",
+    )
+    groups, said = _grouped(values), _grouped(info)
+    names, infos = _items(said.get(0, {}), "members"), _grouped(said.get(1, {}))
+    need(groups.keys() <= set(range(len(names))), f"cache {place} has odd arrays")
+    return tuple(
+        _leaf31(member, groups.get(i, {}), infos.get(i, {}), f"{place}.{i}", depth + 1)
+        for i, member in enumerate(names)
+    )
+
+
+def _numbers31(name: str, info: Values, place: str) -> dict[str, int]:
+    if name not in NUMBERS_031:
+        need(info == {(): ""}, f"cache {place}, a {name}, has numbers it should not")
+        return {}
+    texts, fields = _items(info, f"numbers of cache {place}"), NUMBERS_031[name]
+    need(
+        len(texts) == len(fields),
+        f"cache {place}, a {name}, has {len(texts)} numbers and not {len(fields)}, "
+        f"{OLDER}",
+    )
+    numbers: dict[str, int] = {}
+    for field, text in zip(fields, texts, strict=True):
+        if field == "rotated":
+            need(text in ("True", "False"), f"rotated is {shown(text)}")
+            numbers[field] = text == "True"
+        else:
+            need(_NUMBER.fullmatch(text) is not None, f"{field} is {shown(text)}")
+            numbers[field] = int(text)
+    return numbers
+
+
+def _complete31(leaf: Leaf, count: int, place: str) -> None:
+    """Work out from the arrays the numbers that the 0.31 layout leaves out."""
+    if leaf.name in ("KVCache", "ConcatenateKVCache"):
+        leaf.numbers["offset"] = _rows_of_keys(leaf)
+    elif leaf.name == "BatchKVCache":
+        leaf.numbers["_idx"] = _rows_of_keys(leaf)
+    elif leaf.name == "ArraysCache":
+        leaf.numbers["slots"] = count
+    elif leaf.name == "ChunkedKVCache":
+        need(
+            leaf.numbers["start_position"] == 0,
+            f"cache {place}, a ChunkedKVCache of mlx-lm 0.31 or older, has dropped "
+            f"{leaf.numbers['start_position']} positions and does not tell its offset",
+        )
+        leaf.numbers["offset"] = _rows_of_keys(leaf)
+
+
+def _path_of(text: str) -> Path:
+    """Return the steps of a place such as `0.1.2`."""
+    need(
+        _PATH.fullmatch(text) is not None and len(text) < 100,
+        f"{shown(text)} is no place of a tensor or a text in mlx-lm's layout",
+    )
+    return tuple(int(part) for part in text.split("."))
+
+
+def _grouped(values: Values) -> dict[int, Values]:
+    """Return the values by the first step of their path, and the rest of it."""
+    found: dict[int, Values] = {}
+    for path, value in values.items():
+        need(bool(path), "a value stands where a list is due")
+        found.setdefault(path[0], {})[path[1:]] = value
+    return found
+
+
+def _items(values: Values, what: str) -> list[Any]:
+    """Return the items of a list that has no gaps and no lists inside."""
+    need(
+        all((i,) in values for i in range(len(values))) and bool(values),
+        f"its list of {what} has gaps",
+    )
+    return [values[(i,)] for i in range(len(values))]
+
+
+def _rows_of_keys(leaf: Leaf) -> int:
+    """Return the rows of keys [batch, heads, rows, dim]; 0 without keys."""
+    keys = leaf.arrays.get("keys")
+    need(keys is None or keys.ndim == 4, "keys has not 4 axes")
+    return 0 if keys is None else int(keys.shape[2])

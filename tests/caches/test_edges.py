@@ -21,7 +21,7 @@ from mlx_lm.models.cache import (
 
 from mlx_speculation import CacheFileError, Speculation, UnsupportedCacheError
 from mlx_speculation.caches import load_caches, load_into, save_caches, snapshot, split
-from mlx_speculation.caches.files import fit, mlx_lm_format, mlx_lm_older_format
+from mlx_speculation.caches.files import fit, mlx_lm_format
 from mlx_speculation.caches.files.field_checks import _check_groups, check_quantized
 from mlx_speculation.caches.files.fields import Leaf
 from mlx_speculation.caches.files.safetensors_reader import (
@@ -202,7 +202,7 @@ def test_a_layer_without_an_offset_is_said() -> None:
 
 def test_numbers_that_do_not_belong_there_are_said() -> None:
     with pytest.raises(FlawError, match="has numbers it should not"):
-        mlx_lm_older_format._older_numbers("ArraysCache", {(0,): "1"}, "0")
+        mlx_lm_format._numbers31("ArraysCache", {(0,): "1"}, "0")
 
 
 def test_neighbours_of_points_are_two_apart() -> None:

@@ -31,7 +31,7 @@ from mlx_speculation.errors import (
     InvalidRequestError,
     UnsupportedCacheError,
 )
-from support.caches.older_files import files
+from support.caches.mlx_lm_031 import files
 from support.caches.saved_caches import (
     Case,
     attend,
@@ -96,19 +96,10 @@ def visible(cache: Any) -> list[Any]:
     return [type(cache).__name__, *plain([held, cache.offset, cache.keys_and_values()])]
 
 
-OLDER = [
-    (version, name)
-    for version in ("0.20.6", "0.26.4", "0.28.4", "0.31.3")
-    for name in ("single", *(("batch",) if version >= "0.28" else ()))
-]
-
-
-@pytest.mark.parametrize(("version", "name"), [*OLDER, ("0.31.3", "list")])
-def test_a_file_of_an_older_mlx_lm_holds_what_that_version_saved(
-    version: str, name: str
-) -> None:
-    saved = load_caches(DATA / f"mlx_lm_{version}_{name}.safetensors")
-    expected = files(native, version)[name]
+@pytest.mark.parametrize("name", ["single", "batch", "list"])
+def test_a_file_of_mlx_lm_031_holds_what_that_version_saved(name: str) -> None:
+    saved = load_caches(DATA / f"mlx_lm_0.31.3_{name}.safetensors")
+    expected = files(native)[name]
     assert saved.layout == "mlx-lm 0.31"
     assert saved.metadata == {"text": "old.er"}
     assert [*map(visible, saved.caches)] == [*map(visible, expected)]
@@ -117,12 +108,13 @@ def test_a_file_of_an_older_mlx_lm_holds_what_that_version_saved(
 @pytest.mark.parametrize(
     ("file", "says"),
     [
-        ("0.28.4_chunked", "has dropped 256 positions and does not tell its offset"),
         ("0.31.3_chunked", "has dropped 256 positions and does not tell its offset"),
-        ("0.28.4_list", "does not name its members"),
+        ("0.26.4_single", "has 5 numbers and not 4, so mlx-lm before 0.31 wrote"),
+        ("0.28.4_single", "is a MambaCache, so mlx-lm before 0.31 wrote the file"),
+        ("0.28.4_list", "does not name its members, so mlx-lm before 0.31 wrote"),
     ],
 )
-def test_an_older_file_that_does_not_tell_enough_is_refused(
+def test_a_file_that_does_not_tell_enough_or_is_older_is_refused(
     file: str, says: str
 ) -> None:
     with pytest.raises(CacheFileError, match=says):

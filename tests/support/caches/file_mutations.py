@@ -315,8 +315,7 @@ def _raw_damage(raw: bytes, other: bytes, rng: Random) -> bytes:
     return bytes(changed)
 
 
-def older_files() -> list[Path]:
-    """Return the files of older mlx-lm versions."""
-    return sorted(
-        (Path(__file__).parents[2] / "caches" / "files" / "data").glob("*.safetensors")
-    )
+def files_of_031() -> list[Path]:
+    """Return the files that mlx-lm 0.31 wrote."""
+    folder = Path(__file__).parents[2] / "caches" / "files" / "data"
+    return sorted(folder.glob("mlx_lm_0.31.*.safetensors"))
