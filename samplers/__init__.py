@@ -31,12 +31,6 @@ from mlx_speculation.samplers.sampling import (
     Sampling,
     derived_seed,
 )
-from mlx_speculation.samplers.trees import (
-    TreeLayout,
-    TreeVerdict,
-    descend,
-    tree_layout,
-)
 from mlx_speculation.samplers.verifier import Acceptance, Verifier
 
 __all__ = [
@@ -58,20 +52,16 @@ __all__ = [
     "Sampling",
     "SeededSampler",
     "TokenAutomaton",
-    "TreeLayout",
-    "TreeVerdict",
     "Verdict",
     "Verified",
     "Verifier",
     "allowed_tokens",
     "count_accepted",
     "derived_seed",
-    "descend",
     "make_sampler",
     "normalizers",
     "peaks",
     "propose_batch",
     "pure",
-    "tree_layout",
     "verify_batch",
 ]

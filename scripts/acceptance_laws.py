@@ -4,6 +4,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+from expected_acceptance import (
+    block_accepted,
+    keyed_acceptance,
+    tokenwise_acceptance,
+)
 
 from mlx_speculation.engine.draft_length.base import FixedDraftLength
 from mlx_speculation.engine.drafters.draft_model import DraftModel
@@ -13,11 +18,6 @@ from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Acceptance, Chooser, Chosen, Rows, Verifier
-from mlx_speculation.samplers.expectation import (
-    block_accepted,
-    keyed_acceptance,
-    tokenwise_acceptance,
-)
 from mlx_speculation.samplers.results import Verified
 
 

@@ -2,7 +2,7 @@
 
 Drafts of a fixed length on held-out prompts, by temperature. In every round the laws
 of draft and target are kept; from them follows, in closed form, how many tokens the
-rule accepts on average (see `samplers.expectation`). Counted and promised differ by
+rule accepts on average (see `expected_acceptance.py`). Counted and promised differ by
 chance only, so the difference is given in standard errors: beyond four something is
 wrong. No time is taken here.
 

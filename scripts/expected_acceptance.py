@@ -1,4 +1,4 @@
-"""How much acceptance the laws of draft and target promise, in closed form.
+"""How much is accepted, by the distributions of draft and target, in closed form.
 
 For a benchmark that prints expected beside observed values. For keyed choice and
 token-wise rejection, sum over all draft positions that were reached (all drafts before

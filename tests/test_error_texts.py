@@ -26,7 +26,7 @@ from mlx_speculation import (
 from mlx_speculation.caches import SlidingKVCache
 from mlx_speculation.engine import Choose, Draft, Sequence
 from mlx_speculation.models import convention_of
-from mlx_speculation.samplers import Chooser, tree_layout
+from mlx_speculation.samplers import Chooser
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
@@ -121,10 +121,6 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "no seed": (
         lambda: Chooser(Sampling(), 8),
         "The seed is None. Call sampling.with_seed().",
-    ),
-    "no nodes": (
-        lambda: tree_layout([], 0),
-        "The tree has no nodes. Node 0 is the root, the last committed token.",
     ),
     "folder of the demo": (
         lambda: no_prompts(demo_models()["draft"]),

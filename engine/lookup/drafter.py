@@ -50,7 +50,7 @@ class LookupDrafter:
     Matches from 4 tokens on lose at most 3 % on that prose where checking a row costs
     half a step; shorter ones gain 1 to 3 % more where it costs an eighth, and lose more
     where it is dear. Of several places the latest is as good as the most frequent
-    token, and better than the first place (scripts/study_lookup.py).
+    token, and better than the first place.
 
     Args:
         index: "automaton" finds the longest match; "ngram" the latest of at least

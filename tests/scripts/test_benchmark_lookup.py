@@ -1,6 +1,5 @@
 """The benchmark of lookups on tiny models, with tiny numbers."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -9,8 +8,6 @@ from pathlib import Path
 import pytest
 from mlx_lm.utils import save_config, save_model
 
-from mlx_speculation import LookupDrafter, SpeculativeGenerator
-from mlx_speculation.engine.lookup.suffix_automaton import SuffixAutomaton
 from support.models.tiny_models import TINY_MODELS, build
 from support.models.tiny_tokenizer import byte_tokenizer
 
@@ -54,30 +51,3 @@ def test_the_last_line_is_json_with_costs_and_every_arm(tmp_path: Path) -> None:
     for arm in case["arms"]:
         assert arm["text"].startswith("equal")
         assert arm["tokens_per_round"] >= 1
-
-
-@pytest.mark.parametrize("least", [1, 2, 3])
-@pytest.mark.parametrize("per", [1, 3])
-def test_rounds_of_the_study_are_those_of_a_generation(
-    least: int, per: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    study = importlib.import_module("study_lookup")
-    model, prompt = build("llama"), [7, 200, 31, 64, 5, 7, 200, 31] * 3
-    drafter = LookupDrafter(minimum_match=least, tokens_per_match=per)
-    generator = SpeculativeGenerator(
-        model, byte_tokenizer(), draft=drafter, draft_length=5
-    )
-    result = generator.generate(prompt, max_tokens=90)
-    played = study.Played()
-    text = study.Text("edit", 0.0, prompt, result.tokens)
-    lookup = study.Lookup(SuffixAutomaton)
-    played.play(text, lookup, least, per, 5, (0.0, 0.0))
-    stats = result.stats
-    assert (played.rounds, played.drafted, played.accepted, played.tokens) == (
-        stats.rounds,
-        stats.drafted,
-        stats.accepted,
-        stats.emitted,
-    )
-    assert played.drafted > 0

@@ -1,6 +1,9 @@
 """Acceptance rules beside their law: coins, edges, shapes, batches, laziness."""
 
+import importlib
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import mlx.core as mx
@@ -11,15 +14,18 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.samplers.expectation import (
-    block_accepted,
-    keyed_acceptance,
-    keyed_agreement,
-    tokenwise_acceptance,
-)
 from mlx_speculation.samplers.rules import block, rejection
 from mlx_speculation.samplers.rules.probs import Verdict, draw, residual
 from support.sampling.distribution_pairs import KINDS
+
+SCRIPTS = str(Path(__file__).parents[3] / "scripts")
+sys.path.insert(0, SCRIPTS)
+closed_form = importlib.import_module("expected_acceptance")
+sys.path.remove(SCRIPTS)
+block_accepted: Callable[..., mx.array] = closed_form.block_accepted
+keyed_acceptance = closed_form.keyed_acceptance
+keyed_agreement = closed_form.keyed_agreement
+tokenwise_acceptance = closed_form.tokenwise_acceptance
 
 Array = NDArray[np.float64]
 RULES = pytest.mark.parametrize("rule", [rejection, block], ids=["token-wise", "block"])
@@ -315,7 +321,11 @@ def test_nothing_is_read_on_the_host(rule: ModuleType) -> None:
     def judge(t: mx.array, d: mx.array, x: mx.array, c: mx.array) -> list[mx.array]:
         verdicts = [rule.verify(t, told, x, c) for told in (d, None)]
         drawn = [draw(v.next_law, t[0]) for v in verdicts]
-        return [*drawn, *(v.acceptance for v in verdicts), block_accepted(t, d, x)]
+        return [
+            *drawn,
+            *(v.acceptance for v in verdicts),
+            block_accepted(t, d, x),
+        ]
 
     def read(t: mx.array, d: mx.array, x: mx.array, c: mx.array) -> mx.array:
         rule.verify(t, d, x, c).accepted.item()
@@ -389,7 +399,10 @@ def test_expected_acceptance_is_ordered_as_the_theory_says() -> None:
     target, draft, drafted = laws("spread", (300,), 3, 8)
     t, d = arrays(mx.float64, target, draft)
     rows = t[:, :3]
-    keyed, tokenwise = keyed_acceptance(rows, d), tokenwise_acceptance(rows, d)
+    keyed, tokenwise = (
+        keyed_acceptance(rows, d),
+        tokenwise_acceptance(rows, d),
+    )
     assert keyed.shape == tokenwise.shape == (300, 3)
     assert ((rows * d).sum(-1) < keyed).all().item()
     assert (keyed < tokenwise).all().item()
