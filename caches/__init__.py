@@ -12,14 +12,7 @@ from mlx_speculation.caches.kv_quantization import KVQuantization
 from mlx_speculation.caches.nbytes import array_bytes, arrays_in, bytes_beside
 from mlx_speculation.caches.prefix.prefix_cache import PrefixCache
 from mlx_speculation.caches.prefix.restore_points import RunningPoints
-from mlx_speculation.caches.registry import (
-    check_single,
-    check_supported,
-    leaves,
-    position,
-    positions,
-    states,
-)
+from mlx_speculation.caches.registry import check_supported
 from mlx_speculation.caches.snapshots.read_rows import check_readable, read_rows
 from mlx_speculation.caches.snapshots.snapshot import (
     Snapshot,
@@ -30,6 +23,7 @@ from mlx_speculation.caches.snapshots.snapshot import (
 from mlx_speculation.caches.snapshots.take import restore, snapshot
 from mlx_speculation.caches.speculation import Speculation
 from mlx_speculation.caches.types.convert import (
+    as_native,
     columns_shown,
     drop_last,
     extend_all,
@@ -37,8 +31,15 @@ from mlx_speculation.caches.types.convert import (
     meets_plans,
     merged,
     others_are_longer,
+    with_slack,
 )
-from mlx_speculation.caches.types.convert_sliding import as_native, with_slack
+from mlx_speculation.caches.types.leaves import (
+    check_single,
+    leaves,
+    position,
+    positions,
+    states,
+)
 from mlx_speculation.caches.types.padded_kv import asks_cudnn, whole_steps, with_room
 from mlx_speculation.caches.types.ragged_kv import RaggedKVCache
 from mlx_speculation.caches.types.sliding_kv import SlidingKVCache

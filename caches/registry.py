@@ -8,7 +8,6 @@ journal does not know, so it is refused like any other unknown kind.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import mlx.core as mx
 from mlx_lm.models.cache import (
     ArraysCache,
     BatchKVCache,
@@ -31,10 +30,12 @@ from mlx_speculation.caches.journals.concatenate_kv import ConcatenateJournal
 from mlx_speculation.caches.journals.deepseek_v41 import LayerJournal
 from mlx_speculation.caches.journals.isolated import isolate
 from mlx_speculation.caches.journals.kv import KVJournal
+from mlx_speculation.caches.journals.ragged_kv import RaggedJournal
 from mlx_speculation.caches.journals.rotating_kv import RotatingJournal
 from mlx_speculation.caches.journals.sliding_kv import SlidingJournal
+from mlx_speculation.caches.types.leaves import flat, leaves
 from mlx_speculation.caches.types.padded_kv import KeySteps
-from mlx_speculation.caches.types.ragged_kv import RaggedJournal, RaggedKVCache
+from mlx_speculation.caches.types.ragged_kv import RaggedKVCache
 from mlx_speculation.caches.types.shared_rows import WATCHED_TYPES, native_type
 from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
@@ -54,7 +55,6 @@ JOURNALS: dict[type, OpenJournal] = {
     SlidingKVCache: lambda cache, whole: SlidingJournal(cache, whole=whole),
     RaggedKVCache: lambda cache, whole: RaggedJournal(cache),
 }
-BATCHES = frozenset({BatchKVCache, BatchRotatingKVCache, RaggedKVCache})
 KNOWN = (*JOURNALS, CacheList)
 # A cache of which a snapshot shares rows is of a class of its own meanwhile.
 JOURNALS |= {
@@ -62,31 +62,6 @@ JOURNALS |= {
     for native, watched in WATCHED_TYPES.items()
     if native in JOURNALS
 }
-
-
-def is_batch(leaf: Any) -> bool:
-    """Whether a leaf is of a kind that counts the positions of each row."""
-    return native_type(leaf) in BATCHES
-
-
-def leaves(caches: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield every leaf cache with its place, such as `2` or `2.0` inside a list."""
-    for index, cache in enumerate(caches):
-        if type(cache) is CacheList:
-            for place, leaf in leaves(cache.caches):
-                yield f"{index}.{place}", leaf
-        else:
-            yield str(index), cache
-
-
-def flat(caches: Sequence[Any]) -> list[Any]:
-    """Return every leaf cache. Every step asks, so no place is worked out here."""
-    if CacheList not in map(type, caches):
-        return list(caches)
-    found: list[Any] = []
-    for cache in caches:
-        found += flat(cache.caches) if type(cache) is CacheList else (cache,)
-    return found
 
 
 def check_supported(caches: Sequence[Any]) -> list[Any]:
@@ -173,63 +148,3 @@ def presented(caches: Sequence[Any], journals: Iterator[Journal]) -> list[Any]:
         else next(journals).presented
         for cache in caches
     ]
-
-
-def check_single(caches: Sequence[Any]) -> None:
-    """Refuse caches that hold a batch, or may come to hold one. Touches nothing.
-
-    Raises:
-        UnsupportedCacheError: a leaf is a batch cache or holds several states.
-    """
-    for leaf in flat(caches):
-        several = type(leaf) is ArraysCache and leaf.batch_size > 1
-        if several or is_batch(leaf):
-            place = next(p for p, other in leaves(caches) if other is leaf)
-            held = f"{type(leaf).__name__} with {_rows(leaf)} rows"
-            raise UnsupportedCacheError(
-                f"The cache of layer {place} is a {held}, and 1 sequence is decoded "
-                "here. Pass cache.extract(row) of every layer, or run the batch in a "
-                "Speculation of its own, with a number for each row."
-            )
-
-
-def _rows(leaf: Any) -> int:
-    return int(leaf.offset.shape[0] if is_batch(leaf) else leaf.batch_size)
-
-
-def position(caches: Sequence[Any]) -> int | None:
-    """Return how many positions the caches hold; None when no leaf knows.
-
-    Recurrent states do not know. Where the leaves differ the largest counts: a leaf
-    that the model does not use stays at 0.
-
-    Raises:
-        InvalidRequestError: batch caches; their rows have positions of their own.
-    """
-    offsets = [leaf.offset for leaf in flat(caches) if hasattr(leaf, "offset")]
-    if mx.array in map(type, offsets):
-        rows = next(each.shape[0] for each in offsets if isinstance(each, mx.array))
-        raise InvalidRequestError(
-            f"One position was asked of batch caches with {rows} rows. "
-            "Use positions(caches), an array with the position of each row."
-        )
-    return max(offsets) if offsets else None
-
-
-def positions(caches: Sequence[Any]) -> mx.array | None:
-    """Return how many positions each row of batch caches holds, int [rows].
-
-    The array stays on the device, and no later write changes it. None: no leaf knows.
-    """
-    offsets = [leaf.offset for leaf in flat(caches) if is_batch(leaf)]
-    if not offsets:
-        return None
-    found: mx.array = offsets[0][...]
-    for offset in offsets[1:]:
-        found = mx.maximum(found, offset)
-    return found
-
-
-def states(caches: Sequence[Any]) -> list[Any]:
-    """Return every array that the caches hold, for an evaluation."""
-    return [cache.state for cache in caches]

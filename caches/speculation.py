@@ -23,9 +23,9 @@ from mlx_speculation.caches.registry import (
     all_kv,
     check_supported,
     open_journals,
-    position,
     presented,
 )
+from mlx_speculation.caches.types.leaves import position
 from mlx_speculation.caches.types.padded_kv import KeySteps
 from mlx_speculation.errors import (
     InvalidRequestError,

@@ -11,7 +11,7 @@ from mlx_speculation.caches.files.fields import INTEGERS, Leaf, need
 from mlx_speculation.caches.files.format import Content
 from mlx_speculation.caches.files.safetensors_reader import FlawError
 from mlx_speculation.caches.files.tree import Node
-from mlx_speculation.caches.registry import leaves
+from mlx_speculation.caches.types.leaves import leaves
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 
 

@@ -22,7 +22,7 @@ from mlx_speculation.caches.files.codecs import is_known, known_kinds
 from mlx_speculation.caches.files.format import MAX_TOKEN, VERSION, check_seen
 from mlx_speculation.caches.files.safetensors_reader import FlawError
 from mlx_speculation.caches.files.tree import Node, Rows
-from mlx_speculation.caches.registry import leaves
+from mlx_speculation.caches.types.leaves import leaves
 from mlx_speculation.errors import (
     CacheFileError,
     InvalidRequestError,

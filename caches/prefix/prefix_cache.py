@@ -23,9 +23,9 @@ from typing import Any
 
 from mlx_speculation.caches.prefix.radix_tree import Node, PrefixTree, Tokens
 from mlx_speculation.caches.prefix.restore_points import Point, RunningPoints
-from mlx_speculation.caches.registry import check_single
 from mlx_speculation.caches.snapshots.snapshot import Snapshot, merge, split
 from mlx_speculation.caches.snapshots.take import snapshot
+from mlx_speculation.caches.types.leaves import check_single
 from mlx_speculation.errors import InvalidRequestError
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.caches.registry import is_batch, leaves, position
 from mlx_speculation.caches.snapshots.per_kind import (
     HOLDINGS,
     Fields,
@@ -26,6 +25,7 @@ from mlx_speculation.caches.snapshots.snapshot import (
     check_lags,
     check_same,
 )
+from mlx_speculation.caches.types.leaves import is_batch, leaves, position
 from mlx_speculation.caches.types.shared_rows import Rows, buffers, native_type
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 

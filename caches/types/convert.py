@@ -1,19 +1,53 @@
-"""Caches of single sequences, before they join a batch and after they have left it.
+"""Lists of caches in other types: sliding and ring, single sequences and batches.
 
-It uses what mlx-lm's caches offer for batches: merge, extend, filter and extract.
+    caches = with_slack(make_prompt_cache(model))      for speed
+    save_prompt_cache("prompt", as_native(caches))     mlx-lm loads its own kinds only
+    batch = merged([caches, others])                   two sequences in one batch
+
+`with_slack` and `as_native` return new lists and leave the given caches as they are. A
+cache that is not replaced stands in both lists, so use one of the two lists afterwards.
+Batches use what mlx-lm's caches offer for them: merge, extend, filter and extract.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
-from mlx_speculation.caches.registry import flat, is_batch, states
-from mlx_speculation.caches.types.convert_sliding import as_native
+from mlx_speculation.caches.types.leaves import flat, is_batch, states
 from mlx_speculation.caches.types.padded_kv import asks_cudnn
 from mlx_speculation.caches.types.ragged_kv import RaggedKVCache
 from mlx_speculation.caches.types.shared_rows import native_type
+from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
+
+
+def with_slack(caches: Sequence[Any], slack: int | None = None) -> list[Any]:
+    """Return the caches with a `SlidingKVCache` for each ring with `keep=0`.
+
+    Raises:
+        InvalidRequestError: a ring was cut and lacks rows of its window.
+    """
+    return [_with_slack(cache, slack) for cache in caches]
+
+
+def as_native(caches: Sequence[Any]) -> list[Any]:
+    """Return the caches with a `RotatingKVCache` for each `SlidingKVCache`."""
+    return [_as_native(cache) for cache in caches]
+
+
+def _with_slack(cache: Any, slack: int | None) -> Any:
+    if type(cache) is CacheList:
+        return CacheList(*with_slack(cache.caches, slack))
+    if type(cache) is RotatingKVCache and cache.keep == 0:
+        return SlidingKVCache.from_native(cache, slack)
+    return cache
+
+
+def _as_native(cache: Any) -> Any:
+    if type(cache) is CacheList:
+        return CacheList(*as_native(cache.caches))
+    return cache.to_native() if type(cache) is SlidingKVCache else cache
 
 
 def merged(rows: Sequence[Sequence[Any]], *, in_steps: bool = False) -> list[Any]:
@@ -53,7 +87,7 @@ def extend_all(caches: Sequence[Any], others: Sequence[Any]) -> None:
     try:
         for own, other in zip(caches, others, strict=True):
             own.extend(other)
-        mx.eval(states(caches))  # or a want of memory would show in a round
+        mx.eval(states(caches))  # out of memory shows here, not in a round
     except BaseException:
         for attributes, old in before:
             attributes.clear()

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_speculation.caches import array_bytes, arrays_in
-from mlx_speculation.caches.registry import flat, is_batch
+from mlx_speculation.caches.types.leaves import flat, is_batch
 from mlx_speculation.models import BatchLane, Lane, Recorders, RowSizes
 from mlx_speculation.models.exclusions import TOGETHER
 from mlx_speculation.models.shape_buckets import row_size

@@ -81,7 +81,7 @@ from mlx_speculation.caches import (
     split,
     with_slack,
 )
-from mlx_speculation.caches.registry import flat
+from mlx_speculation.caches.types.leaves import flat
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 from mlx_speculation.models import Recorders
 from support.caches.cache_twins import (

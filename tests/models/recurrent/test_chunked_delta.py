@@ -49,7 +49,7 @@ from mlx_lm.models.gated_delta import (
 from numpy.typing import NDArray
 
 from mlx_speculation.caches import Speculation, states
-from mlx_speculation.caches.registry import flat
+from mlx_speculation.caches.types.leaves import flat
 from mlx_speculation.models import Recorders, round_context
 from mlx_speculation.models.cuda import gated_delta
 from mlx_speculation.models.recurrent import chunked_delta

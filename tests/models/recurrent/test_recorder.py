@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from mlx_speculation.caches import Speculation, states
-from mlx_speculation.caches.registry import flat
+from mlx_speculation.caches.types.leaves import flat
 from mlx_speculation.models import Recorders
 from mlx_speculation.models.recurrent import recorder
 from mlx_speculation.models.recurrent.mixers import MIXERS

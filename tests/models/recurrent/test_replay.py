@@ -41,7 +41,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from mlx_speculation.caches import RecordingArraysCache, Speculation, states
 from mlx_speculation.caches.journals.arrays import copied
-from mlx_speculation.caches.registry import flat
+from mlx_speculation.caches.types.leaves import flat
 from mlx_speculation.models import Recorders, source_digests
 from mlx_speculation.models.recurrent import call_notes, recorder
 from mlx_speculation.models.recurrent.mixers import MIXERS, Mixer

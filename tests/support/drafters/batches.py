@@ -15,7 +15,7 @@ from mlx_speculation import (
     Sampling,
     SpeculativeGenerator,
 )
-from mlx_speculation.caches.types.ragged_kv import RaggedJournal
+from mlx_speculation.caches.journals.ragged_kv import RaggedJournal
 from mlx_speculation.engine.stream_handling import Handling
 from mlx_speculation.models import PREFILL_STEP
 from mlx_speculation.samplers import Chooser

@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
-from mlx_speculation.caches.registry import flat
+from mlx_speculation.caches.types.leaves import flat
 from support.models.tiny_models import TINY_MODELS, TinyModel, build_tiny, read_table
 
 _MORE = read_table(Path(__file__).with_suffix(".json"))

@@ -1,0 +1,55 @@
+"""Journal of `RaggedKVCache`: a round is undone and kept by the rows' lengths.
+
+Nothing is copied; what was written past a row's length is overwritten later.
+"""
+
+from typing import Any
+
+from mlx_speculation.caches.journal import Keep
+from mlx_speculation.caches.types.ragged_kv import RaggedKVCache
+
+
+class RaggedJournal:
+    """Journal of one `RaggedKVCache`: undone and kept by lengths, nothing is copied."""
+
+    live = True
+
+    def __init__(self, cache: RaggedKVCache) -> None:
+        self._cache: Any = cache
+        self._lengths = cache.lengths
+        self._was_empty = cache.keys is None
+
+    @property
+    def presented(self) -> RaggedKVCache:
+        """The live cache."""
+        shown: RaggedKVCache = self._cache
+        return shown
+
+    @property
+    def rows(self) -> int:
+        """Sequences in the batch."""
+        return len(self._lengths)
+
+    @property
+    def written(self) -> int:
+        """Positions appended to every row since the journal was opened."""
+        return int(self._cache.lengths[0] - self._lengths[0])
+
+    def prepare(self, keep: Keep) -> None:
+        """Nothing can fail."""
+
+    def commit(self, keep: Keep) -> None:
+        """Set every row's length."""
+        if keep == 0:
+            self.rollback()
+        elif self.written:
+            each = [keep] * self.rows if isinstance(keep, int) else list(keep)
+            pairs = zip(self._lengths, each, strict=True)
+            self._cache.lengths = [length + kept for length, kept in pairs]
+
+    def rollback(self) -> None:
+        """Give the lengths back; an empty cache becomes empty again."""
+        cache = self._cache
+        cache.lengths = self._lengths
+        if self._was_empty:
+            cache.keys = cache.values = None
