@@ -3,7 +3,7 @@
 It knows mlx-lm's models and tokenizers. It does not know how tokens are chosen.
 """
 
-from mlx_speculation.json_store import write_json
+from mlx_speculation.json_files import write_json
 from mlx_speculation.models.checkpoints.speculation_json import PairFile, read_pair
 from mlx_speculation.models.config_json import read_config
 from mlx_speculation.models.cpu.compiled_draft import CompiledSteps, compiled_steps

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.json_reading import LARGEST, JsonFlawError, load_json
+from mlx_speculation.json_files import LARGEST, JsonFlawError, load_json
 
 
 def read_config(folder: Path) -> dict[str, Any]:

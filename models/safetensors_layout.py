@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.json_reading import JsonFlawError, parse_json
+from mlx_speculation.json_files import JsonFlawError, parse_json
 from mlx_speculation.models.mtp.files import header
 
 

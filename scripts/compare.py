@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from benchmark_plain import PlainRatio
     from compare_target import Compared
 
-    from mlx_speculation.plots import Panel
+    from mlx_speculation.cli.plots import Panel
 
 LENGTHS = [1, 2, 4, 6, 8, 12, 16]
 MLX_LM_LENGTHS = [2, 4, 6, 8, 12]
@@ -160,7 +160,7 @@ def compare(
             f"longest draft; give --tokens {settings.least_tokens} or more"
         )
     if plot is not None:
-        from mlx_speculation.plots import check_plot
+        from mlx_speculation.cli.plots import check_plot
 
         check_plot(plot)
     chosen = use_blas(blas)
@@ -232,7 +232,7 @@ def _draw(
     panels: "list[Panel]", settings: Settings, compared: "Compared", plot: Path
 ) -> None:
     """Draw the survey of one target: groups side by side, temperatures below."""
-    from mlx_speculation.plots import save_plot
+    from mlx_speculation.cli.plots import save_plot
 
     columns = len(settings.groups)
     each = len(settings.temperatures)

@@ -13,8 +13,8 @@ from benchmark_plain import PlainRatio, measure_plain
 from drafter_list import Bench, Source, compiled_source, sources_of
 
 from mlx_speculation.cli.measure import Spread
+from mlx_speculation.cli.plots import Curve, Measured, Panel, predicted_speeds
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
-from mlx_speculation.plots import Curve, Measured, Panel, predicted_speeds
 
 if TYPE_CHECKING:
     from compare import Settings

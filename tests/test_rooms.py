@@ -166,7 +166,6 @@ TO_BE_CUT: frozenset[str] = frozenset(
         "models/recurrent/recorder -> models/cuda/linear",
         "models/recurrent/recorder -> models/cuda/transposed_weights",
         "models/safetensors_layout -> models/mtp/files",
-        "src/mlx_speculation/cli/measure -> src/mlx_speculation/cli/commands/check",
     }
 )
 # Modules that are too long still.

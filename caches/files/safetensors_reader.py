@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import mlx.core as mx
 import numpy as np
 
-from mlx_speculation import json_reading
+from mlx_speculation import json_files
 
 MAX_HEADER = 2**24
 MAX_DIM = 2**31 - 1
@@ -90,8 +90,8 @@ def shown(value: object) -> str:
 def parse_json(raw: bytes, what: str) -> Any:
     """Parse UTF-8 JSON without duplicate keys, NaN or infinity, and not too deep."""
     try:
-        return json_reading.parse_json(raw, unique_keys=True, finite=True)
-    except json_reading.JsonFlawError as error:
+        return json_files.parse_json(raw, unique_keys=True, finite=True)
+    except json_files.JsonFlawError as error:
         raise FlawError(f"{what} {error}") from error
 
 

@@ -1,6 +1,6 @@
 """Measured costs and acceptance, kept from one process to the next.
 
-One file for each machine, mlx version, target and draft; see `json_store` for
+One file for each machine, mlx version, target and draft; see `json_files` for
 where. What is in it can change how fast a text comes, never the text.
 """
 
@@ -25,9 +25,9 @@ from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.calibration import PartsTable
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.engine.timing import RoundSeconds
+from mlx_speculation.environment import cache_folder
 from mlx_speculation.errors import CostFileWarning
-from mlx_speculation.folders import cache_folder
-from mlx_speculation.json_reading import load_json
+from mlx_speculation.json_files import load_json
 from mlx_speculation.models import write_json
 
 _VERSION = 3

@@ -3,7 +3,7 @@
 A file stands beside the head, or in a cache folder where nothing can be written there:
 
     <folder of the head>/mtp_convention.json
-    <cache folder>/conventions/<hashes>.json        see `mlx_speculation.json_store`
+    <cache folder>/conventions/<hashes>.json        see `mlx_speculation.json_files`
 
 It counts only while the hashes of target and head are those in it (`fingerprints` says
 what they cover). A file of a stranger, or one that is broken, is never trusted and
@@ -30,10 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_speculation.environment import cache_folder
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.folders import cache_folder
-from mlx_speculation.json_reading import JsonFlawError, load_json
-from mlx_speculation.json_store import write_json
+from mlx_speculation.json_files import JsonFlawError, load_json, write_json
 from mlx_speculation.models.config_json import nested, read_json
 from mlx_speculation.models.mtp.convention import (
     MtpConvention,

@@ -29,7 +29,7 @@ from mlx_speculation.errors import (
     InvalidRequestError,
     MissingLibraryError,
 )
-from mlx_speculation.json_reading import JsonFlawError, parse_json
+from mlx_speculation.json_files import JsonFlawError, parse_json
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

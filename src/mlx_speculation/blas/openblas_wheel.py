@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from mlx_speculation.environment import cache_folder
 from mlx_speculation.errors import BlasError
-from mlx_speculation.folders import cache_folder
 
 WHEEL = "scipy-openblas32"
 _PACKAGE = "scipy_openblas32"

@@ -111,3 +111,13 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def number(value: float) -> str:
+    """Return two decimals."""
+    return f"{value:.2f}"
+
+
+def percent(value: float) -> str:
+    """Return a share as whole percents."""
+    return f"{value:.0%}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.json_reading import JsonFlawError, parse_json
+from mlx_speculation.json_files import JsonFlawError, parse_json
 
 
 def read_prompt(prompt: str | None) -> str:

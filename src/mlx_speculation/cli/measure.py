@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from mlx_speculation.cli.commands.check import parting_of
-
 if TYPE_CHECKING:
     from mlx_speculation import Sampling, SpeculativeGenerator
     from mlx_speculation.engine import Result, Statistics
@@ -173,3 +171,40 @@ class _Runner:
         if plain is None or own is None or own.tokens == plain.tokens:
             return None
         return parting_of(self._generator, self._sampling, prompt, plain, own)
+
+
+def parting_of(
+    generator: "SpeculativeGenerator",
+    sampling: "Sampling",
+    prompt: Sequence[int],
+    plain: "Result",
+    other: "Result",
+) -> "Parting | None":
+    """Return where two texts of a generator part, and how near a tie is there.
+
+    Args:
+        generator: of both.
+        sampling: of both.
+        prompt: of both.
+        plain: the text by single rows.
+        other: the text with drafts.
+    """
+    from mlx_speculation.engine.equivalence.texts import find_parting
+    from mlx_speculation.models import TokenIds, logit_width
+    from mlx_speculation.samplers import Chooser
+
+    ids = TokenIds.of(generator.tokenizer)
+    chooser = Chooser(
+        sampling,
+        ids.width,
+        limit=logit_width(generator.model),
+        missing=ids.missing,
+    )
+    return find_parting(
+        generator.model,
+        chooser,
+        prompt,
+        plain.tokens,
+        other.tokens,
+        width=1 + len(other.stats.reached),
+    )

@@ -8,8 +8,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from mlx_speculation.cli.console import Report, Screen
-from mlx_speculation.cli.number_format import number, percent
+from mlx_speculation.cli.console import Report, Screen, number, percent
 
 if TYPE_CHECKING:
     from mlx_speculation.engine import Chunk, Result, Stream

@@ -8,7 +8,7 @@ import pytest
 from mlx_speculation import CostFileWarning
 from mlx_speculation.engine.draft_length.cost_store import Known
 from mlx_speculation.engine.timing import RoundSeconds
-from mlx_speculation.folders import cache_folder
+from mlx_speculation.environment import cache_folder
 
 KEY = {"target": "a", "draft": ["b"]}
 COSTS = {0: 0.5, 4: 1.0}

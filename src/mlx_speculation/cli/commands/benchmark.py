@@ -9,11 +9,10 @@ import typer
 from rich.table import Table
 
 from mlx_speculation.cli.chat_template import encode
-from mlx_speculation.cli.console import Screen
+from mlx_speculation.cli.console import Screen, number, percent
 from mlx_speculation.cli.inputs import check_output, sound_text, writing
 from mlx_speculation.cli.load_pair import as_object, begin, open_pair
 from mlx_speculation.cli.measure import MLX_LM, Arm, Spread, arms_of, measure
-from mlx_speculation.cli.number_format import number, percent
 from mlx_speculation.cli.options import Json, PairOptions, SamplingOptions
 from mlx_speculation.cli.run_app import FAILED, INTERRUPTED
 from mlx_speculation.demo import demo_prompts
@@ -21,8 +20,8 @@ from mlx_speculation.environment import machine, versions
 from mlx_speculation.errors import InvalidRequestError
 
 if TYPE_CHECKING:
+    from mlx_speculation.cli.plots import Panel
     from mlx_speculation.engine import Statistics
-    from mlx_speculation.plots import Panel
 
 BUNDLED = 3
 
@@ -102,7 +101,7 @@ def benchmark(
         versions=versions(),
     )
     if plot is not None:  # last: a full disk must not cost the figures
-        from mlx_speculation.plots import save_plot
+        from mlx_speculation.cli.plots import save_plot
 
         with writing("--plot", plot):
             save_plot([_panel(pair, arms, plain)], plot)
@@ -130,7 +129,7 @@ def _check(pair: PairOptions, prompts: Sequence[str] | None, plot: Path | None) 
         if not text:
             raise InvalidRequestError("A --prompt is empty. Give it a text.")
     if plot is not None:
-        from mlx_speculation.plots import check_plot
+        from mlx_speculation.cli.plots import check_plot
 
         check_output("--plot", plot)
         check_plot(plot)
@@ -202,7 +201,7 @@ def _counts(totals: "Statistics") -> dict[str, Any]:
 
 def _panel(pair: PairOptions, arms: Sequence[Arm], plain: Arm) -> "Panel":
     """Return the figures as a plot takes them."""
-    from mlx_speculation.plots import Curve, Measured, Panel
+    from mlx_speculation.cli.plots import Curve, Measured, Panel
 
     drafted = arms[2:]
     spreads = [(arm, Spread.of(arm.speeds)) for arm in drafted]

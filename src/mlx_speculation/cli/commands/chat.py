@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_speculation.cli.chat_template import TemplateOptions
-from mlx_speculation.cli.console import Screen
+from mlx_speculation.cli.console import Screen, number, percent
 from mlx_speculation.cli.conversation import Conversation
 from mlx_speculation.cli.inputs import decoded, sound_text
 from mlx_speculation.cli.load_pair import as_object, begin, open_pair
-from mlx_speculation.cli.number_format import number, percent
 from mlx_speculation.cli.options import EndOptions, Json, PairOptions, SamplingOptions
 from mlx_speculation.cli.run_app import INTERRUPTED, note
 from mlx_speculation.cli.stream_view import PromptBar, show

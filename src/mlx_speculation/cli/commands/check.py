@@ -10,6 +10,7 @@ from mlx_speculation.cli.chat_template import encode
 from mlx_speculation.cli.console import Screen
 from mlx_speculation.cli.inputs import read_prompt
 from mlx_speculation.cli.load_pair import as_object, begin, open_pair
+from mlx_speculation.cli.measure import parting_of
 from mlx_speculation.cli.options import Json, PairOptions, SamplingOptions
 from mlx_speculation.cli.run_app import FAILED, INTERRUPTED
 from mlx_speculation.demo import demo_prompts
@@ -211,40 +212,3 @@ class _Texts:
             "seed": self._plain.seed,
             "statistics": as_object(self._drafted.stats),
         }
-
-
-def parting_of(
-    generator: "SpeculativeGenerator",
-    sampling: "Sampling",
-    prompt: Sequence[int],
-    plain: "Result",
-    other: "Result",
-) -> "Parting | None":
-    """Return where two texts of a generator part, and how near a tie is there.
-
-    Args:
-        generator: of both.
-        sampling: of both.
-        prompt: of both.
-        plain: the text by single rows.
-        other: the text with drafts.
-    """
-    from mlx_speculation.engine.equivalence.texts import find_parting
-    from mlx_speculation.models import TokenIds, logit_width
-    from mlx_speculation.samplers import Chooser
-
-    ids = TokenIds.of(generator.tokenizer)
-    chooser = Chooser(
-        sampling,
-        ids.width,
-        limit=logit_width(generator.model),
-        missing=ids.missing,
-    )
-    return find_parting(
-        generator.model,
-        chooser,
-        prompt,
-        plain.tokens,
-        other.tokens,
-        width=1 + len(other.stats.reached),
-    )

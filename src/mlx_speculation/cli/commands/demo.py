@@ -8,10 +8,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from mlx_speculation.cli.commands.check import parting_of
-from mlx_speculation.cli.console import Screen
+from mlx_speculation.cli.console import Screen, number, percent
 from mlx_speculation.cli.load_pair import as_object, begin
-from mlx_speculation.cli.number_format import number, percent
+from mlx_speculation.cli.measure import parting_of
 from mlx_speculation.cli.options import Blas, DraftLength, Json
 from mlx_speculation.cli.run_app import FAILED, INTERRUPTED
 from mlx_speculation.demo import DEMO_TARGETS, DemoPrompt, demo_models, demo_prompts

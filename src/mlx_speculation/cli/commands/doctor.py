@@ -142,7 +142,7 @@ def _blas_of_programs() -> tuple[str | None, str | None]:
 
 def _cache_folder() -> tuple[Path | None, bool]:
     """Return where findings are kept, and whether that can be written."""
-    from mlx_speculation.folders import cache_folder
+    from mlx_speculation.environment import cache_folder
 
     folder = cache_folder()
     if folder is None:

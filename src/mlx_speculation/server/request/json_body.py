@@ -5,7 +5,7 @@ import re
 from email.message import Message
 from typing import Any, BinaryIO
 
-from mlx_speculation.json_reading import deeper_than
+from mlx_speculation.json_files import deeper_than
 from mlx_speculation.server.api_errors import ApiError, invalid
 
 DEEPEST = 64

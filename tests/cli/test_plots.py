@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.plots import (
+from mlx_speculation.cli.plots import (
     Curve,
     Measured,
     Panel,
@@ -22,6 +21,7 @@ from mlx_speculation.plots import (
     predicted_speeds,
     save_plot,
 )
+from mlx_speculation.errors import InvalidRequestError
 
 POINTS = (Measured(1, 130.0, 120.0, 135.0), Measured(4, 220.0, 180.0, 230.0))
 MODEL = Curve("model", POINTS, {0: 100.0, 1: 140.0, 4: 210.0}, 205.0, (0.9, 0.5))
@@ -105,7 +105,7 @@ def test_without_matplotlib_the_extra_is_named() -> None:
     """And nothing but drawing needs it."""
     code = (
         "import sys; sys.modules['matplotlib.figure'] = None\n"
-        "from mlx_speculation import errors, plots\n"
+        "from mlx_speculation import errors\nfrom mlx_speculation.cli import plots\n"
         "plots.predicted_speeds({0: 1.0}, [])\n"
         "try:\n    plots.check_plot('plot.png')\n"
         "except errors.MissingLibraryError as error:\n    print(error)\n"

@@ -1,12 +1,14 @@
-"""JSON that others wrote: read with limits, or refused with one kind of error.
+"""JSON that others wrote: read with limits; and files of our own, written whole or not.
 
 It knows no file format. Whoever reads one says which file it is, and what to do.
 """
 
 import json
+import os
 import re
 import stat
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,26 @@ def load_json(
     if len(text) > most:
         raise JsonFlawError(f"has more than {most} bytes")
     return parse_json(text, unique_keys=unique_keys, finite=finite)
+
+
+def write_json(file: Path, value: dict[str, Any]) -> None:
+    """Write a file as a whole, and make its folder.
+
+    Raises:
+        OSError: it cannot be written; everything is as it was.
+    """
+    temporary = file.with_name(f".{file.name}.{os.urandom(8).hex()}.tmp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("x", encoding="utf-8") as opened:
+            opened.write(json.dumps(value, indent=2) + "\n")
+            opened.flush()
+            os.fsync(opened.fileno())
+        temporary.replace(file)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def deeper_than(levels: int, text: str) -> bool:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_speculation.json_reading import (
+from mlx_speculation.json_files import (
     DEEPEST,
     JsonFlawError,
     deeper_than,
