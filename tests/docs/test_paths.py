@@ -1,0 +1,139 @@
+"""Names of files, modules and objects of this package, wherever they are written.
+
+Pages, docstrings and comments name a path (`engine/round/verify.py`), a dotted name
+(`mlx_speculation.caches.registry`, `engine.Drafter`) or a file alone (`registry.py`).
+Each of them has to exist, so that a move is followed by what is written about it.
+"""
+
+import ast
+import importlib
+import io
+import re
+import subprocess
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("engine", "models", "caches", "samplers")
+TOPS = (*FOLDERS, "tests", "scripts", "examples", "docs", "src/mlx_speculation")
+# A path, of which the last part may be a pattern; no end of a longer path or address.
+PATH = re.compile(rf"(?<![\w/.~-])(?:{'|'.join(TOPS)})/[\w./*-]*[\w*/]")
+DOTTED = re.compile(r"(?<![\w/.:-])mlx_speculation(?:\.[A-Za-z_]\w*)+")
+FOLDERS_NAME = re.compile(rf"`((?:{'|'.join(FOLDERS)})(?:\.[A-Za-z_]\w*)+)(?:\(\))?`")
+FILE = re.compile(r"`([\w-]+\.(?:py|toml|sh))`")
+# What others have: files of mlx-lm and of checkpoints, addresses of a server.
+OTHERS = {
+    "models/NAME",  # GET /v1/models/NAME
+    "generate.py",  # of mlx-lm
+}
+
+
+@cache
+def tracked() -> tuple[str, ...]:
+    """Return the files that git knows or would add."""
+    done = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return tuple(name for name in done.stdout.splitlines() if (ROOT / name).is_file())
+
+
+def prose(name: str) -> str:
+    """Return what a file says to a reader: of Python, its docstrings and comments."""
+    text = (ROOT / name).read_text("utf-8")
+    if not name.endswith(".py"):
+        return text
+    tree = ast.parse(text)
+    said = [
+        ast.get_docstring(node) or ""
+        for node in ast.walk(tree)
+        if isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        )
+    ]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    said += [token.string for token in tokens if token.type == tokenize.COMMENT]
+    return "\n".join(said)
+
+
+def texts() -> list[str]:
+    """Return the files whose words are checked."""
+    pages = [name for name in tracked() if re.fullmatch(r"(docs/)?\w+\.md", name)]
+    code = [name for name in tracked() if name.endswith(".py")]
+    return [*pages, *code, "Makefile", "pyproject.toml", "mkdocs.yml"]
+
+
+def exists(path: str) -> bool:
+    """Return whether a path, with or without `.py`, names something here."""
+    stem = path.rstrip("/")
+    if "*" in stem:
+        return any(ROOT.glob(stem))
+    return (ROOT / stem).exists() or (ROOT / f"{stem}.py").exists()
+
+
+def resolves(dotted: str) -> bool:
+    """Return whether a dotted name is a module, or what can be reached from one."""
+    parts = dotted.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[length:]:
+            fields = getattr(found, "__dataclass_fields__", {})
+            if not hasattr(found, name) and name not in fields:
+                return False
+            found = getattr(found, name, None)
+        return True
+    return False
+
+
+def unknown(text: str) -> Iterator[str]:
+    """Yield the names in a text that name nothing."""
+    files = {Path(name).name for name in tracked()}
+    for path in set(PATH.findall(text)) - OTHERS:
+        if not exists(path):
+            yield path
+    for dotted in set(DOTTED.findall(text)):
+        if not resolves(dotted):
+            yield dotted
+    for dotted in set(FOLDERS_NAME.findall(text)):
+        if not resolves(f"mlx_speculation.{dotted}"):
+            yield dotted
+    yield from set(FILE.findall(text)) - files - OTHERS
+
+
+@pytest.mark.parametrize("name", texts())
+def test_what_is_named_is_there(name: str) -> None:
+    assert sorted(unknown(prose(name))) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "see engine/rounds.py",
+        "`engine/elsewhere/`, in models/mtp/contract",
+        "tests/engine/batch/nothing_*.py",
+        "mlx_speculation.caches.nowhere",
+        "`engine.Nobody`",
+        "`no_such_file.py`",
+    ],
+)
+def test_a_name_of_nothing_is_found(text: str) -> None:
+    assert list(unknown(text))
+
+
+def test_names_of_what_there_is_are_left_alone() -> None:
+    text = (
+        "engine/round/verify.py and caches/journals/, models/mtp/*.py, tests/docs; "
+        "mlx_speculation.caches.registry.JOURNALS, `engine.Drafter`, `registry.py`; "
+        "https://example.com/engine/nothing"
+    )
+    assert list(unknown(text)) == []
