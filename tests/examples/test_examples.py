@@ -18,7 +18,6 @@ SAYS = {
     "drop_in": r"draft_model=draft: \d+ tokens/s, \d+% accepted\n.*\nclass Queue:",
     "json_text": r"parsed: \{'name': '.*', 'kind': '\w+', 'lines': \d+\}\n",
     "own_benchmark": r"0 drafted: .* 1\.00 x plain\n3 drafted: .*\n",
-    "own_drafter": r"SourceCounts\(drafts=\d+, drafted=\d+, accepted=[1-9]\d*\)",
     "saved_prompt_cache": r"\d{2,} tokens in \d+ KiB\n",
     "several_ranks": r"def __init__.*\n[1-9]\d* of \d+ drafts, 1 ranks\n",
     "simplest": r"[1-9]\d* of \d+ drafted tokens were accepted\n",
@@ -26,6 +25,8 @@ SAYS = {
 }
 LONG = ("own_benchmark",)  # ten seconds
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+# Those of the page on extending are longer; tests/docs/test_extending.py runs them.
+ALL = sorted((ROOT / "examples").rglob("*.py"))
 
 
 def test_every_example_is_tried() -> None:
@@ -56,7 +57,7 @@ def test_an_example_is_short_and_says_what_it_shows(example: Path) -> None:
     assert ast.get_docstring(ast.parse(text))
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", ALL, ids=lambda path: path.stem)
 def test_an_example_imports_this_package_before_mlx(example: Path) -> None:
     """The other way around mlx keeps its reference BLAS on a Linux CPU."""
     assert not mlx_comes_first(example.read_text("utf-8"))
@@ -64,12 +65,12 @@ def test_an_example_imports_this_package_before_mlx(example: Path) -> None:
 
 def test_the_readme_lists_the_examples() -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
-    assert not [e.name for e in EXAMPLES if f"examples/{e.name}" not in readme]
+    assert not [e.name for e in ALL if str(e.relative_to(ROOT)) not in readme]
 
 
 def test_examples_use_public_names_alone_but_for_the_drafters_types() -> None:
     """Names of the front door, of the four folders, and of the demo."""
-    for example in EXAMPLES:
+    for example in ALL:
         for node in ast.walk(ast.parse(example.read_text("utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module == "mlx_speculation":
                 names = {alias.name for alias in node.names}

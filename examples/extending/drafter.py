@@ -1,11 +1,13 @@
 """A drafter of your own: after a token it proposes what followed it the last time.
 
-A wrong proposal costs time and changes nothing. The contract is `engine.Drafter`'s.
+A wrong proposal costs time and never changes the text. The protocol is
+`engine.Drafter`.
 """
 
+import warnings
 from itertools import pairwise
 
-from mlx_speculation import SpeculativeGenerator, demo_models
+from mlx_speculation import DrafterFaultWarning, SpeculativeGenerator, demo_models
 from mlx_speculation.engine import Choose, Draft, Sequence
 
 # isort: split
@@ -34,6 +36,25 @@ class Pairs:
 generator = SpeculativeGenerator.from_pretrained(
     demo_models()["dense"], draft=Pairs(), draft_length=4
 )
-result = generator.generate("def area(width, height):", max_tokens=64)
-print(result.text)
-print(result.stats.sources["pairs"])
+prompt = "def area(width, height):"
+drafted = generator.generate(prompt, max_tokens=64)
+plain = generator.generate(prompt, max_tokens=64, draft_length=0)
+
+assert drafted.tokens == plain.tokens
+print(drafted.stats.sources["pairs"])
+
+
+class Broken(Pairs):
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        raise RuntimeError("out of ideas")
+
+
+broken = SpeculativeGenerator(
+    generator.model, generator.tokenizer, draft=Broken(), draft_length=4
+)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DrafterFaultWarning)
+    result = broken.generate(prompt, max_tokens=64)
+
+assert result.tokens == plain.tokens
+print(result.stats.drafter_faults[0].reason)

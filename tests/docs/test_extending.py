@@ -1,0 +1,81 @@
+"""The page on extending shows what its programs do, and the programs run."""
+
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mlx_speculation.caches.registry import JOURNALS
+from mlx_speculation.models.mtp import families
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/extending.md").read_text("utf-8")
+PROGRAMS = {
+    "A new drafter": "drafter",
+    "A new cache kind": "cache_kind",
+    "A new MTP family": "mtp_family",
+    "A new constraint": "constraint",
+}
+# What each of them prints last, so that one that stops early is found.
+SAYS = {
+    "drafter": r"accepted=[1-9]\d*\)\nRuntimeError: out of ideas\n$",
+    "cache_kind": r"^[1-9]\d* of \d+ drafted tokens accepted\n$",
+    "mtp_family": r"^[1-9]\d* tokens drafted by a random head\n$",
+    "constraint": r"^[1-9]\d* of \d+ drafted tokens accepted\n$",
+}
+
+
+def program(name: str) -> Path:
+    return ROOT / f"examples/extending/{name}.py"
+
+
+def blocks() -> dict[str, list[str]]:
+    """Return the Python blocks of the page, by the heading that they are under."""
+    found = {}
+    for part in PAGE.split("\n## ")[1:]:
+        shown = re.findall(r"```python\n(.*?)```", part, flags=re.DOTALL)
+        if shown:
+            found[part.splitlines()[0]] = shown
+    return found
+
+
+@pytest.fixture
+def _tables_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Take what a program has registered out of the tables again."""
+    monkeypatch.setattr(families, "FAMILIES", families.FAMILIES)
+    known = dict(JOURNALS)
+    yield
+    JOURNALS.clear()
+    JOURNALS.update(known)
+
+
+@pytest.mark.usefixtures("_tables_as_before")
+@pytest.mark.parametrize("name", SAYS)
+def test_a_program_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(program(name)), run_name="__main__")
+    said = capsys.readouterr()
+    assert re.search(SAYS[name], said.out), said.out
+    assert said.err == ""
+
+
+def test_every_program_belongs_to_a_section_with_code() -> None:
+    there = {path.stem for path in (ROOT / "examples/extending").glob("*.py")}
+    assert there == set(PROGRAMS.values()) == set(SAYS)
+    assert list(blocks()) == list(PROGRAMS)
+
+
+@pytest.mark.parametrize("section", PROGRAMS)
+def test_the_page_shows_parts_of_the_program_in_their_order(section: str) -> None:
+    name = PROGRAMS[section]
+    text, place = program(name).read_text("utf-8"), 0
+    for block in blocks()[section]:
+        found = text.find(block, place)
+        assert found >= 0, f"examples/extending/{name}.py lacks:\n{block}"
+        place = found + len(block)
+
+
+def test_the_page_names_each_program() -> None:
+    for name in SAYS:
+        assert f"examples/extending/{name}.py" in PAGE
