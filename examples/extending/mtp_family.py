@@ -46,7 +46,7 @@ def save_random_head(folder: Path, args: Any) -> None:
     """Write a head in that layout beside the target's weights."""
     layer: Any = MtpLayer(args.hidden_size, args.rms_norm_eps, block(args, {}, 0))
     names = {"proj": "eh_proj", "norm_e": "enorm", "norm_h": "hnorm", "final": "norm"}
-    flat = tree_flatten(layer.parameters())
+    flat: Any = tree_flatten(layer.parameters())
     weights: dict[str, mx.array] = {}
     for path, weight in flat:
         part, _, rest = path.partition(".")

@@ -1,6 +1,6 @@
 """Caches that mlx-lm 0.31.3 has saved, and how those files were made.
 
-`tests/caches/files/data/mlx_lm_VERSION_NAME.safetensors` was written by that version's
+A file in tests/caches/files/data, mlx_lm_VERSION_NAME, was written by that version's
 own `save_prompt_cache`, with its folder first on the path:
 
     PYTHONPATH=FOLDER python tests/support/caches/mlx_lm_031.py VERSION OUT
