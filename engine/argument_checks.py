@@ -68,9 +68,9 @@ def check_rule(acceptance: Acceptance, chooser: Chooser) -> None:
     """Refuse a rule that the request's sampler or processors do not allow."""
     if acceptance != "keyed" and chooser.sampling.sampler is not None:
         raise InvalidRequestError(
-            f"acceptance is {acceptance!r}, which has to know the law of "
-            "each row, and a sampler draws by itself. Use acceptance='keyed', or "
-            "give the options of the sampler in Sampling."
+            f"acceptance is {acceptance!r}, which has to know the "
+            "probabilities of each row, and a sampler draws by itself. Use "
+            "acceptance='keyed', or give the options of the sampler in Sampling."
         )
     if acceptance == "block" and not chooser.processors.parallel:
         raise InvalidRequestError(

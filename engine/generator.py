@@ -60,8 +60,8 @@ class SpeculativeGenerator:
         draft_confidence: a draft model stops before a token where the product of its
             largest probabilities falls below this; 0: never. See `DraftModel`.
         acceptance: "keyed", the rule under which the draft cannot change the text of
-            a seed; "rejection" and "block" keep the law of the text, but not the text,
-            and accept more where tokens are drawn by chance.
+            a seed; "rejection" and "block" keep the distribution of the text, but not
+            the text, and accept more where tokens are drawn by chance.
         sliding: what stands for sliding windows in the caches made here: "slack", the
             faster `SlidingKVCache`, or "native", mlx-lm's `RotatingKVCache`, which
             adds up one-row steps in another order. A passed `prompt_cache` stays as

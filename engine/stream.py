@@ -338,7 +338,7 @@ class Stream:
             self._warned = True
             first = faults[0]
             warnings.warn(
-                f"The drafter {first.drafter} is set aside, and the text goes on "
+                f"The drafter {first.drafter} is disabled, and the text goes on "
                 f"without it: {first.call}() failed with {first.reason} "
                 "(stats.drafter_faults has the traceback)",
                 DrafterFaultWarning,

@@ -201,7 +201,7 @@ def _check_ends(ends: Collection[Any], path_or_repo: str | Path) -> None:
     if wrong:
         raise ModelFolderError(
             f"The configuration of {str(path_or_repo)!r} says eos_token_id "
-            f"{wrong[0]!r}, and whole numbers are needed. Mend config.json or "
+            f"{wrong[0]!r}, and whole numbers are needed. Fix config.json or "
             "generation_config.json."
         )
 

@@ -143,4 +143,7 @@ def test_a_drafter_that_hides_its_law_is_told() -> None:
     result = drawing.generate([1, 2, 3], max_tokens=4, sampling=sampling)
     assert len(result.tokens) == 4
     said = result.stats.drafter_faults[0].reason
-    assert "their laws are of shape None instead of (1, 256). Return Draft.of(c" in said
+    assert (
+        "their probabilities are of shape None instead of (1, 256). Return Draft.of(c"
+        in said
+    )

@@ -262,7 +262,7 @@ class Choices:
         if draft.length > limit:
             raise InvalidRequestError(
                 f"The drafter proposed {draft.length} tokens, and at most {limit} were "
-                "asked for. Mend its propose()."
+                "asked for. Fix its propose()."
             )
         if draft.length == 0:
             return draft
@@ -270,8 +270,8 @@ class Choices:
         laws = None if draft.probs is None else draft.probs.shape
         if self._drew and laws != (draft.length, chooser.width):
             raise InvalidRequestError(
-                f"The drafter drew tokens by chance, and their laws are of shape "
-                f"{laws} instead of {(draft.length, chooser.width)}. Return "
+                f"The drafter drew tokens by chance, and their probabilities are of "
+                f"shape {laws} instead of {(draft.length, chooser.width)}. Return "
                 "Draft.of(choices) with every choice, or choose none of them by chance."
             )
         if self._stop is not None and draft.length == len(self._certainties):

@@ -163,6 +163,6 @@ def what_is_wrong(rows: int, ids: int) -> Exception:
             "value. Check its weights, or load it in float32."
         )
     return ValueError(
-        f"{ids} of the proposed tokens are ids that the target has no row for. Mend "
+        f"{ids} of the proposed tokens are ids that the target has no row for. Fix "
         "its propose(), or choose a draft with the target's token ids."
     )

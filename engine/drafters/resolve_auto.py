@@ -90,7 +90,7 @@ def _check_kind(pair: PairFile, kind: Kind) -> None:
     if pair.kind not in (None, kind.name):
         raise ModelFolderError(
             f"{str(pair.file)!r} has kind = {pair.kind!r}, and {pair.draft!r} is of "
-            f"kind {kind.name!r}. Mend it, or leave kind out."
+            f"kind {kind.name!r}. Fix it, or leave kind out."
         )
     if pair.convention is not None and not kind.convention:
         raise ModelFolderError(

@@ -10,10 +10,10 @@ from mlx_speculation.errors import InvalidRequestError, SamplerNotice
 from mlx_speculation.samplers import LogitsProcessor, Sampling, SeededSampler
 
 NOTICE = (
-    "The sampler draws by itself. The law of the text is its own, but a draft changes "
-    "the text of a seed, fewer drafts are accepted, and a sampler with a state of its "
-    "own is called for rejected drafts too. mlx_speculation.make_sampler takes the "
-    "options of mlx-lm's and keeps the text; num_draft_tokens=0 drafts nothing."
+    "The sampler draws by itself. The distribution of the text is its own, but a draft "
+    "changes the text of a seed, fewer drafts are accepted, and a sampler with a state "
+    "of its own is called for rejected drafts too. mlx_speculation.make_sampler takes "
+    "the options of mlx-lm's and keeps the text; num_draft_tokens=0 drafts nothing."
 )
 _said: set[str] = set()  # in this process
 

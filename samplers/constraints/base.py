@@ -93,7 +93,7 @@ class TokenAutomaton:
         )
         if lowest < 0:
             raise InvalidRequestError(
-                f"There is a token id {lowest}, and ids are 0 or more. Mend the "
+                f"There is a token id {lowest}, and ids are 0 or more. Fix the "
                 "transitions."
             )
 

@@ -206,6 +206,6 @@ def _checked(allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
     if allowed.dtype != np.bool_ or allowed.ndim != 1:
         raise ConstraintError(
             f"allowed() returned {allowed.dtype}{list(allowed.shape)}, and bool [ids] "
-            "is needed: one value for each token id. Mend the constraint."
+            "is needed: one value for each token id. Fix the constraint."
         )
     return allowed

@@ -86,7 +86,7 @@ class Judge:
             self._results.forget()
             raise SystemExit(
                 f"The tests do not pass on the code as it is: {self._broken}. "
-                "Nothing is judged by them; mend them or run `cover` again."
+                "Nothing is judged by them; fix them or run `cover` again."
             )
         if whole and baseline:
             seconds = sum(trial.cost for trial in baseline)

@@ -140,5 +140,5 @@ class CostFileWarning(UserWarning):
 class DrafterFaultWarning(RuntimeWarning):
     """Said once in a stream in which a drafter has failed.
 
-    The drafter is set aside, and the text is what it would have been.
+    The drafter is disabled, and the text is what it would have been.
     """

@@ -45,11 +45,11 @@ def test_no_bar_is_shown_elsewhere() -> None:
 def test_a_table_keeps_its_figures_on_a_narrow_terminal(width: int) -> None:
     screen, written = Screen(), io.StringIO()
     screen.out = Console(file=written, width=width)
-    arm = Arm("k by measuring", 4, speeds=[1234.5, 678.9])
+    arm = Arm("adaptive k", 4, speeds=[1234.5, 678.9])
     arm.totals = Statistics(drafts=3, drafted=9, accepted=6, reached=[3, 2, 1])
     screen.table(_table([arm], arm, "2 passes"))
     shown = written.getvalue()
-    for figure in ("k by measuring", "956.7", "1.00..1.00", "67%", "100", "33"):
+    for figure in ("adaptive k", "956.7", "1.00..1.00", "67%", "100", "33"):
         assert figure in shown
     assert "…" not in shown
     if width == 120:

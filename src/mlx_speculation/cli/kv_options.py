@@ -94,7 +94,7 @@ class KvOptions:
         generator: "SpeculativeGenerator",
         loaded: "LoadedCaches | None",
         reach: int,
-        heard: Callable[[int], None],
+        prefill_progress: Callable[[int], None],
     ) -> dict[str, Any]:
         """Return what a stream takes of these.
 
@@ -102,7 +102,7 @@ class KvOptions:
             generator: of the stream.
             loaded: what was read before the prompt.
             reach: how many positions prompt and text have at most.
-            heard: called with the number of tokens of each chunk that was read.
+            prefill_progress: called with the number of tokens of each chunk read.
 
         Raises:
             InvalidRequestError: the target's caches cannot be held so.
@@ -125,7 +125,9 @@ class KvOptions:
             self.quantized_kv_start,
         )
         handling = Handling(
-            prefill_step=self.prefill_step_size, heard=heard, quantization=quantization
+            prefill_step=self.prefill_step_size,
+            heard=prefill_progress,
+            quantization=quantization,
         )
         known = None if loaded is None or loaded.rows is None else loaded.tokens
         return {

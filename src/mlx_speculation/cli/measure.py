@@ -40,7 +40,7 @@ class Arm:
 
     Attributes:
         name: in the table.
-        length: tokens drafted in a round; 0: plain, None: by measurement.
+        length: tokens drafted in a round; 0: plain, None: adaptive.
         speeds: tokens per second of each pass.
         totals: its counts over all passes; None for mlx-lm's.
         partings: where its texts part from plain decoding's.
@@ -96,7 +96,7 @@ class Run:
 def arms_of(lengths: Sequence[int | None]) -> list[Arm]:
     """Return the arms: both plain ones first."""
     drafted = [
-        Arm("k by measuring" if length is None else f"k={length}", length)
+        Arm("adaptive k" if length is None else f"k={length}", length)
         for length in lengths
     ]
     return [Arm("plain", 0), Arm(MLX_LM, 0), *drafted]

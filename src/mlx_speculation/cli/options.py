@@ -35,8 +35,8 @@ DraftLength = Annotated[
         "--num-draft-tokens",
         min=0,
         rich_help_panel=DRAFT,
-        help="Tokens drafted per round; 0 is plain decoding. By default as many as pay "
-        "here, by measurement.",
+        help="Tokens drafted per round; 0 is plain decoding. By default adaptive: as "
+        "many as pay here.",
     ),
 ]
 Json = Annotated[

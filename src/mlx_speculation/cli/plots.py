@@ -7,7 +7,7 @@ Figures are those of one group of prompts, one panel each. A curve is one drafte
 
     measured    tokens per second at fixed draft lengths, with their spread
     predicted   what costs by length and the acceptance by position let expect; dashed
-    adaptive    tokens per second with lengths by measurement; a line at the right
+    adaptive    tokens per second at the adaptive draft length; a line at the right
     accepted    the share of drafts in which position i was accepted
 """
 
@@ -55,7 +55,7 @@ class Curve:
         name: in the legend; the same drafter has one colour in all panels.
         measured: at fixed draft lengths, in order.
         predicted: tokens per second by draft length, see `predicted_speeds`.
-        adaptive: tokens per second with lengths by measurement; None: not measured.
+        adaptive: tokens per second at the adaptive draft length; None: not measured.
         accepted: the share of drafts in which position i was accepted, from 0 to 1.
     """
 

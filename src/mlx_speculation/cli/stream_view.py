@@ -25,7 +25,7 @@ class PromptBar:
         self._total, self._done = total, 0
         self._report: Report | None = None
 
-    def heard(self, tokens: int) -> None:
+    def advance(self, tokens: int) -> None:
         """Count tokens that were read."""
         self._done += tokens
         if self._report is not None:
@@ -50,7 +50,7 @@ def show(
         stream: ends when this returns, with its caches at what they name.
         screen: where to.
         chunks: gets every chunk.
-        bar: hears how much of the prompt was read.
+        bar: shows how much of the prompt was read.
         colour: show accepted tokens in green.
     """
     with stream:
@@ -98,5 +98,5 @@ def summary(result: "Result", ended: str) -> Table:
     for held, size in asdict(result.memory).items():
         table.add_row(f"{held.replace('_', ' ')}, MB", number(size / 1e6))
     for fault in stats.drafter_faults:
-        table.add_row(f"{fault.drafter} set aside", escape(fault.reason))
+        table.add_row(f"{fault.drafter} disabled", escape(fault.reason))
     return table

@@ -88,7 +88,7 @@ def late(seconds: float, *, began: bool) -> ApiError:
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Return what a client is told of an exception.
+    """Return what a client learns of an exception.
 
     Of what is not the request's fault it learns the kind alone: messages of other
     libraries may hold paths of this machine.

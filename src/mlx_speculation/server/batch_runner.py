@@ -76,7 +76,7 @@ class Rows:
     def round(self) -> None:
         """Let go of what nobody waits for, and run a round of the rest.
 
-        If that fails as a whole, all requests are told, and the batch begins anew.
+        If that fails as a whole, all requests get the error, and the batch begins anew.
         """
         try:
             for uid, job in tuple(self._jobs.items()):
@@ -84,7 +84,7 @@ class Rows:
                     self._remove(uid)
             self._run()
         except Exception as error:
-            self.end(told(error))
+            self.end(logged_api_error(error))
             self._batch = BatchGenerator(
                 self.generator, max_rows=self._settings.max_rows
             )
@@ -126,7 +126,7 @@ class Rows:
             "logprobs": checked.logprobs,
             "constraint": job.constraint,
             "handling": Handling(
-                prefill_step=self._settings.prefill_step, heard=job.heard
+                prefill_step=self._settings.prefill_step, heard=job.count_prefill
             ),
         }
 
@@ -142,7 +142,7 @@ class Rows:
         tokens = self._tokens(chunks)
         result = None if last.finish_reason is None else self._let_go(uid)
         if last.error is not None:
-            job.put(told(last.error))
+            job.put(logged_api_error(last.error))
         else:
             job.put(Piece(text, token, tokens, result))
 
@@ -181,7 +181,7 @@ class Rows:
         self._let_go(uid)
 
 
-def told(error: Exception) -> ApiError:
+def logged_api_error(error: Exception) -> ApiError:
     """Return what a client learns of an exception; the log has the rest."""
     answer = as_api_error(error)
     if answer.status >= 500:

@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx_speculation.engine import SpeculativeGenerator
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.server.api_errors import ApiError, invalid
-from mlx_speculation.server.batch_runner import Rows, told
+from mlx_speculation.server.batch_runner import Rows, logged_api_error
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Job
 from mlx_speculation.server.metrics import Metrics
@@ -194,7 +194,7 @@ class Worker(EngineThread):
                 self._insert(job)
                 return True
         except Exception as error:
-            job.put(told(error))
+            job.put(logged_api_error(error))
         self._done()
         return False
 

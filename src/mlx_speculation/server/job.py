@@ -124,7 +124,7 @@ class Job:
         """Let the engine remove it before the next round."""
         self._cancelled = True
 
-    def heard(self, tokens: int) -> None:
+    def count_prefill(self, tokens: int) -> None:
         """Note that so many more tokens of the prompt were read."""
         self._read += tokens
         self.put(Read(self._read))
@@ -154,7 +154,7 @@ class Job:
             try:
                 alive()
             except ApiError:
-                if self._events.empty():  # else what it has said last is heard
+                if self._events.empty():  # else its last event is read
                     raise
             if time.monotonic() > self.deadline + OVERDUE_SECONDS:
                 raise ApiError(504, "The engine does not answer.", code="timeout")

@@ -69,7 +69,8 @@ class Metrics:
             "position",
         )
         self._faults = count(
-            "mlx_speculation:drafter_faults", "Drafters that were set aside."
+            "mlx_speculation:drafter_faults",
+            "Drafters that were disabled after a fault.",
         )
         self._alone = count(
             "mlx_speculation:rows_alone",

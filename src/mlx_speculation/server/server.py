@@ -179,7 +179,7 @@ class Server:
 
         Args:
             grace: seconds for what runs; what has not ended by then is cut off, and
-                its clients are told so.
+                its clients get an error that says so.
 
         Returns:
             Whether the engine has ended. One that hangs is left behind, and this

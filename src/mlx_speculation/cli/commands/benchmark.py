@@ -210,7 +210,7 @@ def _panel(pair: PairOptions, arms: Sequence[Arm], plain: Arm) -> "Panel":
         for arm in drafted
         if arm.totals is not None
     ]
-    # Of the longest drafts; those by measurement end at many lengths.
+    # Of the longest drafts; adaptive ones end at many lengths.
     most = max(totals, key=lambda each: each[:2])[2]
     adaptive = [each.median for arm, each in spreads if arm.length is None]
     curve = Curve(

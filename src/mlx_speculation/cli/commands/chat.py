@@ -135,7 +135,7 @@ class _Talk:
         from mlx_speculation.engine.stream_handling import Handling
 
         bar = PromptBar(len(ids) - 1)
-        handling = Handling(heard=bar.heard)
+        handling = Handling(heard=bar.advance)
         stream = self._generator.stream(ids, handling=handling, **self._options)
         chunks: list[Chunk] = []
         interrupted = show(stream, self._screen, chunks, bar, colour=self._colour)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mlx_speculation.engine.equivalence.rows import Place
     from mlx_speculation.engine.equivalence.texts import Parting
 
-USUAL_LENGTH = 4  # a length by measurement might be 0, and nothing be compared
+USUAL_LENGTH = 4  # an adaptive one might be 0, and nothing be compared
 
 
 def check(

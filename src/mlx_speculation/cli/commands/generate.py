@@ -110,7 +110,7 @@ def generate(
         stop_tokens=end.stop_tokens(generator.tokenizer),
         logprobs=ALTERNATIVES if output.html is not None else None,
         constraint=_constraint(schema, generator),
-        **kv.for_stream(generator, before, len(tokens) + end.max_tokens, bar.heard),
+        **kv.for_stream(generator, before, len(tokens) + end.max_tokens, bar.advance),
     )
     chunks: list[Chunk] = []
     interrupted = show(stream, screen, chunks, bar, colour=output.colour)

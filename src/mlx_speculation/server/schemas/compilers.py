@@ -67,7 +67,7 @@ class SchemaCompilers:
 
         Raises:
             ApiError: a limit was hit, or there is no process.
-            ConstraintError: nothing can be told of the beginning of the text.
+            ConstraintError: what may come first is not known.
             InvalidRequestError: the schema or the tokenizer cannot be used.
             MissingLibraryError: llguidance is not installed.
         """
@@ -88,7 +88,7 @@ class SchemaCompilers:
             raise
 
     def close(self) -> None:
-        """End all processes, whatever they do; who waits for one is told so."""
+        """End all processes, whatever they do; who waits for one gets an error."""
         self._closed = True
         with self._lock:
             if self._template is not None:

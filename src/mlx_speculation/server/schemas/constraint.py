@@ -33,7 +33,7 @@ class SchemaConstraint:
             returns what is wrong then.
 
     Raises:
-        ConstraintError: nothing can be told of the first place.
+        ConstraintError: what may come first is not known.
     """
 
     def __init__(
