@@ -137,3 +137,17 @@ def test_names_of_what_there_is_are_left_alone() -> None:
         "https://example.com/engine/nothing"
     )
     assert list(unknown(text)) == []
+
+
+def test_the_readme_lists_the_rooms() -> None:
+    """Under "Files": every room of the product, and nothing that is none."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    block = readme.split("## Files")[1].split("```")[1]
+    named, top = set(), ""
+    for line in block.splitlines():
+        top = re.sub(r"/ .*", "", line) if line[:1].strip() else top
+        rest = line.removeprefix(f"{top}/")
+        named |= {f"{top}/{room}" for room in re.findall(r"\b(\w+)/(?= |$)", rest)}
+    opens = rf"((?:{'|'.join(FOLDERS)}|src/mlx_speculation)/\w+)/__init__\.py"
+    rooms = [found[1] for name in tracked() if (found := re.fullmatch(opens, name))]
+    assert named - {"examples/extending"} == set(rooms)
