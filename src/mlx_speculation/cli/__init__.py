@@ -1,8 +1,10 @@
 """The command line `mlx-speculation`: options in, text, tables and JSON out.
 
-Each command has a file. mlx is imported inside the commands only, after the BLAS is
-chosen. This file imports next to nothing: the second in which Python reads the others
-is one in which Ctrl-C may come too.
+Each command has a file in `commands/`. `options` and `option_groups` say what several
+commands take, `load_pair` loads models, `console` shows results, and `run_app` turns
+errors and Ctrl-C into exit codes. mlx is imported inside the commands only, after the
+BLAS is chosen. This file imports next to nothing: the second in which Python reads the
+others is one in which Ctrl-C may come too.
 """
 
 import os

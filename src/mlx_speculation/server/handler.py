@@ -22,8 +22,13 @@ from mlx_speculation.server.mlx_lm_server import (
     Refused,
     response,
 )
-from mlx_speculation.server.request.json_body import check_framing, parsed, read_body
-from mlx_speculation.server.request.request import CheckedRequest, read_request
+from mlx_speculation.server.request import (
+    CheckedRequest,
+    check_framing,
+    parsed,
+    read_body,
+    read_request,
+)
 from mlx_speculation.server.schemas import SchemaConstraint
 from mlx_speculation.server.sockets import (
     LateError,

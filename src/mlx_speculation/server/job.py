@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlx_speculation.server.api_errors import ApiError
-from mlx_speculation.server.request.request import CheckedRequest
+from mlx_speculation.server.request import CheckedRequest
 
 if TYPE_CHECKING:
     from mlx_speculation.engine import Result

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_speculation.server.api_errors import ApiError, invalid
 from mlx_speculation.server.config import Settings
-from mlx_speculation.server.request import options as wishes
+from mlx_speculation.server.request import options
 from mlx_speculation.server.request.chat_messages import checked_messages, checked_tools
 from mlx_speculation.server.request.fields import Fields
 
@@ -86,7 +86,7 @@ def read_request(
     else:
         prompt = _prompt(fields)
         body["prompt"] = ""
-    draft, length, max_draft = wishes.speculative(fields, settings)
+    draft, length, max_draft = options.speculative(fields, settings)
     checked = CheckedRequest(
         chat=chat,
         body=body,
@@ -94,10 +94,12 @@ def read_request(
         template_args=template_args,
         stream=stream,
         max_tokens=_max_tokens(fields, settings),
-        sampling=wishes.sampling(fields, settings),
-        stop=wishes.stop(fields),
-        logprobs=wishes.chat_logprobs(fields) if chat else wishes.text_logprobs(fields),
-        schema=wishes.schema(fields),
+        sampling=options.sampling(fields, settings),
+        stop=options.stop(fields),
+        logprobs=options.chat_logprobs(fields)
+        if chat
+        else options.text_logprobs(fields),
+        schema=options.schema(fields),
         draft=draft,
         draft_length=length,
         max_draft=max_draft,
@@ -120,12 +122,12 @@ def _model(fields: Fields, settings: Settings) -> str:
 
 
 def _stream_options(fields: Fields, stream: bool) -> dict[str, bool] | None:
-    options = fields.object("stream_options")
-    if options is None:
+    given = fields.object("stream_options")
+    if given is None:
         return None
     if not stream:
         raise invalid("stream_options is given without stream.", "stream_options")
-    inner = Fields(options, "stream_options.")
+    inner = Fields(given, "stream_options.")
     usage = inner.flag("include_usage")
     inner.without_effect("include_obfuscation")
     inner.end()
