@@ -27,10 +27,10 @@ from mlx_speculation.engine.drafters.sources import (
 )
 from mlx_speculation.engine.prompt import Prompts
 from mlx_speculation.models import (
-    CompiledSteps,
+    CompiledForward,
     Group,
     Lane,
-    Recorders,
+    ModelHooks,
     Sliding,
     TokenIds,
     check_causal,
@@ -74,7 +74,7 @@ class GeneratorConfig:
     ranked: RankedTarget | None
     draft: Checked | None
     draft_confidence: float
-    compiled: Mapping[int, CompiledSteps]
+    compiled: Mapping[int, CompiledForward]
     reduced: ReducedDrafts
     lengths: DraftLengthPolicies
     acceptance: Acceptance
@@ -150,7 +150,7 @@ def checked_setup(
         drafts = models_of(checked) if compile_draft else []
         with ExitStack() as hooks:
             for module in models:
-                hooks.callback(Recorders(module).remove)
+                hooks.callback(ModelHooks(module).remove)
             setup = GeneratorConfig(
                 model=model,
                 tokenizer=own,

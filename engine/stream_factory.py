@@ -47,7 +47,7 @@ from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import Lane, transposed_weights, wired
+from mlx_speculation.models import Lane, stream_resources, wired
 from mlx_speculation.samplers import Chooser, Constrained, Sampling, Verifier
 from mlx_speculation.samplers.constraints.masks import Masks
 
@@ -144,7 +144,7 @@ class StreamFactory:
         """Keep the setup, and with it the recorders, while a stream runs."""
         with ranks, ExitStack() as views:  # the ranks first: they hear of what fails
             for model in (self._setup.model, *models_of(self._setup.draft)):
-                views.enter_context(transposed_weights(model))
+                views.enter_context(stream_resources(model))
             yield
 
     def _chooser(self, sampling: Sampling) -> Chooser:

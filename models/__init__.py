@@ -6,8 +6,7 @@ It knows mlx-lm's models and tokenizers. It does not know how tokens are chosen.
 from mlx_speculation.json_files import write_json
 from mlx_speculation.models.checkpoints.speculation_json import PairFile, read_pair
 from mlx_speculation.models.config_json import read_config
-from mlx_speculation.models.cpu.compiled_draft import CompiledSteps, compiled_steps
-from mlx_speculation.models.cuda.transposed_weights import transposed_weights
+from mlx_speculation.models.device_ops import CompiledForward
 from mlx_speculation.models.dflash.cache import DFlashContext
 from mlx_speculation.models.dflash.config import is_dflash
 from mlx_speculation.models.dflash.head import DFlash, DFlashHead
@@ -40,6 +39,7 @@ from mlx_speculation.models.introspect.taps import States
 from mlx_speculation.models.lanes.batch_lane import BatchLane, BatchRound
 from mlx_speculation.models.lanes.batch_states import BatchStates, Unread
 from mlx_speculation.models.lanes.committed_states import CommittedStates
+from mlx_speculation.models.lanes.install_hooks import ModelHooks
 from mlx_speculation.models.lanes.lane import PREFILL_STEP, Lane, LaneRound, Sliding
 from mlx_speculation.models.lanes.restore_points import RestorePoints
 from mlx_speculation.models.load_model import (
@@ -58,8 +58,8 @@ from mlx_speculation.models.mtp.load_with_convention import (
     load_mtp_head,
     usual_convention,
 )
+from mlx_speculation.models.ops.dispatch import compiled_steps, stream_resources
 from mlx_speculation.models.quantize import check_bits, quantize_weights, weight_bytes
-from mlx_speculation.models.recurrent.recorder import Recorders
 from mlx_speculation.models.round_context import cuda_serves, on_cpu
 from mlx_speculation.models.row_dependence import check_causal, check_resumable
 from mlx_speculation.models.shape_buckets import RowSizes, row_size
@@ -98,7 +98,7 @@ __all__ = [
     "BatchSlotsRound",
     "BatchStates",
     "CommittedStates",
-    "CompiledSteps",
+    "CompiledForward",
     "DFlash",
     "DFlashContext",
     "DFlashHead",
@@ -109,6 +109,7 @@ __all__ = [
     "Lane",
     "LaneRound",
     "LayerIds",
+    "ModelHooks",
     "Mtp",
     "MtpConvention",
     "MtpHead",
@@ -119,7 +120,6 @@ __all__ = [
     "Parallel",
     "Parts",
     "Read",
-    "Recorders",
     "ReducedEnds",
     "ReducedOutput",
     "RestorePoints",
@@ -177,8 +177,8 @@ __all__ = [
     "spread",
     "spread_as",
     "starts_for",
+    "stream_resources",
     "told",
-    "transposed_weights",
     "usual_convention",
     "weight_bytes",
     "why_alone",

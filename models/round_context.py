@@ -13,13 +13,14 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from mlx_speculation.blas import blas_in_use
-from mlx_speculation.models.instance_hooks import done, on_in_round
+from mlx_speculation.models.instance_hooks import done, off_outside, on_in_round
 
 Device = Literal["cuda", "x86"]
 
 _in_round: ContextVar[bool] = ContextVar("in_round", default=False)
 _device: ContextVar[Device | None] = ContextVar("device", default=None)
 _forward: ContextVar["Forward"] = ContextVar("forward")
+_positions_on_cpu: ContextVar[int] = ContextVar("positions_on_cpu", default=0)
 
 # Products of a forward from one submission to the next; a layer has some 7. A count,
 # and no time, so that all ranks of a sharded model submit alike.
@@ -57,6 +58,7 @@ class Forward:
 in_round = _in_round.get
 forward_of_round = _forward.get
 device_of_round = _device.get  # found once for all layers of a forward
+positions_on_cpu = _positions_on_cpu.get  # of the plain step that is being built
 
 
 def on_cpu() -> bool:
@@ -121,6 +123,28 @@ class rows_of_a_round:  # noqa: N801 - used like the function that it stands for
             _in_round.reset(self._token)
             _device.reset(self._device)
             done()
+
+
+class plain_step:  # noqa: N801 - used like the function that it stands for
+    """Build a plain step, or a part of a prompt, in this thread, inside the block.
+
+    No generator makes it, since every plain step goes through it.
+
+    Args:
+        positions: how many are fed, of all rows together.
+    """
+
+    __slots__ = ("_positions", "_token")
+
+    def __init__(self, positions: int) -> None:
+        self._positions = positions
+
+    def __enter__(self) -> None:
+        off_outside()
+        self._token = _positions_on_cpu.set(self._positions if on_cpu() else 0)
+
+    def __exit__(self, *error: Any) -> None:
+        _positions_on_cpu.reset(self._token)
 
 
 def submit_in_parts(product: mx.array) -> None:

@@ -75,7 +75,7 @@ def _measure(context: int, rows: list[int], repeats: int) -> list[dict[str, Any]
     import mlx.core as mx
     from mlx_lm.models import deepseek_v3
 
-    from mlx_speculation.models import Lane, Recorders
+    from mlx_speculation.models import Lane, ModelHooks
 
     model = deepseek_v3.Model(deepseek_v3.ModelArgs.from_dict(ARGS))
     mx.eval(model.parameters())
@@ -86,7 +86,7 @@ def _measure(context: int, rows: list[int], repeats: int) -> list[dict[str, Any]
         for width in [1, *rows]:
             seconds = _round(native, width)
             times.setdefault(("native", width), []).append(seconds)
-            hooks = Recorders(model)
+            hooks = ModelHooks(model)
             times.setdefault(("latents", width), []).append(_round(native, width))
             hooks.remove()
     middle = {key: median(each[1:]) for key, each in times.items()}

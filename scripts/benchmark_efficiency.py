@@ -173,7 +173,7 @@ def make_cases(
 
     from mlx_speculation import SpeculativeGenerator, load
     from mlx_speculation.engine import MtpDraft
-    from mlx_speculation.models import Recorders, transposed_weights
+    from mlx_speculation.models import ModelHooks, stream_resources
 
     folders = demo_models()
     model: Any
@@ -186,8 +186,8 @@ def make_cases(
 
     def hook(each: Any) -> None:
         """Let a model be as in a generator while a stream runs."""
-        hooked.callback(Recorders(each).remove)
-        hooked.enter_context(transposed_weights(each))
+        hooked.callback(ModelHooks(each).remove)
+        hooked.enter_context(stream_resources(each))
 
     hook(bare)
     small, _ = load(folders["draft"])

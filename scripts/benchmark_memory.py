@@ -98,11 +98,11 @@ def recorded_and_state(model: Any, prompt: list[int], rows: int) -> tuple[int, i
     from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
     from mlx_speculation.caches import RecordingArraysCache, Speculation, leaves
-    from mlx_speculation.models import Recorders
+    from mlx_speculation.models import ModelHooks
 
     caches = make_prompt_cache(model)
     model(mx.array([prompt[:9]]), cache=caches)
-    recorders = Recorders(model)
+    recorders = ModelHooks(model)
     with Speculation(caches) as speculation:
         model(mx.array([prompt[:rows]]), cache=speculation.caches)
         shown = [leaf for _, leaf in leaves(speculation.caches)]

@@ -1,7 +1,7 @@
 """What forwards of a few rows take with mlx's own operations and with what stands in.
 
 On an x86-64 CPU with OpenBLAS in front, rounds call other functions than mlx-lm's
-layers name (`models/ops/replaced_functions.py`). Forwards of a round with and without
+layers name (`models/ops/round_ops.py`). Forwards of a round with and without
 them take turns on the same caches, one by one, rolled back after each. The rows are
 compared first. Elsewhere nothing stands in, and the script says so.
 
@@ -46,7 +46,7 @@ def stand_ins(
     """Print milliseconds of a forward by rows, without and with stand-ins."""
     chosen = use_blas("auto")
     from mlx_speculation import load
-    from mlx_speculation.models import Lane, Recorders
+    from mlx_speculation.models import Lane, ModelHooks
     from mlx_speculation.models.round_context import x86_serves
 
     if not x86_serves():
@@ -54,7 +54,7 @@ def stand_ins(
     results = []
     for name in target or TARGETS:
         model = load(folder_of(name))[0]
-        recorders = Recorders(model)
+        recorders = ModelHooks(model)
         for length in context or CONTEXTS:
             lane = Lane(model, sliding="slack")
             lane.feed([index * 37 % 2000 + 3 for index in range(length)])

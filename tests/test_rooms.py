@@ -95,8 +95,9 @@ ORDER: dict[str, list[set[str]]] = {
 # Rooms that count as one: a drafter of its own size beside the others.
 TOGETHER = {"engine/lookup": "engine/drafters"}
 
-# Who may import a sealed room, beside itself.
-SEALED = {"models/cpu": {"models/ops"}, "models/cuda": {"models/ops"}}
+# Who may import a sealed room, beside itself: rooms, and modules.
+INSTALLER = "models/lanes/install_hooks"
+SEALED = {"models/cpu": {INSTALLER}, "models/cuda": {INSTALLER}}
 
 NAMED_ALIKE = {
     "base": "the protocols and value types of a room",
@@ -112,7 +113,8 @@ NAMED_ALIKE = {
     "draft_model": "a smaller model as a drafter",
     "mtp": "an MTP head as a drafter",
     "cascade": "several drafters in turn: as a drafter, and their draft lengths",
-    "attention": "attention in a round: dispatch, CPU, CUDA",
+    "attention": "attention in a round: CPU, CUDA",
+    "registration": "what a sealed room serves",
     "request": "one request",
     "options": "what a caller asks for",
     "registry": "the table of the kinds that are known",
@@ -135,7 +137,6 @@ TO_BE_CUT: frozenset[str] = frozenset(
     {
         "engine/batch/request -> engine/stream",
         "engine/batch/request -> engine/stream_handling",
-        "engine/config -> models/cpu/compiled_draft",
         "engine/distributed/consistency -> engine/stream_handling",
         "engine/distributed/setup -> engine/stream",
         "engine/distributed/stream -> engine/stream",
@@ -144,10 +145,8 @@ TO_BE_CUT: frozenset[str] = frozenset(
         "engine/drafters/cascade -> engine/draft_length/early_stop",
         "engine/drafters/draft_model -> engine/draft_length/early_stop",
         "engine/drafters/sources -> engine/draft_length/constant_drafter",
-        "engine/drafters/sources -> models/cpu/compiled_draft",
         "engine/memory -> engine/drafters/quantize",
         "engine/memory -> engine/drafters/sources",
-        "engine/stream_factory -> models/cuda/transposed_weights",
         "models/checkpoints/draft_checkpoint -> models/mtp/files",
         "models/checkpoints/draft_checkpoint -> models/mtp/transforms",
         "models/checkpoints/speculation_json -> models/mtp/convention",
@@ -155,16 +154,7 @@ TO_BE_CUT: frozenset[str] = frozenset(
         "models/dflash/load -> models/mtp/transforms",
         "models/eagle/head -> models/mtp/head",
         "models/eagle/load -> models/mtp/transforms",
-        "models/lanes/batch_lane -> models/cpu/submit_layers",
-        "models/lanes/lane -> models/cpu/compiled_draft",
-        "models/lanes/lane -> models/cpu/submit_layers",
         "models/load_model -> models/mtp/files",
-        "models/ops/replaced_functions -> models/recurrent/mixers",
-        "models/recurrent/chunked_delta -> models/cuda/available",
-        "models/recurrent/chunked_delta -> models/cuda/gated_delta",
-        "models/recurrent/recorder -> models/cpu/submit_layers",
-        "models/recurrent/recorder -> models/cuda/linear",
-        "models/recurrent/recorder -> models/cuda/transposed_weights",
         "models/safetensors_layout -> models/mtp/files",
     }
 )
@@ -367,7 +357,7 @@ def unsealed() -> set[str]:
         if not is_opening(module)
         for other in imports(module)
         for room in [room_of(other)]
-        if room in SEALED and room_of(module) not in {room, *SEALED[room]}
+        if room in SEALED and not {module, room_of(module)} & {room, *SEALED[room]}
     }
 
 

@@ -17,7 +17,7 @@ from mlx_speculation.engine.lookup.drafter import LookupDrafter
 from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.stats import DrafterFault
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import CompiledSteps, Lane, ReducedOutput, Sliding
+from mlx_speculation.models import CompiledForward, Lane, ReducedOutput, Sliding
 
 # No draft by measurement is longer. Greedy text that repeats itself is drafted well for
 # longer than that, but a verify of more rows costs by the row.
@@ -214,7 +214,7 @@ def make_draft_model(
     sequence: Sequence,
     confidence: float,
     reduced: ReducedOutput | None = None,
-    compiled: CompiledSteps | None = None,
+    compiled: CompiledForward | None = None,
 ) -> DraftModel:
     """Return the drafter of one stream that drafts with a model.
 

@@ -1,5 +1,9 @@
-"""What serves x86-64 CPUs with OpenBLAS only: cheaper operations in float32.
+"""Operations for CPUs: cheaper ones in float32 on x86-64, layers submitted early.
 
-Known to `models.ops` and to the code that installs hooks, and to nothing else: without
-this folder all texts stay the same, and rounds take longer.
+Known to `models.lanes.install_hooks` and to nothing else: without this folder all texts
+stay the same, and rounds take longer.
 """
+
+from mlx_speculation.models.cpu.registration import OPS
+
+__all__ = ["OPS"]

@@ -99,3 +99,14 @@ def _block(
     weights = exponentials(scores)
     summed = weights @ values / weights.sum(axis=-1, keepdims=True)
     return summed.reshape(batch, heads, rows, values.shape[-1])
+
+
+def serves(queries: mx.array, keys: Any, values: Any, cache: Any, sinks: Any) -> bool:
+    """Whether products of BLAS do what mlx-lm's function does here, and better."""
+    if sinks is not None or hasattr(cache, "bits"):
+        return False
+    fewest = 1 if getattr(cache, "single_rows", False) else 2
+    if queries.shape[2] < fewest or queries.shape[1] % keys.shape[1]:
+        return False
+    dtypes = {queries.dtype, keys.dtype, values.dtype}
+    return dtypes == {mx.float32}

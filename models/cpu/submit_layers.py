@@ -13,52 +13,27 @@ twentieth. A GPU has no such end of its queue; what is submitted early there is 
 
 import functools
 from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.models.instance_hooks import Hook, derived, off_outside
+from mlx_speculation.models.instance_hooks import Hook, derived
 from mlx_speculation.models.observer import first_array
-from mlx_speculation.models.round_context import on_cpu
+from mlx_speculation.models.round_context import on_cpu, positions_on_cpu
 
 _RANK = 2  # outside of all others: what they return is what is submitted
 # Positions of a forward, of all rows; a chunk of a prompt computes longer than it is
 # built, and its layers would hold more at once.
 MOST_POSITIONS = 64
 
-_layer_by_layer: ContextVar[bool] = ContextVar("layer_by_layer", default=False)
-
-
-class layer_by_layer:  # noqa: N801 - used like the function that it stands for
-    """Submit what the layers of a step return, inside the block, in this thread.
-
-    No generator makes it, since every plain step goes through it.
-
-    Args:
-        positions: how many are fed, of all rows together.
-    """
-
-    __slots__ = ("_positions", "_token")
-
-    def __init__(self, positions: int) -> None:
-        self._positions = positions
-
-    def __enter__(self) -> None:
-        off_outside()
-        submits = self._positions <= MOST_POSITIONS and on_cpu()
-        self._token = _layer_by_layer.set(submits)
-
-    def __exit__(self, *error: Any) -> None:
-        _layer_by_layer.reset(self._token)
-
 
 @functools.cache
 def _submitting(kind: type[nn.Module]) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = kind.__call__(self, *args, **kwargs)
-        shown = first_array(result) if _layer_by_layer.get() else None
+        few = 0 < positions_on_cpu() <= MOST_POSITIONS
+        shown = first_array(result) if few else None
         if shown is not None:
             mx.async_eval(shown)
         return result

@@ -30,9 +30,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.models.cuda.matmul import HALF_TYPES, TYPES
+from mlx_speculation.models.cuda.matmul import HALF_TYPES, HALVES, TYPES
 
 ROWS = 16  # of one block
+MOST_ROWS = 32
 DIMENSIONS = (64, 128, 256)
 WARPS = 4
 KEYS = 256  # a block has at least so many of a split
@@ -328,3 +329,23 @@ def attention(
         )
     out: mx.array = found[0]
     return out
+
+
+def serves(
+    queries: mx.array, keys: Any, values: Any, cache: Any, mask: Any, sinks: Any
+) -> bool:
+    """Whether the kernel does what mlx-lm's function does here, and better."""
+    if sinks is not None or hasattr(cache, "bits"):
+        return False
+    batch, _, rows, dim = queries.shape
+    bools = isinstance(mask, mx.array)
+    alone = batch == rows == 1 and not bools  # which mlx has a kernel for
+    if alone or rows > MOST_ROWS or dim not in DIMENSIONS:
+        return False
+    if bools and (mask.dtype != mx.bool_ or (mask.ndim > 2 and mask.shape[-3] != 1)):
+        return False
+    if values.shape != keys.shape or queries.shape[0] != keys.shape[0]:
+        return False
+    if queries.shape[1] % keys.shape[1] or keys.shape[-1] != dim:
+        return False
+    return queries.dtype in HALVES and queries.dtype == keys.dtype == values.dtype

@@ -24,7 +24,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.caches import whole_steps
+from mlx_speculation.caches import asks_cudnn, whole_steps
 from mlx_speculation.models.round_context import forward_of_round
 from mlx_speculation.models.shape_buckets import row_size
 
@@ -84,3 +84,16 @@ def _filled(mask: Any, rows: int, count: int, more_rows: int, more_keys: int) ->
         # The mask itself is kept with it, so that no other gets its id.
         done[asked] = (mask, mx.concatenate(both, axis=-2))
     return done[asked][1]
+
+
+def serves(
+    queries: mx.array, keys: Any, values: Any, cache: Any, mask: Any, sinks: Any
+) -> bool:
+    """Whether cuDNN is asked here, which plans for each new number of rows and keys."""
+    if sinks is not None or hasattr(cache, "bits"):
+        return False
+    bools = isinstance(mask, mx.array)
+    if bools and (mask.dtype != mx.bool_ or mask.shape[-1] != keys.shape[2]):
+        return False
+    same = queries.dtype == keys.dtype == values.dtype
+    return same and (bools or queries.shape[2] > 1) and asks_cudnn(queries.dtype)

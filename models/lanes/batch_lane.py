@@ -44,11 +44,10 @@ from mlx_speculation.caches import (
     others_are_longer,
     states,
 )
-from mlx_speculation.models.cpu.submit_layers import layer_by_layer
 from mlx_speculation.models.lanes.batch_states import BatchStates, Unread
 from mlx_speculation.models.lanes.lane import Lane
 from mlx_speculation.models.lanes.padded_keys import takes_key_steps
-from mlx_speculation.models.round_context import rows_of_a_round
+from mlx_speculation.models.round_context import plain_step, rows_of_a_round
 from mlx_speculation.models.shape_buckets import RowSizes, row_size
 
 
@@ -221,7 +220,7 @@ class BatchRound:
                 stack.enter_context(self._follower.taps.collect(self._hidden))
             stack.enter_context(rows_of_a_round(tokens.size))
             if self._whole:
-                stack.enter_context(layer_by_layer(tokens.size))
+                stack.enter_context(plain_step(tokens.size))
             logits: mx.array = self._lane.model(tokens, cache=self._speculation.caches)
         self._lane.note_shape(tokens.shape[1])
         return logits if self._fed_as is None else self._lane.live(logits)

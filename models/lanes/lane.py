@@ -26,15 +26,14 @@ from mlx_speculation.caches import (
 )
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.interrupts import checkpoint
-from mlx_speculation.models.cpu.compiled_draft import CompiledSteps
-from mlx_speculation.models.cpu.submit_layers import layer_by_layer
+from mlx_speculation.models.device_ops import CompiledForward
 from mlx_speculation.models.introspect.hidden_states import HiddenStates
 from mlx_speculation.models.introspect.taps import States
 from mlx_speculation.models.lanes.committed_states import CommittedStates
 from mlx_speculation.models.lanes.padded_keys import takes_key_steps
 from mlx_speculation.models.lanes.restore_points import RestorePoints
 from mlx_speculation.models.recurrent.recorder import noting_reruns
-from mlx_speculation.models.round_context import rows_of_a_round
+from mlx_speculation.models.round_context import plain_step, rows_of_a_round
 
 PREFILL_STEP = 2048
 COUNTED_EVERY = 64  # rounds; to look at one takes some ten microseconds a layer
@@ -97,7 +96,7 @@ class Lane:
         self.prefill_step = PREFILL_STEP
         self.heard: Callable[[int], None] | None = None
         self.quantization: KVQuantization | None = None
-        self.compiled: CompiledSteps | None = None
+        self.compiled: CompiledForward | None = None
         self.guesses = False
         check_supported(self.caches)
         check_single(self.caches)
@@ -266,7 +265,7 @@ class LaneRound:
             return lane.compiled.forward(tokens, lane.caches)
         model, presented = lane.model, self._speculation.caches
         if self._whole and not lane.guesses:  # a plain step, or part of a prompt
-            ways: AbstractContextManager[None] = layer_by_layer(len(tokens))
+            ways: AbstractContextManager[None] = plain_step(len(tokens))
         else:
             ways = rows_of_a_round(len(tokens))
         logits: mx.array

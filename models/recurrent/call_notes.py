@@ -1,10 +1,9 @@
 """Classes that do what a mixer and its parts do, and note it.
 
 A hooked instance gets a class of its own (see `models.instance_hooks`). Nothing of
-mlx-lm is
-patched: where a mixer calls a scan by its global name, the method is made again from
-the same code with globals of its own, in which that name notes the call. Whoever uses
-the same module elsewhere, or in another thread, sees nothing of it.
+mlx-lm is patched: where a mixer calls a scan by its global name, the method is made
+again from the same code with globals of its own, in which that name notes the call.
+Whoever uses the same module elsewhere, or in another thread, sees nothing of it.
 
 Notes belong to one call of one mixer, and the parts find them in a context variable,
 which every thread has for itself. Outside a recorded call there are none, and a
@@ -24,7 +23,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.models.instance_hooks import derived, made_again
-from mlx_speculation.models.ops.replaced_functions import activations_of
+from mlx_speculation.models.ops.round_ops import activations_of
 from mlx_speculation.models.recurrent.replay import Scan, ScanCall, Watch
 from mlx_speculation.models.source_digests import is_known
 

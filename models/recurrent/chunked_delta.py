@@ -19,8 +19,9 @@ block at the price of one product, and is not computed unless somebody asks for 
 
 Results differ from the recurrence by rounding. So this serves only where rows of a
 block differ from single rows anyway, which is float32 on a CPU with OpenBLAS in front.
-On CUDA a kernel runs the steps (`cuda.gated_delta`). With the reference BLAS, and on
-Metal, which has a kernel, mlx-lm's own scan runs; and so it does for single rows.
+Where `models.ops` has a kernel, as on CUDA, that runs the steps. With the reference
+BLAS, and on Metal, which has a kernel, mlx-lm's own scan runs; and so it does for
+single rows.
 """
 
 import functools
@@ -30,9 +31,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g
 
-from mlx_speculation.models.cuda.available import kernels_compile
-from mlx_speculation.models.cuda.gated_delta import Steps, run_steps, serves
-from mlx_speculation.models.round_context import device_of_round, rows_differ
+from mlx_speculation.models.device_ops import Block, RunBlock
+from mlx_speculation.models.ops.dispatch import gated_delta_kernel
+from mlx_speculation.models.round_context import rows_differ
 
 # Up to here products over all pairs of rows cost less than steps. Twice what a lookup
 # drafts.
@@ -215,12 +216,12 @@ def gated_delta_in_chunks(
     lower_bound: float | None = None,
     allow_neg_eigval: bool = False,
     **_: Any,
-) -> Chunk | Steps | None:
+) -> Block | None:
     """Do what mlx-lm's `gated_delta_update` does; None: that should do it here."""
-    on_cuda = device_of_round() == "cuda" and kernels_compile() and serves(q, v)
+    kernel = gated_delta_kernel(q, v)
     by_channel = a.ndim != b.ndim  # then a has one axis more
     in_chunks = rows_differ(q.dtype) and not by_channel
-    if not 1 < q.shape[1] <= LONGEST or not (on_cuda or in_chunks):
+    if not 1 < q.shape[1] <= LONGEST or not (kernel or in_chunks):
         return None
     beta = mx.sigmoid(b)
     if allow_neg_eigval:
@@ -229,5 +230,5 @@ def gated_delta_in_chunks(
         g = compute_g(A_log, a, dt_bias)
     else:
         g = compute_lower_bound_g(A_log, a, dt_bias, lower_bound)
-    run = run_steps if on_cuda else run_chunk
+    run: RunBlock = kernel or run_chunk
     return run(q, k, v, g, beta, state, mask)

@@ -30,12 +30,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import CacheList
 
 from mlx_speculation.caches import RecordingArraysCache, RecordingLayerCache
-from mlx_speculation.models.cpu.submit_layers import layer_hooks
-from mlx_speculation.models.cuda.linear import few_row_hooks
-from mlx_speculation.models.cuda.transposed_weights import transposed_hooks
-from mlx_speculation.models.instance_hooks import Hook, Hooked, derived, plain_class
-from mlx_speculation.models.ops.latent_attention import absorbing_hooks
-from mlx_speculation.models.ops.replaced_functions import stand_in_hooks
+from mlx_speculation.models.instance_hooks import Hook, derived, plain_class
 from mlx_speculation.models.recurrent.call_notes import (
     Call,
     Taken,
@@ -178,8 +173,8 @@ def _parts(module: nn.Module, watch: Watch) -> Iterator[tuple[nn.Module, Hook]]:
                 yield part, Hook(_RANK, hook)
 
 
-def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
-    """Yield each module to hook, with its hook."""
+def mixer_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
+    """Yield each mixer of a model and its parts, with their hooks."""
     for _, module in model.named_modules():
         mixer = _mixer_of(module)
         if mixer is None:
@@ -188,22 +183,3 @@ def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
         scan = scan_of(plain_class(module), watch)
         yield module, Hook(_RANK, _recorded, (mixer, scan))
         yield from _parts(module, watch)
-    yield from absorbing_hooks(model)
-    yield from few_row_hooks(model)
-    yield from stand_in_hooks(model)
-    yield from layer_hooks(model)
-    yield from transposed_hooks(model)
-
-
-class Recorders:
-    """The hooks on one model, for the life of their owner.
-
-    Several owners may hook one model; the last one to leave removes the hooks.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._hooked = Hooked(_hooks(model))
-
-    def remove(self) -> None:
-        """Give every module its own class back, unless another owner needs the hook."""
-        self._hooked.remove()

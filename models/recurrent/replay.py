@@ -27,6 +27,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
+from mlx_speculation.models.device_ops import Block
+
 # What was noted in one call of a mixer, one value for each time it came by: under the
 # id of a part, the name of a method or the name of the scan.
 Notes = Mapping[Any, list[Any]]
@@ -56,19 +58,6 @@ class NotedCall(Protocol):
         ...
 
 
-class Chunked(Protocol):
-    """A block that was run at once; see `models.recurrent.chunked_delta`."""
-
-    @property
-    def y(self) -> mx.array:
-        """What the scan returns for each row."""
-        ...
-
-    def after(self, keep: int) -> mx.array:
-        """Return the state after the first `keep` rows, from 1."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Scan:
     """A function that turns inputs with positions and a state into the next state.
@@ -92,7 +81,7 @@ class Scan:
     rows: Mapping[str, int]
     called_in: str = "__call__"
     lengths: str | None = None
-    in_chunks: Callable[..., "Chunked | None"] | None = None
+    in_chunks: Callable[..., Block | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +159,7 @@ class ScanCall:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    chunk: Chunked | None = None
+    chunk: Block | None = None
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that were given, by name."""

@@ -20,7 +20,7 @@ from mlx_speculation.caches.journals.arrays import ArraysJournal
 from mlx_speculation.caches.journals.batch_kv import BatchKVJournal
 from mlx_speculation.caches.journals.batch_rotating_kv import BatchRotatingJournal
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
-from mlx_speculation.models import Recorders
+from mlx_speculation.models import ModelHooks
 from support.caches.batch_twins import AttentionKind, together
 from support.caches.cache_twins import Mixers, Rows, assert_same, read
 from support.models.tiny_models import build
@@ -286,7 +286,7 @@ def test_ctrl_c_in_a_ragged_commit_rolls_back(
 @pytest.mark.parametrize("keep", [[3, 0, 5], [0, 0, 1], [5, 4, 5], [2, 2, 2]])
 def test_lengths_and_padding_of_a_state_follow_each_row(keep: list[int]) -> None:
     model = build("lfm2")
-    recorders = Recorders(model)
+    recorders = ModelHooks(model)
     mixers = Mixers("lfm2", [model.model.layers[0].conv], 1)
     cache: Any = ArraysCache(1)
     cache.lengths, cache.left_padding = mx.array([9, 8, 7]), mx.array([0, 2, 1])

@@ -16,7 +16,7 @@ import mlx_lm.models.deepseek_v41
 import pytest
 
 from mlx_speculation.caches import Speculation, journal
-from mlx_speculation.models import Recorders
+from mlx_speculation.models import ModelHooks
 from support.caches.cache_twins import (
     Kind,
     KVKind,
@@ -128,7 +128,7 @@ def contents(kind: Kind, cache: Any, probe: int) -> Any:
 
 @pytest.fixture(autouse=True)
 def _hooked() -> Iterator[None]:
-    owner = Recorders(COMPRESSING)
+    owner = ModelHooks(COMPRESSING)
     yield
     owner.remove()
 

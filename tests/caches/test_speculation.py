@@ -29,7 +29,7 @@ from mlx_speculation.errors import (
     SpeculationClosedError,
     UnsupportedCacheError,
 )
-from mlx_speculation.models import Recorders
+from mlx_speculation.models import ModelHooks
 from support.caches.cache_twins import Rows, assert_same, detached, read, tagged
 from support.models.tiny_models import build
 
@@ -477,7 +477,7 @@ def test_ctrl_c_in_any_layer_of_a_forward_rolls_back(
     name: str, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, caches = prefilled(name)
-    owner = Recorders(model)
+    owner = ModelHooks(model)
     before = image(caches)
     blocks = [m for _, m in model.named_modules() if isinstance(m, nn.Linear)]
     called: list[int] = []
@@ -506,7 +506,7 @@ def test_ctrl_c_in_the_middle_of_a_commit_rolls_back(
     name: str, after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, caches = prefilled(name)
-    owner = Recorders(model)
+    owner = ModelHooks(model)
     before = image(caches)
     left = [0]
     for kind in (KVJournal, rotating_kv.RotatingJournal, ArraysJournal):

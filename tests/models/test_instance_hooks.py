@@ -20,7 +20,6 @@ import mlx.nn as nn
 import pytest
 
 from mlx_speculation.models import instance_hooks
-from mlx_speculation.models.cpu.submit_layers import layer_by_layer
 from mlx_speculation.models.instance_hooks import (
     OF_ROUNDS,
     Hook,
@@ -29,7 +28,7 @@ from mlx_speculation.models.instance_hooks import (
     off_outside,
     plain_class,
 )
-from mlx_speculation.models.round_context import rows_of_a_round
+from mlx_speculation.models.round_context import plain_step, rows_of_a_round
 from support.models.copies import left_on
 
 HEARD: list[str] = []
@@ -114,7 +113,7 @@ def in_a_round(module: nn.Module) -> list[str]:
 
 
 def in_a_plain_step(module: nn.Module) -> list[str]:
-    with layer_by_layer(1):
+    with plain_step(1):
         return heard(module)
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from mlx_speculation.caches import array_bytes, arrays_in
 from mlx_speculation.caches.types.leaves import flat, is_batch
-from mlx_speculation.models import BatchLane, Lane, Recorders, RowSizes
+from mlx_speculation.models import BatchLane, Lane, ModelHooks, RowSizes
 from mlx_speculation.models.exclusions import TOGETHER
 from mlx_speculation.models.shape_buckets import row_size
 from support.caches.cache_twins import read
@@ -88,7 +88,7 @@ def test_rows_compute_what_they_do_in_a_batch_of_their_own_size(
 ) -> None:
     """Rows come and go at random, and keep other numbers of what they are fed."""
     model = build_tiny(MODELS[name])
-    hooks = Recorders(model)
+    hooks = ModelHooks(model)
     lanes = [BatchLane(model, RowSizes(used=False)), BatchLane(model, IN_SIZES)]
     seeds: list[int] = []
     shown = set()
@@ -134,7 +134,7 @@ def test_rows_compute_what_they_do_in_a_batch_of_their_own_size(
 def test_nothing_is_left_of_rows_that_have_gone(name: str) -> None:
     """Once the size changes, bits are those of a batch that others have left."""
     model = build_tiny(MODELS[name])
-    hooks = Recorders(model)
+    hooks = ModelHooks(model)
     held, found = [], []
     for gone in (50, 60):
         lane = BatchLane(model, IN_SIZES)

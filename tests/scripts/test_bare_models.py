@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_speculation.models import Recorders
+from mlx_speculation.models import ModelHooks
 from support.models.census import BUILT, build
 from support.models.copies import left_on
 
@@ -26,7 +26,7 @@ sys.path.remove(SCRIPTS)
 def test_a_bare_copy_shares_the_arrays_and_has_no_hooks(name: str) -> None:
     model: Any = build(name)
     ids = mx.array([[1, 2, 3]])
-    recorders = Recorders(model)
+    recorders = ModelHooks(model)
     expected = model(ids).tolist()  # before: gemma3n clips weights of its own in it
     other: Any = bare(model)
     recorders.remove()  # and what is without hooks is no other's business

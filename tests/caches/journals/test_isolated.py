@@ -61,7 +61,7 @@ from mlx_speculation.caches.journals.batch_kv import LOOSE
 from mlx_speculation.caches.journals.checked_writes import check_writes
 from mlx_speculation.caches.journals.isolated import twin_of
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
-from mlx_speculation.models import Recorders
+from mlx_speculation.models import ModelHooks
 from support.caches.cache_twins import Held, assert_same, detached, read
 from support.models.tiny_models import TINY_MODELS, build
 
@@ -100,7 +100,7 @@ def test_a_model_sees_the_native_caches_and_writes_nothing_live(
     model, caches = prefilled(name, dtype)
     native = detached(caches)
     before = Held(caches, values=True)
-    owner = Recorders(model)
+    owner = ModelHooks(model)
     with Speculation(caches, isolated=True) as speculation:
         for width in (4, 1, 3):
             shown = model(BLOCK[:, :width], cache=speculation.caches)
@@ -120,7 +120,7 @@ def test_a_model_sees_the_native_caches_and_writes_nothing_live(
 def test_a_part_is_what_an_ordinary_speculation_keeps(name: str, keep: int) -> None:
     model, caches = prefilled(name)
     ordinary = detached(caches)
-    owner = Recorders(model)
+    owner = ModelHooks(model)
     for each, isolated in ((caches, True), (ordinary, False)):
         with Speculation(each, isolated=isolated) as speculation:
             for width in (4, 1, 3):

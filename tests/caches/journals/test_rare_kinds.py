@@ -18,7 +18,7 @@ from mlx_lm.models.deepseek_v41 import LayerCache
 
 from mlx_speculation.caches import Speculation, leaves, position
 from mlx_speculation.errors import UnsupportedCacheError
-from mlx_speculation.models import Recorders
+from mlx_speculation.models import ModelHooks
 from support.caches.cache_twins import (
     KVKind,
     ListKind,
@@ -42,7 +42,7 @@ LAYER = LayerKind(COMPRESSING, window=3)
 
 @pytest.fixture(name="hooked")
 def _hooked() -> Iterator[None]:
-    owner = Recorders(COMPRESSING)
+    owner = ModelHooks(COMPRESSING)
     yield
     owner.remove()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import strategies as st
 
-from mlx_speculation.models import Recorders
+from mlx_speculation.models import ModelHooks
 from support.caches.cache_twins import ArraysKind, Kind, KVKind, Mixers
 from support.caches.rare_cache_twins import (
     ConcatenateKind,
@@ -24,7 +24,7 @@ from support.caches.twin_rounds import FEWER, SMALL_RINGS, run
 @pytest.fixture(name="compressing", scope="module")
 def _compressing() -> Iterator[st.SearchStrategy[Kind]]:
     modules = attentions()
-    owners = [Recorders(module) for module in modules]
+    owners = [ModelHooks(module) for module in modules]
     yield st.builds(LayerKind, st.sampled_from(modules), st.integers(1, 12))
     for owner in owners:
         owner.remove()

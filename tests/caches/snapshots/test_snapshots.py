@@ -83,7 +83,7 @@ from mlx_speculation.caches import (
 )
 from mlx_speculation.caches.types.leaves import flat
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
-from mlx_speculation.models import Recorders
+from mlx_speculation.models import ModelHooks
 from support.caches.cache_twins import (
     ArraysKind,
     Kind,
@@ -271,11 +271,11 @@ def conv() -> Mixers:
     args = lfm2.ModelArgs.from_dict(TINY_MODELS["lfm2"].args | {"hidden_size": 8})
     module = ShortConv(args, 0)
     mixers = Mixers("lfm2", [module], 1, hidden=8)
-    _OWNERS.append(Recorders(module))
+    _OWNERS.append(ModelHooks(module))
     return mixers
 
 
-_OWNERS: list[Recorders] = []
+_OWNERS: list[ModelHooks] = []
 KINDS: dict[str, tuple[Callable[[], Kind], bool]] = {
     "kv": (lambda: KVKind(4), True),
     "quantized": (lambda: QuantizedKind(4, bits=4), True),

@@ -17,7 +17,7 @@ from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.adaptive import AdaptiveLengths
 from mlx_speculation.engine.draft_length.base import FixedDraftLength, Outcome, Plan
 from mlx_speculation.engine.draft_length.costs import RoundCosts
-from mlx_speculation.models import BatchLane, Lane, Recorders, RowSizes
+from mlx_speculation.models import BatchLane, Lane, ModelHooks, RowSizes
 from mlx_speculation.models.shape_buckets import row_size
 from support.caches.cache_twins import read
 from support.drafters.batch_heads import head_bench
@@ -162,7 +162,7 @@ def test_rows_are_copied_only_where_the_size_changes(copied: list[list[int]]) ->
 def test_a_row_that_has_left_changes_nothing_for_the_others(name: str) -> None:
     """It stands among them until the size changes, and nobody reads it."""
     model, rows, stay = bench(name).model, 6, [0, 1, 3, 4, 5]
-    recorders = Recorders(model)  # for states that keep a part of a round
+    recorders = ModelHooks(model)  # for states that keep a part of a round
     fed = mx.array([[3 * row + 1, 3 * row + 2] for row in range(rows)])
     found: dict[bool, list[Any]] = {}
     for used in (True, False):
@@ -193,7 +193,7 @@ def test_a_row_that_has_left_changes_nothing_for_the_others(name: str) -> None:
 
 def test_a_row_that_has_left_is_let_go_of_where_it_is_the_longest() -> None:
     model = bench("llama").model
-    recorders = Recorders(model)
+    recorders = ModelHooks(model)
     lanes = [Lane(model) for _ in range(6)]
     for length, lane in zip((5, 300, 6, 7, 8, 9), lanes, strict=True):
         lane.feed(prompt_of(length))

@@ -24,12 +24,8 @@ from mlx_speculation import Sampling, SpeculativeGenerator
 from mlx_speculation.caches import snapshot
 from mlx_speculation.demo import demo_models
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
-from mlx_speculation.models import (
-    CompiledSteps,
-    Lane,
-    compiled_steps,
-    load,
-)
+from mlx_speculation.models import Lane, compiled_steps, load
+from mlx_speculation.models.cpu.compiled_draft import CompiledSteps
 from support.models.census import BUILT, build
 from support.models.tiny_tokenizer import byte_tokenizer
 

@@ -20,9 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_speculation.models import BatchLane, Lane, Recorders, round_context
-from mlx_speculation.models.cpu import norm_rope
-from mlx_speculation.models.ops import replaced_functions
+from mlx_speculation.models import BatchLane, Lane, ModelHooks, cuda, round_context
+from mlx_speculation.models.cpu import norm_rope, registration
 from mlx_speculation.models.round_context import rows_of_a_round
 from support.models.census import BUILT, build
 
@@ -143,9 +142,10 @@ def _called(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(round_context.forward_of_round().tokens)
         return ours()
 
-    for module in (round_context, replaced_functions):
+    for module in (round_context, registration):
         monkeypatch.setattr(module, "x86_serves", lambda: True)
-        monkeypatch.setattr(module, "cuda_serves", lambda: False)
+    for other in (round_context, cuda.registration):
+        monkeypatch.setattr(other, "cuda_serves", lambda: False)
     monkeypatch.setattr(norm_rope, "serves", noting)
     return seen
 
@@ -156,7 +156,7 @@ def test_a_model_computes_what_it_did(name: str, called: list[int]) -> None:
     model = build(name)
 
     def found(hooked: bool) -> mx.array:
-        recorders = Recorders(model) if hooked else None
+        recorders = ModelHooks(model) if hooked else None
         lane = Lane(model, make_prompt_cache(model))
         lane.feed(list(range(1, 20)))
         with lane.begin() as lane_round:
@@ -174,7 +174,7 @@ def test_a_model_computes_what_it_did(name: str, called: list[int]) -> None:
 
 def test_a_prompt_that_a_draft_reads_says_how_long_it_is(called: list[int]) -> None:
     model = build("llama")
-    recorders = Recorders(model)
+    recorders = ModelHooks(model)
     lane = Lane(model, make_prompt_cache(model))
     lane.guesses = True
     lane.feed(list(range(1, 90)))
@@ -184,7 +184,7 @@ def test_a_prompt_that_a_draft_reads_says_how_long_it_is(called: list[int]) -> N
 
 def test_a_batch_says_how_many_tokens_all_rows_have(called: list[int]) -> None:
     model = build("llama")
-    recorders = Recorders(model)
+    recorders = ModelHooks(model)
     lanes = [Lane(model, make_prompt_cache(model)) for _ in range(2)]
     for lane in lanes:
         lane.feed([1, 2, 3])
@@ -201,6 +201,6 @@ def test_both_are_compiled_when_the_hooks_are_made(
 ) -> None:
     made: list[Any] = []
     monkeypatch.setattr(norm_rope, "compile_here", lambda: made.append("compiled"))
-    Recorders(build("llama")).remove()
+    ModelHooks(build("llama")).remove()
     assert made == ["compiled"]
     assert not called

@@ -11,9 +11,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_speculation.models import Lane, Recorders
-from mlx_speculation.models.cpu.submit_layers import MOST_POSITIONS, layer_by_layer
+from mlx_speculation.models import Lane, ModelHooks
+from mlx_speculation.models.cpu.submit_layers import MOST_POSITIONS
 from mlx_speculation.models.lanes.batch_lane import BatchLane
+from mlx_speculation.models.round_context import plain_step
 from mlx_speculation.models.shape_buckets import RowSizes
 from support.identity import prompt_of
 from support.models.copies import left_on
@@ -36,7 +37,7 @@ def _submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 @pytest.fixture(name="model", params=["llama", "qwen3_5", "gemma3_text"])
 def _model(request: pytest.FixtureRequest) -> Iterator[Any]:
     model = build(request.param)
-    recorders = Recorders(model)
+    recorders = ModelHooks(model)
     yield model
     recorders.remove()
     assert not any(left_on(layer) for layer in model.layers)
@@ -86,7 +87,7 @@ def test_a_step_of_a_batch_is_submitted_by_layers_and_its_round_is_not(
     submitted: list[tuple[int, ...]],
 ) -> None:
     model = build("llama")
-    recorders = Recorders(model)
+    recorders = ModelHooks(model)
     lanes = [Lane(model), Lane(model)]
     for lane in lanes:
         lane.feed(prompt_of(5))
@@ -108,8 +109,8 @@ def test_layers_that_return_several_arrays_submit_the_first(
     model: Any = nn.Module()
     kind: Any = Pairs
     model.layers = [kind(), kind()]
-    recorders = Recorders(model)
-    with layer_by_layer(1):
+    recorders = ModelHooks(model)
+    with plain_step(1):
         assert model.layers[0](mx.zeros((1, 1, 2)))[0].tolist() == [[[1.0, 1.0]]]
     assert submitted == [(1, 1, 2)]
     model.layers[0](mx.zeros((1, 1, 2)))

@@ -23,17 +23,17 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.gated_delta import gated_delta_ops
 
 from mlx_speculation.errors import DraftNotice
-from mlx_speculation.models import Lane, Recorders, round_context
+from mlx_speculation.models import Lane, ModelHooks, round_context
+from mlx_speculation.models.cpu import registration as cpu_registration
 from mlx_speculation.models.cpu import submit_layers
-from mlx_speculation.models.cuda import gated_delta, linear
+from mlx_speculation.models.cuda import attention as cuda_attention
+from mlx_speculation.models.cuda import gated_delta, linear, registration
 from mlx_speculation.models.cuda.available import kernels_compile
 from mlx_speculation.models.cuda.matmul import Weight
 from mlx_speculation.models.instance_hooks import plain_class
-from mlx_speculation.models.ops import attention as few_rows_attention
-from mlx_speculation.models.ops import replaced_functions
+from mlx_speculation.models.lanes.install_hooks import MADE_AGAIN
 from mlx_speculation.models.ops.latent_attention import ATTENTIONS
-from mlx_speculation.models.ops.replaced_functions import stand_in_hooks
-from mlx_speculation.models.recurrent import chunked_delta
+from mlx_speculation.models.ops.round_ops import round_op_hooks
 from mlx_speculation.models.round_context import rows_of_a_round
 from support.models.census import BUILT, build
 
@@ -84,22 +84,21 @@ def asked(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> list[str]:
         )
 
     monkeypatch.setattr(round_context, "cuda_serves", lambda: True)
-    for module in (linear, replaced_functions):
+    for module in (linear, registration):
         monkeypatch.setattr(module, "cuda_serves", lambda: True)
         monkeypatch.setattr(module, "kernels_compile", lambda: True)
-    monkeypatch.setattr(chunked_delta, "kernels_compile", lambda: True)
     monkeypatch.setattr(
         gated_delta, "_run", lambda *inputs: list(gated_delta_ops(*inputs))
     )
     monkeypatch.setattr(linear, "products", products)
-    monkeypatch.setattr(few_rows_attention, "attention", attention)
-    monkeypatch.setattr(few_rows_attention, "DIMENSIONS", range(1, 1024))
+    monkeypatch.setattr(cuda_attention, "attention", attention)
+    monkeypatch.setattr(cuda_attention, "DIMENSIONS", range(1, 1024))
     return seen
 
 
 def rows_of(model: nn.Module, *, hooked: bool) -> mx.array:
     """Return the logits of a round's rows behind the prompt."""
-    recorders = Recorders(model) if hooked else None
+    recorders = ModelHooks(model) if hooked else None
     try:
         lane = Lane(model, make_prompt_cache(model))
         lane.feed(PROMPT)
@@ -117,7 +116,7 @@ def test_a_model_computes_what_it_did(
     name: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "HALVES", [mx.float32])  # a CPU has no others
-    monkeypatch.setattr(few_rows_attention, "HALVES", [mx.float32])
+    monkeypatch.setattr(cuda_attention, "HALVES", [mx.float32])
     model = build(name)
     kinds = [type(module) for module in model.modules()]
     wanted = rows_of(model, hooked=False)
@@ -136,14 +135,14 @@ def test_attention_over_latents_keeps_the_way_of_its_own(
     home: str, asked: list[str]
 ) -> None:
     model = build(home.removeprefix("mlx_lm.models."))
-    hooked = [plain_class(module) for module, _ in stand_in_hooks(model)]
+    hooked = [plain_class(module) for module, _ in round_op_hooks(model, MADE_AGAIN)]
     assert not {(kind.__module__, kind.__name__) for kind in hooked} & ATTENTIONS
 
 
 def test_prompts_and_single_rows_keep_the_products_of_mlx(asked: list[str]) -> None:
     model = build("llama")
     model.set_dtype(mx.bfloat16)
-    recorders = Recorders(model)
+    recorders = ModelHooks(model)
     lane = Lane(model, make_prompt_cache(model))
     lane.feed(PROMPT)
     with lane.begin(whole=True) as plain_step:
@@ -168,7 +167,7 @@ def test_a_linear_layer_asks_where_the_kernel_serves(
     layer.set_dtype(dtype)
     x = mx.random.normal((1, rows, width)).astype(dtype)
     wanted = layer(x)
-    recorders = Recorders(layer)
+    recorders = ModelHooks(layer)
     with rows_of_a_round():
         found = layer(x)
     serves = 1 < rows <= 32 and dtype != mx.float32 and width % 32 == 0
@@ -198,7 +197,7 @@ def test_a_ranks_part_of_a_layer_asks_and_is_added_up(
     monkeypatch.setattr(mx.distributed, "all_sum", lambda x, group: 2 * x)
     x = mx.random.normal((1, 5, 64)).astype(mx.bfloat16)
     wanted = layer(x)
-    recorders = Recorders(layer)
+    recorders = ModelHooks(layer)
     with rows_of_a_round():
         found = layer(x)
     assert asked == ["half" if bits is None else "four bits"]
@@ -261,7 +260,7 @@ def test_layers_that_are_fed_something_else_do_it_by_themselves(
     model = Fed(feed, **more)
     xs = [mx.random.normal((1, 5, 64)).astype(mx.bfloat16) for _ in range(2)]
     wanted = [model(x) for x in xs]
-    recorders = Recorders(model)
+    recorders = ModelHooks(model)
     for x, each in zip(xs, wanted, strict=True):
         with rows_of_a_round():
             found = model(x)
@@ -277,7 +276,7 @@ def test_layers_of_other_packages_are_multiplied_one_by_one(
 ) -> None:
     monkeypatch.setattr(Fed, "__module__", "somebody.elses")
     model = Fed("same")
-    recorders = Recorders(model)
+    recorders = ModelHooks(model)
     with rows_of_a_round():
         model(mx.ones((1, 5, 64), mx.bfloat16))
     assert calls == [1, 1]
@@ -295,12 +294,12 @@ def test_a_forward_over_rows_is_submitted_in_parts(
         submit(*arrays)
 
     model = build("llama")
-    recorders = Recorders(model)
+    recorders = ModelHooks(model)
     layers = len(cast(Any, model).layers)
     lane = Lane(model, make_prompt_cache(model))
     lane.feed(PROMPT)
     monkeypatch.setattr(round_context, "PRODUCTS_AT_ONCE", 3)
-    monkeypatch.setattr(submit_layers, "on_cpu", lambda: False)
+    monkeypatch.setattr(round_context, "on_cpu", lambda: False)
     monkeypatch.setattr(mx, "async_eval", noted)
     for rows in ([5], ROWS, ROWS):  # each forward is counted for itself
         before = len(submitted)
@@ -326,7 +325,7 @@ def test_a_quantized_layer_asks_with_what_it_holds(
     ask = layer if kind is nn.Linear else lambda x: layer.as_linear(x)
     x = mx.random.normal((2, 4, 256)).astype(mx.bfloat16)
     wanted = ask(x)
-    recorders = Recorders(model)
+    recorders = ModelHooks(model)
     with rows_of_a_round():
         found = ask(x)
     assert asked == (["four bits"] if bits == 4 else [])
@@ -341,7 +340,7 @@ def test_other_ways_to_quantize_are_left_to_mlx(asked: list[str]) -> None:
     model = nn.Sequential(nn.Linear(256, 64, bias=False))
     model.set_dtype(mx.bfloat16)
     nn.quantize(model, group_size=32, bits=4, mode="mxfp4")
-    recorders = Recorders(model)
+    recorders = ModelHooks(model)
     with rows_of_a_round():
         mx.eval(model(mx.ones((1, 4, 256), mx.bfloat16)))
     assert asked == []
@@ -356,7 +355,7 @@ def test_sinks_and_quantized_keys_are_left_to_mlx_lm() -> None:
     class Quantized:
         bits = 8
 
-    serves = few_rows_attention.serves
+    serves = cuda_attention.serves
     assert serves(queries, keys, keys, None, "causal", None)
     assert serves(queries, keys, keys, None, window, None)
     assert serves(queries[:, :, :1], keys, keys, None, window[:1], None)
@@ -381,16 +380,16 @@ def test_where_kernels_do_not_compile_mlx_multiplies_and_it_is_said(
 ) -> None:
     """A machine without CUDA is such a place."""
     monkeypatch.setattr(submit_layers, "on_cpu", lambda: False)
-    monkeypatch.setattr(replaced_functions, "x86_serves", lambda: False)
+    monkeypatch.setattr(cpu_registration, "x86_serves", lambda: False)
     model = build("llama")
-    recorders = Recorders(model)  # as on a device without kernels
+    recorders = ModelHooks(model)  # as on a device without kernels
     kinds = [type(module) for module in model.modules()]
     recorders.remove()
-    for module in (linear, replaced_functions):
+    for module in (linear, registration):
         monkeypatch.setattr(module, "cuda_serves", lambda: True)
     kernels_compile.cache_clear()
     with pytest.warns(DraftNotice, match="could not compile"):
-        recorders = Recorders(model)
+        recorders = ModelHooks(model)
     assert [type(module) for module in model.modules()] == kinds
     recorders.remove()
     kernels_compile.cache_clear()

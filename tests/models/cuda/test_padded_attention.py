@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from mlx_speculation.caches import whole_steps
-from mlx_speculation.models.cuda import padded_attention
-from mlx_speculation.models.ops import attention
+from mlx_speculation.models.cuda import padded_attention, registration
 from mlx_speculation.models.round_context import rows_of_a_round
 from mlx_speculation.models.shape_buckets import row_size
 
@@ -110,7 +109,7 @@ def _asked(monkeypatch: pytest.MonkeyPatch) -> list[Shown]:
         seen.append((queries.shape[2], keys.shape[2], kind))
         return theirs(queries, keys, *rest, **named)
 
-    monkeypatch.setattr(attention, "asks_cudnn", lambda dtype: True)
+    monkeypatch.setattr(padded_attention, "asks_cudnn", lambda dtype: True)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noting)
     return seen
 
@@ -139,7 +138,7 @@ def show(rows: int, before: int) -> None:
     """Ask for attention with a causal mask."""
     queries, keys = mx.zeros((1, 2, rows, 48)), mx.zeros((1, 1, before + rows, 48))
     with rows_of_a_round():
-        found = attention.attend_on_cuda(queries, keys, keys, None, 1.0, "causal")
+        found = registration.attend(queries, keys, keys, None, 1.0, "causal")
     assert found.shape == queries.shape
 
 
@@ -164,7 +163,7 @@ def test_who_is_asked(rows: int, kind: str, sinks: bool, asked: list[Shown]) -> 
     )
     asked.clear()
     with rows_of_a_round():
-        found = attention.attend_on_cuda(queries, keys, keys, None, 0.2, mask, sink)
+        found = registration.attend(queries, keys, keys, None, 0.2, mask, sink)
     np.testing.assert_allclose(
         found.astype(mx.float32), expected.astype(mx.float32), atol=2e-2
     )
@@ -183,7 +182,7 @@ def test_other_dtypes_and_quantized_keys_are_left_to_mlx_lm(
 
     queries = mx.zeros((1, 2, 40, 48), mx.bfloat16)
     keys = mx.zeros((1, 1, 44, 48), mx.bfloat16)
-    serves = attention.sizes_serve
+    serves = padded_attention.serves
     assert serves(queries, keys, keys, None, "causal", None)
     assert not serves(queries, keys, keys, Quantized(), "causal", None)
     single = queries.astype(mx.float32)

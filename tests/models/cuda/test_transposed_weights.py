@@ -26,9 +26,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_speculation import SpeculativeGenerator
-from mlx_speculation.models import Recorders, instance_hooks, transposed_weights
+from mlx_speculation.models import ModelHooks, instance_hooks
 from mlx_speculation.models.cuda import linear as few_rows
 from mlx_speculation.models.cuda import transposed_weights as transposed
+from mlx_speculation.models.cuda.transposed_weights import transposed_weights
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
@@ -78,7 +79,7 @@ def test_a_layer_computes_what_mlxs_does_to_the_last_bit(
     layer.set_dtype(DTYPES[dtype])
     x = mx.random.normal((*rows, width), key=mx.random.key(seed)).astype(DTYPES[dtype])
     expected, usual = layer(x).tolist(), operations(layer(x))
-    recorders = Recorders(layer)
+    recorders = ModelHooks(layer)
     for within in (False, True, False):
         with transposed_weights(layer) if within else nullcontext():
             result = layer(x)
@@ -104,7 +105,7 @@ def test_another_weight_is_used_at_once_or_when_the_stream_has_ended(
     change: Callable[[nn.Linear], None],
 ) -> None:
     layer, x = linear(8, 6, 0), mx.random.normal((3, 8))
-    recorders = Recorders(layer)
+    recorders = ModelHooks(layer)
     with transposed_weights(layer):
         change(layer)
         replaced = layer(x).tolist()
@@ -118,7 +119,7 @@ def test_another_weight_is_used_at_once_or_when_the_stream_has_ended(
 
 def test_old_weights_are_let_go_of_when_the_stream_has_ended() -> None:
     layer = linear(8, 6, 0)
-    recorders = Recorders(layer)
+    recorders = ModelHooks(layer)
     old = weakref.ref(layer["weight"])
     with transposed_weights(layer):
         replace_weight(layer)
@@ -135,9 +136,9 @@ def test_a_method_that_somebody_put_in_mlxs_class_is_called(
     layer, x = linear(8, 6, 0), mx.random.normal((3, 8))
     usual, native = layer(x), nn.Linear.__call__
     transposed._transposed.cache_clear()
-    recorders = None if first else Recorders(layer)
+    recorders = None if first else ModelHooks(layer)
     monkeypatch.setattr(nn.Linear, "__call__", lambda self, x: native(self, x) + 1)
-    recorders = recorders or Recorders(layer)
+    recorders = recorders or ModelHooks(layer)
     with transposed_weights(layer):
         assert layer(x).tolist() == (usual + 1).tolist()
     recorders.remove()
@@ -148,7 +149,7 @@ def test_streams_that_overlap_share_views_until_the_last_has_ended() -> None:
     layer, x = linear(8, 6, 0), mx.random.normal((3, 8))
     mx.eval(x, layer.parameters())
     usual = operations(layer(x))
-    recorders = Recorders(layer)
+    recorders = ModelHooks(layer)
     for last in (0, 1):
         streams = [ExitStack(), ExitStack()]
         for stream in streams:
@@ -224,7 +225,7 @@ def test_layers_that_are_multiplied_together_have_views_in_rounds(
         monkeypatch.setattr(few_rows, name, lambda: True)
     model, ids = build("llama"), mx.array([[1]])
     usual = operations(model(ids))
-    recorders = Recorders(model)
+    recorders = ModelHooks(model)
     with transposed_weights(model):
         instance_hooks.on_in_round()
         try:

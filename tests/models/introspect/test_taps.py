@@ -18,7 +18,7 @@ from mlx_speculation.errors import (
     SpeculationClosedError,
     UnsupportedModelError,
 )
-from mlx_speculation.models import HiddenStates, Recorders
+from mlx_speculation.models import HiddenStates, ModelHooks
 from support.caches.cache_twins import assert_same, read
 from support.models import census
 from support.models.copies import left_on
@@ -248,7 +248,7 @@ def test_replay_and_taps_work_at_once_whoever_came_first(name: str) -> None:
         with ExitStack() as stack:
             made: dict[str, Any] = {}
             for owner in owners:
-                kind = Recorders(model) if owner == "recorders" else _taps(model)
+                kind = ModelHooks(model) if owner == "recorders" else _taps(model)
                 made[owner] = stack.enter_context(removed(kind)) or kind
             return _round(model, made.get("taps"))
 

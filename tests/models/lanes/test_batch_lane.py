@@ -15,7 +15,7 @@ import pytest
 
 from mlx_speculation import Sampling
 from mlx_speculation.caches import Speculation
-from mlx_speculation.models import Lane, Recorders
+from mlx_speculation.models import Lane, ModelHooks
 from mlx_speculation.samplers import Chooser
 from support.identity import assert_same_text, plain_text
 from support.models.recurrent_models import RECURRENT_MODELS
@@ -128,7 +128,7 @@ def agreed(draft: list[int], choices: list[int]) -> int:
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_ragged_rows_equal_each_row_decoded_alone(name: str, size: int) -> None:
     model, chooser = build_tiny(MODELS[name]), Chooser(Sampling(seed=0), 256)
-    recorders = Recorders(model)
+    recorders = ModelHooks(model)
     prompts = [prompt_of(length) for length in LENGTHS[:size]]
     right = [plain_text(model, prompt, TOKENS) for prompt in prompts]
     batch = Batch(model, prompts, right, random.Random(size))

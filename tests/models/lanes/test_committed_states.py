@@ -5,7 +5,7 @@ import random
 import mlx.core as mx
 import pytest
 
-from mlx_speculation.models import CommittedStates, HiddenStates, Lane, Recorders
+from mlx_speculation.models import CommittedStates, HiddenStates, Lane, ModelHooks
 from mlx_speculation.models.lanes import committed_states as committed_module
 from support.models.tiny_models import build
 
@@ -33,7 +33,7 @@ def test_states_are_those_of_the_committed_tokens(name: str, seed: int) -> None:
     """Prompts, rounds of which a part is kept, rounds taken back, states dropped."""
     draw = random.Random(seed)
     lane, held = followed(name)
-    recorders = Recorders(lane.model)
+    recorders = ModelHooks(lane.model)
     tokens: list[int] = []
     for _ in range(14):
         new = [draw.randrange(256) for _ in range(draw.randint(1, 6))]

@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation.errors import UnsupportedCacheError
-from mlx_speculation.models import Lane, Recorders
+from mlx_speculation.models import Lane, ModelHooks
 from mlx_speculation.models.recurrent.replay import ConvsAndScan
 from support.caches.cache_twins import assert_same, read
 from support.models.tiny_models import build
@@ -58,7 +58,7 @@ def test_feeding_in_chunks_equals_feeding_one_by_one(name: str, step: int) -> No
 @pytest.mark.parametrize("hook", [True, False])
 def test_a_kept_prefix_equals_plain_decoding(name: str, keep: int, hook: bool) -> None:
     lane = Lane(build(name))
-    owner = Recorders(lane.model) if hook else None
+    owner = ModelHooks(lane.model) if hook else None
     lane.feed(TOKENS[:20])
     with lane.begin() as lane_round:
         lane_round.forward(mx.array(TOKENS[20:22]))
@@ -81,7 +81,7 @@ def test_mixers_that_run_again_are_counted(
 ) -> None:
     """They have no recipe (mamba), or what was noted is not complete."""
     model = build(name)
-    owner = Recorders(model)
+    owner = ModelHooks(model)
     for ruined in (False, True):
         lane = Lane(model)
         lane.feed(TOKENS[:20])
@@ -102,7 +102,7 @@ def test_mixers_that_run_again_are_counted(
 @pytest.mark.parametrize("hook", [True, False])
 def test_a_commit_taken_back_gives_the_tokens_back(name: str, hook: bool) -> None:
     lane = Lane(build(name))
-    owner = Recorders(lane.model) if hook else None
+    owner = ModelHooks(lane.model) if hook else None
     lane.feed(TOKENS[:20])
     lane_round = lane.begin()
     with lane_round:

@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import HiddenStates, Lane, Recorders, States
+from mlx_speculation.models import HiddenStates, Lane, ModelHooks, States
 from support.caches.cache_twins import assert_same, read
 from support.models.tiny_models import build
 
@@ -23,7 +23,7 @@ def test_a_round_has_the_hidden_states_of_its_rows(name: str, hook: bool) -> Non
     """Also when the model runs again to keep a prefix: the rows stay those checked."""
     model = build(name)
     bare, lane = Lane(model), Lane(model)
-    recorders = Recorders(model) if hook else None
+    recorders = ModelHooks(model) if hook else None
     lane.taps = taps = HiddenStates(model, layers=(1,), after_norm=True)
     for each in (lane, bare):
         each.feed(TOKENS[:25])

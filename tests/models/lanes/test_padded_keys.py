@@ -24,7 +24,7 @@ from mlx_speculation.caches import (
 )
 from mlx_speculation.caches.journals import sliding_kv
 from mlx_speculation.caches.types import padded_kv, ragged_kv
-from mlx_speculation.models import BatchLane, Lane, Recorders, why_alone
+from mlx_speculation.models import BatchLane, Lane, ModelHooks, why_alone
 from mlx_speculation.models.lanes.padded_keys import TRIED, takes_key_steps
 from support.caches.cache_twins import read
 from support.covering import covering
@@ -99,7 +99,7 @@ def test_rounds_in_whole_steps_compute_what_native_rounds_do(
 def test_a_batch_in_whole_steps_computes_what_a_native_one_does(name: str) -> None:
     """Three rows of other lengths, ragged prefixes kept, past many steps."""
     model = build(name)
-    hooks = Recorders(model)
+    hooks = ModelHooks(model)
     lanes = [BatchLane(model), BatchLane(model)]
     assert lanes[0].key_steps
     lanes[0].key_steps = False

@@ -15,7 +15,7 @@ import pytest
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_speculation.models import Lane, Recorders
+from mlx_speculation.models import Lane, ModelHooks
 from mlx_speculation.models.ops import latent_attention
 from mlx_speculation.models.ops.latent_attention import ATTENTIONS, absorbing_hooks
 from support.caches.cache_twins import read
@@ -75,7 +75,7 @@ def test_rows_of_a_round_are_those_of_plain_decoding(name: str) -> None:
     model = build(name)
     assert attentions(model)
     native = rows_of(model)
-    owner = Recorders(model)
+    owner = ModelHooks(model)
     one, absorbed_rows, several = read([single_rows(model), rows_of(model), native])
     owner.remove()
     np.testing.assert_allclose(absorbed_rows, one, rtol=0, atol=2e-4)
@@ -88,7 +88,7 @@ def test_latents_are_asked_in_rounds_and_nowhere_else(
 ) -> None:
     model = build(name)
     rank = {module.kv_lora_rank for module in attentions(model)}
-    owner = Recorders(model)
+    owner = ModelHooks(model)
     rows_of(model)
     round_rows = [dim for rows, dim in asked if rows == len(ROWS)]
     prompt_rows = [dim for rows, dim in asked if rows == len(PROMPT)]

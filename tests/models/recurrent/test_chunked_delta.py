@@ -50,8 +50,8 @@ from numpy.typing import NDArray
 
 from mlx_speculation.caches import Speculation, states
 from mlx_speculation.caches.types.leaves import flat
-from mlx_speculation.models import Recorders, round_context
-from mlx_speculation.models.cuda import gated_delta
+from mlx_speculation.models import ModelHooks, round_context
+from mlx_speculation.models.cuda import gated_delta, registration
 from mlx_speculation.models.recurrent import chunked_delta
 from mlx_speculation.models.recurrent.chunked_delta import (
     gated_delta_in_chunks,
@@ -257,7 +257,7 @@ def test_on_cuda_the_kernel_runs_what_it_is_made_for(
         return list(gated_delta_ops(*inputs))
 
     monkeypatch.setattr(round_context, "_device_here", lambda: "cuda")
-    monkeypatch.setattr(chunked_delta, "kernels_compile", lambda: True)
+    monkeypatch.setattr(registration, "kernels_compile", lambda: True)
     monkeypatch.setattr(gated_delta, "_run", run)
     arguments = scan_arguments(rows, vector=vector)
     for name in "qk":
@@ -305,7 +305,7 @@ def test_a_model_keeps_a_prefix_without_running_anything_again(
 ) -> None:
     model = build_recurrent(name)
     start = prefilled(model)
-    owner = Recorders(model)
+    owner = ModelHooks(model)
     plain = detached(start)
     logits = model(BLOCK, cache=plain)
     try:
@@ -345,7 +345,7 @@ def test_lengths_and_paddings_of_a_batch_are_honoured(name: str, padded: bool) -
             cache.left_padding = mx.array([0, 1, 4])
         else:
             cache.lengths = mx.array([6, 3, -1])
-    owner = Recorders(model)
+    owner = ModelHooks(model)
     try:
         for keep in (1, 2, 4, 6):
             caches, twin = detached(start), detached(start)
@@ -395,7 +395,7 @@ from mlx_speculation.blas import use_blas
 if use_blas("auto").name != "openblas":
     raise SystemExit("no OpenBLAS")
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_speculation.models import Lane, Recorders
+from mlx_speculation.models import Lane, ModelHooks
 from mlx_speculation.models.recurrent import chunked_delta
 from support.models.recurrent_models import build_recurrent
 import mlx.core as mx
@@ -403,7 +403,7 @@ ran = []
 native = chunked_delta.run_chunk
 chunked_delta.run_chunk = lambda *args: ran.append(1) or native(*args)
 model = build_recurrent("qwen3_5")
-owner = Recorders(model)
+owner = ModelHooks(model)
 lane = Lane(model)
 lane.feed([1, 2, 3])
 for width in (1, 4):

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from mlx_speculation.caches import Speculation, states
 from mlx_speculation.caches.types.leaves import flat
-from mlx_speculation.models import Recorders
+from mlx_speculation.models import ModelHooks
 from mlx_speculation.models.recurrent import recorder
 from mlx_speculation.models.recurrent.mixers import MIXERS
 from support.caches.cache_twins import assert_same, detached, read
@@ -35,8 +35,8 @@ def _kinds(model: nn.Module) -> set[tuple[str, str]]:
 
 
 @contextmanager
-def hooked(model: nn.Module) -> Iterator[Recorders]:
-    owner = Recorders(model)
+def hooked(model: nn.Module) -> Iterator[ModelHooks]:
+    owner = ModelHooks(model)
     try:
         yield owner
     finally:
@@ -163,7 +163,7 @@ def test_the_last_of_two_owners_removes_the_hook() -> None:
     model = build_recurrent("mamba")
     mixer = model.backbone.layers[0].mixer
     original = type(mixer)
-    first, second = Recorders(model), Recorders(model)
+    first, second = ModelHooks(model), ModelHooks(model)
     hook = type(mixer)
     assert hook is not original
     assert hook.__mro__[1] is original

@@ -42,7 +42,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_speculation.caches import RecordingArraysCache, Speculation, states
 from mlx_speculation.caches.journals.arrays import copied
 from mlx_speculation.caches.types.leaves import flat
-from mlx_speculation.models import Recorders, source_digests
+from mlx_speculation.models import ModelHooks, source_digests
 from mlx_speculation.models.recurrent import call_notes, recorder
 from mlx_speculation.models.recurrent.mixers import MIXERS, Mixer
 from support.caches.cache_twins import assert_same, detached, read
@@ -74,8 +74,8 @@ TAKE_LENGTHS = (
 
 
 @contextmanager
-def hooked(model: nn.Module) -> Iterator[Recorders]:
-    owner = Recorders(model)
+def hooked(model: nn.Module) -> Iterator[ModelHooks]:
+    owner = ModelHooks(model)
     try:
         yield owner
     finally:

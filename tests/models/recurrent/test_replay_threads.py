@@ -19,7 +19,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation.caches import Speculation, states
-from mlx_speculation.models import Recorders
+from mlx_speculation.models import ModelHooks
 from mlx_speculation.models.recurrent.recorder import MixerCall
 from support.caches.cache_twins import assert_same, detached, read
 from support.models.recurrent_models import build_recurrent
@@ -77,7 +77,7 @@ class Rounds:
 
 
 def alone(model: nn.Module, seed: int) -> Any:
-    owner = Recorders(model)
+    owner = ModelHooks(model)
     rounds = Rounds(model, seed)
     rounds.play_all()
     owner.remove()
@@ -121,7 +121,7 @@ def test_three_threads_and_one_that_hooks_and_unhooks(
     left = [3]
 
     def decode(seed: int) -> None:
-        owner = Recorders(model)
+        owner = ModelHooks(model)
         try:
             rounds = Rounds(model, seed)
             rounds.play_all()
@@ -134,7 +134,7 @@ def test_three_threads_and_one_that_hooks_and_unhooks(
 
     def come_and_go() -> None:
         while not finished.is_set():
-            Recorders(model).remove()
+            ModelHooks(model).remove()
             finished.wait(0.001)
 
     in_threads(*(lambda s=seed: decode(s) for seed in range(3)), come_and_go)
@@ -152,7 +152,7 @@ def test_two_owners_take_turns_in_one_thread(name: str) -> None:
     """Two open rounds on one model; the first owner leaves inside a round."""
     model = build_recurrent(name)
     expected = [alone(model, seed) for seed in range(2)]
-    owners = [Recorders(model) for _ in range(2)]
+    owners = [ModelHooks(model) for _ in range(2)]
     both = [Rounds(model, seed) for seed in range(2)]
     for step in range(ROUNDS):
         for _ in zip(*(rounds.play(step) for rounds in both), strict=True):
@@ -167,13 +167,13 @@ def test_an_owner_that_is_collected_in_another_thread_removes_its_hooks() -> Non
     class Owner:
         def __init__(self, model: nn.Module) -> None:
             self.itself = self  # only the collector can free it
-            weakref.finalize(self, Recorders(model).remove)
+            weakref.finalize(self, ModelHooks(model).remove)
 
     model = build_recurrent("qwen3_5")
     classes = [type(module) for _, module in model.named_modules()]
     rounds = Rounds(model, 1)
     expected = alone(model, 1)
-    stays = Recorders(model)
+    stays = ModelHooks(model)
     Owner(model)
 
     def collect() -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from mlx_lm.models import lfm2
 from mlx_lm.models.lfm2 import ShortConv
 
-from mlx_speculation.models import Recorders
+from mlx_speculation.models import ModelHooks
 from support.caches.cache_twins import Mixers
 from support.models.tiny_models import TINY_MODELS, build
 
@@ -18,7 +18,7 @@ def hooked_mixers() -> Iterator[dict[str, Mixers]]:
     """Hook the mixers of four families for the length of the block."""
     models = {name: build(name) for name in ("qwen3_5", "mamba", "rwkv7")}
     conv = ShortConv(lfm2.ModelArgs.from_dict(TINY_MODELS["lfm2"].args | SMALLER), 0)
-    owners = [Recorders(model) for model in (*models.values(), conv)]
+    owners = [ModelHooks(model) for model in (*models.values(), conv)]
     rwkv7 = models["rwkv7"].model.layers[0]
     yield {
         "lfm2": Mixers("lfm2", [conv], 1, hidden=8),

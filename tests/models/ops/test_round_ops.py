@@ -22,12 +22,11 @@ import pytest
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_speculation.models import Lane, Recorders, round_context
-from mlx_speculation.models.cpu import attention, exp
+from mlx_speculation.models import Lane, ModelHooks, cuda, round_context
+from mlx_speculation.models.cpu import attention, exp, registration
 from mlx_speculation.models.instance_hooks import plain_class
-from mlx_speculation.models.ops import replaced_functions
-from mlx_speculation.models.ops.attention import products_serve
-from mlx_speculation.models.ops.replaced_functions import stand_in_hooks
+from mlx_speculation.models.lanes.install_hooks import MADE_AGAIN
+from mlx_speculation.models.ops.round_ops import round_op_hooks
 from mlx_speculation.models.round_context import rows_of_a_round
 from support.models.census import BUILT, build
 
@@ -50,10 +49,11 @@ def _called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
         return call
 
-    for module in (round_context, replaced_functions):
+    for module in (round_context, registration):
         monkeypatch.setattr(module, "x86_serves", lambda: True)
-        monkeypatch.setattr(module, "cuda_serves", lambda: False)
-    monkeypatch.setattr(replaced_functions, "_FEWEST", 0)
+    for other in (round_context, cuda.registration):
+        monkeypatch.setattr(other, "cuda_serves", lambda: False)
+    monkeypatch.setattr(registration, "_FEWEST", 0)
     monkeypatch.setattr(
         attention, "attention", noting("attention", attention.attention)
     )
@@ -71,7 +71,7 @@ def _called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def rows_of(model: nn.Module, *, hooked: bool, rows: list[int] = ROWS) -> mx.array:
     """Return the logits of a round's rows behind the prompt."""
-    recorders = Recorders(model) if hooked else None
+    recorders = ModelHooks(model) if hooked else None
     try:
         lane = Lane(model, make_prompt_cache(model))
         lane.feed(PROMPT)
@@ -103,7 +103,8 @@ def test_rounds_call_what_stands_in(name: str, called: list[str]) -> None:
 
 def test_a_mixer_has_one_hook_and_its_activations(called: list[str]) -> None:
     model = build("qwen3_5")
-    hooked = [plain_class(module).__name__ for module, _ in stand_in_hooks(model)]
+    hooks = round_op_hooks(model, MADE_AGAIN)
+    hooked = [plain_class(module).__name__ for module, _ in hooks]
     mixers = [m for m in model.modules() if type(m).__name__ == "GatedDeltaNet"]
     assert mixers
     assert "GatedDeltaNet" not in hooked
@@ -116,7 +117,7 @@ def test_a_mixer_has_one_hook_and_its_activations(called: list[str]) -> None:
 def test_prompts_and_plain_steps_are_those_of_mlx(called: list[str]) -> None:
     model = build("llama")
     wanted = model(mx.array([PROMPT]))
-    recorders = Recorders(model)
+    recorders = ModelHooks(model)
     lane = Lane(model, make_prompt_cache(model))
     with lane.begin(whole=True) as prompt:
         assert mx.array_equal(prompt.forward(mx.array(PROMPT)), wanted[0])
@@ -132,7 +133,7 @@ def test_a_lane_that_guesses_reads_prompts_as_in_a_round(called: list[str]) -> N
     model = build("llama")
     prompt = [(11 * i * i + i) % 256 for i in range(150)]
     wanted = model(mx.array([prompt]))[0]
-    recorders = Recorders(model)
+    recorders = ModelHooks(model)
     lane = Lane(model, make_prompt_cache(model))
     lane.guesses = True
     lane.feed(prompt[:-1])
@@ -149,7 +150,7 @@ def test_they_are_compiled_when_the_hooks_are_made(
     """Or the first text on a machine would wait for it."""
     made: list[str] = []
     monkeypatch.setattr(exp, "compile_here", lambda: made.append("compiled"))
-    Recorders(build("llama")).remove()
+    ModelHooks(build("llama")).remove()
     assert made == ["compiled"]
     assert not called
 
@@ -158,7 +159,7 @@ def test_what_somebody_else_put_there_is_called(
     called: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build("llama")
-    recorders = Recorders(model)
+    recorders = ModelHooks(model)
     theirs: list[str] = []
 
     def other(gate: mx.array, x: mx.array) -> mx.array:
@@ -185,10 +186,10 @@ def test_activations_serve_many_elements_of_float32(
     called: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(replaced_functions, "_FEWEST", fewest)
+    monkeypatch.setattr(registration, "_FEWEST", fewest)
     model = build("llama")
     model.set_dtype(dtype)
-    recorders = Recorders(model)
+    recorders = ModelHooks(model)
     with rows_of_a_round():
         mx.eval(model(mx.array([ROWS])))
     recorders.remove()
@@ -201,14 +202,14 @@ def test_attention_serves_what_it_can() -> None:
     class Quantized:
         bits = 8
 
-    assert products_serve(queries, keys, keys, None, None)
-    assert not products_serve(queries, keys, keys, None, mx.zeros((4,)))
-    assert not products_serve(queries, keys, keys, Quantized(), None)
-    assert not products_serve(queries[:, :, :1], keys, keys, None, None)
-    assert not products_serve(queries[:, :3], keys, keys, None, None)
+    assert attention.serves(queries, keys, keys, None, None)
+    assert not attention.serves(queries, keys, keys, None, mx.zeros((4,)))
+    assert not attention.serves(queries, keys, keys, Quantized(), None)
+    assert not attention.serves(queries[:, :, :1], keys, keys, None, None)
+    assert not attention.serves(queries[:, :3], keys, keys, None, None)
     half = keys.astype(mx.bfloat16)
-    assert not products_serve(queries, half, half, None, None)
-    assert products_serve(mx.zeros((1, 4, 333, 8)), keys, keys, None, None)
+    assert not attention.serves(queries, half, half, None, None)
+    assert attention.serves(mx.zeros((1, 4, 333, 8)), keys, keys, None, None)
 
 
 WITH_OPENBLAS = """
@@ -223,7 +224,7 @@ import mlx.core as mx
 from mlx_speculation.models.cpu import attention as blas_attention
 from mlx_speculation.models.round_context import x86_serves
 from support.models.census import build
-from models.ops.test_replaced_functions import rows_of
+from models.ops.test_round_ops import rows_of
 seen = []
 attention = blas_attention.attention
 blas_attention.attention = lambda *a: seen.append(0) or attention(*a)

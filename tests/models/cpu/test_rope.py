@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_speculation.models.cpu.shared_rope import rope
+from mlx_speculation.models.cpu.norm_rope import rope
 from mlx_speculation.models.round_context import rows_of_a_round
 
 ON_CPU = mx.default_device().type == mx.DeviceType.cpu

@@ -1,0 +1,72 @@
+"""What `models/cuda` serves, as one `DeviceOps`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import scaled_dot_product_attention
+
+from mlx_speculation.models.cuda import attention, gated_delta, padded_attention
+from mlx_speculation.models.cuda.available import kernels_compile
+from mlx_speculation.models.cuda.linear import few_row_hooks
+from mlx_speculation.models.cuda.transposed_weights import (
+    transposed_hooks,
+    transposed_weights,
+)
+from mlx_speculation.models.device_ops import DeviceOps, RoundOp, RunBlock
+from mlx_speculation.models.instance_hooks import Hook
+from mlx_speculation.models.round_context import cuda_serves, device_of_round
+
+
+def serves() -> bool:
+    """Whether kernels can be had here and now."""
+    return cuda_serves() and kernels_compile()
+
+
+def attend(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Do what `mlx_lm.models.base.scaled_dot_product_attention` does, on CUDA.
+
+    By the kernel for a few rows, or padded where cuDNN would plan anew. mlx-lm's own
+    does the rest: sinks, quantized keys, other dtypes, a single row of one sequence.
+    """
+    if attention.serves(queries, keys, values, cache, mask, sinks):
+        return attention.attention(queries, keys, values, scale, mask)
+    if padded_attention.serves(queries, keys, values, cache, mask, sinks):
+        return padded_attention.attention(queries, keys, values, scale, mask)
+    found: mx.array = scaled_dot_product_attention(
+        queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
+    )
+    return found
+
+
+def gated_delta_kernel(q: mx.array, v: mx.array) -> RunBlock | None:
+    """Return the kernel, in a round on CUDA, where it is made for these shapes."""
+    served = device_of_round() == "cuda" and kernels_compile()
+    return gated_delta.run_steps if served and gated_delta.serves(q, v) else None
+
+
+def hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
+    """Yield the linear layers of a model, with their hooks."""
+    yield from few_row_hooks(model)
+    yield from transposed_hooks(model)
+
+
+OPS = DeviceOps(
+    device="cuda",
+    serves=serves,
+    round_ops={
+        "scaled_dot_product_attention": RoundOp(scaled_dot_product_attention, attend)
+    },
+    hooks=hooks,
+    gated_delta=gated_delta_kernel,
+    stream_resources=transposed_weights,
+)

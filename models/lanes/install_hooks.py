@@ -1,0 +1,49 @@
+"""All hooks of a model, and the rooms for one kind of machine that serve it.
+
+This is the one place that names `models/cpu` and `models/cuda`. Without a room in
+`ROOMS` its operations go the stock way: the text is the same, and takes longer.
+"""
+
+from collections.abc import Iterator
+
+import mlx.nn as nn
+
+from mlx_speculation.models import cpu, cuda
+from mlx_speculation.models.device_ops import DeviceOps
+from mlx_speculation.models.instance_hooks import Hook, Hooked
+from mlx_speculation.models.ops.dispatch import register, registered
+from mlx_speculation.models.ops.latent_attention import ATTENTIONS, absorbing_hooks
+from mlx_speculation.models.ops.round_ops import round_op_hooks
+from mlx_speculation.models.recurrent.mixers import COMPRESSORS, MIXERS
+from mlx_speculation.models.recurrent.recorder import mixer_hooks
+
+# The first that serves a round does all of its ops.
+ROOMS: tuple[DeviceOps, ...] = (cuda.OPS, cpu.OPS)
+register(ROOMS)
+
+# Layers whose code is made again by hooks of their own, and not for round ops.
+MADE_AGAIN = ATTENTIONS | MIXERS.keys() | COMPRESSORS.keys()
+
+
+def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
+    """Yield each module to hook, with its hook."""
+    yield from mixer_hooks(model)
+    yield from absorbing_hooks(model)
+    yield from round_op_hooks(model, MADE_AGAIN)
+    for room in registered():
+        yield from room.hooks(model)
+
+
+class ModelHooks:
+    """The hooks on one model, for the life of their owner.
+
+    Several owners may hook one model; the last one that removes them gives its modules
+    their own classes back.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._hooked = Hooked(_hooks(model))
+
+    def remove(self) -> None:
+        """Give every module its own class back, unless another owner needs the hook."""
+        self._hooked.remove()

@@ -1,0 +1,99 @@
+"""With a room for one kind of machine taken out, every text is what it was.
+
+The CPU room is taken to serve here, whatever this machine is; the CUDA room serves
+where there is CUDA. Which rooms run is seen from the code that is entered.
+
+A fault that was made by hand, and found here: hooks of all rooms are put on, whether
+they are listed or not.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_speculation import SpeculativeGenerator
+from mlx_speculation.errors import UnsupportedModelError
+from mlx_speculation.models import compiled_steps, cpu, cuda, round_context
+from mlx_speculation.models.cpu import registration
+from mlx_speculation.models.lanes.install_hooks import ROOMS
+from mlx_speculation.models.ops.dispatch import register
+from mlx_speculation.models.recurrent import recorder
+from support.identity import GREEDY, check_identity, prompt_of
+from support.models.census import build
+from support.models.tiny_tokenizer import byte_tokenizer
+
+NAMES = ["llama", "qwen3_5", "gemma3_text", "deepseek_v3", "mamba"]
+OUT = {"cpu": [cpu], "cuda": [cuda], "both": [cpu, cuda], "none": []}
+
+
+def home(room: Any) -> str:
+    """Return the folder of a room, by its name in the paths of code."""
+    return Path(room.__file__).resolve().parent.as_posix()
+
+
+@pytest.fixture(name="entered")
+def _entered(
+    out: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, set[str]]]:
+    """Take rooms out; return of both the functions that were entered."""
+    homes = {home(room): room.__name__ for room in (cpu, cuda)}
+    found: dict[str, set[str]] = {name: set() for name in homes.values()}
+    folders: dict[str, str | None] = {}
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        path = frame.f_code.co_filename
+        if path not in folders:
+            folders[path] = homes.get(Path(path).resolve().parent.as_posix())
+        room = folders[path]
+        if event == "call" and room is not None:
+            found[room].add(frame.f_code.co_name)
+
+    for module in (round_context, registration):
+        monkeypatch.setattr(module, "x86_serves", lambda: True)
+    device = mx.default_device()
+    recorder._recorded.cache_clear()  # these classes have activations of the rooms
+    register([room for room in ROOMS if room not in [each.OPS for each in OUT[out]]])
+    sys.setprofile(note)
+    yield found
+    sys.setprofile(None)
+    mx.set_default_device(device)
+    register(ROOMS)
+    recorder._recorded.cache_clear()
+
+
+@pytest.mark.parametrize("out", OUT)
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_are_those_of_plain_decoding(
+    name: str, out: str, entered: dict[str, set[str]]
+) -> None:
+    seen = check_identity(
+        build(name),
+        prompt_of(40),
+        draft_length=5,
+        tokens=40,
+        bitwise=False,  # rounds of the CPU room differ by rounding
+        kinds=["right", "random"],
+        samplings=[GREEDY],
+    )
+    assert seen.texts == 2
+    for room in OUT[out]:
+        assert entered[room.__name__] == set()
+    if cpu not in OUT[out]:
+        assert {"attend", "call"} & entered[cpu.__name__]
+
+
+@pytest.mark.parametrize("out", ["cpu", "both"])
+@pytest.mark.usefixtures("entered")
+def test_without_the_cpu_room_no_draft_is_compiled() -> None:
+    with pytest.raises(UnsupportedModelError, match="Leave compile_draft out"):
+        compiled_steps(build("llama"))
+    model = build("llama")
+    with pytest.raises(UnsupportedModelError, match="compile_draft is True"):
+        SpeculativeGenerator(
+            model, byte_tokenizer(), draft=build("llama"), compile_draft=True
+        )
