@@ -24,8 +24,8 @@ from mlx_speculation.engine.mlx_lm_compat.stream_generate import (
     generate,
     stream_generate,
 )
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.result import Chunk, Origin, Result
-from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.stats import DrafterFault, SourceCounts, Statistics
 from mlx_speculation.engine.stream import Stream
 

@@ -1,13 +1,13 @@
 """The front door: a target, perhaps a draft, and streams of text from them."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 
-from mlx_speculation.caches import PrefixCache
+from mlx_speculation.caches import KVQuantization, PrefixCache
 from mlx_speculation.engine.batch.calibration import calibrate_batches
 from mlx_speculation.engine.batch.generate import generate_batch
 from mlx_speculation.engine.config import checked_setup
@@ -26,8 +26,14 @@ from mlx_speculation.engine.options import GenerateOptions
 from mlx_speculation.engine.result import Result
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.engine.stream_factory import StreamFactory
-from mlx_speculation.engine.stream_handling import USUAL, Handling
-from mlx_speculation.models import Group, MtpConvention, Parallel, Sliding, notice
+from mlx_speculation.models import (
+    PREFILL_STEP,
+    Group,
+    MtpConvention,
+    Parallel,
+    Sliding,
+    notice,
+)
 from mlx_speculation.samplers import Acceptance, Constraint, Sampling
 
 
@@ -359,7 +365,12 @@ class SpeculativeGenerator:
         logprobs: int | None = None,
         constraint: Constraint | None = None,
         explain: bool = False,
-        handling: Handling = USUAL,
+        prefill_step_size: int = PREFILL_STEP,
+        prompt_progress: Callable[[int], None] | None = None,
+        kv_quantization: KVQuantization | None = None,
+        logprob_rows: bool = False,
+        yielded_only: bool = False,
+        level_draft: bool = False,
     ) -> Stream:
         """Start a generation; nothing runs before the first chunk is asked for.
 
@@ -388,7 +399,16 @@ class SpeculativeGenerator:
             explain: keep each round's draft length, what it was chosen by, and the
                 parts of its time, in `stream.decisions`. The parts are exact then, and
                 rounds some 1 % slower, see `engine.timing`.
-            handling: how the prompt is read and the caches are kept.
+            prefill_step_size: how many tokens of a prompt are fed at once.
+            prompt_progress: called with the number of tokens of every chunk of the
+                prompt that the target has read.
+            kv_quantization: when the target's caches are quantized; None: never.
+            logprob_rows: let each chunk's log-probability hold those of all ids.
+            yielded_only: after `close()` the caller's caches hold the prompt and the
+                yielded tokens, and nothing of a round that was not yielded. Its price
+                is some forwards, at most a draft's tokens, at such a close.
+            level_draft: at the end, let the draft model's caches hold what the
+                target's do.
 
         Raises:
             InvalidRequestError: names the two values that do not fit.
@@ -407,6 +427,11 @@ class SpeculativeGenerator:
             logprobs=logprobs,
             constraint=constraint,
             explain=explain,
-            handling=handling,
+            prefill_step_size=prefill_step_size,
+            prompt_progress=prompt_progress,
+            kv_quantization=kv_quantization,
+            logprob_rows=logprob_rows,
+            yielded_only=yielded_only,
+            level_draft=level_draft,
         )
         return self._streams.make(prompt, options)

@@ -1,11 +1,12 @@
 """What a caller asks of one stream."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_speculation.caches import KVQuantization
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
-from mlx_speculation.engine.stream_handling import USUAL, Handling
+from mlx_speculation.models import PREFILL_STEP
 from mlx_speculation.samplers import Constraint, Sampling
 
 
@@ -28,7 +29,12 @@ class GenerateOptions:
     logprobs: int | None = None
     constraint: Constraint | None = None
     explain: bool = False
-    handling: Handling = USUAL
+    prefill_step_size: int = PREFILL_STEP
+    prompt_progress: Callable[[int], None] | None = None
+    kv_quantization: KVQuantization | None = None
+    logprob_rows: bool = False
+    yielded_only: bool = False
+    level_draft: bool = False
 
     @property
     def own_caches(self) -> bool:

@@ -1,13 +1,34 @@
-"""From what a request says to the tokens that are known."""
+"""The tokens of one request: what its prompt says, and what is known so far."""
 
 import operator
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
+
 from mlx_speculation.caches import check_single, check_supported, position
-from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.samplers import Rows
+
+
+@dataclass(slots=True)
+class Sequence:
+    """The known tokens: those in the passed cache, the prompt, and the emitted ones.
+
+    Attributes:
+        tokens: the known token ids.
+        start: how many tokens precede them that nobody named (a prompt cache that was
+            passed without `cached_tokens`).
+    """
+
+    tokens: list[int]
+    start: int = 0
+
+    def rows(self, ahead: mx.array | None = None, count: int = 1) -> Rows:
+        """Return what precedes `count` rows, the last of which follows `ahead`."""
+        return Rows(self.tokens, ahead, count, self.start)
 
 
 class Prompts:

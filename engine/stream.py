@@ -11,11 +11,11 @@ from mlx_speculation.engine.detokenizer import TextDetokenizer
 from mlx_speculation.engine.draft_length.base import Outcome, Plan
 from mlx_speculation.engine.memory import Memory
 from mlx_speculation.engine.prefix_reuse import PrefixReuse
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.result import Chunk, LogProb, Result
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.outcome import Cut, Emitted
 from mlx_speculation.engine.round.round import Parts
-from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.errors import DrafterFaultWarning, SpeculationError
 from mlx_speculation.interrupts import DeferredSignals, raised_by_signal
@@ -40,8 +40,8 @@ class Stream:
         memory: counts the bytes that are held.
         prefixes: what earlier requests left, and what this one leaves; None: nothing.
         remember: gets the known tokens at the end, unless that is an error.
-        yielded_only: see `Handling`.
-        level_draft: see `Handling`.
+        yielded_only: see `SpeculativeGenerator.stream`.
+        level_draft: see there.
         running: entered at the first chunk, left at the end.
     """
 

@@ -42,8 +42,8 @@ from mlx_speculation.engine.drafters.sources import (
 from mlx_speculation.engine.memory import Memory, Weights, held_memory
 from mlx_speculation.engine.options import GenerateOptions
 from mlx_speculation.engine.prefix_reuse import PrefixReuse
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round.decoder import Decoder
-from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.errors import InvalidRequestError
@@ -85,7 +85,7 @@ class StreamFactory:
             InvalidRequestError: names the two values that do not fit.
             ConstraintError: the constraint fails before the first token.
         """
-        setup, handling = self._setup, options.handling
+        setup = self._setup
         ranks = StreamSetup(setup.ranked, setup.draft)
         sampling = ranks.with_seed(options.sampling)
         check_counts(options.max_tokens, options.logprobs)
@@ -93,7 +93,9 @@ class StreamFactory:
             prompt, options.prompt_cache, options.cached_tokens
         )
         target = setup.lane(setup.model, options.prompt_cache, seen)
-        handling.prepare(target)
+        target.prefill_step = options.prefill_step_size
+        target.heard = options.prompt_progress
+        target.quantization = options.kv_quantization
         statistics = Statistics()
         drafter = self._drafter(target, options.draft_cache, sequence, statistics)
         chooser = self._chooser(sampling)
@@ -105,7 +107,7 @@ class StreamFactory:
         )
         if isinstance(lengths, CascadeDraftLength) and isinstance(drafter, Cascade):
             drafter.turns = lengths.turns
-        verifier = Verifier(chooser, setup.acceptance, whole_rows=handling.whole_rows)
+        verifier = Verifier(chooser, setup.acceptance, whole_rows=options.logprob_rows)
         parts = ranks.parts(
             RoundParts(drafter, lengths, verifier),
             partial(self._fields, options, sequence, seen, sampling, stops, ends),
@@ -132,8 +134,8 @@ class StreamFactory:
             memory=self._memory(target, drafter),
             prefixes=self._prefixes(options, target, drafter, lengths),
             remember=partial(remember, drafter),
-            yielded_only=handling.yielded_only,
-            level_draft=handling.level_draft,
+            yielded_only=options.yielded_only,
+            level_draft=options.level_draft,
         )
         if serves_one_stream(setup.draft):
             self._busy = weakref.ref(stream)
@@ -193,7 +195,9 @@ class StreamFactory:
             max_draft=options.max_draft,
             acceptance=setup.acceptance,
             constraint=options.constraint,
-            handling=options.handling,
+            prefill_step_size=options.prefill_step_size,
+            kv_quantization=options.kv_quantization,
+            yielded_only=options.yielded_only,
         )
 
     def _prefixes(

@@ -12,9 +12,9 @@ from expected_acceptance import (
 
 from mlx_speculation.engine.draft_length.base import FixedDraftLength
 from mlx_speculation.engine.drafters.draft_model import DraftModel
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.outcome import Cut
-from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Acceptance, Chooser, Chosen, Rows, Verifier

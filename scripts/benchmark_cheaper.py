@@ -189,7 +189,7 @@ def _time(bench: "Bench", variants: list[Variant], length: int, turns: int) -> N
     from mlx_speculation import Sampling
     from mlx_speculation.engine.drafters.base import Choices
     from mlx_speculation.engine.drafters.draft_model import DraftModel
-    from mlx_speculation.engine.sequence import Sequence
+    from mlx_speculation.engine.prompt import Sequence
     from mlx_speculation.models import Lane, ReducedOutput, TokenIds, find_parts
     from mlx_speculation.samplers import Chooser, Verifier
 

@@ -22,7 +22,7 @@ from mlx_speculation import LookupDrafter
 from mlx_speculation.engine.lookup.index import Index
 from mlx_speculation.engine.lookup.ngram_index import LONGEST_MATCH, NgramIndex
 from mlx_speculation.engine.lookup.suffix_automaton import SuffixAutomaton
-from mlx_speculation.engine.sequence import Sequence as Known
+from mlx_speculation.engine.prompt import Sequence as Known
 
 SLICE = 1000
 CALLS = 300

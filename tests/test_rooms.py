@@ -67,7 +67,6 @@ ORDER: dict[str, list[set[str]]] = {
             "engine/memory",
             "engine/prompt",
             "engine/result",
-            "engine/sequence",
             "engine/stats",
             "engine/timing",
             "engine/token_origin",
@@ -136,8 +135,6 @@ NAMED_ALIKE = {
 TO_BE_CUT: frozenset[str] = frozenset(
     {
         "engine/batch/request -> engine/stream",
-        "engine/batch/request -> engine/stream_handling",
-        "engine/distributed/consistency -> engine/stream_handling",
         "engine/distributed/setup -> engine/stream",
         "engine/distributed/stream -> engine/stream",
         "engine/draft_length/policies -> engine/stream",

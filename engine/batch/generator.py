@@ -124,7 +124,7 @@ class BatchGenerator:
         """Read prompts, let their rows join, and run one round of every row.
 
         Prompts are read in their order while there is room for rows, at most one
-        chunk's worth (`Handling.prefill_step`) in a call, which short ones share. The
+        chunk's worth (`prefill_step_size`) in a call, which short ones share. The
         call costs the running rows that much and no more.
 
         Returns:

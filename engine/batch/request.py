@@ -18,7 +18,6 @@ from mlx_speculation.engine.result import Chunk
 from mlx_speculation.engine.round.outcome import Emitted, Verdict
 from mlx_speculation.engine.round.round import Parts
 from mlx_speculation.engine.stream import Stream
-from mlx_speculation.engine.stream_handling import USUAL
 from mlx_speculation.engine.timing import RoundSeconds
 from mlx_speculation.models import Lane, why_alone
 from mlx_speculation.samplers import Asked
@@ -177,7 +176,6 @@ def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str 
         options: what `stream` was called with.
     """
     parts = stream.parts
-    handling = options.get("handling", USUAL)
     processors = parts.verifier.chooser.processors
     target = parts.target
     first = len(parts.sequence.tokens) == 1 and target.seen == 0
@@ -187,7 +185,7 @@ def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str 
         "its constraint is asked token by token": parts.masks is not None,
         "its logits processors have a state": processors.has_state,
         "its rounds are to be explained": bool(options.get("explain")),
-        "its caches are quantized": handling.quantization is not None,
+        "its caches are quantized": options.get("kv_quantization") is not None,
         "its draft reads the target's states": target.follower is not None
         and head_of(parts.drafter) is None,
         # mlx-lm puts zeros beside other rows' states, and not every model begins so.

@@ -11,9 +11,9 @@ from typing import Any
 
 import mlx.nn as nn
 
+from mlx_speculation.caches import KVQuantization
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
-from mlx_speculation.engine.sequence import Sequence as Tokens
-from mlx_speculation.engine.stream_handling import Handling
+from mlx_speculation.engine.prompt import Sequence as Tokens
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import Parallel, keeps_rows_alone, mark_of, spread_as
 from mlx_speculation.samplers import Sampling
@@ -65,7 +65,9 @@ def fields_of_stream(
     max_draft: int | None,
     acceptance: str,
     constraint: Any,
-    handling: Handling,
+    prefill_step_size: int,
+    kv_quantization: KVQuantization | None,
+    yielded_only: bool,
 ) -> dict[str, Any]:
     """Return the options of a stream that decide what its ranks run."""
     ids = ",".join(map(str, tokens.tokens)).encode()
@@ -80,9 +82,9 @@ def fields_of_stream(
         "max_draft": max_draft,
         "acceptance": acceptance,
         "constraint": shown(constraint),
-        "prefill_step": handling.prefill_step,
-        "quantization": shown(handling.quantization),
-        "yielded_only": handling.yielded_only,
+        "prefill_step_size": prefill_step_size,
+        "kv_quantization": shown(kv_quantization),
+        "yielded_only": yielded_only,
     }
     options = {each.name: getattr(sampling, each.name) for each in fields(Sampling)}
     return named | {name: shown(value) for name, value in options.items()}

@@ -26,7 +26,7 @@ from mlx_speculation.engine.drafters.base import (
     Drafter,
     DrafterWrapper,
 )
-from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.samplers import Chooser, Rows, Verified, Verifier
 
 

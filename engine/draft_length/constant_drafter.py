@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 from mlx_speculation.engine.drafters.base import Choose, Draft
-from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.prompt import Sequence
 
 
 class ConstantDrafter:

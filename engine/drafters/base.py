@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import mlx.core as mx
 
 from mlx_speculation.engine.draft_length.early_stop import Stop, largest_probability
-from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers import Chosen, Rows, Verifier, peaks
 from mlx_speculation.samplers.constraints.masks import Masks

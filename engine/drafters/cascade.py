@@ -13,7 +13,7 @@ from mlx_speculation.engine.drafters.base import (
     Drafter,
     ReadsAhead,
 )
-from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
 
 

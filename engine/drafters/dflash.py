@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from mlx_speculation.engine.drafters.head_source import check_drafted, check_embedding
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
-from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import (
     CommittedStates,
     DFlash,

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from mlx_speculation.engine.draft_length.early_stop import largest_probability
 from mlx_speculation.engine.drafters.base import Choose, Draft, goes_on
-from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import Lane, LaneRound, ReducedOutput
 from mlx_speculation.samplers import Chosen
 

@@ -29,7 +29,7 @@ from mlx_speculation.engine.drafters.base import (
     Drafter,
     ReadsAhead,
 )
-from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.stats import DrafterFault
 from mlx_speculation.models import Lane
 

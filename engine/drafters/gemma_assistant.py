@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.engine.drafters.base import Choose, Draft, goes_on
-from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import (
     Anchor,

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.engine.drafters.base import Drafter
-from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
 

@@ -23,7 +23,7 @@ import mlx.nn as nn
 
 from mlx_speculation.engine.drafters.base import Choose, Draft, goes_on
 from mlx_speculation.engine.drafters.head_source import check_embedding
-from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import (
     CommittedStates,
     HiddenStates,

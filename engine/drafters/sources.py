@@ -14,7 +14,7 @@ from mlx_speculation.engine.drafters.draft_model import DraftModel
 from mlx_speculation.engine.drafters.fault_guard import FaultGuard
 from mlx_speculation.engine.drafters.head_source import Following
 from mlx_speculation.engine.lookup.drafter import LookupDrafter
-from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.stats import DrafterFault
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import CompiledForward, Lane, ReducedOutput, Sliding

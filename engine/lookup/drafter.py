@@ -28,7 +28,7 @@ from mlx_speculation.engine.lookup.index import (
 from mlx_speculation.engine.lookup.ngram_index import LONGEST_MATCH, NgramIndex
 from mlx_speculation.engine.lookup.request_history import EarlierRequests
 from mlx_speculation.engine.lookup.suffix_automaton import SuffixAutomaton
-from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
 
 IndexName = Literal["automaton", "ngram"]

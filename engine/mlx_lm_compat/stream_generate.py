@@ -37,7 +37,6 @@ from mlx_speculation.engine.mlx_lm_compat.response import (
     responses,
 )
 from mlx_speculation.engine.mlx_lm_compat.sampler import checked_sampling
-from mlx_speculation.engine.stream_handling import Handling
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import PREFILL_STEP, logit_width, wrapped
 from mlx_speculation.samplers import LogitsProcessor, Sampler
@@ -136,16 +135,6 @@ def stream_generate(
     caches = Caches.of(model, choice.draft, prompt_cache, max_kv_size)
     reach = caches.held + len(tokens) + budget
     progress = Progress(prompt_progress_callback, len(tokens))
-    handling = Handling(
-        prefill_step=_checked_step(prefill_step_size),
-        heard=progress.heard,
-        quantization=checked_quantization(
-            model, caches, reach, kv_bits, kv_group_size, quantized_kv_start
-        ),
-        whole_rows=True,
-        yielded_only=True,
-        level_draft=caches.draft is not None and prompt_cache is not None,
-    )
     running = generator.stream(
         tokens,
         max_tokens=budget,
@@ -153,7 +142,14 @@ def stream_generate(
         prompt_cache=caches.target,
         draft_cache=caches.draft,
         logprobs=0,
-        handling=handling,
+        prefill_step_size=_checked_step(prefill_step_size),
+        prompt_progress=progress.heard,
+        kv_quantization=checked_quantization(
+            model, caches, reach, kv_bits, kv_group_size, quantized_kv_start
+        ),
+        logprob_rows=True,
+        yielded_only=True,
+        level_draft=caches.draft is not None and prompt_cache is not None,
     )
     told = Told(
         detokenizer=tokenizer.detokenizer,

@@ -13,10 +13,10 @@ import mlx.core as mx
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Outcome, Plan
 from mlx_speculation.engine.drafters.base import Drafter, ReadsAhead
 from mlx_speculation.engine.drafters.sources import lanes_of
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round.outcome import MakeCut, read
 from mlx_speculation.engine.round.round import Parts, Rounds
 from mlx_speculation.engine.round.verify import Forwards
-from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.engine.timing import RoundClock
 from mlx_speculation.errors import NonFiniteLogitsError

@@ -27,6 +27,7 @@ import mlx.core as mx
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
 from mlx_speculation.engine.draft_length.early_stop import Stop
 from mlx_speculation.engine.drafters.base import NOTHING, Choices, Draft, Drafter
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round.outcome import (
     Emitted,
     MakeCut,
@@ -36,7 +37,6 @@ from mlx_speculation.engine.round.outcome import (
 )
 from mlx_speculation.engine.round.sequential import decide_in_turn
 from mlx_speculation.engine.round.verify import Forwards
-from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.errors import NonFiniteLogitsError
 from mlx_speculation.models import Lane, LaneRound

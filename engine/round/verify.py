@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from mlx_speculation.engine.drafters.base import Draft
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round.outcome import Submitted, wait_for
-from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.engine.timing import RoundClock
 from mlx_speculation.models import Lane, LaneRound
 from mlx_speculation.samplers import Rows, Verified, Verifier

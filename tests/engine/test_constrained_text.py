@@ -23,7 +23,7 @@ from mlx_speculation import (
     demo_models,
 )
 from mlx_speculation.engine.drafters.base import Choose, Draft
-from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import TokenIds, json_schema, lark, regex
 from mlx_speculation.samplers import Constraint, TokenAutomaton, allowed_tokens
 from mlx_speculation.samplers.constraints.base import AutomatonState

@@ -22,7 +22,7 @@ import pytest
 from mlx_speculation import Sampling, SpeculativeGenerator, pure, regex
 from mlx_speculation.engine.draft_length.base import FixedDraftLength, Outcome, Plan
 from mlx_speculation.engine.drafters.base import Choose, Draft
-from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.engine.timing import RoundClock, RoundSeconds
 from support.covering import covering

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mlx_speculation import Sampling, SpeculativeGenerator, allowed_tokens, pure
 from mlx_speculation.engine import Origin, Stream
 from mlx_speculation.engine.drafters.base import Choose, Draft
-from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.prompt import Sequence
 from support.drafters.scripted_draft_lengths import Planned
 from support.drafters.scripted_drafter import ScriptedDrafter
 from support.models.tiny_models import build

@@ -111,7 +111,6 @@ class KvOptions:
             Caches,
             checked_quantization,
         )
-        from mlx_speculation.engine.stream_handling import Handling
 
         model = generator.model
         held = None if loaded is None else loaded.caches
@@ -124,14 +123,11 @@ class KvOptions:
             self.kv_group_size,
             self.quantized_kv_start,
         )
-        handling = Handling(
-            prefill_step=self.prefill_step_size,
-            heard=prefill_progress,
-            quantization=quantization,
-        )
         known = None if loaded is None or loaded.rows is None else loaded.tokens
         return {
             "prompt_cache": caches.target,
             "cached_tokens": known,
-            "handling": handling,
+            "prefill_step_size": self.prefill_step_size,
+            "prompt_progress": prefill_progress,
+            "kv_quantization": quantization,
         }

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_speculation.engine import SpeculativeGenerator
 from mlx_speculation.engine.batch.generator import BatchGenerator
-from mlx_speculation.engine.stream_handling import Handling
 from mlx_speculation.samplers import Sampling
 from mlx_speculation.server.api_errors import ApiError, as_api_error, late
 from mlx_speculation.server.config import Settings
@@ -125,9 +124,8 @@ class Rows:
             "max_draft": checked.max_draft,
             "logprobs": checked.logprobs,
             "constraint": job.constraint,
-            "handling": Handling(
-                prefill_step=self._settings.prefill_step, heard=job.count_prefill
-            ),
+            "prefill_step_size": self._settings.prefill_step,
+            "prompt_progress": job.count_prefill,
         }
 
     def _hand_out(self, uid: int, responses: "list[BatchResponse]") -> None:

@@ -8,7 +8,6 @@ import mlx.core as mx
 import pytest
 
 from mlx_speculation import BatchGenerator, Sampling
-from mlx_speculation.engine.stream_handling import Handling
 from support.drafters.batch_heads import head_bench
 from support.drafters.batches import LONGEST, SAMPLINGS, Bench, bench
 from support.identity import prompt_of
@@ -26,7 +25,7 @@ def play(made: Bench, batch: BatchGenerator, requests: int, seed: int) -> int:
                 "sampling": rng.choice(SAMPLINGS),
                 "draft_length": rng.choice([None, 0, 3]),
                 "logprobs": rng.choice([None, None, 2]),
-                "handling": Handling(prefill_step=rng.choice([7, 2048])),
+                "prefill_step_size": rng.choice([7, 2048]),
             }
             if rng.random() < 0.1:  # runs alone
                 options["sampling"] = Sampling(logits_processors=[lambda t, x: x])

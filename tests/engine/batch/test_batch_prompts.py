@@ -19,7 +19,6 @@ from mlx_speculation import (
 )
 from mlx_speculation.engine import DraftLengthPolicy
 from mlx_speculation.engine.draft_length.base import Outcome, Plan
-from mlx_speculation.engine.stream_handling import Handling
 from support.drafters.batches import SAMPLINGS, Bench, Case, bench
 from support.drafters.scripted_draft_lengths import Planned
 from support.identity import prompt_of
@@ -106,8 +105,8 @@ def test_one_chunk_at_most_is_read_between_two_rounds(kind: str) -> None:
         rows = started(made, batch)
         case = Case(LONG, SAMPLINGS[0], 8, prefill_step=STEP)
         options: dict[str, Any] = {"max_tokens": 8, "stop_tokens": ()}
-        handling = Handling(prefill_step=STEP, heard=heard.append)
-        long = batch.insert(prompt_of(LONG), handling=handling, **options)
+        options |= {"prefill_step_size": STEP, "prompt_progress": heard.append}
+        long = batch.insert(prompt_of(LONG), **options)
         calls = 0
         while long in batch.waiting:
             running = batch.running
@@ -164,7 +163,7 @@ def test_drafters_of_one_row_read_one_chunk_at_most(alone: bool, draft: str) -> 
             max_tokens=20,
             sampling=sampling,
             stop_tokens=(),
-            handling=case.handling,
+            prefill_step_size=case.prefill_step,
         )
         assert (batch.why_alone(long) is not None) == alone
         chunks = []
@@ -192,7 +191,7 @@ def test_a_plan_is_kept_while_the_draft_of_a_row_alone_reads() -> None:
             sampling=ALONE,
             stop_tokens=(),
             draft_length=lengths,
-            handling=Handling(prefill_step=STEP),
+            prefill_step_size=STEP,
         )
         while batch.waiting or batch.running:
             batch.next()
@@ -225,11 +224,9 @@ def test_what_a_draft_has_missed_is_read_in_parts() -> None:
     alone = generator.generate(prompt_of(6), draft_length=0, **options)
     lengths: DraftLengthPolicy = Late()
     with BatchGenerator(generator) as batch:
-        handling = Handling(prefill_step=step)
+        options["prefill_step_size"] = step
         uids = [
-            batch.insert(
-                prompt_of(6), draft_length=lengths, handling=handling, **options
-            )
+            batch.insert(prompt_of(6), draft_length=lengths, **options)
             for _ in range(2)
         ]
         most: list[int] = []
@@ -292,7 +289,7 @@ def test_nothing_waits_where_nothing_runs() -> None:
 @pytest.mark.parametrize("keeps", [False, True])
 def test_chunks_end_where_those_of_the_prompt_alone_do(name: str, keeps: bool) -> None:
     made = bench(name)
-    options: dict[str, Any] = {"handling": Handling(prefill_step=STEP)}
+    options: dict[str, Any] = {"prefill_step_size": STEP}
     options |= {"max_tokens": 3, "stop_tokens": ()}
     prompts = [prompt_of(6), prompt_of(40), prompt_of(LONG)]
 

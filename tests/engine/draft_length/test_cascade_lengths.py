@@ -22,7 +22,7 @@ from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.drafters.cascade import Turns
-from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import DrafterFaultWarning
 from mlx_speculation.samplers import Chosen, Rows
 from support.drafters.scripted_draft_lengths import Planned

@@ -50,9 +50,9 @@ from mlx_speculation.engine.draft_length.early_stop import (
 from mlx_speculation.engine.draft_length.policies import DraftLengthPolicies
 from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.drafters.draft_model import DraftModel
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.outcome import Cut, Emitted
-from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Chooser, Verifier
 from support.caches.contents import assert_same_content, content

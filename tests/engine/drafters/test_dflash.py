@@ -21,7 +21,7 @@ from mlx_speculation import Sampling, SpeculativeGenerator, demo_models
 from mlx_speculation.engine import DFlashDraft, Draft, MtpDrafter
 from mlx_speculation.engine.drafters import mtp as mtp_module
 from mlx_speculation.engine.drafters.base import Choose
-from mlx_speculation.engine.sequence import Sequence as Tokens
+from mlx_speculation.engine.prompt import Sequence as Tokens
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models import HiddenStates, Lane
 from mlx_speculation.samplers import Chosen

@@ -20,7 +20,7 @@ from mlx_speculation.demo import demo_prompts
 from mlx_speculation.engine import Cascade, Draft, EagleDraft, MtpDrafter
 from mlx_speculation.engine.drafters import mtp as mtp_module
 from mlx_speculation.engine.drafters.base import Choose
-from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError, ModelFolderError
 from mlx_speculation.models import Eagle, HiddenStates, load_eagle_head
 from support.covering import covering

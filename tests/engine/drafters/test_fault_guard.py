@@ -33,7 +33,7 @@ from mlx_speculation import (
 from mlx_speculation.engine import MtpDraft, MtpDrafter, Result
 from mlx_speculation.engine.drafters.base import Choices, Choose, Draft
 from mlx_speculation.engine.drafters.draft_model import DraftModel
-from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import Lane, MtpHead
 from mlx_speculation.samplers import Chooser, Rows, Verifier
 from support.caches.contents import assert_same_content, content

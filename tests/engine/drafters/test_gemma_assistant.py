@@ -32,7 +32,7 @@ from mlx_speculation import (
 from mlx_speculation.demo import demo_prompts
 from mlx_speculation.engine import AssistantDraft, Cascade, Draft
 from mlx_speculation.engine.drafters.base import Choose
-from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import (
     DrafterFaultWarning,
     InvalidRequestError,

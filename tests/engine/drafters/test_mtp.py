@@ -22,8 +22,7 @@ from mlx_speculation import PrefixCache, Sampling, SpeculativeGenerator
 from mlx_speculation.engine import Cascade, Draft, MtpDraft, MtpDrafter
 from mlx_speculation.engine.drafters import mtp as mtp_module
 from mlx_speculation.engine.drafters.base import Choose
-from mlx_speculation.engine.sequence import Sequence
-from mlx_speculation.engine.stream_handling import Handling
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import HiddenStates, Lane, Mtp, MtpConvention, MtpHead
 from mlx_speculation.samplers import Chosen
@@ -180,7 +179,7 @@ def test_the_first_token_does_not_wait_for_the_newest_chunk(
         text[:260],
         max_tokens=TOKENS,
         draft_length=Planned([0, 0, 3]),
-        handling=Handling(prefill_step=step),
+        prefill_step_size=step,
     )
     contained: Any = stream.parts.drafter
     assert next(stream).token == text[260]

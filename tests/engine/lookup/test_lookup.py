@@ -14,7 +14,7 @@ from mlx_lm.utils import save_config, save_model
 from mlx_speculation import InvalidRequestError, LookupDrafter, SpeculativeGenerator
 from mlx_speculation.engine import Draft, Drafter
 from mlx_speculation.engine.lookup.suffix_automaton import SuffixAutomaton
-from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.samplers import Chosen, Rows
 from support.models.tiny_models import TINY_MODELS, build
 from support.models.tiny_tokenizer import byte_tokenizer

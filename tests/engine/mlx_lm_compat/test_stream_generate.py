@@ -68,7 +68,6 @@ from mlx_speculation import (
     stream_generate,
 )
 from mlx_speculation.caches import KVQuantization
-from mlx_speculation.engine.stream_handling import Handling
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Chooser
 from support.covering import covering
@@ -513,8 +512,7 @@ def test_log_probabilities_are_as_wide_as_the_targets() -> None:
 def test_a_long_text_does_not_hold_the_log_probabilities_of_all_its_rows() -> None:
     model, _ = known("llama")
     generator = SpeculativeGenerator(model, byte_tokenizer(), draft="lookup")
-    handling = Handling(whole_rows=True)
-    stream = generator.stream(PROMPT, max_tokens=9, logprobs=2, handling=handling)
+    stream = generator.stream(PROMPT, max_tokens=9, logprobs=2, logprob_rows=True)
     rows = [chunk.logprob.row for chunk in stream if chunk.logprob is not None]
     assert [row.shape for row in rows if row is not None] == [(256,)] * 9
     kept = stream.result.logprobs

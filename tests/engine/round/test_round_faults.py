@@ -17,10 +17,10 @@ from mlx_speculation.caches import Speculation
 from mlx_speculation.engine import SpeculativeGenerator
 from mlx_speculation.engine.draft_length.base import FixedDraftLength
 from mlx_speculation.engine.drafters.draft_model import DraftModel
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round import round as rounds
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.outcome import Cut, Emitted
-from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.errors import NonFiniteLogitsError
 from mlx_speculation.models import Lane, LaneRound
 from mlx_speculation.samplers import Chooser, Sampling, Verifier, verifier

@@ -16,7 +16,6 @@ from mlx_speculation import (
     SpeculativeGenerator,
 )
 from mlx_speculation.caches.journals.ragged_kv import RaggedJournal
-from mlx_speculation.engine.stream_handling import Handling
 from mlx_speculation.models import PREFILL_STEP
 from mlx_speculation.samplers import Chooser
 from support.identity import ROUNDING, assert_same_text, prompt_of
@@ -64,11 +63,6 @@ class Case:
     draft_length: int | None = None
     prefill_step: int = PREFILL_STEP
 
-    @property
-    def handling(self) -> Handling:
-        """How the prompt is read."""
-        return Handling(prefill_step=self.prefill_step)
-
 
 @dataclass(slots=True)
 class Bench:
@@ -114,7 +108,7 @@ class Bench:
                 max_tokens=LONGEST,
                 sampling=sampling,
                 stop_tokens=(),
-                handling=Handling(prefill_step=prefill_step),
+                prefill_step_size=prefill_step,
             )
             self.texts[asked] = result.tokens
         return self.texts[asked]
@@ -127,7 +121,7 @@ class Bench:
             sampling=case.sampling,
             stop_tokens=(),
             draft_length=case.draft_length,
-            handling=case.handling,
+            prefill_step_size=case.prefill_step,
         )
 
     def check(self, case: Case, tokens: list[int], *, width: int = 5) -> None:

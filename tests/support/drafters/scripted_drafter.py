@@ -5,7 +5,7 @@ import random
 import mlx.core as mx
 
 from mlx_speculation.engine.drafters.base import Choose, Draft
-from mlx_speculation.engine.sequence import Sequence
+from mlx_speculation.engine.prompt import Sequence
 
 
 class ScriptedDrafter:

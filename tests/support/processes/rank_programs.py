@@ -26,8 +26,8 @@ from mlx_speculation import (
 from mlx_speculation.demo import demo_models
 from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.equivalence import texts as identity
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.result import Result
-from mlx_speculation.engine.sequence import Sequence
 from mlx_speculation.models import MtpHead, Parallel, spread
 from mlx_speculation.samplers import Chooser, Rows
 from support.drafters.scripted_drafter import ScriptedDrafter

@@ -132,11 +132,10 @@ class _Talk:
 
     def _turn(self, message: str) -> None:
         ids = self._conversation.ask(sound_text("The message", message))
-        from mlx_speculation.engine.stream_handling import Handling
-
         bar = PromptBar(len(ids) - 1)
-        handling = Handling(heard=bar.advance)
-        stream = self._generator.stream(ids, handling=handling, **self._options)
+        stream = self._generator.stream(
+            ids, prompt_progress=bar.advance, **self._options
+        )
         chunks: list[Chunk] = []
         interrupted = show(stream, self._screen, chunks, bar, colour=self._colour)
         self._screen.text("\n")
