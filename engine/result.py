@@ -1,13 +1,4 @@
-"""What a generation gives back.
-
-Who wrote each token: the draft, the target where the draft ended, or a step alone.
-
-With k = 4 drafts of which 2 are accepted a round emits three tokens:
-
-    accepted, place 0    accepted, place 1    correction
-
-and with all 4 accepted five, the last a bonus. A round without drafts emits a step.
-"""
+"""What a generation gives back: its tokens and text, and who wrote each token."""
 
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -35,21 +26,6 @@ class Origin:
 
 
 STEP = Origin("step")
-
-
-def origin_of(index: int, accepted: int, drafted: int) -> Origin:
-    """Return who wrote the token of a round's row.
-
-    Args:
-        index: of the row, from 0 to `accepted`.
-        accepted: how many drafted tokens were.
-        drafted: how many tokens were drafted.
-    """
-    if index < accepted:
-        return Origin("accepted", index)
-    if not drafted:
-        return STEP
-    return Origin("bonus" if accepted == drafted else "correction")
 
 
 @dataclass(frozen=True, slots=True)

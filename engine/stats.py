@@ -109,11 +109,6 @@ class Statistics:
             counts.drafted += drafted
             counts.accepted += accepted
 
-    def count_step(self) -> None:
-        """Count a round without drafts."""
-        self.rounds += 1
-        self.emitted += 1
-
     def spend(self, seconds: RoundSeconds) -> None:
         """Add the time of a round."""
         self.draft_seconds += seconds.draft

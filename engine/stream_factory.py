@@ -19,7 +19,7 @@ from mlx_speculation.engine.argument_checks import (
 from mlx_speculation.engine.config import GeneratorConfig
 from mlx_speculation.engine.detokenizer import TextDetokenizer
 from mlx_speculation.engine.distributed import (
-    RoundParts,
+    RankParts,
     StreamSetup,
     fields_of_stream,
 )
@@ -43,7 +43,9 @@ from mlx_speculation.engine.memory import Memory, Weights, held_memory
 from mlx_speculation.engine.options import GenerateOptions
 from mlx_speculation.engine.prefix_reuse import PrefixReuse
 from mlx_speculation.engine.prompt import Sequence
+from mlx_speculation.engine.ranked_stream import RankedStream
 from mlx_speculation.engine.round.decoder import Decoder
+from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.errors import InvalidRequestError
@@ -109,23 +111,25 @@ class StreamFactory:
             drafter.turns = lengths.turns
         verifier = Verifier(chooser, setup.acceptance, whole_rows=options.logprob_rows)
         parts = ranks.parts(
-            RoundParts(drafter, lengths, verifier),
+            RankParts(drafter, lengths, verifier),
             partial(self._fields, options, sequence, seen, sampling, stops, ends),
         )
         assert sampling.seed is not None
-        stream = ranks.make(
-            decoder=Decoder(
-                target=target,
-                sequence=sequence,
-                verifier=parts.verifier,
-                drafter=parts.drafter,
-                lengths=parts.lengths,
-                explain=options.explain,
-                top=options.logprobs,
-                masks=masks,
-                statistics=statistics,
-            ),
+        request = Request(
+            target=target,
             sequence=sequence,
+            verifier=parts.verifier,
+            drafter=parts.drafter,
+            policy=parts.policy,
+            masks=masks,
+            top=options.logprobs,
+            explain=options.explain,
+            statistics=statistics,
+        )
+        session = ranks.session
+        make = Stream if session is None else partial(RankedStream, session)
+        stream = make(
+            decoder=Decoder(request),
             text=TextDetokenizer(setup.tokenizer.detokenizer, ends, stops),
             max_tokens=options.max_tokens,
             seed=sampling.seed,

@@ -52,20 +52,25 @@ NO_TIME = RoundSeconds()
 
 
 class RoundClock:
-    """Divides the time from its making to `stop` into parts, without a gap.
+    """Divides the time from `start` to `stop` into parts, without a gap.
 
     Args:
         waits: whether to hand over a graph may be to wait; if not, all of it is the
             host's.
-        planning: seconds of the round before that: on several ranks they agree on a
-            plan, which waits for a step in flight.
-        behind: whether there is one.
     """
 
-    def __init__(
-        self, *, waits: bool = True, planning: float = 0.0, behind: bool = False
-    ) -> None:
+    def __init__(self, *, waits: bool = True) -> None:
         self._waits = waits
+        self.start()
+
+    def start(self, *, planning: float = 0.0, behind: bool = False) -> None:
+        """Begin a round.
+
+        Args:
+            planning: seconds of the round before that: on several ranks they agree on
+                a plan, which waits for a step in flight.
+            behind: whether there is one.
+        """
         self._spent = {"draft": 0.0, "verify": 0.0, "sampler": 0.0, "host": 0.0}
         self._spent["verify" if behind else "host"] = planning
         self._last = time.perf_counter()

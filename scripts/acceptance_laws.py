@@ -14,7 +14,7 @@ from mlx_speculation.engine.draft_length.base import FixedDraftLength
 from mlx_speculation.engine.drafters.draft_model import DraftModel
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round.decoder import Decoder
-from mlx_speculation.engine.round.outcome import Cut
+from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Acceptance, Chooser, Chosen, Rows, Verifier
@@ -94,16 +94,18 @@ def watch(
     sequence = Sequence(list(job.prompt))
     verifier = WatchedVerifier(chooser, acceptance)
     decoder = Decoder(
-        target=Lane(target, sliding="slack"),
-        sequence=sequence,
-        verifier=verifier,
-        drafter=DraftModel(lambda: Lane(draft, sliding="slack")),
-        lengths=FixedDraftLength(k),
+        Request(
+            target=Lane(target, sliding="slack"),
+            sequence=sequence,
+            verifier=verifier,
+            drafter=DraftModel(lambda: Lane(draft, sliding="slack")),
+            policy=FixedDraftLength(k),
+        )
     )
     decoder.prefill()
-    while (left := job.tokens - decoder.statistics.emitted) > 0:
-        decoder.next_round(left, lambda emitted: Cut(len(emitted.tokens), None))
-    return decoder.statistics, verifier.promised
+    while (left := job.tokens - decoder.request.statistics.emitted) > 0:
+        decoder.next_round(left, lambda outcome: outcome)
+    return decoder.request.statistics, verifier.promised
 
 
 def _number(value: mx.array) -> float:

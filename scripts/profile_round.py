@@ -78,7 +78,7 @@ def taken_apart(pieces: Pieces) -> Iterator[None]:
     lanes: list[Lane] = []  # whose round is running: the target's, or a draft model's
     propose, settle = FaultGuard.propose, FaultGuard.settle
     forward, commit = LaneRound.forward, LaneRound.commit
-    verify, drafted = Verifier.verify, Rounds._drafted_round
+    verify, drafted = Verifier.verify, Rounds.drafted
 
     def proposed(self: Any, *args: Any) -> Any:
         def act() -> Any:
@@ -117,7 +117,7 @@ def taken_apart(pieces: Pieces) -> Iterator[None]:
         lanes.append(lane)
 
     def round_of(self: Any, *args: Any) -> Any:
-        lanes.append(self._target)
+        lanes.append(self._request.target)
         try:
             return drafted(self, *args)
         finally:
@@ -129,7 +129,7 @@ def taken_apart(pieces: Pieces) -> Iterator[None]:
         (LaneRound, "forward", forwarded, forward),
         (LaneRound, "commit", committed, commit),
         (Verifier, "verify", verified, verify),
-        (Rounds, "_drafted_round", round_of, drafted),
+        (Rounds, "drafted", round_of, drafted),
     ]
     try:
         for owner, name, other, _ in changed:

@@ -110,9 +110,7 @@ def _measure(
     decoder = BatchDecoder(model, lengths, BatchStatistics(), RowSizes())
     prompt = calibration_prompt(context)
     streams = [start(prompt, policy) for _ in range(count)]
-    rows = [
-        BatchRequest(uid, stream, stream.parts) for uid, stream in enumerate(streams)
-    ]
+    rows = [BatchRequest(uid, stream) for uid, stream in enumerate(streams)]
     alone = reason_alone(streams[0], model, {})
     if alone is not None:
         raise InvalidRequestError(
@@ -121,7 +119,7 @@ def _measure(
         )
     try:
         for row in rows:
-            row.stream.begin(PrefillBudget(len(prompt)).fits)
+            row.begin(PrefillBudget(len(prompt)).fits)
         decoder.join(rows)
         for _ in range(MOST_ROUNDS):
             decoder.next_round()

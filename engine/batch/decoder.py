@@ -25,12 +25,12 @@ from mlx_speculation.engine.batch.draft_length import BatchDraftLength
 from mlx_speculation.engine.batch.draft_model import BatchDraftModel
 from mlx_speculation.engine.batch.drafting import BatchDrafter, PerRequestDrafters
 from mlx_speculation.engine.batch.mtp import BatchMtpDrafter
-from mlx_speculation.engine.batch.outcome import BatchStep, Read, read_batch
+from mlx_speculation.engine.batch.outcome import BatchStep, Read, behind, read_batch
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.batch.results import BatchStatistics
 from mlx_speculation.engine.draft_length.base import Outcome
 from mlx_speculation.engine.drafters.base import NOTHING, Draft
-from mlx_speculation.engine.round.outcome import Verdict
+from mlx_speculation.engine.round.outcome import RoundOutcome
 from mlx_speculation.engine.timing import RoundClock, RoundSeconds
 from mlx_speculation.errors import SpeculationError
 from mlx_speculation.models import BatchLane, RowSizes
@@ -83,7 +83,7 @@ class BatchDecoder:
         assert self._in_flight is None
         if not rows:
             return
-        lanes = [row.parts.target for row in rows]
+        lanes = [row.request.target for row in rows]
         kinds = [type(leaf) for lane in lanes for _, leaf in leaves(lane.caches)]
         self._slack = SlidingKVCache in kinds
         if self._drafts is None:
@@ -101,7 +101,7 @@ class BatchDecoder:
 
     def give_back(self, row: BatchRequest) -> None:
         """Let a row that is to be closed have its caches again, if it keeps them."""
-        if row.stream.keeps_caches:
+        if row.keeps_caches:
             place = next(i for i, own in enumerate(self.rows) if own is row)
             self._extract(place, row, len(row.tokens) - 1 + self.in_flight)
 
@@ -143,11 +143,10 @@ class BatchDecoder:
             else:
                 after = [limit - 1 + ahead for limit in room]
                 submit = not self._lengths.early(rows, context + 1, after)
-            verdicts = self._plain_round(submit_next=submit and not drain)
-            pairs = [[one] for one in verdicts]
+            found = self._plain_round(submit_next=submit and not drain)
         else:
-            pairs = self._drafted_round(drafts, ahead)
-        self._finish(pairs, drafts, context, ahead)
+            found = self._drafted_round(drafts, ahead)
+        self._finish(found, drafts, context, ahead)
 
     @property
     def _ahead(self) -> bool:
@@ -188,17 +187,15 @@ class BatchDecoder:
             if submit_next:
                 following = self._submit_step(step.tokens[:, None], behind=step)
             self._clock.wait("verify", step.tokens)
-            verdicts = step.read()
+            found = step.read()
         except BaseException:
             for one in (following, fresh):
                 if one is not None:
                     one.lane_round.rollback()
             raise
         self._in_flight = following
-        for row, verdict in zip(self.rows, verdicts, strict=True):
-            if isinstance(verdict, Verdict):
-                row.tokens.extend(verdict.emitted)
-        return verdicts
+        self._know(found)
+        return found
 
     def _submit_step(self, fed: mx.array, behind: BatchStep | None) -> BatchStep:
         """Submit a forward over one token of each row, [rows, 1], that is kept."""
@@ -217,16 +214,16 @@ class BatchDecoder:
             lane_round.commit(1)
         return BatchStep(lane_round, verified, tokens, tuple(range(count)))
 
-    def _drafted_round(self, drafts: list[Draft], ahead: int) -> list[list[Read]]:
+    def _drafted_round(self, drafts: list[Draft], ahead: int) -> list[Read]:
         """Verify the drafts of all rows, behind a step if one is in flight."""
         assert self._drafts is not None
         step = self._in_flight
         known = [len(row.tokens) for row in self.rows]
         committed = False
         try:
-            behind = [draft.behind(ahead) if ahead else draft for draft in drafts]
-            width = max(draft.length for draft in behind)
-            matrix = self._drafts.rectangle(behind, width)
+            ours = [draft.behind(ahead) if ahead else draft for draft in drafts]
+            width = max(draft.length for draft in ours)
+            matrix = self._drafts.rectangle(ours, width)
             fed = self._last_tokens() if step is None else step.tokens[:, None]
             self._clock.note("draft")
             shown = self._lane.positions(1 + width)
@@ -238,26 +235,24 @@ class BatchDecoder:
                 self._clock.submit("verify", logits)
                 asked = [
                     row.asked(one, None if step is None else step.tokens[i : i + 1])
-                    for i, (row, one) in enumerate(zip(self.rows, behind, strict=True))
+                    for i, (row, one) in enumerate(zip(self.rows, ours, strict=True))
                 ]
                 verified = verify_batch(asked, logits, matrix)
                 self._clock.submit("verify", *verified.arrays)
                 self._clock.wait("draft", matrix)
                 self._clock.wait("verify", logits)
                 self._clock.wait("sampler", *verified.arrays)
-                first = [] if step is None else step.read()
-                found = read_batch(verified)
-                pairs = [[*first[i : i + 1], found[i]] for i in range(len(self.rows))]
-                keep = [_kept(pair) for pair in pairs]
+                first = None if step is None else step.read()
+                read = read_batch(verified, [draft.length for draft in ours])
+                found = [
+                    behind(None if first is None else first[i], read[i])
+                    for i in range(len(self.rows))
+                ]
+                keep = [_kept(one) for one in found]
                 lane_round.prepare(keep)
-                self._drafts.settle(
-                    [
-                        _settled(pair, draft, ahead)
-                        for pair, draft in zip(pairs, drafts, strict=True)
-                    ]
-                )
-                for row, pair in zip(self.rows, pairs, strict=True):
-                    row.tokens.extend(_emitted(pair))
+                pairs = zip(found, drafts, strict=True)
+                self._drafts.settle([_settled(one, draft) for one, draft in pairs])
+                self._know(found)
                 self._in_flight = None
                 lane_round.commit(keep)
                 committed = True
@@ -269,7 +264,13 @@ class BatchDecoder:
                 for row, count in zip(self.rows, known, strict=True):
                     del row.tokens[count:]
             raise
-        return pairs
+        return found
+
+    def _know(self, found: Sequence[Read]) -> None:
+        """Let the tokens that rows have got be known."""
+        for row, one in zip(self.rows, found, strict=True):
+            if isinstance(one, RoundOutcome):
+                row.tokens.extend(one.tokens)
 
     def _met_new_shapes(self) -> bool:
         """Return whether a lane met new shapes since the last call."""
@@ -283,7 +284,7 @@ class BatchDecoder:
 
     def _finish(
         self,
-        pairs: Sequence[Sequence[Read]],
+        found: Sequence[Read],
         drafts: list[Draft] | None,
         context: int,
         ahead: int,
@@ -292,13 +293,13 @@ class BatchDecoder:
         seconds = self._clock.stop()
         drafted, accepted = [], []
         raised: BaseException | None = None
-        for index, (row, pair) in enumerate(zip(self.rows, pairs, strict=True)):
+        for index, (row, one) in enumerate(zip(self.rows, found, strict=True)):
             draft = None
             if drafts is not None and drafts[index].length > ahead:
                 draft = drafts[index].behind(ahead) if ahead else drafts[index]
             drafted.append(0 if draft is None else draft.length)
             try:
-                accepted.append(self._emit(index, row, pair, draft, seconds))
+                accepted.append(self._emit(index, row, one, draft, seconds))
             except BaseException as error:  # not of a signal: these wait
                 raised = error
                 accepted.append(0)
@@ -325,7 +326,7 @@ class BatchDecoder:
         self,
         index: int,
         row: BatchRequest,
-        pair: Sequence[Read],
+        found: Read,
         draft: Draft | None,
         seconds: RoundSeconds,
     ) -> int:
@@ -333,37 +334,35 @@ class BatchDecoder:
         row.chunks = []
         held = len(row.tokens) - 1 + self.in_flight  # after the round
         try:
-            for one in pair:
-                if isinstance(one, Exception):
-                    row.fail(one)
-                    return 0
+            if isinstance(found, Exception):
+                row.fail(found)
+                return 0
             if row.error is not None:
                 row.fail(row.error)
                 return 0
-            verdicts = [one for one in pair if isinstance(one, Verdict)]
-            row.emit(verdicts, draft, seconds)
-            row.parts.target.seen = min(held, len(row.tokens))
-            if row.stream.keeps_caches and row.stream.at_end:
+            row.emit(found, draft, seconds)
+            row.request.target.seen = min(held, len(row.tokens))
+            if row.keeps_caches and row.at_end:
                 self._extract(index, row, held)
-            row.chunks = row.stream.chunks()
+            row.take_chunks()
         except Exception as error:
             row.chunks = []
             row.fail(error)
             return 0
         finally:
-            row.parts.target.caches = []
+            row.request.target.caches = []
         self._statistics.emitted += len(row.chunks)
-        return verdicts[-1].accepted if draft is not None else 0
+        return found.accepted if draft is not None else 0
 
     def _extract(self, place: int, row: BatchRequest, held: int) -> None:
         """Give a row's lane what the batch holds of it, for the prefix cache."""
-        target = row.parts.target
+        target = row.request.target
         target.seen = min(held, len(row.tokens))
         caches = self._lane.extract(place)
         if drop_last(caches, held - target.seen):
             target.caches = with_slack(caches) if self._slack else caches
         else:
-            row.stream.keep_nothing()
+            row.keep_nothing()
 
 
 def _interrupted(error: BaseException) -> SpeculationError:
@@ -384,28 +383,17 @@ def _head(draft: Draft, count: int) -> Draft:
     return Draft(draft.tokens[:count], probs, draft.source, draft.reads, draft.doubts)
 
 
-def _emitted(pair: Sequence[Read]) -> list[int]:
-    """Return the tokens that a row has got; none if it failed."""
-    if any(isinstance(one, Exception) for one in pair):
-        return []
-    return [t for one in pair if isinstance(one, Verdict) for t in one.emitted]
-
-
-def _kept(pair: Sequence[Read]) -> int:
+def _kept(found: Read) -> int:
     """Return how many of the fed tokens a row keeps."""
-    last = pair[-1]
-    failed = any(isinstance(one, Exception) for one in pair)
-    return 0 if failed or isinstance(last, Exception) else 1 + last.accepted
+    return 0 if isinstance(found, Exception) else 1 + found.accepted
 
 
-def _settled(pair: Sequence[Read], draft: Draft, ahead: int) -> int | None:
+def _settled(found: Read, draft: Draft) -> int | None:
     """Return how many tokens of its draft a drafter may keep; None: the row failed."""
-    last = pair[-1]
-    if any(isinstance(one, Exception) for one in pair) or isinstance(last, Exception):
+    if isinstance(found, Exception):
         return None
-    if not ahead:
-        return last.accepted
-    first = pair[0]
-    assert isinstance(first, Verdict)
-    right = draft.length > 0 and first.emitted == draft.tokens[:1].tolist()
-    return 1 + last.accepted if right else 0
+    if not found.first:
+        return found.accepted
+    # The draft stands for a step's token in its first place.
+    right = draft.length > 0 and found.tokens[:1] == draft.tokens[:1].tolist()
+    return 1 + found.accepted if right else 0

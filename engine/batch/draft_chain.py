@@ -27,7 +27,7 @@ class BatchChain:
         self._columns: list[mx.array] = []
         self._laws: list[list[mx.array]] = [[] for _ in rows]
         # Alone, unusable logits are put away only where they could do harm.
-        self._mends = not all(row.parts.verifier.indifferent for row in rows)
+        self._mends = not all(row.request.verifier.indifferent for row in rows)
         self.doubts = mx.zeros((len(rows),), mx.bool_)
 
     @property
@@ -80,9 +80,9 @@ class BatchChain:
         asked = []
         for place, row in enumerate(self._rows):
             ahead = placeholder
-            if columns and row.parts.verifier.shared is None:
+            if columns and row.request.verifier.shared is None:
                 matrix = mx.stack(columns, axis=1) if matrix is None else matrix
                 ahead = matrix[place]
-            rows = row.parts.sequence.rows(ahead)
-            asked.append(Asked(row.parts.verifier, rows))
+            rows = row.request.sequence.rows(ahead)
+            asked.append(Asked(row.request.verifier, rows))
         return asked

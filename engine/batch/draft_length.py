@@ -115,7 +115,7 @@ class BatchDraftLength:
         if measured:
             self.rates.rows = measured
             longest = max(
-                min(limit, row.parts.lengths.longest)
+                min(limit, row.request.policy.longest)
                 for limit, row in zip(room, rows, strict=True)
                 if _measured(row)
             )
@@ -132,10 +132,10 @@ class BatchDraftLength:
         for row, limit in zip(rows, room, strict=True):
             if not _measured(row):
                 if row.planned is None:
-                    row.planned = row.parts.lengths.plan(context, limit)
+                    row.planned = row.request.policy.plan(context, limit)
                 limit = min(limit, row.planned.length)
             else:
-                limit = min(limit, shared, row.parts.lengths.longest)
+                limit = min(limit, shared, row.request.policy.longest)
             found.append(max(0, limit))
         return found
 
@@ -153,7 +153,7 @@ class BatchDraftLength:
                 drafts = drafts or (self._next is not None and self._next.length > 0)
             else:
                 if row.following is None:
-                    row.following = row.parts.lengths.plan(context, limit)
+                    row.following = row.request.policy.plan(context, limit)
                 drafts = drafts or row.following.length > 0
         return drafts
 
@@ -195,7 +195,7 @@ class BatchDraftLength:
                 self.rates.note_row(row, count, right)
             if row.planned is not None:
                 own = replace(outcome, drafted=count, accepted=right)
-                row.parts.lengths.note(context, row.planned, own)
+                row.request.policy.note(context, row.planned, own)
             row.planned, row.following = row.following, None
         if self._plan is not None and self._policy is not None:
             self._policy.note(context, self._plan, outcome)
@@ -222,4 +222,4 @@ class BatchDraftLength:
 
 
 def _measured(row: BatchRequest) -> bool:
-    return isinstance(row.parts.lengths, AdaptiveLengths | CascadeDraftLength)
+    return isinstance(row.request.policy, AdaptiveLengths | CascadeDraftLength)

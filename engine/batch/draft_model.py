@@ -196,7 +196,7 @@ class BatchDraftModel:
 
         It is a chunk's worth for all rows together at most; more comes the next time.
         """
-        step = min(row.parts.target.prefill_step for row in self._rows)
+        step = min(row.request.target.prefill_step for row in self._rows)
         most = max(1, step // len(self._rows))
         seen = self._seen
         for count in self._counts(min(most, self._lag() - LAG)):

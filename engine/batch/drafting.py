@@ -113,10 +113,10 @@ class PerRequestDrafters:
         self._reading = False
         room: PrefillBudget | None = None
         for row, limit in zip(rows, limits, strict=True):
-            drafter, sequence = row.parts.drafter, row.parts.sequence
+            drafter, sequence = row.request.drafter, row.request.sequence
             if drafter is None or limit <= 0 or row.uid in self._begun:
                 continue
-            room = room or PrefillBudget(row.parts.target.prefill_step)
+            room = room or PrefillBudget(row.request.target.prefill_step)
             if isinstance(drafter, ReadsAhead):
                 self._reading |= not drafter.read_ahead(sequence, room.fits)
             if self._reading:
@@ -132,13 +132,13 @@ class PerRequestDrafters:
         found = []
         for index, (row, limit) in enumerate(zip(rows, limits, strict=True)):
             found.append(NOTHING)
-            drafter = row.parts.drafter
+            drafter = row.request.drafter
             if drafter is None or limit <= 0 or row.uid not in self._begun:
                 continue
-            choices = Choices(row.parts.verifier)
+            choices = Choices(row.request.verifier)
             self._asked[index] = True
             try:
-                draft = drafter.propose(row.parts.sequence, ahead + limit, choices)
+                draft = drafter.propose(row.request.sequence, ahead + limit, choices)
                 if draft.doubts is None:
                     draft = choices.checked(draft, ahead + limit)
             except Exception as error:
@@ -153,8 +153,8 @@ class PerRequestDrafters:
             if draft.length <= ahead:
                 drafter.discard()
                 self._asked[index] = False
-                row.parts.statistics.empty_drafts += draft is not NOTHING
-                row.parts.statistics.reads += draft.reads
+                row.request.statistics.empty_drafts += draft is not NOTHING
+                row.request.statistics.reads += draft.reads
         return found
 
     def rectangle(self, drafts: Sequence[Draft], width: int) -> mx.array:
@@ -164,7 +164,7 @@ class PerRequestDrafters:
     def settle(self, accepted: Sequence[int | None]) -> None:
         """Let each drafter keep its own."""
         for row, asked, count in zip(self._rows, self._asked, accepted, strict=True):
-            drafter = row.parts.drafter
+            drafter = row.request.drafter
             if drafter is not None and asked:
                 if count is None:
                     drafter.discard()
@@ -176,8 +176,8 @@ class PerRequestDrafters:
     def discard(self) -> None:
         """Let each drafter undo its round."""
         for row, asked in zip(self._rows, self._asked, strict=True):
-            if asked and row.parts.drafter is not None:
-                row.parts.drafter.discard()
+            if asked and row.request.drafter is not None:
+                row.request.drafter.discard()
         self._rows, self._asked = [], []
 
     def done(self) -> None:

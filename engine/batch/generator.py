@@ -115,7 +115,7 @@ class BatchGenerator:
         alone = reason_alone(stream, self._generator.model, options)
         with DeferredSignals():
             uid, self._next_uid = self._next_uid, self._next_uid + 1
-            self._rows[uid] = BatchRequest(uid, stream, stream.parts, alone)
+            self._rows[uid] = BatchRequest(uid, stream, alone)
             self._waiting.append(uid)
             self._count_alone(self._rows[uid])
         return uid
@@ -159,7 +159,7 @@ class BatchGenerator:
                     self._respond(row)
         running = [self._rows[uid] for uid in self._running]
         alone = [row for row in running if row.alone is not None]
-        steps = [row.parts.target.prefill_step for row in alone]
+        steps = [row.request.target.prefill_step for row in alone]
         drafts = PrefillBudget(max(steps, default=0))
         for row in alone:
             self._round_alone(row, drafts)
@@ -247,14 +247,14 @@ class BatchGenerator:
         room: PrefillBudget | None = None
         while self._waiting and len(self._running) < self._max_rows:
             row = self._rows[self._waiting[0]]
-            room = room or PrefillBudget(row.parts.target.prefill_step)
+            room = room or PrefillBudget(row.request.target.prefill_step)
             try:
-                if not row.stream.begin(room.fits):
+                if not row.begin(room.fits):
                     break
             except Exception as error:
                 row.error = error
             if row.alone is None and not row.ended:
-                row.stream.keep_prompt()
+                row.keep_prompt()
                 self._joining.append(row)
             self._running.append(self._waiting.popleft())
             if row.ended:
@@ -319,7 +319,7 @@ class BatchGenerator:
                     self._together.leave([row])
             row.stream.close()
         except Exception:  # such as a want of memory for its caches
-            row.stream.fail()
+            row.end_with_error()
             raise
         finally:
             row.let_go()

@@ -177,7 +177,7 @@ class BatchMtpDrafter:
         inside = {row.uid for row in self._rows}
         new, handed = [], []
         for row in rows:
-            may = row.uid not in inside and row.parts.lengths.longest > 0
+            may = row.uid not in inside and row.request.policy.longest > 0
             if may and (found := _handed(row)) is not None:
                 new.append(row)
                 handed.append(found)
@@ -271,10 +271,10 @@ def _head(row: BatchRequest) -> MtpDrafter:
 
 def _handed(row: BatchRequest) -> Handed | None:
     """Return what a row's own drafter holds; None: it fails, or has failed."""
-    drafter, head = row.parts.drafter, row.head
+    drafter, head = row.request.drafter, row.head
     if row.aside or head is None or not isinstance(drafter, FaultGuard):
         return None
-    drafter.begin(row.parts.sequence)
+    drafter.begin(row.request.sequence)
     if drafter.set_aside:
         return None
     try:

@@ -1,8 +1,8 @@
 """One row of a batch: a stream whose rounds the batch runs, and why some run alone."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -15,12 +15,15 @@ from mlx_speculation.engine.drafters.fault_guard import FaultGuard
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.drafters.sources import lanes_of
 from mlx_speculation.engine.result import Chunk
-from mlx_speculation.engine.round.outcome import Emitted, Verdict
-from mlx_speculation.engine.round.round import Parts
-from mlx_speculation.engine.stream import Stream
+from mlx_speculation.engine.round.outcome import RoundOutcome
+from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.timing import RoundSeconds
+from mlx_speculation.interrupts import raised_by_signal
 from mlx_speculation.models import Lane, why_alone
 from mlx_speculation.samplers import Asked
+
+if TYPE_CHECKING:
+    from mlx_speculation.engine.stream import Stream
 
 
 @dataclass(eq=False, slots=True)
@@ -30,7 +33,6 @@ class BatchRequest:
     Attributes:
         uid: its name.
         stream: turns its tokens into text, and ends it.
-        parts: what decides for it.
         alone: why it cannot run with others; None: it can.
         planned: its own length for the next round; the batch decides where None.
         following: the same for the round after that, which is asked for early.
@@ -40,8 +42,7 @@ class BatchRequest:
     """
 
     uid: int
-    stream: Stream
-    parts: Parts
+    stream: "Stream"
     alone: str | None = None
     planned: Plan | None = None
     following: Plan | None = None
@@ -50,9 +51,14 @@ class BatchRequest:
     chunks: list[Chunk] = field(default_factory=list)
 
     @property
+    def request(self) -> Request:
+        """What its rounds are run with."""
+        return self.stream.request
+
+    @property
     def tokens(self) -> list[int]:
         """Its known tokens."""
-        return self.parts.sequence.tokens
+        return self.request.sequence.tokens
 
     @property
     def ended(self) -> bool:
@@ -62,37 +68,37 @@ class BatchRequest:
     @property
     def model(self) -> DraftModel | None:
         """Its drafter, where that is a model which is asked for whole chains."""
-        inner = _inner(self.parts.drafter)
+        inner = _inner(self.request.drafter)
         return inner if isinstance(inner, DraftModel) and inner.whole_chain else None
 
     @property
     def head(self) -> MtpDrafter | None:
         """Its drafter, where that is a head which can draft for several rows."""
-        return head_of(self.parts.drafter)
+        return head_of(self.request.drafter)
 
     @property
     def aside(self) -> bool:
         """Whether its drafter has failed, or is none that can."""
-        drafter = self.parts.drafter
+        drafter = self.request.drafter
         return not isinstance(drafter, FaultGuard) or drafter.set_aside
 
     def fail_drafter(self, call: str, error: Exception) -> None:
         """Set its drafter aside for a fault; the text goes on without."""
-        drafter = self.parts.drafter
+        drafter = self.request.drafter
         if isinstance(drafter, FaultGuard):
             drafter.fail(call, error)
 
     @property
     def lanes(self) -> list[Lane]:
         """Its own lanes, of target and draft models; they are empty while shared."""
-        found = [self.parts.target, *lanes_of(self.parts.drafter)]
+        found = [self.request.target, *lanes_of(self.request.drafter)]
         return [lane for lane in found if lane is not None]
 
     def let_go(self) -> None:
         """Let go of what its lanes and its head hold, once it has ended."""
         for lane in self.lanes:
             lane.caches = []
-        if isinstance(head := _inner(self.parts.drafter), MtpDrafter):
+        if isinstance(head := _inner(self.request.drafter), MtpDrafter):
             head.let_go()
 
     def asked(self, draft: Draft | None = None, ahead: mx.array | None = None) -> Asked:
@@ -109,52 +115,81 @@ class BatchRequest:
             if ahead is not None:
                 before = mx.concatenate([ahead, draft.tokens])
         return Asked(
-            self.parts.verifier,
-            self.parts.sequence.rows(before, drafts + 1),
+            self.request.verifier,
+            self.request.sequence.rows(before, drafts + 1),
             drafted=draft.tokens if draft is not None and drafts else None,
             probs=None if draft is None else draft.probs,
-            top=self.parts.top,
+            top=self.request.top,
         )
 
+    def begin(self, fits: Callable[[int], bool]) -> bool:
+        """Read its prompt as far as it fits, see `Stream.begin`.
+
+        Raises:
+            Exception: whatever the model raised; the stream has ended with it, unless
+                a signal's handler has raised it.
+        """
+        try:
+            return self.stream.begin(fits)
+        except Exception as error:
+            if not raised_by_signal(error):
+                self.stream.end("error", hold_all=False)
+            raise
+
     def emit(
-        self, verdicts: list[Verdict], draft: Draft | None, seconds: RoundSeconds
-    ) -> int:
+        self, outcome: RoundOutcome, draft: Draft | None, seconds: RoundSeconds
+    ) -> None:
         """Take what a round has brought, and let it end where that says so.
 
         Its tokens are known already, all of them.
 
         Args:
-            verdicts: of a step that came first, if any, and of the draft.
+            outcome: of a step that came first, if any, and of the draft.
             draft: what was verified; None: nothing.
             seconds: the time of the round.
-
-        Returns:
-            How many tokens stay.
         """
-        emitted = Emitted.of(*verdicts)
-        cut = self.stream.take(emitted)
-        del self.tokens[len(self.tokens) - len(emitted.tokens) + cut.keep :]
-        stats, last = self.parts.statistics, verdicts[-1]
-        first = len(emitted.tokens) - len(last.emitted)
-        if first:
-            stats.count(drafted=0, accepted=0, emitted=1)
-        if cut.keep > first:
-            drafted = 0 if draft is None else draft.length
-            source = "nothing" if draft is None else draft.source
-            stats.count(
-                drafted=drafted,
-                accepted=last.accepted,
-                emitted=cut.keep - first,
-                source=source,
-            )
-            stats.reads += 0 if draft is None else draft.reads
-        stats.spend(seconds)
-        return cut.keep
+        self.stream.ready.clear()
+        cut = self.stream.cut(outcome)
+        self.stream.reason = cut.reason
+        del self.tokens[len(self.tokens) - len(outcome.tokens) + len(cut.tokens) :]
+        cut.count(self.request.statistics, draft)
+        self.request.statistics.spend(seconds)
+
+    def take_chunks(self) -> None:
+        """Take the chunks of the tokens that were emitted; the last may end it."""
+        self.stream.warn_of_faults()
+        self.chunks = self.stream.take_ready()
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the tokens that were emitted end the text."""
+        return self.stream.reason is not None
+
+    @property
+    def keeps_caches(self) -> bool:
+        """Whether it leaves its caches to later requests."""
+        return self.stream.prefixes is not None
+
+    def keep_prompt(self) -> None:
+        """Leave what was read of the prompt to later requests already now."""
+        if self.stream.prefixes is not None:
+            self.stream.prefixes.store(self.tokens)
+
+    def keep_nothing(self) -> None:
+        """Leave nothing more to later requests."""
+        if self.stream.prefixes is not None:
+            self.stream.prefixes.forget()
+            self.stream.prefixes = None
+
+    def end_with_error(self) -> None:
+        """End its stream with an error that was met elsewhere."""
+        if not self.stream.ended:
+            self.stream.end("error", hold_all=False)
 
     def fail(self, error: Exception) -> None:
         """End with an error; the others go on."""
         self.error = error
-        self.stream.fail()
+        self.end_with_error()
 
 
 def head_of(drafter: Any) -> MtpDrafter | None:
@@ -167,7 +202,9 @@ def _inner(drafter: Any) -> Any:
     return drafter.drafter if isinstance(drafter, FaultGuard) else None
 
 
-def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str | None:
+def reason_alone(
+    stream: "Stream", model: Any, options: Mapping[str, Any]
+) -> str | None:
     """Return why a request cannot run with others; None: it can.
 
     Args:
@@ -175,19 +212,19 @@ def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str 
         model: the target.
         options: what `stream` was called with.
     """
-    parts = stream.parts
-    processors = parts.verifier.chooser.processors
-    target = parts.target
-    first = len(parts.sequence.tokens) == 1 and target.seen == 0
+    request = stream.request
+    processors = request.verifier.chooser.processors
+    target = request.target
+    first = len(request.sequence.tokens) == 1 and target.seen == 0
     own = (options.get("prompt_cache"), options.get("draft_cache"))
     reasons = {
         "it writes to caches of the caller's": any(c is not None for c in own),
-        "its constraint is asked token by token": parts.masks is not None,
+        "its constraint is asked token by token": request.masks is not None,
         "its logits processors have a state": processors.has_state,
         "its rounds are to be explained": bool(options.get("explain")),
         "its caches are quantized": options.get("kv_quantization") is not None,
         "its draft reads the target's states": target.follower is not None
-        and head_of(parts.drafter) is None,
+        and head_of(request.drafter) is None,
         # mlx-lm puts zeros beside other rows' states, and not every model begins so.
         "its prompt of one token leaves recurrent layers without a state": first
         and has_states(target.caches),

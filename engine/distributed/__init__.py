@@ -10,20 +10,21 @@ beside it.
     session           one stream on all ranks, and the protocol `LeaderFollower`
     leader_follower   the two sides of it, around draft lengths, drafter and verifier
     consistency       what has to be equal on all ranks
-    target, stream    the parts of a generator and of a stream that know of ranks
+    target            the part of a generator that knows of ranks
     setup             what the rest of the engine calls
 
-It knows neither text nor how a round runs.
+`engine.ranked_stream` is the stream that runs so. It knows neither text nor how a round
+runs.
 """
 
 from mlx_speculation.engine.distributed.consistency import fields_of_stream
-from mlx_speculation.engine.distributed.leader_follower import RoundParts
+from mlx_speculation.engine.distributed.leader_follower import RankParts
 from mlx_speculation.engine.distributed.setup import StreamSetup
 from mlx_speculation.engine.distributed.target import RankedTarget, all_or_none
 
 __all__ = [
+    "RankParts",
     "RankedTarget",
-    "RoundParts",
     "StreamSetup",
     "all_or_none",
     "fields_of_stream",

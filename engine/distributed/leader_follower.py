@@ -30,28 +30,28 @@ from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.samplers import Chooser, Rows, Verified, Verifier
 
 
-class RoundParts(NamedTuple):
+class RankParts(NamedTuple):
     """What a decoder asks.
 
     Attributes:
         drafter: proposes; None for plain decoding.
-        lengths: decides how many tokens to propose.
+        policy: decides how many tokens to propose.
         verifier: decides which of them are accepted, and what follows.
     """
 
     drafter: Drafter | None
-    lengths: DraftLengthPolicy
+    policy: DraftLengthPolicy
     verifier: Verifier
 
-    def on_ranks(self, session: RankSession) -> "RoundParts":
+    def on_ranks(self, session: RankSession) -> "RankParts":
         """Return what it asks on this rank, in a stream of all ranks."""
         role: LeaderFollower = Follower(session)
         verifier = _without_processors(self.verifier)
         if session.leads:
             role, verifier = Leader(session), self.verifier
-        return RoundParts(
+        return RankParts(
             RankedDrafter(role, self.drafter or NoDrafter()),
-            RankedLengths(role, self.lengths, leads=session.leads),
+            RankedPolicy(role, self.policy, leads=session.leads),
             RankedVerifier(role, verifier),
         )
 
@@ -85,7 +85,9 @@ class Leader:
         self._session.draft(draft)
         if draft.length == 0:
             return draft
-        return replace(draft, tokens=self._session.told(draft.tokens))
+        draft = replace(draft, tokens=self._session.told(draft.tokens))
+        mx.async_eval(*draft.arrays)
+        return draft
 
     def verify(
         self, own: Callable[[], Verified], logits: mx.array, rows: int, accepts: bool
@@ -143,38 +145,38 @@ class Follower:
         return _unpacked(self._session.told(packed), rows)
 
 
-class RankedLengths:
+class RankedPolicy:
     """The draft lengths of the leader, on every rank.
 
     Args:
         role: the leader or a follower.
-        lengths: this rank's; those of followers are not asked, and learn nothing.
+        policy: this rank's; those of followers are not asked, and learn nothing.
         leads: whether this is the leader.
     """
 
     def __init__(
-        self, role: LeaderFollower, lengths: DraftLengthPolicy, *, leads: bool
+        self, role: LeaderFollower, policy: DraftLengthPolicy, *, leads: bool
     ) -> None:
-        self._role, self._lengths, self._leads = role, lengths, leads
+        self._role, self._policy, self._leads = role, policy, leads
 
     @property
     def longest(self) -> int:
         """No plan is longer."""
-        return self._lengths.longest
+        return self._policy.longest
 
     def plan(self, context: int, limit: int) -> Plan:
         """Return the leader's plan; the ranks meet here."""
-        return self._role.plan(lambda: self._lengths.plan(context, limit))
+        return self._role.plan(lambda: self._policy.plan(context, limit))
 
     def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
         """Learn from a round."""
         if self._leads:
-            self._lengths.note(context, plan, outcome)
+            self._policy.note(context, plan, outcome)
 
     def end(self) -> None:
         """Learn from the stream as a whole."""
         if self._leads:
-            self._lengths.end()
+            self._policy.end()
 
 
 class RankedDrafter(DrafterWrapper):

@@ -2,13 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
-from mlx_speculation.engine.distributed.leader_follower import RoundParts
-from mlx_speculation.engine.distributed.stream import RankedStream
+from mlx_speculation.engine.distributed.leader_follower import RankParts
 from mlx_speculation.engine.distributed.target import RankedTarget
-from mlx_speculation.engine.stream import Stream
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Sampling
 
@@ -21,31 +18,34 @@ class StreamSetup:
     Args:
         target: the target on its ranks; None: it is whole.
         draft: what drafts on this rank.
+
+    Attributes:
+        session: the stream on all ranks; None: there is one.
     """
 
     def __init__(self, target: RankedTarget | None, draft: Any) -> None:
         self._target = target
-        self._session = None if target is None else target.next_stream(draft)
+        self.session = None if target is None else target.next_stream(draft)
 
     def with_seed(self, sampling: Sampling | None) -> Sampling:
         """Return the options with a seed, the same on all ranks."""
-        if self._session is not None:
-            sampling = self._session.with_seed(sampling)
+        if self.session is not None:
+            sampling = self.session.with_seed(sampling)
         return (sampling or Sampling()).with_seed()
 
     def parts(
-        self, own: RoundParts, fields: Callable[[], Mapping[str, Any]]
-    ) -> RoundParts:
+        self, own: RankParts, fields: Callable[[], Mapping[str, Any]]
+    ) -> RankParts:
         """Return what is asked on this rank.
 
         Args:
             own: what this rank has.
             fields: returns the options that have to be the same on all ranks.
         """
-        if self._session is None:
+        if self.session is None:
             return own
-        self._session.expect(fields())
-        return own.on_ranks(self._session)
+        self.session.expect(fields())
+        return own.on_ranks(self.session)
 
     def running(
         self, lane: Lane, around: AbstractContextManager[None]
@@ -56,13 +56,6 @@ class StreamSetup:
             lane: the target's.
             around: what it enters on one rank.
         """
-        if self._target is None or self._session is None:
+        if self._target is None or self.session is None:
             return around
-        return self._target.running(self._session, lane, around)
-
-    @property
-    def make(self) -> Callable[..., Stream]:
-        """What makes the stream; takes what `Stream` takes."""
-        if self._session is None:
-            return Stream
-        return partial(RankedStream, self._session)
+        return self._target.running(self.session, lane, around)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.nn as nn
 
@@ -19,9 +19,11 @@ from mlx_speculation.engine.drafters.cascade import Cascade
 from mlx_speculation.engine.drafters.quantize import own_module
 from mlx_speculation.engine.drafters.sources import LONGEST, ends_early, members
 from mlx_speculation.engine.lookup.drafter import LookupDrafter
-from mlx_speculation.engine.stream import Stream
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Sliding, on_cpu
+
+if TYPE_CHECKING:
+    from mlx_speculation.engine.stream import Stream
 
 # The length where nobody has named one; None: by measurement. The tests name one, as
 # no test may depend on how long a round takes.
@@ -47,7 +49,7 @@ def calibration_costs() -> RoundCosts:
 # Called with how much is done, and of how much.
 Progress = Callable[[int, int], None]
 # Starts a stream on a prompt with a policy of its own.
-Start = Callable[[list[int], DraftLengthPolicy], Stream]
+Start = Callable[[list[int], DraftLengthPolicy], "Stream"]
 CostTable = dict[int, dict[int, float]]
 
 

@@ -1,13 +1,22 @@
-"""A round's result: on its way, read, and cut."""
+"""What a round brought: for one request, and for each row of a batch.
+
+With k = 4 drafts of which 2 are accepted a round emits three tokens:
+
+    accepted, place 0    accepted, place 1    correction
+
+and with all 4 accepted five, the last a bonus. A round without drafts emits a step.
+"""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.engine.result import STEP, LogProb, Origin, origin_of
+from mlx_speculation.engine.drafters.base import Draft
+from mlx_speculation.engine.result import STEP, LogProb, Origin
+from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.engine.timing import RoundClock
 from mlx_speculation.errors import NonFiniteLogitsError
 from mlx_speculation.models import LaneRound
@@ -15,8 +24,92 @@ from mlx_speculation.samplers import Constrained, LogProbs, Verified
 
 
 @dataclass(frozen=True, slots=True)
-class Submitted:
-    """A forward of the target on its way, not read yet.
+class RoundOutcome:
+    """The tokens that a round emits, and where they end.
+
+    Attributes:
+        tokens: the accepted tokens, then the correction or the bonus.
+        origins: who wrote each of them.
+        drafted: how many tokens were drafted.
+        accepted: how many of them were accepted, before a cut.
+        log_probs: of each token; empty if not asked for.
+        first: how many of the tokens are a plain step's that came before, 0 or 1.
+        complete: whether a constraint ends the text with the last one.
+        reason: "stop" or "length" where the generation ends with them, else None.
+    """
+
+    tokens: list[int]
+    origins: list[Origin]
+    drafted: int = 0
+    accepted: int = 0
+    log_probs: Sequence[LogProb] = ()
+    first: int = 0
+    complete: bool = False
+    reason: str | None = None
+
+    def until(self, keep: int, reason: str | None = None) -> "RoundOutcome":
+        """Return the first `keep` tokens, from 1, and why the text ends there."""
+        return replace(
+            self,
+            tokens=self.tokens[:keep],
+            origins=self.origins[:keep],
+            log_probs=self.log_probs[:keep],
+            reason=reason,
+        )
+
+    def under(self, text: Constrained | None) -> "RoundOutcome":
+        """Return the tokens that stay under a constraint, if there is one."""
+        if text is None:
+            return self
+        followed = text.follow(self.tokens)
+        return replace(self.until(followed.keep), complete=followed.complete)
+
+    def behind(self, step: "RoundOutcome | None") -> "RoundOutcome":
+        """Return it with a plain step's token before its own."""
+        if step is None:
+            return self
+        return replace(
+            self,
+            tokens=step.tokens + self.tokens,
+            origins=step.origins + self.origins,
+            log_probs=[*step.log_probs, *self.log_probs],
+            first=1,
+        )
+
+    @property
+    def last(self) -> "RoundOutcome":
+        """The last token alone."""
+        end = len(self.tokens) - 1
+        return replace(
+            self,
+            tokens=self.tokens[end:],
+            origins=self.origins[end:],
+            log_probs=self.log_probs[end:],
+        )
+
+    def count(self, statistics: Statistics, draft: Draft | None) -> None:
+        """Count a step that came first, if any, and the round behind it."""
+        if self.first:
+            statistics.count(drafted=0, accepted=0, emitted=1)
+        if len(self.tokens) > self.first:
+            statistics.count(
+                drafted=self.drafted,
+                accepted=self.accepted,
+                emitted=len(self.tokens) - self.first,
+                source="nothing" if draft is None else draft.source,
+            )
+        if draft is not None:
+            statistics.reads += draft.reads
+
+
+# Cuts what a round emits at a stop or the budget, before anything is committed. Called
+# once in a round, or for one token after the other.
+Cut = Callable[[RoundOutcome], RoundOutcome]
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A forward of the target that was submitted and is not read.
 
     Attributes:
         lane_round: the transaction; committed already where there are no drafts.
@@ -29,160 +122,96 @@ class Submitted:
     logits: mx.array | None
     verified: Verified
 
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a round's evaluation brought back.
-
-    Attributes:
-        tokens: k + 1 of them; those past the emitted ones mean nothing.
-        accepted: how many drafted tokens are accepted.
-        log_probs: of the emitted tokens; empty if not asked for.
-    """
-
-    tokens: list[int]
-    accepted: int
-    log_probs: list[LogProb]
-
-    @property
-    def emitted(self) -> list[int]:
-        """The accepted tokens, then the correction or the bonus."""
-        return self.tokens[: self.accepted + 1]
-
-    @property
-    def origins(self) -> list[Origin]:
-        """Who wrote each of the emitted tokens."""
-        drafted = len(self.tokens) - 1
-        return [
-            origin_of(index, self.accepted, drafted)
-            for index in range(self.accepted + 1)
-        ]
+    def wait(self, clock: RoundClock) -> None:
+        """Wait for the logits, then for what is made of them."""
+        if self.logits is None:
+            clock.wait("verify", self.verified.tokens)
+            return
+        clock.wait("verify", self.logits)
+        clock.wait("sampler", self.verified.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Emitted:
-    """The tokens of one round that a cut has to judge.
-
-    Attributes:
-        tokens: in order, at least one.
-        log_probs: of each token; empty if not asked for.
-        origins: who wrote each of them.
-        complete: whether a constraint ends the text with the last one.
-    """
-
-    tokens: list[int]
-    log_probs: list[LogProb]
-    origins: list[Origin]
-    complete: bool = False
-
-    @classmethod
-    def of(cls, *verdicts: Verdict) -> "Emitted":
-        """Put together what verdicts on successive rows have emitted."""
-        if len(verdicts) == 1 and len(verdicts[0].tokens) == 1:  # a plain step
-            return cls(verdicts[0].tokens, verdicts[0].log_probs, [STEP])
-        return cls(
-            [token for verdict in verdicts for token in verdict.emitted],
-            [value for verdict in verdicts for value in verdict.log_probs],
-            [origin for verdict in verdicts for origin in verdict.origins],
-        )
-
-    @classmethod
-    def in_turn(cls, verdicts: Sequence[Verdict], drafted: int) -> "Emitted":
-        """Put together verdicts on single rows, those of a draft and one more."""
-        accepted = sum(verdict.accepted for verdict in verdicts)
-        return cls(
-            [verdict.tokens[0] for verdict in verdicts],
-            [value for verdict in verdicts for value in verdict.log_probs],
-            [origin_of(row, accepted, drafted) for row in range(len(verdicts))],
-        )
-
-    @property
-    def last(self) -> "Emitted":
-        """The last one alone."""
-        return Emitted(
-            self.tokens[-1:], self.log_probs[-1:], self.origins[-1:], self.complete
-        )
-
-    def under(self, text: Constrained) -> "Emitted":
-        """Return those that stay under a constraint."""
-        followed = text.follow(self.tokens)
-        keep = followed.keep
-        return Emitted(
-            self.tokens[:keep],
-            self.log_probs[:keep],
-            self.origins[:keep],
-            followed.complete,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Where a round's emitted tokens end.
-
-    Attributes:
-        keep: how many of the round's tokens so far stay, from 1.
-        reason: "stop" or "length" when the generation ends there, else None.
-    """
-
-    keep: int
-    reason: str | None
-
-
-# Called once in a round, or for one token after the other.
-MakeCut = Callable[[Emitted], Cut]
-
-
-def wait_for(submitted: Submitted, clock: RoundClock) -> None:
-    """Wait for the logits, then for what is made of them."""
-    if submitted.logits is None:
-        clock.wait("verify", submitted.verified.tokens)
-        return
-    clock.wait("verify", submitted.logits)
-    clock.wait("sampler", submitted.verified.tokens)
-
-
-def read(submitted: Submitted, clock: RoundClock | None = None) -> Verdict:
+def read(pending: Pending, clock: RoundClock | None = None) -> RoundOutcome:
     """Read a round's result: the one place where the host waits.
 
     Args:
-        submitted: what is on its way.
+        pending: what was submitted.
         clock: looked at when the logits are there, and when the tokens are.
 
     Raises:
-        NonFiniteLogitsError: a row holds a NaN, or no finite largest value.
+        NonFiniteLogitsError: a row that counts holds a NaN, or no finite largest value.
     """
     if clock is not None:
-        wait_for(submitted, clock)
-    return verdict_of(submitted.verified)
+        pending.wait(clock)
+    return outcome_of(pending.verified)
 
 
-def verdict_of(verified: Verified) -> Verdict:
-    """Read what a forward's rows were made of, see `read`."""
+def outcome_of(verified: Verified) -> RoundOutcome:
+    """Read what one request's rows were made of, see `read`."""
+    (found,) = outcomes(verified, [len(verified.tokens) - 1])
+    if isinstance(found, NonFiniteLogitsError):
+        raise found
+    return found
+
+
+def outcomes(
+    verified: Verified, drafted: Sequence[int]
+) -> list[RoundOutcome | NonFiniteLogitsError]:
+    """Read what the rows of requests that were decided together were made of.
+
+    Args:
+        verified: the same number of rows for each of them, one after the other.
+        drafted: how many tokens each of them has drafted.
+    """
     tokens: Any = verified.tokens.tolist()  # waits; the others came with it
     normals: Any = verified.normalizers.tolist()
-    if not all(map(math.isfinite, normals)):
-        unusable = sum(not math.isfinite(value) for value in normals)
-        raise NonFiniteLogitsError(
-            f"{unusable} of {len(normals)} rows of the target's logits hold a NaN or "
-            "no finite largest value. The round was rolled back. Check the weights, "
-            "load the model in float32, or see what a constraint and logits "
-            "processors leave of them, and whether a sampler chose an id without a row."
+    counts: Any = 0 if verified.accepted is None else verified.accepted.tolist()
+    if isinstance(counts, int):
+        counts = [counts] * len(drafted)
+    width = len(tokens) // len(drafted)
+    found: list[RoundOutcome | NonFiniteLogitsError] = []
+    for place, (k, accepted) in enumerate(zip(drafted, counts, strict=True)):
+        # Rows behind the first rejection mean nothing, and neither does padding.
+        emitted = min(accepted + 1, width)  # one, where rows are decided in turn
+        rows = slice(place * width, place * width + emitted)
+        if not all(map(math.isfinite, normals[rows])):
+            found.append(_unusable(normals[rows]))
+            continue
+        origins = (
+            [STEP] if k == 0 else [origin_of(i, accepted, k) for i in range(emitted)]
         )
-    count: Any = 0 if verified.accepted is None else verified.accepted.item()
-    report = verified.log_probs
-    return Verdict(tokens, count, [] if report is None else _listed(report, count + 1))
+        report = () if verified.log_probs is None else _listed(verified.log_probs, rows)
+        found.append(RoundOutcome(tokens[rows], origins, k, accepted, report))
+    return found
 
 
-def _listed(report: LogProbs, rows: int) -> list[LogProb]:
-    """Return the report on the first `rows` rows as plain numbers."""
-    values: Any = report.tokens[:rows].tolist()
-    ids: Any = report.top_ids[:rows].tolist()
-    top: Any = report.top[:rows].tolist()
+def origin_of(index: int, accepted: int, drafted: int) -> Origin:
+    """Return who wrote the token of a round's row, counted from 0."""
+    if index < accepted:
+        return Origin("accepted", index)
+    if not drafted:
+        return STEP
+    return Origin("bonus" if accepted == drafted else "correction")
+
+
+def _unusable(normals: Sequence[float]) -> NonFiniteLogitsError:
+    unusable = sum(not math.isfinite(value) for value in normals)
+    return NonFiniteLogitsError(
+        f"{unusable} of {len(normals)} rows of the target's logits hold a NaN or no "
+        "finite largest value. The round was rolled back; of a batch, this row alone "
+        "ends. Check the weights, load the model in float32, or see what a constraint "
+        "and logits processors leave of them, and whether a sampler chose an id "
+        "without a row."
+    )
+
+
+def _listed(report: LogProbs, rows: slice) -> list[LogProb]:
+    """Return the report on some rows as plain numbers."""
+    values: Any = report.tokens[rows].tolist()
+    ids: Any = report.top_ids[rows].tolist()
+    top: Any = report.top[rows].tolist()
+    every = [None] * len(values) if report.rows is None else [*report.rows[rows]]
     return [
-        LogProb(
-            values[row],
-            tuple(zip(ids[row], top[row], strict=True)),
-            None if report.rows is None else report.rows[row],
-        )
-        for row in range(len(values))  # one, where rows are decided in turn
+        LogProb(value, tuple(zip(*pair, strict=True)), row)
+        for value, row, *pair in zip(values, every, ids, top, strict=True)
     ]

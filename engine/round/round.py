@@ -1,11 +1,11 @@
-"""The rounds of one generation, on token ids.
+"""One round of one request, on token ids.
 
 A round with k drafts: the drafter proposes, the target runs once over what it has
 not seen and the drafts, the chooser turns its last k + 1 rows into the target's own
 choices, one evaluation brings them back, a prefix is committed. A round with k = 0 is
 an ordinary decoding step and is pipelined as in mlx-lm: the next step is submitted
 before the last token is read. So it is after an empty draft, and where a draft is
-found while a step is on its way, the forward over the draft is submitted behind it:
+found while a step is in flight, the forward over the draft is submitted behind it:
 
     tokens t_0..t_n, the lane has seen t_0..t_{n-1}, k = 3
     fed       t_n  d_1  d_2  d_3
@@ -20,261 +20,235 @@ found while a step is on its way, the forward over the draft is submitted behind
 It knows nothing about text: a `Cut` says where the emitted tokens end.
 """
 
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
 from mlx_speculation.engine.draft_length.early_stop import Stop
-from mlx_speculation.engine.drafters.base import NOTHING, Choices, Draft, Drafter
-from mlx_speculation.engine.prompt import Sequence
-from mlx_speculation.engine.round.outcome import (
-    Emitted,
-    MakeCut,
-    Submitted,
-    Verdict,
-    read,
-)
+from mlx_speculation.engine.drafters.base import NOTHING, Choices, Draft
+from mlx_speculation.engine.round.outcome import Cut, Pending, RoundOutcome, read
+from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.round.sequential import decide_in_turn
-from mlx_speculation.engine.round.verify import Forwards
-from mlx_speculation.engine.stats import Statistics
+from mlx_speculation.engine.round.verify import (
+    submit_step,
+    submit_verify,
+    verify_in_turn,
+)
 from mlx_speculation.errors import NonFiniteLogitsError
-from mlx_speculation.models import Lane, LaneRound
-from mlx_speculation.samplers import Verifier
-from mlx_speculation.samplers.constraints.masks import Masks
+from mlx_speculation.models import LaneRound
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a `Decoder` was made of; see there."""
+class Before(NamedTuple):
+    """What a round that fails goes back to."""
 
-    target: Lane
-    sequence: Sequence
-    verifier: Verifier
-    drafter: Drafter | None
-    lengths: DraftLengthPolicy
-    top: int | None
-    masks: Masks | None
-    statistics: Statistics
+    known: int
+    seen: int
+    in_flight: Pending | None
+    processors: Any
 
 
 class Rounds:
     """Runs rounds of a given length, and keeps what one leaves for the next.
 
     Args:
-        parts: what runs them.
-        forwards: submits the target's forwards.
+        request: what they are run with.
 
     Attributes:
         in_turn: whether rows are decided one after the other, see
-        `engine.round.sequential`.
+            `engine.round.sequential`.
         in_flight: a step that was submitted, and is not read yet.
         next_token: what comes after the known tokens, where a round has brought it.
         last_round: the last one that was not plain, to be taken back.
-        certainties: of the last round's draft, see `Outcome`.
+        certainties: of the last round's draft, see `draft_length.base.Outcome`.
     """
 
-    def __init__(self, parts: Parts, forwards: Forwards) -> None:
-        self._target = parts.target
-        self._sequence = parts.sequence
-        self._verifier = parts.verifier
-        self._drafter = parts.drafter
-        self._masks = parts.masks
-        self._statistics = parts.statistics
-        self._processors = parts.verifier.chooser.processors
-        self._forwards = forwards
-        self.in_turn = not self._processors.parallel
-        self.in_flight: Submitted | None = None
+    def __init__(self, request: Request) -> None:
+        processors = request.verifier.chooser.processors
+        self._request = request
+        # Asked once: most requests have no processors with a state.
+        self._processors = processors if processors.has_state else None
+        self._proposed = False  # a draft that is neither settled nor discarded
+        self.in_turn = not processors.parallel
+        self.in_flight: Pending | None = None
         self.next_token: int | None = None
         self.last_round: LaneRound | None = None
         self.certainties: tuple[float, ...] = ()
 
-    def run(
-        self,
-        length: int,
-        cut: MakeCut,
-        *,
-        drafts_next: bool,
-        stop: Stop | None = None,
-    ) -> str | None:
-        """Run a round with at most `length` drafted tokens, and commit it.
+    def before(self) -> Before:
+        """Begin a round: return what `undo` goes back to."""
+        self.certainties = ()
+        self.last_round = None  # or the state before it would stay
+        request, processors = self._request, self._processors
+        states = None if processors is None else processors.fork()
+        known = len(request.sequence.tokens)
+        return Before(known, request.target.seen, self.in_flight, states)
+
+    def undo(self, before: Before, error: BaseException) -> None:
+        """Go back to the state before a round that has failed."""
+        request = self._request
+        if self._processors is not None:
+            self._processors.restore(before.processors)
+        if self._proposed and request.drafter is not None:
+            self._proposed = False
+            request.drafter.discard()
+        if request.target.seen != before.seen:  # the round had been committed
+            return
+        del request.sequence.tokens[before.known :]
+        self.in_flight = before.in_flight
+        if self.in_flight is not None and isinstance(error, NonFiniteLogitsError):
+            self.in_flight.lane_round.rollback()
+            self.in_flight = None
+
+    def plain(self, cut: Cut, *, submit_next: bool = True) -> RoundOutcome:
+        """Run a step and, unless a draft is to follow, submit the next one.
 
         Args:
-            length: how many tokens to draft; none where it is 0 or less.
-            cut: gets the emitted tokens before anything is committed.
-            drafts_next: whether the round after a plain one is to draft: nothing is
-                submitted ahead then.
-            stop: where a drafter that is unsure ends its draft; None: nowhere.
-
-        Returns:
-            Why the generation ends with this round, or None.
+            cut: gets the emitted token before anything of it is committed.
+            submit_next: whether to pipeline.
         """
-        drafter, step = self._drafter, self.in_flight
-        self.certainties = ()
-        ahead = 0 if step is None else 1
-        if drafter is None or length <= 0:
-            if not self.in_turn:
-                return self._plain_round(cut, submit_next=not drafts_next)
-            return self._round_without_draft(cut)
-        known, seen = len(self._sequence.tokens), self._target.seen
-        try:
-            draft = self._propose(drafter, ahead + length, stop)
-            if draft.length > ahead:
-                if self.in_turn:
-                    return self._round_in_turn(draft, cut, drafter)
-                return self._drafted_round(drafter, draft, cut)
-            drafter.discard()
-            self._statistics.reads += draft.reads
-        except BaseException as error:
-            drafter.discard()
-            if self._target.seen == seen:  # else the round had been committed
-                del self._sequence.tokens[known:]
-                self.in_flight = step
-                if step is not None and isinstance(error, NonFiniteLogitsError):
-                    step.lane_round.rollback()
-                    self.in_flight = None
-            raise
-        reason = self._round_without_draft(cut)
-        self._statistics.empty_drafts += draft is not NOTHING
-        return reason
-
-    def _round_without_draft(self, make_cut: MakeCut) -> str | None:
-        if not self.in_turn:
-            return self._plain_round(make_cut)
-        return self._round_in_turn(Draft(mx.zeros((0,), mx.uint32)), make_cut)
-
-    def _plain_round(
-        self, make_cut: MakeCut, *, submit_next: bool = True
-    ) -> str | None:
-        """Run a step and, unless a draft is to follow, submit the next one."""
-        step = self.in_flight
-        fresh: Submitted | None = None
-        following: Submitted | None = None
+        if self.in_turn:
+            return self._in_turn(NOTHING, cut)
+        request = self._request
+        step, own = self.in_flight, []  # what this round has submitted
         try:
             if step is None:
-                unseen = mx.array(self._sequence.tokens[self._target.seen :])
-                step = fresh = self._forwards.submit_step(unseen)
+                step = submit_step(request, self._unseen())
+                own.append(step)
+            following = None
             if submit_next:
-                chosen = step.verified.tokens
-                following = self._forwards.submit_step(chosen, behind=step)
-            verdict = read(step, self._forwards.clock)
-            cut = make_cut(self._emitted(verdict))
-        except BaseException as error:
-            if following is not None:
-                following.lane_round.rollback()
-            if fresh is not None:
-                fresh.lane_round.rollback()
-            elif isinstance(error, NonFiniteLogitsError) and step is not None:
-                step.lane_round.rollback()
-                self.in_flight = None
+                following = submit_step(request, step.verified.tokens, behind=step)
+                own.append(following)
+            outcome = cut(read(step, request.clock).under(request.text))
+        except BaseException:
+            for pending in reversed(own):
+                pending.lane_round.rollback()
             raise
-        self._sequence.tokens += verdict.tokens
+        request.sequence.tokens += outcome.tokens
         self.in_flight = following
-        if self._masks is not None:
-            self._follow(verdict.tokens)
-        self._statistics.count_step()
-        return cut.reason
+        if request.masks is not None:
+            self._follow(outcome.tokens)
+        outcome.count(request.statistics, None)
+        return outcome
 
-    def _propose(self, drafter: Drafter, limit: int, stop: Stop | None) -> Draft:
-        self._forwards.clock.note("host")
-        choices = Choices(self._verifier, self._masks, stop)
-        draft = drafter.propose(self._sequence, limit, choices)
-        if draft.doubts is None:
-            draft = choices.checked(draft, limit)
-        if draft.length:
-            mx.async_eval(*draft.arrays)  # runs while the target's graph is built
-        self._forwards.clock.note("draft")
-        return draft
+    def drafted(self, length: int, cut: Cut, stop: Stop | None = None) -> RoundOutcome:
+        """Run a round with a draft; a plain one where the drafter proposes nothing.
 
-    def _drafted_round(
-        self, drafter: Drafter, draft: Draft, make_cut: MakeCut
-    ) -> str | None:
-        step, behind = self.in_flight, draft
+        Args:
+            length: how many tokens to draft at most, from 1.
+            cut: gets the emitted tokens before anything is committed.
+            stop: where a drafter that is unsure ends its draft; None: nowhere.
+        """
+        # 2. The drafter proposes up to k tokens; nothing is read back to the host. The
+        #    token of a step in flight is not known yet: the first one stands for it.
+        request, ahead = self._request, 0 if self.in_flight is None else 1
+        drafter = request.drafter
+        assert drafter is not None
+        request.clock.note("host")
+        choices = Choices(request.verifier, request.masks, stop)
+        self._proposed = True
+        draft = drafter.propose(request.sequence, ahead + length, choices)
+        if draft.doubts is None:  # else a fault guard has checked and submitted it
+            draft = choices.checked(draft, ahead + length)
+            if draft.length:
+                mx.async_eval(*draft.arrays)  # runs while the target's graph is built
+        request.clock.note("draft")
+        if draft.length > ahead:
+            return (
+                self._in_turn(draft, cut) if self.in_turn else self._verify(draft, cut)
+            )
+        drafter.discard()
+        self._proposed = False
+        request.statistics.reads += draft.reads
+        outcome = self.plain(cut)
+        request.statistics.empty_drafts += draft is not NOTHING
+        return outcome
+
+    def _verify(self, draft: Draft, cut: Cut) -> RoundOutcome:
+        request, step, behind = self._request, self.in_flight, draft
         if step is None:
-            fed = mx.array(self._sequence.tokens[self._target.seen :], mx.uint32)
+            fed = self._unseen()
         else:  # its token is not known yet, and stands in the draft's first place
             fed, behind = step.verified.tokens, draft.behind(1)
-        states = self._processors.fork()
-        with self._target.begin() as lane_round:
-            submitted = self._forwards.submit_verify(lane_round, fed, behind, step)
-            before = [] if step is None else [read(step)]  # was waited for
-            first = [token for verdict in before for token in verdict.emitted]
-            verdict = read(submitted, self._forwards.clock)
-            cut = make_cut(self._emitted(*before, verdict))
-            emitted = (first + verdict.emitted)[: cut.keep]
-            accepted = min(verdict.accepted, cut.keep - len(first))
-            lane_round.prepare(len(fed) + accepted)
-            right = not first or first == draft.tokens[:1].tolist()  # no more waiting
-            drafter.settle(len(first) + accepted if right else 0)
+        # 3. A journal of each of the target's caches lets a prefix of it stay.
+        with request.target.begin() as lane_round:
+            pending = submit_verify(request, lane_round, fed, behind, step)
+            # 6. One evaluation brings back the tokens and the count.
+            first = None if step is None else read(step)  # was waited for
+            found = read(pending, request.clock).behind(first)
+            # 7. Cut at stop tokens and budget; settle the drafter; commit the target.
+            outcome = cut(found.under(request.text))
+            keep = len(outcome.tokens)
+            accepted = min(found.accepted, keep - found.first)
+            held = len(fed) + accepted
+            lane_round.prepare(held)
+            self._settle(draft, first, accepted)
             # Before the commit, so that what the caches hold always has its name.
-            self._sequence.tokens += emitted
+            request.sequence.tokens += outcome.tokens
             self.in_flight = None
-            lane_round.commit(len(fed) + accepted)
+            lane_round.commit(held)
             self.last_round = lane_round
-        if step is None:
-            # All of them are computed by now.
-            self.certainties = tuple(map(float, draft.certainties))
-        self._follow(emitted)
-        if cut.keep > len(first):
-            self._processors.keep(cut.keep - len(first))
-        else:
-            self._processors.restore(states)
-        all_held = len(first) + accepted == cut.keep
-        self.next_token = verdict.tokens[accepted] if all_held else None
-        self._count(draft, len(first), verdict.accepted, cut.keep)
-        return cut.reason
+        # 8. Nothing above has failed: constraint, processors and counts follow.
+        self._proposed = False
+        if step is None and draft.certainties:
+            self.certainties = tuple(map(float, draft.certainties))  # computed by now
+        all_held = found.first + accepted == keep
+        self.next_token = found.tokens[keep] if all_held else None
+        self._committed(outcome, draft, keep - found.first)
+        return outcome
 
-    def _round_in_turn(
-        self, draft: Draft, make_cut: MakeCut, drafter: Drafter | None = None
-    ) -> str | None:
+    def _settle(self, draft: Draft, first: RoundOutcome | None, accepted: int) -> None:
+        """Let the drafter keep what was accepted of its draft."""
+        drafter = self._request.drafter
+        assert drafter is not None
+        if first is None:
+            drafter.settle(accepted)
+            return
+        right = first.tokens == draft.tokens[:1].tolist()  # no more waiting
+        drafter.settle(1 + accepted if right else 0)
+
+    def _in_turn(self, draft: Draft, cut: Cut) -> RoundOutcome:
         """Run a round, drafted or not, whose rows are decided one after the other.
 
         Nothing is submitted ahead; see `engine.round.sequential`.
         """
-        fed = mx.array(self._sequence.tokens[self._target.seen :], mx.uint32)
-        with self._target.begin(whole=draft.length == 0) as lane_round:
-            turns = self._forwards.verify_in_turn(lane_round, fed, draft)
-            text = None if self._masks is None else self._masks.text
-            verdicts, reason = decide_in_turn(turns, make_cut, text, draft.length)
-            self._forwards.clock.note("sampler")
-            emitted = [token for verdict in verdicts for token in verdict.emitted]
-            accepted = sum(verdict.accepted for verdict in verdicts)
-            lane_round.prepare(len(fed) + accepted)
-            if drafter is not None:
-                drafter.settle(accepted)
-            self._sequence.tokens += emitted
-            lane_round.commit(len(fed) + accepted)
+        request, fed = self._request, self._unseen()
+        with request.target.begin(whole=draft.length == 0) as lane_round:
+            turns = verify_in_turn(request, lane_round, fed, draft)
+            outcome = decide_in_turn(turns, cut, request.text, draft.length)
+            request.clock.note("sampler")
+            held = len(fed) + outcome.accepted
+            lane_round.prepare(held)
+            if draft.length and request.drafter is not None:
+                request.drafter.settle(outcome.accepted)
+            request.sequence.tokens += outcome.tokens
+            lane_round.commit(held)
             self.last_round = lane_round
-        self._follow(emitted)
-        self._processors.keep(len(emitted))
+        self._proposed = False
         self.next_token = None
-        self._count(draft, 0, accepted, len(emitted))
-        self._statistics.reads += len(emitted) - 1 + (draft.length > 0)
-        return reason
+        emitted = len(outcome.tokens)
+        self._committed(outcome, draft, emitted)
+        request.statistics.reads += emitted - 1 + (draft.length > 0)
+        return outcome
 
-    def _emitted(self, *verdicts: Verdict) -> Emitted:
-        """Return what these verdicts emit, as far as the constraint goes along."""
-        emitted = Emitted.of(*verdicts)
-        return emitted if self._masks is None else emitted.under(self._masks.text)
+    def _unseen(self) -> mx.array:
+        """Return the known tokens that the target has not seen."""
+        request = self._request
+        return mx.array(request.sequence.tokens[request.target.seen :], mx.uint32)
+
+    def _committed(self, outcome: RoundOutcome, draft: Draft, rows: int) -> None:
+        """Let all that hears of committed tokens know; `rows` of the last forward."""
+        request = self._request
+        if request.masks is not None:
+            self._follow(outcome.tokens)
+        if self._processors is not None and rows:
+            self._processors.keep(rows)
+        outcome.count(request.statistics, draft)
+        request.statistics.reruns = request.target.reruns
+        request.statistics.mixer_reruns = request.target.mixer_reruns
 
     def _follow(self, committed: list[int]) -> None:
         """Let the constraint know what was committed."""
-        if self._masks is not None:
-            self._masks.text.commit(committed)
-            self._statistics.reads += self._masks.take_reads()
-
-    def _count(self, draft: Draft, first: int, accepted: int, emitted: int) -> None:
-        """Count a step's token that came first, if any, and the round behind it."""
-        statistics = self._statistics
-        if first:
-            statistics.count(drafted=0, accepted=0, emitted=1)
-        if emitted > first:
-            statistics.count(
-                drafted=draft.length - first,
-                accepted=accepted,
-                emitted=emitted - first,
-                source=draft.source,
-            )
-        statistics.reads += draft.reads
-        statistics.reruns = self._target.reruns
-        statistics.mixer_reruns = self._target.mixer_reruns
+        request = self._request
+        assert request.masks is not None
+        request.masks.text.commit(committed)
+        request.statistics.reads += request.masks.take_reads()

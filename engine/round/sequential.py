@@ -6,38 +6,48 @@ accepted and does not end the text, and the host reads each decision.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from mlx_speculation.engine.round.outcome import Emitted, MakeCut, Verdict, verdict_of
+from mlx_speculation.engine.round.outcome import (
+    Cut,
+    RoundOutcome,
+    origin_of,
+    outcome_of,
+)
 from mlx_speculation.samplers import Constrained, Verified
 
 
 def decide_in_turn(
-    turns: Iterator[Verified],
-    make_cut: MakeCut,
-    text: Constrained | None,
-    drafted: int,
-) -> tuple[list[Verdict], str | None]:
+    turns: Iterator[Verified], cut: Cut, text: Constrained | None, drafted: int
+) -> RoundOutcome:
     """Decide rows up to a rejection, the end of the text, or the last one.
 
     Args:
         turns: decides on the next row when it is asked for one.
-        make_cut: gets each token when it is known.
+        cut: gets each token when it is known.
         text: the text under its constraint, if there is one.
         drafted: how many tokens were drafted.
 
     Returns:
-        The verdict on each row, of one token, and why the text ends there or None.
+        What all of these rows together brought.
     """
-    verdicts: list[Verdict] = []
+    whole = RoundOutcome([], [], drafted)
     for verified in turns:
-        verdicts.append(verdict_of(verified))
-        emitted = Emitted.in_turn(verdicts, drafted)
+        one = outcome_of(verified)
+        accepted = whole.accepted + one.accepted
+        whole = replace(
+            whole,
+            tokens=whole.tokens + one.tokens,
+            origins=[*whole.origins, origin_of(len(whole.tokens), accepted, drafted)],
+            accepted=accepted,
+            log_probs=[*whole.log_probs, *one.log_probs],
+        )
+        stays = whole.under(text)
+        reason = cut(stays.last).reason
+        if reason is not None or not one.accepted:
+            return replace(whole, reason=reason)
         if text is not None:
-            emitted = emitted.under(text)
-        reason = make_cut(emitted.last).reason
-        if reason is not None or not verdicts[-1].accepted:
-            return verdicts, reason
-        place = None if text is None else text.place(emitted.tokens)
-        if place is not None and not place.goes_on:
-            break
-    return verdicts, None
+            place = text.place(stays.tokens)
+            if place is not None and not place.goes_on:
+                break
+    return whole

@@ -1,4 +1,4 @@
-"""The target's forwards of one generation, and the choices from their rows.
+"""The target's forwards of one request, and the choices from their rows.
 
     step       its tokens all stay: committed when it is submitted, one row chosen from
     verify     a draft's rows and one more, decided on the device together
@@ -13,112 +13,90 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from mlx_speculation.engine.drafters.base import Draft
-from mlx_speculation.engine.prompt import Sequence
-from mlx_speculation.engine.round.outcome import Submitted, wait_for
-from mlx_speculation.engine.timing import RoundClock
-from mlx_speculation.models import Lane, LaneRound
-from mlx_speculation.samplers import Rows, Verified, Verifier
-from mlx_speculation.samplers.constraints.masks import Masks
+from mlx_speculation.engine.round.outcome import Pending
+from mlx_speculation.engine.round.request import Request
+from mlx_speculation.models import LaneRound
+from mlx_speculation.samplers import Rows, Verified
 
 
-class Forwards:
-    """Submits forwards on a target lane.
+def submit_step(
+    request: Request, unseen: mx.array, behind: Pending | None = None
+) -> Pending:
+    """Submit a forward whose tokens all stay.
 
     Args:
-        target: the target's lane.
-        sequence: the known tokens.
-        verifier: decides for the request.
-        top: report log-probabilities, and this many of the most probable ids; None:
-            report nothing.
-        masks: what the request's constraint allows, if it has one.
-        exact: tell the parts of a round's time apart exactly, see
-            `engine.timing`.
-
-    Attributes:
-        clock: of the round that is running.
+        request: whose rows they are.
+        unseen: uint32 [n], what the target is fed.
+        behind: the step that has chosen this token, and is not read.
     """
+    clock = request.clock
+    with request.target.begin(whole=True) as lane_round:
+        # Layers may be submitted already.
+        logits = clock.hand_over("verify", lane_round.forward, unseen)
+        if len(logits) > 1:
+            logits = logits[-1:]
+        early = request.explain or request.masks is not None
+        if early and behind is not None:
+            behind.wait(clock)  # the masks would wait for its tokens
+        if early:
+            clock.submit("verify", logits)  # runs while masks are made
+        rows = _rows(request, logits, None if behind is None else unseen)
+        verified = request.verifier.verify(logits, rows, top=request.top)
+        clock.submit("verify", *verified.arrays)
+        lane_round.commit(unseen.shape[0])
+    return Pending(lane_round, logits if early else None, verified)
 
-    def __init__(
-        self,
-        *,
-        target: Lane,
-        sequence: Sequence,
-        verifier: Verifier,
-        top: int | None,
-        masks: Masks | None,
-        exact: bool,
-    ) -> None:
-        self._target = target
-        self._sequence = sequence
-        self._verifier = verifier
-        self._top = top
-        self._masks = masks
-        self._exact = exact
-        self.clock = RoundClock()
 
-    def submit_step(
-        self, unseen: mx.array, behind: Submitted | None = None
-    ) -> Submitted:
-        """Submit a forward whose tokens all stay, or are a step's that is not read."""
-        with self._target.begin(whole=True) as lane_round:
-            # Layers may be submitted already.
-            logits = self.clock.hand_over("verify", lane_round.forward, unseen)
-            if len(logits) > 1:
-                logits = logits[-1:]
-            early = self._exact or self._masks is not None
-            if early and behind is not None:
-                wait_for(behind, self.clock)  # the masks would wait for its tokens
-            if early:
-                self.clock.submit("verify", logits)  # runs while masks are made
-            rows = self._rows(logits, None if behind is None else unseen)
-            verified = self._verifier.verify(logits, rows, top=self._top)
-            self.clock.submit("verify", *verified.arrays)
-            lane_round.commit(unseen.shape[0])
-        return Submitted(lane_round, logits if early else None, verified)
+def submit_verify(
+    request: Request,
+    lane_round: LaneRound,
+    fed: mx.array,
+    draft: Draft,
+    step: Pending | None,
+) -> Pending:
+    """Submit a forward over the fed tokens, or a step's choice, and the draft."""
+    # 4. One forward of the target over what it has not seen and the draft.
+    clock, exact = request.clock, request.explain
+    tokens = draft.tokens
+    k = tokens.shape[0]
+    both = mx.concatenate([fed, tokens])
+    logits = lane_round.forward(both)[-1 - k :]
+    if not exact:
+        clock.submit("verify", logits)  # runs while its choices' graph is built
+    if step is not None:
+        step.wait(clock)
+    clock.wait("draft", tokens)
+    if exact:
+        clock.submit("verify", logits)
+    # 5. The sampler turns the last k + 1 rows into choices and the acceptance.
+    rows = _rows(request, logits, tokens if step is None else both, k + 1)
+    verified = request.verifier.verify(
+        logits, rows, tokens, draft.probs, top=request.top
+    )
+    if exact:
+        clock.wait("verify", logits)
+    clock.submit("sampler" if exact else "verify", *verified.arrays)
+    return Pending(lane_round, logits, verified)
 
-    def submit_verify(
-        self,
-        lane_round: LaneRound,
-        fed: mx.array,
-        draft: Draft,
-        step: Submitted | None,
-    ) -> Submitted:
-        """Submit a forward over the fed tokens, or a step's choice, and the draft."""
-        logits = lane_round.forward(mx.concatenate([fed, draft.tokens]))
-        logits = logits[-1 - draft.length :]
-        clock = self.clock
-        if not self._exact:
-            clock.submit("verify", logits)  # runs while its choices' graph is built
-        if step is not None:
-            wait_for(step, clock)
+
+def verify_in_turn(
+    request: Request, lane_round: LaneRound, fed: mx.array, draft: Draft
+) -> Iterator[Verified]:
+    """Run a forward over the fed tokens and the draft; decide rows when asked."""
+    k, clock = draft.length, request.clock
+    logits = lane_round.forward(mx.concatenate([fed, draft.tokens]))[-1 - k :]
+    if k:
         clock.wait("draft", draft.tokens)
-        if self._exact:
-            clock.submit("verify", logits)
-        ahead = draft.tokens if step is None else mx.concatenate([fed, draft.tokens])
-        rows = self._rows(logits, ahead, draft.length + 1)
-        verified = self._verifier.verify(
-            logits, rows, draft.tokens, draft.probs, top=self._top
-        )
-        if self._exact:
-            clock.wait("verify", logits)
-        clock.submit("sampler" if self._exact else "verify", *verified.arrays)
-        return Submitted(lane_round, logits, verified)
+    clock.submit("verify", logits)
+    clock.wait("verify", logits)
+    drafted = draft.tokens if k else None
+    rows = _rows(request, logits, drafted, k + 1)
+    return request.verifier.in_turn(logits, rows, drafted, draft.probs, top=request.top)
 
-    def verify_in_turn(
-        self, lane_round: LaneRound, fed: mx.array, draft: Draft
-    ) -> Iterator[Verified]:
-        """Run a forward over the fed tokens and the draft; decide rows when asked."""
-        logits = lane_round.forward(mx.concatenate([fed, draft.tokens]))
-        logits = logits[-1 - draft.length :]
-        if draft.length:
-            self.clock.wait("draft", draft.tokens)
-        self.clock.submit("verify", logits)
-        self.clock.wait("verify", logits)
-        drafted = draft.tokens if draft.length else None
-        rows = self._rows(logits, drafted, draft.length + 1)
-        return self._verifier.in_turn(logits, rows, drafted, draft.probs, top=self._top)
 
-    def _rows(self, logits: mx.array, ahead: mx.array | None, count: int = 1) -> Rows:
-        """Return what precedes each of the target's rows, and what it may choose."""
-        rows = self._sequence.rows(ahead, count)
-        return rows if self._masks is None else self._masks.on(logits, rows)
+def _rows(
+    request: Request, logits: mx.array, ahead: mx.array | None, count: int = 1
+) -> Rows:
+    """Return what precedes each of the target's rows, and what it may choose."""
+    rows = request.sequence.rows(ahead, count)
+    return rows if request.masks is None else request.masks.on(logits, rows)

@@ -148,7 +148,7 @@ def test_a_stop_cuts_the_origins_with_the_tokens() -> None:
 def test_the_last_token_of_a_round_says_how_its_draft_ended(
     accepted: int, drafted: int, last: str
 ) -> None:
-    from mlx_speculation.engine.result import origin_of
+    from mlx_speculation.engine.round.outcome import origin_of
 
     origins = [origin_of(row, accepted, drafted) for row in range(accepted + 1)]
     assert [origin.place for origin in origins] == [*range(accepted), None]

@@ -29,7 +29,7 @@ def rows_of(count: int) -> list[BatchRequest]:
     """Return rows whose lengths are chosen by measurement."""
     generator = bench("llama").generator("model", draft_length=None)
     streams = [generator.stream(prompt_of(3)) for _ in range(count)]
-    return [BatchRequest(n, stream, stream.parts) for n, stream in enumerate(streams)]
+    return [BatchRequest(n, stream) for n, stream in enumerate(streams)]
 
 
 def lengths_with(seconds: Any) -> BatchDraftLength:
@@ -172,7 +172,7 @@ def test_no_row_drafts_more_than_its_request_wants() -> None:
     generator = bench("llama").generator("model", draft_length=None)
     asked = (None, 2, 0)
     streams = [generator.stream(prompt_of(3), max_draft=most) for most in asked]
-    rows = [BatchRequest(n, stream, stream.parts) for n, stream in enumerate(streams)]
+    rows = [BatchRequest(n, stream) for n, stream in enumerate(streams)]
     for these, expected in ((rows, [8, 2, 0]), (rows[1:], [2, 0])):
         lengths = lengths_with(seconds)
         found = []

@@ -512,7 +512,7 @@ def test_a_row_that_leaves_while_it_is_read_lets_go_of_what_was_read() -> None:
         for _ in range(3):
             batch.next()
         assert uid in batch.waiting
-        drafter: Any = batch._rows[uid].parts.drafter
+        drafter: Any = batch._rows[uid].request.drafter
         assert drafter.drafter.committed.arrays
         row = batch._rows[uid]
         assert batch.remove(uid).finish_reason == "closed"

@@ -212,7 +212,7 @@ def test_a_row_that_has_left_is_let_go_of_where_it_is_the_longest() -> None:
 def let_draft(batch: BatchGenerator, length: int) -> None:
     """Let every row draft so many tokens a round from now on."""
     for row in batch._together.rows:
-        lengths: Any = row.parts.lengths
+        lengths: Any = row.request.policy
         assert type(lengths) is FixedDraftLength
         FixedDraftLength.__init__(lengths, length)
 

@@ -52,7 +52,8 @@ from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.drafters.draft_model import DraftModel
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round.decoder import Decoder
-from mlx_speculation.engine.round.outcome import Cut, Emitted
+from mlx_speculation.engine.round.outcome import RoundOutcome
+from mlx_speculation.engine.round.request import Request
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Chooser, Verifier
 from support.caches.contents import assert_same_content, content
@@ -89,8 +90,8 @@ class Ending:
         """Do nothing."""
 
 
-def all_of(emitted: Emitted) -> Cut:
-    return Cut(len(emitted.tokens), None)
+def all_of(outcome: RoundOutcome) -> RoundOutcome:
+    return outcome
 
 
 def certain(model: nn.Module, tokens: list[int]) -> list[tuple[float, int]]:
@@ -148,11 +149,13 @@ def test_a_chain_ends_where_its_tokens_are_not_worth_their_time(
     lengths = Ending(Stop(least, known))
     sequence, drafter = Sequence(list(PROMPT)), DraftModel(lambda: Lane(model))
     decoder = Decoder(
-        target=Lane(model),
-        sequence=sequence,
-        verifier=Verifier(Chooser(GREEDY, 256)),
-        drafter=drafter,
-        lengths=lengths,
+        Request(
+            target=Lane(model),
+            sequence=sequence,
+            verifier=Verifier(Chooser(GREEDY, 256)),
+            drafter=drafter,
+            policy=lengths,
+        )
     )
     decoder.prefill()
     drafted = set()
@@ -161,7 +164,7 @@ def test_a_chain_ends_where_its_tokens_are_not_worth_their_time(
         reached = np.cumprod([known.accepted(largest) for largest, _ in chain])
         below = (n for n in range(1, LONGEST) if reached[n] < least)
         kept = next(below, LONGEST)
-        reads, begun = decoder.statistics.reads, len(sequence.tokens)
+        reads, begun = decoder.request.statistics.reads, len(sequence.tokens)
         decoder.next_round(99, all_of)
         outcome = lengths.noted[-1]
         # The token that is not worth its time ends it, and one is computed meanwhile.
@@ -173,7 +176,7 @@ def test_a_chain_ends_where_its_tokens_are_not_worth_their_time(
         said = [token for _, token in chain[:expected]]
         assert sequence.tokens[begun : begun + expected] == said
         # One wait for each token but the newest: it was computed meanwhile.
-        assert decoder.statistics.reads - reads == expected - 1
+        assert decoder.request.statistics.reads - reads == expected - 1
         twin = Lane(model)
         twin.feed(sequence.tokens[: drafter.lane.seen], step=1)
         assert_same_content(content(twin.caches), content(drafter.lane.caches))
@@ -290,7 +293,7 @@ def test_each_drafter_of_a_cascade_ends_where_its_own_policy_says(
     stream = generator.stream(
         "import os\nimport sys\n", max_tokens=60, explain=True, draft_length=None
     )
-    policies: Any = stream._decoder._lengths  # both have seen what rounds cost
+    policies: Any = stream.request.policy  # both have seen what rounds cost
     for policy in policies.policies:
         policy.costs.take(RoundCosts({0: costs}))
     text = [chunk.token for chunk in stream]

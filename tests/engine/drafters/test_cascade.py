@@ -17,7 +17,8 @@ from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.drafters.draft_model import DraftModel
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round.decoder import Decoder
-from mlx_speculation.engine.round.outcome import Cut, Emitted
+from mlx_speculation.engine.round.outcome import RoundOutcome
+from mlx_speculation.engine.round.request import Request
 from mlx_speculation.models import Lane, LaneRound
 from mlx_speculation.samplers import Chooser, Verifier
 from support.caches.contents import assert_same_content, content
@@ -43,8 +44,8 @@ class SometimesDrafter(ScriptedDrafter):
         return super().propose(sequence, limit if speaks else 0, choose)
 
 
-def all_of(emitted: Emitted) -> Cut:
-    return Cut(len(emitted.tokens), None)
+def all_of(outcome: RoundOutcome) -> RoundOutcome:
+    return outcome
 
 
 def plain_text(model: nn.Module) -> list[int]:
@@ -88,11 +89,13 @@ def test_the_models_caches_stay_right_between_turns(name: str, fails: bool) -> N
     sequence = Sequence(list(PROMPT))
     drafter = DraftModel(lambda: Lane(small))
     decoder = Decoder(
-        target=Lane(model),
-        sequence=sequence,
-        verifier=Verifier(Chooser(SAMPLED, 256)),
-        drafter=Cascade(SometimesDrafter(PROMPT + text, turns * 2), drafter),
-        lengths=FixedDraftLength(5),
+        Request(
+            target=Lane(model),
+            sequence=sequence,
+            verifier=Verifier(Chooser(SAMPLED, 256)),
+            drafter=Cascade(SometimesDrafter(PROMPT + text, turns * 2), drafter),
+            policy=FixedDraftLength(5),
+        )
     )
     decoder.prefill()
     twin = Lane(small)
@@ -111,8 +114,8 @@ def test_the_models_caches_stay_right_between_turns(name: str, fails: bool) -> N
         if name not in ("gemma3_text",):  # not bit for bit
             assert_same_content(content(twin.caches), content(drafter.lane.caches))
     assert sequence.tokens[len(PROMPT) :][:TOKENS] == text[: len(sequence.tokens) - 21]
-    assert decoder.statistics.acceptance_rate == 1.0
-    assert set(decoder.statistics.sources) == {"drafter", "model"}
+    assert decoder.request.statistics.acceptance_rate == 1.0
+    assert set(decoder.request.statistics.sources) == {"drafter", "model"}
     del generator
 
 

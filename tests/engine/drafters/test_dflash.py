@@ -186,7 +186,7 @@ def test_the_context_is_that_of_committed_text(name: str, every: int) -> None:
     )
     assert [chunk.token for chunk in stream] == text[PROMPT : PROMPT + TOKENS]
     assert not stream.result.stats.drafter_faults
-    drafter: Any = stream._decoder._drafter
+    drafter: Any = stream.request.drafter
     (held,) = drafter.drafter._slots._caches
     keys, _ = held.keys_and_values()
     newest = knowing.blocks[-1][0]

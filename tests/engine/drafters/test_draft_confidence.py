@@ -11,7 +11,8 @@ from mlx_speculation.engine.draft_length.base import FixedDraftLength
 from mlx_speculation.engine.drafters.draft_model import DraftModel
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round.decoder import Decoder
-from mlx_speculation.engine.round.outcome import Cut, Emitted
+from mlx_speculation.engine.round.outcome import RoundOutcome
+from mlx_speculation.engine.round.request import Request
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Chooser, Sampling, Verifier
 from support.caches.contents import assert_same_content, content
@@ -35,8 +36,8 @@ def expected_length(model: nn.Module, tokens: list[int], confidence: float) -> i
     return LENGTH
 
 
-def all_of(emitted: Emitted) -> Cut:
-    return Cut(len(emitted.tokens), None)
+def all_of(outcome: RoundOutcome) -> RoundOutcome:
+    return outcome
 
 
 def decoder_of(
@@ -45,11 +46,13 @@ def decoder_of(
     sequence = Sequence(list(PROMPT))
     drafter = DraftModel(lambda: Lane(draft), confidence=confidence)
     decoder = Decoder(
-        target=Lane(model),
-        sequence=sequence,
-        verifier=Verifier(Chooser(sampling, 256)),
-        drafter=drafter,
-        lengths=FixedDraftLength(LENGTH),
+        Request(
+            target=Lane(model),
+            sequence=sequence,
+            verifier=Verifier(Chooser(sampling, 256)),
+            drafter=drafter,
+            policy=FixedDraftLength(LENGTH),
+        )
     )
     decoder.prefill()
     return decoder, drafter, sequence
@@ -74,12 +77,12 @@ def test_a_chain_stops_where_the_product_falls_below(
     lengths = []
     for _ in range(6):
         expected = expected_length(model, sequence.tokens, confidence)
-        before = decoder.statistics.drafted, decoder.statistics.reads
+        before = decoder.request.statistics.drafted, decoder.request.statistics.reads
         decoder.next_round(99, all_of)
-        lengths.append(decoder.statistics.drafted - before[0])
+        lengths.append(decoder.request.statistics.drafted - before[0])
         assert lengths[-1] == expected
         # One wait for each token but the first, the refused one included.
-        waits = decoder.statistics.reads - before[1]
+        waits = decoder.request.statistics.reads - before[1]
         assert waits == expected - (expected == LENGTH)
         # Whatever was fed and then refused is what was committed.
         twin = Lane(model)
@@ -88,7 +91,7 @@ def test_a_chain_stops_where_the_product_falls_below(
         # The bonus, and the last token of a chain that ran to its end.
         lag = len(sequence.tokens) - drafter.lane.seen
         assert lag == 1 + (expected == LENGTH)
-    assert decoder.statistics.acceptance_rate == 1.0
+    assert decoder.request.statistics.acceptance_rate == 1.0
     if confidence == 0.02:
         assert len(set(lengths)) > 1
     if confidence in (0.99, 1e-9):
@@ -128,7 +131,7 @@ def test_the_length_does_not_depend_on_the_token_drawn_last() -> None:
         first = sequence.tokens[len(PROMPT)]
         rows = model(mx.array([[*PROMPT, first]]))[0, -2:].astype(mx.float32)
         product = mx.exp((rows.max(axis=-1) - mx.logsumexp(rows, axis=-1)).sum())
-        assert (decoder.statistics.drafted > 1) == (float(product) >= 0.02)
+        assert (decoder.request.statistics.drafted > 1) == (float(product) >= 0.02)
 
 
 def test_without_a_confidence_nothing_is_read() -> None:

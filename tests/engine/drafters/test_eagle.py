@@ -153,7 +153,7 @@ def test_after_a_wrong_draft_an_oracle_is_right_again(name: str, every: int) -> 
     )
     assert [chunk.token for chunk in stream] == text[PROMPT : PROMPT + TOKENS]
     assert not stream.result.stats.drafter_faults
-    drafter: Any = stream._decoder._drafter
+    drafter: Any = stream.request.drafter
     drafter = getattr(drafter, "drafter", drafter)
     (caches,) = drafter._slots._caches
     held = held_tokens(caches)

@@ -403,7 +403,7 @@ def test_nobody_collects_states_for_a_head_that_was_set_aside() -> None:
     with broken(MtpDrafter, "propose", 2, "before"), pytest.warns(DrafterFaultWarning):
         tokens = [chunk.token for chunk in stream]
     assert tokens == plain_text("mtp", GREEDY)
-    assert stream._decoder._target.follower is None
+    assert stream.request.target.follower is None
 
 
 def test_a_head_that_fails_while_the_prompt_is_fed_is_set_aside(

@@ -200,7 +200,7 @@ def test_long_prompts_are_fed_in_chunks_and_one_state_is_kept() -> None:
     chunks = []
     for chunk in stream:
         chunks.append(chunk.token)
-        follower: Any = stream._decoder._target.follower
+        follower: Any = stream.request.target.follower
         assert follower.stop - follower.start <= 4 + 1
     assert chunks == text[PROMPT : PROMPT + TOKENS]
     assert stream.result.stats.acceptance_rate == 1.0
@@ -398,7 +398,7 @@ def test_the_target_goes_on_writing_in_place(name: str, hold: bool) -> None:
     for number, _ in enumerate(stream):
         for place, found in places.items():
             if number > 4:  # the first writes may find too little room
-                found.add(address(stream._decoder._target.caches[place]))
+                found.add(address(stream.request.target.caches[place]))
     assert all((len(found) > 1) == hold for found in places.values())
 
 

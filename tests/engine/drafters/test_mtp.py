@@ -142,7 +142,7 @@ def test_after_a_wrong_draft_an_oracle_is_right_again(name: str, every: int) -> 
     )
     tokens = [chunk.token for chunk in stream]
     assert tokens == text[PROMPT : PROMPT + TOKENS]
-    contained: Any = stream._decoder._drafter
+    contained: Any = stream.request.drafter
     drafter = contained.drafter
     for layer, caches in enumerate(drafter._slots._caches):
         held = held_tokens(caches)
@@ -181,7 +181,7 @@ def test_the_first_token_does_not_wait_for_the_newest_chunk(
         draft_length=Planned([0, 0, 3]),
         prefill_step_size=step,
     )
-    contained: Any = stream.parts.drafter
+    contained: Any = stream.request.drafter
     assert next(stream).token == text[260]
     assert contained.drafter.history == range(read)
     rest = [chunk.token for chunk in stream]

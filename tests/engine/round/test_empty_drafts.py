@@ -26,7 +26,8 @@ from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round import round as rounds
 from mlx_speculation.engine.round.decoder import Decoder
-from mlx_speculation.engine.round.outcome import Cut, Emitted
+from mlx_speculation.engine.round.outcome import RoundOutcome
+from mlx_speculation.engine.round.request import Request
 from mlx_speculation.models import Lane, LaneRound
 from mlx_speculation.samplers import Chooser, Verifier, verifier
 from support.caches.contents import assert_same_content, content, counts
@@ -74,11 +75,13 @@ class Run:
         self.drafter = PlannedDrafter(PROMPT + text, plan, wrong)
         self.kept: int | None = None
         self.decoder = Decoder(
-            target=self.target,
-            sequence=self.sequence,
-            verifier=Verifier(Chooser(SAMPLED, 256)),
-            drafter=self.drafter,
-            lengths=FixedDraftLength(4),
+            Request(
+                target=self.target,
+                sequence=self.sequence,
+                verifier=Verifier(Chooser(SAMPLED, 256)),
+                drafter=self.drafter,
+                policy=FixedDraftLength(4),
+            )
         )
         self.decoder.prefill()
 
@@ -86,8 +89,8 @@ class Run:
     def emitted(self) -> list[int]:
         return self.sequence.tokens[len(PROMPT) :]
 
-    def cut(self, emitted: Emitted) -> Cut:
-        return Cut(len(emitted.tokens) if self.kept is None else self.kept, None)
+    def cut(self, outcome: RoundOutcome) -> RoundOutcome:
+        return outcome if self.kept is None else outcome.until(self.kept)
 
     def next_round(self) -> None:
         self.decoder.next_round(TOKENS - len(self.emitted), lambda t: self.cut(t))
@@ -100,7 +103,7 @@ class Run:
     def state(self) -> tuple[list[Any], dict[str, Any], list[int], int]:
         return (
             content(self.target.caches),
-            counts(self.decoder.statistics),
+            counts(self.decoder.request.statistics),
             list(self.sequence.tokens),
             self.target.seen,
         )
@@ -189,9 +192,9 @@ def test_what_is_drafted_behind_a_step() -> None:
     assert run.drafter.limits == [4, 5, 5]
     assert run.drafter.calls[-1] == "settle 4"
     assert run.emitted == text[:7]  # the step's, three accepted, two corrections
-    assert counts(run.decoder.statistics)["rounds"] == 4
-    assert run.decoder.statistics.drafted == 4
-    assert run.decoder.statistics.accepted == 3
+    assert counts(run.decoder.request.statistics)["rounds"] == 4
+    assert run.decoder.request.statistics.drafted == 4
+    assert run.decoder.request.statistics.accepted == 3
     run.next_round()  # nothing known, nothing on its way
     assert run.drafter.limits[3:] == [4]
     assert run.emitted == text[:8]
@@ -211,7 +214,7 @@ def test_a_wrong_first_token_costs_only_itself() -> None:
     run.next_round()
     assert run.drafter.calls[-1] == "settle 0"
     assert run.emitted == text[:7]
-    assert run.decoder.statistics.accepted == 4
+    assert run.decoder.request.statistics.accepted == 4
 
 
 def test_a_draft_of_the_known_token_alone_is_no_draft() -> None:
@@ -224,7 +227,7 @@ def test_a_draft_of_the_known_token_alone_is_no_draft() -> None:
     run.next_round()
     assert run.drafter.calls[-2:] == ["propose", "discard"]
     assert run.emitted == text[:2]
-    assert run.decoder.statistics.drafts == 0
+    assert run.decoder.request.statistics.drafts == 0
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -237,8 +240,8 @@ def test_a_cut_behind_a_step_keeps_what_is_named(name: str, kept: int) -> None:
     run.kept = kept
     run.next_round()
     assert run.emitted == text[: 1 + kept]
-    assert run.decoder.statistics.emitted == 1 + kept
-    assert run.decoder.statistics.rounds == (2 if kept == 1 else 3)
+    assert run.decoder.request.statistics.emitted == 1 + kept
+    assert run.decoder.request.statistics.rounds == (2 if kept == 1 else 3)
     run.decoder.hold_all()
     assert run.decoder.next_token() == text[1 + kept]
     assert run.target.seen == len(run.sequence.tokens)

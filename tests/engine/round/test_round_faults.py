@@ -20,7 +20,8 @@ from mlx_speculation.engine.drafters.draft_model import DraftModel
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round import round as rounds
 from mlx_speculation.engine.round.decoder import Decoder
-from mlx_speculation.engine.round.outcome import Cut, Emitted
+from mlx_speculation.engine.round.outcome import RoundOutcome
+from mlx_speculation.engine.round.request import Request
 from mlx_speculation.errors import NonFiniteLogitsError
 from mlx_speculation.models import Lane, LaneRound
 from mlx_speculation.samplers import Chooser, Sampling, Verifier, verifier
@@ -45,15 +46,15 @@ class Run:
         self.sequence = Sequence(list(PROMPT))
         self.target = Lane(model)
         self.drafter = None if draft is None else DraftModel(lambda: Lane(draft))
-        self.cut: Callable[[Emitted], Cut] = lambda emitted: Cut(
-            len(emitted.tokens), None
-        )
+        self.cut: Callable[[RoundOutcome], RoundOutcome] = lambda outcome: outcome
         self.decoder = Decoder(
-            target=self.target,
-            sequence=self.sequence,
-            verifier=Verifier(Chooser(Sampling(temperature=0.7, seed=5), 256)),
-            drafter=self.drafter,
-            lengths=FixedDraftLength(length),
+            Request(
+                target=self.target,
+                sequence=self.sequence,
+                verifier=Verifier(Chooser(Sampling(temperature=0.7, seed=5), 256)),
+                drafter=self.drafter,
+                policy=FixedDraftLength(length),
+            )
         )
         self.decoder.prefill()
 
@@ -73,7 +74,7 @@ class Run:
     def state(self) -> tuple[list[Any], dict[str, Any], list[int], int]:
         return (
             content(self.target.caches),
-            counts(self.decoder.statistics),
+            counts(self.decoder.request.statistics),
             list(self.sequence.tokens),
             self.target.seen,
         )
@@ -161,14 +162,16 @@ def test_an_error_in_a_drafted_round_changes_nothing(
     run = Run(model, draft, 3)
     assert run.drafter is not None
     for count, error in ((0, InjectedError()), (3, KeyboardInterrupt())):
-        while run.decoder.statistics.rounds < count:
+        while run.decoder.request.statistics.rounds < count:
             run.next_round()
         drafted = content(run.drafter.lane.caches)
         fail_one_round(run, step, error)
         if count:  # the first round also feeds the drafter its prompt, and keeps it
             assert_same_content(drafted, content(run.drafter.lane.caches))
     assert run.finish() == expected
-    assert run.decoder.statistics.acceptance_rate > 0.9  # a rotten draft cache is seen
+    assert (
+        run.decoder.request.statistics.acceptance_rate > 0.9
+    )  # a rotten draft cache is seen
     del generator
 
 
@@ -180,7 +183,7 @@ def test_an_error_in_a_plain_round_changes_nothing(
     expected = plain_text(name)
     run = Run(model, None, 0)
     for count, error in ((0, InjectedError()), (3, KeyboardInterrupt())):
-        while run.decoder.statistics.rounds < count:
+        while run.decoder.request.statistics.rounds < count:
             run.next_round()
         fail_one_round(run, step, error)
     assert run.finish() == expected

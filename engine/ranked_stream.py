@@ -28,6 +28,7 @@ class RankedStream(Stream):
     def __init__(self, session: RankSession, **options: Any) -> None:
         super().__init__(**options)
         self._session = session
+        self.before_round = self._turn
 
     def __next__(self) -> Chunk:
         with self._session.inside():
@@ -38,23 +39,22 @@ class RankedStream(Stream):
             self._session.settled()
             return chunk
 
-    def _advance(self) -> None:
-        """Run the next round; each begins with an exchange, if not for its plan."""
+    def _turn(self) -> None:
+        """Begin a round on all ranks with an exchange, if not with that of its plan."""
         if self._decoder.planned:
             self._session.turn()
-        super()._advance()
 
     def close(self) -> None:
         """End the generation now; on other ranks than 0, where rank 0 ends it."""
         if self._result is not None:
             return
         if not self._session.leads and self._session.running:
-            self._ready.clear()
+            self.ready.clear()
             for _ in self:
                 pass
             return
         with self._session.inside():
-            self._session.close(len(self._ready) if self._yielded_only else 0)
+            self._session.close(len(self.ready) if self._yielded_only else 0)
             super().close()
 
     def __exit__(
@@ -64,11 +64,12 @@ class RankedStream(Stream):
         traceback: TracebackType | None,
     ) -> None:
         if error is not None and not self._session.leads and self._result is None:
-            self._end("error", hold_all=False)  # rank 0 will not hear of it otherwise
+            self.end("error", hold_all=False)  # rank 0 will not hear of it otherwise
         else:
             self.close()
 
-    def _end(self, reason: str, *, hold_all: bool = True) -> None:
+    def end(self, reason: str, *, hold_all: bool = True) -> None:
+        """End on this rank, as rank 0 has, and tell the others of an error."""
         closed = self._session.closed
         error = sys.exception() if reason == "error" else None
         if reason == "error" and closed is not None:
@@ -77,7 +78,7 @@ class RankedStream(Stream):
             if closed.taken_back:
                 self._decoder.take_back(closed.taken_back)
         try:
-            super()._end(reason, hold_all=hold_all)
+            super().end(reason, hold_all=hold_all)
         except BaseException as second:
             error = error or second
             raise

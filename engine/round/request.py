@@ -1,0 +1,52 @@
+"""What a generation runs its rounds with, put together once."""
+
+from dataclasses import dataclass, field
+
+from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
+from mlx_speculation.engine.drafters.base import Drafter
+from mlx_speculation.engine.prompt import Sequence
+from mlx_speculation.engine.stats import Statistics
+from mlx_speculation.engine.timing import RoundClock
+from mlx_speculation.models import Lane, cuda_serves
+from mlx_speculation.samplers import Constrained, Verifier
+from mlx_speculation.samplers.constraints.masks import Masks
+
+
+def _clock() -> RoundClock:
+    return RoundClock(waits=not cuda_serves())
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Request:
+    """One request, as its decoder and a batch see it.
+
+    Attributes:
+        target: the target's lane; `sequence.tokens[target.seen:]` is to be fed.
+        sequence: the known tokens; grows with every round.
+        verifier: decides for the request.
+        drafter: proposes; None for plain decoding.
+        policy: decides how many tokens to propose in a round.
+        masks: what its constraint allows, if it has one.
+        top: report log-probabilities, and this many of the most probable ids; None:
+            report nothing.
+        explain: keep each round's plan and what became of it, and divide its time
+            exactly, see `engine.timing`.
+        statistics: what is counted.
+        clock: of the round that is running.
+    """
+
+    target: Lane
+    sequence: Sequence
+    verifier: Verifier
+    drafter: Drafter | None
+    policy: DraftLengthPolicy
+    masks: Masks | None = None
+    top: int | None = None
+    explain: bool = False
+    statistics: Statistics = field(default_factory=Statistics)
+    clock: RoundClock = field(default_factory=_clock)
+
+    @property
+    def text(self) -> Constrained | None:
+        """The text under its constraint, if there is one."""
+        return None if self.masks is None else self.masks.text
