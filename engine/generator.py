@@ -77,9 +77,8 @@ class SpeculativeGenerator:
             a `prompt_cache` of their own pass it by.
         draft_vocabulary: token ids that a draft model or an MTP head drafts from, see
             `reduced_vocabulary`; the text may hold every other one. None: all.
-        compile_draft: compile the steps of a draft model: drafts of small models take
-            two thirds of the time, on a CPU. It takes 16 seconds once on a machine,
-            see `models/cpu/compiled_draft.py`.
+        compile_draft: compile the steps of a draft model, which takes 16 seconds once
+            on a machine; see `mlx_speculation.models.cpu.compiled_draft`.
         group: the ranks of `mx.distributed` that the target is spread over; every
             rank makes the generator and the streams, with the same options, and gets
             the same chunks. Rank 0 drafts and decides; the drafts of others are not
@@ -200,8 +199,8 @@ class SpeculativeGenerator:
             group=group,
         )
         made._notices = choice.notices
-        for said in choice.notices:
-            notice(said)
+        for text in choice.notices:
+            notice(text)
         return made
 
     @property
@@ -222,8 +221,7 @@ class SpeculativeGenerator:
     @property
     def ranks(self) -> int:
         """How many ranks the target is spread over; 1: it is whole."""
-        ranked = self._setup.ranked
-        return 1 if ranked is None else ranked.group.size
+        return 1 if self._setup.ranked is None else self._setup.ranked.group.size
 
     @property
     def draft_length(self) -> int | None:
@@ -245,10 +243,9 @@ class SpeculativeGenerator:
 
     @property
     def round_parts(self) -> PartsTable:
-        """Where the time of the rounds of `calibrate` went, medians of each part.
+        """Where the time of the rounds of `calibrate` went: medians of each part.
 
-        By context bucket and draft length, see `engine.timing`; empty without a
-        calibration on this machine. They are for people: costs of whole rounds decide.
+        By context bucket and draft length, see `engine.timing`; empty before that.
         """
         return self._setup.lengths.parts
 
@@ -311,8 +308,8 @@ class SpeculativeGenerator:
             InvalidRequestError: there is no draft, a number is not at least 1, rows of
                 this target and draft run alone, or the target is on several ranks.
         """
-        start = self._streams.start_calibration()
-        return calibrate_batches(self, start, rows, contexts, progress)
+        calibration = self._streams.start_calibration()
+        return calibrate_batches(self, calibration, rows, contexts, progress)
 
     def generate(self, prompt: str | SequenceOf[int], **options: Any) -> Result:
         """Generate to the end; takes what `stream` takes."""
@@ -374,41 +371,7 @@ class SpeculativeGenerator:
     ) -> Stream:
         """Start a generation; nothing runs before the first chunk is asked for.
 
-        Args:
-            prompt: text, encoded as mlx-lm does, or token ids.
-            max_tokens: how many tokens to generate at most, 0 or more.
-            sampling: how tokens are chosen; greedy when omitted.
-            stop: texts that end the generation; the text is cut before them.
-            stop_tokens: ids that end it; the tokenizer's own when omitted.
-            draft_length: overrides the generator's; a `DraftLengthPolicy` of your own
-                is asked before each round.
-            max_draft: no draft of this stream is longer; None: no limit of its own.
-            prompt_cache: the caller's mlx-lm caches of the target; `prompt` follows
-                what they hold. They are written to.
-            cached_tokens: the ids that `prompt_cache` holds. Without it the caches'
-                offset is the position, or 0 where no cache has one (models of
-                recurrent layers only); seeds and drafts then know less of the text.
-            draft_cache: caches of the draft model that hold `cached_tokens`, or the
-                beginning of them.
-            logprobs: let every chunk say how probable its token was, and so many of
-                the most probable ones; 0: the token alone; None: nothing.
-            constraint: what the generated text has to follow, such as
-                `json_schema(...)`. The text fits it where it ends with "stop", unless
-                a stop string has cut it. Stop tokens come where it may end, and where
-                nothing else may come it ends without one.
-            explain: keep each round's draft length, what it was chosen by, and the
-                parts of its time, in `stream.decisions`. The parts are exact then, and
-                rounds some 1 % slower, see `engine.timing`.
-            prefill_step_size: how many tokens of a prompt are fed at once.
-            prompt_progress: called with the number of tokens of every chunk of the
-                prompt that the target has read.
-            kv_quantization: when the target's caches are quantized; None: never.
-            logprob_rows: let each chunk's log-probability hold those of all ids.
-            yielded_only: after `close()` the caller's caches hold the prompt and the
-                yielded tokens, and nothing of a round that was not yielded. Its price
-                is some forwards, at most a draft's tokens, at such a close.
-            level_draft: at the end, let the draft model's caches hold what the
-                target's do.
+        `GenerateOptions` describes the options; the prompt is text or token ids.
 
         Raises:
             InvalidRequestError: names the two values that do not fit.

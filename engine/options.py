@@ -14,10 +14,43 @@ from mlx_speculation.samplers import Constraint, Sampling
 class GenerateOptions:
     """The options of a stream, as they were passed; not checked yet.
 
-    Attributes are described in `SpeculativeGenerator.stream`.
+    Attributes:
+        max_tokens: how many tokens to generate at most, 0 or more.
+        sampling: how tokens are chosen; greedy when omitted.
+        stop: texts that end the generation; the text is cut before them.
+        stop_tokens: ids that end it; the tokenizer's own when omitted.
+        draft_length: overrides the generator's; a `DraftLengthPolicy` of your own
+            is asked before each round.
+        max_draft: no draft of this stream is longer; None: no limit of its own.
+        prompt_cache: the caller's mlx-lm caches of the target; `prompt` follows
+            what they hold. They are written to.
+        cached_tokens: the ids that `prompt_cache` holds. Without it the caches'
+            offset is the position, or 0 where no cache has one (models of
+            recurrent layers only); seeds and drafts then know less of the text.
+        draft_cache: caches of the draft model that hold `cached_tokens`, or the
+            beginning of them.
+        logprobs: let every chunk say how probable its token was, and so many of
+            the most probable ones; 0: the token alone; None: nothing.
+        constraint: what the generated text has to follow, such as
+            `json_schema(...)`. The text fits it where it ends with "stop", unless
+            a stop string has cut it. Stop tokens come where it may end, and where
+            nothing else may come it ends without one.
+        explain: keep each round's draft length, what it was chosen by, and the
+            parts of its time, in `stream.decisions`. The parts are exact then, and
+            rounds some 1 % slower, see `engine.timing`.
+        prefill_step_size: how many tokens of a prompt are fed at once.
+        prompt_progress: called with the number of tokens of every chunk of the
+            prompt that the target has read.
+        kv_quantization: when the target's caches are quantized; None: never.
+        logprob_rows: let each chunk's log-probability hold those of all ids.
+        yielded_only: after `close()` the caller's caches hold the prompt and the
+            yielded tokens, and nothing of a round that was not yielded. Its price
+            is some forwards, at most a draft's tokens, at such a close.
+        level_draft: at the end, let the draft model's caches hold what the
+            target's do.
     """
 
-    max_tokens: int
+    max_tokens: int = 256
     sampling: Sampling | None = None
     stop: str | Sequence[str] = ()
     stop_tokens: Collection[int] | None = None

@@ -76,7 +76,7 @@ class RankedStream(Stream):
             reason = "closed"
             hold_all = self.stats.rounds > 0
             if closed.taken_back:
-                self._decoder.take_back(closed.taken_back)
+                self._decoder.ending.take_back(closed.taken_back)
         try:
             super().end(reason, hold_all=hold_all)
         except BaseException as second:

@@ -147,7 +147,7 @@ class Stream:
         with DeferredSignals():
             if self._result is None:
                 if self._yielded_only and self.ready:
-                    self._decoder.take_back(len(self.ready))
+                    self._decoder.ending.take_back(len(self.ready))
                 # Without a round the prompt is all there is, and nobody asked for it.
                 self.end("closed", hold_all=self.stats.rounds > 0)
 
@@ -162,7 +162,7 @@ class Stream:
             fits: whether the drafter may read a chunk of so many tokens of the prompt
                 first; None: it reads all at once, when it is first asked.
         """
-        self._decoder.fits = fits
+        self._decoder.prefill.fits = fits
         with DeferredSignals(checkpoints=True):
             self._advance()
             return self.take_ready()
@@ -206,7 +206,7 @@ class Stream:
                 self.prefixes.between_rounds()
             # With `yielded_only` at the last chunk: until then it may be taken back.
             if self.reason is not None and self._hold_all and not self._yielded_only:
-                self._decoder.hold_all()
+                self._decoder.ending.hold_all()
             if self._statistics.drafter_faults:
                 self.warn_of_faults()
         except Exception as error:
@@ -265,7 +265,7 @@ class Stream:
             self._open.enter_context(self._running)
             self._reuse()
         if not self._prompt_read:
-            self._prompt_read = self._decoder.prefill(fits)
+            self._prompt_read = self._decoder.prefill.target(fits)
         if self._prompt_read and not self._in_rounds:
             spent = self._statistics.emitted == self._max_tokens
             if spent or self._decoder.complete:
@@ -302,9 +302,9 @@ class Stream:
 
     def _settle_caches(self, reason: str, *, hold_all: bool) -> None:
         if self._hold_all and hold_all:
-            self._decoder.hold_all()
+            self._decoder.ending.hold_all()
         if self._level_draft and reason != "error" and self._started:
-            self._decoder.level_draft()
+            self._decoder.ending.level_draft()
 
     def _set_result(self, reason: str) -> None:
         known = self._hold_all and reason != "error"
@@ -318,7 +318,7 @@ class Stream:
             stats=self.stats,
             seed=self._seed,
             cached_tokens=self.cached_tokens,
-            next_token=self._decoder.next_token() if known else None,
+            next_token=self._decoder.ending.next_token() if known else None,
             memory=self._memory(),
             logprobs=self._logprobs(),
             origins=tuple(chunk.origin for chunk in self._yielded),

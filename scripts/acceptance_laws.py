@@ -102,7 +102,7 @@ def watch(
             policy=FixedDraftLength(k),
         )
     )
-    decoder.prefill()
+    decoder.prefill.target()
     while (left := job.tokens - decoder.request.statistics.emitted) > 0:
         decoder.next_round(left, lambda outcome: outcome)
     return decoder.request.statistics, verifier.promised

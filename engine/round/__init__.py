@@ -1,14 +1,14 @@
 """One round: draft, verify, accept, commit.
 
-Read in this order:
+Read in this order; the steps 1 to 8 of a round are numbered in comments:
 
     request      what a generation runs its rounds with, put together once
-    decoder      prefill; before each round the plan, after it what is learnt from it
-    round        the round itself: a plain step, or a draft and its verification
-    verify       the target's forwards, and the decisions on their rows
+    decoder      the plan before each round (1), and what is learnt from it
+    round        a plain step, or a draft (2) and its verification (3, 6, 7, 8)
+    verify       the target's forwards (4), and the decisions on their rows (5)
     outcome      what a round brought, for one request and for each row of a batch
-    sequential   rows decided one by one, for processors that demand it
 
-The steps 1 to 8 are numbered in comments in `decoder`, `round` and `verify`. Text and
-the way drafts are made are not known here.
+and, where it is of interest, `prefill` and `ending` for what comes before the first
+round and after the last, and `sequential` for rows that are decided one by one. Text
+and the way drafts are made are not known here.
 """

@@ -28,12 +28,8 @@ from mlx_speculation.engine.draft_length.early_stop import Stop
 from mlx_speculation.engine.drafters.base import NOTHING, Choices, Draft
 from mlx_speculation.engine.round.outcome import Cut, Pending, RoundOutcome, read
 from mlx_speculation.engine.round.request import Request
-from mlx_speculation.engine.round.sequential import decide_in_turn
-from mlx_speculation.engine.round.verify import (
-    submit_step,
-    submit_verify,
-    verify_in_turn,
-)
+from mlx_speculation.engine.round.sequential import run_in_turn
+from mlx_speculation.engine.round.verify import submit_step, submit_verify
 from mlx_speculation.errors import NonFiniteLogitsError
 from mlx_speculation.models import LaneRound
 
@@ -207,27 +203,12 @@ class Rounds:
         drafter.settle(1 + accepted if right else 0)
 
     def _in_turn(self, draft: Draft, cut: Cut) -> RoundOutcome:
-        """Run a round, drafted or not, whose rows are decided one after the other.
-
-        Nothing is submitted ahead; see `engine.round.sequential`.
-        """
-        request, fed = self._request, self._unseen()
-        with request.target.begin(whole=draft.length == 0) as lane_round:
-            turns = verify_in_turn(request, lane_round, fed, draft)
-            outcome = decide_in_turn(turns, cut, request.text, draft.length)
-            request.clock.note("sampler")
-            held = len(fed) + outcome.accepted
-            lane_round.prepare(held)
-            if draft.length and request.drafter is not None:
-                request.drafter.settle(outcome.accepted)
-            request.sequence.tokens += outcome.tokens
-            lane_round.commit(held)
-            self.last_round = lane_round
-        self._proposed = False
-        self.next_token = None
-        emitted = len(outcome.tokens)
-        self._committed(outcome, draft, emitted)
-        request.statistics.reads += emitted - 1 + (draft.length > 0)
+        """Run a round, drafted or not, whose rows are decided one after the other."""
+        outcome, self.last_round = run_in_turn(
+            self._request, self._unseen(), draft, cut
+        )
+        self._proposed, self.next_token = False, None
+        self._committed(outcome, draft, len(outcome.tokens))
         return outcome
 
     def _unseen(self) -> mx.array:

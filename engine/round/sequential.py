@@ -2,19 +2,69 @@
 
 A logits processor that says nothing of its state is called once for each emitted
 token, in order, as in plain decoding. So a row is decided when its drafted token was
-accepted and does not end the text, and the host reads each decision.
+accepted and does not end the text, and the host reads each decision. Nothing is
+submitted ahead.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 
+import mlx.core as mx
+
+from mlx_speculation.engine.drafters.base import Draft
 from mlx_speculation.engine.round.outcome import (
     Cut,
     RoundOutcome,
     origin_of,
     outcome_of,
 )
+from mlx_speculation.engine.round.request import Request
+from mlx_speculation.engine.round.verify import rows_of
+from mlx_speculation.models import LaneRound
 from mlx_speculation.samplers import Constrained, Verified
+
+
+def run_in_turn(
+    request: Request, fed: mx.array, draft: Draft, cut: Cut
+) -> tuple[RoundOutcome, LaneRound]:
+    """Run a round whose rows are decided one after the other, and commit it.
+
+    Args:
+        request: what it is run with.
+        fed: uint32 [n], the tokens that the target has not seen.
+        draft: what was drafted, perhaps nothing.
+        cut: gets each token when it is known.
+
+    Returns:
+        What it brought, and the transaction.
+    """
+    with request.target.begin(whole=draft.length == 0) as lane_round:
+        turns = _verify(request, lane_round, fed, draft)
+        outcome = decide_in_turn(turns, cut, request.text, draft.length)
+        request.clock.note("sampler")
+        held = len(fed) + outcome.accepted
+        lane_round.prepare(held)
+        if draft.length and request.drafter is not None:
+            request.drafter.settle(outcome.accepted)
+        request.sequence.tokens += outcome.tokens
+        lane_round.commit(held)
+    request.statistics.reads += len(outcome.tokens) - 1 + (draft.length > 0)
+    return outcome, lane_round
+
+
+def _verify(
+    request: Request, lane_round: LaneRound, fed: mx.array, draft: Draft
+) -> Iterator[Verified]:
+    """Run a forward over the fed tokens and the draft; decide rows when asked."""
+    k, clock = draft.length, request.clock
+    logits = lane_round.forward(mx.concatenate([fed, draft.tokens]))[-1 - k :]
+    if k:
+        clock.wait("draft", draft.tokens)
+    clock.submit("verify", logits)
+    clock.wait("verify", logits)
+    drafted = draft.tokens if k else None
+    rows = rows_of(request, logits, drafted, k + 1)
+    return request.verifier.in_turn(logits, rows, drafted, draft.probs, top=request.top)
 
 
 def decide_in_turn(

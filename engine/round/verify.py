@@ -2,13 +2,10 @@
 
     step       its tokens all stay: committed when it is submitted, one row chosen from
     verify     a draft's rows and one more, decided on the device together
-    in turn    the same rows, decided one after the other as they are asked for
 
 What becomes of a forward is not known here: `engine.round.round` reads it, and commits
 what was accepted or rolls it back.
 """
-
-from collections.abc import Iterator
 
 import mlx.core as mx
 
@@ -16,7 +13,7 @@ from mlx_speculation.engine.drafters.base import Draft
 from mlx_speculation.engine.round.outcome import Pending
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.models import LaneRound
-from mlx_speculation.samplers import Rows, Verified
+from mlx_speculation.samplers import Rows
 
 
 def submit_step(
@@ -40,7 +37,7 @@ def submit_step(
             behind.wait(clock)  # the masks would wait for its tokens
         if early:
             clock.submit("verify", logits)  # runs while masks are made
-        rows = _rows(request, logits, None if behind is None else unseen)
+        rows = rows_of(request, logits, None if behind is None else unseen)
         verified = request.verifier.verify(logits, rows, top=request.top)
         clock.submit("verify", *verified.arrays)
         lane_round.commit(unseen.shape[0])
@@ -69,7 +66,7 @@ def submit_verify(
     if exact:
         clock.submit("verify", logits)
     # 5. The sampler turns the last k + 1 rows into choices and the acceptance.
-    rows = _rows(request, logits, tokens if step is None else both, k + 1)
+    rows = rows_of(request, logits, tokens if step is None else both, k + 1)
     verified = request.verifier.verify(
         logits, rows, tokens, draft.probs, top=request.top
     )
@@ -79,22 +76,7 @@ def submit_verify(
     return Pending(lane_round, logits, verified)
 
 
-def verify_in_turn(
-    request: Request, lane_round: LaneRound, fed: mx.array, draft: Draft
-) -> Iterator[Verified]:
-    """Run a forward over the fed tokens and the draft; decide rows when asked."""
-    k, clock = draft.length, request.clock
-    logits = lane_round.forward(mx.concatenate([fed, draft.tokens]))[-1 - k :]
-    if k:
-        clock.wait("draft", draft.tokens)
-    clock.submit("verify", logits)
-    clock.wait("verify", logits)
-    drafted = draft.tokens if k else None
-    rows = _rows(request, logits, drafted, k + 1)
-    return request.verifier.in_turn(logits, rows, drafted, draft.probs, top=request.top)
-
-
-def _rows(
+def rows_of(
     request: Request, logits: mx.array, ahead: mx.array | None, count: int = 1
 ) -> Rows:
     """Return what precedes each of the target's rows, and what it may choose."""

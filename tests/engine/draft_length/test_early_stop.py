@@ -157,7 +157,7 @@ def test_a_chain_ends_where_its_tokens_are_not_worth_their_time(
             policy=lengths,
         )
     )
-    decoder.prefill()
+    decoder.prefill.target()
     drafted = set()
     for _ in range(6):
         chain = certain(model, sequence.tokens)

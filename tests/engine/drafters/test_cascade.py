@@ -97,7 +97,7 @@ def test_the_models_caches_stay_right_between_turns(name: str, fails: bool) -> N
             policy=FixedDraftLength(5),
         )
     )
-    decoder.prefill()
+    decoder.prefill.target()
     twin = Lane(small)
     for number, turn in enumerate(turns):
         before = drafter.lane.seen

@@ -54,7 +54,7 @@ def decoder_of(
             policy=FixedDraftLength(LENGTH),
         )
     )
-    decoder.prefill()
+    decoder.prefill.target()
     return decoder, drafter, sequence
 
 

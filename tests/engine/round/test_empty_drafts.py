@@ -83,7 +83,7 @@ class Run:
                 policy=FixedDraftLength(4),
             )
         )
-        self.decoder.prefill()
+        self.decoder.prefill.target()
 
     @property
     def emitted(self) -> list[int]:
@@ -242,8 +242,8 @@ def test_a_cut_behind_a_step_keeps_what_is_named(name: str, kept: int) -> None:
     assert run.emitted == text[: 1 + kept]
     assert run.decoder.request.statistics.emitted == 1 + kept
     assert run.decoder.request.statistics.rounds == (2 if kept == 1 else 3)
-    run.decoder.hold_all()
-    assert run.decoder.next_token() == text[1 + kept]
+    run.decoder.ending.hold_all()
+    assert run.decoder.ending.next_token() == text[1 + kept]
     assert run.target.seen == len(run.sequence.tokens)
     del generator
 

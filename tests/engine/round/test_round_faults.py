@@ -56,7 +56,7 @@ class Run:
                 policy=FixedDraftLength(length),
             )
         )
-        self.decoder.prefill()
+        self.decoder.prefill.target()
 
     @property
     def emitted(self) -> list[int]:

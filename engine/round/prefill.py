@@ -1,0 +1,62 @@
+"""The prompt: the target reads it before the first round, a drafter before its own."""
+
+import time
+from collections.abc import Callable
+
+from mlx_speculation.engine.drafters.base import ReadsAhead
+from mlx_speculation.engine.round.request import Request
+
+
+class Prefill:
+    """Reads the prompt of a request.
+
+    Args:
+        request: whose sequence is read.
+
+    Attributes:
+        fits: whether the drafter may read a chunk of so many tokens of the prompt
+            before the next round; None: it reads all at once.
+        drafter_seconds: time that the drafter has taken, until a round reports it.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._drafter_begun = request.drafter is None
+        self.fits: Callable[[int], bool] | None = None
+        self.drafter_seconds = 0.0
+
+    def target(self, fits: Callable[[int], bool] | None = None) -> bool:
+        """Feed all known tokens but the last, which the first round feeds.
+
+        Args:
+            fits: whether a chunk of so many tokens may be fed now; None: all may.
+
+        Returns:
+            Whether all were fed; otherwise it is to be called again.
+        """
+        started, target = time.perf_counter(), self._request.target
+        unseen = self._request.sequence.tokens[target.seen : -1]
+        complete = target.feed(unseen, fits=fits)
+        self._request.statistics.prefill_seconds += time.perf_counter() - started
+        return complete
+
+    def drafter(self) -> bool:
+        """Let the drafter have its own look at the prompt, when it is first asked.
+
+        Returns:
+            Whether it has begun; otherwise it has more to read.
+        """
+        drafter, sequence = self._request.drafter, self._request.sequence
+        if self._drafter_begun or drafter is None:
+            return True
+        started = time.perf_counter()
+        complete = True
+        if self.fits is not None and isinstance(drafter, ReadsAhead):
+            complete = drafter.read_ahead(sequence, self.fits)
+        if complete:
+            drafter.begin(sequence)
+            self._drafter_begun = True
+        seconds = time.perf_counter() - started
+        self._request.statistics.prefill_seconds += seconds
+        self.drafter_seconds += seconds
+        return complete
