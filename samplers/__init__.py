@@ -5,9 +5,9 @@ It knows arrays. It does not know models, caches or text.
 
 from mlx_speculation.samplers.acceptance import count_accepted, normalizers, peaks
 from mlx_speculation.samplers.batch_verifier import (
-    Asked,
     BatchVerified,
-    Decided,
+    VerifiedGroup,
+    VerifyRequest,
     propose_batch,
     verify_batch,
 )
@@ -24,7 +24,6 @@ from mlx_speculation.samplers.logits.processors import Processors
 from mlx_speculation.samplers.make_sampler import SeededSampler, make_sampler
 from mlx_speculation.samplers.results import Chosen, LogProbs, Verified
 from mlx_speculation.samplers.row_context import Rows
-from mlx_speculation.samplers.rules.probs import Verdict
 from mlx_speculation.samplers.sampling import (
     LogitsProcessor,
     Sampler,
@@ -35,14 +34,12 @@ from mlx_speculation.samplers.verifier import Acceptance, Verifier
 
 __all__ = [
     "Acceptance",
-    "Asked",
     "BatchVerified",
     "Chooser",
     "Chosen",
     "Constrained",
     "Constraint",
     "ConstraintState",
-    "Decided",
     "ForkableProcessor",
     "LogProbs",
     "LogitsProcessor",
@@ -52,9 +49,10 @@ __all__ = [
     "Sampling",
     "SeededSampler",
     "TokenAutomaton",
-    "Verdict",
     "Verified",
+    "VerifiedGroup",
     "Verifier",
+    "VerifyRequest",
     "allowed_tokens",
     "count_accepted",
     "derived_seed",

@@ -24,21 +24,21 @@ from mlx_speculation.samplers.verifier import Verifier, reported, spread
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asked:
-    """What one request asks of a round.
+class VerifyRequest:
+    """What is to be decided for one request.
 
     Attributes:
         verifier: decides for it.
         rows: what precedes its rows, one more than it has drafts.
         drafted: uint32 [k], its drafted tokens; None for k = 0.
-        probs: float32 [k, ids], the laws that they were drawn from, if by chance.
+        draft_probs: float32 [k, ids], what they were drawn from, if by chance.
         top: report log-probabilities, and this many of the most probable ids.
     """
 
     verifier: Verifier
     rows: Rows
     drafted: mx.array | None = None
-    probs: mx.array | None = None
+    draft_probs: mx.array | None = None
     top: int | None = None
 
     @property
@@ -48,7 +48,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Decided:
+class VerifiedGroup:
     """Requests that were decided together.
 
     Attributes:
@@ -65,14 +65,14 @@ class Decided:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchVerified:
-    """The verdicts of a round.
+    """What was decided in a round.
 
     Attributes:
         decided: of those requests that could be decided.
         failed: what was raised for others, such as by a processor of their own.
     """
 
-    decided: tuple[Decided, ...]
+    decided: tuple[VerifiedGroup, ...]
     failed: dict[int, Exception]
 
     @property
@@ -99,17 +99,18 @@ class BatchProposed:
 
     Attributes:
         tokens: uint32 [requests], 0 where a request failed.
-        laws: the law that it was drawn from, float32 [1, ids], where there is one.
+        probs: what it was drawn from, float32 [1, ids], by request; missing where
+            chance took no part.
         failed: what was raised, such as by a processor of the request's own.
     """
 
     tokens: mx.array
-    laws: dict[int, mx.array]
+    probs: dict[int, mx.array]
     failed: dict[int, Exception]
 
 
 def verify_batch(
-    asked: Sequence[Asked], logits: mx.array, drafted: mx.array | None = None
+    asked: Sequence[VerifyRequest], logits: mx.array, drafted: mx.array | None = None
 ) -> BatchVerified:
     """Decide for every request.
 
@@ -119,7 +120,7 @@ def verify_batch(
             first.
         drafted: uint32 [requests, n - 1], padded with any tokens; None for n = 1.
     """
-    found: list[Decided] = []
+    found: list[VerifiedGroup] = []
     failed: dict[int, Exception] = {}
     for members, key in _grouped(asked):
         if key is not None:
@@ -130,7 +131,7 @@ def verify_batch(
             own = logits[index, : one.rows.count]
             try:
                 verified = one.verifier.verify(
-                    own, one.rows, one.drafted, one.probs, top=one.top
+                    own, one.rows, one.drafted, one.draft_probs, top=one.top
                 )
             except Exception as error:
                 failed[index] = error
@@ -138,12 +139,12 @@ def verify_batch(
                 if verified.accepted is not None:
                     accepted = verified.accepted.reshape(1)
                     verified = replace(verified, accepted=accepted)
-                found.append(Decided((index,), one.rows.count, verified))
+                found.append(VerifiedGroup((index,), one.rows.count, verified))
     return BatchVerified(tuple(found), failed)
 
 
 def propose_batch(
-    asked: Sequence[Asked], logits: mx.array, ids: mx.array | None = None
+    asked: Sequence[VerifyRequest], logits: mx.array, ids: mx.array | None = None
 ) -> BatchProposed:
     """Choose the next drafted token of every request.
 
@@ -157,7 +158,7 @@ def propose_batch(
         logits = spread(logits, ids, asked[0].verifier.chooser.width)
     tokens: list[mx.array] = []
     order: list[int] = []
-    laws: dict[int, mx.array] = {}
+    probs: dict[int, mx.array] = {}
     failed: dict[int, Exception] = {}
     for members, key in _grouped(asked):
         order += members
@@ -177,8 +178,8 @@ def propose_batch(
                 continue
             tokens.append(chosen.tokens)
             if chosen.probs is not None:
-                laws[index] = chosen.probs
-    return BatchProposed(_in_order(tokens, order), laws, failed)
+                probs[index] = chosen.probs
+    return BatchProposed(_in_order(tokens, order), probs, failed)
 
 
 def _in_order(tokens: list[mx.array], order: list[int]) -> mx.array:
@@ -192,7 +193,7 @@ def _in_order(tokens: list[mx.array], order: list[int]) -> mx.array:
 _ANY = Rows((0,))  # what precedes a row does not matter to those decided together
 
 
-def _grouped(asked: Sequence[Asked]) -> list[tuple[list[int], Any]]:
+def _grouped(asked: Sequence[VerifyRequest]) -> list[tuple[list[int], Any]]:
     """Return the requests by what they have in common; None: nothing."""
     groups: dict[Any, list[int]] = {}
     for index, one in enumerate(asked):
@@ -203,11 +204,11 @@ def _grouped(asked: Sequence[Asked]) -> list[tuple[list[int], Any]]:
 
 
 def _together(
-    asked: Sequence[Asked],
+    asked: Sequence[VerifyRequest],
     members: list[int],
     logits: mx.array,
     drafted: mx.array | None,
-) -> Decided:
+) -> VerifiedGroup:
     """Decide for requests that differ in seed and position only."""
     ours = [asked[index] for index in members]
     if len(ours) < len(asked):
@@ -232,7 +233,9 @@ def _together(
     report = None
     if top is not None:
         report = reported(first.verifier, processed, normals, tokens, top)
-    return Decided(tuple(members), width, Verified(tokens, accepted, normals, report))
+    return VerifiedGroup(
+        tuple(members), width, Verified(tokens, accepted, normals, report)
+    )
 
 
 def _picked(

@@ -132,8 +132,8 @@ class Chooser:
     def log_probs(self, processed: mx.array, rows: Rows) -> mx.array:
         """Return the filtered, tempered log-probabilities, float32, unnormalized.
 
-        XTC's coins depend on the position alone, so they are a part of the law there:
-        the same for draft and target, and for every round that comes to it.
+        XTC's coins depend on the position alone, so they are part of the distribution
+        there: the same for draft and target, and for every round that comes to it.
 
         Args:
             processed: what `processed` returned for these rows.

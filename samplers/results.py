@@ -7,12 +7,12 @@ import mlx.core as mx
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chosen:
-    """Proposed tokens, and the law that each was drawn from.
+    """Proposed tokens, and the distribution that each was drawn from.
 
     Attributes:
         tokens: uint32 [rows].
-        probs: float32 [rows, ids], exactly the law of the draw, by which the target
-            accepts or rejects it; None where chance took no part, or where it is the
+        probs: float32 [rows, ids], exactly what the token was drawn from: the target
+            accepts or rejects by it; None where chance took no part, or where it is the
             target's own noise (keyed choice).
     """
 
@@ -22,7 +22,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verified:
-    """The target's verdict on k drafted tokens, nothing of it evaluated.
+    """What the target decided on k drafted tokens, nothing of it evaluated.
 
     Attributes:
         tokens: uint32 [k + 1]. The first `accepted + 1` are the accepted tokens and
@@ -40,7 +40,7 @@ class Verified:
 
     @property
     def first(self) -> "Verified":
-        """The verdict on the first row alone."""
+        """What was decided on the first row alone."""
         report = self.log_probs
         if report is not None:
             report = report.first

@@ -57,14 +57,15 @@ class Sampling:
         logits_processors: callables with mlx-lm's signature, see `LogitsProcessor`.
             `logits.processor_kinds` says which of them keep speculation fast.
         draft_temperature: the temperature of proposals; None takes `temperature`. It
-            changes how many are accepted, never the text or its law.
+            changes how many are accepted, never the text or its distribution.
         seed: decides the text at a temperature above 0; None draws one, which the
             result reports.
         sampler: draws tokens itself, from the log-probabilities [1, vocab] of a row
             after processors, as mlx-lm's samplers do. It is called for each row of a
             verify, so one with a state of its own is called for rejected rows too.
-            The law of the text is the sampler's, and drafts do not share its chance:
-            the text of a seed changes with them. Temperature and filters are then off.
+            The distribution of the text is the sampler's, and drafts do not share its
+            chance: the text of a seed changes with them. Temperature and filters are
+            then off.
 
     Raises:
         InvalidRequestError: a value is out of its range.

@@ -4,7 +4,8 @@ Such a sampler takes log-probabilities [1, vocab] and returns a token id [1]. Fo
 verify it is called row by row, because a sampler may draw once for all rows that it is
 given, as mlx-lm's XTC does, and then they would not be independent. Where each row's
 token y_i is drawn from p_i alone, and a drafted token is accepted where it equals y_i,
-what is emitted is always the target's own draw: the law of the text is the sampler's.
+what is emitted is always the target's own draw: its distribution is the
+sampler's.
 """
 
 from typing import Any

@@ -5,8 +5,9 @@ Three rules, all lossless:
     keyed       draft and target choose with the same noise, and a drafted token is
                 accepted where it is the target's own choice: one text for a seed,
                 whatever the draft
-    rejection   a drafted token is accepted with min(1, p / q): the same law, more
-                tokens accepted, another text for every draft and draft length
+    rejection   a drafted token is accepted with min(1, p / q): the same
+                distribution, more tokens accepted, another text for every draft and
+                draft length
     block       likewise, and the drafted tokens are judged together
 
 Greedy requests choose without noise under each of them. What a round decides is
@@ -33,12 +34,12 @@ from mlx_speculation.samplers.noise.round_keys import (
 from mlx_speculation.samplers.results import Chosen, LogProbs, Verified
 from mlx_speculation.samplers.row_context import Rows
 from mlx_speculation.samplers.rules import block, rejection
-from mlx_speculation.samplers.rules.probs import Verdict, draw
+from mlx_speculation.samplers.rules.probs import RuleOutcome, draw
 from mlx_speculation.samplers.sampling import Sampling
 from mlx_speculation.samplers.user_sampler import within
 
 Acceptance = Literal["keyed", "rejection", "block"]
-Rule = Callable[[mx.array, mx.array | None, mx.array, mx.array], Verdict]
+Rule = Callable[[mx.array, mx.array | None, mx.array, mx.array], RuleOutcome]
 
 RULES: dict[str, Rule | None] = {
     "keyed": None,
@@ -79,8 +80,8 @@ class Verifier:
     def indifferent(self) -> bool:
         """Whether a proposal from unusable logits, such as NaN, does no harm.
 
-        It is then a token like any other. Where laws are named they would be NaN too,
-        and a logits processor of the user's would see it.
+        It is then a token like any other. Where `draft_probs` are kept they would be
+        NaN too, and a logits processor of the user's would see it.
         """
         return self._rule is None and not self._chooser.processors.active
 
@@ -102,19 +103,21 @@ class Verifier:
             plain = Sampling(draft_temperature=sampling.draft_temperature)
         return plain, self._whole_rows
 
-    def law(self, logits: mx.array, rows: Rows, *, for_draft: bool = False) -> mx.array:
-        """Return the law by which a token is chosen, float32 [rows, width].
+    def probs(
+        self, logits: mx.array, rows: Rows, *, for_draft: bool = False
+    ) -> mx.array:
+        """Return the probabilities of each choice, float32 [rows, width].
 
-        It is the same under every rule. Legal where `processors.parallel`.
+        They are the same under every rule. Legal where `processors.parallel`.
 
         Args:
             logits: [rows, vocab].
             rows: what precedes each row.
-            for_draft: the law of a proposal, with the draft's temperature.
+            for_draft: those of a proposal, with the draft's temperature.
         """
         chooser = self._draft_chooser if for_draft else self._chooser
         processed = chooser.processed(logits, rows, for_draft=for_draft)
-        return self._law(chooser, processed, rows)
+        return self._probs(chooser, processed, rows)
 
     def propose(
         self, logits: mx.array, rows: Rows, ids: mx.array | None = None
@@ -133,10 +136,10 @@ class Verifier:
         processed = chooser.processed(logits, rows, for_draft=True)
         if self._rule is None or chooser.sampling.greedy:
             return Chosen(chooser.pick(processed, rows))
-        law = self._law(chooser, processed, rows)
+        probs = self._probs(chooser, processed, rows)
         start, places = mx.array([rows.round_start]), mx.array(list(rows.positions))
         keys = round_keys(self._stream(DRAFT), start, places)
-        return Chosen(draw(law, gumbel_rows(keys, law.shape[-1])), law)
+        return Chosen(draw(probs, gumbel_rows(keys, probs.shape[-1])), probs)
 
     def verify(
         self,
@@ -153,7 +156,7 @@ class Verifier:
             logits: [k + 1, vocab] of the target.
             rows: what precedes each row; the drafted tokens are `ahead`.
             drafted: uint32 [k], or None for k = 0.
-            draft_probs: float32 [k, ids], the laws that they were drawn from; None
+            draft_probs: float32 [k, ids], what they were drawn from; None
                 where chance took no part.
             top: report log-probabilities, and this many of the most probable ids.
         """
@@ -177,7 +180,7 @@ class Verifier:
         all rows.
 
         Yields:
-            The verdict on each row and its drafted token alone: one token.
+            The outcome on each row and its drafted token alone: one token.
         """
         k = 0 if drafted is None else len(drafted)
         start = rows.positions[0]
@@ -228,25 +231,25 @@ class Verifier:
         start: int | None,
     ) -> tuple[mx.array, mx.array | None]:
         """Accept by the rule, and draw the correction or bonus."""
-        laws = self._law(self._chooser, processed, rows)
+        probs = self._probs(self._chooser, processed, rows)
         first = mx.array([rows.positions[0] if start is None else start])
         if drafted is None:
-            return self._draw(laws, first, mx.array(list(rows.positions))), None
+            return self._draw(probs, first, mx.array(list(rows.positions))), None
         assert self._rule is not None
         positions = mx.array(list(rows.positions))
         thrown = coins(round_keys(self._stream(COIN), first, positions[:-1]))
-        verdict = self._rule(laws, draft_probs, drafted, thrown)
-        place = positions[:1] + verdict.accepted
-        last = self._draw(verdict.next_law[None], first, place)
+        outcome = self._rule(probs, draft_probs, drafted, thrown)
+        place = positions[:1] + outcome.accepted
+        last = self._draw(outcome.next_probs[None], first, place)
         drafted = mx.concatenate([drafted, last.astype(drafted.dtype)])
-        stays = mx.arange(len(positions)) < verdict.accepted
-        return mx.where(stays, drafted, last), verdict.accepted
+        stays = mx.arange(len(positions)) < outcome.accepted
+        return mx.where(stays, drafted, last), outcome.accepted
 
-    def _draw(self, laws: mx.array, starts: mx.array, places: mx.array) -> mx.array:
+    def _draw(self, probs: mx.array, starts: mx.array, places: mx.array) -> mx.array:
         keys = round_keys(self._stream(RESIDUAL), starts, places)
-        return draw(laws, gumbel_rows(keys, laws.shape[-1]))
+        return draw(probs, gumbel_rows(keys, probs.shape[-1]))
 
-    def _law(self, chooser: Chooser, processed: mx.array, rows: Rows) -> mx.array:
+    def _probs(self, chooser: Chooser, processed: mx.array, rows: Rows) -> mx.array:
         """Return probabilities over all token ids, float32 [rows, width]."""
         probs = mx.softmax(chooser.log_probs(processed, rows), axis=-1)
         missing = chooser.width - probs.shape[-1]

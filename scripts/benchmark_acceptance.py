@@ -1,10 +1,10 @@
-"""Measures how many drafted tokens each rule accepts, beside what the laws promise.
+"""Measures how many drafted tokens each rule accepts, beside what is expected.
 
-Drafts of a fixed length on held-out prompts, by temperature. In every round the laws
-of draft and target are kept; from them follows, in closed form, how many tokens the
-rule accepts on average (see `expected_acceptance.py`). Counted and promised differ by
-chance only, so the difference is given in standard errors: beyond four something is
-wrong. No time is taken here.
+Drafts of a fixed length on held-out prompts, by temperature. In every round the
+probabilities of draft and target are kept; from them follows, in closed form, how many
+tokens the rule accepts on average (see `expected_acceptance.py`). Counted and promised
+differ by chance only, so the difference is given in standard errors: beyond four
+something is wrong. No time is taken here.
 
 The last line on standard output is one JSON object with everything.
 
@@ -42,7 +42,7 @@ class Row:
         rounds: with a draft.
         rate: accepted over drafted tokens.
         length: mean accepted length: one more than accepted over rounds.
-        promised: the mean accepted length that the laws promise.
+        promised: the mean accepted length that is expected.
         errors: how far the two are apart, in standard errors.
     """
 
@@ -66,7 +66,7 @@ def main(
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
     blas: Annotated[BlasName, typer.Option()] = "auto",
 ) -> None:
-    """Count accepted tokens, and compare with what the laws promise."""
+    """Count accepted tokens, and compare with what is expected."""
     use_blas(blas)
     print("| target | temperature | rule | accepted | length | promised | apart |")
     print("|---|---|---|---|---|---|---|")
@@ -94,7 +94,7 @@ def _measure(
     tokens: int,
     top_p: float,
 ) -> Iterator[Row]:
-    from acceptance_laws import watch
+    from acceptance_rounds import watch
     from benchmark_arms import Job, Models
 
     from mlx_speculation import Sampling

@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.drafters.base import NOTHING, Draft
-from mlx_speculation.samplers import Asked, peaks, propose_batch
+from mlx_speculation.samplers import VerifyRequest, peaks, propose_batch
 
 
 class BatchChain:
@@ -50,8 +50,8 @@ class BatchChain:
         proposed = propose_batch(self._asked(), logits, self._ids)
         for place, error in proposed.failed.items():
             self._rows[place].error = error
-        for place, law in proposed.laws.items():
-            self._laws[place].append(law)
+        for place, probs in proposed.probs.items():
+            self._laws[place].append(probs)
         self._columns.append(proposed.tokens)
         mx.async_eval(proposed.tokens)  # runs while the next step's graph is built
         return proposed.tokens
@@ -72,7 +72,7 @@ class BatchChain:
             found.append(draft)
         return found
 
-    def _asked(self) -> list[Asked]:
+    def _asked(self) -> list[VerifyRequest]:
         """Return what each row asks of the next token, behind those drafted."""
         columns = self._columns
         placeholder = mx.zeros((len(columns),), mx.uint32) if columns else None
@@ -84,5 +84,5 @@ class BatchChain:
                 matrix = mx.stack(columns, axis=1) if matrix is None else matrix
                 ahead = matrix[place]
             rows = row.request.sequence.rows(ahead)
-            asked.append(Asked(row.request.verifier, rows))
+            asked.append(VerifyRequest(row.request.verifier, rows))
         return asked

@@ -20,7 +20,7 @@ from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.timing import RoundSeconds
 from mlx_speculation.interrupts import raised_by_signal
 from mlx_speculation.models import Lane, why_alone
-from mlx_speculation.samplers import Asked
+from mlx_speculation.samplers import VerifyRequest
 
 if TYPE_CHECKING:
     from mlx_speculation.engine.stream import Stream
@@ -101,7 +101,9 @@ class BatchRequest:
         if isinstance(head := _inner(self.request.drafter), MtpDrafter):
             head.let_go()
 
-    def asked(self, draft: Draft | None = None, ahead: mx.array | None = None) -> Asked:
+    def asked(
+        self, draft: Draft | None = None, ahead: mx.array | None = None
+    ) -> VerifyRequest:
         """Return what it asks of a verify.
 
         Args:
@@ -114,11 +116,11 @@ class BatchRequest:
             before = draft.tokens
             if ahead is not None:
                 before = mx.concatenate([ahead, draft.tokens])
-        return Asked(
+        return VerifyRequest(
             self.request.verifier,
             self.request.sequence.rows(before, drafts + 1),
             drafted=draft.tokens if draft is not None and drafts else None,
-            probs=None if draft is None else draft.probs,
+            draft_probs=None if draft is None else draft.probs,
             top=self.request.top,
         )
 

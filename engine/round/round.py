@@ -61,7 +61,7 @@ class Rounds:
     def __init__(self, request: Request) -> None:
         processors = request.verifier.chooser.processors
         self._request = request
-        # Asked once: most requests have no processors with a state.
+        # VerifyRequest once: most requests have no processors with a state.
         self._processors = processors if processors.has_state else None
         self._proposed = False  # a draft that is neither settled nor discarded
         self.in_turn = not processors.parallel

@@ -51,7 +51,7 @@ class Masks:
         """Return the rows of a drafter, which may have logits for some ids only.
 
         Where it has none for any allowed id, all are allowed: what it then proposes is
-        not accepted, and has a law.
+        not accepted, and has probabilities.
 
         Args:
             logits: [rows, vocab], or [rows, n] with `ids`.

@@ -2,7 +2,7 @@
 
 Position i has a Gumbel vector over token ids. It is the same in a verify of many
 rows and in a plain step, for logits of any width, and for draft and target. Adding it
-to log-probabilities and taking the largest draws from their law (Gumbel-max; Maddison
+to log-probabilities and taking the largest samples from them (Gumbel-max; Maddison
 et al., "A* Sampling", 2014), so two models that share the noise mostly choose alike.
 
 `mx.random` values depend on the whole shape asked for, hence one draw of one fixed

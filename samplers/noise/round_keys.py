@@ -19,7 +19,7 @@ from mlx_speculation.samplers.noise.gumbel import gumbel
 COIN = 2  # acceptance
 RESIDUAL = 3  # the correction or bonus
 DRAFT = 4  # the draft's own tokens
-XTC = 5  # by position alone: it is part of the target's law
+XTC = 5  # by position alone: it is part of the target's distribution
 
 
 def round_keys(stream: mx.array, starts: mx.array, positions: mx.array) -> mx.array:

@@ -14,11 +14,11 @@ coins and drafts of every position, those given up included.
 import mlx.core as mx
 
 from mlx_speculation.samplers.rules.probs import (
-    Verdict,
+    RuleOutcome,
     check_shape,
-    draft_laws,
-    law_after,
+    draft_distributions,
     passes,
+    probs_after,
     quotient,
     token_probs,
 )
@@ -38,7 +38,9 @@ def reach_probs(
     Raises:
         InvalidRequestError: the shapes do not fit.
     """
-    return _reach(target_probs, draft_laws(target_probs, draft_probs, drafted), drafted)
+    return _reach(
+        target_probs, draft_distributions(target_probs, draft_probs, drafted), drafted
+    )
 
 
 def acceptance_probs(
@@ -52,21 +54,21 @@ def acceptance_probs(
     Raises:
         InvalidRequestError: the shapes do not fit.
     """
-    draft = draft_laws(target_probs, draft_probs, drafted)
+    draft = draft_distributions(target_probs, draft_probs, drafted)
     reach = _reach(target_probs, draft, drafted)
     return quotient(*_prefix_odds(target_probs, draft, reach))
 
 
-def next_law(
+def next_probs(
     target_probs: mx.array,
     draft_probs: mx.array | None,
     drafted: mx.array,
     accepted: mx.array,
 ) -> mx.array:
-    """Return the law of the token after `accepted` [...] drafted ones, [..., vocab]."""
-    draft = draft_laws(target_probs, draft_probs, drafted)
+    """Return the distribution after `accepted` [...] drafted tokens, [..., vocab]."""
+    draft = draft_distributions(target_probs, draft_probs, drafted)
     reach = _reach(target_probs, draft, drafted)
-    return law_after(target_probs, draft, reach, accepted)
+    return probs_after(target_probs, draft, reach, accepted)
 
 
 def verify(
@@ -74,8 +76,8 @@ def verify(
     draft_probs: mx.array | None,
     drafted: mx.array,
     coins: mx.array,
-) -> Verdict:
-    """Decide how many drafted tokens are accepted, and what law comes next.
+) -> RuleOutcome:
+    """Decide how many drafted tokens are accepted, and what follows them.
 
     Args:
         target_probs: [..., k + 1, vocab].
@@ -87,7 +89,7 @@ def verify(
     Raises:
         InvalidRequestError: the shapes do not fit.
     """
-    draft = draft_laws(target_probs, draft_probs, drafted)
+    draft = draft_distributions(target_probs, draft_probs, drafted)
     reach = _reach(target_probs, draft, drafted)
     part, whole = _prefix_odds(target_probs, draft, reach)
     check_shape("coins", coins, drafted.shape)
@@ -96,8 +98,8 @@ def verify(
     # The empty prefix passes always; it also makes the maximum of k = 0.
     none = mx.zeros((*drafted.shape[:-1], 1), dtype=lengths.dtype)
     accepted = mx.concatenate([none, lengths], axis=-1).max(axis=-1)
-    following = law_after(target_probs, draft, reach, accepted)
-    return Verdict(accepted.astype(mx.int32), following, quotient(part, whole))
+    following = probs_after(target_probs, draft, reach, accepted)
+    return RuleOutcome(accepted.astype(mx.int32), following, quotient(part, whole))
 
 
 def _reach(target_probs: mx.array, draft: mx.array, drafted: mx.array) -> mx.array:

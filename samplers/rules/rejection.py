@@ -9,11 +9,11 @@ Chen et al., 2023. Arguments are those of `samplers.rules.probs`.
 import mlx.core as mx
 
 from mlx_speculation.samplers.rules.probs import (
-    Verdict,
+    RuleOutcome,
     check_shape,
-    draft_laws,
-    law_after,
+    draft_distributions,
     passes,
+    probs_after,
     quotient,
     token_probs,
 )
@@ -24,8 +24,8 @@ def acceptance_probs(
 ) -> mx.array:
     """Return the probability that each drafted token is accepted, once reached.
 
-    A token that the draft's law cannot draw has 0: such a law is not the one that the
-    token was drawn from.
+    A token to which the draft gives no probability has 0: it was not drawn from these
+    `draft_probs`.
 
     Returns:
         [..., k].
@@ -33,19 +33,19 @@ def acceptance_probs(
     Raises:
         InvalidRequestError: the shapes do not fit.
     """
-    draft = draft_laws(target_probs, draft_probs, drafted)
+    draft = draft_distributions(target_probs, draft_probs, drafted)
     return quotient(*_token_odds(target_probs, draft, drafted))
 
 
-def next_law(
+def next_probs(
     target_probs: mx.array,
     draft_probs: mx.array | None,
     drafted: mx.array,
     accepted: mx.array,
 ) -> mx.array:
-    """Return the law of the token after `accepted` [...] drafted ones, [..., vocab]."""
-    draft = draft_laws(target_probs, draft_probs, drafted)
-    return law_after(target_probs, draft, _whole_shares(target_probs), accepted)
+    """Return the distribution after `accepted` [...] drafted tokens, [..., vocab]."""
+    draft = draft_distributions(target_probs, draft_probs, drafted)
+    return probs_after(target_probs, draft, _whole_shares(target_probs), accepted)
 
 
 def verify(
@@ -53,8 +53,8 @@ def verify(
     draft_probs: mx.array | None,
     drafted: mx.array,
     coins: mx.array,
-) -> Verdict:
-    """Decide how many drafted tokens are accepted, and what law comes next.
+) -> RuleOutcome:
+    """Decide how many drafted tokens are accepted, and what follows them.
 
     Args:
         target_probs: [..., k + 1, vocab].
@@ -65,13 +65,13 @@ def verify(
     Raises:
         InvalidRequestError: the shapes do not fit.
     """
-    draft = draft_laws(target_probs, draft_probs, drafted)
+    draft = draft_distributions(target_probs, draft_probs, drafted)
     part, whole = _token_odds(target_probs, draft, drafted)
     check_shape("coins", coins, drafted.shape)
     passed = passes(coins, part, whole).astype(mx.int32)
     accepted = mx.cumprod(passed, axis=-1).sum(axis=-1).astype(mx.int32)
-    following = law_after(target_probs, draft, _whole_shares(target_probs), accepted)
-    return Verdict(accepted, following, quotient(part, whole))
+    following = probs_after(target_probs, draft, _whole_shares(target_probs), accepted)
+    return RuleOutcome(accepted, following, quotient(part, whole))
 
 
 def _token_odds(

@@ -1,8 +1,9 @@
-"""The law of the text itself: what whole generations emit, counted.
+"""The distribution of the text itself: what whole generations emit, counted.
 
 A target and a draft of four tokens, drafts of three, so that a rejection, a residual
 draw, a bonus and the next round all fall into the first three emitted tokens. Their
-joint law is computed from the target alone; each generation has a seed of its own.
+joint distribution is computed from the target alone; each generation has a seed of its
+own.
 
 Sizes are from the table for 64 outcomes at alpha 1e-4 and power .99: 10,009 find a
 total variation of 0.05, 1,112 one of 0.15 and 626 one of 0.2 (the size goes with its
@@ -10,9 +11,9 @@ square). Texts expected less than five times count as one outcome. The controls 
 by more.
 
 Faults that were made by hand, and found by the default cases:
-    the residual is the whole law of the target; a coin ignores the draft's law
-    a bonus is drawn from the row before; the reach of a prefix is not capped at 1
-    the last prefix has the reach of the one before
+    the residual is the whole distribution of the target; a coin ignores the draft's
+    distribution a bonus is drawn from the row before; the reach of a prefix is not
+    capped at 1 the last prefix has the reach of the one before
 """
 
 import warnings
@@ -39,7 +40,7 @@ from mlx_speculation.engine import Drafter
 from mlx_speculation.models import quantize_weights
 from mlx_speculation.samplers import Acceptance, Sampler, chooser, verifier
 from mlx_speculation.samplers import Sampling as Options
-from mlx_speculation.samplers.rules.probs import Verdict
+from mlx_speculation.samplers.rules.probs import RuleOutcome
 from support.drafters.broken_drafters import nan_logits
 from support.models.tiny_models import TINY_MODELS, build_tiny
 from support.models.tiny_tokenizer import letter_tokenizer
@@ -68,7 +69,7 @@ def quantized_draft() -> nn.Module:
     return draft
 
 
-def joint_law(options: Options) -> NDArray[np.float64]:
+def joint_distribution(options: Options) -> NDArray[np.float64]:
     """Return the probability of every text, from rows of the target alone."""
     target, _ = models()
     prompts = mx.array([[*PROMPT, *text] for text in TEXTS])
@@ -84,8 +85,8 @@ def joint_law(options: Options) -> NDArray[np.float64]:
     places = np.array(TEXTS)[..., None]
     joint = np.take_along_axis(probs, places, axis=-1)[..., 0].prod(axis=-1)
     assert abs(joint.sum() - 1) < 1e-9
-    law: NDArray[np.float64] = joint
-    return law
+    distribution: NDArray[np.float64] = joint
+    return distribution
 
 
 def count_texts(
@@ -108,13 +109,13 @@ def count_texts(
     return counts
 
 
-def excess(counts: NDArray[np.int64], law: NDArray[np.float64]) -> float:
+def excess(counts: NDArray[np.int64], distribution: NDArray[np.float64]) -> float:
     """Return chi-square over its bound at alpha 1e-4, by Wilson and Hilferty's cube.
 
     A text without probability must not have come.
     """
-    assert counts[law == 0].sum() == 0
-    expected = law * counts.sum()
+    assert counts[distribution == 0].sum() == 0
+    expected = distribution * counts.sum()
     rare = expected < 5
     seen = np.append(counts[~rare], counts[rare].sum())
     due = np.append(expected[~rare], expected[rare].sum())
@@ -149,7 +150,7 @@ def generator_of(
     )
 
 
-PLAIN, FILTERED = "plain law", "filtered, draft at its own temperature"
+PLAIN, FILTERED = "plain distribution", "filtered, draft at its own temperature"
 CASES: dict[str, dict[str, Any]] = {
     PLAIN: {"temperature": 1.2},
     FILTERED: {
@@ -165,7 +166,7 @@ RUNS = [
         case,
         samples,
         # Keyed text equals that of plain decoding, which other tests hold it to, and
-        # the laws of both other rules are enumerated in tests/samplers.
+        # the distributions of both other rules are enumerated in tests/samplers.
         marks=() if (samples, acceptance) == (SHORT, "block") else pytest.mark.slow,
     )
     for acceptance in get_args(Acceptance)
@@ -177,12 +178,12 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("acceptance", "case", "samples"), RUNS)
-def test_the_first_three_tokens_follow_the_targets_joint_law(
+def test_the_first_three_tokens_follow_the_targets_joint_distribution(
     acceptance: Acceptance, case: str, samples: int
 ) -> None:
     options = CASES[case]
     counts = count_texts(generator_of(acceptance), options, samples)
-    assert excess(counts, joint_law(Options(**options))) < 1
+    assert excess(counts, joint_distribution(Options(**options))) < 1
 
 
 @pytest.mark.slow
@@ -190,18 +191,20 @@ def test_the_first_three_tokens_follow_the_targets_joint_law(
     "drafting", ["early stops", "lookup", "cascade", "three ids", "four bits"]
 )
 @pytest.mark.parametrize("acceptance", get_args(Acceptance))
-def test_drafts_of_any_length_and_source_leave_the_law_as_it_is(
+def test_drafts_of_any_length_and_source_leave_the_distribution_as_it_is(
     acceptance: Acceptance, drafting: str
 ) -> None:
     """A lookup proposes nothing now and then; rounds behind a step are among these."""
-    options = CASES["plain law"]
+    options = CASES["plain distribution"]
     counts = count_texts(generator_of(acceptance, drafting), options, 2_502)
-    assert excess(counts, joint_law(Options(**options))) < 1
+    assert excess(counts, joint_distribution(Options(**options))) < 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
-def test_a_drafters_nan_leaves_the_law_as_it_is(acceptance: Acceptance) -> None:
+def test_a_drafters_nan_leaves_the_distribution_as_it_is(
+    acceptance: Acceptance,
+) -> None:
     """The round that it comes in goes on; then the draft is set aside."""
     options = CASES[PLAIN]
     generator, counts = generator_of(acceptance), np.zeros(len(TEXTS), dtype=np.int64)
@@ -212,18 +215,18 @@ def test_a_drafters_nan_leaves_the_law_as_it_is(acceptance: Acceptance) -> None:
             for seed in range(834):
                 with nan_logits(draft, nth):
                     counts += count_texts(generator, options, 1, first=3 * seed + nth)
-    assert excess(counts, joint_law(Options(**options))) < 1
+    assert excess(counts, joint_distribution(Options(**options))) < 1
 
 
-@pytest.fixture(name="wrong_law")
-def _wrong_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let both rules believe that the draft was drawn from a flatter law."""
+@pytest.fixture(name="wrong_distribution")
+def _wrong_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let both rules believe that the draft was drawn from a flatter distribution."""
 
     def flattened(rule: Any) -> Any:
-        def wrong(target: mx.array, draft: mx.array, *rest: mx.array) -> Verdict:
+        def wrong(target: mx.array, draft: mx.array, *rest: mx.array) -> RuleOutcome:
             root = mx.sqrt(draft)
             flat = root / root.sum(axis=-1, keepdims=True)
-            verdict: Verdict = rule(target, flat, *rest)
+            verdict: RuleOutcome = rule(target, flat, *rest)
             return verdict
 
         return wrong
@@ -233,14 +236,14 @@ def _wrong_law(monkeypatch: pytest.MonkeyPatch) -> None:
     return
 
 
-@pytest.mark.usefixtures("wrong_law")
+@pytest.mark.usefixtures("wrong_distribution")
 @pytest.mark.parametrize(
     "acceptance", ["block", pytest.param("rejection", marks=pytest.mark.slow)]
 )
 def test_a_biased_rule_is_found(acceptance: Acceptance) -> None:
     options = CASES[PLAIN]
     counts = count_texts(generator_of(acceptance), options, CONTROL)
-    assert excess(counts, joint_law(Options(**options))) > 1
+    assert excess(counts, joint_distribution(Options(**options))) > 1
 
 
 def test_a_draft_that_is_emitted_in_place_of_the_choice_is_found(
@@ -253,7 +256,7 @@ def test_a_draft_that_is_emitted_in_place_of_the_choice_is_found(
     monkeypatch.setattr(verifier, "count_accepted", emits)
     options = CASES[PLAIN]
     counts = count_texts(generator_of("keyed"), options, CONTROL)
-    assert excess(counts, joint_law(Options(**options))) > 1
+    assert excess(counts, joint_distribution(Options(**options))) > 1
 
 
 def count_own(sampler: Sampler, samples: int) -> NDArray[np.int64]:
@@ -268,14 +271,16 @@ def hot(log_probs: mx.array) -> mx.array:
 
 
 @pytest.mark.parametrize("samples", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)])
-def test_the_law_of_a_sampler_that_draws_by_itself_is_its_own(samples: int) -> None:
-    law = joint_law(Options(temperature=1.2))
-    assert excess(count_own(hot, samples), law) < 1
+def test_the_distribution_of_a_sampler_that_draws_by_itself_is_its_own(
+    samples: int,
+) -> None:
+    distribution = joint_distribution(Options(temperature=1.2))
+    assert excess(count_own(hot, samples), distribution) < 1
 
 
 def test_a_biased_sampler_is_found() -> None:
     counts = count_own(lambda x: mx.random.categorical(x / 0.8), CONTROL)
-    assert excess(counts, joint_law(Options(temperature=1.2))) > 1
+    assert excess(counts, joint_distribution(Options(temperature=1.2))) > 1
 
 
 @pytest.mark.slow
@@ -290,4 +295,4 @@ def test_rows_that_share_a_samplers_chance_are_found(
 
     monkeypatch.setattr(chooser, "called_on_rows", together)
     counts = count_own(hot, MIDDLE)
-    assert excess(counts, joint_law(Options(temperature=1.2))) > 1
+    assert excess(counts, joint_distribution(Options(temperature=1.2))) > 1

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from mlx_speculation import Sampling, pure
 from mlx_speculation.samplers import (
     Acceptance,
-    Asked,
     Chooser,
     Rows,
     Verifier,
+    VerifyRequest,
     propose_batch,
     verify_batch,
 )
@@ -38,7 +38,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> tuple[list[Asked], int]:
+def requests(draw: st.DrawFn) -> tuple[list[VerifyRequest], int]:
     """Draw what some requests ask for, and the widest draft."""
     rules: list[Acceptance] = ["keyed", "keyed", "keyed", "rejection", "block"]
     asked, width = [], draw(st.integers(0, 4))
@@ -55,7 +55,7 @@ def requests(draw: st.DrawFn) -> tuple[list[Asked], int]:
         probs = mx.full((count, VOCAB), 1 / VOCAB) if drafted else None
         keyed = verifier.shared is not None or verifier._rule is None
         asked.append(
-            Asked(
+            VerifyRequest(
                 verifier,
                 Rows(known, tokens, count + 1),
                 tokens,
@@ -75,7 +75,7 @@ def logits_of(rows: int, width: int, key: int) -> mx.array:
 @settings(max_examples=60)
 @given(drawn=requests(), key=st.integers(0, 1000))
 def test_requests_are_decided_as_each_alone(
-    drawn: tuple[list[Asked], int], key: int
+    drawn: tuple[list[VerifyRequest], int], key: int
 ) -> None:
     asked, width = drawn
     logits = logits_of(len(asked), width, key)
@@ -93,7 +93,7 @@ def test_requests_are_decided_as_each_alone(
                 logits[index, : one.count + 1],
                 one.rows,
                 one.drafted,
-                one.probs,
+                one.draft_probs,
                 top=one.top,
             )
             accepted: Any = 0 if alone.accepted is None else alone.accepted.item()
@@ -125,16 +125,19 @@ def test_requests_are_decided_as_each_alone(
 
 @settings(max_examples=40)
 @given(drawn=requests(), key=st.integers(0, 1000))
-def test_requests_draft_as_each_alone(drawn: tuple[list[Asked], int], key: int) -> None:
+def test_requests_draft_as_each_alone(
+    drawn: tuple[list[VerifyRequest], int], key: int
+) -> None:
     asked = [
-        Asked(one.verifier, Rows(one.rows.known, one.rows.ahead)) for one in drawn[0]
+        VerifyRequest(one.verifier, Rows(one.rows.known, one.rows.ahead))
+        for one in drawn[0]
     ]
     logits = logits_of(len(asked), 0, key)[:, 0]
     found = propose_batch(asked, logits)
     for index, one in enumerate(asked):
         alone = one.verifier.propose(logits[index][None], one.rows)
         assert found.tokens[index].item() == alone.tokens.item()
-        assert (index in found.laws) == (alone.probs is not None)
+        assert (index in found.probs) == (alone.probs is not None)
 
 
 def test_a_processor_that_raises_is_the_fault_of_its_request() -> None:
@@ -144,7 +147,7 @@ def test_a_processor_that_raises_is_the_fault_of_its_request() -> None:
 
     own = [Sampling(seed=1), Sampling(logits_processors=[raises], seed=1), Sampling()]
     asked = [
-        Asked(Verifier(Chooser(one.with_seed(), VOCAB)), Rows([row, 1]))
+        VerifyRequest(Verifier(Chooser(one.with_seed(), VOCAB)), Rows([row, 1]))
         for row, one in enumerate(own)
     ]
     logits = logits_of(3, 0, 5)

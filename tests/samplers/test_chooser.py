@@ -1,4 +1,4 @@
-"""Choosing: the same noise for the same id and position, and mlx-lm's law."""
+"""Choosing: the same noise for the same id and position, and mlx-lm's distribution."""
 
 from collections.abc import Callable
 
@@ -135,7 +135,7 @@ def test_noise_differs_between_positions_seeds_and_purposes() -> None:
     assert len(values) == len(drawn)
 
 
-def test_noise_follows_the_gumbel_law() -> None:
+def test_noise_follows_the_gumbel_distribution() -> None:
     """Kolmogorov-Smirnov at 200,000 values; the bound has odds of 1e-6."""
     noise = np.sort(
         np.array(gumbel(stream_key(3, CHOICE), mx.arange(2000), 100)).ravel()
@@ -204,7 +204,7 @@ def test_a_chooser_needs_a_seed() -> None:
 
 
 @pytest.mark.parametrize("top_p", [0.0, 0.7])
-def test_choices_follow_the_filtered_tempered_law(top_p: float) -> None:
+def test_choices_follow_the_filtered_tempered_distribution(top_p: float) -> None:
     """Chi-square over 60,000 positions and 16 tokens: finds a total variation of
     0.02 (facts: 40,224 samples at power .99); the bound has odds of 1e-6."""
     count, vocab = 60_000, 16
@@ -214,28 +214,29 @@ def test_choices_follow_the_filtered_tempered_law(top_p: float) -> None:
     log_probs = logits[:1] - mx.logsumexp(logits[:1], axis=-1, keepdims=True)
     if top_p:
         log_probs = apply_top_p(log_probs, top_p)
-    law = np.array(mx.softmax(log_probs / 0.8, axis=-1), dtype=np.float64)[0]
+    distribution = np.array(mx.softmax(log_probs / 0.8, axis=-1), dtype=np.float64)[0]
     observed = np.bincount(np.array(chosen), minlength=vocab)
-    kept = law > 0
+    kept = distribution > 0
     assert observed[~kept].sum() == 0
-    expected = law[kept] / law[kept].sum() * count
+    expected = distribution[kept] / distribution[kept].sum() * count
     chi_square = ((observed[kept] - expected) ** 2 / expected).sum()
     assert chi_square < 64  # 15 degrees of freedom: p < 1e-6 beyond 59
 
 
-def test_two_laws_that_share_the_noise_agree_as_the_closed_form_says() -> None:
+def test_two_distributions_that_share_the_noise_agree_as_the_closed_form_says() -> None:
     """P(both choose x) = 1 / sum_y max(p_y / p_x, q_y / q_x), summed over x."""
     count, vocab = 60_000, 8
-    laws = [mx.softmax(rows(key, 1, vocab)[0] / 3, axis=-1) for key in (1, 2)]
+    distributions = [mx.softmax(rows(key, 1, vocab)[0] / 3, axis=-1) for key in (1, 2)]
     sampling = Sampling(temperature=1.0, seed=2)
     chooser = Chooser(sampling, vocab)
     drawn = [
         chooser.choose(
-            mx.broadcast_to(mx.log(law)[None], (count, vocab)), at(range(count))
+            mx.broadcast_to(mx.log(distribution)[None], (count, vocab)),
+            at(range(count)),
         )
-        for law in laws
+        for distribution in distributions
     ]
-    p, q = (np.array(law, dtype=np.float64) for law in laws)
+    p, q = (np.array(distribution, dtype=np.float64) for distribution in distributions)
     closed = sum(1 / np.maximum(p / p[x], q / q[x]).sum() for x in range(vocab))
     observed = float((drawn[0] == drawn[1]).mean())
     assert abs(observed - closed) < 5 * np.sqrt(closed * (1 - closed) / count)

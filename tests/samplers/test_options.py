@@ -1,4 +1,4 @@
-"""All options at once: mlx-lm's law, whatever the number of rows beside it."""
+"""All options at once: mlx-lm's distribution, whatever the number of rows beside it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -123,7 +123,7 @@ def mlx_lms_kept(processed: mx.array, filters: dict[str, Any], coin: float) -> m
     rows=some_rows(),
     key=KEYS,
 )
-def test_the_law_is_mlx_lms(
+def test_the_distribution_is_mlx_lms(
     penalties: dict[str, Any],
     filters: dict[str, Any],
     temperature: float,
@@ -151,9 +151,9 @@ def test_the_law_is_mlx_lms(
             assert token.item() == greedy[index].item()
             continue
         kept = mlx_lms_kept(expected, filters, thrown[index])
-        law = mx.where(kept, expected, -mx.inf) * (1 / temperature)
+        distribution = mx.where(kept, expected, -mx.inf) * (1 / temperature)
         got = chooser.log_probs(processed[index : index + 1], rows.some(index))
-        assert mx.array_equal(got, law).item()
+        assert mx.array_equal(got, distribution).item()
 
 
 def test_a_coin_belongs_to_its_position() -> None:

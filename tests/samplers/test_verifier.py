@@ -5,8 +5,8 @@ The tests of this file fail for each of these faults, made by hand (killed by ha
     a draft's draw keyed without the round
     a correction drawn at the round's first position, or with the draft's noise
     a coin with the correction's noise
-    a row in turn: keyed by itself, with no law, judged with no row after it
-    a law reported before filters
+    a row in turn: keyed by itself, with no distribution, judged with no row after it
+    a distribution reported before filters
     ids of a restricted vocabulary in the wrong order
     the draft's own temperature forgotten
     log-probabilities of filtered logits, or in the wrong order
@@ -52,17 +52,17 @@ def verifier_of(options: dict[str, Any], acceptance: Acceptance) -> Verifier:
 def drafted_by(
     verifier: Verifier, key: int, k: int
 ) -> tuple[mx.array, mx.array | None, list[int]]:
-    """Draft k tokens from random logits; return them, their laws, and the tokens."""
+    """Draft k tokens from random logits; return logits, distributions and tokens."""
     tokens: list[mx.array] = []
-    laws: list[mx.array] = []
+    distributions: list[mx.array] = []
     for index in range(k):
         ahead = mx.concatenate(tokens) if tokens else None
         chosen = verifier.propose(logits_of(key + index, 1), Rows(KNOWN, ahead))
         tokens.append(chosen.tokens)
-        laws += [] if chosen.probs is None else [chosen.probs]
+        distributions += [] if chosen.probs is None else [chosen.probs]
     drafted = mx.concatenate(tokens)
     listed: Any = drafted.tolist()
-    return drafted, mx.concatenate(laws) if laws else None, listed
+    return drafted, mx.concatenate(distributions) if distributions else None, listed
 
 
 def emitted(verified: Verified) -> list[int]:
@@ -84,21 +84,23 @@ def in_turn(
 
 
 @given(options=OPTIONS, acceptance=RULES, key=st.integers(0, 999), k=st.integers(1, 4))
-def test_a_draw_is_repeated_and_its_law_is_named(
+def test_a_draw_is_repeated_and_its_distribution_is_named(
     options: dict[str, Any], acceptance: Acceptance, key: int, k: int
 ) -> None:
     verifier = verifier_of(options, acceptance)
-    drafted, laws, tokens = drafted_by(verifier, key, k)
+    drafted, distributions, tokens = drafted_by(verifier, key, k)
     assert tokens == drafted_by(verifier_of(options, acceptance), key, k)[2]
     chance = options["temperature"] > 0 and options["draft_temperature"] != 0
-    assert (laws is not None) == (chance and acceptance != "keyed")
-    if laws is not None:
-        assert laws.shape == (k, WIDTH)
-        assert mx.allclose(laws.sum(axis=-1), mx.ones(k)).item()
-        drawn = mx.take_along_axis(laws, drafted[:, None].astype(mx.int32), axis=-1)
+    assert (distributions is not None) == (chance and acceptance != "keyed")
+    if distributions is not None:
+        assert distributions.shape == (k, WIDTH)
+        assert mx.allclose(distributions.sum(axis=-1), mx.ones(k)).item()
+        drawn = mx.take_along_axis(
+            distributions, drafted[:, None].astype(mx.int32), axis=-1
+        )
         assert (drawn > 0).all().item()
         if options["top_k"]:
-            assert ((laws > 0).sum(axis=-1) <= options["top_k"]).all().item()
+            assert ((distributions > 0).sum(axis=-1) <= options["top_k"]).all().item()
 
 
 @given(
@@ -113,8 +115,8 @@ def test_rows_in_turn_decide_as_rows_at_once(
     verifier = verifier_of(options, acceptance)
     draft: tuple[mx.array | None, mx.array | None] = (None, None)
     if k:
-        drafted, laws, _ = drafted_by(verifier, key, k)
-        draft = (drafted, laws)
+        drafted, distributions, _ = drafted_by(verifier, key, k)
+        draft = (drafted, distributions)
     rows = Rows(KNOWN, draft[0], k + 1)
     logits = logits_of(key + 1, k + 1)  # near the draft's, so that some are accepted
     together = emitted(verifier.verify(logits, rows, *draft))
@@ -138,7 +140,7 @@ def test_keyed_tokens_do_not_depend_on_the_draft(
 
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
 def test_rounds_that_begin_elsewhere_draw_anew(acceptance: Acceptance) -> None:
-    """The same position and law, in rounds that began before it and at it."""
+    """The same position and distribution, in rounds that began before it and at it."""
     options = {"temperature": 1.0, "seed": 7}
     flat = mx.zeros((1, WIDTH))
     chosen = []
@@ -181,12 +183,14 @@ def test_a_restricted_vocabulary_chooses_as_the_whole_one_without_the_rest(
 
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
 def test_a_rejected_draft_is_not_emitted(acceptance: Acceptance) -> None:
-    """The draft's law and the target's have no token in common."""
-    draft_law = mx.zeros((3, WIDTH)).at[:, 2].add(1.0)
+    """The draft's distribution and the target's have no token in common."""
+    draft_distribution = mx.zeros((3, WIDTH)).at[:, 2].add(1.0)
     logits = mx.full((4, WIDTH), -30.0).at[:, 7].add(60.0)
     verifier = verifier_of({"temperature": 1.0, "seed": 5}, acceptance)
     drafted = mx.array([2, 2, 2], mx.uint32)
-    verified = verifier.verify(logits, Rows(KNOWN, drafted, 4), drafted, draft_law)
+    verified = verifier.verify(
+        logits, Rows(KNOWN, drafted, 4), drafted, draft_distribution
+    )
     assert emitted(verified) == [7]
 
 
@@ -208,17 +212,17 @@ def test_some_rows_are_those_rows(data: st.DataObject, count: int) -> None:
     assert [*part.known, *held] == whole[:widest]
 
 
-def test_the_drafts_temperature_changes_its_law_and_no_keyed_token() -> None:
+def test_the_drafts_temperature_changes_its_distribution_and_no_keyed_token() -> None:
     logits, rows = logits_of(5, 1), Rows(KNOWN)
-    laws, texts = [], set()
+    distributions, texts = [], set()
     for temperature in (None, 0.5, 3.0):
         options = {"temperature": 1.0, "draft_temperature": temperature, "seed": 3}
-        law = verifier_of(options, "rejection").propose(logits, rows).probs
-        assert law is not None
-        laws.append(float(np.array(law).max()))
+        distribution = verifier_of(options, "rejection").propose(logits, rows).probs
+        assert distribution is not None
+        distributions.append(float(np.array(distribution).max()))
         keyed = verifier_of(options, "keyed").verify(logits, rows)
         texts.add(keyed.tokens.item())
-    assert laws[2] < laws[0] < laws[1]
+    assert distributions[2] < distributions[0] < distributions[1]
     assert len(texts) == 1
 
 

@@ -1,4 +1,4 @@
-"""Acceptance rules beside their law: coins, edges, shapes, batches, laziness."""
+"""Acceptance rules beside what they emit: coins, edges, shapes, batches, laziness."""
 
 import importlib
 import sys
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers.rules import block, rejection
-from mlx_speculation.samplers.rules.probs import Verdict, draw, residual
+from mlx_speculation.samplers.rules.probs import RuleOutcome, draw, residual
 from support.sampling.distribution_pairs import KINDS
 
 SCRIPTS = str(Path(__file__).parents[3] / "scripts")
@@ -39,10 +39,10 @@ def _on_the_cpu() -> object:
         yield
 
 
-def laws(
+def distributions(
     kind: str, batch: tuple[int, ...], k: int, vocab: int, seed: int = 0
 ) -> tuple[Array, Array, NDArray[np.int64]]:
-    """Laws of one kind and tokens drawn from the draft's, with any batch axes."""
+    """Distributions of one kind, and tokens drawn from the draft's; any batch axes."""
     draws = np.random.default_rng([seed, k, vocab])
     target, draft = KINDS[kind](draws, (*batch, k + 1, vocab))
     draft = draft[..., :k, :]
@@ -72,7 +72,7 @@ def test_coins_pass_below_the_acceptance_probability(
     rule: ModuleType, dtype: mx.Dtype, kind: str, k: int
 ) -> None:
     """All coins from 0 to just below 1, and on either side of every threshold."""
-    target, draft, drafted = laws(kind, (6,), k, 4)
+    target, draft, drafted = distributions(kind, (6,), k, 4)
     t, d = arrays(dtype, target, draft)
     x = mx.array(drafted)
     acceptance = rule.acceptance_probs(t, d, x)
@@ -90,11 +90,11 @@ def test_coins_pass_below_the_acceptance_probability(
     expected = count(rule, (told < exact) | (exact == 1))
     assert np.array_equal(np.array(verdict.accepted), expected)
     assert len({verdict, rule.verify(t, d, x, thrown[0])}) == 2  # hashed by identity
-    following = rule.next_law(*rows, verdict.accepted)
-    assert mx.array_equal(verdict.next_law, following).item()
+    following = rule.next_probs(*rows, verdict.accepted)
+    assert mx.array_equal(verdict.next_probs, following).item()
     assert (verdict.acceptance == acceptance).all().item()
     assert verdict.accepted.dtype == mx.int32
-    assert verdict.next_law.dtype == verdict.acceptance.dtype == dtype
+    assert verdict.next_probs.dtype == verdict.acceptance.dtype == dtype
 
 
 @RULES
@@ -103,14 +103,14 @@ def test_every_coin_passes_where_the_quotient_is_1(
     rule: ModuleType, dtype: mx.Dtype
 ) -> None:
     """The largest coin times q does not round up to q."""
-    target, _, drafted = laws("equal", (500,), 3, 4)
+    target, _, drafted = distributions("equal", (500,), 3, 4)
     t = mx.array(target, dtype=dtype)
     coins = mx.full(drafted.shape, BELOW_1[dtype], dtype=dtype)
     x = mx.array(drafted)
     verdict = rule.verify(t, t[:, :3], x, coins)
     assert (verdict.acceptance == 1).all().item()  # 0 / 0 in the block's formula
     assert (verdict.accepted == 3).all().item()
-    assert mx.array_equal(verdict.next_law, t[:, 3]).item()
+    assert mx.array_equal(verdict.next_probs, t[:, 3]).item()
 
 
 @RULES
@@ -122,12 +122,12 @@ def test_a_token_without_probability_is_never_accepted(rule: ModuleType) -> None
         mx.stack([half, half]), mx.array([[0, 0, 1.0]]), mx.array([2]), coins
     )
     assert impossible.accepted.item() == 0
-    assert mx.array_equal(impossible.next_law, half).item()
+    assert mx.array_equal(impossible.next_probs, half).item()
     never_drawn = mx.array([[0, 1.0, 0]])
     verdict = rule.verify(mx.stack([half, half]), never_drawn, mx.array([0]), coins)
     assert verdict.accepted.item() == 0
     assert verdict.acceptance.item() == 0
-    assert verdict.next_law.tolist() == [1, 0, 0]
+    assert verdict.next_probs.tolist() == [1, 0, 0]
 
 
 @RULES
@@ -138,13 +138,15 @@ def test_nothing_after_a_token_that_was_never_drawn_is_accepted(
     d = mx.array([[0.5, 0.5], [0, 1], [0.5, 0.5]])
     verdict = rule.verify(t, d, mx.array([0, 0, 0]), mx.zeros((3,)))
     assert verdict.accepted.item() == 1
-    assert verdict.next_law.tolist() == [1, 0]
+    assert verdict.next_probs.tolist() == [1, 0]
 
 
 @RULES
 @pytest.mark.parametrize("token", [4, 5, 1000, -1])
-def test_an_id_that_no_law_has_is_never_accepted(rule: ModuleType, token: int) -> None:
-    target, draft, _ = laws("spread", (), 2, 4)
+def test_an_id_that_no_distribution_has_is_never_accepted(
+    rule: ModuleType, token: int
+) -> None:
+    target, draft, _ = distributions("spread", (), 2, 4)
     t, d = arrays(mx.float32, target, draft)
     for told in (d, None):
         drafted = mx.array([token, 0])
@@ -154,8 +156,8 @@ def test_an_id_that_no_law_has_is_never_accepted(rule: ModuleType, token: int) -
 
 
 @RULES
-def test_laws_that_are_not_numbers_accept_nothing(rule: ModuleType) -> None:
-    target, draft, drafted = laws("spread", (), 3, 4)
+def test_distributions_that_are_not_numbers_accept_nothing(rule: ModuleType) -> None:
+    target, draft, drafted = distributions("spread", (), 3, 4)
     t, d = arrays(mx.float32, target, draft)
     x, coins = mx.array(drafted), mx.zeros((3,))
     nan = mx.full(d.shape, mx.nan)
@@ -163,44 +165,46 @@ def test_laws_that_are_not_numbers_accept_nothing(rule: ModuleType) -> None:
     assert rule.verify(mx.full(t.shape, mx.nan), d, x, coins).accepted.item() == 0
 
 
-def test_where_no_residual_is_left_the_targets_law_follows() -> None:
-    law = mx.array([[0.25, 0.75, 0], [0.25, 0.75, 0]])
-    less = law * mx.array([[1.0], [0.0]])
-    left = residual(law, less, mx.ones((2,)))
-    assert mx.array_equal(left, law).item()
-    nothing = residual(law, mx.ones((2, 3)), mx.ones((2,)))
-    assert mx.array_equal(nothing, law).item()
+def test_where_no_residual_is_left_the_targets_distribution_follows() -> None:
+    distribution = mx.array([[0.25, 0.75, 0], [0.25, 0.75, 0]])
+    less = distribution * mx.array([[1.0], [0.0]])
+    left = residual(distribution, less, mx.ones((2,)))
+    assert mx.array_equal(left, distribution).item()
+    nothing = residual(distribution, mx.ones((2, 3)), mx.ones((2,)))
+    assert mx.array_equal(nothing, distribution).item()
 
 
 @RULES
 @pytest.mark.parametrize("batch", [(), (3,)])
-def test_without_drafted_tokens_the_targets_law_follows(
+def test_without_drafted_tokens_the_targets_distribution_follows(
     rule: ModuleType, batch: tuple[int, ...]
 ) -> None:
-    target, _, _ = laws("spread", batch, 0, 5)
+    target, _, _ = distributions("spread", batch, 0, 5)
     (t,) = arrays(mx.float32, target)
     for draft in (mx.zeros((*batch, 0, 5)), None):
         drafted = mx.zeros((*batch, 0), dtype=mx.uint32)
         verdict = rule.verify(t, draft, drafted, mx.zeros((*batch, 0)))
         assert verdict.acceptance.shape == (*batch, 0)
         assert mx.array_equal(verdict.accepted, mx.zeros(batch)).item()
-        assert mx.array_equal(verdict.next_law, t[..., 0, :]).item()
+        assert mx.array_equal(verdict.next_probs, t[..., 0, :]).item()
         assert verdict.accepted.dtype == mx.int32
 
 
 @RULES
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_laws_are_the_same_as_one_hot_laws(rule: ModuleType, kind: str) -> None:
-    target, _, drafted = laws(kind, (20,), 3, 4)
+def test_no_distributions_are_the_same_as_one_hot_distributions(
+    rule: ModuleType, kind: str
+) -> None:
+    target, _, drafted = distributions(kind, (20,), 3, 4)
     t, one_hot = arrays(mx.float32, target, np.eye(4)[drafted])
     coins = mx.random.uniform(shape=drafted.shape, key=mx.random.key(1))
     x = mx.array(drafted)
     check_same(rule.verify(t, None, x, coins), rule.verify(t, one_hot, x, coins))
 
 
-def check_same(ours: Verdict, theirs: Verdict) -> None:
+def check_same(ours: RuleOutcome, theirs: RuleOutcome) -> None:
     assert mx.array_equal(ours.accepted, theirs.accepted).item()
-    assert mx.array_equal(ours.next_law, theirs.next_law).item()
+    assert mx.array_equal(ours.next_probs, theirs.next_probs).item()
     assert mx.array_equal(ours.acceptance, theirs.acceptance).item()
 
 
@@ -210,15 +214,15 @@ def test_a_draft_that_has_ended_is_a_shorter_draft(
     rule: ModuleType, told: bool
 ) -> None:
     """In a batch it ends with rows of zeros, or with the id -1."""
-    target, draft, drafted = laws("spread", (40,), 4, 3)
+    target, draft, drafted = distributions("spread", (40,), 4, 3)
     t, d = arrays(mx.float32, target, draft)
     x = mx.array(drafted)
     coins = mx.random.uniform(shape=drafted.shape, key=mx.random.key(2))
     for length in range(4):
         there = mx.arange(4) < length
         ended = mx.where(there, x, -1)
-        laws_there = d * there[:, None]
-        long = rule.verify(t, laws_there if told else None, ended, coins)
+        distributions_there = d * there[:, None]
+        long = rule.verify(t, distributions_there if told else None, ended, coins)
         short = rule.verify(
             t[:, : length + 1],
             d[:, :length] if told else None,
@@ -226,7 +230,9 @@ def test_a_draft_that_has_ended_is_a_shorter_draft(
             coins[:, :length],
         )
         assert mx.array_equal(long.accepted, short.accepted).item()
-        assert mx.allclose(long.next_law, short.next_law, rtol=1e-6, atol=1e-7).item()
+        assert mx.allclose(
+            long.next_probs, short.next_probs, rtol=1e-6, atol=1e-7
+        ).item()
         assert mx.allclose(
             long.acceptance[:, :length], short.acceptance, rtol=1e-6
         ).item()
@@ -252,7 +258,7 @@ def test_shapes_that_do_not_fit_are_refused(
     with pytest.raises(InvalidRequestError, match=match):
         rule.acceptance_probs(t, d, x)
     with pytest.raises(InvalidRequestError, match=match):
-        rule.next_law(t, d, x, mx.array(0))
+        rule.next_probs(t, d, x, mx.array(0))
 
 
 @RULES
@@ -267,14 +273,14 @@ def test_coins_of_another_shape_are_refused(
 
 @RULES
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32, mx.float64])
-def test_laws_keep_their_dtype(rule: ModuleType, dtype: mx.Dtype) -> None:
-    target, draft, drafted = laws("spread", (2,), 3, 4)
+def test_distributions_keep_their_dtype(rule: ModuleType, dtype: mx.Dtype) -> None:
+    target, draft, drafted = distributions("spread", (2,), 3, 4)
     t, d = arrays(dtype, target, draft)
     x = mx.array(drafted)
     for told in (d, None):
         verdict = rule.verify(t, told, x, mx.zeros(drafted.shape))
-        assert verdict.next_law.dtype == verdict.acceptance.dtype == dtype
-        assert draw(verdict.next_law, mx.zeros((2, 4))).dtype == mx.uint32
+        assert verdict.next_probs.dtype == verdict.acceptance.dtype == dtype
+        assert draw(verdict.next_probs, mx.zeros((2, 4))).dtype == mx.uint32
 
 
 def test_a_ratio_that_overflows_after_an_impossible_token_is_no_chance() -> None:
@@ -288,13 +294,13 @@ def test_a_ratio_that_overflows_after_an_impossible_token_is_no_chance() -> None
     verdict = block.verify(t, d, mx.array([0, 0]), mx.zeros((2,)))
     assert verdict.accepted.item() == 0
     assert verdict.acceptance.tolist() == [0, 0]
-    assert verdict.next_law.tolist() == [0, 1]
+    assert verdict.next_probs.tolist() == [0, 1]
 
 
 @RULES
 @pytest.mark.parametrize("kind", ["spread", "zeros", "mixed", "tiny parts"])
 def test_batch_rows_are_judged_as_if_alone(rule: ModuleType, kind: str) -> None:
-    target, draft, drafted = laws(kind, (2, 3), 3, 4)
+    target, draft, drafted = distributions(kind, (2, 3), 3, 4)
     t, d = arrays(mx.float32, target, draft)
     x = mx.array(drafted)
     coins = mx.random.uniform(shape=drafted.shape, key=mx.random.key(3))
@@ -303,9 +309,9 @@ def test_batch_rows_are_judged_as_if_alone(rule: ModuleType, kind: str) -> None:
         alone = rule.verify(t[index], d[index], x[index], coins[index])
         check_same(
             alone,
-            Verdict(
+            RuleOutcome(
                 together.accepted[index],
-                together.next_law[index],
+                together.next_probs[index],
                 together.acceptance[index],
             ),
         )
@@ -314,13 +320,13 @@ def test_batch_rows_are_judged_as_if_alone(rule: ModuleType, kind: str) -> None:
 @RULES
 def test_nothing_is_read_on_the_host(rule: ModuleType) -> None:
     """Tracing refuses any evaluation, so a rule that can be traced has none."""
-    target, draft, drafted = laws("spread", (5,), 3, 4)
+    target, draft, drafted = distributions("spread", (5,), 3, 4)
     t, d = arrays(mx.float32, target, draft)
     x, coins = mx.array(drafted), mx.zeros(drafted.shape)
 
     def judge(t: mx.array, d: mx.array, x: mx.array, c: mx.array) -> list[mx.array]:
         verdicts = [rule.verify(t, told, x, c) for told in (d, None)]
-        drawn = [draw(v.next_law, t[0]) for v in verdicts]
+        drawn = [draw(v.next_probs, t[0]) for v in verdicts]
         return [
             *drawn,
             *(v.acceptance for v in verdicts),
@@ -339,13 +345,14 @@ def test_nothing_is_read_on_the_host(rule: ModuleType) -> None:
 @RULES
 @pytest.mark.parametrize("kind", KINDS)
 def test_float32_is_near_float64(rule: ModuleType, kind: str) -> None:
-    """The laws are float32 numbers in both, so the difference is the rule's own.
+    """Both get the same float32 numbers, so the difference is the rule's own.
 
     Bounds in units of the last place of 1, 2**-23: 8 for token-wise acceptance, as a
-    share of it; a law by its total variation times the mass it was scaled up from.
+    share of it; a distribution by its total variation times the mass it was scaled up
+    from.
     """
     unit = 2.0**-23
-    target, draft, drafted = laws(kind, (200,), 4, 4, seed=1)
+    target, draft, drafted = distributions(kind, (200,), 4, 4, seed=1)
     t, d = arrays(mx.float32, target, draft)
     x = mx.array(drafted)
     fine = t.astype(mx.float64), d.astype(mx.float64)
@@ -357,8 +364,8 @@ def test_float32_is_near_float64(rule: ModuleType, kind: str) -> None:
         assert (np.abs(short - long) <= 8 * unit * long).all()
     for n in range(5):
         accepted = mx.full((200,), n, dtype=mx.int32)
-        coarse = np.array(rule.next_law(t, d, x, accepted)).astype(np.float64)
-        exact = np.array(rule.next_law(*fine, x, accepted))
+        coarse = np.array(rule.next_probs(t, d, x, accepted)).astype(np.float64)
+        exact = np.array(rule.next_probs(*fine, x, accepted))
         off = np.abs(coarse - exact).sum(-1) / 2
         mass = np.ones(200)
         if n < 4:
@@ -396,7 +403,7 @@ def test_the_sorted_form_of_keyed_agreement_equals_the_sum(
 
 def test_expected_acceptance_is_ordered_as_the_theory_says() -> None:
     """Independent draws agree least, token-wise most; keyed is in between."""
-    target, draft, drafted = laws("spread", (300,), 3, 8)
+    target, draft, drafted = distributions("spread", (300,), 3, 8)
     t, d = arrays(mx.float64, target, draft)
     rows = t[:, :3]
     keyed, tokenwise = (
@@ -410,7 +417,7 @@ def test_expected_acceptance_is_ordered_as_the_theory_says() -> None:
     assert block_accepted(t, d, mx.array(drafted)).shape == (300,)
 
 
-def test_equal_laws_agree_always_and_disjoint_ones_never() -> None:
+def test_equal_distributions_agree_always_and_disjoint_ones_never() -> None:
     p, q = mx.array([0.5, 0.5, 0, 0]), mx.array([0, 0, 0.25, 0.75])
     for acceptance in (keyed_acceptance, tokenwise_acceptance):
         assert acceptance(p, p).item() == 1
@@ -419,35 +426,39 @@ def test_equal_laws_agree_always_and_disjoint_ones_never() -> None:
 
 def test_a_draw_is_the_choice_of_log_probability_plus_noise() -> None:
     probs, _ = KINDS["spread"](np.random.default_rng(1), (200, 30))
-    law = mx.array(probs, dtype=mx.float32)
-    noise = mx.random.gumbel(law.shape, key=mx.random.key(5))
-    assert mx.array_equal(draw(law, noise), mx.argmax(mx.log(law) + noise, -1)).item()
-    assert mx.array_equal(draw(law * 7, noise), draw(law, noise)).item()
-    assert draw(law[0], noise[0]).shape == ()
+    distribution = mx.array(probs, dtype=mx.float32)
+    noise = mx.random.gumbel(distribution.shape, key=mx.random.key(5))
+    assert mx.array_equal(
+        draw(distribution, noise), mx.argmax(mx.log(distribution) + noise, -1)
+    ).item()
+    assert mx.array_equal(
+        draw(distribution * 7, noise), draw(distribution, noise)
+    ).item()
+    assert draw(distribution[0], noise[0]).shape == ()
 
 
 def test_a_draw_never_gives_a_token_without_probability() -> None:
-    law = mx.array([0.0, 1e-37, 0.0])
+    distribution = mx.array([0.0, 1e-37, 0.0])
     for value in (-1e30, 0.0, 1e30, mx.inf):
-        assert draw(law, mx.array([value, -5.0, value])).item() == 1
+        assert draw(distribution, mx.array([value, -5.0, value])).item() == 1
 
 
-def test_draws_follow_the_law() -> None:
+def test_draws_follow_the_distribution() -> None:
     """Chi-square over 60,000 draws and 16 tokens; the bound has odds of 1e-6."""
     size = 60_000
-    law = KINDS["spread"](np.random.default_rng(2), (16,))[0]
+    distribution = KINDS["spread"](np.random.default_rng(2), (16,))[0]
     noise = mx.random.gumbel((size, 16), key=mx.random.key(6))
-    drawn = np.array(draw(mx.array(law, dtype=mx.float32), noise))
-    expected = law * size
+    drawn = np.array(draw(mx.array(distribution, dtype=mx.float32), noise))
+    expected = distribution * size
     observed = np.bincount(drawn, minlength=16)
     assert ((observed - expected) ** 2 / expected).sum() < 59
 
 
-Judge = Callable[..., Verdict]
+Judge = Callable[..., RuleOutcome]
 
 
 def emitted_counts(judge: Judge, size: int) -> tuple[Array, Array]:
-    """Tokens of a draft of 2 from 3, drawn, judged and completed: counts and law."""
+    """Two drafted tokens of 3, judged and completed: counts and distribution."""
     draws = np.random.default_rng(7)
     target, draft = (draws.dirichlet(np.ones(3), size=3) for _ in range(2))
     key = mx.random.split(mx.random.key(8), 5)
@@ -456,7 +467,7 @@ def emitted_counts(judge: Judge, size: int) -> tuple[Array, Array]:
     drafted = draw(q, mx.random.gumbel(q.shape, key=key[0]))
     coins = mx.random.uniform(shape=(size, 2), key=key[1])
     verdict = judge(p, q, drafted, coins)
-    following = draw(verdict.next_law, mx.random.gumbel((size, 3), key=key[2]))
+    following = draw(verdict.next_probs, mx.random.gumbel((size, 3), key=key[2]))
     rest = draw(p, mx.random.gumbel(p.shape, key=key[3]))
     places = mx.arange(3)
     n = verdict.accepted[:, None]
@@ -465,19 +476,21 @@ def emitted_counts(judge: Judge, size: int) -> tuple[Array, Array]:
         places < n, padded, mx.where(places == n, following[:, None], rest)
     )
     numbers = np.array((tokens * mx.array([9, 3, 1])).sum(-1))
-    law = np.einsum("a,b,c->abc", *target).reshape(-1)
-    return np.bincount(numbers, minlength=27).astype(np.float64), law * size
+    distribution = np.einsum("a,b,c->abc", *target).reshape(-1)
+    return np.bincount(numbers, minlength=27).astype(np.float64), distribution * size
 
 
 @RULES
-def test_rounds_drawn_with_coins_follow_the_joint_law(rule: ModuleType) -> None:
+def test_rounds_drawn_with_coins_follow_the_joint_distribution(
+    rule: ModuleType,
+) -> None:
     """Chi-square over 100,000 rounds, 26 degrees of freedom; odds of 1e-6 at 75."""
     observed, expected = emitted_counts(rule.verify, 100_000)
     assert ((observed - expected) ** 2 / expected).sum() < 75
 
 
 def test_coins_compared_the_wrong_way_round_are_seen() -> None:
-    def wrong(t: mx.array, d: mx.array, x: mx.array, coins: mx.array) -> Verdict:
+    def wrong(t: mx.array, d: mx.array, x: mx.array, coins: mx.array) -> RuleOutcome:
         return rejection.verify(t, d, x, 1 - mx.sqrt(coins))
 
     observed, expected = emitted_counts(wrong, 100_000)

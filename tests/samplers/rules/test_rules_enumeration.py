@@ -1,8 +1,8 @@
-"""Rules emit exactly the target's law: by enumeration in float64, nothing sampled.
+"""Rules emit exactly the target's distribution: enumerated in float64, not sampled.
 
-Vocabularies up to 4, drafts up to 4 tokens, laws that depend on the whole prefix. The
-rule's own functions are asked; see support/sampling/enumeration.py. Every check is also
-put to wrong variants, which it must fail.
+Vocabularies up to 4, drafts up to 4 tokens, distributions that depend on the whole
+prefix. The rule's own functions are asked; see support/sampling/enumeration.py. Every
+check is also put to wrong variants, which it must fail.
 """
 
 import importlib
@@ -26,13 +26,13 @@ from support.sampling.enumeration import (
     Rule,
     Tables,
     ask,
-    chain_law,
+    chain_distribution,
     ended_early,
     enumerate_keyed,
     enumerate_rule,
 )
 from support.sampling.reused_noise import enumerate_two_rounds
-from support.sampling.shared_noise import shared_noise_law
+from support.sampling.shared_noise import shared_noise_distribution
 
 SCRIPTS = str(Path(__file__).parents[3] / "scripts")
 sys.path.insert(0, SCRIPTS)
@@ -50,18 +50,22 @@ EVERY_SIZE = pytest.mark.parametrize(("vocab", "k"), SIZES)
 MANY = range(1, 31)
 
 
-def check_lossless(law: Array, laws: Tables, within: float = EXACT) -> None:
-    np.testing.assert_allclose(law, chain_law(laws.target), rtol=0, atol=within)
+def check_lossless(
+    distribution: Array, distributions: Tables, within: float = EXACT
+) -> None:
+    np.testing.assert_allclose(
+        distribution, chain_distribution(distributions.target), rtol=0, atol=within
+    )
 
 
-def check_biased(law: Array, laws: Tables, by: float) -> None:
+def check_biased(distribution: Array, distributions: Tables, by: float) -> None:
     """The check must fail, and not by a little: half the pairs are off by this.
 
     By total variation. A pair whose residual has one token left shows few errors.
     """
     with pytest.raises(AssertionError):
-        check_lossless(law, laws)
-    off = np.abs(law - chain_law(laws.target)).sum(-1) / 2
+        check_lossless(distribution, distributions)
+    off = np.abs(distribution - chain_distribution(distributions.target)).sum(-1) / 2
     assert np.median(off) > by
 
 
@@ -74,63 +78,78 @@ def exact(function: Callable[..., mx.array], *arrays: Array) -> Array:
         return np.array(function(*(mx.array(a, dtype=mx.float64) for a in arrays)))
 
 
-def tokenwise_closed_form(laws: Tables) -> Array:
+def tokenwise_closed_form(distributions: Tables) -> Array:
     """Each position is reached with the product of min(p, q), then accepted."""
-    both = [np.minimum(p, q) for p, q in zip(laws.target, laws.draft, strict=False)]
-    total = np.zeros(laws.pairs)
-    for depth in range(laws.k):
-        reached = chain_law(both[:depth])
-        accepts = exact(tokenwise_acceptance, laws.target[depth], laws.draft[depth])
+    both = [
+        np.minimum(p, q)
+        for p, q in zip(distributions.target, distributions.draft, strict=False)
+    ]
+    total = np.zeros(distributions.pairs)
+    for depth in range(distributions.k):
+        reached = chain_distribution(both[:depth])
+        accepts = exact(
+            tokenwise_acceptance,
+            distributions.target[depth],
+            distributions.draft[depth],
+        )
         total += (reached * accepts).sum(-1)
     return total
 
 
-def keyed_closed_form(laws: Tables) -> Array:
+def keyed_closed_form(distributions: Tables) -> Array:
     both = [
         exact(keyed_agreement, p, q)
-        for p, q in zip(laws.target, laws.draft, strict=False)
+        for p, q in zip(distributions.target, distributions.draft, strict=False)
     ]
-    total = np.zeros(laws.pairs)
-    for depth in range(laws.k):
-        reached = chain_law(both[:depth])
-        accepts = exact(keyed_acceptance, laws.target[depth], laws.draft[depth])
+    total = np.zeros(distributions.pairs)
+    for depth in range(distributions.k):
+        reached = chain_distribution(both[:depth])
+        accepts = exact(
+            keyed_acceptance, distributions.target[depth], distributions.draft[depth]
+        )
         total += (reached * accepts).sum(-1)
     return total
 
 
-def block_closed_form(laws: Tables) -> Array:
+def block_closed_form(distributions: Tables) -> Array:
     """Odds that a prefix is drafted and reached: min(draft's, reached before * p)."""
-    reached = np.ones((laws.pairs, 1))
-    total = np.zeros(laws.pairs)
-    for depth in range(laws.k):
-        wanted = (reached[..., None] * laws.target[depth]).reshape(laws.pairs, -1)
-        reached = np.minimum(chain_law(laws.draft[: depth + 1]), wanted)
+    reached = np.ones((distributions.pairs, 1))
+    total = np.zeros(distributions.pairs)
+    for depth in range(distributions.k):
+        wanted = (reached[..., None] * distributions.target[depth]).reshape(
+            distributions.pairs, -1
+        )
+        reached = np.minimum(
+            chain_distribution(distributions.draft[: depth + 1]), wanted
+        )
         total += reached.sum(-1)
     return total
 
 
-def check_rule(rule: Rule, laws: Tables) -> None:
-    outcome = enumerate_rule(rule, laws)
-    check_lossless(outcome.law, laws)
+def check_rule(rule: Rule, distributions: Tables) -> None:
+    outcome = enumerate_rule(rule, distributions)
+    check_lossless(outcome.distribution, distributions)
     closed = tokenwise_closed_form if rule is TOKENWISE else block_closed_form
-    check_accepted(outcome, closed(laws))
+    check_accepted(outcome, closed(distributions))
 
 
-def test_at_least_200_pairs_of_laws_are_enumerated() -> None:
+def test_at_least_200_pairs_of_distributions_are_enumerated() -> None:
     assert sum(tables(vocab, k, seed=0).pairs for vocab, k in SIZES) >= 200
     assert len(KINDS) == 17
 
 
 @BOTH
 @EVERY_SIZE
-def test_the_emitted_law_is_the_targets(rule: Rule, vocab: int, k: int) -> None:
+def test_the_emitted_distribution_is_the_targets(
+    rule: Rule, vocab: int, k: int
+) -> None:
     check_rule(rule, tables(vocab, k, seed=0))
 
 
 @pytest.mark.slow
 @BOTH
 @EVERY_SIZE
-def test_the_emitted_law_is_the_targets_for_many_pairs(
+def test_the_emitted_distribution_is_the_targets_for_many_pairs(
     rule: Rule, vocab: int, k: int
 ) -> None:
     for seed in MANY:
@@ -138,31 +157,33 @@ def test_the_emitted_law_is_the_targets_for_many_pairs(
 
 
 @EVERY_SIZE
-def test_keyed_choice_emits_the_targets_law(vocab: int, k: int) -> None:
-    laws = tables(vocab, k, seed=0)
-    outcome = enumerate_keyed(laws)
-    check_lossless(outcome.law, laws)
-    check_accepted(outcome, keyed_closed_form(laws))
+def test_keyed_choice_emits_the_targets_distribution(vocab: int, k: int) -> None:
+    distributions = tables(vocab, k, seed=0)
+    outcome = enumerate_keyed(distributions)
+    check_lossless(outcome.distribution, distributions)
+    check_accepted(outcome, keyed_closed_form(distributions))
 
 
 @pytest.mark.slow
 @EVERY_SIZE
-def test_keyed_choice_emits_the_targets_law_for_many_pairs(vocab: int, k: int) -> None:
+def test_keyed_choice_emits_the_targets_distribution_for_many_pairs(
+    vocab: int, k: int
+) -> None:
     for seed in MANY:
-        laws = tables(vocab, k, seed)
-        outcome = enumerate_keyed(laws)
-        check_lossless(outcome.law, laws)
-        check_accepted(outcome, keyed_closed_form(laws))
+        distributions = tables(vocab, k, seed)
+        outcome = enumerate_keyed(distributions)
+        check_lossless(outcome.distribution, distributions)
+        check_accepted(outcome, keyed_closed_form(distributions))
 
 
 @EVERY_SIZE
-def test_one_noise_draws_each_of_two_tokens_from_its_own_law(
+def test_one_noise_draws_each_of_two_tokens_from_its_own_distribution(
     vocab: int, k: int
 ) -> None:
     """The closed form that keyed choice is enumerated with, checked by its sums."""
-    laws = tables(vocab, k, seed=0)
-    for target, draft in zip(laws.target, laws.draft, strict=False):
-        both = shared_noise_law(target, draft)
+    distributions = tables(vocab, k, seed=0)
+    for target, draft in zip(distributions.target, distributions.draft, strict=False):
+        both = shared_noise_distribution(target, draft)
         assert both.min() >= 0
         np.testing.assert_allclose(both.sum(-1), target, rtol=0, atol=EXACT)
         np.testing.assert_allclose(both.sum(-2), draft, rtol=0, atol=EXACT)
@@ -180,52 +201,60 @@ def test_shared_noise_follows_its_closed_form() -> None:
     first, second = np.array([0.5, 0.3, 0.2, 0.0]), np.array([0.1, 0.2, 0.3, 0.4])
     noise = np.random.default_rng(1).gumbel(size=(count, 4))
     with np.errstate(divide="ignore"):
-        one, other = (np.argmax(np.log(law) + noise, -1) for law in (first, second))
+        one, other = (
+            np.argmax(np.log(distribution) + noise, -1)
+            for distribution in (first, second)
+        )
     observed = np.bincount(one * 4 + other, minlength=16).reshape(4, 4) / count
-    expected = shared_noise_law(first, second)
+    expected = shared_noise_distribution(first, second)
     bound = 5 * np.sqrt(expected * (1 - expected) / count)
     assert (np.abs(observed - expected) <= bound).all()
 
 
 @BOTH
-def test_drafts_chosen_without_chance_keep_the_law(rule: Rule) -> None:
-    """The draft is any function of the prefix; the rule is told no laws."""
+def test_drafts_chosen_without_chance_keep_the_distribution(rule: Rule) -> None:
+    """The draft is any function of the prefix; the rule is told no distributions."""
     for vocab, k in SIZES:
-        laws = tables(vocab, k, 1, ["one-hot draft", "one-hot both"], each=4)
-        outcome = enumerate_rule(rule, laws, chance=False)
-        check_lossless(outcome.law, laws)
-        check_accepted(outcome, enumerate_rule(rule, laws).accepted)
-        check_accepted(outcome, tokenwise_closed_form(laws))
+        distributions = tables(vocab, k, 1, ["one-hot draft", "one-hot both"], each=4)
+        outcome = enumerate_rule(rule, distributions, chance=False)
+        check_lossless(outcome.distribution, distributions)
+        check_accepted(outcome, enumerate_rule(rule, distributions).accepted)
+        check_accepted(outcome, tokenwise_closed_form(distributions))
 
 
 @BOTH
-def test_a_rule_that_is_not_told_the_drafts_laws_accepts_fewer(rule: Rule) -> None:
+def test_a_rule_that_is_not_told_the_drafts_distributions_accepts_fewer(
+    rule: Rule,
+) -> None:
     """Any token that is independent of the target's draw may be judged that way."""
     for vocab, k in SIZES:
-        laws = tables(vocab, k, 1)
-        outcome = enumerate_rule(rule, laws, chance=False)
-        check_lossless(outcome.law, laws)
-        assert (outcome.accepted <= tokenwise_closed_form(laws) + EXACT).all()
+        distributions = tables(vocab, k, 1)
+        outcome = enumerate_rule(rule, distributions, chance=False)
+        check_lossless(outcome.distribution, distributions)
+        assert (outcome.accepted <= tokenwise_closed_form(distributions) + EXACT).all()
 
 
 @BOTH
-def test_drafts_that_end_early_keep_the_law(rule: Rule) -> None:
-    """They end by the prefix and the next token's law: entropy, or the whim of both."""
+def test_drafts_that_end_early_keep_the_distribution(rule: Rule) -> None:
+    """They end by the prefix and the next distribution: entropy, or any of both."""
     for vocab, k in SIZES:
-        laws = tables(vocab, k, 2)
+        distributions = tables(vocab, k, 2)
         whim = np.random.default_rng(k)
-        unsure = [law.max(-1) < 0.55 for law in laws.draft]
-        at_random = [whim.random(law.shape[:-1]) < 0.3 for law in laws.draft]
+        unsure = [distribution.max(-1) < 0.55 for distribution in distributions.draft]
+        at_random = [
+            whim.random(distribution.shape[:-1]) < 0.3
+            for distribution in distributions.draft
+        ]
         for ends in (unsure, at_random):
-            drawn, shown = ended_early(laws, ends)
-            outcome = enumerate_rule(rule, laws, drawn=drawn, shown=shown)
-            check_lossless(outcome.law, laws)
+            drawn, shown = ended_early(distributions, ends)
+            outcome = enumerate_rule(rule, distributions, drawn=drawn, shown=shown)
+            check_lossless(outcome.distribution, distributions)
 
 
 @EVERY_SIZE
 def test_block_verification_accepts_at_least_as_many(vocab: int, k: int) -> None:
-    laws = tables(vocab, k, seed=3)
-    gain = block_closed_form(laws) - tokenwise_closed_form(laws)
+    distributions = tables(vocab, k, seed=3)
+    gain = block_closed_form(distributions) - tokenwise_closed_form(distributions)
     assert gain.min() > -EXACT
     if k == 1:
         assert gain.max() < EXACT
@@ -238,24 +267,26 @@ def test_block_verification_equals_token_wise_where_it_cannot_gain() -> None:
         *[(vocab, 1, list(KINDS)) for vocab in (2, 3, 4)],
         *[(3, k, ["one-hot draft", "one-hot both", "equal"]) for k in (2, 4)],
     ]:
-        laws = tables(vocab, k, 4, kinds)
-        ours, theirs = (enumerate_rule(rule, laws) for rule in (BLOCK, TOKENWISE))
+        distributions = tables(vocab, k, 4, kinds)
+        ours, theirs = (
+            enumerate_rule(rule, distributions) for rule in (BLOCK, TOKENWISE)
+        )
         check_accepted(ours, theirs.accepted)
 
 
 def test_the_papers_example_accepts_10_and_11_ninths() -> None:
-    """Sun et al., section 2: laws (1/3, 2/3) and (2/3, 1/3), two drafted tokens."""
+    """Sun et al., section 2: probabilities 1/3, 2/3 and 2/3, 1/3, k = 2."""
     target, draft = np.array([1, 2]) / 3, np.array([2, 1]) / 3
-    laws = Tables(
+    distributions = Tables(
         [np.broadcast_to(target, (1, 2**d, 2)) for d in range(3)],
         [np.broadcast_to(draft, (1, 2**d, 2)) for d in range(2)],
     )
-    check_accepted(enumerate_rule(TOKENWISE, laws), np.array([10 / 9]))
-    check_accepted(enumerate_rule(BLOCK, laws), np.array([11 / 9]))
+    check_accepted(enumerate_rule(TOKENWISE, distributions), np.array([10 / 9]))
+    check_accepted(enumerate_rule(BLOCK, distributions), np.array([11 / 9]))
 
 
 def test_what_a_benchmark_expects_of_block_verification_is_its_mean() -> None:
-    laws = tables(3, 3, seed=5)
+    distributions = tables(3, 3, seed=5)
 
     def expected(target: mx.array, draft: mx.array, drafted: mx.array) -> mx.array:
         accepted = block_accepted(target, draft, drafted)
@@ -263,20 +294,20 @@ def test_what_a_benchmark_expects_of_block_verification_is_its_mean() -> None:
         assert accepted.shape == reach.shape[:-1]
         return accepted[..., None]
 
-    values, _ = ask(Rule(expected, BLOCK.next_law, BLOCK.counts), laws)
-    mean = (chain_law(laws.draft) * values[..., 0]).sum(-1)
-    check_accepted(Outcome(mean, mean), block_closed_form(laws))
+    values, _ = ask(Rule(expected, BLOCK.next_probs, BLOCK.counts), distributions)
+    mean = (chain_distribution(distributions.draft) * values[..., 0]).sum(-1)
+    check_accepted(Outcome(mean, mean), block_closed_form(distributions))
 
 
 @BOTH
 @EVERY_SIZE
-def test_in_float32_the_law_is_off_by_rounding_alone(
+def test_in_float32_the_distribution_is_off_by_rounding_alone(
     rule: Rule, vocab: int, k: int
 ) -> None:
     """The same enumeration with the rule's arithmetic in float32: below 3e-7."""
-    laws = tables(vocab, k, seed=6)
-    outcome = enumerate_rule(rule, laws, dtype=mx.float32)
-    check_lossless(outcome.law, laws, within=3e-7)
+    distributions = tables(vocab, k, seed=6)
+    outcome = enumerate_rule(rule, distributions, dtype=mx.float32)
+    check_lossless(outcome.distribution, distributions, within=3e-7)
 
 
 # What follows is wrong, and must be seen to be wrong.
@@ -284,38 +315,40 @@ def test_in_float32_the_law_is_off_by_rounding_alone(
 ORDINARY = tables(4, 3, 7, ["spread", "sharp target"], each=6)
 
 
-def tempered(laws: list[Array], temperature: float) -> list[Array]:
-    return [normalized(law ** (1 / temperature)) for law in laws]
+def tempered(distributions: list[Array], temperature: float) -> list[Array]:
+    return [
+        normalized(distribution ** (1 / temperature)) for distribution in distributions
+    ]
 
 
 @BOTH
-def test_a_draft_drawn_from_other_laws_than_the_rule_is_told_is_seen(
+def test_a_draft_drawn_from_other_distributions_than_the_rule_is_told_is_seen(
     rule: Rule,
 ) -> None:
     sharper = tempered(ORDINARY.draft, 0.7)
     told_wrong = enumerate_rule(rule, ORDINARY, shown=sharper)
-    check_biased(told_wrong.law, ORDINARY, by=0.01)
+    check_biased(told_wrong.distribution, ORDINARY, by=0.01)
     drawn_wrong = enumerate_rule(rule, ORDINARY, drawn=sharper)
-    check_biased(drawn_wrong.law, ORDINARY, by=0.01)
+    check_biased(drawn_wrong.distribution, ORDINARY, by=0.01)
 
 
 @BOTH
-def test_the_largest_token_of_a_law_that_is_told_is_seen(rule: Rule) -> None:
-    """Drafted without chance, judged with the soft law that it came from."""
-    largest = [np.eye(4)[law.argmax(-1)] for law in ORDINARY.draft]
+def test_the_largest_token_of_a_distribution_that_is_told_is_seen(rule: Rule) -> None:
+    """Drafted without chance, judged with the soft distribution that it came from."""
+    largest = [np.eye(4)[distribution.argmax(-1)] for distribution in ORDINARY.draft]
     outcome = enumerate_rule(rule, ORDINARY, drawn=largest)
-    check_biased(outcome.law, ORDINARY, by=0.01)
+    check_biased(outcome.distribution, ORDINARY, by=0.01)
 
 
 @BOTH
 def test_a_residual_that_does_not_subtract_the_draft_is_seen(rule: Rule) -> None:
-    def next_law(
+    def next_probs(
         target: mx.array, draft: mx.array, drafted: mx.array, accepted: mx.array
     ) -> mx.array:
         return row(target, accepted)
 
-    wrong = Rule(rule.acceptance_probs, next_law, rule.counts)
-    check_biased(enumerate_rule(wrong, ORDINARY).law, ORDINARY, by=0.01)
+    wrong = Rule(rule.acceptance_probs, next_probs, rule.counts)
+    check_biased(enumerate_rule(wrong, ORDINARY).distribution, ORDINARY, by=0.01)
 
 
 @BOTH
@@ -329,41 +362,45 @@ def test_a_draft_that_ends_by_the_token_it_drew_is_seen(rule: Rule) -> None:
     def acceptance_probs(t: mx.array, d: mx.array, x: mx.array) -> mx.array:
         return rule.acceptance_probs(t, kept(d, x), x)
 
-    def next_law(t: mx.array, d: mx.array, x: mx.array, n: mx.array) -> mx.array:
-        return rule.next_law(t, kept(d, x), x, n)
+    def next_probs(t: mx.array, d: mx.array, x: mx.array, n: mx.array) -> mx.array:
+        return rule.next_probs(t, kept(d, x), x, n)
 
-    wrong = Rule(acceptance_probs, next_law, rule.counts)
-    laws = tables(3, 3, 7, ["spread"], each=6)
-    check_biased(enumerate_rule(wrong, laws).law, laws, by=0.01)
+    wrong = Rule(acceptance_probs, next_probs, rule.counts)
+    distributions = tables(3, 3, 7, ["spread"], each=6)
+    check_biased(
+        enumerate_rule(wrong, distributions).distribution, distributions, by=0.01
+    )
 
 
 @BOTH
 def test_noise_shared_between_draft_and_residual_is_seen(rule: Rule) -> None:
     """The residual's token given the drafted one, both drawn with one noise."""
 
-    def next_law(t: mx.array, d: mx.array, x: mx.array, n: mx.array) -> mx.array:
-        law = rule.next_law(t, d, x, n)
+    def next_probs(t: mx.array, d: mx.array, x: mx.array, n: mx.array) -> mx.array:
+        distribution = rule.next_probs(t, d, x, n)
         index = mx.minimum(n, x.shape[-1] - 1)
-        draft_law = np.array(row(d, index))
-        both = shared_noise_law(draft_law, np.array(law))
+        draft_distribution = np.array(row(d, index))
+        both = shared_noise_distribution(draft_distribution, np.array(distribution))
         token = np.array(mx.take_along_axis(x, index[..., None], axis=-1))
         given = np.take_along_axis(both, token[..., None], axis=-2)[..., 0, :]
-        odds = np.take_along_axis(draft_law, token, axis=-1)
-        shared = mx.array(given / odds, dtype=law.dtype)
-        return mx.where((n < x.shape[-1])[..., None], shared, law)
+        odds = np.take_along_axis(draft_distribution, token, axis=-1)
+        shared = mx.array(given / odds, dtype=distribution.dtype)
+        return mx.where((n < x.shape[-1])[..., None], shared, distribution)
 
-    wrong = Rule(rule.acceptance_probs, next_law, rule.counts)
-    check_biased(enumerate_rule(wrong, ORDINARY).law, ORDINARY, by=0.01)
+    wrong = Rule(rule.acceptance_probs, next_probs, rule.counts)
+    check_biased(enumerate_rule(wrong, ORDINARY).distribution, ORDINARY, by=0.01)
 
 
 SHARED = [{"same_coin": True}, {"same_noise": True}]
 
 
 @pytest.mark.parametrize("vocab", [2, 3])
-def test_two_rounds_with_draws_of_their_own_emit_the_targets_law(vocab: int) -> None:
-    laws = tables(vocab, 3, seed=8)
+def test_two_rounds_with_draws_of_their_own_emit_the_targets_distribution(
+    vocab: int,
+) -> None:
+    distributions = tables(vocab, 3, seed=8)
     for rule in RULES.values():
-        check_lossless(enumerate_two_rounds(rule, laws), laws)
+        check_lossless(enumerate_two_rounds(rule, distributions), distributions)
 
 
 @pytest.mark.parametrize("shared", SHARED, ids=str)
@@ -371,27 +408,31 @@ def test_block_verification_keyed_by_position_alone_is_seen(
     shared: dict[str, bool],
 ) -> None:
     """A coin, or a draft's noise, that one round gave up decides in the next."""
-    laws = tables(3, 3, 9, ["spread"], each=16)
-    law = enumerate_two_rounds(BLOCK, laws, **shared)
-    check_biased(law, laws, by=0.001)
+    distributions = tables(3, 3, 9, ["spread"], each=16)
+    distribution = enumerate_two_rounds(BLOCK, distributions, **shared)
+    check_biased(distribution, distributions, by=0.001)
 
 
 @pytest.mark.parametrize("shared", SHARED, ids=str)
 def test_token_wise_rejection_does_not_look_at_what_it_gives_up(
     shared: dict[str, bool],
 ) -> None:
-    laws = tables(3, 3, seed=9)
-    check_lossless(enumerate_two_rounds(TOKENWISE, laws, **shared), laws)
+    distributions = tables(3, 3, seed=9)
+    check_lossless(
+        enumerate_two_rounds(TOKENWISE, distributions, **shared), distributions
+    )
 
 
 def test_one_noise_for_two_positions_is_seen() -> None:
-    laws = tables(3, 1, 10, ["spread"], each=8)
-    second = shared_noise_law(laws.target[0][:, 0, None], laws.target[1])
+    distributions = tables(3, 1, 10, ["spread"], each=8)
+    second = shared_noise_distribution(
+        distributions.target[0][:, 0, None], distributions.target[1]
+    )
     tokens = np.arange(3)
-    law = second[:, tokens, tokens].reshape(laws.pairs, -1)
-    check_biased(law, laws, by=0.05)
+    distribution = second[:, tokens, tokens].reshape(distributions.pairs, -1)
+    check_biased(distribution, distributions, by=0.05)
 
 
 def test_the_draft_emitted_in_place_of_the_targets_choice_is_seen() -> None:
     outcome = enumerate_keyed(ORDINARY, emit_draft=True)
-    check_biased(outcome.law, ORDINARY, by=0.01)
+    check_biased(outcome.distribution, ORDINARY, by=0.01)

@@ -93,7 +93,7 @@ def test_draws_differ_by_seed_purpose_round_and_position() -> None:
     assert len({tuple(row) for row in rows}) == len(keys)
 
 
-def test_coins_are_uniform_and_gumbel_rows_follow_their_law() -> None:
+def test_coins_are_uniform_and_gumbel_rows_follow_their_distribution() -> None:
     """Kolmogorov-Smirnov at 90,000 coins and 200,000 values; odds of 1e-6."""
     starts, positions = mx.repeat(mx.arange(300), 300), mx.tile(mx.arange(300), 300)
     keys = round_keys(stream_key(1, COIN), starts, positions)

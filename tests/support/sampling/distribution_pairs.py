@@ -1,4 +1,4 @@
-"""Pairs of laws, random and adversarial: one of target and draft for every prefix."""
+"""Distributions of target and draft for every prefix, random and adversarial."""
 
 from collections.abc import Callable
 
@@ -13,11 +13,11 @@ Pair = tuple[Array, Array]
 
 
 def normalized(weights: Array) -> Array:
-    """Laws from weights, [..., vocab]; all weights 0 make the law uniform."""
+    """Distributions from weights, [..., vocab]; uniform where all weights are 0."""
     mass = weights.sum(-1, keepdims=True)
     kept = np.where(mass > 0, weights, 1.0)
-    laws: Array = kept / kept.sum(-1, keepdims=True)
-    return laws
+    distributions: Array = kept / kept.sum(-1, keepdims=True)
+    return distributions
 
 
 def spread(draws: Draws, shape: tuple[int, ...]) -> Array:
@@ -38,7 +38,7 @@ def with_zeros(draws: Draws, shape: tuple[int, ...]) -> Array:
 
 
 def halves(draws: Draws, shape: tuple[int, ...]) -> Array:
-    """Laws from few numbers, so that ratios are often equal, 1, or 1/2."""
+    """Distributions from few numbers, so that ratios are often equal, 1, or 1/2."""
     return normalized(draws.integers(0, 3, size=shape).astype(np.float64))
 
 
@@ -50,28 +50,32 @@ def _apart(draws: Draws, shape: tuple[int, ...]) -> Pair:
     """Disjoint supports: the draft is always rejected."""
     mine = draws.random(shape) < 0.5
     mine[..., 0], mine[..., -1] = True, False
-    law = spread(draws, shape)
-    return normalized(law * mine), normalized(law * ~mine)
+    distribution = spread(draws, shape)
+    return normalized(distribution * mine), normalized(distribution * ~mine)
 
 
 def _equal(draws: Draws, shape: tuple[int, ...]) -> Pair:
-    law = spread(draws, shape)
-    return law, law
+    distribution = spread(draws, shape)
+    return distribution, distribution
 
 
 def _reversed(draws: Draws, shape: tuple[int, ...]) -> Pair:
-    law = peaked(draws, shape)
-    return law, np.flip(law, -1).copy()
+    distribution = peaked(draws, shape)
+    return distribution, np.flip(distribution, -1).copy()
 
 
 def _nearly_equal(draws: Draws, shape: tuple[int, ...]) -> Pair:
-    law = spread(draws, shape)
-    return law, normalized(law * (1 + 1e-9 * draws.standard_normal(shape)))
+    distribution = spread(draws, shape)
+    return distribution, normalized(
+        distribution * (1 + 1e-9 * draws.standard_normal(shape))
+    )
 
 
 def _narrow_target(draws: Draws, shape: tuple[int, ...]) -> Pair:
-    law = spread(draws, shape)
-    return normalized(np.where(law < law.max(-1, keepdims=True), 0, law)), law
+    distribution = spread(draws, shape)
+    return normalized(
+        np.where(distribution < distribution.max(-1, keepdims=True), 0, distribution)
+    ), distribution
 
 
 def _narrow_draft(draws: Draws, shape: tuple[int, ...]) -> Pair:
@@ -126,7 +130,7 @@ def tables(
     draft: list[Array] = []
     for depth in range(k + 1):
         shape = (each, vocab**depth, vocab)
-        laws = [KINDS[name](draws, shape) for name in names]
-        target.append(np.concatenate([p for p, _ in laws]))
-        draft.append(np.concatenate([q for _, q in laws]))
+        distributions = [KINDS[name](draws, shape) for name in names]
+        target.append(np.concatenate([p for p, _ in distributions]))
+        draft.append(np.concatenate([q for _, q in distributions]))
     return Tables(target, draft[:-1])

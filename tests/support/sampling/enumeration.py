@@ -1,12 +1,13 @@
-"""Exact enumeration: the law of what a rule emits, from the rule's own functions.
+"""Exact enumeration: what a rule emits, by the rule's own functions.
 
-Laws come in tables: `target[d]` is [pairs, vocab**d, vocab], one law for each prefix
-of d tokens, the prefixes numbered in base `vocab`. All drafts of k tokens are given to
-the rule at once, as batch rows; what it returns (acceptance probabilities, the law of
-the next token) is averaged with the drafts' probabilities. Nothing is sampled.
+Distributions come in tables: `target[d]` is [pairs, vocab**d, vocab], one distribution
+for each prefix of d tokens, the prefixes numbered in base `vocab`. All drafts of k
+tokens are given to the rule at once, as batch rows; what it returns (acceptance
+probabilities, the distribution of the next token) is averaged with the drafts'
+probabilities. Nothing is sampled.
 
-The result is the joint law of the first k + 1 tokens: what a round emits, continued
-with the target's law, because a round may emit fewer.
+The result is the joint distribution of the first k + 1 tokens: what a round emits,
+continued with the target's distribution, because a round may emit fewer.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from mlx_speculation.samplers.acceptance import count_accepted
 from mlx_speculation.samplers.rules import block, rejection
-from support.sampling.shared_noise import shared_noise_law
+from support.sampling.shared_noise import shared_noise_distribution
 
 Array = NDArray[np.float64]
 Ids = NDArray[np.int64]
@@ -30,7 +31,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Laws of target and draft after every prefix, for several pairs of one size."""
+    """Distributions of target and draft after every prefix, for pairs of one size."""
 
     target: list[Array]  # k + 1 of them, [pairs, vocab**d, vocab]
     draft: list[Array]  # k of them
@@ -50,9 +51,9 @@ class Tables:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a round emits: the joint law of k + 1 tokens, and the mean accepted."""
+    """What a round emits: the distribution of k + 1 tokens, and the mean accepted."""
 
-    law: Array  # [pairs, vocab**(k + 1)]
+    distribution: Array  # [pairs, vocab**(k + 1)]
     accepted: Array  # [pairs]
 
 
@@ -61,7 +62,7 @@ class Rule:
     """A rule as it is enumerated: its functions, and how coins become a count."""
 
     acceptance_probs: Callable[..., mx.array]
-    next_law: Callable[..., mx.array]
+    next_probs: Callable[..., mx.array]
     counts: Counts
 
 
@@ -84,7 +85,7 @@ def last_success(acceptance: Array) -> Array:
 
 
 def rule_of(module: ModuleType, counts: Counts) -> Rule:
-    return Rule(module.acceptance_probs, module.next_law, counts)
+    return Rule(module.acceptance_probs, module.next_probs, counts)
 
 
 TOKENWISE = rule_of(rejection, first_failure)
@@ -99,28 +100,32 @@ def sequences(vocab: int, length: int) -> Ids:
     )
 
 
-def chain_law(laws: list[Array]) -> Array:
-    """The joint law of the tokens that the tables draw, [pairs, vocab**len(laws)]."""
-    joint = np.ones((len(laws[0]) if laws else 1, 1))
-    for law in laws:
-        joint = (joint[..., None] * law).reshape(len(law), -1)
+def chain_distribution(distributions: list[Array]) -> Array:
+    """The joint distribution of tokens drawn by the tables, [pairs, vocab**n]."""
+    joint = np.ones((len(distributions[0]) if distributions else 1, 1))
+    for distribution in distributions:
+        joint = (joint[..., None] * distribution).reshape(len(distribution), -1)
     return joint
 
 
-def along_drafts(laws: list[Array], k: int) -> Array:
-    """The laws that all drafts of k tokens meet, [pairs, vocab**k, n, vocab]."""
-    vocab = laws[0].shape[-1]
+def along_drafts(distributions: list[Array], k: int) -> Array:
+    """What all drafts of k tokens meet, [pairs, vocab**k, n, vocab]."""
+    vocab = distributions[0].shape[-1]
     drafts = np.arange(vocab**k)
     return np.stack(
-        [law[:, drafts // vocab ** (k - depth)] for depth, law in enumerate(laws)], 2
+        [
+            distribution[:, drafts // vocab ** (k - depth)]
+            for depth, distribution in enumerate(distributions)
+        ],
+        2,
     )
 
 
 def continued(target: list[Array], emitted: list[Array]) -> Array:
-    """The joint law when `emitted[n]`, [pairs, vocab**n, vocab], ends a round."""
+    """The distribution if `emitted[n]`, [pairs, vocab**n, vocab], ends a round."""
     joint = np.zeros((len(target[0]), 1))
-    for law, ends in zip(target, emitted, strict=True):
-        joint = (joint[..., None] * law + ends).reshape(len(law), -1)
+    for distribution, ends in zip(target, emitted, strict=True):
+        joint = (joint[..., None] * distribution + ends).reshape(len(distribution), -1)
     return joint
 
 
@@ -136,14 +141,15 @@ def ask(
 
     Args:
         rule: the rule.
-        tables: the laws.
-        shown: the laws of the draft that the rule is told; the tables' when omitted.
+        tables: the distributions.
+        shown: the distributions of the draft that the rule is told; the tables' when
+            omitted.
         chance: without it the rule is told that drafts were chosen without chance.
-        dtype: of the laws, and so of the rule's arithmetic.
+        dtype: of the distributions, and so of the rule's arithmetic.
 
     Returns:
         The acceptance probabilities [pairs, vocab**k, k], and for every accepted count
-        the law of the next token [pairs, vocab**k, vocab].
+        the distribution of the next token [pairs, vocab**k, vocab].
     """
     k, vocab = tables.k, tables.vocab
     with mx.stream(mx.cpu):  # the only device with float64
@@ -153,21 +159,23 @@ def ask(
         drafted = mx.array(sequences(vocab, k))
         drafted = mx.broadcast_to(drafted, (tables.pairs, *drafted.shape))
         acceptance = as_numpy(rule.acceptance_probs(target, told, drafted))
-        laws = []
+        distributions = []
         for count in range(k + 1):
             counts = mx.full(drafted.shape[:-1], count, dtype=mx.int32)
-            laws.append(as_numpy(rule.next_law(target, told, drafted, counts)))
-    return acceptance, laws
+            distributions.append(
+                as_numpy(rule.next_probs(target, told, drafted, counts))
+            )
+    return acceptance, distributions
 
 
-def grouped(mass: Array, law: Array, count: int) -> Array:
-    """Sum `mass` [pairs, drafts] times `law` over what follows `count` tokens.
+def grouped(mass: Array, distribution: Array, count: int) -> Array:
+    """Sum `mass` [pairs, drafts] times `distribution` over what follows `count` tokens.
 
     Returns:
         [pairs, vocab**count, vocab].
     """
-    vocab = law.shape[-1]
-    each = (mass[..., None] * law).reshape(len(mass), vocab**count, -1, vocab)
+    vocab = distribution.shape[-1]
+    each = (mass[..., None] * distribution).reshape(len(mass), vocab**count, -1, vocab)
     summed: Array = each.sum(2)
     return summed
 
@@ -181,17 +189,22 @@ def enumerate_rule(
     chance: bool = True,
     dtype: mx.Dtype = mx.float64,
 ) -> Outcome:
-    """Enumerate one round; see `ask`. `drawn` are the laws that tokens come from."""
-    acceptance, laws = ask(rule, tables, shown=shown, chance=chance, dtype=dtype)
-    weights = chain_law(drawn or tables.draft)  # [pairs, vocab**k]
+    """Enumerate one round; see `ask`. Tokens come from the distributions `drawn`."""
+    acceptance, distributions = ask(
+        rule, tables, shown=shown, chance=chance, dtype=dtype
+    )
+    weights = chain_distribution(drawn or tables.draft)  # [pairs, vocab**k]
     odds = rule.counts(acceptance)
-    emitted = [grouped(weights * odds[..., n], law, n) for n, law in enumerate(laws)]
-    mean = (weights * (odds * np.arange(len(laws))).sum(-1)).sum(-1)
+    emitted = [
+        grouped(weights * odds[..., n], distribution, n)
+        for n, distribution in enumerate(distributions)
+    ]
+    mean = (weights * (odds * np.arange(len(distributions))).sum(-1)).sum(-1)
     return Outcome(continued(tables.target, emitted), mean)
 
 
 def ended_early(tables: Tables, ends: list[Flags]) -> tuple[list[Array], list[Array]]:
-    """Return drawn and shown laws of drafts that may end before k tokens.
+    """Return drawn and shown distributions of drafts that may end before k tokens.
 
     `ends[d]` [pairs, vocab**d] says whether a draft ends before its token d, from what
     precedes that token alone. The rule is shown a row of zeros there; token 0 stands
@@ -199,11 +212,11 @@ def ended_early(tables: Tables, ends: list[Flags]) -> tuple[list[Array], list[Ar
     """
     drawn, shown = [], []
     over = np.zeros((tables.pairs, 1), dtype=np.bool_)
-    for law, now in zip(tables.draft, ends, strict=True):
+    for distribution, now in zip(tables.draft, ends, strict=True):
         over = over | now
         nothing = np.eye(tables.vocab)[0]
-        drawn.append(np.where(over[..., None], nothing, law))
-        shown.append(np.where(over[..., None], 0, law))
+        drawn.append(np.where(over[..., None], nothing, distribution))
+        shown.append(np.where(over[..., None], 0, distribution))
         over = np.repeat(over, tables.vocab, axis=-1)
     return drawn, shown
 
@@ -222,17 +235,17 @@ def enumerate_keyed(tables: Tables, *, emit_draft: bool = False) -> Outcome:
     counts = count_accepted(mx.array(drafts)[:, None], mx.array(choices))
     accepted = np.array(counts)  # [drafts, choices]
     shared = [
-        shared_noise_law(target, draft)  # [pairs, vocab**d, vocab, vocab]
+        shared_noise_distribution(target, draft)  # [pairs, vocab**d, vocab, vocab]
         for target, draft in zip(tables.target[:-1], tables.draft, strict=True)
     ]
     emitted = [np.zeros((tables.pairs, vocab**d, vocab)) for d in range(k + 1)]
     means = np.zeros(tables.pairs)
     for pair in range(tables.pairs):
         weights = tables.target[k][pair][:, choices[:, k]]  # of the bonus
-        for d, law in enumerate(shared):
+        for d, distribution in enumerate(shared):
             prefix = np.arange(vocab**k) // vocab ** (k - d)
             chosen, drafted = choices[None, :, d], drafts[:, d, None]
-            weights = weights * law[pair, prefix[:, None], chosen, drafted]
+            weights = weights * distribution[pair, prefix[:, None], chosen, drafted]
         for count in range(k + 1):
             mass = np.where(accepted == count, weights, 0)
             tokens_of_draft = emit_draft and count < k

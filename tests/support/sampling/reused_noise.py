@@ -12,72 +12,78 @@ from support.sampling.enumeration import (
     Rule,
     Tables,
     ask,
-    chain_law,
+    chain_distribution,
     continued,
     grouped,
     last_success,
 )
-from support.sampling.shared_noise import shared_noise_law
+from support.sampling.shared_noise import shared_noise_distribution
 
 
 def enumerate_two_rounds(
     rule: Rule, tables: Tables, *, same_coin: bool = False, same_noise: bool = False
 ) -> Array:
-    """Return the joint law of four tokens, [pairs, vocab**4].
+    """Return the joint distribution of four tokens, [pairs, vocab**4].
 
     Args:
         rule: the rule of both rounds.
-        tables: of k = 3, so that the second round has its laws.
+        tables: of k = 3, so that the second round has its distributions.
         same_coin: the second round's first coin is the first round's second coin.
         same_noise: the second round's first draft is drawn with the noise of the first
             round's second draft.
     """
     first = Tables(tables.target[:3], tables.draft[:2])
-    acceptance, laws = ask(rule, first)
-    weights = chain_law(first.draft)  # [pairs, drafts]
+    acceptance, distributions = ask(rule, first)
+    weights = chain_distribution(first.draft)  # [pairs, drafts]
     odds = rule.counts(acceptance)
-    emitted = [grouped(weights * odds[..., n], law, n) for n, law in enumerate(laws)]
+    emitted = [
+        grouped(weights * odds[..., n], distribution, n)
+        for n, distribution in enumerate(distributions)
+    ]
     emitted[0] = np.zeros_like(emitted[0])  # goes to the second round
     ended = continued(first.target, emitted)
-    law = (ended[..., None] * tables.target[3]).reshape(tables.pairs, -1)
+    distribution = (ended[..., None] * tables.target[3]).reshape(tables.pairs, -1)
     for pair in range(tables.pairs):
-        rejected = (weights * odds[..., 0])[pair, :, None] * laws[0][pair]
+        rejected = (weights * odds[..., 0])[pair, :, None] * distributions[0][pair]
         # The first round ends at its first failure, or has all coins fail.
         least = acceptance[pair, :, 1] if rule.counts is last_success else 0.0
         before = _draft_again(tables, pair, same_noise)
-        law[pair] += _second_round(
+        distribution[pair] += _second_round(
             rule,
             _after_one_token(tables, pair),
             rejected,
             before,
             np.asarray(least) if same_coin else None,
         )
-    return law
+    return distribution
 
 
 def _after_one_token(tables: Tables, pair: int) -> Tables:
-    """The laws of one pair after each first token, as pairs: one per first token."""
+    """The distributions of one pair after each first token, as pairs."""
     vocab = tables.vocab
 
-    def shifted(laws: list[Array]) -> list[Array]:
-        return [law[pair].reshape(vocab, -1, vocab) for law in laws[1:]]
+    def shifted(distributions: list[Array]) -> list[Array]:
+        return [
+            distribution[pair].reshape(vocab, -1, vocab)
+            for distribution in distributions[1:]
+        ]
 
     return Tables(shifted(tables.target), shifted(tables.draft))
 
 
 def _draft_again(tables: Tables, pair: int, same_noise: bool) -> Array:
-    """The law of the second round's first draft.
+    """The distribution of the second round's first draft.
 
     Returns:
         [drafts of the first round, token that it emitted, drafted token].
     """
     vocab = tables.vocab
-    law = tables.draft[1][pair]  # [first token, second token]
+    distribution = tables.draft[1][pair]  # [first token, second token]
     if not same_noise:
-        return np.broadcast_to(law, (vocab**2, vocab, vocab))
-    both = shared_noise_law(law[:, None, :], law[None, :, :])
+        return np.broadcast_to(distribution, (vocab**2, vocab, vocab))
+    both = shared_noise_distribution(distribution[:, None, :], distribution[None, :, :])
     given = np.moveaxis(both, 2, 1)  # [x1, x2, y1, z1]
-    odds = law[:, :, None, None]
+    odds = distribution[:, :, None, None]
     given = np.where(odds > 0, given / np.where(odds > 0, odds, 1), 0)
     return given.reshape(vocab**2, vocab, vocab)
 
@@ -85,7 +91,7 @@ def _draft_again(tables: Tables, pair: int, same_noise: bool) -> Array:
 def _second_round(
     rule: Rule, tables: Tables, mass: Array, first_draft: Array, least: Array | None
 ) -> Array:
-    """The joint law of four tokens, the first of them the first round's correction.
+    """The distribution of four tokens, beginning with the first round's correction.
 
     Args:
         rule: the rule.
@@ -96,7 +102,7 @@ def _second_round(
             round; None for a fresh coin.
     """
     vocab = tables.vocab
-    acceptance, laws = ask(rule, tables)  # [emitted, drafts, 2]
+    acceptance, distributions = ask(rule, tables)  # [emitted, drafts, 2]
     second_draft = tables.draft[1]  # [emitted, first draft, second draft]
     weights = first_draft[..., None] * second_draft
     weights = mass[..., None] * weights.reshape(len(mass), vocab, -1)
@@ -107,6 +113,7 @@ def _second_round(
         coins[..., 0] = np.maximum(coins[..., 0] - floor, 0) / room
     odds = rule.counts(coins)
     emitted = [
-        grouped((weights * odds[..., n]).sum(0), law, n) for n, law in enumerate(laws)
+        grouped((weights * odds[..., n]).sum(0), distribution, n)
+        for n, distribution in enumerate(distributions)
     ]
     return continued(tables.target, emitted).reshape(-1)

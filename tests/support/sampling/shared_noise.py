@@ -1,4 +1,4 @@
-"""The joint law of two tokens that are drawn with one Gumbel noise, in closed form."""
+"""The joint distribution of two tokens drawn with one Gumbel noise, in closed form."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -6,8 +6,8 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 
-def shared_noise_law(first: Array, second: Array) -> Array:
-    """Return the odds that one noise draws x from the first law, y from the second.
+def shared_noise_distribution(first: Array, second: Array) -> Array:
+    """Return the probability that one noise draws x from the first, y from the second.
 
     E_z = exp(-noise_z) is exponential, and x is drawn from p where E_x / p_x is the
     smallest. That leaves for x = y: 1 / sum over z of max(p_z / p_x, q_z / q_x), and
@@ -19,7 +19,7 @@ def shared_noise_law(first: Array, second: Array) -> Array:
         second: [..., vocab].
 
     Returns:
-        [..., vocab, vocab], the first law's token on the first axis.
+        [..., vocab, vocab], the first distribution's token on the first axis.
     """
     first, second = np.broadcast_arrays(first, second)
     vocab = first.shape[-1]

@@ -1,4 +1,4 @@
-"""How much acceptance the laws of draft and target promise, round by round."""
+"""How many drafted tokens are accepted in each round, counted and expected."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +29,7 @@ class Promised:
         drafted: tokens of the round's draft.
         accepted: counted.
         expected: under keyed choice and rejection the sum, over the positions that
-            were reached, of the acceptance of the two laws there; under block
+            were reached, of the acceptance of the two distributions there; under block
             verification what its paper's p_1 to p_k add up to.
     """
 
@@ -39,21 +39,21 @@ class Promised:
 
 
 class WatchedVerifier(Verifier):
-    """Keeps the laws of each round, and what they promise."""
+    """Keeps the probabilities of each round, and the acceptance expected of them."""
 
     def __init__(self, chooser: Chooser, acceptance: Acceptance) -> None:
         super().__init__(chooser, acceptance)
         self._acceptance = acceptance
-        self._drafted_laws: list[mx.array] = []
+        self._draft_probs: list[mx.array] = []
         self.promised = Promised()
 
     def propose(
         self, logits: mx.array, rows: Rows, ids: mx.array | None = None
     ) -> Chosen:
-        """Choose, and keep the law of the choice."""
+        """Choose, and keep the probabilities of the choice."""
         if rows.lead == 0:
-            self._drafted_laws = []
-        self._drafted_laws.append(self.law(logits, rows, for_draft=True))
+            self._draft_probs = []
+        self._draft_probs.append(self.probs(logits, rows, for_draft=True))
         return super().propose(logits, rows, ids)
 
     def verify(
@@ -65,11 +65,11 @@ class WatchedVerifier(Verifier):
         *,
         top: int | None = None,
     ) -> Verified:
-        """Decide, and compare with what the laws promise."""
+        """Decide, and compare with what is expected."""
         verified = super().verify(logits, rows, drafted, draft_probs, top=top)
         if drafted is not None and verified.accepted is not None:
-            target = self.law(logits, rows)
-            draft = mx.concatenate(self._drafted_laws)
+            target = self.probs(logits, rows)
+            draft = mx.concatenate(self._draft_probs)
             expected = self._expected(target, draft, drafted, verified.accepted)
             self.promised.drafted.append(len(drafted))
             self.promised.accepted.append(_number(verified.accepted))
