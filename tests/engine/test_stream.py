@@ -21,7 +21,7 @@ from mlx_speculation import (
 from mlx_speculation.caches import RecordingArraysCache
 from mlx_speculation.caches.journals.rotating_kv import PresentedRing
 from mlx_speculation.engine import Stream
-from mlx_speculation.engine.round import decoder
+from mlx_speculation.engine.round import ending
 from mlx_speculation.engine.round import round as rounds
 from mlx_speculation.models import Lane, LaneRound
 from support.covering import covering
@@ -355,7 +355,7 @@ def test_a_drafted_round_waits_for_the_device_once(
 
         monkeypatch.setattr(owner, wait, wrapper)
 
-    for module in (decoder, rounds):
+    for module in (ending, rounds):
         counted(module, "read")
     for wait in ("eval", "synchronize"):
         counted(mx, wait)
