@@ -78,7 +78,7 @@ class SpeculativeGenerator:
         draft_vocabulary: token ids that a draft model or an MTP head drafts from, see
             `reduced_vocabulary`; the text may hold every other one. None: all.
         compile_draft: compile the steps of a draft model, which takes 16 seconds once
-            on a machine; see `mlx_speculation.models.cpu.compiled_draft`.
+            on a machine; see `models/cpu/compiled_draft.py`.
         group: the ranks of `mx.distributed` that the target is spread over; every
             rank makes the generator and the streams, with the same options, and gets
             the same chunks. Rank 0 drafts and decides; the drafts of others are not
