@@ -4,6 +4,8 @@ It knows mlx-lm's models and tokenizers. It does not know how tokens are chosen.
 """
 
 from mlx_speculation.json_files import write_json
+from mlx_speculation.models.checkpoints.convention import MtpConvention, convention_of
+from mlx_speculation.models.checkpoints.draft_head import MtpOutput, OnTarget, Slots
 from mlx_speculation.models.checkpoints.speculation_json import PairFile, read_pair
 from mlx_speculation.models.config_json import read_config
 from mlx_speculation.models.device_ops import CompiledForward
@@ -15,7 +17,7 @@ from mlx_speculation.models.eagle.config import LayerIds, is_eagle, layer_readin
 from mlx_speculation.models.eagle.head import Eagle, EagleHead
 from mlx_speculation.models.eagle.load import load_eagle_head
 from mlx_speculation.models.eagle.probe import probe_layers
-from mlx_speculation.models.exclusions import why_alone
+from mlx_speculation.models.exclusions import check_causal, check_resumable, why_alone
 from mlx_speculation.models.gemma_assistant.config import is_assistant
 from mlx_speculation.models.gemma_assistant.load import load_assistant
 from mlx_speculation.models.gemma_assistant.network import (
@@ -42,17 +44,16 @@ from mlx_speculation.models.lanes.committed_states import CommittedStates
 from mlx_speculation.models.lanes.install_hooks import ModelHooks
 from mlx_speculation.models.lanes.lane import PREFILL_STEP, Lane, LaneRound, Sliding
 from mlx_speculation.models.lanes.restore_points import RestorePoints
-from mlx_speculation.models.load_model import (
+from mlx_speculation.models.load_model import load
+from mlx_speculation.models.model_folder import (
     check_model_folder,
     is_there,
-    load,
     model_folder,
 )
 from mlx_speculation.models.mtp.batch_cache import BatchSlots, BatchSlotsRound
-from mlx_speculation.models.mtp.cache import MtpSlots, OnTarget, Slots
-from mlx_speculation.models.mtp.convention import MtpConvention, convention_of
+from mlx_speculation.models.mtp.cache import MtpSlots
 from mlx_speculation.models.mtp.files import is_split_head
-from mlx_speculation.models.mtp.head import Mtp, MtpHead, MtpOutput
+from mlx_speculation.models.mtp.head import Mtp, MtpHead
 from mlx_speculation.models.mtp.load import find_mtp_head
 from mlx_speculation.models.mtp.load_with_convention import (
     load_mtp_head,
@@ -61,7 +62,6 @@ from mlx_speculation.models.mtp.load_with_convention import (
 from mlx_speculation.models.ops.dispatch import compiled_steps, stream_resources
 from mlx_speculation.models.quantize import check_bits, quantize_weights, weight_bytes
 from mlx_speculation.models.round_context import cuda_serves, on_cpu
-from mlx_speculation.models.row_dependence import check_causal, check_resumable
 from mlx_speculation.models.shape_buckets import RowSizes, row_size
 from mlx_speculation.models.sharding import (
     Group,

@@ -1,14 +1,35 @@
-"""Which models can be fed several sequences together, and why others cannot.
+"""Models that cannot be fed in some way, and why.
 
-A batch has its rows end at one column, so shorter ones have padding on their left, and
-after a verify rows keep different numbers of tokens. mlx-lm's batch caches hide padding
-by their masks and give every row its own positions, and most models work with them as
-they are. Which ones was found by decoding every architecture of mlx-lm 0.32.2 both ways
-(tests/engine/batch/test_batch_census.py). A model that is in no table has not been
-tried, and its rows run alone.
+Together: a batch has its rows end at one column, so shorter ones have padding on their
+left, and after a verify rows keep different numbers of tokens. mlx-lm's batch caches
+hide padding by their masks and give every row its own positions, and most models work
+with them as they are. Which ones was found by decoding every architecture of mlx-lm
+0.32.2 both ways (tests/engine/batch/test_batch_census.py). A model that is in no table
+has not been tried, and its rows run alone.
+
+Several rows at once: a draft is checked in one forward over several rows, each of which
+stands for a row that is fed alone. That needs a causal model, and mlx-lm has one that
+is not: it is decoded without drafts. It was found by feeding every architecture both
+ways (tests/engine/test_census.py).
+
+From the middle: a prefix cache resumes a prompt there, so its rows come in other
+forwards than in a request from the start. That needs a model whose rows are the same
+wherever a prompt is cut, which one of mlx-lm's is not.
 """
 
 import mlx.nn as nn
+
+from mlx_speculation.errors import InvalidRequestError
+
+NOT_CAUSAL = {
+    "mlx_lm.models.phi3small": "adds a boolean mask to the scores of its block-sparse "
+    "layers, which hides nothing",
+}
+
+DEPEND_ON_CUTS = {
+    "mlx_lm.models.plamo3": "lets a token of a prompt see one row more than its "
+    "window holds, if that row is fed in the same forward",
+}
 
 TOGETHER = frozenset(
     {
@@ -149,3 +170,39 @@ def why_alone(model: nn.Module) -> str | None:
         return None
     reason = ALONE.get(name) if package == "mlx_lm.models" else None
     return f"{name}: {reason or 'it has not been tried in batches'}"
+
+
+def check_resumable(model: nn.Module) -> None:
+    """Refuse a model whose rows depend on where a prompt is cut.
+
+    Raises:
+        InvalidRequestError: the model is one of `DEPEND_ON_CUTS` or `NOT_CAUSAL`.
+    """
+    check_causal(model, "prefix_cache")
+    module = type(model).__module__
+    if module in DEPEND_ON_CUTS:
+        raise InvalidRequestError(
+            f"A prefix_cache was passed, and {module} cannot use one: it "
+            f"{DEPEND_ON_CUTS[module]}, so its text depends on where a prompt is cut. "
+            "Leave prefix_cache out."
+        )
+
+
+def check_causal(model: nn.Module, passed: str = "draft") -> None:
+    """Refuse a model whose forward over several rows mixes them.
+
+    Args:
+        model: the model.
+        passed: the argument that needs a causal one. A "prefix_cache" does: a row
+            must not depend on what was fed with it.
+
+    Raises:
+        InvalidRequestError: the model is one of `NOT_CAUSAL`.
+    """
+    module = type(model).__module__
+    if module in NOT_CAUSAL:
+        raise InvalidRequestError(
+            f"A {passed} was passed, and {module} cannot use one: it "
+            f"{NOT_CAUSAL[module]}, so a token changes the rows before it. "
+            f"Leave {passed} out."
+        )

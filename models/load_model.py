@@ -8,9 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 from mlx_lm.utils import (
-    _download,
     _get_classes,
-    dequantize_model,
     load_adapters,
     load_model,
     load_tokenizer,
@@ -19,96 +17,17 @@ from mlx_lm.utils import (
 from mlx_speculation.errors import InvalidRequestError, ModelFolderError
 from mlx_speculation.models.config_json import read_config
 from mlx_speculation.models.instance_hooks import derived, plain_class
+from mlx_speculation.models.model_folder import (
+    check_model_folder,
+    is_there,
+    model_folder,
+    shortened,
+)
 from mlx_speculation.models.mtp.files import is_leftover, sidecar_names
+from mlx_speculation.models.quantize import runs_on_linux_cpu, to_float32
 from mlx_speculation.models.sharding import Group, Parallel, check_parallel, spread
 
 ADAPTER = ("adapter_config.json", "adapters.safetensors")
-NEEDED = ("config.json", "tokenizer_config.json")
-
-
-def is_there(path: Path) -> bool:
-    """Whether there is a file or folder of that name.
-
-    Raises:
-        ModelFolderError: nobody can tell: the name is too long, or may not be read.
-    """
-    try:
-        return path.exists()
-    except OSError as error:
-        raise ModelFolderError(
-            f"{_cut(str(path))!r} cannot be looked at: {error.strerror}. Pass the path "
-            "of a folder that you may read."
-        ) from error
-
-
-def check_model_folder(path_or_repo: str | Path) -> None:
-    """Refuse what is neither a model folder nor the name of a repository.
-
-    Raises:
-        ModelFolderError: names what was found and what a model folder holds.
-    """
-    path = Path(path_or_repo).expanduser()
-    if not is_there(path):
-        name = str(path_or_repo)
-        if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-            return  # organisation/model: mlx-lm asks the hub
-        raise ModelFolderError(
-            f"There is no folder {name!r}, and it is not the name of a repository "
-            "(organisation/model). Pass the path of a folder in mlx-lm's layout."
-        )
-    if not path.is_dir():
-        raise ModelFolderError(
-            f"{str(path)!r} is a file, and a model is a folder with config.json, "
-            "model*.safetensors and a tokenizer. Pass the folder."
-        )
-    missing = [name for name in NEEDED if not (path / name).is_file()]
-    if not any(path.glob("model*.safetensors")):
-        missing.append("model*.safetensors")
-    if missing:
-        raise ModelFolderError(
-            f"The folder {str(path)!r} lacks {', '.join(missing)}. Pass a folder in "
-            "mlx-lm's layout, for example one written by mlx_lm.convert."
-        )
-
-
-def runs_on_linux_cpu() -> bool:
-    """Whether arrays live on the CPU and no GPU backend could take them."""
-    on_cpu: bool = mx.default_device().type == mx.DeviceType.cpu
-    return on_cpu and not mx.metal.is_available()
-
-
-def to_float32(model: nn.Module, *, lazy: bool = False) -> nn.Module:
-    """Dequantize and widen the weights to float32; with `lazy`, evaluate nothing.
-
-    On a Linux CPU only float32 products go through BLAS; the cost of a quantized or
-    half-precision product grows with every row, so that verifying k drafts would cost
-    k steps. The price is memory: 4 bytes a weight.
-    """
-    model.set_dtype(mx.float32)  # scales first, so that products do not round
-    model = dequantize_model(model)
-    if not lazy:
-        mx.eval(model.parameters())
-    return model
-
-
-def model_folder(path_or_repo: str | Path) -> Path:
-    """Return the folder of a model, after fetching it if a repository is named.
-
-    Raises:
-        ModelFolderError: it is neither a model folder nor the name of a repository.
-    """
-    check_model_folder(path_or_repo)
-    folder = Path(path_or_repo).expanduser()
-    if folder.exists():
-        return folder
-    try:
-        return Path(_download(str(path_or_repo)))
-    except Exception as error:  # the hub raises of many kinds
-        raise ModelFolderError(
-            f"The repository {str(path_or_repo)!r} could not be fetched: "
-            f"{type(error).__name__}: {_shortened(error)}. Check its name and the "
-            "network, or pass the path of a folder."
-        ) from error
 
 
 def load(
@@ -164,7 +83,7 @@ def load(
     except Exception as error:
         raise ModelFolderError(
             f"mlx-lm {mlx_lm.__version__} could not load {str(path_or_repo)!r}: "
-            f"{type(error).__name__}: {_shortened(error)}. Check the folder with "
+            f"{type(error).__name__}: {shortened(error)}. Check the folder with "
             "mlx_lm.generate."
         ) from error
     _check_ends(tokenizer.eos_token_ids, path_or_repo)
@@ -223,20 +142,11 @@ def _adapted(model: nn.Module, folder: Path) -> nn.Module:
     except Exception as error:
         raise ModelFolderError(
             f"mlx-lm {mlx_lm.__version__} could not load the adapter {str(folder)!r}: "
-            f"{type(error).__name__}: {_shortened(error)}. Check that it was made for "
+            f"{type(error).__name__}: {shortened(error)}. Check that it was made for "
             "this model."
         ) from error
     model.eval()
     return model
-
-
-def _shortened(error: Exception) -> str:
-    """Return what an error says, on one line."""
-    return _cut(" ".join(str(error).split()) or repr(error)).rstrip(".")
-
-
-def _cut(line: str) -> str:
-    return line if len(line) <= 300 else f"{line[:300]} ..."
 
 
 def _load_trunk(

@@ -1,4 +1,4 @@
-"""Quantizing the weights of a draft, after it was loaded.
+"""Weights in fewer bits, or in float32, after they were loaded.
 
 A drafter costs what reading its weights costs, and what its choices are decides speed
 alone, never the text. So it may be held in fewer bits than its checkpoint has. On a
@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.utils import dequantize_model
 
 from mlx_speculation.errors import InvalidRequestError
 
@@ -86,3 +87,23 @@ def _group_size(layer: Any) -> int | None:
 
 def _fits(layer: Any, size: int) -> bool:
     return hasattr(layer, "to_quantized") and layer.weight.shape[-1] % size == 0
+
+
+def runs_on_linux_cpu() -> bool:
+    """Whether arrays live on the CPU and no GPU backend could take them."""
+    on_cpu: bool = mx.default_device().type == mx.DeviceType.cpu
+    return on_cpu and not mx.metal.is_available()
+
+
+def to_float32(model: nn.Module, *, lazy: bool = False) -> nn.Module:
+    """Dequantize and widen the weights to float32; with `lazy`, evaluate nothing.
+
+    On a Linux CPU only float32 products go through BLAS; the cost of a quantized or
+    half-precision product grows with every row, so that verifying k drafts would cost
+    k steps. The price is memory: 4 bytes a weight.
+    """
+    model.set_dtype(mx.float32)  # scales first, so that products do not round
+    model = dequantize_model(model)
+    if not lazy:
+        mx.eval(model.parameters())
+    return model

@@ -1,11 +1,15 @@
-"""Where the tensors of a safetensors file lie, as bytes."""
+"""What a safetensors file holds, and where, without reading its tensors."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.json_files import JsonFlawError, parse_json
-from mlx_speculation.models.mtp.files import header
+
+SHARDS = "model*.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,30 @@ class TensorPlace:
     shape: tuple[int, ...]
     begin: int
     end: int
+
+
+def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Return the names and shapes in a safetensors file, and its metadata.
+
+    Raises:
+        ModelFolderError: it cannot be read, or is cut.
+    """
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            shapes = {
+                name: tuple(opened.get_slice(name).get_shape())
+                for name in opened.keys()  # noqa: SIM118  it is no mapping
+            }
+            return shapes, dict(opened.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise ModelFolderError(
+            f"{str(file)!r} cannot be read: {error}. Download or convert it again."
+        ) from error
+
+
+def shards(folder: Path) -> Iterator[Path]:
+    """Return the files that mlx-lm loads."""
+    return iter(sorted(folder.glob(SHARDS)))
 
 
 def places_in(file: Path) -> dict[str, TensorPlace]:

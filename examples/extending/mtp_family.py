@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mlx_speculation import MtpDraft, SpeculativeGenerator, demo_models, load
+from mlx_speculation.models import MtpConvention
 from mlx_speculation.models.mtp import families
 from mlx_speculation.models.mtp.blocks import Block
-from mlx_speculation.models.mtp.convention import MtpConvention
 from mlx_speculation.models.mtp.family import MtpFamily
 from mlx_speculation.models.mtp.head import MtpLayer
 

@@ -8,14 +8,16 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm.models.rope_utils import initialize_rope
+from mlx_lm.utils import infer_quant_config
 
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models.load_model import runs_on_linux_cpu, to_float32
-from mlx_speculation.models.mtp.files import header
-from mlx_speculation.models.mtp.transforms import Weights, quantize_like, shapes_of
+from mlx_speculation.models.quantize import runs_on_linux_cpu, to_float32
+from mlx_speculation.models.safetensors_layout import header
 
 Config = dict[str, Any]
+Weights = dict[str, mx.array]
 _SHOWN = 6
 
 
@@ -205,6 +207,36 @@ def load_into(module: nn.Module, weights: Weights, name: str) -> None:
     mx.eval(module.parameters())
     if runs_on_linux_cpu():
         to_float32(module)
+
+
+def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a module's parameters by name."""
+    flat: Any = tree_flatten(module.parameters())
+    return {name: value.shape for name, value in flat}
+
+
+def quantize_like(module: nn.Module, weights: Weights) -> None:
+    """Quantize those parts of a draft that are stored quantized.
+
+    Bits and group size follow from the shapes: a draft is often packed in another
+    way than its target.
+
+    Raises:
+        ModelFolderError: the shapes fit no format.
+    """
+
+    def packed(path: str, part: nn.Module) -> bool | dict[str, Any]:
+        if f"{path}.scales" not in weights or not hasattr(part, "to_quantized"):
+            return False
+        found: dict[str, Any] = infer_quant_config(path, part, weights)
+        return found
+
+    try:
+        nn.quantize(module, class_predicate=packed)
+    except ValueError as error:
+        raise ModelFolderError(
+            f"The draft is packed in a way that mlx does not know: {error}"
+        ) from error
 
 
 def check_shapes(

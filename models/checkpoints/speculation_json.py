@@ -18,8 +18,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.checkpoints.convention import convention_of
 from mlx_speculation.models.config_json import read_json
-from mlx_speculation.models.mtp.convention import convention_of
 
 NAME = "speculation.json"
 FIELDS = ("draft", "kind", "convention", "draft_length")

@@ -10,8 +10,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_speculation.caches import Speculation, states
+from mlx_speculation.models.checkpoints.draft_head import ChooseNext, TokensOf
 from mlx_speculation.models.dflash.head import DFlash
-from mlx_speculation.models.mtp.cache import ChooseNext, TokensOf
 
 
 class DFlashContext:

@@ -8,6 +8,7 @@ import mlx.nn as nn
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.draft_checkpoint import (
+    Weights,
     biased,
     load_into,
     read_tensors,
@@ -23,7 +24,6 @@ from mlx_speculation.models.dflash.config import (
 )
 from mlx_speculation.models.dflash.head import DFlashHead
 from mlx_speculation.models.introspect.find_parts import find_parts
-from mlx_speculation.models.mtp.transforms import Weights
 from mlx_speculation.models.token_ids import logit_width
 
 

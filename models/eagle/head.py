@@ -26,9 +26,9 @@ from mlx_speculation.models.checkpoints.draft_checkpoint import (
     by_head,
     side_by_side,
 )
+from mlx_speculation.models.checkpoints.draft_head import Ends, MtpOutput
 from mlx_speculation.models.eagle.config import EagleSettings
 from mlx_speculation.models.introspect.taps import States
-from mlx_speculation.models.mtp.head import Ends, MtpOutput
 
 
 class EagleAttention(nn.Module):

@@ -12,6 +12,7 @@ import mlx.nn as nn
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.draft_checkpoint import (
+    Weights,
     biased,
     load_into,
     read_tensors,
@@ -28,7 +29,6 @@ from mlx_speculation.models.eagle.config import (
 )
 from mlx_speculation.models.eagle.head import EagleHead
 from mlx_speculation.models.introspect.find_parts import find_parts
-from mlx_speculation.models.mtp.transforms import Weights
 from mlx_speculation.models.token_ids import logit_width
 
 # What some files call the parts, at the beginning of a name.

@@ -21,8 +21,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_speculation.caches import Speculation, array_bytes, merged, states
-from mlx_speculation.models.mtp.cache import MtpSlots, OnTarget
-from mlx_speculation.models.mtp.head import MtpOutput
+from mlx_speculation.models.checkpoints.draft_head import MtpOutput, OnTarget
+from mlx_speculation.models.mtp.cache import MtpSlots
 
 
 class BatchSlots:

@@ -16,18 +16,20 @@ from mlx.utils import tree_flatten
 
 from mlx_speculation.caches import Speculation
 from mlx_speculation.errors import ConventionError
-from mlx_speculation.models.checkpoints.probe import Score, Trials
-from mlx_speculation.models.checkpoints.probe_text import OwnText
-from mlx_speculation.models.introspect.hidden_states import HiddenStates
-from mlx_speculation.models.mtp.convention import (
+from mlx_speculation.models.checkpoints.convention import (
     MIXED_NORMS,
     MtpConvention,
     Norms,
     Order,
     Side,
 )
-from mlx_speculation.models.mtp.head import Mtp, MtpHead, MtpOutput
-from mlx_speculation.models.mtp.transforms import Weights, with_ones
+from mlx_speculation.models.checkpoints.draft_checkpoint import Weights
+from mlx_speculation.models.checkpoints.draft_head import MtpOutput
+from mlx_speculation.models.checkpoints.probe import Score, Trials
+from mlx_speculation.models.checkpoints.probe_text import OwnText
+from mlx_speculation.models.introspect.hidden_states import HiddenStates
+from mlx_speculation.models.mtp.head import Mtp, MtpHead
+from mlx_speculation.models.mtp.transforms import with_ones
 
 # Places in each row where the second draft is judged; each takes forwards of its own.
 SECOND_DRAFTS = 8

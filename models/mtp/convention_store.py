@@ -33,12 +33,12 @@ from typing import Any
 from mlx_speculation.environment import cache_folder
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.json_files import JsonFlawError, load_json, write_json
-from mlx_speculation.models.config_json import nested, read_json
-from mlx_speculation.models.mtp.convention import (
+from mlx_speculation.models.checkpoints.convention import (
     MtpConvention,
     convention_of,
     fields_of,
 )
+from mlx_speculation.models.config_json import nested, read_json
 from mlx_speculation.warn import notice
 
 NAME = "mtp_convention.json"

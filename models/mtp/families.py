@@ -4,9 +4,9 @@ from typing import Any
 
 import mlx.nn as nn
 
+from mlx_speculation.models.checkpoints.convention import MtpConvention
 from mlx_speculation.models.instance_hooks import plain_class
 from mlx_speculation.models.mtp import blocks
-from mlx_speculation.models.mtp.convention import MtpConvention
 from mlx_speculation.models.mtp.family import MtpFamily
 
 _QWEN_NAMES: dict[str, str | None] = {

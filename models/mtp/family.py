@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mlx_speculation.models.checkpoints.convention import MtpConvention
 from mlx_speculation.models.mtp.blocks import Block
-from mlx_speculation.models.mtp.convention import MtpConvention
 
 _MOST_HEADS = MtpConvention()
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from safetensors import SafetensorError, safe_open
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.config_json import nested, read_json
 from mlx_speculation.models.mtp.families import family_of
 from mlx_speculation.models.mtp.family import MtpFamily, without_wrappers
+from mlx_speculation.models.safetensors_layout import header, shards
 
 # In this order; each is one place, and the first that holds any of a head counts.
 SIDECARS = (
@@ -30,7 +30,6 @@ SIDECARS = (
     "*mtp*/*.safetensors",
 )
 INDEX = "model.safetensors.index.json"
-SHARDS = "model*.safetensors"
 # Targets of no known family, whose heads are stored as layers after the last.
 _LAYERS_BEHIND = ("bailing_moe_linear",)
 SPLIT = "_mtp"
@@ -146,30 +145,6 @@ def find_split_head(folder: Path, family: MtpFamily, trunk: int) -> HeadFiles:
             "known. Split it again, or take the original checkpoint."
         )
     return HeadFiles(found.tensors, tuple(found.skipped), False, str(folder))
-
-
-def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Return the names and shapes in a safetensors file, and its metadata.
-
-    Raises:
-        ModelFolderError: it cannot be read, or is cut.
-    """
-    try:
-        with safe_open(file, framework="numpy") as opened:
-            shapes = {
-                name: tuple(opened.get_slice(name).get_shape())
-                for name in opened.keys()  # noqa: SIM118  it is no mapping
-            }
-            return shapes, dict(opened.metadata() or {})
-    except (OSError, SafetensorError) as error:
-        raise ModelFolderError(
-            f"{str(file)!r} cannot be read: {error}. Download or convert it again."
-        ) from error
-
-
-def shards(folder: Path) -> Iterator[Path]:
-    """Return the files that mlx-lm loads."""
-    return iter(sorted(folder.glob(SHARDS)))
 
 
 def sidecar_names(folder: Path) -> set[str]:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models.mtp.files import HeadFiles, Stored, shards
-from mlx_speculation.models.safetensors_layout import places_in
+from mlx_speculation.models.mtp.files import HeadFiles, Stored
+from mlx_speculation.models.safetensors_layout import places_in, shards
 
 BLOCK = 4096
 BLOCKS = 64

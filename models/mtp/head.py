@@ -8,14 +8,15 @@ queries, the attention and the MLP.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.models.introspect.output_rows import sliced
+from mlx_speculation.models.checkpoints.convention import MtpConvention
+from mlx_speculation.models.checkpoints.draft_head import Ends, MtpOutput
+from mlx_speculation.models.introspect.reduced_output import sliced
 from mlx_speculation.models.mtp.blocks import Block
-from mlx_speculation.models.mtp.convention import MtpConvention
 
 
 class MtpLayer(nn.Module):
@@ -137,30 +138,6 @@ class MtpHead(nn.Module):
     def new_caches(self) -> list[list[Any]]:
         """Return new caches, a list for each layer."""
         return [layer.new_caches() for layer in self.layers]
-
-
-class Ends(Protocol):
-    """The two ends of a target; `HiddenStates` has them."""
-
-    def embed(self, tokens: mx.array) -> mx.array:
-        """Return embeddings [batch, positions, dim] of ids [batch, positions]."""
-        ...
-
-    def head(self, hidden: mx.array) -> mx.array:
-        """Return the logits of states after the norm."""
-        ...
-
-
-class MtpOutput(NamedTuple):
-    """What a head makes of some slots.
-
-    Attributes:
-        recycled: the states that go into its next step, [batch, slots, dim].
-        logits: for the token after next, [batch, slots, vocab].
-    """
-
-    recycled: mx.array
-    logits: mx.array
 
 
 class Mtp:

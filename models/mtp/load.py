@@ -12,8 +12,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.errors import ModelFolderError, UnsupportedModelError
+from mlx_speculation.models.checkpoints.convention import MtpConvention, Norms
+from mlx_speculation.models.checkpoints.draft_checkpoint import (
+    Weights,
+    quantize_like,
+    shapes_of,
+)
 from mlx_speculation.models.config_json import nested, read_config, text_config
-from mlx_speculation.models.mtp.convention import MtpConvention, Norms
 from mlx_speculation.models.mtp.families import (
     FAMILIES,
     arguments_of,
@@ -21,22 +26,10 @@ from mlx_speculation.models.mtp.families import (
     module_of,
 )
 from mlx_speculation.models.mtp.family import MtpFamily, without_wrappers
-from mlx_speculation.models.mtp.files import (
-    HeadFiles,
-    find_head,
-    find_split_head,
-    header,
-    shards,
-)
+from mlx_speculation.models.mtp.files import HeadFiles, find_head, find_split_head
 from mlx_speculation.models.mtp.head import MtpHead, MtpLayer
-from mlx_speculation.models.mtp.transforms import (
-    Weights,
-    norms_of,
-    quantize_like,
-    shapes_of,
-    transformed,
-    with_ones,
-)
+from mlx_speculation.models.mtp.transforms import norms_of, transformed, with_ones
+from mlx_speculation.models.safetensors_layout import header, shards
 
 # How packs say that their norms are stored as w and applied as 1 + w.
 _PLUS_ONE_FLAGS = ("delta", "delta_plus_one", "mlx_delta")

@@ -17,10 +17,10 @@ import mlx.nn as nn
 from mlx_lm.utils import load_tokenizer
 
 from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.checkpoints.convention import MtpConvention
+from mlx_speculation.models.checkpoints.draft_checkpoint import Weights
 from mlx_speculation.models.checkpoints.probe_text import STARTS, OwnText
 from mlx_speculation.models.introspect.hidden_states import HiddenStates
-from mlx_speculation.models.load_model import runs_on_linux_cpu, to_float32
-from mlx_speculation.models.mtp.convention import MtpConvention
 from mlx_speculation.models.mtp.convention_probe import (
     HeadProbe,
     Probed,
@@ -41,7 +41,7 @@ from mlx_speculation.models.mtp.load import (
     decided,
     find_mtp_head,
 )
-from mlx_speculation.models.mtp.transforms import Weights
+from mlx_speculation.models.quantize import runs_on_linux_cpu, to_float32
 
 
 def load_mtp_head(

@@ -16,19 +16,18 @@ from numpy.typing import NDArray
 from safetensors import TensorSpec, serialize_file
 
 from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.checkpoints.convention import Norms
 from mlx_speculation.models.config_json import read_config
-from mlx_speculation.models.mtp.convention import Norms
 from mlx_speculation.models.mtp.convention_store import NAME as SAVED
 from mlx_speculation.models.mtp.families import family_of
-from mlx_speculation.models.mtp.files import (
-    INDEX,
-    find_head,
+from mlx_speculation.models.mtp.files import INDEX, find_head, is_leftover
+from mlx_speculation.models.mtp.load import stored_norms
+from mlx_speculation.models.safetensors_layout import (
+    TensorPlace,
     header,
-    is_leftover,
+    places_in,
     shards,
 )
-from mlx_speculation.models.mtp.load import stored_norms
-from mlx_speculation.models.safetensors_layout import TensorPlace, places_in
 
 SIDECAR = "mtp.safetensors"
 # What the library calls the dtypes of files when it writes.

@@ -13,17 +13,15 @@ first. Here it is done by what is there, never by what a config says:
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models.mtp.convention import Norms
+from mlx_speculation.models.checkpoints.convention import Norms
+from mlx_speculation.models.checkpoints.draft_checkpoint import Weights
 
-Weights = dict[str, mx.array]
 Shapes = Mapping[str, tuple[int, ...]]
 
 _FP8_BLOCK = 128
@@ -33,12 +31,6 @@ _EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _UNGATED_PARTS = {"up_proj": "fc1", "down_proj": "fc2"}
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.(weight|scales|biases|bias)")
 _FUSED = re.compile(r"(.*)\.experts\.(gate_up_proj|down_proj)(?:\.weight)?")
-
-
-def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a module's parameters by name."""
-    flat: Any = tree_flatten(module.parameters())
-    return {name: value.shape for name, value in flat}
 
 
 def transformed(weights: Weights, wanted: Shapes) -> Weights:
@@ -85,30 +77,6 @@ def is_norm(name: str) -> bool:
     """Return whether a parameter of a head is the weight of a norm."""
     *_, module, part = name.split(".")
     return part == "weight" and ("norm" in module or module == "final")
-
-
-def quantize_like(head: nn.Module, weights: Weights) -> None:
-    """Quantize those parts of a head that are stored quantized.
-
-    Bits and group size follow from the shapes: a head is often packed in another way
-    than its target.
-
-    Raises:
-        ModelFolderError: the shapes fit no format.
-    """
-
-    def packed(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        if f"{path}.scales" not in weights or not hasattr(module, "to_quantized"):
-            return False
-        found: dict[str, Any] = infer_quant_config(path, module, weights)
-        return found
-
-    try:
-        nn.quantize(head, class_predicate=packed)
-    except ValueError as error:
-        raise ModelFolderError(
-            f"The MTP head is packed in a way that mlx does not know: {error}"
-        ) from error
 
 
 def _without_fp8(weights: Weights) -> Weights:

@@ -24,7 +24,7 @@ from mlx_speculation import (
     demo_models,
 )
 from mlx_speculation.models import check_same_ids
-from mlx_speculation.models.mtp.convention import MtpConvention
+from mlx_speculation.models.checkpoints.convention import MtpConvention
 from support.drafters.scripted_drafter import ScriptedDrafter
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer

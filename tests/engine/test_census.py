@@ -24,7 +24,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation import PrefixCache, SpeculativeGenerator
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models.row_dependence import DEPEND_ON_CUTS
+from mlx_speculation.models.exclusions import DEPEND_ON_CUTS
 from support.covering import covering
 from support.identity import (
     GREEDY,

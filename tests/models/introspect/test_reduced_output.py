@@ -20,7 +20,7 @@ from mlx_speculation.models import (
     find_parts,
     quantize_weights,
 )
-from mlx_speculation.models.introspect.output_rows import sliced
+from mlx_speculation.models.introspect.reduced_output import sliced
 from support.models import census
 from support.models.tiny_models import TINY_MODELS, build
 

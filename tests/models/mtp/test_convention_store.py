@@ -18,7 +18,11 @@ from hypothesis import strategies as st
 
 from mlx_speculation.errors import DraftNotice, ModelFolderError
 from mlx_speculation.models import MtpConvention
-from mlx_speculation.models.mtp.convention import MIXED_NORMS, convention_of, fields_of
+from mlx_speculation.models.checkpoints.convention import (
+    MIXED_NORMS,
+    convention_of,
+    fields_of,
+)
 from mlx_speculation.models.mtp.convention_store import NAME, Pair, SavedConventions
 from mlx_speculation.models.mtp.fingerprints import (
     BLOCK,

@@ -10,7 +10,7 @@ import pytest
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models import load
-from mlx_speculation.models.mtp.convention import MtpConvention
+from mlx_speculation.models.checkpoints.convention import MtpConvention
 from mlx_speculation.models.mtp.families import family_of
 from mlx_speculation.models.mtp.family import MtpFamily, without_wrappers
 from mlx_speculation.models.mtp.files import HeadFiles, find_head

@@ -18,7 +18,7 @@ import pytest
 
 from mlx_speculation.caches import Speculation, check_supported, leaves, with_slack
 from mlx_speculation.models import HiddenStates
-from mlx_speculation.models.mtp.convention import MtpConvention
+from mlx_speculation.models.checkpoints.convention import MtpConvention
 from mlx_speculation.models.mtp.head import Mtp, MtpHead
 from support.models.mtp_checkpoints import LAYOUTS, family, flat, make
 

@@ -14,7 +14,7 @@ from mlx_lm.utils import load_model
 
 from mlx_speculation.errors import ModelFolderError, UnsupportedModelError
 from mlx_speculation.models import load
-from mlx_speculation.models.mtp.convention import MtpConvention
+from mlx_speculation.models.checkpoints.convention import MtpConvention
 from mlx_speculation.models.mtp.families import FAMILIES
 from mlx_speculation.models.mtp.load import read_mtp_head
 from mlx_speculation.models.mtp.load_with_convention import load_mtp_head

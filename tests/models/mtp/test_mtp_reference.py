@@ -24,7 +24,7 @@ from mlx_lm.utils import load_model
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models import MtpConvention
-from mlx_speculation.models.mtp.head import MtpOutput
+from mlx_speculation.models.checkpoints.draft_head import MtpOutput
 from mlx_speculation.models.mtp.load import read_mtp_head
 from support.drafters.mtp_bench import (
     SLOTS,

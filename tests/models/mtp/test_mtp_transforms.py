@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models.mtp.convention import MtpConvention
+from mlx_speculation.models.checkpoints.convention import MtpConvention
 from mlx_speculation.models.mtp.load import read_mtp_head
 from mlx_speculation.models.mtp.load_with_convention import load_mtp_head
 from mlx_speculation.models.mtp.transforms import (

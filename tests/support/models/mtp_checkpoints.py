@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_speculation.models.mtp.convention import MtpConvention
+from mlx_speculation.models.checkpoints.convention import MtpConvention
 from mlx_speculation.models.mtp.families import arguments_of, family_of
 from mlx_speculation.models.mtp.family import MtpFamily
 from mlx_speculation.models.mtp.head import MtpHead, MtpLayer

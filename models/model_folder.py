@@ -1,0 +1,83 @@
+"""The folder of a model, checked before anything is loaded from it."""
+
+from pathlib import Path
+
+from mlx_lm.utils import _download
+
+from mlx_speculation.errors import ModelFolderError
+
+NEEDED = ("config.json", "tokenizer_config.json")
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is a file or folder of that name.
+
+    Raises:
+        ModelFolderError: nobody can tell: the name is too long, or may not be read.
+    """
+    try:
+        return path.exists()
+    except OSError as error:
+        raise ModelFolderError(
+            f"{_cut(str(path))!r} cannot be looked at: {error.strerror}. Pass the path "
+            "of a folder that you may read."
+        ) from error
+
+
+def check_model_folder(path_or_repo: str | Path) -> None:
+    """Refuse what is neither a model folder nor the name of a repository.
+
+    Raises:
+        ModelFolderError: names what was found and what a model folder holds.
+    """
+    path = Path(path_or_repo).expanduser()
+    if not is_there(path):
+        name = str(path_or_repo)
+        if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+            return  # organisation/model: mlx-lm asks the hub
+        raise ModelFolderError(
+            f"There is no folder {name!r}, and it is not the name of a repository "
+            "(organisation/model). Pass the path of a folder in mlx-lm's layout."
+        )
+    if not path.is_dir():
+        raise ModelFolderError(
+            f"{str(path)!r} is a file, and a model is a folder with config.json, "
+            "model*.safetensors and a tokenizer. Pass the folder."
+        )
+    missing = [name for name in NEEDED if not (path / name).is_file()]
+    if not any(path.glob("model*.safetensors")):
+        missing.append("model*.safetensors")
+    if missing:
+        raise ModelFolderError(
+            f"The folder {str(path)!r} lacks {', '.join(missing)}. Pass a folder in "
+            "mlx-lm's layout, for example one written by mlx_lm.convert."
+        )
+
+
+def model_folder(path_or_repo: str | Path) -> Path:
+    """Return the folder of a model, after fetching it if a repository is named.
+
+    Raises:
+        ModelFolderError: it is neither a model folder nor the name of a repository.
+    """
+    check_model_folder(path_or_repo)
+    folder = Path(path_or_repo).expanduser()
+    if folder.exists():
+        return folder
+    try:
+        return Path(_download(str(path_or_repo)))
+    except Exception as error:  # the hub raises of many kinds
+        raise ModelFolderError(
+            f"The repository {str(path_or_repo)!r} could not be fetched: "
+            f"{type(error).__name__}: {shortened(error)}. Check its name and the "
+            "network, or pass the path of a folder."
+        ) from error
+
+
+def shortened(error: Exception) -> str:
+    """Return what an error says, on one line."""
+    return _cut(" ".join(str(error).split()) or repr(error)).rstrip(".")
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= 300 else f"{line[:300]} ..."
