@@ -26,15 +26,9 @@ from mlx_speculation.engine.options import GenerateOptions
 from mlx_speculation.engine.result import Result
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.engine.stream_factory import StreamFactory
-from mlx_speculation.models import (
-    PREFILL_STEP,
-    Group,
-    MtpConvention,
-    Parallel,
-    Sliding,
-    notice,
-)
+from mlx_speculation.models import PREFILL_STEP, Group, MtpConvention, Parallel, Sliding
 from mlx_speculation.samplers import Acceptance, Constraint, Sampling
+from mlx_speculation.warn import notice
 
 
 class SpeculativeGenerator:

@@ -147,12 +147,8 @@ def _variants(
 ) -> list[Variant]:
     """Load the draft once for each number of bits."""
     from mlx_speculation import load, reduced_vocabulary
-    from mlx_speculation.models import (
-        ReducedOutput,
-        find_parts,
-        quantize_weights,
-        weight_bytes,
-    )
+    from mlx_speculation.models import ReducedOutput, find_parts, quantize_weights
+    from mlx_speculation.models.quantize import weight_bytes
 
     texts = _sources()
     vocabularies: list[list[int] | None] = [None]

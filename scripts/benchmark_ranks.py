@@ -98,7 +98,7 @@ def _models(shape: str, ranks: Any) -> tuple[Any, Any, Any]:
     from growing import SHAPES, grow
 
     from mlx_speculation import load
-    from mlx_speculation.models import spread
+    from mlx_speculation.models.sharding import spread
 
     target: Any
     target, tokenizer = load(folder_of("dense"))

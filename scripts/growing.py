@@ -33,7 +33,7 @@ from mlx_lm.models import qwen3
 from mlx_lm.utils import dequantize_model
 
 from mlx_speculation.engine import EagleDraft
-from mlx_speculation.models import load_eagle_head
+from mlx_speculation.models.eagle import load_eagle_head
 
 QUANTIZED_GROUP = 64
 

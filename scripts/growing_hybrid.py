@@ -45,7 +45,7 @@ from growing import (
 from mlx_lm.models import qwen3_5
 
 from mlx_speculation.engine import MtpDraft
-from mlx_speculation.models import MtpHead, load_mtp_head
+from mlx_speculation.models.mtp import MtpHead, load_mtp_head
 from mlx_speculation.models.mtp import blocks as mtp_blocks
 from mlx_speculation.models.mtp.head import MtpLayer
 

@@ -25,7 +25,8 @@ from mlx_speculation.caches import (
     states,
     with_slack,
 )
-from mlx_speculation.models import HiddenStates, Mtp
+from mlx_speculation.models import HiddenStates
+from mlx_speculation.models.mtp import Mtp
 from mlx_speculation.models.round_context import rows_of_a_round
 
 PREFILL = 2048

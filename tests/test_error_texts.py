@@ -25,7 +25,7 @@ from mlx_speculation import (
 )
 from mlx_speculation.caches import SlidingKVCache
 from mlx_speculation.engine import Choose, Draft, Sequence
-from mlx_speculation.models import convention_of
+from mlx_speculation.models.checkpoints import convention_of
 from mlx_speculation.samplers import Chooser
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer

@@ -30,14 +30,8 @@ from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.drafters.base import NOTHING, Draft
 from mlx_speculation.engine.drafters.fault_guard import FaultGuard, what_is_wrong
 from mlx_speculation.engine.drafters.mtp import LONGEST_LAG, MtpDrafter
-from mlx_speculation.models import (
-    BatchLane,
-    BatchSlots,
-    BatchSlotsRound,
-    BatchStates,
-    MtpSlots,
-    Unread,
-)
+from mlx_speculation.models import BatchLane, BatchStates, Unread
+from mlx_speculation.models.mtp import BatchSlots, BatchSlotsRound, MtpSlots
 
 Handed = tuple[MtpSlots, mx.array | None]
 

@@ -27,8 +27,7 @@ from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.engine.timing import RoundSeconds
 from mlx_speculation.environment import cache_folder
 from mlx_speculation.errors import CostFileWarning
-from mlx_speculation.json_files import load_json
-from mlx_speculation.models import write_json
+from mlx_speculation.json_files import load_json, write_json
 
 _VERSION = 3
 # A saved rate is a first guess, and counts for so many rounds.

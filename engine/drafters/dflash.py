@@ -13,15 +13,8 @@ import mlx.nn as nn
 from mlx_speculation.engine.drafters.head_source import check_drafted, check_embedding
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.prompt import Sequence
-from mlx_speculation.models import (
-    CommittedStates,
-    DFlash,
-    DFlashContext,
-    DFlashHead,
-    HiddenStates,
-    Lane,
-    load_dflash,
-)
+from mlx_speculation.models import CommittedStates, HiddenStates, Lane
+from mlx_speculation.models.dflash import DFlash, DFlashContext, DFlashHead, load_dflash
 
 NAME = "DFlash drafter"
 

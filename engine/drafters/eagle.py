@@ -16,19 +16,21 @@ from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import (
     CommittedStates,
-    Eagle,
-    EagleHead,
     HiddenStates,
     Lane,
-    LayerIds,
-    MtpSlots,
     find_parts,
+    read_config,
+)
+from mlx_speculation.models.eagle import (
+    Eagle,
+    EagleHead,
+    LayerIds,
     layer_readings,
     load_eagle_head,
     probe_layers,
-    read_config,
-    starts_for,
 )
+from mlx_speculation.models.gemma_assistant import starts_for
+from mlx_speculation.models.mtp import MtpSlots
 
 
 class EagleDraft:

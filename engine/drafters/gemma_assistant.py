@@ -23,13 +23,11 @@ import mlx.nn as nn
 from mlx_speculation.engine.drafters.base import Choose, Draft, goes_on
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
-from mlx_speculation.models import (
+from mlx_speculation.models import CommittedStates, HiddenStates, Lane
+from mlx_speculation.models.gemma_assistant import (
     Anchor,
     Assistant,
     AssistantOutput,
-    CommittedStates,
-    HiddenStates,
-    Lane,
     Read,
     SharedKv,
     load_assistant,

@@ -28,16 +28,12 @@ from mlx_speculation.models import (
     CommittedStates,
     HiddenStates,
     Lane,
-    Mtp,
     MtpConvention,
-    MtpHead,
-    MtpSlots,
-    OnTarget,
     ReducedEnds,
-    Slots,
     States,
-    load_mtp_head,
 )
+from mlx_speculation.models.checkpoints import OnTarget, Slots
+from mlx_speculation.models.mtp import Mtp, MtpHead, MtpSlots, load_mtp_head
 from mlx_speculation.samplers import Chosen
 
 # More slots than this are fed by themselves, and not in a batch with a first draft.

@@ -20,15 +20,15 @@ from mlx_speculation.models import (
     MtpConvention,
     check_model_folder,
     check_same_ids,
-    is_assistant,
-    is_dflash,
-    is_eagle,
-    is_split_head,
     is_there,
     load,
     model_folder,
     read_config,
 )
+from mlx_speculation.models.dflash import is_dflash
+from mlx_speculation.models.eagle import is_eagle
+from mlx_speculation.models.gemma_assistant import is_assistant
+from mlx_speculation.models.mtp import is_split_head
 
 
 @dataclass(frozen=True, slots=True)

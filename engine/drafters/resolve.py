@@ -30,9 +30,9 @@ from mlx_speculation.models import (
     check_model_folder,
     load,
     model_folder,
-    notice,
     quantize_weights,
 )
+from mlx_speculation.warn import notice
 
 # Drafts that are named, and not loaded from a folder of their own.
 NAMED = ("auto", "lookup", "mtp")

@@ -23,13 +23,9 @@ from mlx_speculation.errors import (
     ModelFolderError,
     UnsupportedModelError,
 )
-from mlx_speculation.models import (
-    MtpConvention,
-    PairFile,
-    convention_of,
-    read_pair,
-    usual_convention,
-)
+from mlx_speculation.models import MtpConvention
+from mlx_speculation.models.checkpoints import PairFile, convention_of, read_pair
+from mlx_speculation.models.mtp import usual_convention
 
 
 @dataclass(frozen=True, slots=True)

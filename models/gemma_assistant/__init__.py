@@ -2,3 +2,31 @@
 
 The assistant as a drafter is in the engine; other kinds of heads are not known here.
 """
+
+from mlx_speculation.models.gemma_assistant.config import is_assistant
+from mlx_speculation.models.gemma_assistant.load import load_assistant
+from mlx_speculation.models.gemma_assistant.network import (
+    Assistant,
+    AssistantOutput,
+    Read,
+)
+from mlx_speculation.models.gemma_assistant.probe import (
+    Anchor,
+    position_of,
+    probe_anchor,
+    starts_for,
+)
+from mlx_speculation.models.gemma_assistant.shared_kv import SharedKv
+
+__all__ = [
+    "Anchor",
+    "Assistant",
+    "AssistantOutput",
+    "Read",
+    "SharedKv",
+    "is_assistant",
+    "load_assistant",
+    "position_of",
+    "probe_anchor",
+    "starts_for",
+]

@@ -3,3 +3,20 @@
 Embedding, layers, final norm and output layer of any mlx-lm model, the hidden states
 that a forward shows, and output layers of some ids. It knows no drafter and no cache.
 """
+
+from mlx_speculation.models.introspect.find_parts import find_parts
+from mlx_speculation.models.introspect.hidden_states import HiddenStates
+from mlx_speculation.models.introspect.lazy_arrays import evaluate_held
+from mlx_speculation.models.introspect.parts import Parts
+from mlx_speculation.models.introspect.reduced_output import ReducedEnds, ReducedOutput
+from mlx_speculation.models.introspect.taps import States
+
+__all__ = [
+    "HiddenStates",
+    "Parts",
+    "ReducedEnds",
+    "ReducedOutput",
+    "States",
+    "evaluate_held",
+    "find_parts",
+]

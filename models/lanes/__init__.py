@@ -3,3 +3,24 @@
 `lane` for one sequence, `batch_lane` for many; a round on a lane is fed, then committed
 or rolled back as a whole. How tokens are drafted or accepted is not known here.
 """
+
+from mlx_speculation.models.lanes.batch_lane import BatchLane, BatchRound
+from mlx_speculation.models.lanes.batch_states import BatchStates, Unread
+from mlx_speculation.models.lanes.committed_states import CommittedStates
+from mlx_speculation.models.lanes.install_hooks import ModelHooks
+from mlx_speculation.models.lanes.lane import PREFILL_STEP, Lane, LaneRound, Sliding
+from mlx_speculation.models.lanes.restore_points import RestorePoints
+
+__all__ = [
+    "PREFILL_STEP",
+    "BatchLane",
+    "BatchRound",
+    "BatchStates",
+    "CommittedStates",
+    "Lane",
+    "LaneRound",
+    "ModelHooks",
+    "RestorePoints",
+    "Sliding",
+    "Unread",
+]

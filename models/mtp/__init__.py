@@ -3,3 +3,25 @@
 `family` says what a family of heads is and `families` is the table; `convention` has
 what no tensor shows. The head as a drafter is in the engine.
 """
+
+from mlx_speculation.models.mtp.batch_cache import BatchSlots, BatchSlotsRound
+from mlx_speculation.models.mtp.cache import MtpSlots
+from mlx_speculation.models.mtp.files import is_split_head
+from mlx_speculation.models.mtp.head import Mtp, MtpHead
+from mlx_speculation.models.mtp.load import find_mtp_head
+from mlx_speculation.models.mtp.load_with_convention import (
+    load_mtp_head,
+    usual_convention,
+)
+
+__all__ = [
+    "BatchSlots",
+    "BatchSlotsRound",
+    "Mtp",
+    "MtpHead",
+    "MtpSlots",
+    "find_mtp_head",
+    "is_split_head",
+    "load_mtp_head",
+    "usual_convention",
+]

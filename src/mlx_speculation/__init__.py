@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         reduced_vocabulary,
         stream_generate,
     )
-    from mlx_speculation.models import MtpConvention, json_schema, lark, load, regex
+    from mlx_speculation.models import MtpConvention, load
     from mlx_speculation.samplers import (
         Constraint,
         ConstraintState,
@@ -69,6 +69,7 @@ if TYPE_CHECKING:
         make_sampler,
         pure,
     )
+    from mlx_speculation.samplers.constraints.llguidance import json_schema, lark, regex
 
     __version__: str
 
@@ -152,13 +153,13 @@ _HOMES = {
     "demo_models": "mlx_speculation.demo",
     "derived_seed": "mlx_speculation.samplers",
     "generate": "mlx_speculation.engine",
-    "json_schema": "mlx_speculation.models",
-    "lark": "mlx_speculation.models",
+    "json_schema": "mlx_speculation.samplers.constraints.llguidance",
+    "lark": "mlx_speculation.samplers.constraints.llguidance",
     "load": "mlx_speculation.models",
     "make_sampler": "mlx_speculation.samplers",
     "pure": "mlx_speculation.samplers",
     "reduced_vocabulary": "mlx_speculation.engine",
-    "regex": "mlx_speculation.models",
+    "regex": "mlx_speculation.samplers.constraints.llguidance",
     "stream_generate": "mlx_speculation.engine",
 }
 

@@ -24,9 +24,10 @@ from mlx_speculation import (
 )
 from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.prompt import Sequence
-from mlx_speculation.models import TokenIds, json_schema, lark, regex
+from mlx_speculation.models import TokenIds
 from mlx_speculation.samplers import Constraint, TokenAutomaton, allowed_tokens
 from mlx_speculation.samplers.constraints.base import AutomatonState
+from mlx_speculation.samplers.constraints.llguidance import json_schema, lark, regex
 from support.caches.contents import assert_same_content, content
 from support.drafters.scripted_drafter import ScriptedDrafter
 from support.models.tiny_models import build

@@ -8,13 +8,14 @@ import pytest
 from mlx.nn.layers.distributed import shard_linear
 
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
-from mlx_speculation.models import load, spread, spread_as
+from mlx_speculation.models import load, spread_as
 from mlx_speculation.models.sharding import (
     SAID_BYTES,
     gathered,
     has_split_output,
     joined_output,
     mark_of,
+    spread,
     told,
 )
 from support.models.tiny_models import build

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load
 
 from mlx_speculation.errors import ConstraintError
-from mlx_speculation.models import json_schema
 from mlx_speculation.samplers import Constraint
+from mlx_speculation.samplers.constraints.llguidance import json_schema
 from mlx_speculation.server import Limits
 from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.schemas import SchemaCompilers, SchemaConstraint, compilers

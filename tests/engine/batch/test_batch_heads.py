@@ -30,7 +30,7 @@ from mlx_speculation.engine import Cascade, EagleDraft, MtpDrafter
 from mlx_speculation.engine.batch import mtp
 from mlx_speculation.engine.batch.mtp import BatchMtpDrafter
 from mlx_speculation.engine.batch.outcome import BatchStep
-from mlx_speculation.models import MtpOutput
+from mlx_speculation.models.checkpoints import MtpOutput
 from support.drafters.batch_heads import (
     HeadBench,
     KnowingMtp,

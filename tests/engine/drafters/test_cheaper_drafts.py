@@ -32,9 +32,9 @@ from mlx_speculation.models import (
     MtpConvention,
     load,
     quantize_weights,
-    weight_bytes,
     wrapped,
 )
+from mlx_speculation.models.quantize import weight_bytes
 from support.covering import covering
 from support.identity import GREEDY, SAMPLED, prompt_of
 from support.models.eagle_checkpoints import write_eagle

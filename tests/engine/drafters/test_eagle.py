@@ -22,7 +22,8 @@ from mlx_speculation.engine.drafters import mtp as mtp_module
 from mlx_speculation.engine.drafters.base import Choose
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError, ModelFolderError
-from mlx_speculation.models import Eagle, HiddenStates, load_eagle_head
+from mlx_speculation.models import HiddenStates
+from mlx_speculation.models.eagle import Eagle, load_eagle_head
 from support.covering import covering
 from support.identity import GREEDY, SAMPLED, plain_text, prompt_of
 from support.models.eagle_checkpoints import DIALECTS, draft_ids, write_eagle

@@ -34,7 +34,8 @@ from mlx_speculation.engine import MtpDraft, MtpDrafter, Result
 from mlx_speculation.engine.drafters.base import Choices, Choose, Draft
 from mlx_speculation.engine.drafters.draft_model import DraftModel
 from mlx_speculation.engine.prompt import Sequence
-from mlx_speculation.models import Lane, MtpHead
+from mlx_speculation.models import Lane
+from mlx_speculation.models.mtp import MtpHead
 from mlx_speculation.samplers import Chooser, Rows, Verifier
 from support.caches.contents import assert_same_content, content
 from support.drafters.broken_drafters import (

@@ -39,8 +39,13 @@ from mlx_speculation.errors import (
     UnsupportedCacheError,
     UnsupportedModelError,
 )
-from mlx_speculation.models import Assistant, Lane, probe_anchor, starts_for
-from mlx_speculation.models.gemma_assistant import probe
+from mlx_speculation.models import Lane
+from mlx_speculation.models.gemma_assistant import (
+    Assistant,
+    probe,
+    probe_anchor,
+    starts_for,
+)
 from mlx_speculation.models.gemma_assistant.config import read_assistant_settings
 from support.covering import covering
 from support.identity import GREEDY, SAMPLED, plain_text, prompt_of

@@ -24,7 +24,8 @@ from mlx_speculation.engine.drafters import mtp as mtp_module
 from mlx_speculation.engine.drafters.base import Choose
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import HiddenStates, Lane, Mtp, MtpConvention, MtpHead
+from mlx_speculation.models import HiddenStates, Lane, MtpConvention
+from mlx_speculation.models.mtp import Mtp, MtpHead
 from mlx_speculation.samplers import Chosen
 from support.drafters.scripted_draft_lengths import Planned
 from support.identity import GREEDY, SAMPLED, plain_text, prompt_of

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models import read_config, read_pair
+from mlx_speculation.models import read_config
+from mlx_speculation.models.checkpoints import read_pair
 from mlx_speculation.models.checkpoints.speculation_json import NAME
 from mlx_speculation.models.config_json import read_json
 

@@ -8,8 +8,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models import is_dflash, is_eagle, load_dflash
+from mlx_speculation.models.dflash import is_dflash, load_dflash
 from mlx_speculation.models.dflash.config import read_settings, tapped_layers
+from mlx_speculation.models.eagle import is_eagle
 from support.models.dflash_checkpoints import VARIANTS, config_of, write_dflash
 from support.models.tiny_models import build
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_speculation.errors import InvalidRequestError, ModelFolderError
-from mlx_speculation.models import is_eagle, load_eagle_head
+from mlx_speculation.models.eagle import is_eagle, load_eagle_head
 from mlx_speculation.models.eagle.config import target_layers
 from support.models.eagle_checkpoints import (
     DIALECTS,

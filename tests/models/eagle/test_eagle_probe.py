@@ -11,8 +11,9 @@ import pytest
 from mlx_speculation import demo_models, load
 from mlx_speculation.engine import EagleDraft
 from mlx_speculation.errors import ConventionError
-from mlx_speculation.models import HiddenStates, layer_readings, load_eagle_head
+from mlx_speculation.models import HiddenStates
 from mlx_speculation.models.checkpoints.probe_text import OwnText
+from mlx_speculation.models.eagle import layer_readings, load_eagle_head
 from mlx_speculation.models.eagle.probe import EagleProbe, probe_layers
 from support.models.eagle_checkpoints import write_eagle
 from support.models.tiny_models import build

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from mlx_speculation.errors import ModelFolderError, UnsupportedModelError
-from mlx_speculation.models import (
+from mlx_speculation.models.gemma_assistant import (
     Assistant,
     SharedKv,
     is_assistant,

@@ -15,8 +15,13 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation.errors import ConventionError
-from mlx_speculation.models import HiddenStates, SharedKv, load_assistant, probe_anchor
+from mlx_speculation.models import HiddenStates
 from mlx_speculation.models.checkpoints.probe_text import OwnText
+from mlx_speculation.models.gemma_assistant import (
+    SharedKv,
+    load_assistant,
+    probe_anchor,
+)
 from mlx_speculation.models.gemma_assistant.probe import (
     AssistantProbe,
     _whole,

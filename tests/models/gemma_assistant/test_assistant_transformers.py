@@ -18,7 +18,7 @@ from transformers import (
     Gemma4TextConfig,
 )
 
-from mlx_speculation.models import SharedKv, load_assistant
+from mlx_speculation.models.gemma_assistant import SharedKv, load_assistant
 from support.models.tiny_models import TINY_MODELS, build_tiny
 from support.references import gemma4_assistant
 from support.references.torch_heads import fill

@@ -8,7 +8,8 @@ import pytest
 from mlx_lm.models import llama
 
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
-from mlx_speculation.models import HiddenStates, Parts, find_parts
+from mlx_speculation.models import HiddenStates, find_parts
+from mlx_speculation.models.introspect.parts import Parts
 from support.models import census
 from support.models.census import build_from
 from support.models.copies import left_on

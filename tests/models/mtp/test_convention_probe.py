@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 from mlx_speculation.errors import ConventionError
-from mlx_speculation.models import HiddenStates, Mtp, MtpConvention, MtpHead
+from mlx_speculation.models import HiddenStates, MtpConvention
 from mlx_speculation.models.checkpoints.convention import MIXED_NORMS, Norms
 from mlx_speculation.models.checkpoints.probe import Score
 from mlx_speculation.models.checkpoints.probe_text import OwnText
+from mlx_speculation.models.mtp import Mtp, MtpHead
 from mlx_speculation.models.mtp.convention_probe import HeadProbe, probe
 from mlx_speculation.models.mtp.load_with_convention import probe_mtp_head
 from mlx_speculation.models.mtp.transforms import norms_of

@@ -13,7 +13,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_speculation.errors import ConventionError, ModelFolderError
-from mlx_speculation.models import MtpConvention, load, load_mtp_head
+from mlx_speculation.models import MtpConvention, load
+from mlx_speculation.models.mtp import load_mtp_head
 from mlx_speculation.models.mtp.convention_store import NAME
 from support.models.demo_folders import copy_of
 from support.models.mtp_checkpoints import LAYOUTS, family, flat, save, write

@@ -15,7 +15,8 @@ import pytest
 from mlx_speculation import SpeculativeGenerator, demo_models
 from mlx_speculation.engine.drafters.registry import kind_of
 from mlx_speculation.errors import DraftNotice, ModelFolderError
-from mlx_speculation.models import MtpConvention, load, load_mtp_head
+from mlx_speculation.models import MtpConvention, load
+from mlx_speculation.models.mtp import load_mtp_head
 from mlx_speculation.models.mtp.convention_store import NAME, pack_convention
 from mlx_speculation.models.mtp.load import build_mtp_head, decided, find_mtp_head
 from support.identity import plain_text, prompt_of

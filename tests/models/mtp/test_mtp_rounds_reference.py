@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_speculation.models import MtpSlots
+from mlx_speculation.models.mtp import MtpSlots
 from support.covering import covering
 from support.drafters.mtp_bench import Bench, assert_close, make_bench, states
 from support.references.mtp.families import FAMILIES

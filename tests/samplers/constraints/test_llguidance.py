@@ -22,10 +22,15 @@ from mlx_speculation.errors import (
     InvalidRequestError,
     MissingLibraryError,
 )
-from mlx_speculation.models import json_schema, lark, regex
 from mlx_speculation.samplers import Constraint, ConstraintState
 from mlx_speculation.samplers.constraints import llguidance
-from mlx_speculation.samplers.constraints.llguidance import Grammar, GrammarState
+from mlx_speculation.samplers.constraints.llguidance import (
+    Grammar,
+    GrammarState,
+    json_schema,
+    lark,
+    regex,
+)
 from support.models.tiny_tokenizer import byte_tokenizer
 from support.sampling.constraints import at, ids
 from support.sampling.schemas import SCHEMAS, Schema, fits, values

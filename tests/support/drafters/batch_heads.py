@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 
 from mlx_speculation import SpeculativeGenerator
 from mlx_speculation.engine import EagleDraft, MtpDraft
-from mlx_speculation.models import HiddenStates, MtpHead, MtpOutput
+from mlx_speculation.models import HiddenStates
+from mlx_speculation.models.checkpoints import MtpOutput
+from mlx_speculation.models.mtp import MtpHead
 from support.drafters.batches import LONGEST, MODELS, PROMPTS, SAMPLINGS, Bench, noisy
 from support.identity import prompt_of
 from support.models.eagle_checkpoints import write_eagle

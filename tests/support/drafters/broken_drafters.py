@@ -9,7 +9,9 @@ import mlx.core as mx
 
 from mlx_speculation.engine.drafters.base import Draft
 from mlx_speculation.engine.drafters.draft_model import LONGEST_LAG
-from mlx_speculation.models import LaneRound, Mtp, MtpOutput
+from mlx_speculation.models import LaneRound
+from mlx_speculation.models.checkpoints import MtpOutput
+from mlx_speculation.models.mtp import Mtp
 
 CALLS = ("begin", "propose", "settle", "discard")
 RAISES = ("before", "after")

@@ -7,7 +7,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from mlx_speculation.models import HiddenStates, Mtp, MtpConvention
+from mlx_speculation.models import HiddenStates, MtpConvention
+from mlx_speculation.models.mtp import Mtp
 from mlx_speculation.models.mtp.load import read_mtp_head
 from support.references.mtp.base import Family, MtpRows, rows
 from support.references.mtp.folders import MtpFolder, write_mtp_folder

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_speculation.models import Assistant
+from mlx_speculation.models.gemma_assistant import Assistant
 from mlx_speculation.models.gemma_assistant.config import read_assistant_settings
 from support.models.tiny_models import TINY_MODELS, TinyModel, build_tiny, randomise
 

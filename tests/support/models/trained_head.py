@@ -15,8 +15,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation import demo_models
-from mlx_speculation.models import HiddenStates, MtpConvention, MtpHead, load
+from mlx_speculation.models import HiddenStates, MtpConvention, load
 from mlx_speculation.models.checkpoints.probe_text import STARTS, OwnText
+from mlx_speculation.models.mtp import MtpHead
 from mlx_speculation.models.mtp.convention_probe import HeadProbe
 from mlx_speculation.models.mtp.load import build_mtp_head, find_mtp_head
 from mlx_speculation.models.quantize import to_float32

@@ -28,7 +28,9 @@ from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.equivalence import texts as identity
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.result import Result
-from mlx_speculation.models import MtpHead, Parallel, spread
+from mlx_speculation.models import Parallel
+from mlx_speculation.models.mtp import MtpHead
+from mlx_speculation.models.sharding import spread
 from mlx_speculation.samplers import Chooser, Rows
 from support.drafters.scripted_drafter import ScriptedDrafter
 from support.identity import GREEDY, SAMPLED, prompt_of

@@ -8,7 +8,8 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from mlx_speculation.engine import AssistantDraft
-from mlx_speculation.models import AssistantOutput, HiddenStates, Read
+from mlx_speculation.models import HiddenStates
+from mlx_speculation.models.gemma_assistant import AssistantOutput, Read
 from support.models.assistant_checkpoints import DIM, SLIDING, VOCAB, WINDOW
 
 _OWN = 1000.0  # its own state after step j is _OWN + j

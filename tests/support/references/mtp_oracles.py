@@ -7,7 +7,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from mlx_speculation.models import HiddenStates, MtpOutput
+from mlx_speculation.models import HiddenStates
+from mlx_speculation.models.checkpoints import MtpOutput
 
 VOCAB, DIM = 256, 64
 # States that the oracle makes: a number of its own for each slot and layer.

@@ -99,7 +99,7 @@ _LOOKUP = Offered(
 def _file(folder: Path) -> Offered:
     """Say what speculation.json names."""
     from mlx_speculation.engine.drafters.registry import KINDS
-    from mlx_speculation.models import read_pair
+    from mlx_speculation.models.checkpoints import read_pair
 
     name = "speculation.json"
     try:
@@ -121,7 +121,7 @@ def _file(folder: Path) -> Offered:
 
 def _head(folder: Path, target: "nn.Module") -> Offered:
     """Say where the tensors of an MTP head are; it is not tried."""
-    from mlx_speculation.models import find_mtp_head
+    from mlx_speculation.models.mtp import find_mtp_head
 
     try:
         found = find_mtp_head(folder, target)
