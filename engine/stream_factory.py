@@ -96,7 +96,7 @@ class StreamFactory:
         )
         target = setup.lane(setup.model, options.prompt_cache, seen)
         target.prefill_step = options.prefill_step_size
-        target.heard = options.prompt_progress
+        target.prefill_progress = options.prompt_progress
         target.quantization = options.kv_quantization
         statistics = Statistics()
         drafter = self._drafter(target, options.draft_cache, sequence, statistics)

@@ -42,6 +42,7 @@ from mlx_speculation.models.shape_buckets import RowSizes, row_size
 from mlx_speculation.models.sharding import (
     Group,
     Parallel,
+    broadcast,
     can_join_output,
     gathered,
     has_split_output,
@@ -49,7 +50,6 @@ from mlx_speculation.models.sharding import (
     keeps_rows_alone,
     mark_of,
     spread_as,
-    told,
 )
 from mlx_speculation.models.token_ids import (
     TokenIds,
@@ -81,6 +81,7 @@ __all__ = [
     "States",
     "TokenIds",
     "Unread",
+    "broadcast",
     "can_join_output",
     "check_bits",
     "check_causal",
@@ -107,7 +108,6 @@ __all__ = [
     "row_size",
     "spread_as",
     "stream_resources",
-    "told",
     "why_alone",
     "wired",
     "wrapped",

@@ -22,22 +22,22 @@ _observers: ContextVar[tuple["Observer", ...]] = ContextVar("observers", default
 
 
 class Observer:
-    """Who is told of calls; `values` are the arguments, positional ones first."""
+    """Gets notice of calls; `values` are the arguments, positional ones first."""
 
     def enter(
         self, module: nn.Module, method: str, values: tuple[Any, ...]
     ) -> mx.array | None:
-        """Be told before a call.
+        """Is called before a call.
 
         An array is taken for the result of the call, which is then not made; observers
-        that were told of it already hear no more. What this raises ends the forward.
+        that were asked before are not asked again. What this raises ends the forward.
         """
         return None
 
     def leave(
         self, module: nn.Module, method: str, values: tuple[Any, ...], result: Any
     ) -> None:
-        """Be told after a call that was made."""
+        """Is called after a call that was made."""
 
 
 @contextmanager

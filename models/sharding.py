@@ -42,7 +42,7 @@ _BARE_OUTPUT = ("mlx_lm.models.qwen3_5", "mlx_lm.models.qwen3_5_moe")
 _SPLIT_OUTPUT = (layers.AllToShardedLinear, layers.QuantizedAllToShardedLinear)
 
 
-def told(array: mx.array, group: Group) -> mx.array:
+def broadcast(array: mx.array, group: Group) -> mx.array:
     """Return rank 0's array on every rank, not evaluated.
 
     Every rank passes an array of the same shape and dtype, whole numbers; only rank

@@ -31,9 +31,9 @@ from mlx_speculation.engine.drafters.base import NOTHING, Draft
 from mlx_speculation.engine.drafters.fault_guard import FaultGuard, what_is_wrong
 from mlx_speculation.engine.drafters.mtp import LONGEST_LAG, MtpDrafter
 from mlx_speculation.models import BatchLane, BatchStates, Unread
-from mlx_speculation.models.mtp import BatchSlots, BatchSlotsRound, MtpSlots
+from mlx_speculation.models.mtp import BatchMtpCache, BatchMtpRound, MtpCache
 
-Handed = tuple[MtpSlots, mx.array | None]
+Handed = tuple[MtpCache, mx.array | None]
 
 
 class BatchMtpDrafter:
@@ -47,13 +47,13 @@ class BatchMtpDrafter:
 
     def __init__(self, target: BatchLane) -> None:
         self._target = target
-        self._slots: BatchSlots | None = None
+        self._slots: BatchMtpCache | None = None
         self._states: BatchStates | None = None
         self._rows: list[
             BatchRequest
         ] = []  # those that are followed, in the order of slots
         self._places: list[int] = []  # where they stand in the batch
-        self._round: BatchSlotsRound | None = None
+        self._round: BatchMtpRound | None = None
         self._before: Unread | None = None  # what was not read, before it settled
         self._chain: BatchChain | None = None
 
@@ -180,7 +180,7 @@ class BatchMtpDrafter:
         slots, states = self._slots, self._states
         if slots is None or states is None:
             first, mtp = _head(new[0]), handed[0][0].mtp
-            slots = BatchSlots(mtp)
+            slots = BatchMtpCache(mtp)
             states = BatchStates(first.committed.taps, first.committed.select)
         held = states.held.beside(Unread.of([unread for _, unread in handed]))
         mx.eval(held.arrays)
@@ -214,7 +214,7 @@ class BatchMtpDrafter:
         states.held = left
 
     def _feed(
-        self, slots_round: BatchSlotsRound, held: Unread, counts: list[int]
+        self, slots_round: BatchMtpRound, held: Unread, counts: list[int]
     ) -> None:
         """Write the next slots of every row, so many of each."""
         width = max(counts)
@@ -229,7 +229,7 @@ class BatchMtpDrafter:
         slots_round.feed(held.array[:, :width], tokens, counts)
 
     def _drafted(
-        self, slots: BatchSlots, states: BatchStates, most: list[int]
+        self, slots: BatchMtpCache, states: BatchStates, most: list[int]
     ) -> list[Draft]:
         """Open a round, and draft the longest chain for all rows; cut it to `most`."""
         head = _head(self._rows[0])

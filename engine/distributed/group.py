@@ -31,7 +31,7 @@ from mlx_speculation.errors import (
     RankLostError,
     RankMismatchError,
 )
-from mlx_speculation.models import Group, gathered, told
+from mlx_speculation.models import Group, broadcast, gathered
 from mlx_speculation.samplers import Sampling
 
 LINE_BYTES = 256
@@ -130,7 +130,7 @@ class RankGroup:
 
     def told(self, array: mx.array) -> mx.array:
         """Return rank 0's array on every rank, not evaluated; see `models.sharding`."""
-        return told(array, self.group)
+        return broadcast(array, self.group)
 
     def next_number(self) -> int:
         """Return the number of what this program makes next; no rank waits here."""

@@ -30,7 +30,7 @@ from mlx_speculation.models.eagle import (
     probe_layers,
 )
 from mlx_speculation.models.gemma_assistant import starts_for
-from mlx_speculation.models.mtp import MtpSlots
+from mlx_speculation.models.mtp import MtpCache
 
 
 class EagleDraft:
@@ -109,7 +109,7 @@ class EagleDraft:
         committed = CommittedStates(self._taps, self.eagle.states)
         target.follower = committed
         return MtpDrafter(
-            partial(MtpSlots, self.eagle),
+            partial(MtpCache, self.eagle),
             sequence,
             committed,
             depth=self.eagle.head.depth,

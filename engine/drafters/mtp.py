@@ -32,8 +32,8 @@ from mlx_speculation.models import (
     ReducedEnds,
     States,
 )
-from mlx_speculation.models.checkpoints import OnTarget, Slots
-from mlx_speculation.models.mtp import Mtp, MtpHead, MtpSlots, load_mtp_head
+from mlx_speculation.models.checkpoints import HeadCache, HeadOnTarget
+from mlx_speculation.models.mtp import Mtp, MtpCache, MtpHead, load_mtp_head
 from mlx_speculation.samplers import Chosen
 
 # More slots than this are fed by themselves, and not in a batch with a first draft.
@@ -121,7 +121,7 @@ class MtpDraft:
         """Return the drafter of one stream, which follows the target's lane."""
         committed = CommittedStates(self._taps, self._select)
         target.follower = committed
-        slots = partial(MtpSlots, self.mtp)
+        slots = partial(MtpCache, self.mtp)
         depth = self.mtp.head.depth
         return MtpDrafter(slots, sequence, committed, depth=depth, ids=self._ids)
 
@@ -152,7 +152,7 @@ class MtpDrafter:
 
     def __init__(
         self,
-        new_slots: Callable[[int], Slots],
+        new_slots: Callable[[int], HeadCache],
         sequence: Sequence,
         committed: CommittedStates,
         *,
@@ -178,10 +178,10 @@ class MtpDrafter:
         return [self._slots.held, self._committed.arrays]
 
     @property
-    def mtp(self) -> OnTarget | None:
-        """The head, if it can draft for several rows at once; see `BatchSlots`."""
+    def mtp(self) -> HeadOnTarget | None:
+        """The head, if it can draft for several rows at once; see `BatchMtpCache`."""
         slots = self._slots
-        if isinstance(slots, MtpSlots) and not slots.mtp.head.chained:
+        if isinstance(slots, MtpCache) and not slots.mtp.head.chained:
             return slots.mtp
         return None
 
@@ -189,7 +189,7 @@ class MtpDrafter:
         """Read the states of the prompt, which is fed by now."""
         self._catch_up()
 
-    def hand_over(self) -> tuple[MtpSlots, mx.array | None]:
+    def hand_over(self) -> tuple[MtpCache, mx.array | None]:
         """Return what a batch needs to draft in its place, which calls `let_go` then.
 
         Returns:
@@ -197,7 +197,7 @@ class MtpDrafter:
         """
         self._catch_up(0)
         slots, committed = self._slots, self._committed
-        assert isinstance(slots, MtpSlots)
+        assert isinstance(slots, MtpCache)
         if slots.end >= committed.stop:
             return slots, None
         return slots, committed.between(slots.end, committed.stop)

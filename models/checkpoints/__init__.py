@@ -5,15 +5,19 @@ trained with. No single kind of head is known here.
 """
 
 from mlx_speculation.models.checkpoints.convention import MtpConvention, convention_of
-from mlx_speculation.models.checkpoints.draft_head import MtpOutput, OnTarget, Slots
+from mlx_speculation.models.checkpoints.draft_head import (
+    HeadCache,
+    HeadOnTarget,
+    HeadOutput,
+)
 from mlx_speculation.models.checkpoints.speculation_json import PairFile, read_pair
 
 __all__ = [
+    "HeadCache",
+    "HeadOnTarget",
+    "HeadOutput",
     "MtpConvention",
-    "MtpOutput",
-    "OnTarget",
     "PairFile",
-    "Slots",
     "convention_of",
     "read_pair",
 ]

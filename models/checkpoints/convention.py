@@ -1,6 +1,7 @@
-"""What an MTP head was trained with, and no tensor shows.
+"""The convention of an MTP head: what it was trained with and no tensor shows.
 
-A convention as fields of a JSON file, and back, with every field checked.
+`fields_of` and `convention_of` write it as an object of JSON and read it back, with
+every field checked.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +21,7 @@ MIXED_NORMS = ("norm_e", "norm_h", "input_layernorm", "post_attention_layernorm"
 
 @dataclass(frozen=True, slots=True)
 class MtpConvention:
-    """What a head was trained with, and its tensors do not show.
+    """What a head was trained with and its tensors do not show.
 
     Attributes:
         hidden: which state of the target goes in: after or before its final norm.

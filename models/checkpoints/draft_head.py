@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
-# (layer, first slot, slots) -> token ids [1, slots] that the layer pairs with them
+# (layer, first position, count) -> token ids [1, count] that the layer pairs with them
 TokensOf = Callable[[int, int, int], mx.array]
 ChooseNext = Callable[[mx.array], tuple[mx.array, bool]]
 
@@ -26,20 +26,20 @@ class Ends(Protocol):
         ...
 
 
-class MtpOutput(NamedTuple):
-    """What a head makes of some slots.
+class HeadOutput(NamedTuple):
+    """What a head makes of some positions of its cache.
 
     Attributes:
-        recycled: the states that go into its next step, [batch, slots, dim].
-        logits: for the token after next, [batch, slots, vocab].
+        recycled: the states that go into its next step, [batch, positions, dim].
+        logits: for the token after next, [batch, positions, vocab].
     """
 
     recycled: mx.array
     logits: mx.array
 
 
-class SlotHead(Protocol):
-    """What slots need to know of a head."""
+class DraftHead(Protocol):
+    """What a cache needs to know of a head."""
 
     @property
     def chained(self) -> bool:
@@ -56,50 +56,50 @@ class SlotHead(Protocol):
         ...
 
 
-class OnTarget(Protocol):
+class HeadOnTarget(Protocol):
     """A head on its target: an `Mtp`, or what takes its place."""
 
     @property
-    def head(self) -> SlotHead:
+    def head(self) -> DraftHead:
         """The head."""
         ...
 
     def rows(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
-    ) -> MtpOutput:
-        """Run all slots to the end; see `Mtp.rows`."""
+    ) -> HeadOutput:
+        """Run all positions to the end; see `Mtp.rows`."""
         ...
 
     def step(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
-    ) -> MtpOutput:
-        """Run the last slot to the end; see `Mtp.step`."""
+    ) -> HeadOutput:
+        """Run the last position to the end; see `Mtp.step`."""
         ...
 
     def history(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> None:
-        """Write the keys and values of slots; see `Mtp.history`."""
+        """Write the keys and values of positions; see `Mtp.history`."""
         ...
 
 
-class Slots(Protocol):
-    """The caches of a head, and rounds over the slots that follow: `MtpSlots`.
+class HeadCache(Protocol):
+    """The caches of a head, and rounds over the positions that follow: `MtpCache`.
 
     Attributes:
-        first: the first slot that they hold.
+        first: the first position that they hold.
     """
 
     first: int
 
     @property
     def end(self) -> int:
-        """The slot that comes next."""
+        """The position that comes next."""
         ...
 
     @property
     def lag(self) -> int:
-        """How many slots a layer is behind the first one."""
+        """How many positions a layer is behind the first one."""
         ...
 
     @property
@@ -108,7 +108,7 @@ class Slots(Protocol):
         ...
 
     def feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
-        """Write slots of committed text, and keep them."""
+        """Write positions of committed text, and keep them."""
         ...
 
     def draft(
@@ -119,7 +119,7 @@ class Slots(Protocol):
         choose: ChooseNext,
         count: int,
     ) -> None:
-        """Open a round: write slots of committed text, and draft behind them."""
+        """Open a round: write positions of committed text, and draft behind them."""
         ...
 
     def commit(self) -> None:

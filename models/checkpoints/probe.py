@@ -5,11 +5,11 @@ own; each candidate guesses it, and is scored by
 
     value      sum over x of p(x) log q(x)   at each place of the text
 
-with p the target's law there and q the candidate's: the log-probability that the
-candidate gives to the target's token, averaged over what that might have been. The
+with p the target's distribution there and q the candidate's: the log-probability that
+the candidate gives to the target's token, averaged over what that might have been. The
 log-probability of the one token that was written would not do: it is the most probable
-one, so that it praises whoever is too sure of himself (Gneiting and Raftery 2007,
-section 3: a score is proper if the truth is its best guess).
+one, and would favour whatever is too sure of itself (Gneiting and Raftery 2007, section
+3: a score is proper if the truth is its best guess).
 
     agreement  how often the most probable token of q is that of p
     chance     how often it would be by chance, from how often each guesses what, and
@@ -53,17 +53,19 @@ class Score:
     chance: float
 
     @classmethod
-    def of(cls, logits: mx.array, laws: mx.array, tokens: mx.array) -> "Score":
+    def of(
+        cls, logits: mx.array, target_log_probs: mx.array, tokens: mx.array
+    ) -> "Score":
         """Score a candidate.
 
         Args:
             logits: the candidate's, [places, vocab].
-            laws: the target's log-probabilities, float32 [places, vocab].
+            target_log_probs: the target's log-probabilities, float32 [places, vocab].
             tokens: what the target chose, ids [places].
         """
         guesses = log_probs(logits)
         guesses = mx.where(mx.isnan(guesses), _FLOOR, mx.maximum(guesses, _FLOOR))
-        values = (mx.exp(laws) * guesses).sum(axis=-1)
+        values = (mx.exp(target_log_probs) * guesses).sum(axis=-1)
         guessed = mx.argmax(guesses, axis=-1)
         mx.eval(values, guessed)
         found, right = np.array(guessed), np.array(tokens)

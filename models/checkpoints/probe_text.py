@@ -33,7 +33,8 @@ class OwnText:
     Attributes:
         tokens: ids [rows, positions].
         own: the first position that the target wrote.
-        laws: its log-probabilities there, float32 [rows, positions - own, vocab].
+        target_log_probs: its log-probabilities there, float32 [rows, positions - own,
+            vocab].
         after_norm: its states at all positions but the last, [rows, positions - 1,
             dim].
         before_norm: likewise.
@@ -41,7 +42,7 @@ class OwnText:
 
     tokens: mx.array
     own: int
-    laws: mx.array
+    target_log_probs: mx.array
     after_norm: mx.array
     before_norm: mx.array
 
@@ -65,21 +66,21 @@ class OwnText:
         rows = mx.array([list(start[:own]) for start in starts], mx.uint32)
         target: Any = model
         caches, seen = make_prompt_cache(model), taps.states()
-        tokens, laws = [rows], []
+        tokens, target_log_probs = [rows], []
         for _ in range(steps):
             with taps.collect(seen):
                 logits = target(tokens[-1], cache=caches)
-            laws.append(log_probs(logits[:, -1:]))
+            target_log_probs.append(log_probs(logits[:, -1:]))
             tokens.append(mx.argmax(logits[:, -1:], axis=-1).astype(mx.uint32))
             mx.async_eval(tokens[-1])
         text = cls(
             mx.concatenate(tokens, axis=1),
             own,
-            mx.concatenate(laws, axis=1),
+            mx.concatenate(target_log_probs, axis=1),
             seen.after_norm,
             seen.before_norm,
         )
-        mx.eval(text.tokens, text.laws, text.after_norm, text.before_norm)
+        mx.eval(text.tokens, text.target_log_probs, text.after_norm, text.before_norm)
         return text
 
     @property
@@ -97,9 +98,11 @@ class OwnText:
         stop = first + logits.shape[1]
         rows, columns = self._places(first, stop)
         at = mx.array(columns)
-        laws = self.laws[mx.array(rows), at - self.own]
+        target_log_probs = self.target_log_probs[mx.array(rows), at - self.own]
         return Score.of(
-            logits[mx.array(rows), at - first], laws, self.tokens[mx.array(rows), at]
+            logits[mx.array(rows), at - first],
+            target_log_probs,
+            self.tokens[mx.array(rows), at],
         )
 
     def _places(self, first: int, stop: int) -> tuple[list[int], list[int]]:

@@ -15,7 +15,7 @@ from mlx_speculation.models.dflash.head import DFlash
 
 
 class DFlashContext:
-    """The caches of a drafter, from position `first` on; used as `MtpSlots` are.
+    """The caches of a drafter, from position `first` on; used as `MtpCache` are.
 
     Args:
         dflash: the drafter on its target.

@@ -1,15 +1,15 @@
 """An EAGLE-3 head as a module (arXiv 2503.01840), and on its target.
 
-Slot i pairs what layers of the target returned at position i with the token at i + 1:
+Position i of its cache pairs what layers of the target returned at i with token i + 1:
 
-    g = fc([low | middle | high])              or the head's own x of the slot before
+    g = fc([low | middle | high])              or the head's own x at i - 1
     x = g + attention([norm(E[t]) | norm(g)])  queries, keys and values read both
     x = x + mlp(norm(x))
     logits = lm_head(norm(x))                  of the draft vocabulary; x is recycled
 
-The layers' outputs go through `fc` as soon as they are committed, so a slot of the
+The layers' outputs go through `fc` as soon as they are committed, so a position of the
 target's and one of the head's are of one form. It has the interface of `Mtp`, and the
-same slots (`mtp.cache`): refresh and next first draft are one batch.
+same positions (`mtp.cache`): refresh and next first draft are one batch.
 """
 
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ from mlx_speculation.models.checkpoints.draft_checkpoint import (
     by_head,
     side_by_side,
 )
-from mlx_speculation.models.checkpoints.draft_head import Ends, MtpOutput
+from mlx_speculation.models.checkpoints.draft_head import Ends, HeadOutput
 from mlx_speculation.models.eagle.config import EagleSettings
 from mlx_speculation.models.introspect.taps import States
 
 
 class EagleAttention(nn.Module):
-    """Attention over slots; what it reads is twice as wide as what it returns.
+    """Attention over positions; what it reads is twice as wide as what it returns.
 
     Args:
         sizes: the head's.
@@ -54,7 +54,7 @@ class EagleAttention(nn.Module):
         self._sizes = sizes
 
     def __call__(self, x: mx.array, cache: Any) -> mx.array:
-        """Attend from [batch, slots, 2 * dim] to the cache's slots and to these."""
+        """Attend from [batch, positions, 2 * dim] to the cache and to themselves."""
         sizes = self._sizes
         queries = self.rope(by_head(self.q_proj(x), sizes.heads), offset=cache.offset)
         keys = self.rope(by_head(self.k_proj(x), sizes.kv_heads), offset=cache.offset)
@@ -87,7 +87,7 @@ class EagleLayer(nn.Module):
         self._normed_residual = settings.norm_before_residual
 
     def __call__(self, embedded: mx.array, state: mx.array, cache: Any) -> mx.array:
-        """Run slots that follow the cache's; both are [batch, slots, dim]."""
+        """Run positions that follow the cache's; both are [batch, positions, dim]."""
         normed = self.hidden_norm(state)
         joined = mx.concatenate([self.input_layernorm(embedded), normed], axis=-1)
         residual = normed if self._normed_residual else state
@@ -157,10 +157,10 @@ class EagleHead(nn.Module):
         return [[KVCache()]]
 
     def joined(self, outputs: Sequence[mx.array]) -> mx.array:
-        """Return the state that slots begin with, [batch, slots, dim].
+        """Return the state that positions begin with, [batch, positions, dim].
 
         Args:
-            outputs: of the target's layers, in order, [batch, slots, target_dim] each.
+            outputs: of the target's layers, in order, [batch, positions, target_dim].
         """
         dtype = self.norm.weight.dtype  # the target's may be another
         parts = [each.astype(dtype) for each in outputs]
@@ -173,7 +173,7 @@ class EagleHead(nn.Module):
         return out
 
     def ends(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """Return what is recycled of states [batch, slots, dim], and them normed."""
+        """Return what is recycled of states [batch, positions, dim], and their norm."""
         normed = self.norm(x)
         return normed if self._recycles_normed else x, normed
 
@@ -193,19 +193,19 @@ class Eagle:
         self._target = target
 
     def states(self, states: States) -> mx.array:
-        """Return the state that slots begin with, [batch, positions, dim]."""
+        """Return the state that positions begin with, [batch, positions, dim]."""
         return self.head.joined([states.layer(index) for index in self.layers])
 
     def rows(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
-    ) -> MtpOutput:
-        """Run all slots to the end.
+    ) -> HeadOutput:
+        """Run all positions to the end.
 
         Args:
-            hidden: [batch, slots, dim]; slot i has what `states` made of position i,
-                or the recycled state of slot i - 1.
-            tokens: ids [batch, slots]; slot i has the token at position i + 1.
-            caches: the head's; the slots are written to them.
+            hidden: [batch, positions, dim]; at i what `states` made of position i, or
+                the recycled state of position i - 1.
+            tokens: ids [batch, positions]; position i has the token at i + 1.
+            caches: the head's; the positions are written to them.
             layer: 0.
         """
         x = self.head.midlayer(self._embedded(tokens), hidden, caches[layer])
@@ -213,10 +213,10 @@ class Eagle:
 
     def step(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
-    ) -> MtpOutput:
-        """Run the last slot to the end, and those before it for keys and values only.
+    ) -> HeadOutput:
+        """Run the last position to the end, those before it for keys and values only.
 
-        Takes what `rows` takes, and returns one slot.
+        Takes what `rows` takes, and returns one position.
         """
         if tokens.shape[1] > 1:
             self.history(hidden[:, :-1], tokens[:, :-1], caches, layer)
@@ -225,7 +225,7 @@ class Eagle:
     def history(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> None:
-        """Write the keys and values of slots; takes what `rows` takes.
+        """Write the keys and values of positions; takes what `rows` takes.
 
         What else is built is never evaluated.
         """
@@ -237,8 +237,8 @@ class Eagle:
             return own
         return self._target.embed(tokens).astype(self.head.norm.weight.dtype)
 
-    def _output(self, x: mx.array) -> MtpOutput:
+    def _output(self, x: mx.array) -> HeadOutput:
         recycled, normed = self.head.ends(x)
         own = "lm_head" in self.head
         logits = self.head.lm_head(normed) if own else self._target.head(normed)
-        return MtpOutput(recycled, logits)
+        return HeadOutput(recycled, logits)

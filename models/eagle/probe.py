@@ -93,7 +93,7 @@ class EagleProbe:
         hidden = eagle.states(self._states)[:, :-1]
         caches = self._head.new_caches()[0]
         out = eagle.rows(hidden, text.tokens[:, 1:-1], caches)
-        # Slot i guesses the token at i + 2.
+        # Position i guesses the token at i + 2.
         return text.score(self._whole(out.logits[:, first - 2 :]), first)
 
     def _whole(self, logits: mx.array) -> mx.array:
@@ -101,7 +101,7 @@ class EagleProbe:
         ids = self._head.ids
         if ids is None:
             return logits
-        shape = (*logits.shape[:2], self._text.laws.shape[-1])
+        shape = (*logits.shape[:2], self._text.target_log_probs.shape[-1])
         every = mx.full(shape, -mx.inf, mx.float32)
         every[..., ids] = logits.astype(mx.float32)
         return every

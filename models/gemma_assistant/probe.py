@@ -114,7 +114,7 @@ class AssistantProbe:
             read,
             position_of(anchor, known),
         )
-        vocab = self._text.laws.shape[-1]
+        vocab = self._text.target_log_probs.shape[-1]
         rows = [_whole(*self._assistant.logits(row), vocab) for row in hidden]
         guesses = mx.stack(rows)
         mx.async_eval(guesses)

@@ -57,8 +57,8 @@ class Lane:
         prefill_step: how many tokens of a prompt are fed at once.
         shows: evaluate the hidden states of every chunk of a prompt. Ranks that share
             a target have to do so where one of them reads the states.
-        heard: called with the number of tokens of every chunk of a prompt, once it is
-            kept.
+        prefill_progress: called with the number of tokens of every chunk of a prompt,
+            once it is kept.
         quantization: when the caches are quantized; the list then holds new ones.
         compiled: computes the forwards of rounds where it serves; of a draft's lane.
         guesses: whether its tokens only propose. Prompts are then read in the ways of a
@@ -94,7 +94,7 @@ class Lane:
         self._widest = self._rounds = 0
         self.key_steps = takes_key_steps(model)
         self.prefill_step = PREFILL_STEP
-        self.heard: Callable[[int], None] | None = None
+        self.prefill_progress: Callable[[int], None] | None = None
         self.quantization: KVQuantization | None = None
         self.compiled: CompiledForward | None = None
         self.guesses = False
@@ -191,8 +191,8 @@ class Lane:
                 self.points.take(self)
             if len(chunk) > 1:
                 mx.clear_cache()
-            if self.heard is not None:
-                self.heard(len(chunk))
+            if self.prefill_progress is not None:
+                self.prefill_progress(len(chunk))
             checkpoint()
         return True
 

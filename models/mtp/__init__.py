@@ -4,8 +4,8 @@
 what no tensor shows. The head as a drafter is in the engine.
 """
 
-from mlx_speculation.models.mtp.batch_cache import BatchSlots, BatchSlotsRound
-from mlx_speculation.models.mtp.cache import MtpSlots
+from mlx_speculation.models.mtp.batch_cache import BatchMtpCache, BatchMtpRound
+from mlx_speculation.models.mtp.cache import MtpCache
 from mlx_speculation.models.mtp.files import is_split_head
 from mlx_speculation.models.mtp.head import Mtp, MtpHead
 from mlx_speculation.models.mtp.load import find_mtp_head
@@ -15,11 +15,11 @@ from mlx_speculation.models.mtp.load_with_convention import (
 )
 
 __all__ = [
-    "BatchSlots",
-    "BatchSlotsRound",
+    "BatchMtpCache",
+    "BatchMtpRound",
     "Mtp",
+    "MtpCache",
     "MtpHead",
-    "MtpSlots",
     "find_mtp_head",
     "is_split_head",
     "load_mtp_head",

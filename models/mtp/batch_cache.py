@@ -1,17 +1,18 @@
-"""The slots of a head for the rows of a batch; see `models/mtp/cache.py` for one row.
+"""The KV cache of a head for the rows of a batch; `models/mtp/cache.py` has one row's.
 
-Rows have different numbers of slots to be written: those of committed text since the
-last round. They are fed together, shorter rows padded on the right, and each keeps its
-own; nobody reads what comes out of them. Then all rows draft from their last slot on,
-one slot a forward, and of these only the first one is of committed text:
+Rows have different numbers of positions to be written: those of committed text since
+the last round. They are fed together, shorter rows padded on the right, and each keeps
+its own; nobody reads what comes out of them. Then all rows draft from their last
+position on, one position a forward, and of these only the first one is of committed
+text:
 
-    to be written    slots 5 6 7        row 0       4        row 1, keys and values
-    fed                    5 6                      .
-    kept                   5 6
-    drafted from           7 d1 d2                  4 d1 d2
-    kept                   7                        4
+    to be written    5 6 7                  row 0       4        row 1, keys and values
+    fed              5 6                    .
+    kept             5 6
+    drafted from     7 d1 d2                4 d1 d2
+    kept             7                      4
 
-Padding is never attended to: it stands behind the slots of its forward, and is gone
+Padding is never attended to: it stands behind the positions of its forward, and is gone
 when the next one is written. So no row waits for another, and none is fed twice.
 """
 
@@ -21,21 +22,21 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_speculation.caches import Speculation, array_bytes, merged, states
-from mlx_speculation.models.checkpoints.draft_head import MtpOutput, OnTarget
-from mlx_speculation.models.mtp.cache import MtpSlots
+from mlx_speculation.models.checkpoints.draft_head import HeadOnTarget, HeadOutput
+from mlx_speculation.models.mtp.cache import MtpCache
 
 
-class BatchSlots:
+class BatchMtpCache:
     """The caches of a head of one layer for several rows.
 
     Args:
         mtp: the head on its target.
 
     Attributes:
-        ends: for each row, the slot that comes next.
+        ends: for each row, the position that comes next.
     """
 
-    def __init__(self, mtp: OnTarget) -> None:
+    def __init__(self, mtp: HeadOnTarget) -> None:
         self.mtp = mtp
         self.caches: list[Any] = []
         self.ends: list[int] = []
@@ -45,18 +46,18 @@ class BatchSlots:
         """Bytes of the caches, as allocated."""
         return array_bytes(self.caches)
 
-    def join(self, each: Sequence[MtpSlots]) -> None:
+    def join(self, each: Sequence[MtpCache]) -> None:
         """Let rows join behind those that are there; what they hold is copied.
 
-        If it fails, the slots are as before.
+        If it fails, the cache is as before.
         """
-        joining = merged([slots.caches for slots in each])
+        joining = merged([own.caches for own in each])
         if self.ends:
             for own, other in zip(self.caches, joining, strict=True):
                 own.extend(other)
         else:
             self.caches = joining
-        self.ends = self.ends + [slots.end for slots in each]
+        self.ends = self.ends + [own.end for own in each]
 
     def leave(self, stay: Sequence[int]) -> None:
         """Keep these rows, in this order, and let go of the others."""
@@ -69,22 +70,22 @@ class BatchSlots:
             self.caches = []
         self.ends = [self.ends[row] for row in stay]
 
-    def begin(self) -> "BatchSlotsRound":
+    def begin(self) -> "BatchMtpRound":
         """Open a round."""
-        return BatchSlotsRound(self)
+        return BatchMtpRound(self)
 
 
-class BatchSlotsRound:
-    """Writes to the slots of all rows, which can be undone until others are made."""
+class BatchMtpRound:
+    """Writes to the caches of all rows, which can be undone until others are made."""
 
-    def __init__(self, slots: BatchSlots) -> None:
-        self._slots = slots
-        self._before = slots.ends
+    def __init__(self, cache: BatchMtpCache) -> None:
+        self._cache = cache
+        self._before = cache.ends
         self._speculations: list[Speculation] = []
         self._drafting: Speculation | None = None
 
     def feed(self, hidden: mx.array, tokens: mx.array, keep: Sequence[int]) -> None:
-        """Write slots of committed text, `keep[i]` of row i, and keep them.
+        """Write positions of committed text, `keep[i]` of row i, and keep them.
 
         Args:
             hidden: the target's states there, [rows, n, dim].
@@ -92,11 +93,11 @@ class BatchSlotsRound:
             keep: up to n, and not all of them 0.
         """
         speculation = self._open()
-        self._slots.mtp.history(hidden, tokens, speculation.caches)
+        self._cache.mtp.history(hidden, tokens, speculation.caches)
         self._keep(speculation, keep)
 
-    def step(self, hidden: mx.array, tokens: mx.array) -> MtpOutput:
-        """Write one slot of every row, and return what the head makes of it.
+    def step(self, hidden: mx.array, tokens: mx.array) -> HeadOutput:
+        """Write one position of every row, and return what the head makes of it.
 
         Args:
             hidden: the target's states, or what the last step recycled, [rows, 1, dim].
@@ -104,30 +105,30 @@ class BatchSlotsRound:
         """
         if self._drafting is None:
             self._drafting = self._open()
-        return self._slots.mtp.step(hidden, tokens, self._drafting.caches)
+        return self._cache.mtp.step(hidden, tokens, self._drafting.caches)
 
     def commit(self, keep: Sequence[int]) -> None:
-        """Keep so many slots of each row's steps."""
+        """Keep so many positions of each row's steps."""
         if self._drafting is not None:
             self._keep(self._drafting, keep)
 
     def evaluate(self) -> None:
         """Wait for what was written."""
-        mx.eval(states(self._slots.caches))
+        mx.eval(states(self._cache.caches))
 
     def rollback(self) -> None:
         """Undo all of it. Never raises."""
         for speculation in reversed(self._speculations):
             speculation.rollback()
-        self._slots.ends = self._before
+        self._cache.ends = self._before
 
     def _open(self) -> Speculation:
-        speculation = Speculation(self._slots.caches)
+        speculation = Speculation(self._cache.caches)
         self._speculations.append(speculation)
         return speculation
 
     def _keep(self, speculation: Speculation, keep: Sequence[int]) -> None:
         even = len(set(keep)) == 1
         speculation.commit(keep[0] if even else list(keep))
-        ends = self._slots.ends
-        self._slots.ends = [end + count for end, count in zip(ends, keep, strict=True)]
+        ends = self._cache.ends
+        self._cache.ends = [end + count for end, count in zip(ends, keep, strict=True)]

@@ -1,17 +1,18 @@
-"""The slots of an MTP head: which of them its caches hold, and rounds over the next.
+"""The KV cache of an MTP head: the positions that it holds, and rounds over the next.
 
-With n known slots of committed text, a round over slots m to n - 1 of a head with one
-layer writes them, and then as many slots of drafts as are asked for. A commit keeps
-slots m to n - 1: they stay whatever is accepted, since they are of committed text.
+With n known positions of committed text, a round over positions m to n - 1 of a head
+with one layer writes them, and then as many positions of drafts as are asked for. A
+commit keeps positions m to n - 1: they stay whatever is accepted, since they are of
+committed text.
 
 In a chain of layers each has its own cache. Layer k reads the states of layer k - 1 at
-the same slots and tokens k further, so of its slots the last k are of drafts, and what
-they read has to wait for the next round:
+the same positions and tokens k further, so of its positions the last k are of drafts,
+and what they read has to wait for the next round:
 
     n = 6, two layers             layer 0            layer 1
-    held before the round         slots 0 to 2       slots 0 to 1; slot 2 waits
-    run                           slots 3 to 5       slots 2 to 5, slot 5 with a draft
-    kept                          slots 3 to 5       slots 2 to 4; slot 5 waits
+    held before the round         0 to 2             0 to 1; 2 waits
+    run                           3 to 5             2 to 5, 5 with a draft
+    kept                          3 to 5             2 to 4; 5 waits
 """
 
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ import mlx.core as mx
 from mlx_speculation.caches import Speculation, states, with_slack
 from mlx_speculation.models.checkpoints.draft_head import (
     ChooseNext,
-    MtpOutput,
-    OnTarget,
+    HeadOnTarget,
+    HeadOutput,
     TokensOf,
 )
 
@@ -33,27 +34,27 @@ class _Held:
     """What the caches hold.
 
     Attributes:
-        ends: for each layer, the slot that comes next.
-        waiting: for each layer, what the layer before made of slots from there to its
-            own end, [1, slots, dim]; None: no slots.
+        ends: for each layer, the position that comes next.
+        waiting: for each layer, what the layer before made of positions from there to
+            its own end, [1, positions, dim]; None: no positions.
     """
 
     ends: tuple[int, ...]
     waiting: tuple[mx.array | None, ...]
 
 
-class MtpSlots:
-    """The caches of a head, from slot `first` on.
+class MtpCache:
+    """The caches of a head, from position `first` on.
 
     Args:
         mtp: the head on its target.
-        first: the first slot that they will hold.
+        first: the first position that they will hold.
 
     Attributes:
         mtp: the same.
     """
 
-    def __init__(self, mtp: OnTarget, first: int = 0) -> None:
+    def __init__(self, mtp: HeadOnTarget, first: int = 0) -> None:
         self.mtp = mtp
         layers = mtp.head.new_caches()
         self._caches = [with_slack(caches) for caches in layers]
@@ -64,12 +65,12 @@ class MtpSlots:
 
     @property
     def end(self) -> int:
-        """The slot that comes next."""
+        """The position that comes next."""
         return self._held.ends[0]
 
     @property
     def lag(self) -> int:
-        """How many slots a layer of a chain is behind the first one."""
+        """How many positions a layer of a chain is behind the first one."""
         return self.end - min(self._held.ends)
 
     @property
@@ -83,10 +84,10 @@ class MtpSlots:
         return [self._caches, self._held.waiting]
 
     def feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
-        """Write slots of committed text to all layers, and keep them, or none.
+        """Write positions of committed text to all layers, and keep them, or none.
 
         Args:
-            hidden: the target's states at slots [end, stop), [1, stop - end, dim].
+            hidden: the target's states at positions [end, stop), [1, stop - end, dim].
             stop: where they end.
             tokens_of: their tokens.
         """
@@ -134,10 +135,10 @@ class MtpSlots:
         choose: ChooseNext,
         count: int,
     ) -> None:
-        """Open a round: write slots of committed text, and draft behind them.
+        """Open a round: write positions of committed text, and draft behind them.
 
         Args:
-            hidden: the target's states at slots [end, stop), at least one.
+            hidden: the target's states at positions [end, stop), at least one.
             stop: where they end.
             tokens_of: the tokens that they are paired with; for a layer of a chain,
                 the drafts that were chosen before among them.
@@ -195,8 +196,8 @@ class MtpSlots:
         self._after = self._held
         self._round = []
 
-    def _again(self, out: MtpOutput, token: mx.array) -> MtpOutput:
-        """Run the slot of a draft: the head's own state, and the draft."""
+    def _again(self, out: HeadOutput, token: mx.array) -> HeadOutput:
+        """Run the position of a draft: the head's own state, and the draft."""
         caches = self._round[0].caches
         return self.mtp.step(out.recycled[:, -1:], token[None], caches)
 

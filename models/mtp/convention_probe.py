@@ -24,7 +24,7 @@ from mlx_speculation.models.checkpoints.convention import (
     Side,
 )
 from mlx_speculation.models.checkpoints.draft_checkpoint import Weights
-from mlx_speculation.models.checkpoints.draft_head import MtpOutput
+from mlx_speculation.models.checkpoints.draft_head import HeadOutput
 from mlx_speculation.models.checkpoints.probe import Score, Trials
 from mlx_speculation.models.checkpoints.probe_text import OwnText
 from mlx_speculation.models.introspect.hidden_states import HiddenStates
@@ -89,7 +89,7 @@ class HeadProbe:
         self._head.assume(convention)
 
     def first(self, convention: MtpConvention) -> Score:
-        """Score the first draft: slot i guesses token i + 2."""
+        """Score the first draft: position i guesses token i + 2."""
         first = max(self._text.own, 2)
         out = self._rows(convention, self._text.positions - 2)
         return self._text.score(out.logits[:, first - 2 :], first)
@@ -102,10 +102,10 @@ class HeadProbe:
         stop = min(first + SECOND_DRAFTS, self._text.positions)
         return self._text.score(self._again(convention, first, stop), first)
 
-    def _rows(self, convention: MtpConvention, slots: int) -> MtpOutput:
-        """Run the first layer over slots 0 to `slots`, in new caches."""
+    def _rows(self, convention: MtpConvention, positions: int) -> HeadOutput:
+        """Run the first layer over positions 0 to `positions`, in new caches."""
         self.assume(convention)
-        hidden, tokens = self._pairs(convention, 0, slots)
+        hidden, tokens = self._pairs(convention, 0, positions)
         return self._mtp.rows(hidden, tokens, self._head.new_caches()[0])
 
     def _pairs(
@@ -116,26 +116,26 @@ class HeadProbe:
         return hidden[:, start:stop], self._text.tokens[:, start + 1 : stop + 1]
 
     def _chain(self, convention: MtpConvention) -> mx.array:
-        """Return what layer 1 makes of all slots of layer 0: [rows, slots, vocab]."""
-        slots = self._text.positions - 3
-        out = self._rows(convention, slots)
-        tokens = self._text.tokens[:, 2 : slots + 2]
+        """Return what layer 1 makes of layer 0's results: [rows, positions, vocab]."""
+        positions = self._text.positions - 3
+        out = self._rows(convention, positions)
+        tokens = self._text.tokens[:, 2 : positions + 2]
         caches = self._head.new_caches()[1]
         return self._mtp.rows(out.recycled, tokens, caches, layer=1).logits
 
     def _again(self, convention: MtpConvention, first: int, stop: int) -> mx.array:
-        """Return guesses of tokens [first, stop) after a slot of the head's own state.
+        """Return guesses of tokens [first, stop) behind one state of the head's own.
 
-        Every guess stands on true slots, and on one that was drafted and is undone.
+        Every guess stands on true positions, and on one that was drafted and is undone.
         """
         self.assume(convention)
         caches, found = self._head.new_caches()[0], []
         if first > 3:
             self._mtp.history(*self._pairs(convention, 0, first - 3), caches)
-        for slot in range(first - 3, stop - 3):
-            pair = self._pairs(convention, slot, slot + 1)
+        for position in range(first - 3, stop - 3):
+            pair = self._pairs(convention, position, position + 1)
             recycled = self._mtp.rows(*pair, caches).recycled
-            token = self._text.tokens[:, slot + 2 : slot + 3]
+            token = self._text.tokens[:, position + 2 : position + 3]
             with Speculation(caches) as drafted:
                 out = self._mtp.step(recycled, token, drafted.caches)
                 mx.eval(out.logits)

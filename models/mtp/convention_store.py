@@ -1,18 +1,18 @@
-"""Conventions that a probe has found, kept in small files.
+"""Conventions of MTP heads in files: those that a probe has found, and MTPLX's.
 
-A file stands beside the head, or in a cache folder where nothing can be written there:
+What a probe has found is kept beside the head, or in a cache folder where nothing can
+be written there:
 
     <folder of the head>/mtp_convention.json
     <cache folder>/conventions/<hashes>.json        see `mlx_speculation.json_files`
 
 It counts only while the hashes of target and head are those in it (`fingerprints` says
-what they cover). A file of a stranger, or one that is broken, is never trusted and
-never written over: that is said, and the cache folder takes what is found.
+what they cover). A file that this library has not written, or one that is broken, is
+never trusted and never written over: there is a warning, and the cache folder takes
+what is found.
 
-The convention that a pack of MTPLX says of its head.
-
-It stands in mtplx_runtime.json as "mtp_contract", or in config.json as
-"mtplx_mtp_contract":
+A pack of MTPLX names the convention of its head in mtplx_runtime.json as
+"mtp_contract", or in config.json as "mtplx_mtp_contract":
 
     base_hidden_variant   which state of the target goes in: post_norm or pre_norm
     hidden_variant        which state of the head is recycled, likewise
@@ -21,8 +21,8 @@ It stands in mtplx_runtime.json as "mtp_contract", or in config.json as
                           which a rotary head does not feel
     mtp_quant_*, mtp_prequantized      shapes say that
 
-What is left out is post_norm, post_norm, embedding_hidden. A field or value that is not
-known may mean anything, so that such a convention is passed over.
+Missing fields mean post_norm, post_norm and embedding_hidden. A field or value that is
+not known may mean anything, so that such a convention is ignored.
 """
 
 from collections.abc import Mapping

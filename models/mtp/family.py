@@ -1,6 +1,6 @@
 """What a family of MTP heads is.
 
-A head guesses one token further than its target. Slot i pairs the target's hidden
+A head guesses one token further than its target. Position i pairs the target's hidden
 state at position i with the token at position i + 1, and guesses the one at i + 2:
 
     x = proj([norm_e(embedding(t[i+1])) | norm_h(hidden[i])])
@@ -40,7 +40,7 @@ class MtpFamily:
         plus_one: whether norms are stored as w and applied as 1 + w.
         layers: "one": a single layer, applied again for each further draft;
             "chained": layer k makes draft k, from the output of layer k - 1 at the
-            same slot; "first": several are stored, and the first is used like one.
+            same position; "first": several are stored, and the first is used like one.
         depth: the most drafts that a layer which is applied again is good for.
         split_rules: likewise as `rules`, for a head in a folder of its own in the
             dialect of mlx-vlm; None: the same names, perhaps without "mtp.".

@@ -1,10 +1,10 @@
 """An MTP head as a module, whatever its family: see `family` for the maths.
 
-A head has caches of its own, mlx-lm's, in which slot i has position i: what counts is
-that all slots of one life are shifted alike. Rows whose output nobody reads, which are
-those of committed text, need keys and values only. They go through the very same
-blocks; what comes out is dropped before anything is evaluated, and with it the
-queries, the attention and the MLP.
+A head has caches of its own, mlx-lm's, whose positions are counted from the first one
+that they hold: what matters is that all of them are shifted alike. Rows whose output
+nobody reads, which are those of committed text, need keys and values only. They go
+through the very same blocks; what comes out is dropped before anything is evaluated,
+and with it the queries, the attention and the MLP.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.models.checkpoints.convention import MtpConvention
-from mlx_speculation.models.checkpoints.draft_head import Ends, MtpOutput
+from mlx_speculation.models.checkpoints.draft_head import Ends, HeadOutput
 from mlx_speculation.models.introspect.reduced_output import sliced
 from mlx_speculation.models.mtp.blocks import Block
 
@@ -65,11 +65,11 @@ class MtpLayer(nn.Module):
         return [make() for make in made if make is not None]
 
     def joined(self, hidden: mx.array, embedded: mx.array) -> mx.array:
-        """Return what the first block is given, [batch, slots, dim].
+        """Return what the first block is given, [batch, positions, dim].
 
         Args:
-            hidden: states of the target or of a head, [batch, slots, dim].
-            embedded: embeddings of the tokens one further, [batch, slots, dim].
+            hidden: states of the target or of a head, [batch, positions, dim].
+            embedded: embeddings of the tokens one further, [batch, positions, dim].
         """
         pair = [self.norm_e(embedded), self.norm_h(hidden)]
         if self._order == "hidden_first":
@@ -82,7 +82,7 @@ class MtpLayer(nn.Module):
         self._order = order
 
     def run(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
-        """Run the blocks over slots that follow the caches', and write them there."""
+        """Run the blocks over positions behind the caches', and write them there."""
         remaining = iter(caches)
         for block in self._blocks:
             x = block(x, None if block.new_cache is None else next(remaining))
@@ -96,7 +96,7 @@ class MtpHead(nn.Module):
         layers: one, or more where each makes one draft of a chain.
         convention: which of its states is recycled, among others.
         chained: whether layer k makes draft k, from the output of layer k - 1 at the
-            same slot. Otherwise the first layer makes them all.
+            same position. Otherwise the first layer makes them all.
         depth: the most drafts that it is good for; None: any number.
     """
 
@@ -171,21 +171,21 @@ class Mtp:
         """Make logits with a copy of the target's output layer in its place.
 
         Args:
-            output: takes states [batch, slots, dim], and returns all logits.
+            output: takes states [batch, positions, dim], and returns all logits.
         """
         self._outputs = [output if own is None else own for own in self._outputs]
 
     def rows(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
-    ) -> MtpOutput:
-        """Run all slots to the end.
+    ) -> HeadOutput:
+        """Run all positions to the end.
 
         Args:
-            hidden: [batch, slots, dim]; slot i has the state at position i, or the
-                recycled state of slot i.
-            tokens: ids [batch, slots]; slot i has the token at position i + 1, in a
+            hidden: [batch, positions, dim]; at i the target's state at i, or the head's
+                own one.
+            tokens: ids [batch, positions]; position i has the token at i + 1, in a
                 chain that at i + 1 + layer.
-            caches: those of the layer; the slots are written to them.
+            caches: those of the layer; the positions are written to them.
             layer: which layer of the head.
         """
         module = self.head.layers[layer]
@@ -193,10 +193,10 @@ class Mtp:
 
     def step(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
-    ) -> MtpOutput:
-        """Run the last slot to the end, and those before it for keys and values only.
+    ) -> HeadOutput:
+        """Run the last position to the end, those before it for keys and values only.
 
-        Takes what `rows` takes, and returns one slot.
+        Takes what `rows` takes, and returns one position.
         """
         module = self.head.layers[layer]
         x = self._x(module, hidden, tokens)
@@ -207,7 +207,7 @@ class Mtp:
     def history(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> None:
-        """Write the keys and values of slots; takes what `rows` takes."""
+        """Write the keys and values of positions; takes what `rows` takes."""
         module = self.head.layers[layer]
         module.run(self._x(module, hidden, tokens), caches)
 
@@ -216,12 +216,12 @@ class Mtp:
         embedded = layer.embedding(tokens) if own else self._ends.embed(tokens)
         return layer.joined(hidden, embedded)
 
-    def _output(self, layer: int, states: mx.array) -> MtpOutput:
+    def _output(self, layer: int, states: mx.array) -> HeadOutput:
         module, own = self.head.layers[layer], self._outputs[layer]
         normed = module.final(states) if "final" in module else states
         after = self.head.convention.recycled == "after_norm"
         logits = self._ends.head(normed) if own is None else _applied(own, normed)
-        return MtpOutput(normed if after else states, logits)
+        return HeadOutput(normed if after else states, logits)
 
 
 def _applied(layer: Any, x: mx.array) -> mx.array:

@@ -63,7 +63,7 @@ class FoundHead:
 
     @property
     def norms(self) -> Norms | None:
-        """How its norms are stored, if that can be told."""
+        """How its norms are stored, if that is known."""
         if self.split is not None and _of_mlx(self.split):
             return "stored"
         return stored_norms(self.folder, self.config, self.family, self.files)

@@ -47,7 +47,7 @@ class Split:
         folder: where.
         head: the names of the tensors in the file of the head.
         trunk: how many tensors the shards hold.
-        norms: what config.json now says of the head's norms, if that could be told.
+        norms: what config.json now says of the head's norms, if that is known.
     """
 
     folder: Path

@@ -11,12 +11,12 @@ from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import load, spread_as
 from mlx_speculation.models.sharding import (
     SAID_BYTES,
+    broadcast,
     gathered,
     has_split_output,
     joined_output,
     mark_of,
     spread,
-    told,
 )
 from support.models.tiny_models import build
 
@@ -67,7 +67,7 @@ def test_what_cannot_be_spread_is_refused() -> None:
 
 
 def test_ranks_tell_and_gather() -> None:
-    assert told(mx.array([3, 4], mx.uint32), GROUP).tolist() == [3, 4]
+    assert broadcast(mx.array([3, 4], mx.uint32), GROUP).tolist() == [3, 4]
     assert gathered({"host": "ä", "pid": 7}, GROUP) == [{"host": "ä", "pid": 7}]
     with pytest.raises(InvalidRequestError, match=f"there is room for {SAID_BYTES}"):
         gathered({"host": "x" * SAID_BYTES}, GROUP)

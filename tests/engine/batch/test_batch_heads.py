@@ -30,7 +30,7 @@ from mlx_speculation.engine import Cascade, EagleDraft, MtpDrafter
 from mlx_speculation.engine.batch import mtp
 from mlx_speculation.engine.batch.mtp import BatchMtpDrafter
 from mlx_speculation.engine.batch.outcome import BatchStep
-from mlx_speculation.models.checkpoints import MtpOutput
+from mlx_speculation.models.checkpoints import HeadOutput
 from support.drafters.batch_heads import (
     HeadBench,
     KnowingMtp,
@@ -362,13 +362,13 @@ def fail_in(head: KnowingMtp, call: int, error: BaseException) -> None:
     for name in ("history", "step"):
         plain = getattr(head, name)
 
-        def failing(*args: Any, plain: Any = plain, **options: Any) -> MtpOutput:
+        def failing(*args: Any, plain: Any = plain, **options: Any) -> HeadOutput:
             nonlocal left
             left -= 1
             if left == 0:
                 plain(*args, **options)
                 raise error
-            made: MtpOutput = plain(*args, **options)
+            made: HeadOutput = plain(*args, **options)
             return made
 
         setattr(head, name, failing)
@@ -434,10 +434,10 @@ def test_a_head_whose_logits_are_unusable_is_set_aside_for_those_rows(
     head = knowing(generator)
     plain, strange = head.step, made.text(23, sampling)[7]
 
-    def step(hidden: mx.array, tokens: mx.array, *args: Any) -> MtpOutput:
+    def step(hidden: mx.array, tokens: mx.array, *args: Any) -> HeadOutput:
         out = plain(hidden, tokens, *args)
         seen = (tokens[:, -1:] == strange)[:, :, None]
-        return MtpOutput(out.recycled, mx.where(seen, mx.nan, out.logits))
+        return HeadOutput(out.recycled, mx.where(seen, mx.nan, out.logits))
 
     head.step = step  # type: ignore[method-assign,assignment]
     with BatchGenerator(generator) as batch:

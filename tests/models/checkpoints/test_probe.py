@@ -28,39 +28,41 @@ def logits(seed: int, *shape: int, scale: float = 3.0) -> mx.array:
     return mx.array(drawn.astype(np.float32))
 
 
-def scored(guesses: mx.array, laws: mx.array) -> Score:
+def scored(guesses: mx.array, target: mx.array) -> Score:
     """Score guesses of greedy text."""
-    return Score.of(guesses, log_probs(laws), mx.argmax(laws, axis=-1))
+    return Score.of(guesses, log_probs(target), mx.argmax(target, axis=-1))
 
 
 @given(seeds, seeds)
 def test_nobody_scores_above_the_law_itself(one: int, two: int) -> None:
-    laws = logits(one, 20, 12)
-    truth = scored(laws, laws)
+    target = logits(one, 20, 12)
+    truth = scored(target, target)
     assert truth.agreement == 1.0
-    sure = laws + mx.where(mx.greater(laws, 1.0), 1000.0, 0.0)
-    for guesses in (logits(two, 20, 12), 2 * laws, laws / 2, sure):
-        found = scored(guesses, laws)
+    sure = target + mx.where(mx.greater(target, 1.0), 1000.0, 0.0)
+    for guesses in (logits(two, 20, 12), 2 * target, target / 2, sure):
+        found = scored(guesses, target)
         assert (found.values <= truth.values + 1e-5).all()
-    entropy = (np.exp(log_probs(laws)) * np.array(log_probs(laws))).sum(axis=-1)
+    entropy = (np.exp(log_probs(target)) * np.array(log_probs(target))).sum(axis=-1)
     assert np.allclose(truth.values, entropy, atol=1e-5)
 
 
 def test_one_who_is_too_sure_of_the_written_token_does_not_win() -> None:
-    """Twice the logits give the written, most probable token more than its law does."""
-    laws = logits(3, 40, 12, scale=1.0)
-    sure, truth = scored(2 * laws, laws), scored(laws, laws)
-    written = mx.argmax(laws, axis=-1)[:, None]
-    gain = mx.take_along_axis(log_probs(2 * laws) - log_probs(laws), written, axis=-1)
+    """Twice the logits give the written, most probable token more than its own do."""
+    target = logits(3, 40, 12, scale=1.0)
+    sure, truth = scored(2 * target, target), scored(target, target)
+    written = mx.argmax(target, axis=-1)[:, None]
+    gain = mx.take_along_axis(
+        log_probs(2 * target) - log_probs(target), written, axis=-1
+    )
     assert mx.all(gain.mean() > 0)
     assert truth.surely_above(sure)
 
 
 @given(seeds)
 def test_chance_is_what_unrelated_guesses_agree_in(seed: int) -> None:
-    laws, guesses = logits(seed, 30, 5), logits(seed + 1, 30, 5)
-    found = scored(guesses, laws)
-    one, two = np.argmax(laws, axis=-1), np.argmax(guesses, axis=-1)
+    target, guesses = logits(seed, 30, 5), logits(seed + 1, 30, 5)
+    found = scored(guesses, target)
+    one, two = np.argmax(target, axis=-1), np.argmax(guesses, axis=-1)
     pairs = [a == b for a in one.tolist() for b in two.tolist()]
     assert np.isclose(found.chance, np.mean(pairs))
     assert np.isclose(found.agreement, np.mean(one == two))
@@ -78,23 +80,23 @@ def test_a_constant_guess_is_chance_however_often_it_is_right() -> None:
 
 
 def test_few_places_and_one_token_alone_say_nothing() -> None:
-    laws = logits(1, FEWEST_PLACES - 1, 8)
-    assert not scored(laws, laws).above_chance
-    same = mx.repeat(laws[:1], 40, axis=0)
+    target = logits(1, FEWEST_PLACES - 1, 8)
+    assert not scored(target, target).above_chance
+    same = mx.repeat(target[:1], 40, axis=0)
     assert scored(same, same).agreement == 1.0
     assert scored(same, same).chance == 1.0
     assert not scored(same, same).above_chance
 
 
 def test_a_guess_that_is_not_finite_is_the_worst_and_no_error() -> None:
-    laws = logits(1, 20, 8)
-    broken = mx.where(mx.arange(8) == 3, float("nan"), laws)
-    nothing = mx.where(mx.arange(8) == 3, -float("inf"), laws)
+    target = logits(1, 20, 8)
+    broken = mx.where(mx.arange(8) == 3, float("nan"), target)
+    nothing = mx.where(mx.arange(8) == 3, -float("inf"), target)
     for guesses in (broken, nothing):
-        found = scored(guesses, laws)
+        found = scored(guesses, target)
         assert np.isfinite(found.values).all()
-        assert scored(laws, laws).surely_above(found)
-    assert not scored(broken, laws).above_chance
+        assert scored(target, target).surely_above(found)
+    assert not scored(broken, target).above_chance
 
 
 def fixed(values: NDArray[np.float64]) -> Score:
@@ -144,8 +146,8 @@ def test_what_a_text_says_again_counts_once(seed: int, own: int, later: int) -> 
     drawn = np.random.default_rng(seed)
     rows, steps = 3, 9
     ids = drawn.integers(0, 2, size=(rows, own + steps))
-    laws, guesses = logits(seed, rows, steps, 2), logits(seed + 1, rows, steps, 2)
-    text = OwnText(mx.array(ids), own, log_probs(laws), mx.zeros(1), mx.zeros(1))
+    target, guesses = logits(seed, rows, steps, 2), logits(seed + 1, rows, steps, 2)
+    text = OwnText(mx.array(ids), own, log_probs(target), mx.zeros(1), mx.zeros(1))
     first = own + later
     found = text.score(guesses[:, later:], first)
     seen: list[tuple[int, ...]] = []
@@ -155,7 +157,7 @@ def test_what_a_text_says_again_counts_once(seed: int, own: int, later: int) -> 
             key = tuple(ids[row, max(0, at - 2) : at + 1].tolist())
             if key not in seen:
                 seen.append(key)
-                law = np.exp(np.array(log_probs(laws[row, at - own])))
+                probs = np.exp(np.array(log_probs(target[row, at - own])))
                 guess = np.array(log_probs(guesses[row, at - own]))
-                values.append((law * guess).sum())
+                values.append((probs * guess).sum())
     assert np.allclose(found.values, values, atol=1e-5)

@@ -134,7 +134,7 @@ def test_few_operations_are_left_of_them() -> None:
 
 @pytest.fixture(name="called")
 def _called(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let stand-ins serve here; return the tokens of the forwards that ask."""
+    """Let round ops serve here; return the tokens of the forwards that ask."""
     seen: list[int] = []
     ours = norm_rope.serves
 

@@ -34,7 +34,7 @@ def test_guesses_are_those_of_a_round_that_begins_there(tmp_path: Path) -> None:
     class Text:
         """The text, which keeps the guesses."""
 
-        tokens, own, laws = text.tokens, text.own, text.laws
+        tokens, own, target_log_probs = text.tokens, text.own, text.target_log_probs
 
         def score(self, logits: mx.array, first: int) -> Any:
             seen.append(logits)

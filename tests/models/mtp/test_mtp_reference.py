@@ -24,7 +24,7 @@ from mlx_lm.utils import load_model
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models import MtpConvention
-from mlx_speculation.models.checkpoints.draft_head import MtpOutput
+from mlx_speculation.models.checkpoints.draft_head import HeadOutput
 from mlx_speculation.models.mtp.load import read_mtp_head
 from support.drafters.mtp_bench import (
     SLOTS,
@@ -64,7 +64,7 @@ def parameters(model: nn.Module) -> dict[str, mx.array]:
     return dict(cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())))
 
 
-def assert_same(ours: MtpOutput, theirs: MtpRows, start: int, stop: int) -> None:
+def assert_same(ours: HeadOutput, theirs: MtpRows, start: int, stop: int) -> None:
     """Compare what we made of slots [start, stop) with a whole history's."""
     assert_close(ours.logits, theirs.logits[start:stop])
     assert_close(ours.recycled, theirs.recycled[start:stop])

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_speculation.models.mtp import MtpSlots
+from mlx_speculation.models.mtp import MtpCache
 from support.covering import covering
 from support.drafters.mtp_bench import Bench, assert_close, make_bench, states
 from support.references.mtp.families import FAMILIES
@@ -23,7 +23,7 @@ class Rounds:
 
     def __init__(self, here: Bench) -> None:
         self.here = here
-        self.slots = MtpSlots(here.load())
+        self.slots = MtpCache(here.load())
         generator = np.random.default_rng(9)
         size, vocab = here.hidden.shape[1], len(here.embedding)
         self.hidden = generator.standard_normal((POSITIONS, size))

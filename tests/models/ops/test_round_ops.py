@@ -1,7 +1,7 @@
-"""On x86-64 with OpenBLAS in front, layers of a round call what stands in.
+"""On x86-64 with OpenBLAS in front, layers call round ops in rounds.
 
 It is taken to be so here, whatever this machine is; with OpenBLAS itself the last test
-runs, in a process of its own. What stands in has tests of its own.
+runs, in a process of its own. The ops have tests of their own.
 
 Faults that were made by hand, and found here: prompts call it too; those of a draft
 model do not; a function that somebody else has put in the place is ignored; few
@@ -36,7 +36,7 @@ ROWS = [201, 7, 96, 255, 31]
 
 @pytest.fixture(name="called")
 def _called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Let stand-ins serve here, of few elements too; return what they called.
+    """Let round ops serve here, of few elements too; return what they called.
 
     On the CPU of every machine: a GPU's float32 products are rounded more coarsely.
     """

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mlx_speculation import SpeculativeGenerator
 from mlx_speculation.engine import EagleDraft, MtpDraft
 from mlx_speculation.models import HiddenStates
-from mlx_speculation.models.checkpoints import MtpOutput
+from mlx_speculation.models.checkpoints import HeadOutput
 from mlx_speculation.models.mtp import MtpHead
 from support.drafters.batches import LONGEST, MODELS, PROMPTS, SAMPLINGS, Bench, noisy
 from support.identity import prompt_of
@@ -104,7 +104,7 @@ class KnowingMtp:
     chains: int = 0
     unknown: int = 0
 
-    def rows(self, *args: Any) -> MtpOutput:
+    def rows(self, *args: Any) -> HeadOutput:
         """Complain: nobody needs all rows of a head of one layer."""
         raise AssertionError("all rows were asked for")
 
@@ -117,7 +117,7 @@ class KnowingMtp:
 
     def step(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
-    ) -> MtpOutput:
+    ) -> HeadOutput:
         """Check what is held, write slots, and say what comes behind the last one."""
         self.fed.append(("step", tokens.shape[0], tokens.shape[1]))
         places = self._write(hidden, tokens, caches)
@@ -137,7 +137,7 @@ class KnowingMtp:
         ids = mx.arange(VOCAB) if self.head.ids is None else self.head.ids
         said = mx.where(ids == mx.array(logits)[:, None], 100.0, -100.0)[:, None]
         state = mx.array(own)[:, None, None]
-        return MtpOutput(mx.broadcast_to(state, (len(own), 1, hidden.shape[2])), said)
+        return HeadOutput(mx.broadcast_to(state, (len(own), 1, hidden.shape[2])), said)
 
     def _write(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any]

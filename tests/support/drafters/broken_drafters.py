@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_speculation.engine.drafters.base import Draft
 from mlx_speculation.engine.drafters.draft_model import LONGEST_LAG
 from mlx_speculation.models import LaneRound
-from mlx_speculation.models.checkpoints import MtpOutput
+from mlx_speculation.models.checkpoints import HeadOutput
 from mlx_speculation.models.mtp import Mtp
 
 CALLS = ("begin", "propose", "settle", "discard")
@@ -117,7 +117,7 @@ def nan_logits(draft_model: Any, nth: int) -> Iterator[Happened]:
             return logits * mx.nan
         return logits
 
-    def poisoned_step(self: Mtp, *args: Any) -> MtpOutput:
+    def poisoned_step(self: Mtp, *args: Any) -> HeadOutput:
         out = step(self, *args)
         return out._replace(logits=out.logits * mx.nan) if poison() else out
 

@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from mlx_speculation.models import HiddenStates
-from mlx_speculation.models.checkpoints import MtpOutput
+from mlx_speculation.models.checkpoints import HeadOutput
 
 VOCAB, DIM = 256, 64
 # States that the oracle makes: a number of its own for each slot and layer.
@@ -72,14 +72,14 @@ class OracleMtp:
 
     def rows(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
-    ) -> MtpOutput:
+    ) -> HeadOutput:
         """Run all slots to the end."""
         start = self._checked("rows", hidden, tokens, caches, layer)
         return self._said(range(start, start + tokens.shape[1]), layer)
 
     def step(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
-    ) -> MtpOutput:
+    ) -> HeadOutput:
         """Run the last slot to the end."""
         start = self._checked("step", hidden, tokens, caches, layer)
         stop = start + tokens.shape[1]
@@ -120,12 +120,12 @@ class OracleMtp:
     def _is_own(self, state: mx.array) -> bool:
         return bool((state == state[0]).all()) and bool(state[0] >= _OWN)
 
-    def _said(self, slots: range, layer: int) -> MtpOutput:
+    def _said(self, slots: range, layer: int) -> HeadOutput:
         own = mx.array([_number(slot, layer) for slot in slots])
         recycled = mx.broadcast_to(own[None, :, None], (1, len(slots), DIM))
         ids = [self._guess(slot + 2 + layer) for slot in slots]
         logits = mx.where(mx.arange(VOCAB) == mx.array(ids)[:, None], 100.0, -100.0)
-        return MtpOutput(recycled, logits[None])
+        return HeadOutput(recycled, logits[None])
 
     def _guess(self, position: int) -> int:
         if position >= len(self._text):
