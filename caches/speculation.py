@@ -26,7 +26,7 @@ from mlx_speculation.caches.registry import (
     presented,
 )
 from mlx_speculation.caches.types.leaves import position
-from mlx_speculation.caches.types.padded_kv import KeySteps
+from mlx_speculation.caches.types.padded_kv import steps_of_a_round
 from mlx_speculation.errors import (
     InvalidRequestError,
     SpeculationClosedError,
@@ -84,7 +84,7 @@ class Speculation:
         self._whole = whole
         self._rerun = rerun
         self._live = found = check_supported(caches)
-        steps = KeySteps() if key_steps and not isolated else None
+        steps = steps_of_a_round() if key_steps and not isolated else None
         self._opened: list[Journal] = []
         # Until one is asked for, there need be none where the model has KV caches only.
         self._unopened: KVJournals | None = None
@@ -98,7 +98,9 @@ class Speculation:
             self._presented = presented(caches, iter(self._opened))
         if isolated:
             check_together([journal.presented for journal in self._opened])
-        self._to_change: list[Any] = []  # each takes a tuple where one was passed
+        self._to_change: list[
+            Any
+        ] = []  # journals; each takes a tuple if one was passed
         self._prepared: int | tuple[int, ...] | None = None
         self._keep: int | tuple[int, ...] = 0
         self._needs_rerun = False
@@ -159,8 +161,15 @@ class Speculation:
         if not self._open:
             self._refuse("prepare")
         unopened = self._unopened
-        if isinstance(keep, int) and keep > 0 and unopened and unopened.all_wrote(keep):
-            self._prepared = self._keep = keep  # there is nothing to change
+        wrote = None if unopened is None else unopened.wrote()
+        if (
+            wrote is not None
+            and isinstance(keep, int)
+            and (keep == wrote or not self._whole)
+            and 0 < keep <= wrote
+        ):
+            self._to_change = [] if keep == wrote else [unopened]
+            self._prepared = self._keep = keep
             return
         asked = keep if isinstance(keep, int) else numbers(keep)
         keep = asked if isinstance(asked, int) else per_row(asked, self._leaves)

@@ -56,6 +56,11 @@ class KeySteps:
         self.ends: dict[int | None, int] = {}
 
 
+def steps_of_a_round() -> KeySteps | None:
+    """Return what the layers of a round share; None where steps never pay here."""
+    return KeySteps() if asks_cudnn(mx.float16) else None
+
+
 class SteppedKVCache(KVCache):
     """A live `KVCache` that shows whole steps of rows; it shares its `__dict__`."""
 

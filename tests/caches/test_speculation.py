@@ -22,7 +22,7 @@ from mlx_speculation.caches import Speculation, leaves, position, states
 from mlx_speculation.caches.journal import Journal
 from mlx_speculation.caches.journals import rotating_kv
 from mlx_speculation.caches.journals.arrays import ArraysJournal
-from mlx_speculation.caches.journals.kv import KVJournal
+from mlx_speculation.caches.journals.kv import KVJournal, KVJournals
 from mlx_speculation.caches.registry import KNOWN, open_journal, presented
 from mlx_speculation.errors import (
     InvalidRequestError,
@@ -511,6 +511,7 @@ def test_ctrl_c_in_the_middle_of_a_commit_rolls_back(
     left = [0]
     for kind in (KVJournal, rotating_kv.RotatingJournal, ArraysJournal):
         _interrupt(kind, left, after, monkeypatch)
+    _interrupt_together(left, after, monkeypatch)
     for layer in range(len(caches)):
         left[0] = layer
         with pytest.raises(KeyboardInterrupt), Speculation(caches) as speculation:
@@ -534,3 +535,20 @@ def _interrupt(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(kind, "commit", commit)
+
+
+def _interrupt_together(
+    left: list[int], after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same where one commit is that of all layers."""
+    native = KVJournals.commit
+
+    def commit(self: Any, keep: int) -> None:
+        caches, starts = self._caches, self._starts
+        done = left[0] + after
+        self._caches, self._starts = caches[:done], starts[:done]
+        native(self, keep)
+        self._caches, self._starts = caches, starts
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(KVJournals, "commit", commit)

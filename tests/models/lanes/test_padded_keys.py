@@ -262,4 +262,5 @@ def test_nothing_changes_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) 
     rows = mx.ones((1, 1, 3, 4))
     cache.update_and_fetch(rows, rows)
     with Speculation([cache], key_steps=True) as speculation:
-        assert speculation.caches[0].make_mask(2, False, None) == "causal"
+        mask = speculation.caches[0].make_mask(2, return_array=False, window_size=None)
+        assert mask == "causal"
