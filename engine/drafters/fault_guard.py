@@ -90,7 +90,7 @@ class FaultGuard:
             )
             if choices.raised is None:
                 self._doubts = draft.doubts
-                if draft.length:
+                if draft.length:  # submitted here, and not again by the round
                     mx.async_eval(*draft.arrays)
                 return draft
         except Exception as error:
@@ -110,7 +110,11 @@ class FaultGuard:
         rows, ids = (0, 0) if doubts is None else doubts.counts()
         if rows or ids:
             self._fail("propose", what_is_wrong(rows, ids))
-        self._run("settle", lambda: self.drafter.settle(accepted))
+        if not self._set_aside:
+            try:
+                self.drafter.settle(accepted)
+            except Exception as error:
+                self._fail("settle", error)
 
     def discard(self) -> None:
         """Let it undo the round."""
