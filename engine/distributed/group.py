@@ -128,7 +128,7 @@ class RankGroup:
         """Return how a rank is called at the beginning of a message."""
         return self._names[rank].capitalize()
 
-    def told(self, array: mx.array) -> mx.array:
+    def from_leader(self, array: mx.array) -> mx.array:
         """Return rank 0's array on every rank, not evaluated; see `models.sharding`."""
         return broadcast(array, self.group)
 

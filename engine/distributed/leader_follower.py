@@ -85,7 +85,7 @@ class Leader:
         self._session.draft(draft)
         if draft.length == 0:
             return draft
-        draft = replace(draft, tokens=self._session.told(draft.tokens))
+        draft = replace(draft, tokens=self._session.from_leader(draft.tokens))
         mx.async_eval(*draft.arrays)
         return draft
 
@@ -101,14 +101,14 @@ class Leader:
             found = own()
         except BaseException:
             nothing = mx.depends(_zeros(rows, accepts), logits)
-            mx.async_eval(self._session.told(nothing))
+            mx.async_eval(self._session.from_leader(nothing))
             self._session.settled()
             raise
         parts = [found.tokens, mx.isfinite(found.normalizers)]
         if found.accepted is not None:
             parts.append(found.accepted[None])
         packed = mx.concatenate([part.astype(mx.uint32) for part in parts])
-        packed = self._session.told(packed)
+        packed = self._session.from_leader(packed)
         return replace(_unpacked(packed, rows), log_probs=found.log_probs)
 
 
@@ -133,7 +133,7 @@ class Follower:
         length, source = self._session.draft(None)
         tokens = mx.zeros((length,), mx.uint32)
         if length:
-            tokens = self._session.told(tokens)
+            tokens = self._session.from_leader(tokens)
         return Draft(tokens, source=source)
 
     def verify(
@@ -142,7 +142,7 @@ class Follower:
         """Return what the leader decides on the same rows."""
         # Behind the logits, whose own sums over the ranks come first.
         packed = mx.depends(_zeros(rows, accepts), logits)
-        return _unpacked(self._session.told(packed), rows)
+        return _unpacked(self._session.from_leader(packed), rows)
 
 
 class RankedPolicy:

@@ -165,9 +165,9 @@ class RankSession:
         length, source = self._exchange("draft", said)[0]
         return length, source
 
-    def told(self, array: mx.array) -> mx.array:
+    def from_leader(self, array: mx.array) -> mx.array:
         """Return rank 0's array on every rank, not evaluated."""
-        return self.group.told(array)
+        return self.group.from_leader(array)
 
     def inside(self) -> AbstractContextManager[None]:
         """Return what surrounds all that may wait for other ranks."""

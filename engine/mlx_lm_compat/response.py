@@ -32,7 +32,7 @@ class SpeculativeResponse(GenerationResponse):
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ResponseInfo:
     """What responses say beside the chunk.
 
     Attributes:
@@ -52,7 +52,7 @@ class Told:
 
 def responses(
     stream: Stream,
-    told: Told,
+    info: ResponseInfo,
     device: mx.Stream | mx.ThreadLocalStream | None,
     each: Callable[[], None],
     progress: "Progress",
@@ -61,7 +61,7 @@ def responses(
 
     Args:
         stream: not started.
-        told: what the responses say.
+        info: what the responses say.
         device: the stream that mlx works on; None: the usual one.
         each: called when caches may have changed.
         progress: tells how far the prompt is read.
@@ -81,7 +81,7 @@ def responses(
             each()
             if not clock.tokens:
                 progress.tell(progress.total)
-            yield _response(chunk, told, clock.tick(), stream.stats)
+            yield _response(chunk, info, clock.tick(), stream.stats)
     finally:
         try:
             with working():
@@ -102,7 +102,7 @@ class Progress:
         self._callback = callback
         self.total, self._read = total, 0
 
-    def heard(self, tokens: int) -> None:
+    def advance(self, tokens: int) -> None:
         """Note that so many more are read."""
         self._read = min(self._read + tokens, self.total)
         self.tell(self._read)
@@ -136,28 +136,28 @@ class _Clock:
 
 
 def _response(
-    chunk: Chunk, told: Told, clock: _Clock, stats: Statistics
+    chunk: Chunk, info: ResponseInfo, clock: _Clock, stats: Statistics
 ) -> SpeculativeResponse:
     """Return the response to a chunk, with mlx-lm's text of it."""
-    if chunk.token not in told.ends:
-        told.detokenizer.add_token(chunk.token)
+    if chunk.token not in info.ends:
+        info.detokenizer.add_token(chunk.token)
     if chunk.finish_reason is not None:
-        told.detokenizer.finalize()
+        info.detokenizer.finalize()
     assert chunk.logprob is not None
     assert chunk.logprob.row is not None
     return SpeculativeResponse(
-        text=told.detokenizer.last_segment,
+        text=info.detokenizer.last_segment,
         token=chunk.token,
-        logprobs=_whole(chunk.logprob.row, told.vocab),
+        logprobs=_whole(chunk.logprob.row, info.vocab),
         from_draft=chunk.origin.writer == "accepted",
-        prompt_tokens=told.prompt_tokens,
-        prompt_tps=told.prompt_tokens / max(clock.prompt_seconds, 1e-9),
+        prompt_tokens=info.prompt_tokens,
+        prompt_tps=info.prompt_tokens / max(clock.prompt_seconds, 1e-9),
         generation_tokens=clock.tokens,
         generation_tps=clock.speed,
         peak_memory=mx.get_peak_memory() / 1e9,
         finish_reason=chunk.finish_reason,
         stats=stats,
-        seed=told.seed,
+        seed=info.seed,
     )
 
 

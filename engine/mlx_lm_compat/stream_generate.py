@@ -32,8 +32,8 @@ from mlx_speculation.engine.mlx_lm_compat.prompt_cache import (
 )
 from mlx_speculation.engine.mlx_lm_compat.response import (
     Progress,
+    ResponseInfo,
     SpeculativeResponse,
-    Told,
     responses,
 )
 from mlx_speculation.engine.mlx_lm_compat.sampler import checked_sampling
@@ -103,7 +103,7 @@ def stream_generate(
         kv_group_size: numbers that share a scale.
         quantized_kv_start: positions from which on they are quantized.
         prompt_progress_callback: gets the prompt tokens read so far, and all of them.
-        input_embeddings: refused, since drafts are told by token ids.
+        input_embeddings: refused, since drafts are proposed for token ids.
         seed: decides the text above temperature 0, with a sampler of `make_sampler`.
             None: drawn from mlx's global generator, so that `mx.random.seed(n)` before
             the call repeats the text.
@@ -143,7 +143,7 @@ def stream_generate(
         draft_cache=caches.draft,
         logprobs=0,
         prefill_step_size=_checked_step(prefill_step_size),
-        prompt_progress=progress.heard,
+        prompt_progress=progress.advance,
         kv_quantization=checked_quantization(
             model, caches, reach, kv_bits, kv_group_size, quantized_kv_start
         ),
@@ -151,14 +151,14 @@ def stream_generate(
         yielded_only=True,
         level_draft=caches.draft is not None and prompt_cache is not None,
     )
-    told = Told(
+    info = ResponseInfo(
         detokenizer=tokenizer.detokenizer,
         ends=frozenset(tokenizer.eos_token_ids),
         prompt_tokens=len(tokens),
         vocab=logit_width(model),
         seed=None if sampling.greedy or sampling.sampler else sampling.seed,
     )
-    return responses(running, told, stream, caches.write_back, progress)
+    return responses(running, info, stream, caches.write_back, progress)
 
 
 def generate(
