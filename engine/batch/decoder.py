@@ -11,7 +11,7 @@ and each keeps its own prefix:
               t .  .  .         row 2, none: keeps 1
 
 A row that fails keeps nothing, and leaves with the rows that have ended. What fails for
-all, such as a want of memory, is rolled back and raised, and the round can be run
+all, such as running out of memory, is rolled back and raised; the round can be run
 again. What fails for one row after the commit ends that row.
 """
 

@@ -318,7 +318,7 @@ class BatchGenerator:
                 finally:
                     self._together.leave([row])
             row.stream.close()
-        except Exception:  # such as a want of memory for its caches
+        except Exception:  # such as running out of memory
             row.end_with_error()
             raise
         finally:

@@ -92,7 +92,9 @@ class Decoder:
         drafted, accepted = counts.drafted, counts.accepted
         try:
             length = min(plan.length, limit) if request.drafter is not None else 0
-            reading = plan.length > 0 and not self.prefill.drafter()
+            reading = plan.length > 0 and not (
+                self.prefill.drafter_begun or self.prefill.drafter()
+            )
             if reading:  # a plain step meanwhile, and what was planned after it
                 self._following, length = plan, 0
             following = self._following

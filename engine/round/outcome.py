@@ -57,17 +57,13 @@ class RoundOutcome:
             reason=reason,
         )
 
-    def under(self, text: Constrained | None) -> "RoundOutcome":
-        """Return the tokens that stay under a constraint, if there is one."""
-        if text is None:
-            return self
+    def under(self, text: Constrained) -> "RoundOutcome":
+        """Return the tokens that stay under a constraint."""
         followed = text.follow(self.tokens)
         return replace(self.until(followed.keep), complete=followed.complete)
 
-    def behind(self, step: "RoundOutcome | None") -> "RoundOutcome":
+    def behind(self, step: "RoundOutcome") -> "RoundOutcome":
         """Return it with a plain step's token before its own."""
-        if step is None:
-            return self
         return replace(
             self,
             tokens=step.tokens + self.tokens,

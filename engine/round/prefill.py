@@ -16,12 +16,13 @@ class Prefill:
     Attributes:
         fits: whether the drafter may read a chunk of so many tokens of the prompt
             before the next round; None: it reads all at once.
+        drafter_begun: whether the drafter has read the prompt, or there is none.
         drafter_seconds: time that the drafter has taken, until a round reports it.
     """
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._drafter_begun = request.drafter is None
+        self.drafter_begun = request.drafter is None
         self.fits: Callable[[int], bool] | None = None
         self.drafter_seconds = 0.0
 
@@ -47,7 +48,7 @@ class Prefill:
             Whether it has begun; otherwise it has more to read.
         """
         drafter, sequence = self._request.drafter, self._request.sequence
-        if self._drafter_begun or drafter is None:
+        if self.drafter_begun or drafter is None:
             return True
         started = time.perf_counter()
         complete = True
@@ -55,7 +56,7 @@ class Prefill:
             complete = drafter.read_ahead(sequence, self.fits)
         if complete:
             drafter.begin(sequence)
-            self._drafter_begun = True
+            self.drafter_begun = True
         seconds = time.perf_counter() - started
         self._request.statistics.prefill_seconds += seconds
         self.drafter_seconds += seconds

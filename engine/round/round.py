@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_speculation.engine.draft_length.early_stop import Stop
-from mlx_speculation.engine.drafters.base import NOTHING, Choices, Draft
+from mlx_speculation.engine.drafters.base import NOTHING, Choices, Draft, Drafter
 from mlx_speculation.engine.round.outcome import Cut, Pending, RoundOutcome, read
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.round.sequential import run_in_turn
@@ -61,7 +61,8 @@ class Rounds:
     def __init__(self, request: Request) -> None:
         processors = request.verifier.chooser.processors
         self._request = request
-        # VerifyRequest once: most requests have no processors with a state.
+        self._text = request.text
+        # Asked once: most requests have no processors with a state.
         self._processors = processors if processors.has_state else None
         self._proposed = False  # a draft that is neither settled nor discarded
         self.in_turn = not processors.parallel
@@ -114,7 +115,10 @@ class Rounds:
             if submit_next:
                 following = submit_step(request, step.verified.tokens, behind=step)
                 own.append(following)
-            outcome = cut(read(step, request.clock).under(request.text))
+            found = read(step, request.clock)
+            if self._text is not None:
+                found = found.under(self._text)
+            outcome = cut(found)
         except BaseException:
             for pending in reversed(own):
                 pending.lane_round.rollback()
@@ -150,7 +154,9 @@ class Rounds:
         request.clock.note("draft")
         if draft.length > ahead:
             return (
-                self._in_turn(draft, cut) if self.in_turn else self._verify(draft, cut)
+                self._in_turn(draft, cut)
+                if self.in_turn
+                else self._verify(drafter, draft, cut)
             )
         drafter.discard()
         self._proposed = False
@@ -159,7 +165,7 @@ class Rounds:
         request.statistics.empty_drafts += draft is not NOTHING
         return outcome
 
-    def _verify(self, draft: Draft, cut: Cut) -> RoundOutcome:
+    def _verify(self, drafter: Drafter, draft: Draft, cut: Cut) -> RoundOutcome:
         request, step, behind = self._request, self.in_flight, draft
         if step is None:
             fed = self._unseen()
@@ -170,14 +176,20 @@ class Rounds:
             pending = submit_verify(request, lane_round, fed, behind, step)
             # 6. One evaluation brings back the tokens and the count.
             first = None if step is None else read(step)  # was waited for
-            found = read(pending, request.clock).behind(first)
+            found = read(pending, request.clock)
+            if first is not None:
+                found = found.behind(first)
             # 7. Cut at stop tokens and budget; settle the drafter; commit the target.
-            outcome = cut(found.under(request.text))
+            outcome = cut(found if self._text is None else found.under(self._text))
             keep = len(outcome.tokens)
             accepted = min(found.accepted, keep - found.first)
             held = len(fed) + accepted
             lane_round.prepare(held)
-            self._settle(draft, first, accepted)
+            settled = accepted
+            if first is not None:  # of the draft's first token; no more waiting
+                right = first.tokens == draft.tokens[:1].tolist()
+                settled = 1 + accepted if right else 0
+            drafter.settle(settled)
             # Before the commit, so that what the caches hold always has its name.
             request.sequence.tokens += outcome.tokens
             self.in_flight = None
@@ -191,16 +203,6 @@ class Rounds:
         self.next_token = found.tokens[keep] if all_held else None
         self._committed(outcome, draft, keep - found.first)
         return outcome
-
-    def _settle(self, draft: Draft, first: RoundOutcome | None, accepted: int) -> None:
-        """Let the drafter keep what was accepted of its draft."""
-        drafter = self._request.drafter
-        assert drafter is not None
-        if first is None:
-            drafter.settle(accepted)
-            return
-        right = first.tokens == draft.tokens[:1].tolist()  # no more waiting
-        drafter.settle(1 + accepted if right else 0)
 
     def _in_turn(self, draft: Draft, cut: Cut) -> RoundOutcome:
         """Run a round, drafted or not, whose rows are decided one after the other."""

@@ -92,7 +92,7 @@ def decide_in_turn(
             accepted=accepted,
             log_probs=[*whole.log_probs, *one.log_probs],
         )
-        stays = whole.under(text)
+        stays = whole if text is None else whole.under(text)
         reason = cut(stays.last).reason
         if reason is not None or not one.accepted:
             return replace(whole, reason=reason)

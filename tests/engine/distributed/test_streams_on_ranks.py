@@ -58,21 +58,21 @@ def check_apart(ended: list[Ended]) -> None:
 
 
 def test_streams_can_be_dropped_and_interleaved_on_two_ranks(tmp_path: Path) -> None:
-    check_several(run_ranks("rank_streams.several", tmp_path))
+    check_several(run_ranks("processes.rank_streams.several", tmp_path))
 
 
 def test_programs_that_differ_are_an_error_on_both_ranks(tmp_path: Path) -> None:
-    check_apart(run_ranks("rank_streams.apart", tmp_path))
+    check_apart(run_ranks("processes.rank_streams.apart", tmp_path))
 
 
 @pytest.mark.slow
 def test_streams_can_be_dropped_and_interleaved_on_three_ranks(tmp_path: Path) -> None:
-    check_several(run_ranks("rank_streams.several", tmp_path, ranks=3))
+    check_several(run_ranks("processes.rank_streams.several", tmp_path, ranks=3))
 
 
 @pytest.mark.slow
 def test_programs_that_differ_are_an_error_on_three_ranks(tmp_path: Path) -> None:
-    check_apart(run_ranks("rank_streams.apart", tmp_path, ranks=3))
+    check_apart(run_ranks("processes.rank_streams.apart", tmp_path, ranks=3))
 
 
 @pytest.mark.slow
@@ -91,11 +91,11 @@ def test_a_stopped_rank_is_waited_for(tmp_path: Path, who: int) -> None:
             os.kill(process, 0)
         os.kill(processes[who], signal.SIGCONT)
 
-    ended = run_ranks("rank_streams.patient", tmp_path, meanwhile=stop)
+    ended = run_ranks("processes.rank_streams.patient", tmp_path, meanwhile=stop)
     assert [each.status for each in ended] == [0, 0], ended
     assert ended[0].said == ended[1].said
     assert len(ended[0].said) == 60
     (tmp_path / "again").mkdir()
     (tmp_path / "again" / "go").write_text("")
-    again = run_ranks("rank_streams.patient", tmp_path / "again")
+    again = run_ranks("processes.rank_streams.patient", tmp_path / "again")
     assert again[0].said == ended[0].said

@@ -1,0 +1,140 @@
+"""What one round costs in Python, and which modules it walks through, in which order.
+
+`pytest -s` on this file prints the counts, and each module as a drafted round enters it
+for the first time: read from top to bottom, they are the steps of a round.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+import mlx_speculation
+from mlx_speculation import SpeculativeGenerator
+from support.identity import prompt_of
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
+
+PACKAGE = Path(mlx_speculation.__file__).parent
+FOLDERS = {
+    f"{(PACKAGE / name).resolve()}/": name
+    for name in ("engine", "models", "caches", "samplers", ".")
+}
+
+# What the steps of a round are found in, in their order; see `engine.round`.
+STEPS = {
+    "engine/stream": "asked for a chunk",
+    "engine/round/decoder": "1. how many tokens to draft",
+    "engine/draft_length/base": "   by the policy",
+    "engine/drafters/base": "2. the drafter proposes",
+    "engine/drafters/draft_model": "   with a model of its own",
+    "caches/speculation": "   on journals of its caches (3. of the target's)",
+    "samplers/verifier": "   chosen by the request's sampler",
+    "engine/round/verify": "4. one forward of the target; 5. choices, acceptance",
+    "engine/round/outcome": "6. one evaluation",
+    "engine/detokenizer": "7. cut at stop tokens and budget; settle; commit",
+    "engine/stats": "8. counted",
+}
+
+
+@dataclass(slots=True)
+class Walk:
+    """The project's calls of one round.
+
+    Attributes:
+        calls: how many functions of the project were called.
+        depth: how many of them were on the stack at once, at most.
+        files: the modules, in the order in which they were first entered.
+    """
+
+    calls: int = 0
+    depth: int = 0
+    files: list[str] = field(default_factory=list)
+    tree: list[str] = field(default_factory=list)
+    _now: int = 0
+
+    def see(self, frame: FrameType, event: str, argument: object) -> None:
+        """Count a call or a return, as `sys.setprofile` reports it."""
+        if event not in ("call", "return"):
+            return
+        module = module_of(frame.f_code.co_filename)
+        if module is None:
+            return
+        if event == "return":
+            self._now -= 1
+            return
+        self._now += 1
+        self.calls += 1
+        self.depth = max(self.depth, self._now)
+        self.tree.append(f"{'  ' * self._now}{module} {frame.f_code.co_qualname}")
+        if module not in self.files:
+            self.files.append(module)
+
+
+@cache
+def module_of(filename: str) -> str | None:
+    """Return a file of the project as its module, such as engine/round/round."""
+    path = str(Path(filename).resolve().with_suffix(""))
+    for root, name in FOLDERS.items():
+        if path.startswith(root):
+            return str(Path(name, path.removeprefix(root)))
+    return None
+
+
+def walk(act: Callable[[], object]) -> Walk:
+    """Return what a call does in the project."""
+    found = Walk()
+    sys.setprofile(found.see)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def walk_of_a_round(length: int) -> Walk:
+    """Return what a round of so many drafted tokens does, in the middle of a text."""
+    target, draft = build("llama"), build("llama", seed=1)
+    generator = SpeculativeGenerator(
+        target,
+        byte_tokenizer(),
+        draft=draft if length else None,
+        draft_length=length,
+    )
+    stream = generator.stream(prompt_of(21), max_tokens=200, stop_tokens=())
+    for _ in range(8):
+        stream.next_round()
+    rounds = stream.stats.rounds
+    found = walk(lambda: next(stream))
+    assert stream.stats.rounds == rounds + 1
+    assert (stream.stats.drafts > 0) == (length > 0)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("length", "files", "calls", "depth"), [(4, 28, 300, 12), (0, 24, 76, 12)]
+)
+def test_a_round_makes_few_calls_in_few_files(
+    length: int, files: int, calls: int, depth: int
+) -> None:
+    found = walk_of_a_round(length)
+    counts = f"{len(found.files)} files, {found.calls} calls, {found.depth} deep"
+    sys.stdout.write(f"\nk = {length}: {counts}\n")
+    assert len(found.files) <= files, found.files
+    assert found.calls <= calls
+    assert found.depth <= depth
+
+
+def test_a_drafted_round_enters_its_modules_in_the_order_of_its_steps() -> None:
+    found = walk_of_a_round(4)
+    for module in found.files:
+        sys.stdout.write(f"{module:32} {STEPS.get(module, '')}\n")
+    assert [module for module in found.files if module in STEPS] == [*STEPS]
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n".join(walk_of_a_round(int(sys.argv[1])).tree) + "\n")

@@ -1,0 +1,65 @@
+"""What is read of decided rows: of one request, and of several side by side."""
+
+import mlx.core as mx
+import pytest
+
+from mlx_speculation.engine.result import Origin
+from mlx_speculation.engine.round.outcome import RoundOutcome, outcome_of, outcomes
+from mlx_speculation.engine.stats import Statistics
+from mlx_speculation.errors import NonFiniteLogitsError
+from mlx_speculation.samplers import Verified
+
+
+def verified(
+    tokens: list[int], accepted: list[int] | int, unusable: tuple[int, ...] = ()
+) -> Verified:
+    normals = [float("nan") if i in unusable else 1.0 for i in range(len(tokens))]
+    return Verified(
+        mx.array(tokens, mx.uint32), mx.array(accepted, mx.int32), mx.array(normals)
+    )
+
+
+def good(found: RoundOutcome | NonFiniteLogitsError) -> RoundOutcome:
+    assert isinstance(found, RoundOutcome)
+    return found
+
+
+def test_rows_of_shorter_drafts_beside_longer_ones_end_as_alone() -> None:
+    """A full acceptance of a padded row was called a correction, and a step too."""
+    rows = [1, 2, 90, 90, 3, 4, 5, 6, 7, 90, 90, 90]
+    together = outcomes(verified(rows, [1, 1, 0]), [1, 3, 0])
+    alone = [
+        outcome_of(verified([1, 2], 1)),
+        outcome_of(verified([3, 4, 5, 6], 1)),
+        outcome_of(verified([7], 0)),
+    ]
+    assert [good(found) for found in together] == alone
+    writers = [[origin.writer for origin in found.origins] for found in alone]
+    assert writers == [["accepted", "bonus"], ["accepted", "correction"], ["step"]]
+    assert alone[0].origins[0] == Origin("accepted", 0)
+
+
+def test_a_row_ends_for_its_own_unusable_logits_and_for_no_others() -> None:
+    rows = verified([1, 2, 3, 4, 5, 6], [1, 0, 1], unusable=(1, 3))
+    first, second, third = outcomes(rows, [1, 1, 1])
+    assert isinstance(first, NonFiniteLogitsError)
+    assert good(second).tokens == [3]  # the row behind its rejection does not count
+    assert good(third).tokens == [5, 6]
+
+
+def test_unusable_logits_behind_a_rejection_are_not_looked_at() -> None:
+    assert outcome_of(verified([8, 9], 0, unusable=(1,))).tokens == [8]
+    with pytest.raises(NonFiniteLogitsError, match="1 of 2 rows"):
+        outcome_of(verified([8, 9], 1, unusable=(1,)))
+
+
+def test_what_is_accepted_is_counted_before_the_cut_and_what_is_emitted_after() -> None:
+    found = outcome_of(verified([1, 2, 3, 4], 3)).behind(outcome_of(verified([9], 0)))
+    assert found.tokens == [9, 1, 2, 3, 4]
+    statistics = Statistics()
+    found.until(3, "stop").count(statistics, None)
+    assert (statistics.rounds, statistics.drafts) == (2, 1)
+    assert (statistics.drafted, statistics.accepted, statistics.emitted) == (3, 3, 3)
+    statistics = Statistics()
+    found.until(1, "stop").count(statistics, None)
+    assert (statistics.rounds, statistics.drafts, statistics.emitted) == (1, 0, 1)
