@@ -123,6 +123,11 @@ class Speculation:
         return self._presented
 
     @property
+    def only_kv(self) -> bool:
+        """Whether all layers are rows of keys and values, and no mixer runs again."""
+        return self._unopened is not None
+
+    @property
     def start(self) -> int | None:
         """How many positions the caches hold, see `position`. Legal until a write."""
         if self._unopened is not None:

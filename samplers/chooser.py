@@ -47,6 +47,7 @@ class Chooser:
         if sampling.seed is None:
             raise InvalidRequestError("The seed is None. Call sampling.with_seed().")
         self.sampling = sampling
+        self._greedy = sampling.greedy
         self.processors = Processors(sampling, width if limit is None else limit)
         self._width = width
         self._limit = width if limit is None else min(limit, width)
@@ -66,6 +67,7 @@ class Chooser:
             return self
         other = copy(self)
         other.sampling = self.sampling.for_drafts
+        other._greedy = other.sampling.greedy
         return other
 
     @property
@@ -102,7 +104,7 @@ class Chooser:
         """
         if self.sampling.sampler is not None:
             return called_on_rows(self.sampling.sampler, processed)
-        if self.sampling.greedy:
+        if self._greedy:
             return mx.argmax(processed, axis=-1)
         k = self.sampling.top_k
         if k == 0 or not self._noise.prefers_few(k):
@@ -121,7 +123,7 @@ class Chooser:
             processed: what `processed` returned for these rows.
             rows: what precedes each row.
         """
-        if self.sampling.greedy:
+        if self._greedy:
             return processed
         log_probs = self.log_probs(processed, rows)
         noise = self._noise.rows(rows.positions)

@@ -279,7 +279,7 @@ class LaneRound:
 
     def prepare(self, keep: int) -> None:
         """Do what of `commit(keep)` can fail; see `Speculation.prepare`."""
-        if self._whole:  # nothing is run again to keep all
+        if self._whole or self._speculation.only_kv:  # nothing is run again
             self._speculation.prepare(keep)
         else:
             with noting_reruns() as ran:
