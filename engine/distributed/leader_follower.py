@@ -1,9 +1,9 @@
 """What a decoder asks in each round, on rank 0 and on the others.
 
     asked of       the leader, rank 0           a follower
-    draft length   asks its own, and says it    hears it
-    drafter        asks its own, and says how   hears how many; the tokens come in the
-                   many                         graph
+    draft length   asks its own, and sends it   receives it
+    drafter        asks its own, and sends      receives how many; the tokens come in
+                   how many                     the graph
     verifier       decides, and sends tokens    gets them
                    and count in the graph, in
                    one small array

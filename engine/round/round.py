@@ -152,12 +152,10 @@ class Rounds:
             if draft.length:
                 mx.async_eval(*draft.arrays)  # runs while the target's graph is built
         request.clock.note("draft")
+        if draft.length > ahead and self.in_turn:
+            return self._in_turn(draft, cut)
         if draft.length > ahead:
-            return (
-                self._in_turn(draft, cut)
-                if self.in_turn
-                else self._verify(drafter, draft, cut)
-            )
+            return self._verify(drafter, draft, cut)
         drafter.discard()
         self._proposed = False
         request.statistics.reads += draft.reads
@@ -166,6 +164,7 @@ class Rounds:
         return outcome
 
     def _verify(self, drafter: Drafter, draft: Draft, cut: Cut) -> RoundOutcome:
+        """Let the target verify a draft, and commit what is accepted."""
         request, step, behind = self._request, self.in_flight, draft
         if step is None:
             fed = self._unseen()
@@ -186,7 +185,7 @@ class Rounds:
             held = len(fed) + accepted
             lane_round.prepare(held)
             settled = accepted
-            if first is not None:  # of the draft's first token; no more waiting
+            if first is not None:  # where the draft's first token was right
                 right = first.tokens == draft.tokens[:1].tolist()
                 settled = 1 + accepted if right else 0
             drafter.settle(settled)
