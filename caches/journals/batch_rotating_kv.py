@@ -42,7 +42,7 @@ from mlx_speculation.caches.journals.rotating_kv import (
     copied_slots,
     put_back,
 )
-from mlx_speculation.caches.journals.write_listener import Hearing, heard_by
+from mlx_speculation.caches.journals.write_listener import ListenedTo, listened_to_by
 
 
 @dataclass(slots=True)
@@ -143,8 +143,8 @@ def _ordered(cache: Any) -> tuple[mx.array, mx.array]:
     return cache.keys[..., : cache._idx, :], cache.values[..., : cache._idx, :]
 
 
-class PresentedBatchRing(Hearing["BatchRotatingJournal"], BatchRotatingKVCache):
-    """The live batch ring; its journal hears of every write."""
+class PresentedBatchRing(ListenedTo["BatchRotatingJournal"], BatchRotatingKVCache):
+    """The live batch ring; its journal is called on every write."""
 
     __slots__ = ()
 
@@ -197,7 +197,7 @@ class BatchRotatingJournal:
         self.whole = whole
         self._writes: list[Write] = []
         self._replaced: Replaced | None = None
-        self._presented = heard_by(self, PresentedBatchRing, cache)
+        self._presented = listened_to_by(self, PresentedBatchRing, cache)
 
     @property
     def presented(self) -> BatchRotatingKVCache:

@@ -23,7 +23,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache
 
 from mlx_speculation.caches.journals.kv import even_out
-from mlx_speculation.caches.journals.write_listener import Hearing, heard_by
+from mlx_speculation.caches.journals.write_listener import ListenedTo, listened_to_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class FrontTrim:
     values: mx.array
 
 
-class PresentedChunk(Hearing["ChunkedJournal"], ChunkedKVCache):
-    """The live cache with one difference: its journal hears of dropped rows."""
+class PresentedChunk(ListenedTo["ChunkedJournal"], ChunkedKVCache):
+    """The live cache, whose journal is called when rows are dropped."""
 
     __slots__ = ()
 
@@ -57,7 +57,7 @@ class ChunkedJournal:
         self._start = cache.offset
         self._was_empty = cache.keys is None
         self._trims: list[FrontTrim] = []
-        self._presented = heard_by(self, PresentedChunk, cache)
+        self._presented = listened_to_by(self, PresentedChunk, cache)
 
     @property
     def presented(self) -> ChunkedKVCache:

@@ -33,7 +33,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import RotatingKVCache
 
-from mlx_speculation.caches.journals.write_listener import Hearing, heard_by
+from mlx_speculation.caches.journals.write_listener import ListenedTo, listened_to_by
 
 SAVED_ROWS = 64
 
@@ -128,8 +128,8 @@ def _forget_undone_rows(cache: Any) -> None:
         del _saved[cache]
 
 
-class PresentedRing(Hearing["RotatingJournal"], RotatingKVCache):
-    """The live ring; its journal hears of every write, and no row sees too much."""
+class PresentedRing(ListenedTo["RotatingJournal"], RotatingKVCache):
+    """The live ring; its journal is called on every write, and no row sees too much."""
 
     __slots__ = ()
 
@@ -188,7 +188,7 @@ class RotatingJournal:
         self._cache = cache
         self.whole = whole
         self._writes: list[Write] = []
-        self._presented = heard_by(self, PresentedRing, cache)
+        self._presented = listened_to_by(self, PresentedRing, cache)
 
     @property
     def presented(self) -> RotatingKVCache:
