@@ -19,21 +19,21 @@ class TemplateOptions:
 
     system_prompt: Annotated[
         str | None,
-        typer.Option(rich_help_panel=TEMPLATE, help="The message of the system."),
+        typer.Option(rich_help_panel=TEMPLATE, help="System message."),
     ] = None
     ignore_chat_template: Annotated[
         bool,
         typer.Option(
             "--ignore-chat-template",
             rich_help_panel=TEMPLATE,
-            help="Continue the raw prompt, also where the tokenizer has a template.",
+            help="Continue the raw prompt, even if the tokenizer has a chat template.",
         ),
     ] = False
     chat_template_config: Annotated[
         str | None,
         typer.Option(
             rich_help_panel=TEMPLATE,
-            help="A JSON object with more for the template, such as "
+            help="JSON object of keyword arguments for the chat template, such as "
             "'{\"enable_thinking\": false}'.",
         ),
     ] = None

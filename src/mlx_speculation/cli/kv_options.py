@@ -26,24 +26,26 @@ class KvOptions:
     """How the prompt is read, and how much of it is kept."""
 
     max_kv_size: Annotated[
-        int | None, _option("Positions that the target's caches hold at most.", 1)
+        int | None, _option("Maximum number of positions in the target's caches.", 1)
     ] = None
     kv_bits: Annotated[
-        int | None, _option("Hold the target's caches in so many bits.", 1)
+        int | None, _option("Quantize the target's KV caches to this many bits.", 1)
     ] = None
-    kv_group_size: Annotated[int, _option("Numbers that share a scale then.", 1)] = 64
+    kv_group_size: Annotated[
+        int, _option("Group size of the quantized KV caches.", 1)
+    ] = 64
     quantized_kv_start: Annotated[
-        int, _option("Positions from which on they are held so.", 0)
+        int, _option("Quantize the KV caches from this position on.", 0)
     ] = 5000
     prefill_step_size: Annotated[
-        int, _option("Tokens of the prompt that are read at once.", 1)
+        int, _option("Prompt tokens per prefill chunk.", 1)
     ] = 2048
     prompt_cache_file: Annotated[
         Path | None,
         typer.Option(
             rich_help_panel=KV,
-            help="What the prompt follows: a file of mlx_lm.cache_prompt, or of "
-            "save_caches. It is not written to.",
+            help="Continue from this file of mlx_lm.cache_prompt or save_caches; the "
+            "file is not changed.",
         ),
     ] = None
 

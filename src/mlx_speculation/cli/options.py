@@ -19,13 +19,13 @@ TEMPLATE = "Prompt and chat template"
 
 AdapterPath = Annotated[
     Path | None,
-    typer.Option(help="Folder of an adapter of the target, made by mlx_lm.lora."),
+    typer.Option(help="Folder of a LoRA adapter of the target, made by mlx_lm.lora."),
 ]
 Blas = Annotated[
     BlasName,
     typer.Option(
         envvar="MLX_SPECULATION_BLAS",
-        help="What multiplies float32 matrices on a Linux CPU.",
+        help="BLAS library for float32 matrix products on a Linux CPU.",
     ),
 ]
 DraftLength = Annotated[
@@ -41,23 +41,28 @@ DraftLength = Annotated[
 ]
 Json = Annotated[
     bool,
-    typer.Option("--json", help="Print one JSON object, and nothing else, on stdout."),
+    typer.Option(
+        "--json", help="Print one JSON object and nothing else on standard output."
+    ),
 ]
 Model = Annotated[
     str,
     typer.Argument(
-        help="Folder or repository of the target, as mlx-lm takes it.",
+        help="Folder or repository of the target model, as in mlx-lm.",
         show_default=False,
     ),
 ]
 MaxTokens = Annotated[
-    int, typer.Option("--max-tokens", "-m", min=1, help="Tokens to generate at most.")
+    int,
+    typer.Option(
+        "--max-tokens", "-m", min=1, help="Maximum number of tokens to generate."
+    ),
 ]
 TrustRemoteCode = Annotated[
     bool,
     typer.Option(
         "--trust-remote-code",
-        help="Let code in the folders of target and draft run.",
+        help="Allow Python code in the model folders to run.",
     ),
 ]
 
@@ -78,8 +83,8 @@ class PairOptions:
             "--draft",
             "--draft-model",
             rich_help_panel=DRAFT,
-            help="Folder or repository of a draft, 'mtp', 'lookup', or 'auto' for what "
-            "the target's folder offers.",
+            help="Folder or repository of a draft, 'mtp', 'lookup', or 'auto': the "
+            "draft that the target's folder offers.",
         ),
     ] = None
     draft_length: DraftLength = None
@@ -87,14 +92,15 @@ class PairOptions:
         float,
         typer.Option(
             rich_help_panel=DRAFT,
-            help="A draft model stops where it is less sure than this; 0: never.",
+            help="End a draft when the product of its probabilities falls below this; "
+            "0: off.",
         ),
     ] = 0.0
     quantize_draft: Annotated[
         int | None,
         typer.Option(
             rich_help_panel=DRAFT,
-            help="Hold the draft's weights in 2, 3, 4, 5, 6 or 8 bits.",
+            help="Quantize the draft's weights to 2, 3, 4, 5, 6 or 8 bits.",
         ),
     ] = None
     compile_draft: Annotated[
@@ -102,8 +108,8 @@ class PairOptions:
         typer.Option(
             "--compile-draft",
             rich_help_panel=DRAFT,
-            help="Compile the steps of a small draft model, on a CPU; it takes 16 "
-            "seconds once on a machine.",
+            help="Compile the steps of a small draft model on a CPU; takes 16 seconds "
+            "once per machine.",
         ),
     ] = False
     adapter_path: AdapterPath = None
@@ -115,46 +121,50 @@ class PairOptions:
 class SamplingOptions:
     """How tokens are chosen."""
 
-    temperature: Annotated[
-        float, number("--temperature --temp", "0 takes the most probable token.")
-    ] = 0.0
+    temperature: Annotated[float, number("--temperature --temp", "0: greedy.")] = 0.0
     top_p: Annotated[float, number("--top-p", "0: off.")] = 0.0
     min_p: Annotated[float, number("--min-p", "0: off.")] = 0.0
     min_tokens_to_keep: Annotated[
-        int, number("--min-tokens-to-keep", "What min-p leaves at least.")
+        int,
+        number("--min-tokens-to-keep", "Minimum number of tokens that min-p keeps."),
     ] = 1
     top_k: Annotated[int, number("--top-k", "0: off.")] = 0
     xtc_probability: Annotated[
-        float, number("--xtc-probability", "How often XTC drops the likeliest tokens.")
+        float,
+        number("--xtc-probability", "Probability that XTC drops the likeliest tokens."),
     ] = 0.0
     xtc_threshold: Annotated[
-        float, number("--xtc-threshold", "XTC drops tokens likelier than this.")
+        float, number("--xtc-threshold", "Probability above which XTC drops tokens.")
     ] = 0.1
     repetition_penalty: Annotated[
-        float | None, number("--repetition-penalty", "Divides earlier tokens' logits.")
+        float | None,
+        number("--repetition-penalty", "Divides the logits of recent tokens."),
     ] = None
     repetition_context_size: Annotated[
-        int, number("--repetition-context-size", "How far back it looks; 0: all.")
+        int, number("--repetition-context-size", "Recent tokens it applies to; 0: all.")
     ] = 20
     presence_penalty: Annotated[
-        float | None, number("--presence-penalty", "Subtracted once from them.")
+        float | None,
+        number("--presence-penalty", "Subtracted from the logits of recent tokens."),
     ] = None
     presence_context_size: Annotated[
-        int, number("--presence-context-size", "How far back it looks; 0: all.")
+        int, number("--presence-context-size", "Recent tokens it applies to; 0: all.")
     ] = 20
     frequency_penalty: Annotated[
-        float | None, number("--frequency-penalty", "Subtracted per occurrence.")
+        float | None,
+        number("--frequency-penalty", "Subtracted for each recent occurrence."),
     ] = None
     frequency_context_size: Annotated[
-        int, number("--frequency-context-size", "How far back it looks; 0: all.")
+        int, number("--frequency-context-size", "Recent tokens it applies to; 0: all.")
     ] = 20
     logit_bias: Annotated[
         str | None,
         number(
-            "--logit-bias", "JSON: added to token ids' logits, as in '{\"13\": -9}'."
+            "--logit-bias",
+            "JSON object of what to add to logits by token id: '{\"13\": -9}'.",
         ),
     ] = None
-    seed: Annotated[int | None, number("--seed", "Makes sampling repeatable.")] = None
+    seed: Annotated[int | None, number("--seed", "Seed of the random numbers.")] = None
 
     def check(self) -> None:
         """Refuse values that are out of range, before anything is loaded.
@@ -207,11 +217,13 @@ class EndOptions:
     max_tokens: MaxTokens = 256
     stop: Annotated[
         list[str] | None,
-        typer.Option(help="A text to end before. Repeatable.", show_default=False),
+        typer.Option(
+            help="Stop string; the text ends before it. Repeatable.", show_default=False
+        ),
     ] = None
     extra_eos_token: Annotated[
         list[str] | None,
-        typer.Option(help="A token that ends the text. Repeatable."),
+        typer.Option(help="Additional end-of-text token. Repeatable."),
     ] = None
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Who may ask: clients that show the key, and web pages that were named."""
+"""Access: the API key of clients, and the allowed origins of web pages."""
 
 import hmac
 from email.message import Message

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from mlx_speculation import SpeculativeGenerator, demo_models
-from mlx_speculation.cli.commands.serve import DoorOptions
+from mlx_speculation.cli.commands.serve import AccessOptions
 from support.processes.commands import Commands
 
 DRAFT = str(demo_models()["draft"])
@@ -123,5 +123,5 @@ def test_what_a_user_gets_wrong_is_one_line(
 def test_it_warns_where_anybody_may_ask(
     host: str, key: str | None, warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    DoorOptions(host=host, api_key=key).warn()
+    AccessOptions(host=host, api_key=key).warn()
     assert ("asks for no API key" in capsys.readouterr().err) is warned

@@ -32,19 +32,21 @@ def benchmark(
     prompt: Annotated[
         list[str] | None,
         typer.Option(
-            "--prompt", "-p", help="Repeatable. By default three bundled ones."
+            "--prompt", "-p", help="Prompt. Repeatable. Default: three bundled ones."
         ),
     ] = None,
     tokens: Annotated[
-        int, typer.Option("--max-tokens", "-m", min=2, help="By each arm in a pass.")
+        int, typer.Option("--max-tokens", "-m", min=2, help="Tokens per run.")
     ] = 128,
-    passes: Annotated[int, typer.Option(min=1, help="Each takes the next prompt.")] = 5,
+    passes: Annotated[
+        int, typer.Option(min=1, help="Number of passes; each takes the next prompt.")
+    ] = 5,
     compare_length: Annotated[
         list[int] | None,
-        typer.Option(min=1, max=64, help="Measure this draft length too. Repeatable."),
+        typer.Option(min=1, max=64, help="Also measure this draft length. Repeatable."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the figures into this file.")
+        Path | None, typer.Option(help="Save a plot of the results to this file.")
     ] = None,
     json: Json = False,
 ) -> None:

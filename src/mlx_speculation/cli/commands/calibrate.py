@@ -32,7 +32,7 @@ def calibrate(
             "--draft",
             "--draft-model",
             rich_help_panel=DRAFT,
-            help="As in `generate`; what is measured with the target.",
+            help="Draft to measure, as in `generate`.",
         ),
     ],
     context: Annotated[
@@ -40,7 +40,7 @@ def calibrate(
         typer.Option(
             min=1,
             max=1 << 22,
-            help="Tokens in the caches; by default 64. Repeatable.",
+            help="Context length in tokens. Repeatable. Default: 64.",
         ),
     ] = None,
     batch: Annotated[
@@ -48,7 +48,7 @@ def calibrate(
         typer.Option(
             min=1,
             max=1 << 10,
-            help="Measure batches of so many rows too, as `serve` runs. Repeatable.",
+            help="Also measure batches of this many requests. Repeatable.",
         ),
     ] = None,
     adapter_path: AdapterPath = None,

@@ -37,7 +37,7 @@ def chat(
         typer.Option(
             min=0.0,
             max=1e6,
-            help="How much is kept between turns; 0: every turn reads all again.",
+            help="Size of the prefix cache kept between turns; 0: off.",
         ),
     ] = 8.0,
     json: Json = False,

@@ -32,21 +32,28 @@ def check(
     sampling: SamplingOptions,
     prompt: Annotated[
         str | None,
-        typer.Option("--prompt", "-p", help="By default a bundled one; '-': stdin."),
+        typer.Option(
+            "--prompt",
+            "-p",
+            help="Prompt; '-' reads standard input. Default: a bundled one.",
+        ),
     ] = None,
     tokens: Annotated[
-        int, typer.Option("--tokens", "-m", min=1, help="Of text to compare.")
+        int, typer.Option("--tokens", "-m", min=1, help="Number of tokens to compare.")
     ] = 64,
     rows: Annotated[
-        int, typer.Option(min=1, max=64, help="Drafted tokens verified at once.")
+        int,
+        typer.Option(min=1, max=64, help="Number of drafted tokens per verification."),
     ] = 4,
-    places: Annotated[int, typer.Option(min=1, help="Drafts, over the text.")] = 8,
+    places: Annotated[
+        int, typer.Option(min=1, help="Number of places in the text to verify at.")
+    ] = 8,
     tolerance: Annotated[
         float | None,
         typer.Option(
             min=0.0,
-            help="Margin up to which a row may differ. By default twice the median "
-            "difference of rows here.",
+            help="Largest margin of a near-tie. Default: twice the median "
+            "difference of rows on this machine.",
         ),
     ] = None,
     json: Json = False,

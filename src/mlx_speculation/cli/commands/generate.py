@@ -40,7 +40,7 @@ Prompt = Annotated[
         "--prompt",
         "-p",
         rich_help_panel=TEMPLATE,
-        help="The text to continue; by default, and with '-', standard input.",
+        help="Text to continue; '-' or none: standard input.",
     ),
 ]
 
@@ -51,11 +51,11 @@ class OutputOptions:
 
     json_schema: Annotated[
         Path | None,
-        typer.Option(help="A file with a JSON schema that the text has to fit."),
+        typer.Option(help="File with a JSON schema that the text must match."),
     ] = None
     html: Annotated[
         Path | None,
-        typer.Option(help="Write a page here that shows who wrote each token."),
+        typer.Option(help="Write an HTML page that shows the origin of each token."),
     ] = None
     colour: Annotated[
         bool,
@@ -81,7 +81,7 @@ def generate(
     prompt: Prompt = None,
     prefill_response: Annotated[
         str | None,
-        typer.Option(rich_help_panel=TEMPLATE, help="How the answer begins."),
+        typer.Option(rich_help_panel=TEMPLATE, help="Beginning of the answer."),
     ] = None,
     json: Json = False,
 ) -> None:

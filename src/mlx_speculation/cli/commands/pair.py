@@ -48,7 +48,7 @@ def pair(
             "--draft",
             "--draft-model",
             rich_help_panel=DRAFT,
-            help="Say of this folder too whether it can draft for the target.",
+            help="Also report whether this folder can draft for the target.",
         ),
     ] = None,
     adapter_path: AdapterPath = None,

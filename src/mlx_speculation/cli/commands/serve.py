@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from mlx_speculation import PrefixCache, SpeculativeGenerator
     from mlx_speculation.server import Defaults, Limits, Server, Settings
 
-DOOR = "Who may ask"
-LIMITS = "How much may be asked"
-DEFAULTS = "What holds where a request says nothing"
+ACCESS = "Address and access"
+LIMITS = "Limits"
+DEFAULTS = "Defaults of request fields"
 KEY = "MLX_SPECULATION_API_KEY"
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
 
-def _door(help: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, rich_help_panel=DOOR, help=help, **more)
+def _access(help: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, rich_help_panel=ACCESS, help=help, **more)
 
 
 def _limit(help: str, low: float, *names: str) -> Any:
@@ -42,22 +42,24 @@ def _default(help: str, *names: str, **more: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DoorOptions:
-    """Who may ask, and where."""
+class AccessOptions:
+    """Address, API key and allowed origins."""
 
     host: Annotated[
-        str, _door("Address to listen at; 0.0.0.0 lets other machines in.")
+        str, _access("Address to listen on; 0.0.0.0 accepts other machines.")
     ] = "127.0.0.1"
-    port: Annotated[int, _door("0 takes a free one.", min=0, max=65535)] = 8080
+    port: Annotated[int, _access("Port; 0: any free one.", min=0, max=65535)] = 8080
     api_key: Annotated[
         str | None,
-        _door("What clients have to show; better in the environment.", envvar=KEY),
+        _access(
+            "API key that clients must send; better set in the environment.", envvar=KEY
+        ),
     ] = None
     allowed_origins: Annotated[
-        str, _door("Web pages that may use it, with commas between; *: all.")
+        str, _access("Allowed web origins, separated by commas; *: all.")
     ] = ""
     model_name: Annotated[
-        str | None, _door("The model's name in requests; else that of its folder.")
+        str | None, _access("Model name in requests. Default: the folder's name.")
     ] = None
 
     def warn(self) -> None:
@@ -77,33 +79,39 @@ class DoorOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitOptions:
-    """How much may be asked."""
+    """Limits of requests."""
 
     max_rows: Annotated[
         int,
-        _limit("Requests decoded together.", 1, "--max-rows", "--decode-concurrency"),
+        _limit("Requests decoded at once.", 1, "--max-rows", "--decode-concurrency"),
     ] = 32
     prefill_step_size: Annotated[
-        int, _limit("Tokens of prompts that are read between two rounds.", 1)
+        int, _limit("Prompt tokens read between two rounds.", 1)
     ] = 2048
-    max_queue: Annotated[int, _limit("Requests that wait beside them.", 0)] = 64
-    max_body_bytes: Annotated[int, _limit("Of a request.", 1)] = 1 << 20
-    max_prompt_tokens: Annotated[int, _limit("Of a prompt.", 1)] = 32_768
-    max_tokens_limit: Annotated[int, _limit("Of a text.", 1)] = 8_192
-    max_draft: Annotated[int, _limit("Of a draft that a request asks for.", 0)] = 64
-    max_seconds: Annotated[float, _limit("From a request to its end.", 0.001)] = 600.0
+    max_queue: Annotated[int, _limit("Maximum number of waiting requests.", 0)] = 64
+    max_body_bytes: Annotated[int, _limit("Maximum size of a request.", 1)] = 1 << 20
+    max_prompt_tokens: Annotated[int, _limit("Maximum length of a prompt.", 1)] = 32_768
+    max_tokens_limit: Annotated[int, _limit("Maximum length of a text.", 1)] = 8_192
+    max_draft: Annotated[int, _limit("Maximum draft length of a request.", 0)] = 64
+    max_seconds: Annotated[float, _limit("Maximum time for a request.", 0.001)] = 600.0
     max_read_seconds: Annotated[
-        float, _limit("Until a request has arrived.", 0.001)
+        float, _limit("Maximum time to receive a request.", 0.001)
     ] = 30.0
-    max_connections: Annotated[int, _limit("Open at once.", 1)] = 256
+    max_connections: Annotated[
+        int, _limit("Maximum number of open connections.", 1)
+    ] = 256
     max_schemas: Annotated[
-        int, _limit("JSON schemas at once, each in a process of its own.", 1)
+        int, _limit("Maximum number of JSON schemas in use, each in a process.", 1)
     ] = 16
-    max_schema_seconds: Annotated[float, _limit("To compile a schema.", 0.001)] = 5.0
-    max_schema_megabytes: Annotated[int, _limit("Memory of a schema, in MiB.", 1)] = 128
+    max_schema_seconds: Annotated[
+        float, _limit("Maximum time to compile a schema.", 0.001)
+    ] = 5.0
+    max_schema_megabytes: Annotated[
+        int, _limit("Maximum memory of a schema, in MiB.", 1)
+    ] = 128
     max_mask_seconds: Annotated[
         float,
-        _limit("For a text's masks by its schema, beside 20 ms for each token.", 0.001),
+        _limit("Time for the masks of a text, beside 20 ms per token.", 0.001),
     ] = 1.0
 
     def limits(self) -> "Limits":
@@ -128,19 +136,19 @@ class LimitOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DefaultOptions:
-    """What holds where a request says nothing."""
+    """Defaults of request fields."""
 
     max_tokens: Annotated[
-        int, _default("Tokens of a text.", "--max-tokens", "-m", min=1)
+        int, _default("Maximum number of tokens.", "--max-tokens", "-m", min=1)
     ] = 512
     temperature: Annotated[
-        float, _default("0: the most probable token.", "--temperature", "--temp", min=0)
+        float, _default("0: greedy.", "--temperature", "--temp", min=0)
     ] = 0.0
     top_p: Annotated[float, _default("1: off.", min=0, max=1)] = 1.0
     top_k: Annotated[int, _default("0: off.", min=0)] = 0
     min_p: Annotated[float, _default("0: off.", min=0, max=1)] = 0.0
     chat_template_args: Annotated[
-        str, _default("A JSON object with more for the chat template.")
+        str, _default("JSON object of keyword arguments for the chat template.")
     ] = "{}"
 
     def defaults(self) -> "Defaults":
@@ -172,19 +180,19 @@ class DefaultOptions:
 
 def serve(
     pair: PairOptions,
-    door: DoorOptions,
+    access: AccessOptions,
     limits: LimitOptions,
     defaults: DefaultOptions,
     cache_gigabytes: Annotated[
         float,
-        typer.Option(min=0.0, max=1e6, help="Kept between requests; 0: nothing."),
+        typer.Option(min=0.0, max=1e6, help="Size of the prefix cache; 0: off."),
     ] = 2.0,
     grace_seconds: Annotated[
-        float, typer.Option(min=0.0, help="For running requests, when it has to end.")
+        float, typer.Option(min=0.0, help="Time for running requests at shutdown.")
     ] = 5.0,
-    log_level: Annotated[Level, typer.Option(help="What is logged.")] = "WARNING",
+    log_level: Annotated[Level, typer.Option(help="Level of the log.")] = "WARNING",
 ) -> None:
-    """Serve a model over HTTP, as OpenAI's interface has it."""
+    """Serve a model over HTTP with OpenAI's API."""
     screen = Screen()
     template_args = defaults.template_args()
     begin(pair.blas, screen)
@@ -192,10 +200,10 @@ def serve(
 
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(message)s")
     settings = Settings(
-        names=_names(pair.model, door.model_name),
+        names=_names(pair.model, access.model_name),
         draft=None if pair.draft is None else _shown(pair.draft),
-        api_key=door.api_key,
-        allowed_origins=door.origins,
+        api_key=access.api_key,
+        allowed_origins=access.origins,
         max_rows=limits.max_rows,
         prefill_step=limits.prefill_step_size,
         chat_template_args=template_args,
@@ -210,10 +218,10 @@ def serve(
         settings,
         load,
         prefixes=_kept(cache_gigabytes),
-        host=door.host,
-        port=door.port,
+        host=access.host,
+        port=access.port,
     )
-    door.warn()
+    access.warn()
     _until_stopped(server, settings, screen, grace_seconds)
 
 
