@@ -1,0 +1,74 @@
+"""What users read has the words of the field, and none that only its authors know."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from mlx_speculation.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+# Records of measurements, which are not rewritten.
+RECORDS = {"acceptance.md", "comparison.md", "gpu.md", "mutation.md", "speed.md"}
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(
+        page
+        for page in sorted((ROOT / "docs").glob("*.md"))
+        if page.name not in RECORDS
+    ),
+]
+INSTEAD = {
+    r"\blaws?\b": "distribution, probabilities",
+    r"\blengths? by measurement\b": "adaptive draft length",
+    r"\btold\b|\btelling\b": "leader, follower; says, sends",
+    r"\bcontracts?\b": "convention",
+    r"\bslots?\b": "KV cache",
+    r"\bwant of memory\b": "out of memory",
+    r"\bmend(s|ed)?\b": "fix",
+    r"\bset aside\b": "disabled",
+    r"\bhear(s|d|ing)?\b": "write listener, prefill_progress",
+}
+
+
+def private(text: str) -> list[str]:
+    """Return the private words of a text; names of files and code do not count."""
+    words = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "", text, flags=re.DOTALL)
+    words = " ".join(words.split())
+    return [
+        f"{found[0]!r}: say {better}"
+        for pattern, better in INSTEAD.items()
+        for found in re.finditer(pattern, words, flags=re.IGNORECASE)
+    ]
+
+
+def helps() -> dict[str, str]:
+    """Return the help of each command, and of each of its options."""
+    commands: Any = typer.main.get_command(app)
+    return {
+        name: "\n".join(
+            [
+                command.help,
+                *(getattr(each, "help", None) or "" for each in command.params),
+            ]
+        )
+        for name, command in commands.commands.items()
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_have_the_words_of_the_field(page: Path) -> None:
+    assert private(page.read_text("utf-8")) == []
+
+
+def test_help_has_the_words_of_the_field() -> None:
+    for name, text in helps().items():
+        assert private(text) == [], name
+
+
+def test_a_private_word_is_found() -> None:
+    assert private("the law of the text, lengths by measurement")
+    assert private("Mend\nit, and it is set\naside")
+    assert private("`acceptance_laws.py`, flaws and a counsellor") == []
