@@ -64,35 +64,6 @@ class Parting:
         )
 
 
-def assert_same_text(
-    model: nn.Module,
-    chooser: Chooser,
-    prompt: Sequence[int],
-    expected: Sequence[int],
-    got: Sequence[int],
-    *,
-    width: int,
-    make_lane: MakeLane = Lane,
-) -> Parting | None:
-    """Assert that two texts are equal, or part at a near-tie; return that one.
-
-    Args:
-        model: the model that both texts are of.
-        chooser: what chose both, for its scores.
-        prompt: the tokens before both texts.
-        expected: the text of plain decoding.
-        got: the other text.
-        width: the most tokens in one forward of the other text, k + 1.
-        make_lane: makes the caches that both texts were written with.
-    """
-    parting = find_parting(
-        model, chooser, prompt, expected, got, width=width, make_lane=make_lane
-    )
-    if parting is not None and not parting.near_tie:
-        raise AssertionError(f"the texts are not the same: {parting}")
-    return parting
-
-
 def find_parting(
     model: nn.Module,
     chooser: Chooser,

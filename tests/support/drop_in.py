@@ -16,7 +16,7 @@ from mlx_speculation.caches import leaves
 from mlx_speculation.engine.equivalence import texts as identity
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Chooser
-from support.identity import GREEDY, ROUNDING
+from support.identity import GREEDY, ROUNDING, assert_same_up_to_ties
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def assert_same_answer(
     """Assert that answers are equal, up to a near-tie; return whether they are."""
     chooser = chooser or Chooser(GREEDY, 256)
     assert expected.tokens == got.tokens or not bitwise, "not bit for bit"
-    tie = identity.assert_same_text(
+    tie = assert_same_up_to_ties(
         model,
         chooser,
         prompt,
