@@ -12,7 +12,7 @@ from mlx_speculation.cli.commands.generate import generate
 from mlx_speculation.cli.commands.pair import pair
 from mlx_speculation.cli.commands.serve import serve
 from mlx_speculation.cli.option_groups import flattened
-from mlx_speculation.cli.run_app import guarded, run
+from mlx_speculation.cli.run_app import guarded
 
 app = typer.Typer(
     help="Faster text from mlx-lm models, and the same text.",
@@ -22,8 +22,3 @@ app = typer.Typer(
 COMMANDS = (generate, chat, serve, benchmark, check, calibrate, pair, doctor, demo)
 for command in COMMANDS:
     app.command()(guarded(flattened(command)))
-
-
-def main() -> None:
-    """Run the command line."""
-    run(app)

@@ -8,7 +8,7 @@ from mlx_speculation.server.config import Settings
 
 
 def check_permission(headers: Message, settings: Settings) -> None:
-    """Refuse who may not ask.
+    """Refuse a client without permission.
 
     Raises:
         ApiError: a page of another origin asks, or the key is not shown.
