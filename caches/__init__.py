@@ -1,17 +1,29 @@
 """Caches: a journal per kind, the transaction over all, snapshots, files.
 
+    journal       the contract: what every journal of a cache does
+    speculation   the transaction over all caches of a model
+    registry      which cache classes are known, and the journal of each
+    types         cache classes of our own, conversions, the leaves of a list
+    journals      one journal for each class
+    snapshots     copy-on-write snapshots: take, restore, merge, split
+    prefix        snapshots of earlier requests, by their tokens
+    files         prompt-cache files, ours and mlx-lm's
+
 It knows mlx-lm's caches. It does not know models, tokens, samplers or text.
 """
 
-from mlx_speculation.caches.files.load import LoadedCaches, load_caches, load_into
-from mlx_speculation.caches.files.save import save_caches
+from mlx_speculation.caches.files import (
+    LoadedCaches,
+    load_caches,
+    load_into,
+    save_caches,
+)
 from mlx_speculation.caches.journal import Journal
-from mlx_speculation.caches.journals.arrays import RecordedCall, RecordingArraysCache
+from mlx_speculation.caches.journals.arrays import RecordingArraysCache
 from mlx_speculation.caches.journals.deepseek_v41 import RecordingLayerCache
 from mlx_speculation.caches.kv_quantization import KVQuantization
 from mlx_speculation.caches.nbytes import array_bytes, arrays_in, bytes_beside
-from mlx_speculation.caches.prefix.prefix_cache import PrefixCache
-from mlx_speculation.caches.prefix.restore_points import RunningPoints
+from mlx_speculation.caches.prefix import PrefixCache
 from mlx_speculation.caches.registry import check_supported
 from mlx_speculation.caches.snapshots.read_rows import check_readable, read_rows
 from mlx_speculation.caches.snapshots.snapshot import (
@@ -22,6 +34,7 @@ from mlx_speculation.caches.snapshots.snapshot import (
 )
 from mlx_speculation.caches.snapshots.take import restore, snapshot
 from mlx_speculation.caches.speculation import Speculation
+from mlx_speculation.caches.types import RaggedKVCache, SlidingKVCache
 from mlx_speculation.caches.types.convert import (
     as_native,
     columns_shown,
@@ -41,8 +54,6 @@ from mlx_speculation.caches.types.leaves import (
     states,
 )
 from mlx_speculation.caches.types.padded_kv import asks_cudnn, whole_steps, with_room
-from mlx_speculation.caches.types.ragged_kv import RaggedKVCache
-from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
 
 __all__ = [
     "Journal",
@@ -50,10 +61,8 @@ __all__ = [
     "LoadedCaches",
     "PrefixCache",
     "RaggedKVCache",
-    "RecordedCall",
     "RecordingArraysCache",
     "RecordingLayerCache",
-    "RunningPoints",
     "SlidingKVCache",
     "Snapshot",
     "Speculation",

@@ -1,9 +1,20 @@
 """Samplers: from logits to tokens, and which drafted tokens are accepted.
 
+    acceptance      the words: drafted, accepted, correction, bonus, committed
+    results         what a choice and a verification give back
+    verifier        what a drafter proposes, and what the target accepts of it
+    batch_verifier  the same for the rows of a batch
+    sampling        the options of a request
+    chooser         logits to tokens, by these options
+    rules           token-wise rejection, block verification
+    logits          processors, penalties, filters
+    noise           random numbers by seed and position
+    constraints     schemas and grammars
+
 It knows arrays. It does not know models, caches or text.
 """
 
-from mlx_speculation.samplers.acceptance import count_accepted, normalizers, peaks
+from mlx_speculation.samplers.acceptance import peaks
 from mlx_speculation.samplers.batch_verifier import (
     BatchVerified,
     VerifiedGroup,
@@ -20,7 +31,6 @@ from mlx_speculation.samplers.constraints.base import (
 )
 from mlx_speculation.samplers.constraints.progress import Constrained
 from mlx_speculation.samplers.logits.processor_kinds import ForkableProcessor, pure
-from mlx_speculation.samplers.logits.processors import Processors
 from mlx_speculation.samplers.make_sampler import SeededSampler, make_sampler
 from mlx_speculation.samplers.results import Chosen, LogProbs, Verified
 from mlx_speculation.samplers.row_context import Rows
@@ -43,7 +53,6 @@ __all__ = [
     "ForkableProcessor",
     "LogProbs",
     "LogitsProcessor",
-    "Processors",
     "Rows",
     "Sampler",
     "Sampling",
@@ -54,10 +63,8 @@ __all__ = [
     "Verifier",
     "VerifyRequest",
     "allowed_tokens",
-    "count_accepted",
     "derived_seed",
     "make_sampler",
-    "normalizers",
     "peaks",
     "propose_batch",
     "pure",

@@ -1,5 +1,10 @@
 """The prefix cache: what earlier requests left, for requests that begin alike.
 
-A compressed tree of token runs with the snapshots of each. It knows tokens and
-snapshots; it does not know models, streams or text.
+`prefix_cache` is what a generator holds, `radix_tree` the compressed tree of token runs
+with the snapshots of each, `restore_points` the snapshots of requests still running. It
+knows tokens and snapshots; it does not know models, streams or text.
 """
+
+from mlx_speculation.caches.prefix.prefix_cache import PrefixCache
+
+__all__ = ["PrefixCache"]

@@ -10,14 +10,8 @@ from hypothesis import strategies as st
 from mlx_lm.sample_utils import apply_top_p
 
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.samplers import (
-    Chooser,
-    Rows,
-    Sampling,
-    count_accepted,
-    normalizers,
-    peaks,
-)
+from mlx_speculation.samplers import Chooser, Rows, Sampling
+from mlx_speculation.samplers.acceptance import count_accepted, normalizers, peaks
 from mlx_speculation.samplers.noise.gumbel import (
     CHOICE,
     GumbelNoise,

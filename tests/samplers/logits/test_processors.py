@@ -15,11 +15,11 @@ from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers import (
     Chooser,
     ForkableProcessor,
-    Processors,
     Rows,
     Sampling,
     pure,
 )
+from mlx_speculation.samplers.logits.processors import Processors
 from support.sampling.scripted_rows import (
     VOCAB,
     Forkable,
