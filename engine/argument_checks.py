@@ -1,54 +1,10 @@
-"""What a generator and its streams refuse, before anything is touched."""
+"""What a stream refuses, before anything is touched."""
 
 from collections.abc import Sequence
-from typing import Any, get_args
-
-import mlx.nn as nn
+from typing import Any
 
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import Sliding
 from mlx_speculation.samplers import Acceptance, Chooser, Constraint
-
-
-def check_compiled(compile_draft: Any, models: Sequence[Any], vocabulary: Any) -> None:
-    """Refuse to compile what is no draft model, or is one with fewer token ids.
-
-    Args:
-        compile_draft: the option.
-        models: the draft models.
-        vocabulary: the token ids that they draft from, or None.
-    """
-    if not isinstance(compile_draft, bool):
-        raise InvalidRequestError(
-            f"compile_draft is {compile_draft!r}, and True or False is needed."
-        )
-    if compile_draft and not models:
-        raise InvalidRequestError(
-            "compile_draft is True, and there is no draft model. Leave it out."
-        )
-    if compile_draft and vocabulary is not None:
-        raise InvalidRequestError(
-            "compile_draft and draft_vocabulary were passed, and a compiled draft has "
-            "all token ids. Leave one of them out."
-        )
-
-
-def check_generator(model: Any, acceptance: Any, sliding: Any) -> None:
-    """Refuse what is no model, no rule and no kind of cache."""
-    if acceptance not in get_args(Acceptance):
-        raise InvalidRequestError(
-            f"acceptance is {acceptance!r}, and one of "
-            f"{', '.join(get_args(Acceptance))} is needed."
-        )
-    if sliding not in get_args(Sliding):
-        raise InvalidRequestError(
-            f"sliding is {sliding!r}, and 'slack' or 'native' is needed."
-        )
-    if not isinstance(model, nn.Module):
-        raise InvalidRequestError(
-            f"model is a {type(model).__name__}, and an mlx-lm model is needed. "
-            "Load one with mlx_speculation.load(path)."
-        )
 
 
 def check_counts(max_tokens: Any, logprobs: Any) -> None:

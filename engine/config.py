@@ -1,33 +1,27 @@
 """What a generator is made with: every option checked once, and kept in one place."""
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import mlx.nn as nn
 
 from mlx_speculation.caches import PrefixCache
-from mlx_speculation.engine.argument_checks import check_compiled, check_generator
 from mlx_speculation.engine.distributed import RankedTarget, all_or_none
 from mlx_speculation.engine.draft_length.policies import DraftLengthPolicies
-from mlx_speculation.engine.drafters.reduced_vocabulary import (
-    ReducedDrafts,
-    checked_vocabulary,
+from mlx_speculation.engine.drafters.base import (
+    DraftOptions,
+    DraftSource,
+    TargetInfo,
 )
-from mlx_speculation.engine.drafters.sources import (
-    Checked,
-    check_draft_width,
-    check_head_ids,
-    checked_confidence,
-    checked_draft,
-    heads_of,
-    models_of,
-)
+from mlx_speculation.engine.drafters.reduced_vocabulary import checked_vocabulary
+from mlx_speculation.engine.drafters.resolve import resolve
 from mlx_speculation.engine.prompt import Prompts
+from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import (
-    CompiledForward,
     Group,
     Lane,
     ModelHooks,
@@ -57,9 +51,7 @@ class GeneratorConfig:
         prompts: checks and encodes.
         ranked: the target on the ranks that it is spread over; None: it is whole.
         draft: what drafts, on this rank; None: plain decoding.
-        draft_confidence: where a draft model stops.
-        compiled: the compiled forwards of draft models, by the id of each.
-        reduced: the output layers of drafts that know some token ids only.
+        notices: why the draft is not another.
         lengths: the draft lengths.
         acceptance: the rule.
         sliding: what stands for sliding windows in the caches made here.
@@ -72,10 +64,8 @@ class GeneratorConfig:
     target_width: int
     prompts: Prompts
     ranked: RankedTarget | None
-    draft: Checked | None
-    draft_confidence: float
-    compiled: Mapping[int, CompiledForward]
-    reduced: ReducedDrafts
+    draft: DraftSource | None
+    notices: tuple[str, ...]
     lengths: DraftLengthPolicies
     acceptance: Acceptance
     sliding: Sliding
@@ -85,6 +75,11 @@ class GeneratorConfig:
     def decides(self) -> bool:
         """Whether this rank drafts and decides, as the only one does too."""
         return self.ranked is None or self.ranked.leads
+
+    @property
+    def draft_models(self) -> SequenceOf[nn.Module]:
+        """The draft models, in the order in which they are asked."""
+        return () if self.draft is None else self.draft.models
 
     def lane(
         self, model: nn.Module, caches: list[Any] | None = None, seen: int = 0
@@ -113,64 +108,142 @@ def checked_setup(
         InvalidRequestError: an argument is out of range or of the wrong kind.
         SpeculationError: whatever else the constructor of a generator names.
     """
-    check_generator(model, acceptance, sliding)
+    _check_kinds(model, acceptance, sliding)
     ranked = RankedTarget.of(model, group)
     with all_or_none(ranked):
-        checked = checked_draft(draft, model)
+        leads = ranked is None or ranked.leads
+        own = wrapped(tokenizer)
+        ids, width = TokenIds.of(tokenizer), logit_width(model)
+        target = TargetInfo(model, own, None, min(ids.width, width) - 1)
+        found = resolve(draft, target, follower=not leads)
+        source = found.source
         if draft is not None:
             check_causal(model)
         if ranked is not None:
-            checked = ranked.own_draft(checked, prefix_cache)
+            source = ranked.own_draft(source, prefix_cache)
             if not ranked.leads:
                 draft_vocabulary = None
-        check_compiled(compile_draft, models_of(checked), draft_vocabulary)
-        confidence = checked_confidence(draft_confidence, checked)
+        models = [] if source is None else source.models
+        _check_compiled(compile_draft, models, draft_vocabulary)
+        _check_confidence(draft_confidence, source)
         lengths = DraftLengthPolicies(
             model,
-            checked,
+            source,
             sliding,
-            draft_length,
+            found.length if draft_length is None else draft_length,
             compiled=compile_draft,
-            early=not confidence,  # or the caller has said where they do
+            early=not draft_confidence,  # or the caller has said where they do
         )
-        own = wrapped(tokenizer)
-        ids, width = TokenIds.of(tokenizer), logit_width(model)
-        highest_id = min(ids.width, width) - 1
-        models = [model, *models_of(checked)]
-        for module in models:
+        for module in (model, *models):
             Lane(module, sliding=sliding)  # refuses unknown caches, not in a stream
-            check_draft_width(logit_width(module), highest_id)
-        check_head_ids(checked, highest_id)
-        reduced = ReducedDrafts(checked)
-        if draft_vocabulary is not None:
-            vocabulary = checked_vocabulary(draft_vocabulary, highest_id + 1)
-            reduced = ReducedDrafts.make(checked, vocabulary)
+        if source is not None:
+            source.check(target)
+        options = DraftOptions(
+            sliding=sliding,
+            confidence=float(draft_confidence),
+            vocabulary=_vocabulary(draft_vocabulary, source, target),
+            compiled=compiled_steps if compile_draft else None,
+        )
         if prefix_cache is not None:
-            _bind(prefix_cache, models, sliding)
-        drafts = models_of(checked) if compile_draft else []
+            _bind(prefix_cache, [model, *models], sliding)
         with ExitStack() as hooks:
-            for module in models:
+            for module in (model, *models):
                 hooks.callback(ModelHooks(module).remove)
             setup = GeneratorConfig(
                 model=model,
                 tokenizer=own,
                 ids=ids,
                 target_width=width,
-                prompts=Prompts(own, highest_id),
+                prompts=Prompts(own, target.highest_id),
                 ranked=ranked,
-                draft=reduced.draft,
-                draft_confidence=confidence,
-                compiled={id(module): compiled_steps(module) for module in drafts},
-                reduced=reduced,
+                draft=None if source is None else source.configured(options),
+                notices=found.notices,
                 lengths=lengths,
                 acceptance=acceptance,
                 sliding=sliding,
                 prefix_cache=prefix_cache,
             )
             # For streams in other threads; the checks have built their forwards by now.
-            evaluate_held(*models, *heads_of(setup.draft))
+            evaluate_held(model, *models, *_heads(setup.draft))
             weakref.finalize(setup, hooks.pop_all().close)
     return setup
+
+
+def _check_kinds(model: Any, acceptance: Any, sliding: Any) -> None:
+    """Refuse what is no model, no rule and no kind of cache."""
+    if acceptance not in get_args(Acceptance):
+        raise InvalidRequestError(
+            f"acceptance is {acceptance!r}, and one of "
+            f"{', '.join(get_args(Acceptance))} is needed."
+        )
+    if sliding not in get_args(Sliding):
+        raise InvalidRequestError(
+            f"sliding is {sliding!r}, and 'slack' or 'native' is needed."
+        )
+    if not isinstance(model, nn.Module):
+        raise InvalidRequestError(
+            f"model is a {type(model).__name__}, and an mlx-lm model is needed. "
+            "Load one with mlx_speculation.load(path)."
+        )
+
+
+def _check_compiled(
+    compile_draft: Any, models: SequenceOf[nn.Module], vocabulary: Any
+) -> None:
+    """Refuse to compile what is no draft model, or is one with fewer token ids."""
+    if not isinstance(compile_draft, bool):
+        raise InvalidRequestError(
+            f"compile_draft is {compile_draft!r}, and True or False is needed."
+        )
+    if compile_draft and not models:
+        raise InvalidRequestError(
+            "compile_draft is True, and there is no draft model. Leave it out."
+        )
+    if compile_draft and vocabulary is not None:
+        raise InvalidRequestError(
+            "compile_draft and draft_vocabulary were passed, and a compiled draft has "
+            "all token ids. Leave one of them out."
+        )
+
+
+def _check_confidence(confidence: Any, draft: DraftSource | None) -> None:
+    """Refuse what is no probability, or finds no draft model to be asked for it."""
+    if not isinstance(confidence, int | float) or not 0 <= confidence < 1:
+        raise InvalidRequestError(
+            f"draft_confidence is {confidence!r}, and a probability of at least 0 and "
+            "less than 1 is needed."
+        )
+    if confidence and draft is not None and not draft.models:
+        raise InvalidRequestError(
+            f"draft_confidence is {confidence!r}, and no draft model is there to be "
+            f"asked for it: the draft is of kind {draft.kind!r}. Leave it out."
+        )
+
+
+def _vocabulary(
+    ids: Iterable[int] | None, draft: DraftSource | None, target: TargetInfo
+) -> list[int] | None:
+    """Return the ids to draft from; None: all.
+
+    Raises:
+        InvalidRequestError: the ids are none of the target's, or nothing reads them.
+    """
+    if ids is None:
+        return None
+    found = checked_vocabulary(ids, target.highest_id + 1)
+    members = [] if draft is None else draft.members()
+    if not any(member.reducible for member in members):
+        kind = "None" if draft is None else f"of kind {draft.kind!r}"
+        raise InvalidRequestError(
+            f"draft_vocabulary was passed, and the draft is {kind}, without a model "
+            "or an MTP head to reduce. Leave it out."
+        )
+    return found
+
+
+def _heads(draft: DraftSource | None) -> list[DraftSource]:
+    members = [] if draft is None else draft.members()
+    return [member for member in members if member.follows]
 
 
 def _bind(cache: PrefixCache, models: list[nn.Module], sliding: Sliding) -> None:

@@ -19,16 +19,20 @@ from mlx_speculation.engine.draft_length.policies import (
     Progress,
     follow_calibration,
 )
-from mlx_speculation.engine.drafters.base import Drafter
-from mlx_speculation.engine.drafters.head_source import Following
-from mlx_speculation.engine.drafters.resolve import load_pair
+from mlx_speculation.engine.drafters.resolve import DraftArgument, find_draft
 from mlx_speculation.engine.options import GenerateOptions
 from mlx_speculation.engine.result import Result
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.engine.stream_factory import StreamFactory
-from mlx_speculation.models import PREFILL_STEP, Group, MtpConvention, Parallel, Sliding
+from mlx_speculation.models import (
+    PREFILL_STEP,
+    Group,
+    MtpConvention,
+    Parallel,
+    Sliding,
+    load,
+)
 from mlx_speculation.samplers import Acceptance, Constraint, Sampling
-from mlx_speculation.warn import notice
 
 
 class SpeculativeGenerator:
@@ -43,16 +47,17 @@ class SpeculativeGenerator:
     Streams of one generator are independent of each other, unless `draft` is a
     drafter object of your own: that serves one open stream at a time.
 
-    A drafter that fails is set aside for the rest of the stream, and the text goes on
+    A drafter that fails is disabled for the rest of the stream, and the text goes on
     as it would have: `stats.drafter_faults` says how it failed, and so does a
     `DrafterFaultWarning`.
 
     Args:
         model: an mlx-lm model.
         tokenizer: its tokenizer, mlx-lm's wrapper or a Hugging Face one.
-        draft: an mlx-lm model with the same token ids, "lookup" or a `LookupDrafter`,
-            an `MtpDraft`, `EagleDraft` or `DFlashDraft`, a `Cascade`, a `Drafter` of
-            your own, or None for plain decoding.
+        draft: an mlx-lm model with the same token ids; the path or repository of one,
+            or of a head; "mtp" for the head in the target's folder, "lookup", "auto";
+            a source such as `MtpDraft`, `LookupDrafter` or `Cascade`; a `Drafter` of
+            your own; or None for plain decoding. The target keeps what is loaded.
         draft_length: tokens drafted in a round; 0 is plain decoding. None: as many as
             pay, by what rounds cost here and what is accepted, see `calibrate`. The
             timing of rounds then decides where drafts end: with `acceptance="keyed"`
@@ -75,8 +80,7 @@ class SpeculativeGenerator:
             on a machine; see `models/cpu/compiled_draft.py`.
         group: the ranks of `mx.distributed` that the target is spread over; every
             rank makes the generator and the streams, with the same options, and gets
-            the same chunks. Rank 0 drafts and decides; the drafts of others are not
-            used. None: the target is whole.
+            the same chunks. Rank 0 alone drafts. None: the target is whole.
 
     Raises:
         InvalidRequestError: an argument is out of range or of the wrong kind.
@@ -91,7 +95,7 @@ class SpeculativeGenerator:
         model: nn.Module,
         tokenizer: Any,
         *,
-        draft: nn.Module | Drafter | Following | str | None = None,
+        draft: DraftArgument | None = None,
         draft_length: int | None = None,
         draft_confidence: float = 0.0,
         acceptance: Acceptance = "keyed",
@@ -101,7 +105,6 @@ class SpeculativeGenerator:
         compile_draft: bool = False,
         group: Group | None = None,
     ) -> None:
-        self._notices: tuple[str, ...] = ()
         self._setup = checked_setup(
             model,
             tokenizer,
@@ -122,7 +125,7 @@ class SpeculativeGenerator:
         cls,
         path_or_repo: str | Path,
         *,
-        draft: str | Path | nn.Module | Drafter | Following | None = None,
+        draft: DraftArgument | None = None,
         draft_length: int | None = None,
         draft_confidence: float = 0.0,
         acceptance: Acceptance = "keyed",
@@ -141,10 +144,8 @@ class SpeculativeGenerator:
 
         Args:
             path_or_repo: a folder in mlx-lm's layout, or the name of a repository.
-            draft: likewise, "mtp" for the target's own head, "auto" for what its
-                folder offers, or anything that the constructor takes. "auto" takes
-                what speculation.json in the folder names, else the head in it, else a
-                lookup, with a `DraftNotice` that says why; `notices` has it too.
+            draft: see the constructor. "auto" takes what speculation.json in the folder
+                names, else the head in it, else a lookup, and `notices` says why.
             draft_length: see the constructor.
             draft_confidence: see the constructor.
             acceptance: see the constructor.
@@ -169,21 +170,25 @@ class SpeculativeGenerator:
             UnsupportedModelError: the target is of no family whose heads are known.
             TokenizerMismatchError: target and draft do not share their token ids.
         """
-        model, tokenizer, choice = load_pair(
-            path_or_repo,
+        found = find_draft(
             draft,
             convention=convention,
             quantize_draft=quantize_draft,
+            target=path_or_repo,
+            trust_remote_code=trust_remote_code,
+        )
+        model, tokenizer = load(
+            path_or_repo,
             adapter_path=adapter_path,
             trust_remote_code=trust_remote_code,
             group=group,
             parallel=parallel,
         )
-        made = cls(
+        return cls(
             model,
             tokenizer,
-            draft=choice.draft,
-            draft_length=choice.length if draft_length is None else draft_length,
+            draft=found,
+            draft_length=draft_length,
             draft_confidence=draft_confidence,
             acceptance=acceptance,
             sliding=sliding,
@@ -192,20 +197,21 @@ class SpeculativeGenerator:
             compile_draft=compile_draft,
             group=group,
         )
-        made._notices = choice.notices
-        for text in choice.notices:
-            notice(text)
-        return made
 
     @property
     def notices(self) -> tuple[str, ...]:
         """Why the draft is not the one that was wished for; empty if it is."""
-        return self._notices
+        return self._setup.notices
 
     @property
     def model(self) -> nn.Module:
         """The target."""
         return self._setup.model
+
+    @property
+    def draft_models(self) -> SequenceOf[nn.Module]:
+        """The models that draft; none for a head, a lookup or plain decoding."""
+        return self._setup.draft_models
 
     @property
     def tokenizer(self) -> Any:

@@ -8,8 +8,6 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_speculation.caches import PrefixCache, array_bytes, arrays_in, bytes_beside
-from mlx_speculation.engine.drafters.quantize import own_module
-from mlx_speculation.engine.drafters.sources import lanes_of, members
 from mlx_speculation.models import Lane
 
 
@@ -70,21 +68,17 @@ class Weights:
 
     Args:
         model: the target.
-        draft: the draft of the generator.
-        more: modules that the draft uses beside its own.
+        modules: those of the draft.
     """
 
-    def __init__(
-        self, model: nn.Module, draft: Any, more: Sequence[nn.Module] = ()
-    ) -> None:
-        self._model, self._draft, self._more = model, draft, more
+    def __init__(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
+        self._model, self._modules = model, modules
 
     @cached_property
     def bytes(self) -> WeightBytes:
         """Their bytes, as allocated."""
         target = self._model.parameters()
-        modules = [own for one in members(self._draft) if (own := own_module(one))]
-        draft = [module.parameters() for module in [*modules, *self._more]]
+        draft = [module.parameters() for module in self._modules]
         return WeightBytes(
             target=array_bytes(target),
             draft=bytes_beside(draft, [target]),
@@ -104,15 +98,14 @@ def held_memory(
         prefix_cache: of the generator.
     """
     held = weights.bytes
-    drafting = [getattr(member, "held", ()) for member in members(drafter)]
-    lanes = [target, *(lane for lane in lanes_of(drafter) if lane is not None)]
+    lanes = [target, *getattr(drafter, "lanes", ())]
     known = held.names | arrays_in(target.caches).keys()
-    found = arrays_in(*drafting).items()
+    found = arrays_in(getattr(drafter, "held", ())).items()
     return Memory(
         target_weights=held.target,
         draft_weights=held.draft,
         target_caches=array_bytes(target.caches),
         draft_caches=sum(array.nbytes for name, array in found if name not in known),
-        rounds=sum(lane.round_bytes for lane in lanes),
+        rounds=sum(lane.round_bytes for lane in lanes if lane is not None),
         prefix_cache=0 if prefix_cache is None else prefix_cache.nbytes,
     )

@@ -24,21 +24,16 @@ from mlx_speculation.engine.distributed import (
     fields_of_stream,
 )
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
+from mlx_speculation.engine.draft_length.calibration import measured_draft
 from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.draft_length.policies import Start
-from mlx_speculation.engine.drafters.base import Drafter
-from mlx_speculation.engine.drafters.cascade import Cascade
-from mlx_speculation.engine.drafters.draft_model import DraftModel
-from mlx_speculation.engine.drafters.head_source import Following
-from mlx_speculation.engine.drafters.sources import (
-    drafter_of_stream,
+from mlx_speculation.engine.drafters.base import (
+    Drafter,
+    DraftSource,
     lanes_of,
-    make_draft_model,
-    measured_draft,
-    models_of,
     remember,
-    serves_one_stream,
 )
+from mlx_speculation.engine.drafters.cascade import CascadeDrafter, open_guarded
 from mlx_speculation.engine.memory import Memory, Weights, held_memory
 from mlx_speculation.engine.options import GenerateOptions
 from mlx_speculation.engine.prefix_reuse import PrefixReuse
@@ -63,7 +58,7 @@ class StreamFactory:
 
     def __init__(self, setup: GeneratorConfig) -> None:
         self._setup = setup
-        self._weights = Weights(setup.model, setup.draft, setup.reduced.modules)
+        self._weights = Weights(setup.model, _modules_of(setup.draft))
         self._busy: weakref.ref[Stream] | None = None
 
     def start_calibration(self) -> Start:
@@ -107,7 +102,9 @@ class StreamFactory:
         lengths = setup.lengths.for_stream(
             options.draft_length, options.max_draft, greedy=sampling.greedy
         )
-        if isinstance(lengths, CascadeDraftLength) and isinstance(drafter, Cascade):
+        if isinstance(lengths, CascadeDraftLength) and isinstance(
+            drafter, CascadeDrafter
+        ):
             drafter.turns = lengths.turns
         verifier = Verifier(chooser, setup.acceptance, whole_rows=options.logprob_rows)
         parts = ranks.parts(
@@ -141,7 +138,7 @@ class StreamFactory:
             yielded_only=options.yielded_only,
             level_draft=options.level_draft,
         )
-        if serves_one_stream(setup.draft):
+        if setup.draft is not None and not setup.draft.reusable:
             self._busy = weakref.ref(stream)
         return stream
 
@@ -149,7 +146,7 @@ class StreamFactory:
     def _running(self, ranks: AbstractContextManager[None]) -> Iterator[None]:
         """Keep the setup, and with it the recorders, while a stream runs."""
         with ranks, ExitStack() as views:  # the ranks first: they hear of what fails
-            for model in (self._setup.model, *models_of(self._setup.draft)):
+            for model in (self._setup.model, *self._setup.draft_models):
                 views.enter_context(stream_resources(model))
             yield
 
@@ -235,14 +232,15 @@ class StreamFactory:
         statistics: Statistics,
     ) -> Drafter | None:
         """Return what drafts in one stream, as the draft is not used by another."""
-        setup = self._setup
+        setup, source = self._setup, self._setup.draft
         if not setup.decides:
             return None
-        models = len(models_of(setup.draft))
+        models = len(setup.draft_models)
         if draft_cache is not None and models != 1:
+            kind = "None" if source is None else f"of kind {source.kind!r}"
             raise InvalidRequestError(
-                f"draft_cache was passed, and draft is {type(setup.draft).__name__}, "
-                f"with {models} models instead of 1. Leave draft_cache out."
+                f"draft_cache was passed, and draft is {kind}, with {models} models "
+                "instead of 1. Leave draft_cache out."
             )
         running = self._busy() if self._busy is not None else None
         if running is not None and not running.ended:
@@ -250,21 +248,14 @@ class StreamFactory:
                 "The drafter serves 1 open stream, and a second one was asked for. "
                 "Close the first, or pass a draft model instead of a drafter."
             )
-
-        def make(model: nn.Module) -> DraftModel:
-            return make_draft_model(
-                model,
-                setup.sliding,
-                target,
-                draft_cache,
-                sequence,
-                setup.draft_confidence,
-                setup.reduced.of(model),
-                setup.compiled.get(id(model)),
-            )
-
-        def follow(head: Following) -> Drafter:
-            return head.for_stream(target, sequence)
-
+        if source is None:
+            return None
         note = statistics.drafter_faults.append
-        return drafter_of_stream(setup.draft, make, follow, note, target)
+        return open_guarded(source, target, sequence, draft_cache, note)
+
+
+def _modules_of(draft: DraftSource | None) -> list[nn.Module]:
+    """Return the modules of a draft, without what it shares with the target."""
+    members = [] if draft is None else draft.members()
+    found = [one for each in members for one in (each.own_weights, each.reduced_rows)]
+    return [module for module in found if module is not None]

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from benchmark_case import Case
     from lookup_costs import Cost
 
-    from mlx_speculation.engine import Drafter
+    from mlx_speculation.engine.drafters.base import DraftSource
 
 # What a lookup has to match before it goes before the draft model in the cascade.
 LONG_MATCH = 6
@@ -170,7 +170,7 @@ def make_arms(models: "Models", length: int, model_length: int) -> list["Arm"]:
     from mlx_speculation import Cascade, LookupDrafter, SpeculativeGenerator
 
     plain = models.plain
-    drafts: dict[str, Drafter] = {
+    drafts: dict[str, DraftSource] = {
         "lookup": LookupDrafter(),
         "ngram": LookupDrafter(index="ngram"),
         "cascade": Cascade(LookupDrafter(minimum_match=LONG_MATCH), models.draft),

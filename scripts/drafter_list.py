@@ -17,8 +17,9 @@ from mlx_speculation import (
 )
 from mlx_speculation.demo import demo_models
 from mlx_speculation.engine import Statistics
-from mlx_speculation.engine.drafters.registry import Offer, draft_folder, kind_named
-from mlx_speculation.engine.drafters.sources import LONGEST
+from mlx_speculation.engine.draft_length.policies import LONGEST
+from mlx_speculation.engine.drafters.base import TargetInfo
+from mlx_speculation.engine.drafters.resolve import find_draft, resolve
 from mlx_speculation.engine.equivalence.texts import find_parting
 from mlx_speculation.errors import (
     ConventionError,
@@ -132,16 +133,15 @@ def sources_of(
         heads: folders of further heads.
         bundled: the name of the target, if it is a bundled one.
     """
-    offer = Offer(bench.folder, bench.folder, bench.model, bench.tokenizer)
-    small = kind_named("model").load(_offer(offer, draft))
+    small = _source(bench, draft)
     found: dict[str, Any] = {"model": small}
     with suppress(ConventionError, ModelFolderError, UnsupportedModelError):
-        found["mtp"] = kind_named("mtp").load(offer)  # most folders have none
+        found["mtp"] = _source(bench, "mtp")  # most folders have none
     beside = demo_models()["draft"].parent
     own = [beside / name for name, target in HEADS.items() if target == bundled]
     for folder in [*(each for each in own if each.is_dir()), *heads]:
-        _, kind = draft_folder(folder)
-        found[kind.name] = kind.load(_offer(offer, folder))
+        source = _source(bench, folder)
+        found[source.kind] = source
     found["lookup"] = LookupDrafter()
     found["cascade"] = Cascade(LookupDrafter(minimum_match=LONG_MATCH), small)
     return [
@@ -159,16 +159,17 @@ def compiled_source(bench: Bench, draft: Path) -> Source:
         InvalidRequestError: its steps cannot be compiled, or not here.
         UnsupportedModelError: likewise.
     """
-    offer = Offer(bench.folder, bench.folder, bench.model, bench.tokenizer)
-    small = kind_named("model").load(_offer(offer, draft))
+    small = _source(bench, draft)
     generator = SpeculativeGenerator(
         bench.model, bench.tokenizer, draft=small, compile_draft=True
     )
     return Source("compiled", generator)
 
 
-def _offer(offer: Offer, folder: Path) -> Offer:
-    return Offer(folder, offer.target, offer.model, offer.tokenizer)
+def _source(bench: Bench, draft: str | Path) -> Any:
+    """Return what a name or a folder becomes for this target."""
+    target = TargetInfo(bench.model, bench.tokenizer, bench.folder, 0)
+    return resolve(find_draft(draft, target=bench.folder), target).source
 
 
 def added(total: Statistics, counts: Statistics) -> Statistics:

@@ -110,7 +110,7 @@ def taken_apart(pieces: Pieces) -> Iterator[None]:
         pieces.take("replay", lambda: mx.eval(states(lane.caches)))
 
     def settled(self: Any, accepted: int) -> None:
-        lane, held = lanes.pop(), getattr(self.drafter, "held", None)
+        lane, held = lanes.pop(), getattr(self.inner, "held", None)
         pieces.take("commit", lambda: settle(self, accepted))
         if held is not None:
             pieces.take("replay", lambda: mx.eval(_states(held)))

@@ -7,7 +7,8 @@ import mlx.core as mx
 
 from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
 from mlx_speculation.engine.batch.request import BatchRequest
-from mlx_speculation.engine.drafters.base import NOTHING, Choices, Draft, ReadsAhead
+from mlx_speculation.engine.drafters.base import NOTHING, Draft, ReadsAhead
+from mlx_speculation.engine.drafters.choices import Choices
 
 
 class BatchDrafter(Protocol):

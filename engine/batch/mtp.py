@@ -269,7 +269,7 @@ def _handed(row: BatchRequest) -> Handed | None:
     if row.aside or head is None or not isinstance(drafter, FaultGuard):
         return None
     drafter.begin(row.request.sequence)
-    if drafter.set_aside:
+    if drafter.disabled:
         return None
     try:
         return head.hand_over()

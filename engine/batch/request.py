@@ -9,11 +9,10 @@ import mlx.core as mx
 from mlx_speculation.caches import has_states
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.base import Plan
-from mlx_speculation.engine.drafters.base import Draft
+from mlx_speculation.engine.drafters.base import Draft, lanes_of
 from mlx_speculation.engine.drafters.draft_model import DraftModel
 from mlx_speculation.engine.drafters.fault_guard import FaultGuard
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
-from mlx_speculation.engine.drafters.sources import lanes_of
 from mlx_speculation.engine.result import Chunk
 from mlx_speculation.engine.round.outcome import RoundOutcome
 from mlx_speculation.engine.round.request import Request
@@ -80,7 +79,7 @@ class BatchRequest:
     def aside(self) -> bool:
         """Whether its drafter has failed, or is none that can."""
         drafter = self.request.drafter
-        return not isinstance(drafter, FaultGuard) or drafter.set_aside
+        return not isinstance(drafter, FaultGuard) or drafter.disabled
 
     def fail_drafter(self, call: str, error: Exception) -> None:
         """Set its drafter aside for a fault; the text goes on without."""
@@ -201,7 +200,7 @@ def head_of(drafter: Any) -> MtpDrafter | None:
 
 
 def _inner(drafter: Any) -> Any:
-    return drafter.drafter if isinstance(drafter, FaultGuard) else None
+    return drafter.inner if isinstance(drafter, FaultGuard) else None
 
 
 def reason_alone(

@@ -1,6 +1,6 @@
 """A generator's target that is spread over ranks: its streams, as one rank has them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,9 +12,8 @@ from mlx_speculation.engine.distributed.consistency import (
 )
 from mlx_speculation.engine.distributed.group import RankGroup
 from mlx_speculation.engine.distributed.session import RankSession
-from mlx_speculation.engine.drafters.head_source import Following
+from mlx_speculation.engine.drafters.base import DraftSource
 from mlx_speculation.engine.drafters.mtp import MtpDraft
-from mlx_speculation.engine.drafters.sources import members
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import (
     Group,
@@ -64,7 +63,9 @@ class RankedTarget:
         """Whether this is rank 0."""
         return self.group.leads
 
-    def own_draft(self, draft: Any, prefix_cache: Any) -> Any:
+    def own_draft(
+        self, draft: DraftSource | None, prefix_cache: Any
+    ) -> DraftSource | None:
         """Check the target, and return the draft of this rank; only rank 0 has one.
 
         Raises:
@@ -81,25 +82,24 @@ class RankedTarget:
                 f"prefix_cache was passed, and the target is on {self.group.size} "
                 "ranks, which may drop other parts of it. Leave it out."
             )
-        found = members(draft)
-        for member in found if self.leads else ():
-            if isinstance(member, nn.Module) and spread_as(member) is not None:
+        for member in _members(draft) if self.leads else ():
+            if any(spread_as(model) is not None for model in member.models):
                 raise InvalidRequestError(
                     "The draft model is spread over ranks, and a draft is whole, on "
                     "rank 0. Load it without a group."
                 )
-            if isinstance(member, Following) and not isinstance(member, MtpDraft):
+            if member.follows and not isinstance(member, MtpDraft):
                 raise InvalidRequestError(
-                    f"draft is of kind {type(member).__name__}, and for a target on "
+                    f"draft is of kind {member.kind!r}, and for a target on "
                     "ranks a model, a lookup, an MTP head or a Drafter is needed."
                 )
             if isinstance(member, MtpDraft):
                 self._check_output(member)
         return draft if self.leads else None
 
-    def next_stream(self, draft: Any) -> RankSession:
+    def next_stream(self, draft: DraftSource | None) -> RankSession:
         """Return the next stream on all ranks, which is not begun yet."""
-        heads = [member for member in members(draft) if isinstance(member, MtpDraft)]
+        heads = [each for each in _members(draft) if isinstance(each, MtpDraft)]
         needs = [STATES] if heads else []
         if has_split_output(self._model) and any(h.mtp.reads_output for h in heads):
             needs.append(OUTPUT)
@@ -142,6 +142,10 @@ class RankedTarget:
                 ", of which each rank has a part, and more is done to its logits than "
                 "is known here. Use a draft model or a lookup."
             )
+
+
+def _members(draft: DraftSource | None) -> Sequence[DraftSource]:
+    return () if draft is None else draft.members()
 
 
 def all_or_none(target: RankedTarget | None) -> AbstractContextManager[None]:

@@ -18,8 +18,8 @@ from mlx_speculation.engine.draft_length.base import Option, Outcome, Plan, Reas
 from mlx_speculation.engine.draft_length.break_even import LEAST_GAIN, may_pay, stop_of
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.engine.draft_length.disabled import Parked
-from mlx_speculation.engine.draft_length.early_stop import Certainties
 from mlx_speculation.engine.draft_length.exploration import Allowance
+from mlx_speculation.engine.drafters.early_stop import Certainties
 from mlx_speculation.models import row_size
 
 # Up to here every length is measured, beyond it every fourth.

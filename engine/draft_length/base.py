@@ -6,7 +6,7 @@ Knows neither models nor tokens: a plan is made from counts and seconds alone.
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-from mlx_speculation.engine.draft_length.early_stop import Stop
+from mlx_speculation.engine.drafters.early_stop import Stop
 from mlx_speculation.engine.timing import NO_TIME, RoundSeconds
 
 Reason = Literal[

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from operator import mul
 
 from mlx_speculation.engine.draft_length.base import Option
-from mlx_speculation.engine.draft_length.early_stop import Certainties, Stop
+from mlx_speculation.engine.drafters.early_stop import Certainties, Stop
 
 # What a draft has to gain over plain decoding, when all of it is accepted, to be used
 # or tried. With less there is little to gain, and costs are not known that well: where

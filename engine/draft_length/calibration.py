@@ -1,4 +1,4 @@
-"""Where the time of rounds goes, by context and draft length.
+"""Calibration: what is measured, and where the time of rounds goes.
 
 It decides nothing: a draft length is chosen by what whole rounds cost. Differences tell
 the rest: of `draft` between two lengths the draft's step, of one length without such
@@ -7,10 +7,17 @@ steps what a head's refresh and a first draft take.
 
 from dataclasses import astuple
 from statistics import median
+from typing import Any
+
+import mlx.core as mx
 
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Outcome, Plan
 from mlx_speculation.engine.draft_length.costs import bucket_of
+from mlx_speculation.engine.drafters.base import Choose, Draft, DraftSource
+from mlx_speculation.engine.drafters.cascade import Cascade
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.timing import RoundSeconds
+from mlx_speculation.models import Lane
 
 # Medians of each part by itself, by context bucket and draft length; 0 is a plain step.
 PartsTable = dict[int, dict[int, RoundSeconds]]
@@ -72,3 +79,42 @@ class NotingParts:
 def _medians(found: list[RoundSeconds]) -> RoundSeconds:
     parts = zip(*(astuple(one) for one in found), strict=True)
     return RoundSeconds(*(median(part) for part in parts))
+
+
+def measured_draft(draft: DraftSource | None) -> DraftSource:
+    """Return what a calibration lets draft: a draft without its lookups."""
+    each = [] if draft is None else draft.members()
+    others = [source for source in each if source.measurable]
+    if len(others) > 1:
+        return Cascade(*others)
+    return others[0] if others else ConstantDrafter()
+
+
+class ConstantDrafter(DraftSource):
+    """Proposes the last token again, as often as it is asked to.
+
+    What a lookup proposes depends on the text, what it costs does not. It has no state,
+    so that many streams may share one.
+    """
+
+    kind = "filler"
+
+    def open(
+        self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
+    ) -> "ConstantDrafter":
+        """Return itself."""
+        return self
+
+    def begin(self, sequence: Sequence) -> None:
+        """Do nothing."""
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        """Propose `limit` tokens."""
+        tokens = mx.array(sequence.tokens[-1:] * limit, mx.uint32)
+        return Draft(tokens, source=self.kind)
+
+    def settle(self, accepted: int) -> None:
+        """Do nothing."""
+
+    def discard(self) -> None:
+        """Do nothing."""

@@ -12,13 +12,10 @@ import platform
 import warnings
 from dataclasses import astuple, dataclass, field
 from importlib.metadata import version
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from mlx_speculation.blas import blas_in_use
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
@@ -44,15 +41,6 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "blas": blas_in_use() if mx.default_device() == mx.cpu else "",
     }
-
-
-def shape_of(model: nn.Module) -> str:
-    """Return a digest of a model's class and of its parameters' names and types."""
-    digest = hashlib.sha256(f"{type(model).__module__}\n".encode())
-    arrays: Any = tree_flatten(model.parameters())
-    for name, array in sorted(arrays, key=itemgetter(0)):
-        digest.update(f"{name} {array.shape} {array.dtype}\n".encode())
-    return digest.hexdigest()
 
 
 @dataclass(slots=True)

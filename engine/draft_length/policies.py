@@ -11,21 +11,21 @@ from mlx_speculation.engine.draft_length.adaptive import AdaptiveLengths
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, FixedDraftLength
 from mlx_speculation.engine.draft_length.calibration import NotingParts, PartsTable
 from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
-from mlx_speculation.engine.draft_length.cost_store import Known, shape_of
+from mlx_speculation.engine.draft_length.cost_store import Known
 from mlx_speculation.engine.draft_length.costs import RoundCosts
-from mlx_speculation.engine.draft_length.early_stop import Certainties
 from mlx_speculation.engine.draft_length.exploration import Allowance
-from mlx_speculation.engine.drafters.cascade import Cascade
-from mlx_speculation.engine.drafters.quantize import own_module
-from mlx_speculation.engine.drafters.sources import LONGEST, ends_early, members
-from mlx_speculation.engine.lookup.drafter import LookupDrafter
+from mlx_speculation.engine.drafters.base import DraftSource, shape_of
+from mlx_speculation.engine.drafters.early_stop import Certainties
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Sliding, on_cpu
 
 if TYPE_CHECKING:
     from mlx_speculation.engine.stream import Stream
 
-# The length where nobody has named one; None: by measurement. The tests name one, as
+# No adaptive draft length is longer. Greedy text that repeats itself is drafted well
+# for longer than that, but a verify of more rows costs by the row.
+LONGEST = 16
+# The length where nobody has named one; None: adaptive. The tests name one, as
 # no test may depend on how long a round takes.
 USUAL_LENGTH: int | None = None
 # A calibration ends without all lengths when a drafter does not draft as asked.
@@ -68,10 +68,10 @@ class DraftLengthPolicies:
         model: the target.
         draft: what drafts for it, as the generator has checked it; None: nothing.
         sliding: what stands for sliding windows.
-        usual: the length of streams that name none; None: by measurement.
+        usual: the length of streams that name none; None: adaptive.
         compiled: whether the steps of draft models are compiled.
-        early: whether drafts by measurement may end early, see
-        `engine.draft_length.early_stop`.
+        early: whether drafts of adaptive length may end early, see
+        `engine.drafters.early_stop`.
 
     Raises:
         InvalidRequestError: the usual length is not a number of tokens.
@@ -80,7 +80,7 @@ class DraftLengthPolicies:
     def __init__(
         self,
         model: nn.Module,
-        draft: Any,
+        draft: DraftSource | None,
         sliding: Sliding,
         usual: int | None,
         *,
@@ -91,12 +91,12 @@ class DraftLengthPolicies:
         self._model, self._draft, self._sliding = model, draft, sliding
         self._compiled = compiled
         self._longest = LONGEST
-        self._each = drafters_of(draft)
+        self._each = [] if draft is None else draft.members()
         self._known: dict[int, Known] = {}
         self._batches: dict[int, Known] = {}
         self._allowances = [Allowance() for _ in self._each]
         self._certainties = [
-            Certainties() if early and ends_early(each) else None for each in self._each
+            Certainties() if early and each.ends_early else None for each in self._each
         ]
         self._batch_allowance = Allowance()
 
@@ -207,7 +207,7 @@ class DraftLengthPolicies:
 
     def _batch(self, rows: int) -> Known:
         if rows not in self._batches:
-            key = self._key(self._draft)
+            key = self._key(self._each)
             self._batches[rows] = Known.read(key and {**key, "rows": rows})
         return self._batches[rows]
 
@@ -281,17 +281,19 @@ class DraftLengthPolicies:
     @property
     def _calibrated(self) -> int:
         """The drafter whose rounds a calibration measures, see `measured_draft`."""
-        lookups = [isinstance(each, LookupDrafter) for each in self._each]
-        return lookups.index(False) if False in lookups else 0
+        each = enumerate(self._each)
+        return next((index for index, one in each if one.measurable), 0)
 
     def _read(self, drafter: int) -> Known:
         if drafter not in self._known:
-            self._known[drafter] = Known.read(self._key(self._each[drafter]))
+            self._known[drafter] = Known.read(
+                self._key(self._each[drafter : drafter + 1])
+            )
         return self._known[drafter]
 
-    def _key(self, draft: Any) -> dict[str, Any] | None:
-        """Return what the costs belong to; None where a draft cannot be told."""
-        names = [_name(member) for member in members(draft)]
+    def _key(self, drafts: SequenceOf[DraftSource]) -> dict[str, Any] | None:
+        """Return what the costs belong to; None where they are not kept."""
+        names = [source.cost_key() for source in drafts]
         if not all(names):
             return None
         return {
@@ -301,27 +303,11 @@ class DraftLengthPolicies:
         } | ({"compiled": True} if self._compiled else {})
 
 
-def drafters_of(draft: Any) -> list[Any]:
-    """Return what has lengths of its own: the drafters of a cascade, or the draft."""
-    if not isinstance(draft, Cascade):
-        return [draft]
-    nested = any(isinstance(each, Cascade) for each in draft.drafters)
-    return [draft] if nested else list(draft.drafters)
-
-
-def _name(member: Any) -> str:
-    """Return what a draft costs by: its kind, or its shape."""
-    if isinstance(member, LookupDrafter):
-        return "lookup"
-    module = own_module(member)
-    return "" if module is None else shape_of(module)
-
-
 def _checked(length: Any, name: str) -> int | None:
     whole = isinstance(length, int) and not isinstance(length, bool)
     if length is None or (whole and length >= 0):
         return length if length is None else int(length)
     raise InvalidRequestError(
         f"{name} is {length!r}, and a whole number of at least 0 is needed, or None "
-        "for lengths by measurement."
+        "for an adaptive draft length."
     )

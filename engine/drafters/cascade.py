@@ -1,20 +1,30 @@
-"""The drafter that asks several drafters in turn."""
+"""The drafter that asks several drafters in turn, and its source."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_speculation.engine.draft_length.early_stop import Stop
+import mlx.nn as nn
+
 from mlx_speculation.engine.drafters.base import (
     NOTHING,
-    Choices,
     Choose,
     Draft,
     Drafter,
+    DraftOptions,
+    DraftSource,
     ReadsAhead,
+    TargetInfo,
+    lanes_of,
+    remember,
 )
+from mlx_speculation.engine.drafters.choices import Choices
+from mlx_speculation.engine.drafters.early_stop import Stop
+from mlx_speculation.engine.drafters.fault_guard import FaultGuard, NoteFault
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models import Lane
 
 
 @dataclass(slots=True)
@@ -24,7 +34,7 @@ class Turns:
     Attributes:
         lengths: of the next round; None: all as many as the round.
         stops: where each of them ends its draft early, see
-        `engine.draft_length.early_stop`.
+        `engine.drafters.early_stop`.
         answered: the drafter that proposed the last draft; None: none did.
     """
 
@@ -44,23 +54,22 @@ class Turns:
         return min(limit, own + more) if own else 0
 
 
-class Cascade:
+class Cascade(DraftSource):
     """Takes the draft of the first drafter that proposes anything.
 
         draft = Cascade(LookupDrafter(minimum_match=8), small_model)
         generator = SpeculativeGenerator(model, tokenizer, draft=draft)
 
     A model that was passed over lags behind, and is fed what it has missed when its
-    turn comes.
+    turn comes. A cascade in a cascade counts as its members.
 
-    Lengths by measurement are each drafter's own, see `engine.draft_length.cascade`.
+    Adaptive draft lengths are each drafter's own, see `engine.draft_length.cascade`.
 
     Args:
-        drafters: at least two; mlx-lm models with the target's token ids and drafters.
-
-    Attributes:
-        turns: what the lengths of a stream say; set by who makes the stream.
+        drafters: at least two; whatever a generator takes as its draft.
     """
+
+    kind = "cascade"
 
     def __init__(self, *drafters: Any) -> None:
         if len(drafters) < 2:
@@ -69,13 +78,105 @@ class Cascade:
                 "are needed. Pass the drafter itself."
             )
         self._drafters = drafters
-        self._asked: Drafter | None = None
-        self.turns = Turns()
 
     @property
     def drafters(self) -> tuple[Any, ...]:
         """The drafters, in the order in which they are asked."""
         return self._drafters
+
+    @property
+    def reusable(self) -> bool:
+        """Whether all of its members are."""
+        return all(member.reusable for member in self.members())
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The draft models of its members."""
+        return [model for member in self.members() for model in member.models]
+
+    def members(self) -> list[DraftSource]:
+        """Return its sources; a generator has made them of what was passed."""
+        return [found for source in self._drafters for found in source.members()]
+
+    def check(self, target: TargetInfo) -> None:
+        """Refuse what one of its members refuses, and more than one head."""
+        heads = sum(member.follows for member in self.members())
+        if heads > 1:
+            raise InvalidRequestError(
+                f"The cascade has {heads} heads, and one can follow a target. Leave "
+                "the others out."
+            )
+        for member in self.members():
+            member.check(target)
+
+    def configured(self, options: DraftOptions) -> "Cascade":
+        """Return the cascade of its members with these options."""
+        return Cascade(*(member.configured(options) for member in self.members()))
+
+    def open(
+        self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
+    ) -> "CascadeDrafter":
+        """Return the drafter of one stream."""
+        each = (member.open(lane, sequence, draft_cache) for member in self.members())
+        return CascadeDrafter(*each)
+
+
+def open_guarded(
+    source: DraftSource,
+    lane: Lane,
+    sequence: Sequence,
+    draft_cache: list[Any] | None,
+    note: NoteFault,
+) -> Drafter:
+    """Return the drafter of one stream; each member of a cascade fails by itself.
+
+    Args:
+        source: of the generator.
+        lane: the target's.
+        sequence: the known tokens.
+        draft_cache: the caller's caches of the draft model; None: new ones.
+        note: gets the faults of drafters.
+    """
+    guarded = [
+        FaultGuard(
+            member.open(lane, sequence, draft_cache),
+            note,
+            lane if member.follows else None,
+        )
+        for member in source.members()
+    ]
+    return guarded[0] if len(guarded) == 1 else CascadeDrafter(*guarded)
+
+
+class CascadeDrafter:
+    """The drafter of one stream that asks others in turn.
+
+    Args:
+        drafters: in the order in which they are asked.
+
+    Attributes:
+        turns: what the draft lengths of the stream say; set by who makes the stream.
+    """
+
+    def __init__(self, *drafters: Drafter) -> None:
+        self._drafters = drafters
+        self._asked: Drafter | None = None
+        self.turns = Turns()
+
+    @property
+    def lanes(self) -> list[Lane | None]:
+        """The lanes of its draft models, see `lanes_of`."""
+        return [lane for each in self._drafters for lane in lanes_of(each)]
+
+    @property
+    def held(self) -> list[Any]:
+        """The arrays and caches that they hold, for a count of bytes."""
+        return [getattr(each, "held", ()) for each in self._drafters]
+
+    def remember(self, tokens: SequenceOf[int]) -> None:
+        """Let lookups keep the tokens of the finished stream."""
+        for each in self._drafters:
+            remember(each, tokens)
 
     def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
         """Let every drafter read ahead that can."""

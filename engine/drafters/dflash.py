@@ -7,19 +7,31 @@ block are one batch.
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.nn as nn
 
-from mlx_speculation.engine.drafters.head_source import check_drafted, check_embedding
+from mlx_speculation.engine.drafters.base import (
+    HeadSource,
+    TargetInfo,
+    check_drafted,
+    check_embedding,
+)
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.prompt import Sequence
-from mlx_speculation.models import CommittedStates, HiddenStates, Lane
-from mlx_speculation.models.dflash import DFlash, DFlashContext, DFlashHead, load_dflash
+from mlx_speculation.models import CommittedStates, HiddenStates, Lane, MtpConvention
+from mlx_speculation.models.dflash import (
+    DFlash,
+    DFlashContext,
+    DFlashHead,
+    is_dflash,
+    load_dflash,
+)
 
 NAME = "DFlash drafter"
 
 
-class DFlashDraft:
+class DFlashDraft(HeadSource):
     """A DFlash drafter on its target, as the draft of a generator.
 
         model, tokenizer = load(folder)
@@ -35,6 +47,9 @@ class DFlashDraft:
         UnsupportedModelError: the target does not show what the drafter reads.
     """
 
+    kind = "dflash"
+    fits = staticmethod(is_dflash)
+
     def __init__(
         self, model: nn.Module, head: DFlashHead, layers: tuple[int, ...]
     ) -> None:
@@ -49,8 +64,19 @@ class DFlashDraft:
         """Load a drafter; see `load_dflash`."""
         return cls(model, *load_dflash(folder, model))
 
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        target: TargetInfo,
+        convention: MtpConvention | None = None,
+        trust_remote_code: bool = False,
+    ) -> "DFlashDraft":
+        """Load a drafter; see `LoadedSource`."""
+        return cls.from_folder(folder, target.model)
+
     def check_ids(self, highest: int) -> None:
-        """Refuse a drafter of other token ids; see `Following`."""
+        """Refuse a drafter of other token ids; see `HeadSource`."""
         if "embed_tokens" in self._head:
             check_embedding(self._head.embed_tokens, NAME, highest)
         check_drafted(self._head.ids, NAME, highest)
@@ -60,10 +86,12 @@ class DFlashDraft:
         """The drafter's own; what it shares with the target is not in it."""
         return self._head
 
-    def for_stream(self, target: Lane, sequence: Sequence) -> MtpDrafter:
+    def open(
+        self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
+    ) -> MtpDrafter:
         """Return the drafter of one stream, which follows the target's lane."""
         committed = CommittedStates(self._taps, self.dflash.states)
-        target.follower = committed
+        lane.follower = committed
         return MtpDrafter(
             partial(DFlashContext, self.dflash),
             sequence,

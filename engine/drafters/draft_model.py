@@ -2,19 +2,145 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
-from mlx_speculation.engine.draft_length.early_stop import largest_probability
-from mlx_speculation.engine.drafters.base import Choose, Draft, goes_on
+from mlx_speculation.caches import check_single, check_supported, leaves, position
+from mlx_speculation.engine.drafters.base import (
+    Choose,
+    Draft,
+    DraftOptions,
+    DraftSource,
+    TargetInfo,
+    shape_of,
+)
+from mlx_speculation.engine.drafters.choices import goes_on
+from mlx_speculation.engine.drafters.early_stop import largest_probability
 from mlx_speculation.engine.prompt import Sequence
-from mlx_speculation.models import Lane, LaneRound, ReducedOutput
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models import (
+    Lane,
+    LaneRound,
+    MtpConvention,
+    ReducedOutput,
+    check_same_ids,
+    find_parts,
+    load,
+    logit_width,
+)
 from mlx_speculation.samplers import Chosen
 
 # After a round the lane lags one or two tokens behind. A longer lag is a prompt, or
 # rounds without a draft: it is committed text, fed before the round and kept.
 LONGEST_LAG = 8
+
+
+class ModelSource(DraftSource):
+    """A draft model, as the draft of a generator.
+
+    Args:
+        model: an mlx-lm model with the target's token ids.
+        options: of the generator.
+    """
+
+    kind = "model"
+    reducible = True
+    ends_early = True
+
+    def __init__(self, model: nn.Module, options: DraftOptions | None = None) -> None:
+        self.model = model
+        self._options = options = options or DraftOptions()
+        self._reduced: ReducedOutput | None = None
+        if options.vocabulary is not None:
+            self._reduced = ReducedOutput(find_parts(model), options.vocabulary)
+        self._compiled = None if options.compiled is None else options.compiled(model)
+
+    @staticmethod
+    def fits(config: dict[str, Any]) -> bool:
+        """Take every folder that is of no other kind."""
+        return True
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        target: TargetInfo,
+        convention: MtpConvention | None = None,
+        trust_remote_code: bool = False,
+    ) -> "ModelSource":
+        """Load a model; see `LoadedSource`."""
+        model, tokenizer = load(folder, trust_remote_code=trust_remote_code)
+        check_same_ids(target.tokenizer, tokenizer)
+        return cls(model)
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The model."""
+        return [self.model]
+
+    @property
+    def own_weights(self) -> nn.Module:
+        """The model."""
+        return self.model
+
+    @property
+    def reduced_rows(self) -> nn.Module | None:
+        """The rows of its output layer for the ids to draft from, if any."""
+        return None if self._reduced is None else self._reduced.layer
+
+    def cost_key(self) -> str:
+        """Return the shape of the model."""
+        return shape_of(self.model)
+
+    def check(self, target: TargetInfo) -> None:
+        """Refuse a draft that has no row for a token that it would be fed."""
+        width = logit_width(self.model)
+        if width <= target.highest_id:
+            raise InvalidRequestError(
+                f"The draft has {width} token ids, and the target's go up to "
+                f"{target.highest_id}. Choose a draft that knows every token of the "
+                "target."
+            )
+
+    def configured(self, options: DraftOptions) -> "ModelSource":
+        """Return the model with these options.
+
+        Raises:
+            UnsupportedModelError: it cannot have fewer logits, or not be compiled.
+        """
+        return ModelSource(self.model, options)
+
+    def open(
+        self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
+    ) -> "DraftModel":
+        """Return the drafter of one stream.
+
+        Raises:
+            InvalidRequestError: the caches do not fit those of the target.
+        """
+        step, options = lane.prefill_step, self._options
+
+        def make(*held: Any) -> Lane:
+            own = Lane(self.model, *held, sliding=options.sliding)
+            own.prefill_step = step
+            own.compiled = self._compiled
+            own.guesses = True
+            return own
+
+        if draft_cache is None:
+            first = make()
+        else:
+            check_supported(draft_cache)
+            check_single(draft_cache)
+            _check_apart(lane.caches, draft_cache)
+            seen = _checked_lag(position(draft_cache), lane.seen, sequence.start)
+            first = make(draft_cache, seen)
+        return DraftModel(
+            make, first, confidence=options.confidence, reduced=self._reduced
+        )
 
 
 class DraftModel:
@@ -53,6 +179,11 @@ class DraftModel:
     def lane(self) -> Lane:
         """The draft model's lane."""
         return self._lane
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """The same, see `lanes_of`."""
+        return [self._lane]
 
     @property
     def whole_chain(self) -> bool:
@@ -130,3 +261,27 @@ class DraftModel:
         if self._round is not None:
             self._round.rollback()
         self._round = None
+
+
+def _checked_lag(held: int | None, seen: int, start: int) -> int:
+    """Return how many known tokens the draft's caches hold, given their offset."""
+    if held is None or held == start + seen:
+        return seen
+    if start == 0 and held < seen:
+        return held
+    raise InvalidRequestError(
+        f"draft_cache holds {held} tokens and prompt_cache {start + seen}. Pass caches "
+        "that hold the same tokens or, with cached_tokens, a beginning of them."
+    )
+
+
+def _check_apart(target: list[Any], draft: list[Any]) -> None:
+    """Refuse caches that both lanes would write to."""
+    places = {id(leaf): place for place, leaf in leaves(target)}
+    for place, leaf in leaves(draft):
+        if id(leaf) in places:
+            raise InvalidRequestError(
+                f"Layer {place} of the draft's caches is the {type(leaf).__name__} of "
+                f"the target's layer {places[id(leaf)]}. Make the draft's own with "
+                "make_prompt_cache(draft_model)."
+            )

@@ -11,13 +11,19 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_speculation.engine.drafters.head_source import check_drafted, check_embedding
+from mlx_speculation.engine.drafters.base import (
+    HeadSource,
+    TargetInfo,
+    check_drafted,
+    check_embedding,
+)
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import (
     CommittedStates,
     HiddenStates,
     Lane,
+    MtpConvention,
     find_parts,
     read_config,
 )
@@ -25,6 +31,7 @@ from mlx_speculation.models.eagle import (
     Eagle,
     EagleHead,
     LayerIds,
+    is_eagle,
     layer_readings,
     load_eagle_head,
     probe_layers,
@@ -33,7 +40,7 @@ from mlx_speculation.models.gemma_assistant import starts_for
 from mlx_speculation.models.mtp import MtpCache
 
 
-class EagleDraft:
+class EagleDraft(HeadSource):
     """An EAGLE-3 head on its target, as the draft of a generator.
 
         model, tokenizer = load(folder)
@@ -49,6 +56,10 @@ class EagleDraft:
         UnsupportedModelError: the target does not show what the head reads.
     """
 
+    kind = "eagle"
+    ends_early = True
+    fits = staticmethod(is_eagle)
+
     def __init__(
         self, model: nn.Module, head: EagleHead, layers: tuple[int, ...]
     ) -> None:
@@ -56,7 +67,6 @@ class EagleDraft:
         if "embed_tokens" not in head:
             self._taps.parts.require("embedding")
         self._head = head
-        self.ends_early = True  # see `engine.draft_length.early_stop`
         self.model, self.eagle = model, Eagle(head, self._taps, layers)
 
     @classmethod
@@ -92,8 +102,19 @@ class EagleDraft:
             layers = readings[next(iter(scores))]
         return cls(model, head, layers)
 
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        target: TargetInfo,
+        convention: MtpConvention | None = None,
+        trust_remote_code: bool = False,
+    ) -> "EagleDraft":
+        """Load a head; see `LoadedSource`."""
+        return cls.from_folder(folder, target.model, tokenizer=target.tokenizer)
+
     def check_ids(self, highest: int) -> None:
-        """Refuse a head of other token ids; see `Following`."""
+        """Refuse a head of other token ids; see `HeadSource`."""
         head = self._head
         if "embed_tokens" in head:
             check_embedding(head.embed_tokens, "EAGLE-3 head", highest)
@@ -104,10 +125,12 @@ class EagleDraft:
         """The head's own; what it shares with the target is not in it."""
         return self._head
 
-    def for_stream(self, target: Lane, sequence: Sequence) -> MtpDrafter:
+    def open(
+        self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
+    ) -> MtpDrafter:
         """Return the drafter of one stream, which follows the target's lane."""
         committed = CommittedStates(self._taps, self.eagle.states)
-        target.follower = committed
+        lane.follower = committed
         return MtpDrafter(
             partial(MtpCache, self.eagle),
             sequence,

@@ -1,7 +1,7 @@
-"""A drafter whose faults do not end the text.
+"""Disables a drafter that raises; generation continues.
 
 What a drafter does decides the speed and never the text, so a text goes on without a
-drafter that fails. At its first fault it is set aside for the rest of the stream: what
+drafter that fails. At its first fault it is disabled for the rest of the stream: what
 it holds is not known any more, and a fault in every round would cost a draft in every
 round. The next stream begins with it again.
 
@@ -12,33 +12,39 @@ round. The next stream begins with it again.
                                                   they are harmless tokens
 
 What the request's own logits processors and constraint raise inside of `choose` is no
-fault of the drafter's and goes up, and so do Ctrl-C and a want of memory.
+fault of the drafter's and is raised, and so are Ctrl-C and MemoryError.
 """
 
 import traceback
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_speculation.engine.drafters.base import (
     NOTHING,
-    Choices,
     Choose,
     Doubts,
     Draft,
     Drafter,
     ReadsAhead,
+    lanes_of,
+    remember,
 )
+from mlx_speculation.engine.drafters.choices import Choices
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.stats import DrafterFault
 from mlx_speculation.models import Lane
+
+NoteFault = Callable[[DrafterFault], None]
 
 
 class FaultGuard:
     """A drafter of one stream, asked until its first fault.
 
     Args:
-        drafter: what proposes.
+        inner: the drafter.
         note: gets its fault.
         target: the lane whose follower the drafter is, if it is one: it is let go of
             with the drafter.
@@ -46,48 +52,63 @@ class FaultGuard:
 
     def __init__(
         self,
-        drafter: Drafter,
-        note: Callable[[DrafterFault], None],
+        inner: Drafter,
+        note: NoteFault,
         target: Lane | None = None,
     ) -> None:
-        self.drafter = drafter
+        self.inner = inner
         self._note = note
         self._target = target
         self._doubts: Doubts | None = None
-        self._set_aside = False
+        self._disabled = False
         if target is not None and target.follower is not None:
             target.follower.call_through(self._after_chunk)
 
     @property
-    def set_aside(self) -> bool:
+    def disabled(self) -> bool:
         """Whether the drafter has failed, and is not asked any more."""
-        return self._set_aside
+        return self._disabled
+
+    @property
+    def lanes(self) -> list[Lane | None]:
+        """The lanes of its draft model, see `lanes_of`."""
+        return [None if self._disabled else lane for lane in lanes_of(self.inner)]
+
+    @property
+    def held(self) -> SequenceOf[Any]:
+        """The arrays and caches that it holds, for a count of bytes."""
+        return list(getattr(self.inner, "held", ()))
+
+    def remember(self, tokens: SequenceOf[int]) -> None:
+        """Let it keep the tokens of the finished stream, if it is a lookup."""
+        try:
+            remember(self.inner, tokens)
+        except Exception as error:
+            self.fail("remember", error)
 
     def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
         """Let it read ahead, if it can."""
-        drafter = self.drafter
-        if isinstance(drafter, ReadsAhead) and not self._set_aside:
+        inner = self.inner
+        if isinstance(inner, ReadsAhead) and not self._disabled:
             try:
-                return drafter.read_ahead(sequence, fits)
+                return inner.read_ahead(sequence, fits)
             except Exception as error:
                 self._fail("begin", error)
         return True
 
     def begin(self, sequence: Sequence) -> None:
         """Let it begin."""
-        self._run("begin", lambda: self.drafter.begin(sequence))
+        self._run("begin", lambda: self.inner.begin(sequence))
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
         """Return its draft, checked and submitted; nothing where it has failed."""
         assert isinstance(choose, Choices)
         choices = choose.anew()
         self._doubts = None
-        if self._set_aside:
+        if self._disabled:
             return NOTHING
         try:
-            draft = choices.checked(
-                self.drafter.propose(sequence, limit, choices), limit
-            )
+            draft = choices.checked(self.inner.propose(sequence, limit, choices), limit)
             if choices.raised is None:
                 self._doubts = draft.doubts
                 if draft.length:  # submitted here, and not again by the round
@@ -110,20 +131,20 @@ class FaultGuard:
         rows, ids = (0, 0) if doubts is None else doubts.counts()
         if rows or ids:
             self._fail("propose", what_is_wrong(rows, ids))
-        if not self._set_aside:
+        if not self._disabled:
             try:
-                self.drafter.settle(accepted)
+                self.inner.settle(accepted)
             except Exception as error:
                 self._fail("settle", error)
 
     def discard(self) -> None:
         """Let it undo the round."""
         self._doubts = None
-        self._run("discard", self.drafter.discard)
+        self._run("discard", self.inner.discard)
 
     def fail(self, call: str, error: Exception) -> None:
-        """Set the drafter aside for a fault that was met elsewhere."""
-        if not self._set_aside:
+        """Disable the drafter for a fault that was met elsewhere."""
+        if not self._disabled:
             self._fail(call, error)
 
     def _after_chunk(self, method: Callable[[], None]) -> None:
@@ -131,7 +152,7 @@ class FaultGuard:
         self._run("begin", method)
 
     def _run(self, call: str, act: Callable[[], None]) -> None:
-        if self._set_aside:
+        if self._disabled:
             return
         try:
             act()
@@ -139,19 +160,19 @@ class FaultGuard:
             self._fail(call, error)
 
     def _fail(self, call: str, error: Exception) -> None:
-        """Set the drafter aside, and note why; a want of memory goes up."""
+        """Disable the drafter, and note why; MemoryError is raised."""
         if isinstance(error, MemoryError):
             raise error
-        self._set_aside = True
+        self._disabled = True
         if self._target is not None:
             self._target.follower = None  # or states would pile up for nobody
         try:
-            self.drafter.discard()
+            self.inner.discard()
         except Exception as second:
             error.add_note(f"Its discard() raised {type(second).__name__}: {second}")
         self._note(
             DrafterFault(
-                drafter=type(self.drafter).__name__,
+                drafter=type(self.inner).__name__,
                 call=call,
                 reason=f"{type(error).__name__}: {error}",
                 details="".join(traceback.format_exception(error)),

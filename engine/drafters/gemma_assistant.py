@@ -20,16 +20,23 @@ from typing import Any, Protocol, get_args
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.engine.drafters.base import Choose, Draft, goes_on
+from mlx_speculation.engine.drafters.base import (
+    Choose,
+    Draft,
+    HeadSource,
+    TargetInfo,
+)
+from mlx_speculation.engine.drafters.choices import goes_on
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
-from mlx_speculation.models import CommittedStates, HiddenStates, Lane
+from mlx_speculation.models import CommittedStates, HiddenStates, Lane, MtpConvention
 from mlx_speculation.models.gemma_assistant import (
     Anchor,
     Assistant,
     AssistantOutput,
     Read,
     SharedKv,
+    is_assistant,
     load_assistant,
     position_of,
     probe_anchor,
@@ -50,7 +57,7 @@ class Step(Protocol):
         ...
 
 
-class AssistantDraft:
+class AssistantDraft(HeadSource):
     """A Gemma 4 assistant on its target, as the draft of a generator.
 
         model, tokenizer = load(folder)
@@ -70,6 +77,10 @@ class AssistantDraft:
         InvalidRequestError: the anchor is none.
     """
 
+    kind = SOURCE
+    ends_early = True
+    fits = staticmethod(is_assistant)
+
     def __init__(
         self, model: nn.Module, assistant: Assistant, *, anchor: Anchor = "state"
     ) -> None:
@@ -86,7 +97,6 @@ class AssistantDraft:
                 f"{dim}. Choose the assistant that belongs to this model."
             )
         self.model, self.assistant = model, assistant
-        self.ends_early = True  # see `engine.draft_length.early_stop`
         self.anchor: Anchor = anchor
         self.step: Step = assistant.step
         self.shared = SharedKv(model, assistant)
@@ -122,6 +132,17 @@ class AssistantDraft:
             draft.anchor = next(iter(scores))
         return draft
 
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        target: TargetInfo,
+        convention: MtpConvention | None = None,
+        trust_remote_code: bool = False,
+    ) -> "AssistantDraft":
+        """Load an assistant; see `LoadedSource`."""
+        return cls.from_folder(folder, target.model, tokenizer=target.tokenizer)
+
     @property
     def own_weights(self) -> nn.Module:
         """The assistant's own; the target's embedding and keys are not in it."""
@@ -136,15 +157,17 @@ class AssistantDraft:
                 f"{highest}. Choose the assistant that belongs to this model."
             )
 
-    def for_stream(self, target: Lane, sequence: Sequence) -> "AssistantDrafter":
+    def open(
+        self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
+    ) -> "AssistantDrafter":
         """Return the drafter of one stream, which follows the target's lane.
 
         Raises:
             UnsupportedCacheError: its caches cannot be read.
         """
-        self.shared.check(target.caches)
-        target.follower = committed = CommittedStates(self._taps, _after_norm)
-        return AssistantDrafter(self, target, sequence, committed)
+        self.shared.check(lane.caches)
+        lane.follower = committed = CommittedStates(self._taps, _after_norm)
+        return AssistantDrafter(self, lane, sequence, committed)
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Return ids [n] as the target's first layer is given them, [1, n, dim]."""

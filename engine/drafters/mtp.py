@@ -21,8 +21,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.engine.drafters.base import Choose, Draft, goes_on
-from mlx_speculation.engine.drafters.head_source import check_embedding
+from mlx_speculation.engine.drafters.base import (
+    Choose,
+    Draft,
+    DraftOptions,
+    HeadSource,
+    TargetInfo,
+    check_embedding,
+)
+from mlx_speculation.engine.drafters.choices import goes_on
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import (
     CommittedStates,
@@ -33,14 +40,20 @@ from mlx_speculation.models import (
     States,
 )
 from mlx_speculation.models.checkpoints import HeadCache, HeadOnTarget
-from mlx_speculation.models.mtp import Mtp, MtpCache, MtpHead, load_mtp_head
+from mlx_speculation.models.mtp import (
+    Mtp,
+    MtpCache,
+    MtpHead,
+    is_split_head,
+    load_mtp_head,
+)
 from mlx_speculation.samplers import Chosen
 
 # More slots than this are fed by themselves, and not in a batch with a first draft.
 LONGEST_LAG = 64
 
 
-class MtpDraft:
+class MtpDraft(HeadSource):
     """An MTP head on its target, as the draft of a generator.
 
         model, tokenizer = load(folder)
@@ -56,6 +69,10 @@ class MtpDraft:
         UnsupportedModelError: the target does not show the states that the head reads,
             or cannot have fewer logits.
     """
+
+    kind = "mtp"
+    reducible = True
+    fits = staticmethod(is_split_head)
 
     def __init__(
         self, model: nn.Module, head: MtpHead, *, ids: SequenceOf[int] | None = None
@@ -89,8 +106,26 @@ class MtpDraft:
         )
         return cls(model, head)
 
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        target: TargetInfo,
+        convention: MtpConvention | None = None,
+        trust_remote_code: bool = False,
+    ) -> "MtpDraft":
+        """Load a head out of the target's folder or one of its own."""
+        own = target.folder or Path()
+        return cls.from_folder(
+            own,
+            target.model,
+            convention=convention,
+            tokenizer=target.tokenizer,
+            split=None if folder == own else folder,
+        )
+
     def check_ids(self, highest: int) -> None:
-        """Refuse a head of other token ids; see `Following`."""
+        """Refuse a head of other token ids; see `HeadSource`."""
         for layer in self._head.layers:
             if "embedding" in layer:
                 check_embedding(layer.embedding, "MTP head", highest)
@@ -107,7 +142,7 @@ class MtpDraft:
 
     @property
     def ends_early(self) -> bool:
-        """Whether its drafts may; see `engine.draft_length.early_stop`.
+        """Whether its drafts may; see `engine.drafters.early_stop`.
 
         Layers of a chain all run.
         """
@@ -117,10 +152,17 @@ class MtpDraft:
         """Return a draft of the same head that drafts from some token ids only."""
         return MtpDraft(self.model, self._head, ids=ids)
 
-    def for_stream(self, target: Lane, sequence: Sequence) -> "MtpDrafter":
+    def configured(self, options: DraftOptions) -> "MtpDraft":
+        """Return the head with a reduced vocabulary, if there is one."""
+        ids = options.vocabulary
+        return self if ids is None else self.reduced(ids)
+
+    def open(
+        self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
+    ) -> "MtpDrafter":
         """Return the drafter of one stream, which follows the target's lane."""
         committed = CommittedStates(self._taps, self._select)
-        target.follower = committed
+        lane.follower = committed
         slots = partial(MtpCache, self.mtp)
         depth = self.mtp.head.depth
         return MtpDrafter(slots, sequence, committed, depth=depth, ids=self._ids)

@@ -9,18 +9,10 @@ the text stays what it is; an id that is left out is never drafted.
 import operator
 from collections import Counter
 from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import mlx.nn as nn
-
-from mlx_speculation.engine.drafters.cascade import Cascade
-from mlx_speculation.engine.drafters.mtp import MtpDraft
-from mlx_speculation.engine.drafters.sources import members
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import ReducedOutput, find_parts
 
 
 def reduced_vocabulary(
@@ -106,58 +98,3 @@ def checked_vocabulary(ids: Any, width: int) -> list[int]:
             f"draft_vocabulary has the id {twice} twice. Pass different ids."
         )
     return found
-
-
-@dataclass(slots=True)
-class ReducedDrafts:
-    """A draft that drafts from some token ids only.
-
-    Attributes:
-        draft: with its heads reduced.
-        outputs: the reduced output layers of its models, by `id(model)`.
-    """
-
-    draft: Any
-    outputs: dict[int, ReducedOutput] = field(default_factory=dict)
-
-    def of(self, model: nn.Module) -> ReducedOutput | None:
-        """Return the output layer of a model; None: the model's own."""
-        return self.outputs.get(id(model))
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The rows that were copied for it, of models and of heads."""
-        heads = (
-            getattr(member, "reduced_rows", None) for member in members(self.draft)
-        )
-        rows = [output.layer for output in self.outputs.values()]
-        return rows + [layer for layer in heads if layer is not None]
-
-    @classmethod
-    def make(cls, draft: Any, ids: SequenceOf[int]) -> "ReducedDrafts":
-        """Reduce the models and MTP heads of a draft; the others stay.
-
-        Raises:
-            InvalidRequestError: there are none.
-            UnsupportedModelError: one cannot have fewer logits.
-        """
-        made = cls(draft)
-        made.draft = made._reduced(draft, ids)
-        if made.draft is draft and not made.outputs:
-            raise InvalidRequestError(
-                f"draft_vocabulary was passed, and the draft is a "
-                f"{type(draft).__name__}, without a model or an MTP head to reduce. "
-                "Leave it out."
-            )
-        return made
-
-    def _reduced(self, draft: Any, ids: SequenceOf[int]) -> Any:
-        if isinstance(draft, Cascade):
-            members = [self._reduced(member, ids) for member in draft.drafters]
-            same = all(a is b for a, b in zip(members, draft.drafters, strict=True))
-            return draft if same else Cascade(*members)
-        if isinstance(draft, MtpDraft):
-            return draft.reduced(ids)
-        if isinstance(draft, nn.Module):
-            self.outputs[id(draft)] = ReducedOutput(find_parts(draft), ids)
-        return draft

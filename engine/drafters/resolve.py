@@ -1,155 +1,303 @@
-"""Loading a target together with what drafts for it.
+"""What a `draft=` argument becomes: a name, then a source.
 
-Drafts by name, for a target that is loaded already.
+    find_draft    text        what loads it, and from where; nothing is loaded yet
+    resolve       all else    a source: heads and lookups are, models and drafters of
+                              the user's get one
 
-What is loaded is kept with the target, the last draft alone, so that the next call
+`draft="auto"` is the draft that a target's folder offers:
+
+1. what speculation.json names
+2. the MTP head in the folder
+3. a lookup, and a notice that says why
+
+What is loaded is kept with the target, the last draft alone, so that the next generator
 finds it: on an object of its own in an attribute of the model, which goes when the
 model goes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.nn as nn
 
-from mlx_speculation.engine.drafters.quantize import check_quantized, own_weights
-from mlx_speculation.engine.drafters.registry import (
-    Kind,
-    Offer,
-    check_convention,
-    draft_folder,
-    kind_named,
+from mlx_speculation.engine.drafters.base import (
+    Drafter,
+    DraftSource,
+    TargetInfo,
 )
-from mlx_speculation.engine.drafters.resolve_auto import Choice, choose_draft
-from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.engine.drafters.cascade import Cascade
+from mlx_speculation.engine.drafters.draft_model import ModelSource
+from mlx_speculation.engine.drafters.mtp import MtpDraft
+from mlx_speculation.engine.drafters.registry import (
+    SOURCES,
+    LoadedSource,
+    draft_folder,
+)
+from mlx_speculation.engine.drafters.user_drafter import UserDrafter
+from mlx_speculation.engine.lookup.drafter import LookupDrafter
+from mlx_speculation.errors import (
+    ConventionError,
+    InvalidRequestError,
+    ModelFolderError,
+    UnsupportedModelError,
+)
 from mlx_speculation.models import (
-    Group,
     MtpConvention,
-    Parallel,
-    check_model_folder,
-    load,
+    check_bits,
     model_folder,
     quantize_weights,
 )
+from mlx_speculation.models.checkpoints import PairFile, convention_of, read_pair
+from mlx_speculation.models.mtp import usual_convention
 from mlx_speculation.warn import notice
 
-# Drafts that are named, and not loaded from a folder of their own.
-NAMED = ("auto", "lookup", "mtp")
+ATTRIBUTE = "_mlx_speculation_draft"
+# Whatever a generator takes as its draft.
+DraftArgument = nn.Module | Drafter | DraftSource | str | Path
 
 
-class Pair(NamedTuple):
-    """A target and its draft.
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The source that an argument has become.
 
     Attributes:
-        model: the target.
-        tokenizer: its tokenizer.
-        choice: the draft, and what its folder says of it.
+        source: what drafts; None: nothing.
+        length: how many tokens to draft in a round, if the target's folder says so.
+        notices: why it is not another.
     """
 
-    model: nn.Module
-    tokenizer: Any
-    choice: Choice
+    source: DraftSource | None
+    length: int | None = None
+    notices: tuple[str, ...] = ()
 
 
-def load_pair(
-    path_or_repo: str | Path,
-    draft: Any,
-    *,
-    convention: MtpConvention | None = None,
-    quantize_draft: int | None = None,
-    adapter_path: str | Path | None = None,
-    trust_remote_code: bool = False,
-    group: Group | None = None,
-    parallel: Parallel = "tensor",
-) -> Pair:
-    """Load a target, and a draft where `draft` names one.
+@dataclass(frozen=True, slots=True)
+class NamedDraft:
+    """A draft that was named, and is not loaded yet.
 
-    Takes what `SpeculativeGenerator.from_pretrained` takes, and raises what it raises.
-    What does not fit is refused before the target is loaded.
+    Attributes:
+        name: "auto", "lookup", "mtp", a path or a repository.
+        loader: what loads it; None: a lookup, or it depends on the target's folder.
+        folder: the draft's own; None: the target's.
+        target: the target's folder or repository; None: what the tokenizer knows.
+        convention: what a head was trained with, if somebody has named it.
+        bits: of its weights; None: as they are.
+        trust_remote_code: whether code in the draft's folder may run.
     """
+
+    name: str
+    loader: LoadedSource | None = None
     folder: Path | None = None
-    kind: Kind | None = None
-    if draft == "mtp":
-        kind = kind_named("mtp")
-    elif isinstance(draft, str | Path) and draft not in NAMED:
-        folder, kind = draft_folder(draft)
-    check_convention(convention, kind, draft)
-    if quantize_draft is not None:
-        check_quantized(quantize_draft, kind, draft)
-    check_model_folder(path_or_repo)
-    model, tokenizer = load(
-        path_or_repo,
-        adapter_path=adapter_path,
-        trust_remote_code=trust_remote_code,
-        group=group,
-        parallel=parallel,
-    )
-    if group is not None and group.rank() > 0 and kind is kind_named("model"):
-        return Pair(model, tokenizer, Choice(None))  # rank 0 drafts alone
-    own = model_folder(path_or_repo)
-    choice = Choice(draft)
-    if draft == "auto":
-        choice = choose_draft(own, model, tokenizer)
-    elif kind is not None:
-        offer = Offer(
-            folder or own, own, model, tokenizer, convention, trust_remote_code
-        )
-        choice = Choice(kind.load(offer))
-    if quantize_draft is not None and not isinstance(choice.draft, str):
-        quantize_weights(own_weights(choice.draft), quantize_draft)
-    return Pair(model, tokenizer, choice)
-
-
-ATTRIBUTE = "_mlx_speculation_draft"
+    target: str | Path | None = None
+    convention: MtpConvention | None = None
+    bits: int | None = None
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
     """The draft that was loaded last for a model, and by which name."""
 
-    name: str
-    choice: Choice
+    named: NamedDraft
+    resolved: Resolved
 
 
-def named_draft(name: str | Path, model: nn.Module, tokenizer: Any) -> Choice:
-    """Return the draft of a name: loaded, or as the last call has loaded it.
+def find_draft(
+    draft: Any,
+    *,
+    convention: MtpConvention | None = None,
+    quantize_draft: int | None = None,
+    target: str | Path | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
+    """Return a draft that was named, found but not loaded; others as they are.
 
     Args:
-        name: "lookup", "mtp" or "auto", or a folder or repository.
-        model: the target.
-        tokenizer: the target's. It knows the folder that it was loaded from, where
-            "mtp" and "auto" look.
+        draft: what a generator takes.
+        convention: see `SpeculativeGenerator.from_pretrained`, as for the others.
+        quantize_draft: bits.
+        target: the target's folder or repository, if it is known.
+        trust_remote_code: whether code in the draft's folder may run.
 
     Raises:
-        InvalidRequestError: the target's folder is not known.
+        InvalidRequestError: an option is of no use to this draft.
+        ModelFolderError: there is no such folder, or it is none of a draft.
+    """
+    loader: LoadedSource | None = None
+    folder: Path | None = None
+    if draft == "mtp":
+        loader = MtpDraft
+    elif isinstance(draft, str | Path) and draft not in ("auto", "lookup"):
+        folder, loader = draft_folder(draft)
+    if convention is not None and loader is not MtpDraft:
+        raise InvalidRequestError(
+            f"A convention was passed, and draft is {draft!r}, not 'mtp'. Leave the "
+            "convention out: it is for MTP heads."
+        )
+    if quantize_draft is not None:
+        check_bits(quantize_draft)
+        if loader is None and draft != "auto":
+            plain = draft is None or isinstance(draft, str)
+            found = repr(draft) if plain else f"a {type(draft).__name__}"
+            raise InvalidRequestError(
+                f"quantize_draft is {quantize_draft}, and draft is {found}, which is "
+                "not loaded here. Leave it out; mlx.nn.quantize does the same to a "
+                "model of your own."
+            )
+    if not isinstance(draft, str | Path):
+        return draft
+    return NamedDraft(
+        name=str(draft),
+        loader=loader,
+        folder=folder,
+        target=target,
+        convention=convention,
+        bits=quantize_draft,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def resolve(draft: Any, target: TargetInfo, *, follower: bool = False) -> Resolved:
+    """Return the source of a `draft=` argument.
+
+    Args:
+        draft: what a generator takes, or what `find_draft` has made of it.
+        target: what it is to draft for; its folder is not asked where the draft
+            names one.
+        follower: another rank drafts. A draft model is not loaded then, while a head
+            is: it is probed on all ranks.
+
+    Raises:
+        InvalidRequestError: it is no draft, or the target's folder is not known.
         ModelFolderError: what is named is not there, or cannot be used.
         TokenizerMismatchError: target and draft do not share their token ids.
     """
-    if name == "lookup":
-        return Choice("lookup")
-    kept = getattr(model, ATTRIBUTE, None)
-    if isinstance(kept, _Kept) and kept.name == str(name):
-        return kept.choice
-    choice = _loaded(name, model, tokenizer)
-    for said in choice.notices:
-        notice(said)
-    setattr(model, ATTRIBUTE, _Kept(str(name), choice))
-    return choice
+    if isinstance(draft, str | Path):
+        draft = find_draft(draft)
+    if isinstance(draft, NamedDraft):
+        if follower and draft.loader is ModelSource:
+            return Resolved(None)
+        return _loaded(draft, target)
+    return Resolved(None if draft is None else _source_of(draft, target))
 
 
-def _loaded(name: str | Path, model: nn.Module, tokenizer: Any) -> Choice:
-    own = Path(str(getattr(tokenizer, "name_or_path", "") or ""))
-    if name in ("mtp", "auto") and not (own / "config.json").is_file():
+def _source_of(draft: Any, target: TargetInfo) -> DraftSource:
+    """Return the source of a draft that was passed as an object."""
+    if isinstance(draft, Cascade):
+        return Cascade(*(_member(each, target) for each in draft.drafters))
+    if isinstance(draft, DraftSource):
+        return draft
+    if isinstance(draft, nn.Module):
+        return ModelSource(draft)
+    if isinstance(draft, Drafter):
+        return UserDrafter(draft)
+    raise InvalidRequestError(
+        f"draft is a {type(draft).__name__}, and an mlx-lm model, a Drafter, an "
+        "MtpDraft, a path, 'mtp', 'auto', 'lookup' or None is needed."
+    )
+
+
+def _member(draft: Any, target: TargetInfo) -> DraftSource:
+    source = resolve(draft, target).source
+    if source is None:
         raise InvalidRequestError(
-            f"draft_model is {name!r}, which stands in the target's folder, and the "
+            "A member of the cascade is None, and mlx-lm models and drafters are "
+            "needed. Leave it out."
+        )
+    return source
+
+
+def _loaded(named: NamedDraft, target: TargetInfo) -> Resolved:
+    """Return a named draft: loaded, or as it was loaded for the last generator."""
+    if named.name == "lookup":
+        return Resolved(LookupDrafter())
+    kept = getattr(target.model, ATTRIBUTE, None)
+    if isinstance(kept, _Kept) and kept.named == named:
+        return kept.resolved
+    target = _placed(named, target)
+    if named.loader is None:
+        resolved = _offered(target)
+    else:
+        folder = named.folder or target.folder or Path()
+        resolved = Resolved(
+            named.loader.load(folder, target, named.convention, named.trust_remote_code)
+        )
+    assert resolved.source is not None
+    weights = resolved.source.own_weights
+    if named.bits is not None and weights is not None:
+        quantize_weights(weights, named.bits)
+    for said in resolved.notices:
+        notice(said)
+    setattr(target.model, ATTRIBUTE, _Kept(named, resolved))
+    return resolved
+
+
+def _placed(named: NamedDraft, target: TargetInfo) -> TargetInfo:
+    """Return the target with its folder, which a draft in it needs."""
+    own = Path(str(getattr(target.tokenizer, "name_or_path", "") or ""))
+    if named.target is not None:
+        own = model_folder(named.target)
+    if named.folder is None and not (own / "config.json").is_file():
+        raise InvalidRequestError(
+            f"draft is {named.name!r}, which stands in the target's folder, and the "
             f"tokenizer was loaded from {str(own)!r}, where there is no model. Use "
             "SpeculativeGenerator.from_pretrained(folder, draft=...)."
         )
-    if name == "auto":
-        return choose_draft(own, model, tokenizer)
-    if name == "mtp":
-        kind, folder = kind_named("mtp"), own
-    else:
-        folder, kind = draft_folder(name)
-    return Choice(kind.load(Offer(folder, own, model, tokenizer)))
+    return replace(target, folder=own)
+
+
+def _offered(target: TargetInfo) -> Resolved:
+    """Return the draft that a target's folder offers.
+
+    Raises:
+        ModelFolderError: speculation.json is wrong, or the draft that it names.
+        TokenizerMismatchError: the draft that it names has other token ids.
+    """
+    folder = target.folder
+    assert folder is not None
+    pair = read_pair(folder, [source.kind for source in SOURCES])
+    if pair is not None:
+        return _of_pair(pair, folder, target)
+    try:
+        return Resolved(MtpDraft.load(folder, target))
+    except (ModelFolderError, UnsupportedModelError) as error:
+        return _lookup(folder, error)
+
+
+def _of_pair(pair: PairFile, folder: Path, target: TargetInfo) -> Resolved:
+    if pair.draft == "lookup":
+        return Resolved(LookupDrafter(), pair.draft_length)
+    own, loader = folder, SOURCES[0]
+    if pair.folder is not None:
+        own, loader = draft_folder(pair.folder)
+    _check_kind(pair, loader)
+    convention = None
+    if pair.convention is not None:
+        usual = usual_convention(target.model)
+        convention = convention_of(pair.convention, str(pair.file), usual)
+    try:
+        return Resolved(loader.load(own, target, convention), pair.draft_length)
+    except ConventionError as error:
+        return _lookup(folder, error, pair.draft_length)
+
+
+def _check_kind(pair: PairFile, loader: LoadedSource) -> None:
+    if pair.kind not in (None, loader.kind):
+        raise ModelFolderError(
+            f"{str(pair.file)!r} has kind = {pair.kind!r}, and {pair.draft!r} is of "
+            f"kind {loader.kind!r}. Fix it, or leave kind out."
+        )
+    if pair.convention is not None and loader is not MtpDraft:
+        raise ModelFolderError(
+            f"{str(pair.file)!r} has a convention, and {pair.draft!r} is of kind "
+            f"{loader.kind!r}. Leave the convention out: it is for MTP heads."
+        )
+
+
+def _lookup(folder: Path, error: Exception, length: int | None = None) -> Resolved:
+    said = (
+        f"draft='auto' takes a lookup, since {str(folder)!r} offers no other draft "
+        f"that can be used. {error}"
+    )
+    return Resolved(LookupDrafter(), length, (said,))

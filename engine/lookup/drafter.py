@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 import mlx.core as mx
 
-from mlx_speculation.engine.drafters.base import NOTHING, Choose, Draft
+from mlx_speculation.engine.drafters.base import NOTHING, Choose, Draft, DraftSource
 from mlx_speculation.engine.lookup.index import (
     BREAK,
     Index,
@@ -30,13 +30,14 @@ from mlx_speculation.engine.lookup.request_history import EarlierRequests
 from mlx_speculation.engine.lookup.suffix_automaton import SuffixAutomaton
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models import Lane
 
 IndexName = Literal["automaton", "ngram"]
 _LARGEST_ID = 2**31 - 1
 _NOTHING_FOUND = replace(NOTHING, source="lookup")
 
 
-class LookupDrafter:
+class LookupDrafter(DraftSource):
     """Proposes what followed the longest suffix of the text that occurred before.
 
         generator = SpeculativeGenerator(model, tokenizer, draft=LookupDrafter())
@@ -66,6 +67,9 @@ class LookupDrafter:
         InvalidRequestError: an option is out of range, or a document holds no ids.
     """
 
+    kind = "lookup"
+    measurable = False
+
     def __init__(
         self,
         *,
@@ -91,8 +95,18 @@ class LookupDrafter:
         self._earlier = EarlierRequests(self._make_index, limit)
         self._text: Index | None = None
 
-    def for_stream(self) -> "LookupDrafter":
+    def cost_key(self) -> str:
+        """Return the kind: every lookup costs next to nothing."""
+        return self.kind
+
+    def open(
+        self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
+    ) -> "LookupDrafter":
         """Return a drafter of the same options, corpus and earlier requests."""
+        return self.copied()
+
+    def copied(self) -> "LookupDrafter":
+        """Return one that has no text yet, with the same corpus and requests."""
         drafter = copy.copy(self)
         drafter._text = None
         return drafter

@@ -5,6 +5,7 @@ make_prompt_cache(model) + make_prompt_cache(draft)    both, as mlx-lm's specula
                                                        takes them
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +37,19 @@ class Caches:
 
     @classmethod
     def of(
-        cls, model: nn.Module, draft: Any, passed: Any, max_size: int | None
+        cls,
+        model: nn.Module,
+        drafts: Sequence[nn.Module],
+        passed: Any,
+        max_size: int | None,
     ) -> "Caches":
         """Sort the caller's caches, or make those of a limited size.
+
+        Args:
+            model: the target.
+            drafts: the draft models; caches of one alone can be passed.
+            passed: the caller's list, or None.
+            max_size: of new caches; None: as the models make them.
 
         Raises:
             InvalidRequestError: the size is none, or the caches are no list.
@@ -47,10 +58,9 @@ class Caches:
             return cls(None, None, None)
         if passed is None:
             size = _checked_size(max_size)
-            drafted = isinstance(draft, nn.Module)
             return cls(
                 make_prompt_cache(model, size),
-                make_prompt_cache(draft, size) if drafted else None,
+                make_prompt_cache(drafts[0], size) if len(drafts) == 1 else None,
                 None,
             )
         if not isinstance(passed, list):
@@ -59,7 +69,7 @@ class Caches:
                 "mlx_lm.models.cache.make_prompt_cache(model) returns is needed."
             )
         own = len(make_prompt_cache(model))
-        if isinstance(draft, nn.Module) and len(passed) > own:
+        if len(drafts) == 1 and len(passed) > own:
             check_supported(passed)  # no cache may stand in it twice
             return cls(passed[:own], passed[own:], passed)
         return cls(passed, None, passed)

@@ -15,16 +15,12 @@ decoding: `prefill_step_size` is 2048 with a draft too, `max_kv_size` and
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as SequenceOf
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.engine.drafters.base import Drafter
-from mlx_speculation.engine.drafters.head_source import Following
-from mlx_speculation.engine.drafters.resolve import named_draft
-from mlx_speculation.engine.drafters.resolve_auto import Choice
+from mlx_speculation.engine.drafters.resolve import DraftArgument
 from mlx_speculation.engine.generator import SpeculativeGenerator
 from mlx_speculation.engine.mlx_lm_compat.prompt_cache import (
     Caches,
@@ -42,7 +38,6 @@ from mlx_speculation.models import PREFILL_STEP, logit_width, wrapped
 from mlx_speculation.samplers import LogitsProcessor, Sampler
 
 ENDLESS = 1 << 62
-Draft = nn.Module | Drafter | Following | str | Path
 Responses = Generator[SpeculativeResponse, None, None]
 
 
@@ -51,7 +46,7 @@ def stream_generate(
     tokenizer: Any,
     prompt: str | mx.array | SequenceOf[int],
     max_tokens: int = 256,
-    draft_model: Draft | None = None,
+    draft_model: DraftArgument | None = None,
     stream: mx.Stream | mx.ThreadLocalStream | None = None,
     *,
     sampler: Sampler | None = None,
@@ -119,20 +114,16 @@ def stream_generate(
         sampler, logits_processors, seed, drafted=_drafts(draft_model, num_draft_tokens)
     )
     tokenizer = wrapped(tokenizer)
-    choice = Choice(draft_model)
-    if isinstance(draft_model, str | Path):
-        choice = named_draft(draft_model, model, tokenizer)
-    length = choice.length if num_draft_tokens is None else num_draft_tokens
     generator = SpeculativeGenerator(
         model,
         tokenizer,
-        draft=choice.draft,
-        draft_length=0 if choice.draft is None else length,
+        draft=draft_model,
+        draft_length=0 if draft_model is None else num_draft_tokens,
     )
     ids: Any = prompt
     tokens = generator.encode(ids)
     budget = _checked_budget(max_tokens)
-    caches = Caches.of(model, choice.draft, prompt_cache, max_kv_size)
+    caches = Caches.of(model, generator.draft_models, prompt_cache, max_kv_size)
     reach = caches.held + len(tokens) + budget
     progress = Progress(prompt_progress_callback, len(tokens))
     running = generator.stream(

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from mlx_speculation.engine.drafters.sources import lanes_of
+from mlx_speculation.engine.drafters.base import lanes_of
 from mlx_speculation.engine.round.outcome import read
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.round.round import Rounds

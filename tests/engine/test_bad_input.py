@@ -184,7 +184,9 @@ def test_wrong_kinds_of_model_draft_and_rule_are_refused(model: nn.Module) -> No
     tokenizer = byte_tokenizer()
     with pytest.raises(InvalidRequestError, match="model is a str"):
         SpeculativeGenerator("path", tokenizer)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match=r"draft is a str.*from_pretrained"):
+    with pytest.raises(InvalidRequestError, match=r"draft is a int.*a path, 'mtp'"):
+        SpeculativeGenerator(model, tokenizer, draft=3)  # type: ignore[arg-type]
+    with pytest.raises(ModelFolderError, match="'path'"):
         SpeculativeGenerator(model, tokenizer, draft="path")
     with pytest.raises(InvalidRequestError, match=r"'fast'.*keyed, rejection, block"):
         SpeculativeGenerator(model, tokenizer, acceptance="fast")  # type: ignore[arg-type]

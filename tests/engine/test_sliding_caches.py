@@ -13,7 +13,7 @@ from mlx_speculation.caches import (
     with_slack,
 )
 from mlx_speculation.engine import config
-from mlx_speculation.engine.drafters import sources
+from mlx_speculation.engine.drafters import draft_model
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
 from support.drafters.scripted_drafter import ScriptedDrafter
@@ -51,7 +51,7 @@ def _made(monkeypatch: pytest.MonkeyPatch) -> list[Lane]:
             super().__init__(*args, **options)
             lanes.append(self)
 
-    for module in (config, sources):
+    for module in (config, draft_model):
         monkeypatch.setattr(module, "Lane", NotedLane)
     return lanes
 

@@ -36,7 +36,7 @@ from mlx_speculation import (
     Sampling,
     SpeculativeGenerator,
 )
-from mlx_speculation.engine import Drafter
+from mlx_speculation.engine.drafters.resolve import DraftArgument
 from mlx_speculation.models import quantize_weights
 from mlx_speculation.samplers import Acceptance, Sampler, chooser, verifier
 from mlx_speculation.samplers import Sampling as Options
@@ -131,7 +131,7 @@ def generator_of(
 ) -> SpeculativeGenerator:
     target, draft = models()
     lookup = LookupDrafter(minimum_match=2, corpus=[[3, 3, 1, 2, 0, 3, 1, 1, 2, 2]])
-    drafts: dict[str, nn.Module | Drafter] = {
+    drafts: dict[str, DraftArgument] = {
         "model": draft,
         "early stops": draft,
         "lookup": lookup,

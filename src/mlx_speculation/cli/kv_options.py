@@ -116,7 +116,7 @@ class KvOptions:
 
         model = generator.model
         held = None if loaded is None else loaded.caches
-        caches = Caches.of(model, None, held, self.max_kv_size)
+        caches = Caches.of(model, (), held, self.max_kv_size)
         quantization = checked_quantization(
             model,
             caches,

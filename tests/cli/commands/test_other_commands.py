@@ -57,7 +57,7 @@ def test_check_names_the_first_difference_and_its_margin(
         model, tokenizer = load(*arguments, **options)
         return WrongInWideForwards(model, 2, 4), tokenizer
 
-    monkeypatch.setattr("mlx_speculation.engine.drafters.resolve.load", load_wrong)
+    monkeypatch.setattr("mlx_speculation.engine.generator.load", load_wrong)
     done = commands(*CHECK)
     assert done.exit_code == 1
     first, rows, verdict = done.stdout.splitlines()[-3:]

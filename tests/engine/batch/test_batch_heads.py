@@ -513,9 +513,9 @@ def test_a_row_that_leaves_while_it_is_read_lets_go_of_what_was_read() -> None:
             batch.next()
         assert uid in batch.waiting
         drafter: Any = batch._rows[uid].request.drafter
-        assert drafter.drafter.committed.arrays
+        assert drafter.inner.committed.arrays
         row = batch._rows[uid]
         assert batch.remove(uid).finish_reason == "closed"
         assert row.head is not None
-        assert drafter.drafter.committed.arrays == []
+        assert drafter.inner.committed.arrays == []
         assert batch.memory == 0

@@ -33,9 +33,9 @@ from mlx_speculation.engine.draft_length.base import (
     Plan,
 )
 from mlx_speculation.engine.draft_length.costs import RoundCosts
-from mlx_speculation.engine.draft_length.early_stop import Certainties
 from mlx_speculation.engine.draft_length.exploration import MOST_CARRIED, Allowance
 from mlx_speculation.engine.draft_length.policies import calibration_costs
+from mlx_speculation.engine.drafters.early_stop import Certainties
 from support.drafters.simulated_machine import Rates, World, simulate
 
 # A CPU, where a plain step is computed while it is submitted.

@@ -21,7 +21,7 @@ from mlx_speculation.engine.draft_length.base import Outcome, Plan
 from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.engine.drafters.base import Choose, Draft
-from mlx_speculation.engine.drafters.cascade import Turns
+from mlx_speculation.engine.drafters.cascade import CascadeDrafter, Turns
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import DrafterFaultWarning
 from mlx_speculation.samplers import Chosen, Rows
@@ -72,14 +72,14 @@ class Noting(Planned):
         self.passed.append(tokens)
 
 
-def cascade_of(*drafters: Any, lengths: tuple[int, ...]) -> Cascade:
-    cascade = Cascade(*drafters)
+def cascade_of(*drafters: Any, lengths: tuple[int, ...]) -> CascadeDrafter:
+    cascade = CascadeDrafter(*drafters)
     cascade.turns = Turns(lengths=lengths)
     cascade.begin(Sequence([0]))
     return cascade
 
 
-def proposed(cascade: Cascade, limit: int) -> int:
+def proposed(cascade: CascadeDrafter, limit: int) -> int:
     return cascade.propose(Sequence([0]), limit, _no_choice).length
 
 
@@ -124,7 +124,7 @@ def test_who_was_not_asked_undoes_nothing() -> None:
 
 def test_without_lengths_all_are_asked_for_as_many() -> None:
     lookup, model = Asked(speaks=False), Asked()
-    cascade = Cascade(lookup, model)
+    cascade = CascadeDrafter(lookup, model)
     assert proposed(cascade, 7) == 7
     assert lookup.limits == model.limits == [7]
 

@@ -39,17 +39,18 @@ from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.adaptive import AdaptiveLengths
 from mlx_speculation.engine.draft_length.base import Option, Outcome, Plan
 from mlx_speculation.engine.draft_length.break_even import worth_of_time
-from mlx_speculation.engine.draft_length.constant_drafter import ConstantDrafter
+from mlx_speculation.engine.draft_length.calibration import ConstantDrafter
 from mlx_speculation.engine.draft_length.costs import RoundCosts
-from mlx_speculation.engine.draft_length.early_stop import (
+from mlx_speculation.engine.draft_length.policies import DraftLengthPolicies
+from mlx_speculation.engine.drafters.base import Choose, Draft, TargetInfo
+from mlx_speculation.engine.drafters.draft_model import DraftModel
+from mlx_speculation.engine.drafters.early_stop import (
     EDGES,
     GUESSED,
     Certainties,
     Stop,
 )
-from mlx_speculation.engine.draft_length.policies import DraftLengthPolicies
-from mlx_speculation.engine.drafters.base import Choose, Draft
-from mlx_speculation.engine.drafters.draft_model import DraftModel
+from mlx_speculation.engine.drafters.resolve import resolve
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.outcome import RoundOutcome
@@ -447,7 +448,9 @@ def test_it_is_faster_than_the_best_fixed_length() -> None:
 
 def lengths_of(draft: Any, **options: Any) -> DraftLengthPolicies:
     """Return the lengths of a generator on a tiny target."""
-    return DraftLengthPolicies(build("llama"), draft, "slack", None, **options)
+    model = build("llama")
+    source = resolve(draft, TargetInfo(model, byte_tokenizer(), None, 255)).source
+    return DraftLengthPolicies(model, source, "slack", None, **options)
 
 
 def test_drafts_end_early_where_they_are_chosen_without_chance_on_a_cpu(

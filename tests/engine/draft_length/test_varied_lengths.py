@@ -25,6 +25,7 @@ from mlx_speculation import (
     SpeculativeGenerator,
 )
 from mlx_speculation.engine import Stream
+from mlx_speculation.engine.drafters.base import HeadSource
 from mlx_speculation.engine.stream_factory import StreamFactory
 from mlx_speculation.errors import SpeculationError
 from mlx_speculation.samplers import Chooser
@@ -290,14 +291,11 @@ def test_calibration_leaves_nothing_to_later_requests() -> None:
 def test_a_head_of_the_users_own_kind_needs_no_name() -> None:
     """Its costs are measured, and kept for this process alone."""
 
-    class Own:
+    class Own(HeadSource):
         def __init__(self, model: nn.Module) -> None:
             self.model = model
 
-        def check_ids(self, highest: int) -> None:
-            """Fit any target."""
-
-        def for_stream(self, target: object, sequence: object) -> ScriptedDrafter:
+        def open(self, *passed: object) -> ScriptedDrafter:
             return ScriptedDrafter(PROMPT + known("llama", False)[1], 1.0)
 
     model, text = known("llama", False)

@@ -10,10 +10,12 @@ from mlx_speculation import (
     Cascade,
     InvalidRequestError,
     LookupDrafter,
+    ModelFolderError,
     SpeculativeGenerator,
 )
 from mlx_speculation.engine.draft_length.base import FixedDraftLength
 from mlx_speculation.engine.drafters.base import Choose, Draft
+from mlx_speculation.engine.drafters.cascade import CascadeDrafter
 from mlx_speculation.engine.drafters.draft_model import DraftModel
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round.decoder import Decoder
@@ -57,7 +59,7 @@ def test_the_first_draft_is_taken_and_only_its_drafter_hears_of_it() -> None:
     text = list(range(9))
     first = SometimesDrafter(text, [True, False, False])
     second = SometimesDrafter(text, [True, False])
-    cascade = Cascade(first, second)
+    cascade = CascadeDrafter(first, second)
     sequence = Sequence([0])
     cascade.begin(sequence)
     assert first.calls == second.calls == ["begin"]
@@ -93,7 +95,7 @@ def test_the_models_caches_stay_right_between_turns(name: str, fails: bool) -> N
             target=Lane(model),
             sequence=sequence,
             verifier=Verifier(Chooser(SAMPLED, 256)),
-            drafter=Cascade(SometimesDrafter(PROMPT + text, turns * 2), drafter),
+            drafter=CascadeDrafter(SometimesDrafter(PROMPT + text, turns * 2), drafter),
             policy=FixedDraftLength(5),
         )
     )
@@ -159,10 +161,10 @@ def test_what_is_no_cascade_is_refused() -> None:
         Cascade(LookupDrafter())
     for member, words in (
         (None, "member of the cascade is None"),
-        ("path/of/draft", "draft is a str.*from_pretrained"),
+        ("path/of/draft", "no folder 'path/of/draft'"),
         (3, "draft is a int"),
     ):
-        with pytest.raises(InvalidRequestError, match=words):
+        with pytest.raises((InvalidRequestError, ModelFolderError), match=words):
             SpeculativeGenerator(
                 model, byte_tokenizer(), draft=Cascade(LookupDrafter(), member)
             )

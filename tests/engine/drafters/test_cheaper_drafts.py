@@ -25,8 +25,8 @@ from mlx_speculation import (
     reduced_vocabulary,
 )
 from mlx_speculation.engine import EagleDraft, MtpDraft
-from mlx_speculation.engine.drafters.base import Choices, Draft
-from mlx_speculation.engine.drafters.quantize import own_weights
+from mlx_speculation.engine.drafters.base import Draft
+from mlx_speculation.engine.drafters.choices import Choices
 from mlx_speculation.models import (
     LaneRound,
     MtpConvention,
@@ -74,7 +74,7 @@ def same_text(folder: Path, **options: Any) -> SpeculativeGenerator:
 def test_a_quantized_draft_model_leaves_the_text(tmp_path: Path, bits: int) -> None:
     folder = saved(tmp_path / "llama", "llama")
     generator = same_text(folder, draft=folder, quantize_draft=bits)
-    draft: Any = generator._setup.draft
+    draft: Any = generator.draft_models[0]
     assert isinstance(draft.lm_head, nn.QuantizedLinear)
     assert draft.lm_head.bits == bits
     assert weight_bytes(draft) < weight_bytes(generator.model) / 32 * (bits + 1.5)
@@ -113,7 +113,7 @@ def test_a_quantized_eagle_head_leaves_the_text(tmp_path: Path) -> None:
     folder = write_eagle(tmp_path / "eagle", "vllm")
     draft = EagleDraft.from_folder(folder, model, layer_ids="tuple")
     whole = weight_bytes(model)
-    quantize_weights(own_weights(draft), 4)
+    quantize_weights(draft.own_weights, 4)
     head: Any = draft.own_weights
     assert isinstance(head.fc, nn.QuantizedLinear)
     assert weight_bytes(model) == whole

@@ -187,7 +187,7 @@ def test_the_context_is_that_of_committed_text(name: str, every: int) -> None:
     assert [chunk.token for chunk in stream] == text[PROMPT : PROMPT + TOKENS]
     assert not stream.result.stats.drafter_faults
     drafter: Any = stream.request.drafter
-    (held,) = drafter.drafter._slots._caches
+    (held,) = drafter.inner._slots._caches
     keys, _ = held.keys_and_values()
     newest = knowing.blocks[-1][0]
     assert keys[0, 0, :, 0].tolist() == list(range(newest))
@@ -272,13 +272,13 @@ def test_drafts_are_those_of_a_drafter_that_starts_over_each_time(
     draft = draft_of(variant, name)
     text = text_of(name, 0.8)
     made: list[Checking] = []
-    inner = DFlashDraft.for_stream
+    inner = DFlashDraft.open
 
     def checking(self: DFlashDraft, *args: Any) -> Checking:
         made.append(Checking(inner(self, *args), draft))
         return made[-1]
 
-    monkeypatch.setattr(DFlashDraft, "for_stream", checking)
+    monkeypatch.setattr(DFlashDraft, "open", checking)
     result = generator(name, draft).generate(
         text[:PROMPT], max_tokens=8, sampling=SAMPLED
     )
@@ -291,7 +291,7 @@ def test_a_round_that_is_discarded_has_not_been() -> None:
     draft, text = draft_of("sliding", "llama"), text_of("llama", 0.0)
     sequence = Tokens(text[:PROMPT])
     lane = Lane(draft.model)
-    drafter = draft.for_stream(lane, sequence)
+    drafter = draft.open(lane, sequence)
     lane.feed(sequence.tokens[:-1])
     drafter.begin(sequence)
 

@@ -151,7 +151,7 @@ def test_a_confidence_that_is_no_probability_is_refused(confidence: float) -> No
 
 
 def test_a_confidence_that_nobody_is_asked_for_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match=r"0\.4, and no draft model.*Lookup"):
+    with pytest.raises(InvalidRequestError, match=r"0\.4, and no draft model.*lookup"):
         SpeculativeGenerator(
             build("llama"), byte_tokenizer(), draft="lookup", draft_confidence=0.4
         )

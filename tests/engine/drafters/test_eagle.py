@@ -155,7 +155,7 @@ def test_after_a_wrong_draft_an_oracle_is_right_again(name: str, every: int) -> 
     assert [chunk.token for chunk in stream] == text[PROMPT : PROMPT + TOKENS]
     assert not stream.result.stats.drafter_faults
     drafter: Any = stream.request.drafter
-    drafter = getattr(drafter, "drafter", drafter)
+    drafter = getattr(drafter, "inner", drafter)
     (caches,) = drafter._slots._caches
     held = held_tokens(caches)
     assert len(held) > PROMPT
@@ -243,13 +243,13 @@ def test_drafts_are_those_of_a_head_that_starts_over_each_time(
     draft = draft_of(dialect, name)
     text = text_of(name, 0.8)
     made: list[Checking] = []
-    inner = EagleDraft.for_stream
+    inner = EagleDraft.open
 
     def checking(self: EagleDraft, *args: Any) -> Checking:
         made.append(Checking(inner(self, *args), draft))
         return made[-1]
 
-    monkeypatch.setattr(EagleDraft, "for_stream", checking)
+    monkeypatch.setattr(EagleDraft, "open", checking)
     result = generator(name, draft).generate(
         text[:PROMPT], max_tokens=8, sampling=SAMPLED
     )

@@ -31,7 +31,7 @@ from mlx_speculation import (
 )
 from mlx_speculation.demo import demo_prompts
 from mlx_speculation.engine import AssistantDraft, Cascade, Draft
-from mlx_speculation.engine.drafters.base import Choose
+from mlx_speculation.engine.drafters.base import Choose, HeadSource
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import (
     DrafterFaultWarning,
@@ -318,15 +318,17 @@ def test_a_step_that_is_on_its_way_is_not_read(
 ) -> None:
     """After a round without a draft the caches hold the newest token's row already."""
 
-    class Seldom:
+    class Seldom(HeadSource):
         """Leaves out two rounds of three."""
 
         def __init__(self, draft: AssistantDraft) -> None:
-            self.model, self.check_ids = draft.model, draft.check_ids
+            self.model = draft.model
             self._draft, self.rounds = draft, 0
 
-        def for_stream(self, target: Lane, sequence: Sequence) -> "Seldom":
-            self._drafter = self._draft.for_stream(target, sequence)
+        def open(
+            self, lane: Lane, sequence: Sequence, draft_cache: Any = None
+        ) -> "Seldom":
+            self._drafter = self._draft.open(lane, sequence)
             return self
 
         def begin(self, sequence: Sequence) -> None:

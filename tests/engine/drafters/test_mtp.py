@@ -144,7 +144,7 @@ def test_after_a_wrong_draft_an_oracle_is_right_again(name: str, every: int) -> 
     tokens = [chunk.token for chunk in stream]
     assert tokens == text[PROMPT : PROMPT + TOKENS]
     contained: Any = stream.request.drafter
-    drafter = contained.drafter
+    drafter = contained.inner
     for layer, caches in enumerate(drafter._slots._caches):
         held = held_tokens(caches)
         assert held == text[1 + layer : 1 + layer + len(held)]
@@ -184,11 +184,11 @@ def test_the_first_token_does_not_wait_for_the_newest_chunk(
     )
     contained: Any = stream.request.drafter
     assert next(stream).token == text[260]
-    assert contained.drafter.history == range(read)
+    assert contained.inner.history == range(read)
     rest = [chunk.token for chunk in stream]
     assert rest == text[261 : 260 + TOKENS]
-    assert contained.drafter.history.start == 0
-    assert contained.drafter.history.stop > 260
+    assert contained.inner.history.start == 0
+    assert contained.inner.history.stop > 260
     assert stream.stats.acceptance_rate == 1.0
 
 
@@ -307,9 +307,9 @@ def test_drafts_are_those_of_a_head_that_starts_over_each_time(name: str) -> Non
             self._inner.discard()
 
     text = text_of(name, 0.8)
-    inner = draft.for_stream
-    draft.for_stream = (  # type: ignore[method-assign]
-        lambda lane, sequence: Checking(inner(lane, sequence))  # type: ignore[assignment,return-value]
+    inner = draft.open
+    draft.open = (  # type: ignore[method-assign]
+        lambda *passed: Checking(inner(*passed))  # type: ignore[assignment]
     )
     result = generator(name, draft).generate(
         text[:PROMPT], max_tokens=8, sampling=SAMPLED
@@ -362,7 +362,7 @@ def test_a_round_that_is_discarded_has_not_been(name: str) -> None:
     text = text_of(name, 0.0)
     sequence = Sequence(text[:PROMPT])
     lane = Lane(target)
-    drafter = MtpDraft(target, head).for_stream(lane, sequence)
+    drafter = MtpDraft(target, head).open(lane, sequence)
     lane.feed(sequence.tokens[:-1])
     drafter.begin(sequence)
 

@@ -24,7 +24,8 @@ from mlx_speculation import (
     SpeculativeGenerator,
 )
 from mlx_speculation.engine import LookupDrafter, MtpDraft
-from mlx_speculation.engine.drafters.registry import KINDS, kind_of
+from mlx_speculation.engine.drafters.draft_model import ModelSource
+from mlx_speculation.engine.drafters.registry import SOURCES, source_of_config
 from mlx_speculation.models import MtpConvention
 from support.identity import plain_text, prompt_of
 from support.models import tiny_models
@@ -127,7 +128,7 @@ def test_the_model_that_a_folder_names_drafts(where: str, tmp_path: Path) -> Non
     with said() as notices:
         made = SpeculativeGenerator.from_pretrained(tmp_path / "target", **AUTO)
     assert notices == []
-    assert isinstance(made._setup.draft, nn.Module)
+    assert isinstance(made._setup.draft, ModelSource)
     sampling = Sampling(temperature=0.8, seed=3)
     plain = SpeculativeGenerator(target, made.tokenizer)
     expected = plain.generate(prompt_of(20), max_tokens=20, sampling=sampling)
@@ -207,9 +208,9 @@ def test_the_file_counts_where_it_is_asked_for_alone(tmp_path: Path) -> None:
 
 
 def test_every_kind_has_a_name_and_the_last_one_fits_all() -> None:
-    names = [kind.name for kind in KINDS]
+    names = [source.kind for source in SOURCES]
     assert len(set(names)) == len(names)
-    assert kind_of({}).name == names[-1] == "model"
+    assert source_of_config({}).kind == names[-1] == "model"
 
 
 def test_a_draft_that_is_chosen_is_quantized_where_it_has_weights(
@@ -223,7 +224,7 @@ def test_a_draft_that_is_chosen_is_quantized_where_it_has_weights(
     made = SpeculativeGenerator.from_pretrained(
         tmp_path / "target", quantize_draft=4, **AUTO
     )
-    draft: Any = made._setup.draft
+    draft: Any = made.draft_models[0]
     assert isinstance(draft.layers[0].mlp.up_proj, nn.QuantizedLinear)
     with pytest.raises(InvalidRequestError, match="7"):
         SpeculativeGenerator.from_pretrained(

@@ -22,8 +22,9 @@ from mlx_speculation import (
     load,
     stream_generate,
 )
-from mlx_speculation.engine.drafters import resolve
-from mlx_speculation.engine.drafters.resolve import named_draft
+from mlx_speculation.engine.drafters import resolve as resolve_module
+from mlx_speculation.engine.drafters.base import DraftSource, TargetInfo
+from mlx_speculation.engine.drafters.resolve import resolve
 from support.models.demo_folders import copy_of
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
@@ -37,6 +38,13 @@ def text(model: Any, tokenizer: Any, **options: Any) -> tuple[list[int], Any]:
         stream_generate(model, tokenizer, PROMPT, 16, num_draft_tokens=3, **options)
     )
     return [response.token for response in responses], responses[-1].stats
+
+
+def source(name: Any, model: Any, tokenizer: Any) -> DraftSource:
+    """Return what a name becomes."""
+    found = resolve(name, TargetInfo(model, tokenizer, None, 255)).source
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize(
@@ -63,7 +71,7 @@ def test_the_head_in_the_targets_folder_is_found_by_its_name(tmp_path: Path) -> 
         drafted, stats = text(model, tokenizer, draft_model=name)
         assert drafted == plain
         assert stats.sources["mtp"].accepted > 0
-        assert isinstance(named_draft(name, model, tokenizer).draft, MtpDraft)
+        assert isinstance(source(name, model, tokenizer), MtpDraft)
 
 
 def test_auto_says_once_why_it_takes_a_lookup() -> None:
@@ -78,21 +86,21 @@ def test_auto_says_once_why_it_takes_a_lookup() -> None:
 def test_what_was_loaded_is_kept_until_another_name_is_asked_for() -> None:
     model, tokenizer = load(demo_models()["dense"])
     path = str(demo_models()["draft"])
-    kept = named_draft(path, model, tokenizer).draft
-    assert named_draft(Path(path), model, tokenizer).draft is kept
-    assert named_draft("lookup", model, tokenizer).draft == "lookup"
-    assert named_draft(path, model, tokenizer).draft is kept
-    named_draft(str(demo_models()["eagle"]), model, tokenizer)
+    kept = source(path, model, tokenizer)
+    assert source(Path(path), model, tokenizer) is kept
+    assert source("lookup", model, tokenizer).kind == "lookup"
+    assert source(path, model, tokenizer) is kept
+    source(str(demo_models()["eagle"]), model, tokenizer)
     gone = weakref.ref(kept)
     del kept
     gc.collect()
     assert gone() is None
-    assert resolve.ATTRIBUTE not in dict(model.parameters())
+    assert resolve_module.ATTRIBUTE not in dict(model.parameters())
 
 
 def test_what_was_loaded_goes_with_its_target() -> None:
     model, tokenizer = load(demo_models()["dense"])
-    gone = weakref.ref(named_draft(demo_models()["eagle"], model, tokenizer).draft)
+    gone = weakref.ref(source(demo_models()["eagle"], model, tokenizer))
     del model
     gc.collect()
     assert gone() is None
@@ -101,7 +109,7 @@ def test_what_was_loaded_goes_with_its_target() -> None:
 @pytest.mark.parametrize("name", ["mtp", "auto"])
 def test_a_target_whose_folder_is_not_known_is_said(name: str) -> None:
     with pytest.raises(InvalidRequestError, match="stands in the target's folder"):
-        named_draft(name, build("llama"), byte_tokenizer())
+        source(name, build("llama"), byte_tokenizer())
 
 
 def test_a_draft_with_other_token_ids_is_refused() -> None:

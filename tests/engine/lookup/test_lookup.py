@@ -115,7 +115,7 @@ def test_the_latest_of_equally_long_matches_is_taken() -> None:
     drafter = looking_up(earlier_tokens=20)
     for last in (4, 5, 6):
         drafter.remember([0, 1, 2, 3, last])
-        assert proposed(drafter.for_stream(), [1, 2, 3]) == [last]
+        assert proposed(drafter.copied(), [1, 2, 3]) == [last]
 
 
 @pytest.mark.parametrize("index", ["automaton", "ngram"])
@@ -202,7 +202,7 @@ def test_an_interrupt_while_indexing_does_no_harm(
 
 def test_streams_share_the_corpus_and_not_the_text() -> None:
     drafter = looking_up(corpus=[[1, 2, 3, 4]])
-    one, other = drafter.for_stream(), drafter.for_stream()
+    one, other = drafter.copied(), drafter.copied()
     assert proposed(one, [5, 6, 7, 8, 5, 6, 7]) == [8, 5, 6]
     assert proposed(other, [5, 6, 7]) == []
     assert proposed(other, [1, 2, 3]) == [4]

@@ -1,5 +1,6 @@
 """`pair`: which drafts a target's folder offers, and which one `auto` takes."""
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +24,8 @@ from mlx_speculation.errors import SpeculationError
 
 if TYPE_CHECKING:
     import mlx.nn as nn
+
+    from mlx_speculation.engine.drafters.resolve import Resolved
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +101,12 @@ _LOOKUP = Offered(
 
 def _file(folder: Path) -> Offered:
     """Say what speculation.json names."""
-    from mlx_speculation.engine.drafters.registry import KINDS
+    from mlx_speculation.engine.drafters.registry import SOURCES
     from mlx_speculation.models.checkpoints import read_pair
 
     name = "speculation.json"
     try:
-        found = read_pair(folder, [kind.name for kind in KINDS])
+        found = read_pair(folder, [source.kind for source in SOURCES])
     except SpeculationError as error:
         return Offered(name, False, str(error))
     if found is None:
@@ -140,25 +143,36 @@ def _folder(
     draft: str, folder: Path, target: "nn.Module", tokenizer: Any, trusted: bool
 ) -> Offered:
     """Say whether a folder can draft for the target."""
-    from mlx_speculation.engine.drafters.registry import Offer, draft_folder
-
     try:
-        own, kind = draft_folder(draft)
-        kind.load(Offer(own, folder, target, tokenizer, trust_remote_code=trusted))
+        found = _resolved(draft, folder, target, tokenizer, trusted)
     except SpeculationError as error:
         return Offered(draft, False, str(error))
-    return Offered(draft, True, f"of kind {kind.name!r}, with the target's token ids")
+    kind = None if found.source is None else found.source.kind
+    return Offered(draft, True, f"of kind {kind!r}, with the target's token ids")
+
+
+def _resolved(
+    draft: str, folder: Path, target: "nn.Module", tokenizer: Any, trusted: bool = False
+) -> "Resolved":
+    """Return the source of a draft."""
+    from mlx_speculation.engine.drafters.base import TargetInfo
+    from mlx_speculation.engine.drafters.resolve import find_draft, resolve
+    from mlx_speculation.models import TokenIds, logit_width, wrapped
+
+    named = find_draft(draft, target=folder, trust_remote_code=trusted)
+    highest = min(TokenIds.of(tokenizer).width, logit_width(target)) - 1
+    return resolve(named, TargetInfo(target, wrapped(tokenizer), folder, highest))
 
 
 def _auto(folder: Path, target: "nn.Module", tokenizer: Any) -> Offered:
     """Say what --draft auto takes, and why."""
-    from mlx_speculation.engine.drafters.resolve_auto import choose_draft
-
-    try:
-        choice = choose_draft(folder, target, tokenizer)
-    except SpeculationError as error:
-        return Offered("auto", False, str(error))
-    taken = _named(choice.draft)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the table says it
+        try:
+            choice = _resolved("auto", folder, target, tokenizer)
+        except SpeculationError as error:
+            return Offered("auto", False, str(error))
+    taken = _named(choice.source)
     length = "" if choice.length is None else f", {choice.length} tokens a round"
     if choice.notices:
         return Offered("auto", True, " ".join(choice.notices))
@@ -169,12 +183,8 @@ def _auto(folder: Path, target: "nn.Module", tokenizer: Any) -> Offered:
     return Offered("auto", True, f"takes {taken}{length}: {why}")
 
 
-def _named(draft: Any) -> str:
+def _named(source: Any) -> str:
     """Return what a chosen draft is, in a word."""
-    import mlx.nn as nn
-
-    if isinstance(draft, str):
-        return f"a {draft}"
-    if isinstance(draft, nn.Module):
-        return "a draft model"
-    return f"an {type(draft).__name__}"
+    return {"lookup": "a lookup", "model": "a draft model"}.get(
+        source.kind, f"an {type(source).__name__}"
+    )

@@ -1,0 +1,189 @@
+"""What a drafter chooses its tokens with, and the check of what it made of them."""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.engine.drafters.base import Choose, Doubts, Draft
+from mlx_speculation.engine.drafters.early_stop import Stop, largest_probability
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.samplers import Chosen, Rows, Verifier, peaks
+from mlx_speculation.samplers.constraints.masks import Masks
+
+
+class Choices:
+    """The choices of one draft, for a drafter, and the check of what it made of them.
+
+    Args:
+        verifier: chooses for the request.
+        masks: what its constraint allows, if it has one.
+        stop: where a chain ends early; None: nowhere.
+
+    Attributes:
+        raised: what the request's own processors or constraint have raised in here.
+    """
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        masks: Masks | None = None,
+        stop: Stop | None = None,
+    ) -> None:
+        self._verifier = verifier
+        self._masks = masks
+        self._stop = stop
+        self._certainties: list[mx.array] = []
+        self._known: list[float] = []  # those of them that were read
+        self._drew = False
+        self._seen: list[mx.array] = []  # logits, judged together at the end
+        self.raised: BaseException | None = None
+
+    def anew(self) -> "Choices":
+        """Return the choices of another draft."""
+        return self.ending(self._stop)
+
+    def ending(self, stop: Stop | None) -> "Choices":
+        """Return the choices of another draft, which ends early there."""
+        return Choices(self._verifier, self._masks, stop)
+
+    def __call__(
+        self, logits: mx.array, rows: Rows, ids: mx.array | None = None
+    ) -> Chosen:
+        """Choose; see `Choose`.
+
+        Raises:
+            InvalidRequestError: the arguments do not fit together.
+        """
+        _check_rows(logits, rows, ids)
+        self._seen.append(logits)
+        if not self._verifier.indifferent:
+            usable = mx.isfinite(peaks(logits))[:, None]
+            logits = mx.where(usable, logits, mx.array(0, logits.dtype))
+        try:
+            if self._masks is not None:
+                rows = self._masks.on_draft(logits, rows, ids)
+            chosen = self._verifier.propose(logits, rows, ids)
+        except BaseException as error:
+            self.raised = error
+            raise
+        self._drew = self._drew or chosen.probs is not None
+        if self._stop is not None:
+            self._certainties.append(largest_probability(logits))
+        return chosen
+
+    def goes_on(self, token: mx.array) -> bool:
+        """Submit a chain's newest token; return whether it is to have a further one.
+
+        It is judged by the tokens before, so that the device computes a step while the
+        host waits for the one before it, and builds the next. So behind the first token
+        that is not worth its time another one is computed; both stay in the draft, for
+        to verify them costs less than it took to draft them.
+        """
+        if self._stop is None:
+            mx.async_eval(token)
+            return True
+        mx.async_eval(token, *self._certainties[-1:])
+        for certainty in self._certainties[len(self._known) : -1]:
+            self._known.append(float(certainty))
+        return self._stop.kept(self._known) == len(self._known)
+
+    def checked(self, draft: Draft, limit: int) -> Draft:
+        """Return the draft with ids that the target has a row for, and its doubts.
+
+        Which ids a drafter proposes by no chance cannot change the text, but an id
+        without a row in the target's embedding would be read from outside of it.
+
+        Raises:
+            InvalidRequestError: the draft is none, or too long, or the laws of its
+                draws, which decide what is accepted, are not all there.
+        """
+        if not isinstance(draft, Draft) or not _holds_ids(draft.tokens):
+            raise InvalidRequestError(
+                f"The drafter's propose() returned {_said(draft)}, and a Draft of "
+                "whole numbers [k] is needed. Return Draft(mx.array([...]))."
+            )
+        if draft.length > limit:
+            raise InvalidRequestError(
+                f"The drafter proposed {draft.length} tokens, and at most {limit} were "
+                "asked for. Fix its propose()."
+            )
+        if draft.length == 0:
+            return draft
+        chooser = self._verifier.chooser
+        laws = None if draft.probs is None else draft.probs.shape
+        if self._drew and laws != (draft.length, chooser.width):
+            raise InvalidRequestError(
+                f"The drafter drew tokens by chance, and their probabilities are of "
+                f"shape {laws} instead of {(draft.length, chooser.width)}. Return "
+                "Draft.of(choices) with every choice, or choose none of them by chance."
+            )
+        if self._stop is not None and draft.length == len(self._certainties):
+            reads = draft.reads + len(self._known)
+            draft = replace(draft, reads=reads, certainties=tuple(self._certainties))
+        doubts = Doubts(
+            said=draft.tokens,
+            limit=chooser.limit,
+            peaks=_peaks_of(self._seen) if self._seen else None,
+        )
+        return replace(
+            draft, tokens=_within(draft.tokens, chooser.limit), doubts=doubts
+        )
+
+
+def goes_on(choose: Choose, token: mx.array) -> bool:
+    """Submit the newest token of a chain; return whether it is to have a further one.
+
+    Ask once after each choice: a chain that is long enough is not worth more time.
+    """
+    if isinstance(choose, Choices):
+        return choose.goes_on(token)
+    mx.async_eval(token)
+    return True
+
+
+def _within(tokens: mx.array, limit: int) -> mx.array:
+    """Return ids, uint32, of which those below `limit` are the same."""
+    if tokens.dtype == mx.uint32:
+        return mx.minimum(tokens, limit - 1)
+    return mx.clip(tokens.astype(mx.int64), 0, limit - 1).astype(mx.uint32)
+
+
+def _peaks_of(seen: SequenceOf[mx.array]) -> mx.array:
+    """Return the peaks of all rows: at once, where they are of one width."""
+    if len({logits.shape[1] for logits in seen}) == 1:
+        return peaks(mx.concatenate([*seen]))
+    return mx.concatenate([peaks(logits) for logits in seen])
+
+
+def _check_rows(logits: Any, rows: Any, ids: Any) -> None:
+    """Refuse what cannot be chosen from."""
+    shape = logits.shape if isinstance(logits, mx.array) else None
+    count = rows.count if isinstance(rows, Rows) else None
+    if shape is None or len(shape) != 2 or shape[0] != count:
+        raise InvalidRequestError(
+            f"choose was given logits of shape {shape} for {count} rows, and [rows, "
+            "vocab] is needed. Pass choose(logits[-1:], sequence.rows(ahead))."
+        )
+    if ids is not None and (not _holds_ids(ids) or len(ids) != shape[1]):
+        raise InvalidRequestError(
+            f"choose was given logits of {shape[1]} columns and {_said(ids)} as their "
+            "ids. Pass one id for each column."
+        )
+
+
+def _holds_ids(array: Any) -> bool:
+    return (
+        isinstance(array, mx.array)
+        and array.ndim == 1
+        and (array.dtype == mx.uint32 or mx.issubdtype(array.dtype, mx.integer))
+    )
+
+
+def _said(found: Any) -> str:
+    """Describe what stands where token ids should."""
+    array = found.tokens if isinstance(found, Draft) else found
+    if isinstance(array, mx.array):
+        return f"an array {array.shape} of {array.dtype}"
+    return f"a {type(array).__name__}"

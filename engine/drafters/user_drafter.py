@@ -1,0 +1,45 @@
+"""The source of a drafter object of the user's."""
+
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_speculation.engine.drafters.base import Drafter, DraftSource, shape_of
+from mlx_speculation.engine.prompt import Sequence
+from mlx_speculation.models import Lane
+
+
+class UserDrafter(DraftSource):
+    """A drafter of the user's own, which serves one open stream at a time.
+
+    Args:
+        inner: the drafter. `ends_early` and `own_weights` are asked of it if it has
+            them.
+    """
+
+    reusable = False
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether it says so."""
+        return getattr(self.inner, "ends_early", False) is True
+
+    @property
+    def own_weights(self) -> nn.Module | None:
+        """The module that it names as its own, if any."""
+        found = getattr(self.inner, "own_weights", None)
+        return found if isinstance(found, nn.Module) else None
+
+    def cost_key(self) -> str:
+        """Return the shape of its module; costs of others are not kept."""
+        module = self.own_weights
+        return "" if module is None else shape_of(module)
+
+    def open(
+        self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
+    ) -> Drafter:
+        """Return the drafter, as it is."""
+        return self.inner

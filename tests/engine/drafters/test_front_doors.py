@@ -1,0 +1,125 @@
+"""One string, one kind of drafter, whatever it is passed to.
+
+constructor    SpeculativeGenerator(model, tokenizer, draft=...)
+from_pretrained
+drop-in        stream_generate(model, tokenizer, prompt, draft_model=...)
+command line   the options of every command
+server         the generator that its engine's thread makes
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_speculation import (
+    ModelFolderError,
+    PrefixCache,
+    SpeculativeGenerator,
+    demo_models,
+    load,
+    stream_generate,
+)
+from mlx_speculation.cli.console import Screen
+from mlx_speculation.cli.load_pair import open_pair
+from mlx_speculation.cli.options import PairOptions
+from mlx_speculation.engine.stats import Statistics
+from support.models.demo_folders import copy_of
+from support.processes.servers import serving
+
+PROMPT = "def area(width, height):\n"
+TOKENS = 12
+OPTIONS: dict[str, Any] = {"max_tokens": TOKENS}
+
+
+def counted(generator: SpeculativeGenerator) -> Statistics:
+    return generator.generate(PROMPT, **OPTIONS).stats
+
+
+def constructor(folder: Path, draft: str) -> Statistics:
+    return counted(SpeculativeGenerator(*load(folder), draft=draft))
+
+
+def from_pretrained(folder: Path, draft: str) -> Statistics:
+    return counted(SpeculativeGenerator.from_pretrained(folder, draft=draft))
+
+
+def dropped_in(folder: Path, draft: str) -> Statistics:
+    model, tokenizer = load(folder)
+    responses = list(
+        stream_generate(model, tokenizer, PROMPT, TOKENS, draft_model=draft)
+    )
+    found = responses[-1].stats
+    assert found is not None
+    return found
+
+
+def command_line(folder: Path, draft: str) -> Statistics:
+    pair = PairOptions(model=str(folder), draft=draft)
+    return counted(open_pair(pair, Screen(json=True)))
+
+
+def server(folder: Path, draft: str) -> Statistics:
+    found: list[Statistics] = []
+
+    def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
+        pair = PairOptions(model=str(folder), draft=draft)
+        made = open_pair(pair, Screen(json=True), prefix_cache=prefixes)
+        found.append(counted(made))
+        return made
+
+    with serving(make, draft=draft):
+        return found[0]
+
+
+DOORS: dict[str, Callable[[Path, str], Statistics]] = {
+    "constructor": constructor,
+    "from_pretrained": from_pretrained,
+    "drop-in": dropped_in,
+    "command line": command_line,
+    "server": server,
+}
+
+
+@pytest.fixture(name="hybrid", scope="module")
+def _hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_of("hybrid", tmp_path_factory.mktemp("doors") / "hybrid")
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("draft", ["mtp", "auto"])
+def test_a_head_in_the_targets_folder_drafts(
+    draft: str, door: str, hybrid: Path
+) -> None:
+    stats = DOORS[door](hybrid, draft)
+    assert set(stats.sources) == {"mtp"}
+    assert stats.drafts > 0
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    ("draft", "kind"), [("draft", "model"), ("eagle", "eagle"), ("lookup", "lookup")]
+)
+def test_a_path_and_a_lookup_draft(draft: str, kind: str, door: str) -> None:
+    folder = demo_models()["dense"]
+    name = draft if draft == "lookup" else str(demo_models()[draft])
+    stats = DOORS[door](folder, name)
+    assert set(stats.sources) <= {kind}
+    assert not stats.drafter_faults
+    assert draft == "lookup" or stats.sources[kind].accepted > 0
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_the_length_in_the_targets_folder_counts(door: str, tmp_path: Path) -> None:
+    folder = copy_of("hybrid", tmp_path / "hybrid")
+    fields = {"draft": "mtp", "draft_length": 2}
+    (folder / "speculation.json").write_text(json.dumps(fields), encoding="utf-8")
+    assert len(DOORS[door](folder, "auto").reached) == 2
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_what_is_no_draft_is_refused_alike(door: str) -> None:
+    with pytest.raises(ModelFolderError, match="no folder 'no/such/draft'"):
+        DOORS[door](demo_models()["dense"], "no/such/draft")
