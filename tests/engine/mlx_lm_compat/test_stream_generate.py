@@ -667,7 +667,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "seed": ({"seed": -1}, "seed is -1"),
     "caches": ({"prompt_cache": ()}, "prompt_cache is a tuple, and the list that"),
     "a path": ({"draft_model": "no/such/folder"}, "There is no folder"),
-    "a head": ({"draft_model": "mtp"}, "draft_model is 'mtp', which stands in the"),
+    "a head": ({"draft_model": "mtp"}, "draft is 'mtp', which stands in the"),
     "a number": ({"draft_model": 3}, "draft is a int"),
 }
 
