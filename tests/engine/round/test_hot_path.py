@@ -30,7 +30,7 @@ STEPS = {
     "engine/stream": "asked for a chunk",
     "engine/round/decoder": "1. how many tokens to draft",
     "engine/draft_length/base": "   by the policy",
-    "engine/drafters/base": "2. the drafter proposes",
+    "engine/drafters/fault_guard": "2. the drafter proposes",
     "engine/drafters/draft_model": "   with a model of its own",
     "caches/speculation": "   on journals of its caches (3. of the target's)",
     "samplers/verifier": "   chosen by the request's sampler",
@@ -116,7 +116,7 @@ def walk_of_a_round(length: int) -> Walk:
 
 
 @pytest.mark.parametrize(
-    ("length", "files", "calls", "depth"), [(4, 27, 300, 12), (0, 24, 76, 12)]
+    ("length", "files", "calls", "depth"), [(4, 28, 300, 12), (0, 24, 76, 12)]
 )
 def test_a_round_makes_few_calls_in_few_files(
     length: int, files: int, calls: int, depth: int
