@@ -12,13 +12,9 @@ import mlx.nn as nn
 from mlx_speculation.caches import PrefixCache
 from mlx_speculation.engine.distributed import RankedTarget, all_or_none
 from mlx_speculation.engine.draft_length.policies import DraftLengthPolicies
-from mlx_speculation.engine.drafters.base import (
-    DraftOptions,
-    DraftSource,
-    TargetInfo,
-)
 from mlx_speculation.engine.drafters.reduced_vocabulary import checked_vocabulary
 from mlx_speculation.engine.drafters.resolve import resolve
+from mlx_speculation.engine.drafters.source import DraftOptions, DraftSource, TargetInfo
 from mlx_speculation.engine.prompt import Prompts
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import (

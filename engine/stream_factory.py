@@ -27,13 +27,9 @@ from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
 from mlx_speculation.engine.draft_length.calibration import measured_draft
 from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.draft_length.policies import Start
-from mlx_speculation.engine.drafters.base import (
-    Drafter,
-    DraftSource,
-    lanes_of,
-    remember,
-)
+from mlx_speculation.engine.drafters.base import Drafter, lanes_of, remember
 from mlx_speculation.engine.drafters.cascade import CascadeDrafter, open_guarded
+from mlx_speculation.engine.drafters.source import DraftSource
 from mlx_speculation.engine.memory import Memory, Weights, held_memory
 from mlx_speculation.engine.options import GenerateOptions
 from mlx_speculation.engine.prefix_reuse import PrefixReuse

@@ -183,7 +183,7 @@ def _time(bench: "Bench", variants: list[Variant], length: int, turns: int) -> N
     import mlx.core as mx
 
     from mlx_speculation import Sampling
-    from mlx_speculation.engine.drafters.choices import Choices
+    from mlx_speculation.engine.drafters.base import Choices
     from mlx_speculation.engine.drafters.draft_model import DraftModel
     from mlx_speculation.engine.prompt import Sequence
     from mlx_speculation.models import Lane, ReducedOutput, TokenIds, find_parts

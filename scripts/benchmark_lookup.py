@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from benchmark_case import Case
     from lookup_costs import Cost
 
-    from mlx_speculation.engine.drafters.base import DraftSource
+    from mlx_speculation.engine.drafters.source import DraftSource
 
 # What a lookup has to match before it goes before the draft model in the cascade.
 LONG_MATCH = 6

@@ -7,8 +7,7 @@ import mlx.core as mx
 
 from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
 from mlx_speculation.engine.batch.request import BatchRequest
-from mlx_speculation.engine.drafters.base import NOTHING, Draft, ReadsAhead
-from mlx_speculation.engine.drafters.choices import Choices
+from mlx_speculation.engine.drafters.base import NOTHING, Choices, Draft, ReadsAhead
 
 
 class BatchDrafter(Protocol):

@@ -12,8 +12,8 @@ from mlx_speculation.engine.distributed.consistency import (
 )
 from mlx_speculation.engine.distributed.group import RankGroup
 from mlx_speculation.engine.distributed.session import RankSession
-from mlx_speculation.engine.drafters.base import DraftSource
 from mlx_speculation.engine.drafters.mtp import MtpDraft
+from mlx_speculation.engine.drafters.source import DraftSource
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import (
     Group,

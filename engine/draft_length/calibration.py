@@ -13,8 +13,9 @@ import mlx.core as mx
 
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Outcome, Plan
 from mlx_speculation.engine.draft_length.costs import bucket_of
-from mlx_speculation.engine.drafters.base import Choose, Draft, DraftSource
+from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.drafters.cascade import Cascade
+from mlx_speculation.engine.drafters.source import DraftSource
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.timing import RoundSeconds
 from mlx_speculation.models import Lane

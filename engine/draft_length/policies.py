@@ -14,8 +14,8 @@ from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.draft_length.cost_store import Known
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.engine.draft_length.exploration import Allowance
-from mlx_speculation.engine.drafters.base import DraftSource, shape_of
 from mlx_speculation.engine.drafters.early_stop import Certainties
+from mlx_speculation.engine.drafters.source import DraftSource, shape_of
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Sliding, on_cpu
 

@@ -1,22 +1,19 @@
-"""What proposes tokens: a source for each generator, a drafter for each stream."""
+"""What proposes tokens in a stream, what it chooses with, and what comes of it."""
 
-import hashlib
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from operator import itemgetter
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_flatten
 
+from mlx_speculation.engine.drafters.early_stop import Stop, largest_probability
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import CompiledForward, Lane, Sliding
-from mlx_speculation.samplers import Chosen, Rows
+from mlx_speculation.models import Lane
+from mlx_speculation.samplers import Chosen, Rows, Verifier, peaks
+from mlx_speculation.samplers.constraints.masks import Masks
 
 
 class Choose(Protocol):
@@ -200,190 +197,177 @@ def remember(drafter: Any, tokens: SequenceOf[int]) -> None:
         drafter.remember(tokens)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TargetInfo:
-    """The target that something is to draft for.
+class Choices:
+    """The choices of one draft, for a drafter, and the check of what it made of them.
+
+    Args:
+        verifier: chooses for the request.
+        masks: what its constraint allows, if it has one.
+        stop: where a chain ends early; None: nowhere.
 
     Attributes:
-        model: the target.
-        tokenizer: its tokenizer.
-        folder: where it was loaded from; None: it is not known.
-        highest_id: the largest token id that its text may hold.
+        raised: what the request's own processors or constraint have raised in here.
     """
 
-    model: nn.Module
-    tokenizer: Any
-    folder: Path | None
-    highest_id: int
+    def __init__(
+        self,
+        verifier: Verifier,
+        masks: Masks | None = None,
+        stop: Stop | None = None,
+    ) -> None:
+        self._verifier = verifier
+        self._masks = masks
+        self._stop = stop
+        self._certainties: list[mx.array] = []
+        self._known: list[float] = []  # those of them that were read
+        self._drew = False
+        self._seen: list[mx.array] = []  # logits, judged together at the end
+        self.raised: BaseException | None = None
 
+    def anew(self) -> "Choices":
+        """Return the choices of another draft."""
+        return self.ending(self._stop)
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class DraftOptions:
-    """The options of a generator that its drafters follow.
+    def ending(self, stop: Stop | None) -> "Choices":
+        """Return the choices of another draft, which ends early there."""
+        return Choices(self._verifier, self._masks, stop)
 
-    Attributes:
-        sliding: what stands for sliding windows in the caches of draft models.
-        confidence: where a draft model stops, see `DraftModel`.
-        vocabulary: the token ids to draft from; None: all.
-        compiled: returns the compiled forward of a draft model; None: they run as
-            they are.
-    """
-
-    sliding: Sliding = "slack"
-    confidence: float = 0.0
-    vocabulary: SequenceOf[int] | None = None
-    compiled: Callable[[nn.Module], CompiledForward] | None = None
-
-
-@runtime_checkable
-class DraftSource(Protocol):
-    """A way to draft for one target: opens a drafter for each stream.
-
-    What is not overridden holds for a drafter without a model.
-
-    Attributes:
-        kind: "model", "lookup", "mtp" and so on; what statistics count by.
-        follows: whether its drafters read what the target computes.
-        measurable: whether calibration measures its rounds, and not those of a
-            stand-in, since how much it drafts depends on the text.
-        reducible: whether it can draft from some token ids only.
-    """
-
-    kind: str = "drafter"
-    follows: bool = False
-    measurable: bool = True
-    reducible: bool = False
-
-    @property
-    def reusable(self) -> bool:
-        """Whether several of its drafters may be open at once."""
-        return True
-
-    @property
-    def ends_early(self) -> bool:
-        """Whether its drafts may end early, see `engine.drafters.early_stop`."""
-        return False
-
-    @property
-    def models(self) -> SequenceOf[nn.Module]:
-        """The draft models, which have caches of their own."""
-        return ()
-
-    @property
-    def own_weights(self) -> nn.Module | None:
-        """The module that drafts, without what it shares with the target."""
-        return None
-
-    @property
-    def reduced_rows(self) -> nn.Module | None:
-        """The rows that were copied for a reduced vocabulary, if any."""
-        return None
-
-    def cost_key(self) -> str:
-        """Return what measured costs are kept under; "" where they are not kept."""
-        return ""
-
-    def members(self) -> "SequenceOf[DraftSource]":
-        """Return the sources of a cascade; itself otherwise."""
-        return [self]
-
-    def check(self, target: TargetInfo) -> None:
-        """Refuse a target that it does not fit, before anything runs.
+    def __call__(
+        self, logits: mx.array, rows: Rows, ids: mx.array | None = None
+    ) -> Chosen:
+        """Choose; see `Choose`.
 
         Raises:
-            InvalidRequestError: names the two values that do not fit.
+            InvalidRequestError: the arguments do not fit together.
         """
-        return
+        _check_rows(logits, rows, ids)
+        self._seen.append(logits)
+        if not self._verifier.indifferent:
+            usable = mx.isfinite(peaks(logits))[:, None]
+            logits = mx.where(usable, logits, mx.array(0, logits.dtype))
+        try:
+            if self._masks is not None:
+                rows = self._masks.on_draft(logits, rows, ids)
+            chosen = self._verifier.propose(logits, rows, ids)
+        except BaseException as error:
+            self.raised = error
+            raise
+        self._drew = self._drew or chosen.probs is not None
+        if self._stop is not None:
+            self._certainties.append(largest_probability(logits))
+        return chosen
 
-    def configured(self, options: DraftOptions) -> "DraftSource":
-        """Return the source of one generator, with its options.
+    def goes_on(self, token: mx.array) -> bool:
+        """Submit a chain's newest token; return whether it is to have a further one.
+
+        It is judged by the tokens before, so that the device computes a step while the
+        host waits for the one before it, and builds the next. So behind the first token
+        that is not worth its time another one is computed; both stay in the draft, for
+        to verify them costs less than it took to draft them.
+        """
+        if self._stop is None:
+            mx.async_eval(token)
+            return True
+        mx.async_eval(token, *self._certainties[-1:])
+        for certainty in self._certainties[len(self._known) : -1]:
+            self._known.append(float(certainty))
+        return self._stop.kept(self._known) == len(self._known)
+
+    def checked(self, draft: Draft, limit: int) -> Draft:
+        """Return the draft with ids that the target has a row for, and its doubts.
+
+        Which ids a drafter proposes by no chance cannot change the text, but an id
+        without a row in the target's embedding would be read from outside of it.
 
         Raises:
-            UnsupportedModelError: an option cannot be had with this model.
+            InvalidRequestError: the draft is none, or too long, or the laws of its
+                draws, which decide what is accepted, are not all there.
         """
-        return self
-
-    def open(
-        self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
-    ) -> Drafter:
-        """Return the drafter of one stream.
-
-        Args:
-            lane: the target's.
-            sequence: the known tokens.
-            draft_cache: the caller's caches of the draft model; None: new ones.
-        """
-        ...
-
-
-class HeadSource(DraftSource):
-    """A head on a target, which reads what that computes.
-
-    Attributes:
-        model: the target.
-    """
-
-    follows = True
-    model: nn.Module
-
-    def check(self, target: TargetInfo) -> None:
-        """Refuse another target than its own, and other token ids."""
-        if self.model is not target.model:
+        if not isinstance(draft, Draft) or not _holds_ids(draft.tokens):
             raise InvalidRequestError(
-                f"The head in {type(self).__name__} was put on another model than the "
-                "generator's. Make it with the same model object."
+                f"The drafter's propose() returned {_said(draft)}, and a Draft of "
+                "whole numbers [k] is needed. Return Draft(mx.array([...]))."
             )
-        self.check_ids(target.highest_id)
-
-    def check_ids(self, highest: int) -> None:
-        """Refuse a head that cannot be fed token ids 0 to `highest`, or drafts others.
-
-        Raises:
-            InvalidRequestError: names both numbers.
-        """
-
-    def cost_key(self) -> str:
-        """Return the shape of the head."""
-        module = self.own_weights
-        return "" if module is None else shape_of(module)
-
-
-def check_embedding(module: Any, name: str, highest: int) -> None:
-    """Refuse an embedding that lacks token ids; see `HeadSource.check_ids`.
-
-    Args:
-        module: nn.Embedding, as it is or quantized.
-        name: whose it is, for the message.
-        highest: the largest id that it will be fed.
-    """
-    rows = module.weight.shape[0]
-    if rows <= highest:
-        raise InvalidRequestError(
-            f"The {name} has {rows} embeddings, and the target's token ids go up to "
-            f"{highest}. Choose the head of this target."
+        if draft.length > limit:
+            raise InvalidRequestError(
+                f"The drafter proposed {draft.length} tokens, and at most {limit} were "
+                "asked for. Fix its propose()."
+            )
+        if draft.length == 0:
+            return draft
+        chooser = self._verifier.chooser
+        laws = None if draft.probs is None else draft.probs.shape
+        if self._drew and laws != (draft.length, chooser.width):
+            raise InvalidRequestError(
+                f"The drafter drew tokens by chance, and their probabilities are of "
+                f"shape {laws} instead of {(draft.length, chooser.width)}. Return "
+                "Draft.of(choices) with every choice, or choose none of them by chance."
+            )
+        if self._stop is not None and draft.length == len(self._certainties):
+            reads = draft.reads + len(self._known)
+            draft = replace(draft, reads=reads, certainties=tuple(self._certainties))
+        doubts = Doubts(
+            said=draft.tokens,
+            limit=chooser.limit,
+            peaks=_peaks_of(self._seen) if self._seen else None,
+        )
+        return replace(
+            draft, tokens=_within(draft.tokens, chooser.limit), doubts=doubts
         )
 
 
-def check_drafted(ids: mx.array | None, name: str, highest: int) -> None:
-    """Refuse a reduced vocabulary that has ids which the target lacks.
+def goes_on(choose: Choose, token: mx.array) -> bool:
+    """Submit the newest token of a chain; return whether it is to have a further one.
 
-    Args:
-        ids: the target's ids of the logits, uint32 [n]; None: all.
-        name: whose they are, for the message.
-        highest: the target's largest id.
+    Ask once after each choice: a chain that is long enough is not worth more time.
     """
-    drafted = 0 if ids is None else int(ids.max())
-    if drafted > highest:
+    if isinstance(choose, Choices):
+        return choose.goes_on(token)
+    mx.async_eval(token)
+    return True
+
+
+def _within(tokens: mx.array, limit: int) -> mx.array:
+    """Return ids, uint32, of which those below `limit` are the same."""
+    if tokens.dtype == mx.uint32:
+        return mx.minimum(tokens, limit - 1)
+    return mx.clip(tokens.astype(mx.int64), 0, limit - 1).astype(mx.uint32)
+
+
+def _peaks_of(seen: SequenceOf[mx.array]) -> mx.array:
+    """Return the peaks of all rows: at once, where they are of one width."""
+    if len({logits.shape[1] for logits in seen}) == 1:
+        return peaks(mx.concatenate([*seen]))
+    return mx.concatenate([peaks(logits) for logits in seen])
+
+
+def _check_rows(logits: Any, rows: Any, ids: Any) -> None:
+    """Refuse what cannot be chosen from."""
+    shape = logits.shape if isinstance(logits, mx.array) else None
+    count = rows.count if isinstance(rows, Rows) else None
+    if shape is None or len(shape) != 2 or shape[0] != count:
         raise InvalidRequestError(
-            f"The {name} drafts token ids up to {drafted}, and the target's go up to "
-            f"{highest}. Choose the head of this target."
+            f"choose was given logits of shape {shape} for {count} rows, and [rows, "
+            "vocab] is needed. Pass choose(logits[-1:], sequence.rows(ahead))."
+        )
+    if ids is not None and (not _holds_ids(ids) or len(ids) != shape[1]):
+        raise InvalidRequestError(
+            f"choose was given logits of {shape[1]} columns and {_said(ids)} as their "
+            "ids. Pass one id for each column."
         )
 
 
-def shape_of(model: nn.Module) -> str:
-    """Return a digest of a model's class and of its parameters' names and types."""
-    digest = hashlib.sha256(f"{type(model).__module__}\n".encode())
-    arrays: Any = tree_flatten(model.parameters())
-    for name, array in sorted(arrays, key=itemgetter(0)):
-        digest.update(f"{name} {array.shape} {array.dtype}\n".encode())
-    return digest.hexdigest()
+def _holds_ids(array: Any) -> bool:
+    return (
+        isinstance(array, mx.array)
+        and array.ndim == 1
+        and (array.dtype == mx.uint32 or mx.issubdtype(array.dtype, mx.integer))
+    )
+
+
+def _said(found: Any) -> str:
+    """Describe what stands where token ids should."""
+    array = found.tokens if isinstance(found, Draft) else found
+    if isinstance(array, mx.array):
+        return f"an array {array.shape} of {array.dtype}"
+    return f"a {type(array).__name__}"

@@ -9,19 +9,17 @@ import mlx.nn as nn
 
 from mlx_speculation.engine.drafters.base import (
     NOTHING,
+    Choices,
     Choose,
     Draft,
     Drafter,
-    DraftOptions,
-    DraftSource,
     ReadsAhead,
-    TargetInfo,
     lanes_of,
     remember,
 )
-from mlx_speculation.engine.drafters.choices import Choices
 from mlx_speculation.engine.drafters.early_stop import Stop
 from mlx_speculation.engine.drafters.fault_guard import FaultGuard, NoteFault
+from mlx_speculation.engine.drafters.source import DraftOptions, DraftSource, TargetInfo
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane

@@ -9,16 +9,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.caches import check_single, check_supported, leaves, position
-from mlx_speculation.engine.drafters.base import (
-    Choose,
-    Draft,
+from mlx_speculation.engine.drafters.base import Choose, Draft, goes_on
+from mlx_speculation.engine.drafters.early_stop import largest_probability
+from mlx_speculation.engine.drafters.source import (
     DraftOptions,
     DraftSource,
     TargetInfo,
     shape_of,
 )
-from mlx_speculation.engine.drafters.choices import goes_on
-from mlx_speculation.engine.drafters.early_stop import largest_probability
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import (

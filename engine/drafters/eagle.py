@@ -11,13 +11,13 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_speculation.engine.drafters.base import (
+from mlx_speculation.engine.drafters.mtp import MtpDrafter
+from mlx_speculation.engine.drafters.source import (
     HeadSource,
     TargetInfo,
     check_drafted,
     check_embedding,
 )
-from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import (
     CommittedStates,

@@ -24,6 +24,7 @@ import mlx.core as mx
 
 from mlx_speculation.engine.drafters.base import (
     NOTHING,
+    Choices,
     Choose,
     Doubts,
     Draft,
@@ -32,7 +33,6 @@ from mlx_speculation.engine.drafters.base import (
     lanes_of,
     remember,
 )
-from mlx_speculation.engine.drafters.choices import Choices
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.stats import DrafterFault
 from mlx_speculation.models import Lane

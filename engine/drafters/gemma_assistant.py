@@ -20,13 +20,8 @@ from typing import Any, Protocol, get_args
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.engine.drafters.base import (
-    Choose,
-    Draft,
-    HeadSource,
-    TargetInfo,
-)
-from mlx_speculation.engine.drafters.choices import goes_on
+from mlx_speculation.engine.drafters.base import Choose, Draft, goes_on
+from mlx_speculation.engine.drafters.source import HeadSource, TargetInfo
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import CommittedStates, HiddenStates, Lane, MtpConvention

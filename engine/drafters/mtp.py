@@ -21,15 +21,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.engine.drafters.base import (
-    Choose,
-    Draft,
+from mlx_speculation.engine.drafters.base import Choose, Draft, goes_on
+from mlx_speculation.engine.drafters.source import (
     DraftOptions,
     HeadSource,
     TargetInfo,
     check_embedding,
 )
-from mlx_speculation.engine.drafters.choices import goes_on
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import (
     CommittedStates,

@@ -7,12 +7,12 @@ A folder says by its config.json what it is. A new kind is one line in `SOURCES`
 from pathlib import Path
 from typing import Any, Protocol
 
-from mlx_speculation.engine.drafters.base import DraftSource, TargetInfo
 from mlx_speculation.engine.drafters.dflash import DFlashDraft
 from mlx_speculation.engine.drafters.draft_model import ModelSource
 from mlx_speculation.engine.drafters.eagle import EagleDraft
 from mlx_speculation.engine.drafters.gemma_assistant import AssistantDraft
 from mlx_speculation.engine.drafters.mtp import MtpDraft
+from mlx_speculation.engine.drafters.source import DraftSource, TargetInfo
 from mlx_speculation.models import (
     MtpConvention,
     check_model_folder,

@@ -21,11 +21,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_speculation.engine.drafters.base import (
-    Drafter,
-    DraftSource,
-    TargetInfo,
-)
+from mlx_speculation.engine.drafters.base import Drafter
 from mlx_speculation.engine.drafters.cascade import Cascade
 from mlx_speculation.engine.drafters.draft_model import ModelSource
 from mlx_speculation.engine.drafters.mtp import MtpDraft
@@ -34,6 +30,7 @@ from mlx_speculation.engine.drafters.registry import (
     LoadedSource,
     draft_folder,
 )
+from mlx_speculation.engine.drafters.source import DraftSource, TargetInfo
 from mlx_speculation.engine.drafters.user_drafter import UserDrafter
 from mlx_speculation.engine.lookup.drafter import LookupDrafter
 from mlx_speculation.errors import (

@@ -4,7 +4,8 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_speculation.engine.drafters.base import Drafter, DraftSource, shape_of
+from mlx_speculation.engine.drafters.base import Drafter
+from mlx_speculation.engine.drafters.source import DraftSource, shape_of
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import Lane
 

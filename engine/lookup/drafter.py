@@ -17,7 +17,8 @@ from typing import Any, Literal, get_args
 
 import mlx.core as mx
 
-from mlx_speculation.engine.drafters.base import NOTHING, Choose, Draft, DraftSource
+from mlx_speculation.engine.drafters.base import NOTHING, Choose, Draft
+from mlx_speculation.engine.drafters.source import DraftSource
 from mlx_speculation.engine.lookup.index import (
     BREAK,
     Index,

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_speculation.engine.drafters.base import NOTHING, Draft, Drafter
-from mlx_speculation.engine.drafters.choices import Choices
+from mlx_speculation.engine.drafters.base import NOTHING, Choices, Draft, Drafter
 from mlx_speculation.engine.drafters.early_stop import Stop
 from mlx_speculation.engine.round.outcome import Cut, Pending, RoundOutcome, read
 from mlx_speculation.engine.round.request import Request

@@ -42,7 +42,7 @@ from mlx_speculation.engine.draft_length.break_even import worth_of_time
 from mlx_speculation.engine.draft_length.calibration import ConstantDrafter
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.engine.draft_length.policies import DraftLengthPolicies
-from mlx_speculation.engine.drafters.base import Choose, Draft, TargetInfo
+from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.drafters.draft_model import DraftModel
 from mlx_speculation.engine.drafters.early_stop import (
     EDGES,
@@ -51,6 +51,7 @@ from mlx_speculation.engine.drafters.early_stop import (
     Stop,
 )
 from mlx_speculation.engine.drafters.resolve import resolve
+from mlx_speculation.engine.drafters.source import TargetInfo
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.outcome import RoundOutcome

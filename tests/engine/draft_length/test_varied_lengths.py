@@ -25,7 +25,7 @@ from mlx_speculation import (
     SpeculativeGenerator,
 )
 from mlx_speculation.engine import Stream
-from mlx_speculation.engine.drafters.base import HeadSource
+from mlx_speculation.engine.drafters.source import HeadSource
 from mlx_speculation.engine.stream_factory import StreamFactory
 from mlx_speculation.errors import SpeculationError
 from mlx_speculation.samplers import Chooser

@@ -25,8 +25,7 @@ from mlx_speculation import (
     reduced_vocabulary,
 )
 from mlx_speculation.engine import EagleDraft, MtpDraft
-from mlx_speculation.engine.drafters.base import Draft
-from mlx_speculation.engine.drafters.choices import Choices
+from mlx_speculation.engine.drafters.base import Choices, Draft
 from mlx_speculation.models import (
     LaneRound,
     MtpConvention,

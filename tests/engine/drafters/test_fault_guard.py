@@ -31,8 +31,7 @@ from mlx_speculation import (
     pure,
 )
 from mlx_speculation.engine import MtpDraft, MtpDrafter, Result
-from mlx_speculation.engine.drafters.base import Choose, Draft
-from mlx_speculation.engine.drafters.choices import Choices
+from mlx_speculation.engine.drafters.base import Choices, Choose, Draft
 from mlx_speculation.engine.drafters.draft_model import DraftModel
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import Lane

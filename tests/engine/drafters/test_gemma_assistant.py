@@ -31,7 +31,8 @@ from mlx_speculation import (
 )
 from mlx_speculation.demo import demo_prompts
 from mlx_speculation.engine import AssistantDraft, Cascade, Draft
-from mlx_speculation.engine.drafters.base import Choose, HeadSource
+from mlx_speculation.engine.drafters.base import Choose
+from mlx_speculation.engine.drafters.source import HeadSource
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import (
     DrafterFaultWarning,

@@ -23,8 +23,8 @@ from mlx_speculation import (
     stream_generate,
 )
 from mlx_speculation.engine.drafters import resolve as resolve_module
-from mlx_speculation.engine.drafters.base import DraftSource, TargetInfo
 from mlx_speculation.engine.drafters.resolve import resolve
+from mlx_speculation.engine.drafters.source import DraftSource, TargetInfo
 from support.models.demo_folders import copy_of
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer

@@ -155,8 +155,8 @@ def _resolved(
     draft: str, folder: Path, target: "nn.Module", tokenizer: Any, trusted: bool = False
 ) -> "Resolved":
     """Return the source of a draft."""
-    from mlx_speculation.engine.drafters.base import TargetInfo
     from mlx_speculation.engine.drafters.resolve import find_draft, resolve
+    from mlx_speculation.engine.drafters.source import TargetInfo
     from mlx_speculation.models import TokenIds, logit_width, wrapped
 
     named = find_draft(draft, target=folder, trust_remote_code=trusted)

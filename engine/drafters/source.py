@@ -1,0 +1,207 @@
+"""What opens a drafter for each stream: one source for each generator."""
+
+import hashlib
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_speculation.engine.drafters.base import Drafter
+from mlx_speculation.engine.prompt import Sequence
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models import CompiledForward, Lane, Sliding
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TargetInfo:
+    """The target that something is to draft for.
+
+    Attributes:
+        model: the target.
+        tokenizer: its tokenizer.
+        folder: where it was loaded from; None: it is not known.
+        highest_id: the largest token id that its text may hold.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    folder: Path | None
+    highest_id: int
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class DraftOptions:
+    """The options of a generator that its drafters follow.
+
+    Attributes:
+        sliding: what stands for sliding windows in the caches of draft models.
+        confidence: where a draft model stops, see `DraftModel`.
+        vocabulary: the token ids to draft from; None: all.
+        compiled: returns the compiled forward of a draft model; None: they run as
+            they are.
+    """
+
+    sliding: Sliding = "slack"
+    confidence: float = 0.0
+    vocabulary: SequenceOf[int] | None = None
+    compiled: Callable[[nn.Module], CompiledForward] | None = None
+
+
+@runtime_checkable
+class DraftSource(Protocol):
+    """A way to draft for one target: opens a drafter for each stream.
+
+    What is not overridden holds for a drafter without a model.
+
+    Attributes:
+        kind: "model", "lookup", "mtp" and so on; what statistics count by.
+        follows: whether its drafters read what the target computes.
+        measurable: whether calibration measures its rounds, and not those of a
+            stand-in, since how much it drafts depends on the text.
+        reducible: whether it can draft from some token ids only.
+    """
+
+    kind: str = "drafter"
+    follows: bool = False
+    measurable: bool = True
+    reducible: bool = False
+
+    @property
+    def reusable(self) -> bool:
+        """Whether several of its drafters may be open at once."""
+        return True
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether its drafts may end early, see `engine.drafters.early_stop`."""
+        return False
+
+    @property
+    def models(self) -> SequenceOf[nn.Module]:
+        """The draft models, which have caches of their own."""
+        return ()
+
+    @property
+    def own_weights(self) -> nn.Module | None:
+        """The module that drafts, without what it shares with the target."""
+        return None
+
+    @property
+    def reduced_rows(self) -> nn.Module | None:
+        """The rows that were copied for a reduced vocabulary, if any."""
+        return None
+
+    def cost_key(self) -> str:
+        """Return what measured costs are kept under; "" where they are not kept."""
+        return ""
+
+    def members(self) -> "SequenceOf[DraftSource]":
+        """Return the sources of a cascade; itself otherwise."""
+        return [self]
+
+    def check(self, target: TargetInfo) -> None:
+        """Refuse a target that it does not fit, before anything runs.
+
+        Raises:
+            InvalidRequestError: names the two values that do not fit.
+        """
+        return
+
+    def configured(self, options: DraftOptions) -> "DraftSource":
+        """Return the source of one generator, with its options.
+
+        Raises:
+            UnsupportedModelError: an option cannot be had with this model.
+        """
+        return self
+
+    def open(
+        self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
+    ) -> Drafter:
+        """Return the drafter of one stream.
+
+        Args:
+            lane: the target's.
+            sequence: the known tokens.
+            draft_cache: the caller's caches of the draft model; None: new ones.
+        """
+        ...
+
+
+class HeadSource(DraftSource):
+    """A head on a target, which reads what that computes.
+
+    Attributes:
+        model: the target.
+    """
+
+    follows = True
+    model: nn.Module
+
+    def check(self, target: TargetInfo) -> None:
+        """Refuse another target than its own, and other token ids."""
+        if self.model is not target.model:
+            raise InvalidRequestError(
+                f"The head in {type(self).__name__} was put on another model than the "
+                "generator's. Make it with the same model object."
+            )
+        self.check_ids(target.highest_id)
+
+    def check_ids(self, highest: int) -> None:
+        """Refuse a head that cannot be fed token ids 0 to `highest`, or drafts others.
+
+        Raises:
+            InvalidRequestError: names both numbers.
+        """
+
+    def cost_key(self) -> str:
+        """Return the shape of the head."""
+        module = self.own_weights
+        return "" if module is None else shape_of(module)
+
+
+def check_embedding(module: Any, name: str, highest: int) -> None:
+    """Refuse an embedding that lacks token ids; see `HeadSource.check_ids`.
+
+    Args:
+        module: nn.Embedding, as it is or quantized.
+        name: whose it is, for the message.
+        highest: the largest id that it will be fed.
+    """
+    rows = module.weight.shape[0]
+    if rows <= highest:
+        raise InvalidRequestError(
+            f"The {name} has {rows} embeddings, and the target's token ids go up to "
+            f"{highest}. Choose the head of this target."
+        )
+
+
+def check_drafted(ids: mx.array | None, name: str, highest: int) -> None:
+    """Refuse a reduced vocabulary that has ids which the target lacks.
+
+    Args:
+        ids: the target's ids of the logits, uint32 [n]; None: all.
+        name: whose they are, for the message.
+        highest: the target's largest id.
+    """
+    drafted = 0 if ids is None else int(ids.max())
+    if drafted > highest:
+        raise InvalidRequestError(
+            f"The {name} drafts token ids up to {drafted}, and the target's go up to "
+            f"{highest}. Choose the head of this target."
+        )
+
+
+def shape_of(model: nn.Module) -> str:
+    """Return a digest of a model's class and of its parameters' names and types."""
+    digest = hashlib.sha256(f"{type(model).__module__}\n".encode())
+    arrays: Any = tree_flatten(model.parameters())
+    for name, array in sorted(arrays, key=itemgetter(0)):
+        digest.update(f"{name} {array.shape} {array.dtype}\n".encode())
+    return digest.hexdigest()
