@@ -97,9 +97,7 @@ def benchmark(
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     auto: Annotated[
         bool | None,
-        typer.Option(
-            help="DraftLengthPolicy by measurement too; by default for the dense."
-        ),
+        typer.Option(help="The adaptive draft length too; by default for the dense."),
     ] = None,
     mlx_lm_speculation: Annotated[
         bool,
