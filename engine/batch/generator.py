@@ -25,7 +25,7 @@ from mlx_speculation.engine.batch.request import BatchRequest, reason_alone
 from mlx_speculation.engine.batch.results import BatchResponse, BatchStatistics
 from mlx_speculation.engine.result import Result
 from mlx_speculation.errors import InvalidRequestError, SpeculationError
-from mlx_speculation.interrupts import DeferredSignals
+from mlx_speculation.interrupts import DeferredSignals, raised_by_signal
 from mlx_speculation.models import RowSizes, wired
 
 if TYPE_CHECKING:
@@ -252,6 +252,8 @@ class BatchGenerator:
                 if not row.begin(room.fits):
                     break
             except Exception as error:
+                if raised_by_signal(error):
+                    raise
                 row.error = error
             if row.alone is None and not row.ended:
                 row.keep_prompt()
@@ -296,6 +298,8 @@ class BatchGenerator:
         try:
             row.chunks = row.stream.next_round(room.fits)
         except Exception as error:
+            if raised_by_signal(error):
+                raise
             row.error = error
         self.stats.drafted += stats.drafted - drafted
         self.stats.accepted += stats.accepted - accepted

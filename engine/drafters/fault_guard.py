@@ -35,6 +35,7 @@ from mlx_speculation.engine.drafters.base import (
 )
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.stats import DrafterFault
+from mlx_speculation.interrupts import raised_by_signal
 from mlx_speculation.models import Lane
 
 NoteFault = Callable[[DrafterFault], None]
@@ -161,7 +162,7 @@ class FaultGuard:
 
     def _fail(self, call: str, error: Exception) -> None:
         """Disable the drafter, and note why; MemoryError is raised."""
-        if isinstance(error, MemoryError):
+        if isinstance(error, MemoryError) or raised_by_signal(error):
             raise error
         self._disabled = True
         if self._target is not None:

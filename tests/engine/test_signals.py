@@ -247,3 +247,28 @@ def test_a_signal_at_any_time_of_a_stream_closes_it(
                         known = [*held, result.next_token]
             made.check(case, known[len(prompt) :][:TOKENS])
     assert hits
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_an_error_that_a_handler_raises_ends_no_row(joined: bool) -> None:
+    """As a time limit of the caller's; the drafter is not at fault either."""
+    made, case = bench("llama"), Case(40, Sampling(), 9, prefill_step=12)
+
+    def late(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, late)
+    try:
+        with BatchGenerator(made.generator("model")) as batch:
+            uid = made.insert(batch, case)
+            while joined and not batch.running:
+                batch.next()
+            with signal_at_opcode(1500), pytest.raises(TimeoutError):
+                batch.next()
+            while batch.running or batch.waiting:
+                batch.next()
+            assert batch.error(uid) is None
+            assert batch.result(uid).stats.drafter_faults == []
+            made.check(case, batch.result(uid).tokens)
+    finally:
+        signal.signal(signal.SIGALRM, before)
