@@ -63,7 +63,7 @@ class DraftSource(Protocol):
         kind: "model", "lookup", "mtp" and so on; what statistics count by.
         follows: whether its drafters read what the target computes.
         measurable: whether calibration measures its rounds, and not those of a
-            stand-in, since how much it drafts depends on the text.
+            substitute, since how much it drafts depends on the text.
         reducible: whether it can draft from some token ids only.
     """
 

@@ -1,4 +1,4 @@
-"""Which convention an MTP head was trained with, told by what it makes of its target.
+"""Which convention an MTP head was trained with, found by what it makes of its target.
 
 The target writes a little text. Over the pairs of its states and tokens the head
 guesses that text, once for each candidate: one field of the convention is changed at a

@@ -13,7 +13,7 @@ is not to change with the load in its middle.
 
 An idle thread turns in a circle too, for some 100 ms. Where two threads are asked for
 on two cores, it takes the second one from mlx's own threads, which build the graph and
-compute it, and plain steps and rounds took 5 to 30 % longer. So there it is told to
+compute it, and plain steps and rounds took 5 to 30 % longer. So there it has to
 sleep at once, unless `OPENBLAS_THREAD_TIMEOUT` is set. From four cores on that makes
 rounds slower, since all of them are woken for each product.
 """
