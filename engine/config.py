@@ -77,12 +77,6 @@ class GeneratorConfig:
         """The draft models, in the order in which they are asked."""
         return () if self.draft is None else self.draft.models
 
-    def lane(
-        self, model: nn.Module, caches: list[Any] | None = None, seen: int = 0
-    ) -> Lane:
-        """Return a lane of the target or of a draft model, with these options."""
-        return Lane(model, caches, seen, sliding=self.sliding)
-
 
 def checked_setup(
     model: nn.Module,

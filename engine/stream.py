@@ -1,5 +1,10 @@
-"""One running generation: an iterator of chunks that can be closed at any time."""
+"""One running generation: an iterator of chunks that can be closed at any time.
 
+Where the target is on several ranks, all of them yield the same chunks. Rank 0 says
+where the text ends, unless a rank leaves by an error, which ends it for all.
+"""
+
+import sys
 import time
 import warnings
 from collections import deque
@@ -8,10 +13,11 @@ from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 
 from mlx_speculation.engine.detokenizer import TextDetokenizer
+from mlx_speculation.engine.distributed import ClosedByLeaderError, RankSession
 from mlx_speculation.engine.draft_length.base import Outcome, Plan
 from mlx_speculation.engine.memory import Memory
 from mlx_speculation.engine.prefix_reuse import PrefixReuse
-from mlx_speculation.engine.result import Chunk, LogProb, Result
+from mlx_speculation.engine.result import Chunk, Result
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.outcome import RoundOutcome
 from mlx_speculation.engine.round.request import Request
@@ -41,12 +47,12 @@ class Stream:
         yielded_only: see `SpeculativeGenerator.stream`.
         level_draft: see there.
         running: entered at the first chunk, left at the end.
+        session: the stream on all ranks; None: there is one.
 
     Attributes:
         ready: chunks of the last round that were not yielded yet.
         reason: why the text ends with the last of them; None: it goes on.
         prefixes: as passed; None once nothing more is to be left.
-        before_round: called before each round, if not None.
     """
 
     def __init__(
@@ -63,6 +69,7 @@ class Stream:
         remember: Callable[[list[int]], None] | None = None,
         yielded_only: bool = False,
         level_draft: bool = False,
+        session: RankSession | None = None,
     ) -> None:
         self._decoder = decoder
         self._statistics = decoder.request.statistics
@@ -77,7 +84,7 @@ class Stream:
         self._remember = remember
         self._yielded_only = yielded_only
         self._level_draft = level_draft
-        self.before_round: Callable[[], None] | None = None
+        self._session = session
         self._open = ExitStack()
         self._started = False
         self._prompt_read = False
@@ -143,11 +150,29 @@ class Stream:
         return self._result
 
     def close(self) -> None:
-        """End the generation now. The second call does nothing."""
+        """End the generation now; on other ranks than 0, where rank 0 ends it.
+
+        The second call does nothing.
+        """
+        session = self._session
+        taken_back = len(self.ready) if self._yielded_only else 0
+        if session is None:
+            self._close(taken_back)
+        elif session.leads or not session.running:
+            with session.inside():
+                session.close(taken_back)
+                self._close(taken_back)
+        else:
+            self.ready.clear()
+            for _ in self:
+                pass
+
+    def _close(self, taken_back: int) -> None:
+        """End here, without so many of the known tokens."""
         with DeferredSignals():
             if self._result is None:
-                if self._yielded_only and self.ready:
-                    self._decoder.ending.take_back(len(self.ready))
+                if taken_back:
+                    self._decoder.ending.take_back(taken_back)
                 # Without a round the prompt is all there is, and nobody asked for it.
                 self.end("closed", hold_all=self.stats.rounds > 0)
 
@@ -171,6 +196,15 @@ class Stream:
         return self
 
     def __next__(self) -> Chunk:
+        if self._session is None:
+            return self._next()
+        with self._session.inside():
+            chunk = self._next()
+            self._session.settled()
+            return chunk
+
+    def _next(self) -> Chunk:
+        """Return the next chunk, and run a round if there is none."""
         count = len(self._yielded)
         try:
             with DeferredSignals(checkpoints=True):
@@ -178,8 +212,6 @@ class Stream:
                 if self._result is not None:
                     raise StopIteration
                 return self.next_chunk()
-        except StopIteration:
-            raise
         except BaseException:
             if self._result is None:  # of a signal
                 if len(self._yielded) > count:  # which kept the chunk from the caller
@@ -197,11 +229,10 @@ class Stream:
         try:
             if not self._in_rounds and not (self.begin() and self._in_rounds):
                 return
-            if self.before_round is not None:
-                self.before_round()
-            budget = self._max_tokens - self._statistics.emitted
+            if self._session is not None and self._decoder.planned:
+                self._session.turn()  # else the exchange of its plan begins it
             self.ready.clear()
-            self.reason = self._decoder.next_round(budget, self.cut)
+            self.reason = self._decoder.next_round(self.budget, self.cut)
             if self.prefixes is not None:
                 self.prefixes.between_rounds()
             # With `yielded_only` at the last chunk: until then it may be taken back.
@@ -209,6 +240,8 @@ class Stream:
                 self._decoder.ending.hold_all()
             if self._statistics.drafter_faults:
                 self.warn_of_faults()
+        except ClosedByLeaderError as closed:
+            self._close(closed.taken_back)
         except Exception as error:
             if not raised_by_signal(error):
                 self.end("error", hold_all=False)
@@ -235,7 +268,11 @@ class Stream:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        follows = self._session is not None and not self._session.leads
+        if error is not None and follows and self._result is None:
+            self.end("error", hold_all=False)  # by this rank 0 knows of it
+        else:
+            self.close()
 
     def __del__(self) -> None:
         """Leave what was entered, when the stream is dropped before its end.
@@ -280,34 +317,33 @@ class Stream:
         return self._max_tokens - self._statistics.emitted
 
     def warn_of_faults(self) -> None:
-        """Say once that a drafter was set aside; `stats` has every one."""
+        """Say once that a drafter was disabled; `stats` has every one."""
         faults = self.stats.drafter_faults
         if faults and not self._warned:
             self._warned = True
-            first = faults[0]
-            warnings.warn(
-                f"The drafter {first.drafter} is disabled, and the text goes on "
-                f"without it: {first.call}() failed with {first.reason} "
-                "(stats.drafter_faults has the traceback)",
-                DrafterFaultWarning,
-                stacklevel=4,
-            )
+            warnings.warn(str(faults[0]), DrafterFaultWarning, stacklevel=4)
 
     def end(self, reason: str, *, hold_all: bool = True) -> None:
         """Let the caches hold what they should, and set the result."""
-        with DeferredSignals():  # without checkpoints
-            self._settle_caches(reason, hold_all=hold_all)
-            self._set_result(reason)
-            self._leave_prefixes(reason)
-
-    def _settle_caches(self, reason: str, *, hold_all: bool) -> None:
-        if self._hold_all and hold_all:
-            self._decoder.ending.hold_all()
-        if self._level_draft and reason != "error" and self._started:
-            self._decoder.ending.level_draft()
+        error = sys.exception() if reason == "error" else None
+        try:
+            with DeferredSignals():  # without checkpoints
+                if self._hold_all and hold_all:
+                    self._decoder.ending.hold_all()
+                if self._level_draft and reason != "error" and self._started:
+                    self._decoder.ending.level_draft()
+                self._set_result(reason)
+                self._leave_prefixes(reason)
+        except BaseException as second:
+            error = error or second
+            raise
+        finally:
+            if self._session is not None:
+                self._session.end(error)
 
     def _set_result(self, reason: str) -> None:
         known = self._hold_all and reason != "error"
+        logprobs = [one.logprob for one in self._yielded if one.logprob is not None]
         self.ready.clear()
         self._open.close()
         self.request.policy.end()  # learns from the stream as a whole
@@ -320,7 +356,7 @@ class Stream:
             cached_tokens=self.cached_tokens,
             next_token=self._decoder.ending.next_token() if known else None,
             memory=self._memory(),
-            logprobs=self._logprobs(),
+            logprobs=None if self.request.top is None else logprobs,
             origins=tuple(chunk.origin for chunk in self._yielded),
         )
 
@@ -331,11 +367,6 @@ class Stream:
             self.prefixes.store(self._sequence.tokens)
         if self._remember is not None and self._started and reason != "error":
             self._remember(self._sequence.tokens)
-
-    def _logprobs(self) -> list[LogProb] | None:
-        if self.request.top is None:
-            return None
-        return [chunk.logprob for chunk in self._yielded if chunk.logprob is not None]
 
     def _reuse(self) -> None:
         """Let the lanes hold what earlier requests had in common with this one."""

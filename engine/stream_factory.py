@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,10 @@ from mlx_speculation.engine.argument_checks import (
 from mlx_speculation.engine.config import GeneratorConfig
 from mlx_speculation.engine.detokenizer import TextDetokenizer
 from mlx_speculation.engine.distributed import (
-    RankParts,
-    StreamSetup,
-    fields_of_stream,
+    digest_of,
+    never_called,
+    on_ranks,
+    shown,
 )
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
 from mlx_speculation.engine.draft_length.calibration import measured_draft
@@ -34,7 +35,6 @@ from mlx_speculation.engine.memory import Memory, Weights, held_memory
 from mlx_speculation.engine.options import GenerateOptions
 from mlx_speculation.engine.prefix_reuse import PrefixReuse
 from mlx_speculation.engine.prompt import Sequence
-from mlx_speculation.engine.ranked_stream import RankedStream
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.stats import Statistics
@@ -78,14 +78,17 @@ class StreamFactory:
             InvalidRequestError: names the two values that do not fit.
             ConstraintError: the constraint fails before the first token.
         """
-        setup = self._setup
-        ranks = StreamSetup(setup.ranked, setup.draft)
-        sampling = ranks.with_seed(options.sampling)
+        setup, ranked = self._setup, self._setup.ranked
+        session = None if ranked is None else ranked.next_stream(setup.draft)
+        sampling = options.sampling or Sampling()
+        if session is not None:
+            sampling = session.with_seed(sampling)
+        sampling = sampling.with_seed()
         check_counts(options.max_tokens, options.logprobs)
         sequence, seen = setup.prompts.sequence(
             prompt, options.prompt_cache, options.cached_tokens
         )
-        target = setup.lane(setup.model, options.prompt_cache, seen)
+        target = Lane(setup.model, options.prompt_cache, seen, sliding=setup.sliding)
         target.prefill_step = options.prefill_step_size
         target.prefill_progress = options.prompt_progress
         target.quantization = options.kv_quantization
@@ -103,36 +106,36 @@ class StreamFactory:
         ):
             drafter.turns = lengths.turns
         verifier = Verifier(chooser, setup.acceptance, whole_rows=options.logprob_rows)
-        parts = ranks.parts(
-            RankParts(drafter, lengths, verifier),
-            partial(self._fields, options, sequence, seen, sampling, stops, ends),
-        )
-        assert sampling.seed is not None
         request = Request(
             target=target,
             sequence=sequence,
-            verifier=parts.verifier,
-            drafter=parts.drafter,
-            policy=parts.policy,
+            verifier=verifier,
+            drafter=drafter,
+            policy=lengths,
             masks=masks,
             top=options.logprobs,
             explain=options.explain,
             statistics=statistics,
         )
-        session = ranks.session
-        make = Stream if session is None else partial(RankedStream, session)
-        stream = make(
+        running: AbstractContextManager[None] = wired(setup.model)
+        if ranked is not None and session is not None:
+            session.expect(self._fields(options, sequence, seen, sampling, stops, ends))
+            request = on_ranks(request, session)
+            running = ranked.running(session, target, running)
+        assert sampling.seed is not None
+        stream = Stream(
             decoder=Decoder(request),
             text=TextDetokenizer(setup.tokenizer.detokenizer, ends, stops),
             max_tokens=options.max_tokens,
             seed=sampling.seed,
             hold_all=options.prompt_cache is not None,
-            running=self._running(ranks.running(target, wired(setup.model))),
+            running=self._running(running),
             memory=self._memory(target, drafter),
             prefixes=self._prefixes(options, target, drafter, lengths),
             remember=partial(remember, drafter),
             yielded_only=options.yielded_only,
             level_draft=options.level_draft,
+            session=session,
         )
         if setup.draft is not None and not setup.draft.reusable:
             self._busy = weakref.ref(stream)
@@ -147,15 +150,16 @@ class StreamFactory:
             yield
 
     def _chooser(self, sampling: Sampling) -> Chooser:
+        """Return what chooses for the target; on a follower it is not asked."""
         setup = self._setup
-        chooser = Chooser(
-            sampling,
-            setup.ids.width,
-            limit=setup.target_width,
-            missing=setup.ids.missing,
-        )
+
+        def make(options: Sampling) -> Chooser:
+            ids, limit = setup.ids, setup.target_width
+            return Chooser(options, ids.width, limit=limit, missing=ids.missing)
+
+        chooser = make(sampling)
         check_rule(setup.acceptance, chooser)
-        return chooser
+        return chooser if setup.decides else make(never_called(chooser))
 
     def _end_ids(self, stop_tokens: Collection[int] | None) -> frozenset[int]:
         """Return the ids that end the text."""
@@ -179,23 +183,28 @@ class StreamFactory:
         stops: tuple[str, ...],
         ends: frozenset[int],
     ) -> dict[str, Any]:
-        """Return what has to be the same on all ranks."""
+        """Return what has to be the same on all ranks, by the name of the option.
+
+        A difference would let ranks run other rounds, and wait for each other for ever.
+        What is rank 0's alone, such as its draft, is not among it.
+        """
         setup, length = self._setup, options.draft_length
-        return fields_of_stream(
-            sequence,
-            seen,
-            sampling,
-            max_tokens=options.max_tokens,
-            stops=stops,
-            ends=ends,
-            draft_length=setup.lengths.usual if length is None else length,
-            max_draft=options.max_draft,
-            acceptance=setup.acceptance,
-            constraint=options.constraint,
-            prefill_step_size=options.prefill_step_size,
-            kv_quantization=options.kv_quantization,
-            yielded_only=options.yielded_only,
-        )
+        found = {
+            "the prompt": digest_of(sequence.tokens),
+            "what the caches hold": f"{sequence.start + seen} tokens",
+            "max_tokens": options.max_tokens,
+            "stop": stops,
+            "stop_tokens": sorted(ends),
+            "draft_length": setup.lengths.usual if length is None else length,
+            "max_draft": options.max_draft,
+            "acceptance": setup.acceptance,
+            "constraint": options.constraint,
+            "prefill_step_size": options.prefill_step_size,
+            "kv_quantization": options.kv_quantization,
+            "yielded_only": options.yielded_only,
+        }
+        found |= {one.name: getattr(sampling, one.name) for one in fields(Sampling)}
+        return {name: shown(value) for name, value in found.items()}
 
     def _prefixes(
         self,

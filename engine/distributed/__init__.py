@@ -11,21 +11,26 @@ beside it.
     leader_follower   the two sides of it, around draft lengths, drafter and verifier
     consistency       what has to be equal on all ranks
     target            the part of a generator that knows of ranks
-    setup             what the rest of the engine calls
 
-`engine.ranked_stream` is the stream that runs so. It knows neither text nor how a round
+A stream that is given a session runs so. This room knows neither text nor how a round
 runs.
 """
 
-from mlx_speculation.engine.distributed.consistency import fields_of_stream
-from mlx_speculation.engine.distributed.leader_follower import RankParts
-from mlx_speculation.engine.distributed.setup import StreamSetup
+from mlx_speculation.engine.distributed.consistency import digest_of, shown
+from mlx_speculation.engine.distributed.leader_follower import never_called, on_ranks
+from mlx_speculation.engine.distributed.session import (
+    ClosedByLeaderError,
+    RankSession,
+)
 from mlx_speculation.engine.distributed.target import RankedTarget, all_or_none
 
 __all__ = [
-    "RankParts",
+    "ClosedByLeaderError",
+    "RankSession",
     "RankedTarget",
-    "StreamSetup",
     "all_or_none",
-    "fields_of_stream",
+    "digest_of",
+    "never_called",
+    "on_ranks",
+    "shown",
 ]

@@ -1,22 +1,13 @@
-"""What has to be the same on all ranks when a stream begins, as plain values.
-
-A difference here would let ranks run other rounds, and wait for each other for ever.
-What is rank 0's alone, such as its draft, is not among it.
-"""
+"""What has to be the same on all ranks when a stream begins, as plain values."""
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.nn as nn
 
-from mlx_speculation.caches import KVQuantization
-from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
-from mlx_speculation.engine.prompt import Sequence as Tokens
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import Parallel, keeps_rows_alone, mark_of, spread_as
-from mlx_speculation.samplers import Sampling
 
 
 def check_spread(model: nn.Module, ranks: int) -> Parallel | None:
@@ -53,41 +44,10 @@ def fields_of_model(model: nn.Module, how: Parallel) -> dict[str, Any]:
     return {"the model": mark_of(model), "parallel": how}
 
 
-def fields_of_stream(
-    tokens: Tokens,
-    seen: int,
-    sampling: Sampling,
-    *,
-    max_tokens: int,
-    stops: Sequence[str],
-    ends: Collection[int],
-    draft_length: int | DraftLengthPolicy | None,
-    max_draft: int | None,
-    acceptance: str,
-    constraint: Any,
-    prefill_step_size: int,
-    kv_quantization: KVQuantization | None,
-    yielded_only: bool,
-) -> dict[str, Any]:
-    """Return the options of a stream that decide what its ranks run."""
-    ids = ",".join(map(str, tokens.tokens)).encode()
-    digest = hashlib.sha256(ids).hexdigest()[:16]
-    named = {
-        "the prompt": f"{len(tokens.tokens)} tokens ({digest})",
-        "what the caches hold": f"{tokens.start + seen} tokens",
-        "max_tokens": max_tokens,
-        "stop": list(stops),
-        "stop_tokens": sorted(ends),
-        "draft_length": shown(draft_length),
-        "max_draft": max_draft,
-        "acceptance": acceptance,
-        "constraint": shown(constraint),
-        "prefill_step_size": prefill_step_size,
-        "kv_quantization": shown(kv_quantization),
-        "yielded_only": yielded_only,
-    }
-    options = {each.name: getattr(sampling, each.name) for each in fields(Sampling)}
-    return named | {name: shown(value) for name, value in options.items()}
+def digest_of(tokens: Sequence[int]) -> str:
+    """Return a prompt's length and digest."""
+    digest = hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:16]
+    return f"{len(tokens)} tokens ({digest})"
 
 
 def shown(value: Any) -> Any:

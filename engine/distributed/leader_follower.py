@@ -13,7 +13,6 @@ So a draft is on rank 0 alone, and the others choose nothing.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
@@ -24,36 +23,12 @@ from mlx_speculation.engine.drafters.base import (
     Choose,
     Draft,
     Drafter,
-    DrafterWrapper,
+    lanes_of,
 )
 from mlx_speculation.engine.prompt import Sequence
-from mlx_speculation.samplers import Chooser, Rows, Verified, Verifier
-
-
-class RankParts(NamedTuple):
-    """What a decoder asks.
-
-    Attributes:
-        drafter: proposes; None for plain decoding.
-        policy: decides how many tokens to propose.
-        verifier: decides which of them are accepted, and what follows.
-    """
-
-    drafter: Drafter | None
-    policy: DraftLengthPolicy
-    verifier: Verifier
-
-    def on_ranks(self, session: RankSession) -> "RankParts":
-        """Return what it asks on this rank, in a stream of all ranks."""
-        role: LeaderFollower = Follower(session)
-        verifier = _without_processors(self.verifier)
-        if session.leads:
-            role, verifier = Leader(session), self.verifier
-        return RankParts(
-            RankedDrafter(role, self.drafter or NoDrafter()),
-            RankedPolicy(role, self.policy, leads=session.leads),
-            RankedVerifier(role, verifier),
-        )
+from mlx_speculation.engine.round.request import Request
+from mlx_speculation.models import Lane
+from mlx_speculation.samplers import Chooser, Rows, Sampling, Verified, Verifier
 
 
 class Leader:
@@ -179,65 +154,57 @@ class RankedPolicy:
             self._policy.end()
 
 
-class RankedDrafter(DrafterWrapper):
+class RankedDrafter:
     """The drafter of the leader, on every rank.
 
     Args:
         role: the leader or a follower.
-        inner: what drafts, on the leader; it contains its own faults.
+        inner: what drafts, on the leader; it contains its own faults. None: nothing.
     """
 
-    def __init__(self, role: LeaderFollower, inner: Drafter) -> None:
-        super().__init__(inner)
-        self._role = role
+    def __init__(self, role: LeaderFollower, inner: Drafter | None) -> None:
+        self._role, self._inner = role, inner
+
+    @property
+    def lanes(self) -> list[Lane | None]:
+        """The lanes of what drafts, see `lanes_of`."""
+        return lanes_of(self._inner)
 
     def begin(self, sequence: Sequence) -> None:
         """Let it begin."""
-        self.inner.begin(sequence)
+        if self._inner is not None:
+            self._inner.begin(sequence)
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
         """Return the leader's draft."""
-        return self._role.draft(lambda: self.inner.propose(sequence, limit, choose))
+        inner = self._inner
+
+        def own() -> Draft:
+            return NOTHING if inner is None else inner.propose(sequence, limit, choose)
+
+        return self._role.draft(own)
 
     def settle(self, accepted: int) -> None:
         """Let it settle."""
-        self.inner.settle(accepted)
+        if self._inner is not None:
+            self._inner.settle(accepted)
 
     def discard(self) -> None:
         """Let it undo the round."""
-        self.inner.discard()
+        if self._inner is not None:
+            self._inner.discard()
 
 
-class NoDrafter:
-    """Proposes nothing."""
-
-    def begin(self, sequence: Sequence) -> None:
-        """Do nothing."""
-
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
-        """Return an empty draft."""
-        return NOTHING
-
-    def settle(self, accepted: int) -> None:
-        """Do nothing."""
-
-    def discard(self) -> None:
-        """Do nothing."""
-
-
-class RankedVerifier(Verifier):
-    """The decisions of the leader, on every rank.
-
-    It is a `Verifier` in all else, such as what a drafter chooses with.
+class RankedDecisions:
+    """The decisions of the leader, on every rank; see `engine.round.request.Decisions`.
 
     Args:
         role: the leader or a follower.
-        verifier: this rank's, made of the same options.
+        inner: decides, on the leader.
     """
 
-    def __init__(self, role: LeaderFollower, verifier: Verifier) -> None:
-        self.__dict__.update(vars(verifier))
-        self._role, self._verifier = role, verifier
+    def __init__(self, role: LeaderFollower, inner: Verifier) -> None:
+        self._role, self._inner = role, inner
 
     def verify(
         self,
@@ -252,7 +219,7 @@ class RankedVerifier(Verifier):
         k = 0 if drafted is None else len(drafted)
 
         def own() -> Verified:
-            return self._verifier.verify(logits, rows, drafted, draft_probs, top=top)
+            return self._inner.verify(logits, rows, drafted, draft_probs, top=top)
 
         return self._role.verify(own, logits, k + 1, drafted is not None)
 
@@ -267,9 +234,35 @@ class RankedVerifier(Verifier):
     ) -> Iterator[Verified]:
         """Yield the leader's decisions on row after row, see `Verifier`."""
         k = 0 if drafted is None else len(drafted)
-        turns = self._verifier.in_turn(logits, rows, drafted, draft_probs, top=top)
+        turns = self._inner.in_turn(logits, rows, drafted, draft_probs, top=top)
         for index in range(k + 1):
             yield self._role.verify(lambda: next(turns), logits, 1, index < k)
+
+
+def on_ranks(request: Request, session: RankSession) -> Request:
+    """Return a request as this rank runs it in a stream of all ranks."""
+    leads = session.leads
+    role: LeaderFollower = Leader(session) if leads else Follower(session)
+    return replace(
+        request,
+        drafter=RankedDrafter(role, request.drafter),
+        policy=RankedPolicy(role, request.policy, leads=leads),
+        decisions=RankedDecisions(role, request.verifier),
+    )
+
+
+def never_called(chooser: Chooser) -> Sampling:
+    """Return the options of a follower: none of its processors is called.
+
+    Its rounds go row by row where the leader's do.
+    """
+    serial = not chooser.processors.parallel
+    return replace(chooser.sampling, logits_processors=(_idle,) if serial else ())
+
+
+def _idle(tokens: mx.array, logits: mx.array) -> mx.array:
+    """Stand for a processor that is called for one row after the other."""
+    return logits
 
 
 def _zeros(rows: int, accepts: bool) -> mx.array:
@@ -281,45 +274,3 @@ def _unpacked(packed: mx.array, rows: int) -> Verified:
     usable = packed[rows : 2 * rows] > 0
     accepted = packed[2 * rows].astype(mx.int32) if len(packed) > 2 * rows else None
     return Verified(packed[:rows], accepted, mx.where(usable, 0.0, mx.nan))
-
-
-def _without_processors(verifier: Verifier) -> Verifier:
-    """Return a verifier that is not asked, and whose processors are never called."""
-    found = object.__new__(Verifier)
-    found.__dict__.update(vars(verifier))
-    found._chooser = cast(Chooser, _Idle(verifier.chooser))
-    return found
-
-
-class _Idle:
-    """A chooser whose processors are never called.
-
-    Args:
-        chooser: the one that is not asked.
-    """
-
-    def __init__(self, chooser: Any) -> None:
-        self.sampling, self.width, self.limit = (
-            chooser.sampling,
-            chooser.width,
-            chooser.limit,
-        )
-        self.processors = _IdleProcessors(chooser.processors.parallel)
-
-
-class _IdleProcessors:
-    """Processors without a state, and without effect."""
-
-    has_state = active = False
-
-    def __init__(self, parallel: bool) -> None:
-        self.parallel = parallel
-
-    def fork(self) -> tuple[()]:
-        return ()
-
-    def restore(self, states: tuple[()]) -> None:
-        """Do nothing."""
-
-    def keep(self, count: int) -> None:
-        """Do nothing."""

@@ -99,7 +99,6 @@ class RankSession:
         self._begun = self._ended = False
         # The others wait, or may wait, for forwards of this rank.
         self._owes = False
-        self.closed: ClosedByLeaderError | None = None
 
     @property
     def leads(self) -> bool:
@@ -111,9 +110,9 @@ class RankSession:
         """Whether the others count on this rank."""
         return self._begun and not self._ended
 
-    def with_seed(self, sampling: Sampling | None) -> Sampling:
+    def with_seed(self, sampling: Sampling) -> Sampling:
         """Return the options with a seed, the same on all ranks."""
-        return self.group.with_seed(sampling or Sampling(), self.number)
+        return self.group.with_seed(sampling, self.number)
 
     def expect(self, fields: Mapping[str, Any]) -> None:
         """Add what has to be the same on all ranks."""
@@ -221,8 +220,7 @@ class RankSession:
         word, *what = self._exchange("round", said)[0]
         if word == "close":
             self._ended = True
-            self.closed = ClosedByLeaderError(*what)
-            raise self.closed
+            raise ClosedByLeaderError(*what)
         self._owes = True
         return what
 

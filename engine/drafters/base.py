@@ -141,22 +141,6 @@ class Drafter(Protocol):
         ...
 
 
-class DrafterWrapper:
-    """A drafter that has another one draft.
-
-    Args:
-        inner: the other one.
-    """
-
-    def __init__(self, inner: Drafter) -> None:
-        self.inner = inner
-
-    @property
-    def lanes(self) -> list[Lane | None]:
-        """The lanes of the other one, see `lanes_of`."""
-        return lanes_of(self.inner)
-
-
 @runtime_checkable
 class ReadsAhead(Protocol):
     """A drafter whose `begin` may take long, and be done in parts."""

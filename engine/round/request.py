@@ -1,6 +1,10 @@
 """What a generation runs its rounds with, put together once."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import mlx.core as mx
 
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
 from mlx_speculation.engine.drafters.base import Drafter
@@ -8,12 +12,40 @@ from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.engine.timing import RoundClock
 from mlx_speculation.models import Lane, cuda_serves
-from mlx_speculation.samplers import Constrained, Verifier
+from mlx_speculation.samplers import Constrained, Rows, Verified, Verifier
 from mlx_speculation.samplers.constraints.masks import Masks
 
 
 def _clock() -> RoundClock:
     return RoundClock(waits=not cuda_serves())
+
+
+class Decisions(Protocol):
+    """Decides on the target's rows; with several ranks, as rank 0's `Verifier` does."""
+
+    def verify(
+        self,
+        logits: mx.array,
+        rows: Rows,
+        drafted: mx.array | None = None,
+        draft_probs: mx.array | None = None,
+        *,
+        top: int | None = None,
+    ) -> Verified:
+        """See `Verifier.verify`."""
+        ...
+
+    def in_turn(
+        self,
+        logits: mx.array,
+        rows: Rows,
+        drafted: mx.array | None = None,
+        draft_probs: mx.array | None = None,
+        *,
+        top: int | None = None,
+    ) -> Iterator[Verified]:
+        """See `Verifier.in_turn`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -26,6 +58,7 @@ class Request:
         verifier: decides for the request.
         drafter: proposes; None for plain decoding.
         policy: decides how many tokens to propose in a round.
+        decisions: decides in the place of the verifier; None: that does.
         masks: what its constraint allows, if it has one.
         top: report log-probabilities, and this many of the most probable ids; None:
             report nothing.
@@ -40,6 +73,7 @@ class Request:
     verifier: Verifier
     drafter: Drafter | None
     policy: DraftLengthPolicy
+    decisions: Decisions | None = None
     masks: Masks | None = None
     top: int | None = None
     explain: bool = False

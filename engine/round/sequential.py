@@ -64,7 +64,8 @@ def _verify(
     clock.wait("verify", logits)
     drafted = draft.tokens if k else None
     rows = rows_of(request, logits, drafted, k + 1)
-    return request.verifier.in_turn(logits, rows, drafted, draft.probs, top=request.top)
+    decisions = request.decisions or request.verifier
+    return decisions.in_turn(logits, rows, drafted, draft.probs, top=request.top)
 
 
 def decide_in_turn(

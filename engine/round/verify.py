@@ -38,7 +38,8 @@ def submit_step(
         if early:
             clock.submit("verify", logits)  # runs while masks are made
         rows = rows_of(request, logits, None if behind is None else unseen)
-        verified = request.verifier.verify(logits, rows, top=request.top)
+        decisions = request.decisions or request.verifier
+        verified = decisions.verify(logits, rows, top=request.top)
         clock.submit("verify", *verified.arrays)
         lane_round.commit(unseen.shape[0])
     return Pending(lane_round, logits if early else None, verified)
@@ -67,9 +68,8 @@ def submit_verify(
         clock.submit("verify", logits)
     # 5. The sampler turns the last k + 1 rows into choices and the acceptance.
     rows = rows_of(request, logits, tokens if step is None else both, k + 1)
-    verified = request.verifier.verify(
-        logits, rows, tokens, draft.probs, top=request.top
-    )
+    decisions = request.decisions or request.verifier
+    verified = decisions.verify(logits, rows, tokens, draft.probs, top=request.top)
     if exact:
         clock.wait("verify", logits)
     clock.submit("sampler" if exact else "verify", *verified.arrays)
