@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from mlx_speculation.caches import PrefixCache
 from mlx_speculation.engine.distributed import RankedTarget, all_or_none
-from mlx_speculation.engine.draft_length.policies import DraftLengthPolicies
+from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
 from mlx_speculation.engine.drafters.reduced_vocabulary import checked_vocabulary
 from mlx_speculation.engine.drafters.resolve import resolve
 from mlx_speculation.engine.drafters.source import DraftOptions, DraftSource, TargetInfo
@@ -62,7 +62,7 @@ class GeneratorConfig:
     ranked: RankedTarget | None
     draft: DraftSource | None
     notices: tuple[str, ...]
-    lengths: DraftLengthPolicies
+    lengths: PolicyFactory
     acceptance: Acceptance
     sliding: Sliding
     prefix_cache: PrefixCache | None
@@ -116,7 +116,7 @@ def checked_setup(
         models = [] if source is None else source.models
         _check_compiled(compile_draft, models, draft_vocabulary)
         _check_confidence(draft_confidence, source)
-        lengths = DraftLengthPolicies(
+        lengths = PolicyFactory(
             model,
             source,
             sliding,

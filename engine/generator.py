@@ -9,13 +9,13 @@ import mlx.nn as nn
 
 from mlx_speculation.caches import KVQuantization, PrefixCache
 from mlx_speculation.engine.batch.calibration import calibrate_batches
-from mlx_speculation.engine.batch.generate import generate_batch
+from mlx_speculation.engine.batch.prompt_list import generate_batch
 from mlx_speculation.engine.config import checked_setup
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
 from mlx_speculation.engine.draft_length.calibration import PartsTable
-from mlx_speculation.engine.draft_length.policies import (
+from mlx_speculation.engine.draft_length.policy_factory import (
     CostTable,
-    DraftLengthPolicies,
+    PolicyFactory,
     Progress,
     follow_calibration,
 )
@@ -237,7 +237,7 @@ class SpeculativeGenerator:
         return self._setup.prompts.encode(prompt)
 
     @property
-    def lengths(self) -> DraftLengthPolicies:
+    def lengths(self) -> PolicyFactory:
         """What decides draft lengths, for `BatchGenerator`."""
         return self._setup.lengths
 

@@ -27,7 +27,7 @@ from mlx_speculation.engine.distributed import (
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
 from mlx_speculation.engine.draft_length.calibration import measured_draft
 from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
-from mlx_speculation.engine.draft_length.policies import Start
+from mlx_speculation.engine.draft_length.policy_factory import Start
 from mlx_speculation.engine.drafters.base import Drafter, lanes_of, remember
 from mlx_speculation.engine.drafters.cascade import CascadeDrafter, open_guarded
 from mlx_speculation.engine.drafters.source import DraftSource

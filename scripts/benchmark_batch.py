@@ -128,7 +128,7 @@ def _arms(models: "Models", lengths: list[int], warm_up: int) -> Any:
     from batch_arms import Arm, mlx_lm, ours
 
     from mlx_speculation import SpeculativeGenerator
-    from mlx_speculation.engine.draft_length.policies import LONGEST
+    from mlx_speculation.engine.draft_length.policy_factory import LONGEST
 
     yield Arm("mlx-lm", partial(mlx_lm, bare(models.target)))
     plain = SpeculativeGenerator(models.target, models.tokenizer)

@@ -246,7 +246,7 @@ def _arms(
     from benchmark_arms import Arm, ours, plain_arms
 
     from mlx_speculation import SpeculativeGenerator
-    from mlx_speculation.engine.draft_length.policies import LONGEST
+    from mlx_speculation.engine.draft_length.policy_factory import LONGEST
 
     yield from plain_arms(pair.models)
     plain = pair.models.plain

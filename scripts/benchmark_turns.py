@@ -149,7 +149,7 @@ def make_arms(
     """Make the arms; the first two are those of plain decoding."""
     from benchmark_arms import Arm, mlx_lm_arms, ours, plain_arms
 
-    from mlx_speculation.engine.draft_length.policies import LONGEST
+    from mlx_speculation.engine.draft_length.policy_factory import LONGEST
 
     arms = plain_arms(models)
     for draft, generator in drafts.items():

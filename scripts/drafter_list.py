@@ -17,7 +17,7 @@ from mlx_speculation import (
 )
 from mlx_speculation.demo import demo_models
 from mlx_speculation.engine import Statistics
-from mlx_speculation.engine.draft_length.policies import LONGEST
+from mlx_speculation.engine.draft_length.policy_factory import LONGEST
 from mlx_speculation.engine.drafters.resolve import find_draft, resolve
 from mlx_speculation.engine.drafters.source import TargetInfo
 from mlx_speculation.engine.equivalence.texts import find_parting

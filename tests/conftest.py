@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from mlx_speculation.engine.draft_length import policies
+from support import usual_length
 from support.caches.cache_twins import Mixers
 from support.models.hooked_mixers import hooked_mixers
 
@@ -56,14 +56,14 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _fixed_lengths() -> None:
     """Let no test depend on how long a round takes, unless it asks for that."""
-    policies.USUAL_LENGTH = 4
+    usual_length.install()
 
 
 @pytest.fixture(name="measured", scope="module")
 def _measured() -> Iterator[None]:
-    policies.USUAL_LENGTH = None
+    usual_length.USUAL = None
     yield
-    policies.USUAL_LENGTH = 4
+    usual_length.USUAL = 4
 
 
 @pytest.fixture(autouse=True, scope="session")

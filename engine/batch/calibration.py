@@ -17,7 +17,7 @@ from mlx_speculation.engine.batch.results import BatchStatistics
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.adaptive import AdaptiveLengths
 from mlx_speculation.engine.draft_length.base import Outcome, Plan
-from mlx_speculation.engine.draft_length.policies import (
+from mlx_speculation.engine.draft_length.policy_factory import (
     MOST_ROUNDS,
     CostTable,
     Progress,

@@ -21,11 +21,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.caches import SlidingKVCache, drop_last, leaves, with_slack
+from mlx_speculation.engine.batch.base import BatchDrafter
 from mlx_speculation.engine.batch.draft_length import BatchDraftLength
 from mlx_speculation.engine.batch.draft_model import BatchDraftModel
-from mlx_speculation.engine.batch.drafting import BatchDrafter, PerRequestDrafters
 from mlx_speculation.engine.batch.mtp import BatchMtpDrafter
 from mlx_speculation.engine.batch.outcome import BatchStep, Read, behind, read_batch
+from mlx_speculation.engine.batch.per_request import PerRequestDrafters
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.batch.results import BatchStatistics
 from mlx_speculation.engine.draft_length.base import Outcome
@@ -95,8 +96,8 @@ class BatchDecoder:
 
     def _drafts_for(self, row: BatchRequest) -> BatchDrafter:
         """Return what drafts for rows like this one."""
-        if (model := row.model) is not None:
-            return BatchDraftModel(BatchLane(model.lane.model, self._sizes))
+        if row.draft_lane is not None:
+            return BatchDraftModel(BatchLane(row.draft_lane.model, self._sizes))
         return PerRequestDrafters() if row.head is None else BatchMtpDrafter(self._lane)
 
     def give_back(self, row: BatchRequest) -> None:
@@ -275,8 +276,8 @@ class BatchDecoder:
     def _met_new_shapes(self) -> bool:
         """Return whether a lane met new shapes since the last call."""
         fresh = self._lane.met_new_shapes()
-        if isinstance(self._drafts, BatchDraftModel):
-            fresh |= self._drafts.lane.met_new_shapes()
+        if self._drafts is not None:
+            fresh |= self._drafts.met_new_shapes()
         return fresh
 
     def _last_tokens(self) -> mx.array:

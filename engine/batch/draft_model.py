@@ -12,22 +12,19 @@ one, and no row needs padding.
     a = 3          known t0..t3 d1 d2 d3 b  held t0..t3 d1 d2
     a = 1          known t0..t3 d1 c        held t0..t3
 
-A model that raises is set aside for all rows, and one whose logits hold a NaN for the
+A model that raises is disabled for all rows, and one whose logits hold a NaN for the
 rows where they do.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.engine.batch.draft_chain import BatchChain
-from mlx_speculation.engine.batch.drafting import padded
+from mlx_speculation.engine.batch.base import BatchChain, disabling, rectangle
 from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.drafters.base import NOTHING, Draft
 from mlx_speculation.engine.drafters.draft_model import LONGEST_LAG
-from mlx_speculation.engine.drafters.fault_guard import what_is_wrong
 from mlx_speculation.models import BatchLane, BatchRound
 
 LAG = 2
@@ -49,14 +46,16 @@ class BatchDraftModel:
         self._round: BatchRound | None = None
         self._before: dict[int, int] | None = None  # what was seen, before it settled
         self._places: list[int] = []  # of the lane's rows in the batch
-        self._doubts: mx.array | None = None  # bool [rows of the lane]
-        self._chosen: mx.array | None = None  # uint32 [rows of the lane, longest]
-        self._limits: list[int] = []
+        self._chain: BatchChain | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the lane's caches."""
         return self.lane.nbytes
+
+    def met_new_shapes(self) -> bool:
+        """Return whether its lane met new shapes since the last call."""
+        return self.lane.met_new_shapes()
 
     def follow(self, rows: Sequence[BatchRequest]) -> None:
         """Do nothing: it reads when it is to draft."""
@@ -67,13 +66,9 @@ class BatchDraftModel:
         One chunk's worth of text is read at most, and of what the lane has missed;
         until all is read, a row does not draft.
         """
-        self._round, self._before = None, None
-        try:
+        self.done()
+        with disabling(self, "begin", rows):
             self._take_in(rows, limits)
-        except Exception as error:
-            if isinstance(error, MemoryError):
-                raise
-            self._set_aside("begin", error, rows)
 
     def propose(
         self, rows: Sequence[BatchRequest], limits: Sequence[int], ahead: int
@@ -81,47 +76,35 @@ class BatchDraftModel:
         """Draft for every row that may; see `BatchDrafter`."""
         assert ahead == 0
         found = [NOTHING] * len(rows)
-        self._doubts = self._chosen = None
-        try:
+        with disabling(self, "propose", rows):
             order = {row.uid: place for place, row in enumerate(rows)}
             self._places = [order[row.uid] for row in self._rows]
-            self._limits = [max(0, limits[place]) for place in self._places]
-            if any(self._limits) and self._lag() <= LONGEST_LAG:
+            most = [max(0, limits[place]) for place in self._places]
+            if any(most) and self._lag() <= LONGEST_LAG:
                 if self.lane.size is not None:
                     self._catch_up()  # else each lag would be a shape of its own
-                for place, draft in zip(self._places, self._chain(), strict=True):
+                for place, draft in zip(self._places, self._drafted(most), strict=True):
                     found[place] = draft
-        except BaseException as error:
-            self.discard()
-            if not isinstance(error, Exception) or isinstance(error, MemoryError):
-                raise
-            self._set_aside("propose", error, rows)
-            return [NOTHING] * len(rows)
         return found
 
     def rectangle(self, drafts: Sequence[Draft], width: int) -> mx.array:
         """Return them as they were chosen, if all rows drafted and in their order."""
-        if self._chosen is None or self._places != list(range(len(drafts))):
-            return padded(drafts, width)
-        return self._chosen[:, :width]
+        return rectangle(drafts, width, self._chain, self._places)
 
     def settle(self, accepted: Sequence[int | None]) -> None:
         """Keep what was accepted of each row, but its last two known tokens."""
-        lane_round = self._round
-        if lane_round is None:
+        lane_round, chain = self._round, self._chain
+        if lane_round is None or chain is None:
             return
         self._before = dict(self._seen)
-        self._note_doubts()
+        chain.disable_unusable()
         kept = [accepted[place] or 0 for place in self._places]
         lag = self._lag()
-        try:
+        with disabling(self, "settle", self._rows):
             lane_round.commit([lag - 1 + count for count in kept])
-        except Exception as error:
-            self._set_aside("settle", error, self._rows)
-            return
-        # The tokens of the round are not known yet, all but its last one will be held.
-        for row, count in zip(self._rows, kept, strict=True):
-            self._seen[row.uid] += lag - 1 + count
+            # The round's tokens are not known yet; all but its last one will be held.
+            for row, count in zip(self._rows, kept, strict=True):
+                self._seen[row.uid] += lag - 1 + count
 
     def discard(self) -> None:
         """Undo the round, also after it was settled."""
@@ -129,16 +112,16 @@ class BatchDraftModel:
             self._round.rollback()
         if self._before is not None:
             self._seen = self._before
-        self._round, self._before = None, None
+        self.done()
 
     def done(self) -> None:
         """Let go of the round, and of the states that it began with."""
-        self._round, self._before = None, None
+        self._round = self._before = self._chain = None
 
     def leave(self, gone: Sequence[BatchRequest]) -> None:
-        """Let go of rows, and of those whose drafter was set aside."""
+        """Let go of rows, and of those whose drafter is disabled."""
         lost = {row.uid for row in gone}
-        lost |= {row.uid for row in self._rows if row.aside}
+        lost |= {row.uid for row in self._rows if row.drafter_disabled}
         stay = [i for i, row in enumerate(self._rows) if row.uid not in lost]
         if len(stay) < len(self._rows):
             self.lane.leave(stay)
@@ -149,27 +132,23 @@ class BatchDraftModel:
     def _lag(self) -> int:
         """Return how many known tokens of each row the lane does not hold."""
         row = self._rows[0]
-        return self._known - self._seen[row.uid]
-
-    @property
-    def _known(self) -> int:
-        return len(self._rows[0].tokens)
+        return len(row.tokens) - self._seen[row.uid]
 
     def _take_in(self, rows: Sequence[BatchRequest], limits: Sequence[int]) -> None:
-        """Do `prepare`, without its care for faults."""
-        self.leave([])  # those that were set aside
+        """Do `prepare`; what it raises is a fault."""
+        self.leave([])  # those that are disabled
         inside = {row.uid for row in self._rows}
         new = [
             row
             for row, limit in zip(rows, limits, strict=True)
-            if limit > 0 and row.uid not in inside and not row.aside
+            if limit > 0 and row.uid not in inside and not row.drafter_disabled
         ]
         # Recurrent layers that were fed nothing have no state to put beside others.
         new = self._read([row for row in new if len(row.tokens) > LAG])
         if self._rows and (new or self._lag() > LONGEST_LAG):
             self._catch_up()
         if new and (not self._rows or self._lag() == LAG):
-            lanes = [model.lane for row in new if (model := row.model) is not None]
+            lanes = [lane for row in new if (lane := row.draft_lane) is not None]
             self.lane.join(lanes)
             for lane in lanes:
                 lane.seen, lane.points = 0, None
@@ -181,8 +160,8 @@ class BatchDraftModel:
         found: list[BatchRequest] = []
         room: PrefillBudget | None = None
         for row in rows:
-            assert row.model is not None
-            lane = row.model.lane
+            lane = row.draft_lane
+            assert lane is not None
             if lane.seen > len(row.tokens) - LAG:
                 continue  # an earlier request left one more: after this round it fits
             room = room or PrefillBudget(lane.prefill_step)
@@ -214,33 +193,14 @@ class BatchDraftModel:
         bits = range(missed.bit_length())
         return [1 << bit for bit in reversed(bits) if missed >> bit & 1]
 
-    def _chain(self) -> list[Draft]:
-        """Draft the longest chain for all rows of the lane; cut it to each limit."""
-        length, lag = max(self._limits), self._lag()
+    def _drafted(self, most: list[int]) -> list[Draft]:
+        """Draft the longest chain for all rows of the lane; cut it to `most`."""
+        lag = self._lag()
         inputs = mx.array([row.tokens[-lag:] for row in self._rows], mx.uint32)
         self._round = self.lane.begin(lag)
-        chain = BatchChain(self._rows)
-        for _ in range(length):
+        chain = self._chain = BatchChain(self._rows)
+        for _ in range(max(most)):
             chosen = chain.choose(self._round.forward(inputs)[:, -1])
             inputs = chosen[:, None]
-        self._doubts = chain.doubts
-        mx.async_eval(chain.doubts)
-        self._chosen = chain.tokens
-        return chain.drafts(self._limits, "model")
-
-    def _note_doubts(self) -> None:
-        """Set the model aside for rows where its logits could not be used."""
-        doubts: Any = [] if self._doubts is None else self._doubts.tolist()
-        self._doubts = None
-        for row, doubtful in zip(self._rows, doubts, strict=False):
-            if doubtful:
-                row.fail_drafter("propose", what_is_wrong(1, 0))
-
-    def _set_aside(
-        self, call: str, error: Exception, rows: Sequence[BatchRequest]
-    ) -> None:
-        """Give up on the model for these rows."""
-        self.discard()
-        for row in rows:
-            row.fail_drafter(call, error)
-        self.leave(self._rows)
+        mx.async_eval(chain.unusable)
+        return chain.drafts(most, "model")

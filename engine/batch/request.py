@@ -10,8 +10,6 @@ from mlx_speculation.caches import has_states
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.base import Plan
 from mlx_speculation.engine.drafters.base import Draft, lanes_of
-from mlx_speculation.engine.drafters.draft_model import DraftModel
-from mlx_speculation.engine.drafters.fault_guard import FaultGuard
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.result import Chunk
 from mlx_speculation.engine.round.outcome import RoundOutcome
@@ -65,27 +63,23 @@ class BatchRequest:
         return self.error is not None or self.stream.ended
 
     @property
-    def model(self) -> DraftModel | None:
-        """Its drafter, where that is a model which is asked for whole chains."""
-        inner = _inner(self.request.drafter)
-        return inner if isinstance(inner, DraftModel) and inner.whole_chain else None
+    def draft_lane(self) -> Lane | None:
+        """The lane of its draft model, if rows can share that; see `DraftModel`."""
+        return getattr(self.request.drafter, "batch_lane", None)
 
     @property
     def head(self) -> MtpDrafter | None:
-        """Its drafter, where that is a head which can draft for several rows."""
-        return head_of(self.request.drafter)
+        """Its head, if rows can share it; see `MtpDrafter`."""
+        return getattr(self.request.drafter, "batch_head", None)
 
     @property
-    def aside(self) -> bool:
-        """Whether its drafter has failed, or is none that can."""
-        drafter = self.request.drafter
-        return not isinstance(drafter, FaultGuard) or drafter.disabled
+    def drafter_disabled(self) -> bool:
+        """Whether its drafter has failed, or there is none that could."""
+        return getattr(self.request.drafter, "disabled", True)
 
     def fail_drafter(self, call: str, error: Exception) -> None:
-        """Set its drafter aside for a fault; the text goes on without."""
-        drafter = self.request.drafter
-        if isinstance(drafter, FaultGuard):
-            drafter.fail(call, error)
+        """Disable its drafter for a fault; the text goes on without."""
+        getattr(self.request.drafter, "fail", lambda *_: None)(call, error)
 
     @property
     def lanes(self) -> list[Lane]:
@@ -97,8 +91,7 @@ class BatchRequest:
         """Let go of what its lanes and its head hold, once it has ended."""
         for lane in self.lanes:
             lane.caches = []
-        if isinstance(head := _inner(self.request.drafter), MtpDrafter):
-            head.let_go()
+        getattr(self.request.drafter, "let_go", lambda: None)()
 
     def asked(
         self, draft: Draft | None = None, ahead: mx.array | None = None
@@ -193,16 +186,6 @@ class BatchRequest:
         self.end_with_error()
 
 
-def head_of(drafter: Any) -> MtpDrafter | None:
-    """Return a drafter that is a head which can draft for several rows; else None."""
-    inner = _inner(drafter)
-    return inner if isinstance(inner, MtpDrafter) and inner.mtp is not None else None
-
-
-def _inner(drafter: Any) -> Any:
-    return drafter.inner if isinstance(drafter, FaultGuard) else None
-
-
 def reason_alone(
     stream: "Stream", model: Any, options: Mapping[str, Any]
 ) -> str | None:
@@ -225,7 +208,7 @@ def reason_alone(
         "its rounds are to be explained": bool(options.get("explain")),
         "its caches are quantized": options.get("kv_quantization") is not None,
         "its draft reads the target's states": target.follower is not None
-        and head_of(request.drafter) is None,
+        and getattr(request.drafter, "batch_head", None) is None,
         # mlx-lm puts zeros beside other rows' states, and not every model begins so.
         "its prompt of one token leaves recurrent layers without a state": first
         and has_states(target.caches),

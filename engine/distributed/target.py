@@ -12,7 +12,6 @@ from mlx_speculation.engine.distributed.consistency import (
 )
 from mlx_speculation.engine.distributed.group import RankGroup
 from mlx_speculation.engine.distributed.session import RankSession
-from mlx_speculation.engine.drafters.mtp import MtpDraft
 from mlx_speculation.engine.drafters.source import DraftSource
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import (
@@ -41,7 +40,7 @@ class RankedTarget:
         self._model, self.group = model, group
         self._fields: dict[str, Any] = {}
         self._taps: HiddenStates | None = None
-        self._heads: list[MtpDraft] = []
+        self._draft: DraftSource | None = None
 
     @classmethod
     def of(cls, model: nn.Module, group: Group | None) -> "RankedTarget | None":
@@ -88,22 +87,21 @@ class RankedTarget:
                     "The draft model is spread over ranks, and a draft is whole, on "
                     "rank 0. Load it without a group."
                 )
-            if member.follows and not isinstance(member, MtpDraft):
+            if not member.on_ranks:
                 raise InvalidRequestError(
                     f"draft is of kind {member.kind!r}, and for a target on "
                     "ranks a model, a lookup, an MTP head or a Drafter is needed."
                 )
-            if isinstance(member, MtpDraft):
-                self._check_output(member)
+            self._check_output(member)
         return draft if self.leads else None
 
     def next_stream(self, draft: DraftSource | None) -> RankSession:
         """Return the next stream on all ranks, which is not begun yet."""
-        heads = [each for each in _members(draft) if isinstance(each, MtpDraft)]
-        needs = [STATES] if heads else []
-        if has_split_output(self._model) and any(h.mtp.reads_output for h in heads):
+        members = _members(draft)
+        needs = [STATES] if any(each.follows for each in members) else []
+        if any(self._needs_output(each) for each in members):
             needs.append(OUTPUT)
-        self._heads = heads
+        self._draft = draft
         return RankSession(self.group, self._fields, needs=needs)
 
     @contextmanager
@@ -125,18 +123,19 @@ class RankedTarget:
         """Give rank 0's heads the whole of an output layer that is divided."""
         with session.inside():
             output = joined_output(self._model, self.group.group)
-        for head in self._heads:
-            assert output is not None
-            head.mtp.take_output(output)
+        assert output is not None
+        for member in _members(self._draft):
+            member.take_output(output)
 
-    def _check_output(self, head: MtpDraft) -> None:
-        """Refuse a head that needs rows of other ranks, which cannot be put session.
+    def _needs_output(self, draft: DraftSource) -> bool:
+        return draft.reads_output and has_split_output(self._model)
+
+    def _check_output(self, draft: DraftSource) -> None:
+        """Refuse a head that needs rows of other ranks, which cannot be put together.
 
         Others get a whole copy of the output layer when their first stream begins.
         """
-        if not head.mtp.reads_output or not has_split_output(self._model):
-            return
-        if not can_join_output(self._model):
+        if self._needs_output(draft) and not can_join_output(self._model):
             raise UnsupportedModelError(
                 f"The MTP head reads the output layer of {type(self._model).__module__}"
                 ", of which each rank has a part, and more is done to its logits than "

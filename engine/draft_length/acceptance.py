@@ -11,7 +11,7 @@ WINDOW = 40.0
 # it is accepted.
 INHERITED = 4.0
 # What the first position is taken for, and in how many rounds: with one, bad
-# luck at the start of simulated texts parked drafts that were right four times in five.
+# luck at the start of simulated texts paused drafts that were right four times in five.
 FIRST_GUESS = 0.7
 GUESSED = 2.0
 

@@ -3,7 +3,7 @@
     speed(k) = (1 + r0 + r0 r1 + ... + r0 ... r(k-1)) / seconds(k)
 
 Every k is searched, since cost goes in steps. Where plain decoding is the fastest, or
-nearly so, drafting is parked, and tried again now and then for a round, and on while
+nearly so, drafting is paused, and tried again now and then for a round, and on while
 all that is drafted is right. What such trials cost beside plain decoding, catching up
 of a draft's caches included, stays below a share of the time and an allowance of each
 stream; so it is when drafting pays little and the plain step is measured again.
@@ -15,10 +15,8 @@ from functools import cache
 
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.base import Option, Outcome, Plan, Reason
-from mlx_speculation.engine.draft_length.break_even import LEAST_GAIN, may_pay, stop_of
-from mlx_speculation.engine.draft_length.costs import RoundCosts
-from mlx_speculation.engine.draft_length.disabled import Parked
-from mlx_speculation.engine.draft_length.exploration import Allowance
+from mlx_speculation.engine.draft_length.costs import RoundCosts, stop_of
+from mlx_speculation.engine.draft_length.exploration import Allowance, PlainRun
 from mlx_speculation.engine.drafters.early_stop import Certainties
 from mlx_speculation.models import row_size
 
@@ -26,12 +24,18 @@ from mlx_speculation.models import row_size
 SHORT = 8
 # The share of the time that may go into trials, beside the allowance of a stream.
 TRIAL_SHARE = 0.015
+# What a draft has to gain over plain decoding, when all of it is accepted, to be used
+# or tried. With less there is little to gain, and costs are not known that well: where
+# rows cost what steps do, drafts seem to gain a tenth by what was measured in a lucky
+# moment. In simulated streams of 320 tokens on such a machine (noise of 12 %, drifts of
+# 15 %) lengths by measurement lose 2 to 3.7 % with 1.05, 1 with 1.1, and 0.6 with this.
+LEAST_GAIN = 1.15
 # What a draft has to gain to be preferred to plain steps: the best of many lengths is
 # one whose measurements were lucky. In simulated streams with noisy clocks, a draft
 # that is right and costs a tenth more than it saves loses 3.3 % so, and 4.7 without.
 PLAIN_SURE = 1.03
 # What was learnt counts for so many rounds in a new stream, and in a trial. Fewer
-# follow another text sooner, more are parked by bad luck less often. In simulated
+# follow another text sooner, more are paused by bad luck less often. In simulated
 # streams of 192 tokens (5 machines, 9 texts, with the rates of another text or none)
 # it loses 2.6 % to the best length, and 3.3 with 3.0, `INHERITED` 2.0, `GUESSED` 1.0
 # and 32 `REVIEW_ROUNDS`.
@@ -105,7 +109,7 @@ class AdaptiveLengths:
         self._at_end = at_end
         self._certainties = certainties
         self._run: _Run | None = None
-        self._parked = Parked()
+        self._plain_run = PlainRun()
         self._begun = False
         self._allowance = allowance or Allowance()
         self._allowed = self._allowance.steps
@@ -129,10 +133,10 @@ class AdaptiveLengths:
     def plan(self, context: int, limit: int) -> Plan:
         """Return the next round's plan; see `DraftLengthPolicy`."""
         longest = min(limit, self._longest)
-        if longest > 0 and (parked := self._parked.next()) is not None:
+        if longest > 0 and (again := self._plain_run.next()) is not None:
             self._decided += 1
-            return parked
-        self._learn_parked()
+            return again
+        self._learn_plain_run()
         if not self._begun:
             self._begun = True
             return Plan(0, "first")
@@ -157,16 +161,16 @@ class AdaptiveLengths:
                     stop = stop_of(options, self._certainties)
                     length = best.length if stop is None else longest
                     return Plan(length, "best", tuple(options), stop=stop)
-                return self._parked.begin(Plan(0, "plain", tuple(options)))
+                return self._plain_run.begin(Plan(0, "plain", tuple(options)))
         self._run.left -= 1
         return Plan(min(self._run.length, longest), self._run.reason)
 
     def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
         """Learn from a round; see `DraftLengthPolicy`."""
-        if self._parked.keep(context, plan, outcome):
+        if self._plain_run.keep(context, plan, outcome):
             self._lag, self._right = self._lag + 1, False
             return
-        self._learn_parked()
+        self._learn_plain_run()
         self._since_review += 1
         self._context = context
         self._elapsed += outcome.seconds
@@ -194,9 +198,9 @@ class AdaptiveLengths:
         if 0 in self.costs.lengths(context):
             self._count_gain(context, plan, outcome)
 
-    def _learn_parked(self) -> None:
+    def _learn_plain_run(self) -> None:
         """Learn from the plain steps since the last decision."""
-        for context, seconds in self._parked.taken():
+        for context, seconds in self._plain_run.taken():
             self._since_review += 1
             self._context = context
             self._elapsed += seconds
@@ -204,13 +208,13 @@ class AdaptiveLengths:
 
     def use_costs(self, costs: RoundCosts) -> None:
         """Go on with other costs, and decide anew."""
-        self._learn_parked()
-        self._parked.stop()
+        self._learn_plain_run()
+        self._plain_run.stop()
         self.costs = costs
 
     def reconsider(self) -> None:
         """Decide anew in the next round: the rates are those of other rows."""
-        self._parked.stop()
+        self._plain_run.stop()
 
     def _count_gain(self, context: int, plan: Plan, outcome: Outcome) -> None:
         """Count what a trial has lost, and what a draft has saved, in seconds."""
@@ -233,7 +237,7 @@ class AdaptiveLengths:
 
     def end(self) -> None:
         """Leave what was learnt to the next stream."""
-        self._learn_parked()
+        self._learn_plain_run()
         self._known.take(self.rates)
         if self._elapsed and 0 in self.costs.lengths(self._context):
             left = TRIAL_SHARE * self._elapsed - self._spent
@@ -336,7 +340,7 @@ class AdaptiveLengths:
         """
         may_win = options[0].speed * PLAIN_REVIEW_SPEED > best.speed
         if may_win and self.costs.age(context, 0) >= PLAIN_REVIEW_ROUNDS:
-            self.costs.doubt(context, 0)
+            self.costs.reset(context, 0)
             return _Run(0, "review", self.costs.needed(0) + AT_ENDS)
         if self._since_review < REVIEW_ROUNDS:
             return None
@@ -351,6 +355,11 @@ class AdaptiveLengths:
         oldest = min(near, key=lambda o: self.costs.noted(context, o.length))
         rounds = 1 if oldest.length else 1 + AT_ENDS
         return _Run(oldest.length, "review", rounds)
+
+
+def may_pay(length: int, seconds: float, plain: float) -> bool:
+    """Whether a draft pays when every token of it is accepted."""
+    return (length + 1) * plain > LEAST_GAIN * seconds
 
 
 def _most_hopeful(options: list[Option]) -> Option:

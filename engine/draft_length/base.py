@@ -1,4 +1,4 @@
-"""How many tokens to draft in a round: what decides it, and what it is told.
+"""How many tokens to draft in a round: what decides it, and what it learns from.
 
 Knows neither models nor tokens: a plan is made from counts and seconds alone.
 """
@@ -42,10 +42,10 @@ class Plan:
         length: tokens to draft; 0 is a plain step.
         reason: "fixed": the caller named it. "first": a plain step, so that the first
             token does not wait for a draft. "best" and "plain": the best of the
-            options. "measure": its cost is not known. "trial": drafting is parked, and
+            options. "measure": its cost is not known. "trial": drafting is paused, and
             may pay by now. "review": it is nearly as good as the best, and was not
             measured for long. "budget": no more than one token is wanted.
-        options: what was compared, by length; of parked plain steps, before the first
+        options: what was compared, by length; of a run of plain steps, before the first
             of some.
         each: of a cascade, the plan of each drafter, of which this is the longest.
         stop: where a drafter that is unsure ends its draft before; None: nowhere.
@@ -89,7 +89,7 @@ class Outcome:
         fresh: whether it was the first of its shape, and its time tells of making
             plans for that more than of what such rounds take.
         certainties: of a draft that may end early, the largest probability of each
-            token's law; empty where the round stood behind a plain step.
+            token's row; empty where the round stood behind a plain step.
     """
 
     drafted: int

@@ -15,8 +15,12 @@ steps look dearer round by round, and stay the best.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from operator import mul
 from statistics import median
+
+from mlx_speculation.engine.draft_length.base import Option
+from mlx_speculation.engine.drafters.early_stop import Certainties, Stop
 
 SAMPLES = 3
 LARGEST_CHANGE = 1.5
@@ -153,7 +157,7 @@ class RoundCosts:
         """Return how many rounds ago a length was last measured."""
         return self._notes - self.noted(context, length)
 
-    def doubt(self, context: int, length: int) -> None:
+    def reset(self, context: int, length: int) -> None:
         """Take a cost for a guess, until it was measured as at first."""
         cost = self._at(context).get(length)
         if cost is not None and cost.seconds is not None:
@@ -260,3 +264,46 @@ class RoundCosts:
                 }
             found = self._buckets[bucket] = costs
         return found
+
+
+def stop_of(options: Sequence[Option], certainties: Certainties | None) -> Stop | None:
+    """Return where a draft ends early: at tokens that bring less than their time does.
+
+    Args:
+        options: all lengths from 0 on, in order.
+        certainties: None: nowhere.
+    """
+    if certainties is None or len(options) < 3:
+        return None
+    return Stop(worth_of_time(options), certainties)
+
+
+def worth_of_time(options: Sequence[Option]) -> float:
+    """Return the tokens that come in the time of one more drafted token.
+
+    By a straight line through the costs of drafts, in which errors are relative: single
+    ones are noisy, and of many speeds the highest is one that had luck.
+
+    Args:
+        options: at least those of 0, 1 and 2 tokens.
+    """
+    drafts = options[1:]
+    weights = [option.seconds**-2 for option in drafts]
+
+    def mean(values: Iterable[float]) -> float:
+        found: float = sum(map(mul, weights, values)) / sum(weights)
+        return found
+
+    length = mean(option.length for option in drafts)
+    seconds = mean(option.seconds for option in drafts)
+    away = [option.length - length for option in drafts]
+    slope = mean(map(mul, away, (option.seconds for option in drafts))) / mean(
+        map(mul, away, away)
+    )
+    on_line = [seconds + slope * each for each in away]
+    fastest = max(
+        # Where costs are bent the line may come near to 0.
+        option.tokens / max(line, 0.5 * option.seconds)
+        for option, line in zip(drafts, on_line, strict=True)
+    )
+    return max(options[0].speed, fastest) * max(0.0, slope)

@@ -311,6 +311,33 @@ def goes_on(choose: Choose, token: mx.array) -> bool:
     return True
 
 
+class DraftChain:
+    """A draft that is chosen token by token, each behind those before it.
+
+    Args:
+        choose: of the round.
+        sequence: the known tokens.
+    """
+
+    def __init__(self, choose: Choose, sequence: Sequence) -> None:
+        self._choose, self._sequence = choose, sequence
+        self.chosen: list[Chosen] = []
+
+    def add(
+        self, logits: mx.array, ids: mx.array | None = None
+    ) -> tuple[mx.array, bool]:
+        """Choose from logits [1, vocab], or [1, n] of some ids.
+
+        Returns:
+            The token, uint32 [1], which is computed while the next graph is built, and
+            whether it is to have a further one.
+        """
+        ahead = Draft.of(self.chosen).tokens if self.chosen else None
+        self.chosen.append(self._choose(logits, self._sequence.rows(ahead), ids))
+        token = self.chosen[-1].tokens
+        return token, goes_on(self._choose, token)
+
+
 def _within(tokens: mx.array, limit: int) -> mx.array:
     """Return ids, uint32, of which those below `limit` are the same."""
     if tokens.dtype == mx.uint32:

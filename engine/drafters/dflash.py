@@ -14,12 +14,11 @@ import mlx.nn as nn
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.drafters.source import (
     HeadSource,
-    TargetInfo,
     check_drafted,
     check_embedding,
 )
 from mlx_speculation.engine.prompt import Sequence
-from mlx_speculation.models import CommittedStates, HiddenStates, Lane, MtpConvention
+from mlx_speculation.models import HiddenStates, Lane
 from mlx_speculation.models.dflash import (
     DFlash,
     DFlashContext,
@@ -53,49 +52,33 @@ class DFlashDraft(HeadSource):
     def __init__(
         self, model: nn.Module, head: DFlashHead, layers: tuple[int, ...]
     ) -> None:
-        self._taps = HiddenStates(model, layers=layers, after_norm=True)
+        self.taps = HiddenStates(model, layers=layers, after_norm=True)
         if "embed_tokens" not in head:
-            self._taps.parts.require("entry")
-        self._head = head
-        self.model, self.dflash = model, DFlash(head, self._taps, layers)
+            self.taps.parts.require("entry")
+        self.model, self.head = model, head
+        self.dflash = DFlash(head, self.taps, layers)
 
     @classmethod
-    def from_folder(cls, folder: str | Path, model: nn.Module) -> "DFlashDraft":
-        """Load a drafter; see `load_dflash`."""
-        return cls(model, *load_dflash(folder, model))
-
-    @classmethod
-    def load(
-        cls,
-        folder: Path,
-        target: TargetInfo,
-        convention: MtpConvention | None = None,
-        trust_remote_code: bool = False,
+    def from_folder(
+        cls, folder: str | Path, model: nn.Module, *, tokenizer: Any = None
     ) -> "DFlashDraft":
-        """Load a drafter; see `LoadedSource`."""
-        return cls.from_folder(folder, target.model)
+        """Load a drafter; see `load_dflash`. The tokenizer is not needed."""
+        return cls(model, *load_dflash(folder, model))
 
     def check_ids(self, highest: int) -> None:
         """Refuse a drafter of other token ids; see `HeadSource`."""
-        if "embed_tokens" in self._head:
-            check_embedding(self._head.embed_tokens, NAME, highest)
-        check_drafted(self._head.ids, NAME, highest)
-
-    @property
-    def own_weights(self) -> nn.Module:
-        """The drafter's own; what it shares with the target is not in it."""
-        return self._head
+        if "embed_tokens" in self.head:
+            check_embedding(self.head.embed_tokens, NAME, highest)
+        check_drafted(self.head.ids, NAME, highest)
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
     ) -> MtpDrafter:
         """Return the drafter of one stream, which follows the target's lane."""
-        committed = CommittedStates(self._taps, self.dflash.states)
-        lane.follower = committed
         return MtpDrafter(
             partial(DFlashContext, self.dflash),
             sequence,
-            committed,
+            self.following(lane, self.dflash.states),
             depth=self.dflash.head.depth,
             source="dflash",
             ids=self.dflash.head.ids,

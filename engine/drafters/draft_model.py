@@ -13,9 +13,8 @@ from mlx_speculation.engine.drafters.base import Choose, Draft, goes_on
 from mlx_speculation.engine.drafters.early_stop import largest_probability
 from mlx_speculation.engine.drafters.source import (
     DraftOptions,
-    DraftSource,
+    FolderSource,
     TargetInfo,
-    shape_of,
 )
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
@@ -36,7 +35,7 @@ from mlx_speculation.samplers import Chosen
 LONGEST_LAG = 8
 
 
-class ModelSource(DraftSource):
+class ModelSource(FolderSource):
     """A draft model, as the draft of a generator.
 
     Args:
@@ -69,7 +68,7 @@ class ModelSource(DraftSource):
         convention: MtpConvention | None = None,
         trust_remote_code: bool = False,
     ) -> "ModelSource":
-        """Load a model; see `LoadedSource`."""
+        """Load a model; see `FolderSource`."""
         model, tokenizer = load(folder, trust_remote_code=trust_remote_code)
         check_same_ids(target.tokenizer, tokenizer)
         return cls(model)
@@ -88,10 +87,6 @@ class ModelSource(DraftSource):
     def reduced_rows(self) -> nn.Module | None:
         """The rows of its output layer for the ids to draft from, if any."""
         return None if self._reduced is None else self._reduced.layer
-
-    def cost_key(self) -> str:
-        """Return the shape of the model."""
-        return shape_of(self.model)
 
     def check(self, target: TargetInfo) -> None:
         """Refuse a draft that has no row for a token that it would be fed."""
@@ -184,9 +179,12 @@ class DraftModel:
         return [self._lane]
 
     @property
-    def whole_chain(self) -> bool:
-        """Whether it drafts as many tokens as it is asked for, from all token ids."""
-        return not self._confidence and self._reduced is None
+    def batch_lane(self) -> Lane | None:
+        """Its lane, if one model can draft like it for all rows of a batch.
+
+        That drafts as many tokens as it is asked for, from all token ids.
+        """
+        return None if self._confidence or self._reduced is not None else self._lane
 
     @property
     def held(self) -> list[Any]:

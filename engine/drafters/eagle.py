@@ -1,8 +1,8 @@
 """The drafter that is an EAGLE-3 head in a folder of its own.
 
-It drafts as an MTP head does, over the same slots (see `engine/drafters/mtp.py`); what
-differs is what a slot begins with, which is made of three layers of the target, and
-that it may know a part of the token ids only.
+It drafts as an MTP head does (see `engine/drafters/mtp.py`); what differs is the state
+that each position begins with, which is made of three layers of the target, and that it
+may know a part of the token ids only.
 """
 
 from functools import partial
@@ -14,19 +14,11 @@ import mlx.nn as nn
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.drafters.source import (
     HeadSource,
-    TargetInfo,
     check_drafted,
     check_embedding,
 )
 from mlx_speculation.engine.prompt import Sequence
-from mlx_speculation.models import (
-    CommittedStates,
-    HiddenStates,
-    Lane,
-    MtpConvention,
-    find_parts,
-    read_config,
-)
+from mlx_speculation.models import HiddenStates, Lane, find_parts, read_config
 from mlx_speculation.models.eagle import (
     Eagle,
     EagleHead,
@@ -63,11 +55,11 @@ class EagleDraft(HeadSource):
     def __init__(
         self, model: nn.Module, head: EagleHead, layers: tuple[int, ...]
     ) -> None:
-        self._taps = HiddenStates(model, layers=layers)
+        self.taps = HiddenStates(model, layers=layers)
         if "embed_tokens" not in head:
-            self._taps.parts.require("embedding")
-        self._head = head
-        self.model, self.eagle = model, Eagle(head, self._taps, layers)
+            self.taps.parts.require("embedding")
+        self.model, self.head = model, head
+        self.eagle = Eagle(head, self.taps, layers)
 
     @classmethod
     def from_folder(
@@ -102,39 +94,20 @@ class EagleDraft(HeadSource):
             layers = readings[next(iter(scores))]
         return cls(model, head, layers)
 
-    @classmethod
-    def load(
-        cls,
-        folder: Path,
-        target: TargetInfo,
-        convention: MtpConvention | None = None,
-        trust_remote_code: bool = False,
-    ) -> "EagleDraft":
-        """Load a head; see `LoadedSource`."""
-        return cls.from_folder(folder, target.model, tokenizer=target.tokenizer)
-
     def check_ids(self, highest: int) -> None:
         """Refuse a head of other token ids; see `HeadSource`."""
-        head = self._head
-        if "embed_tokens" in head:
-            check_embedding(head.embed_tokens, "EAGLE-3 head", highest)
-        check_drafted(head.ids, "EAGLE-3 head", highest)
-
-    @property
-    def own_weights(self) -> nn.Module:
-        """The head's own; what it shares with the target is not in it."""
-        return self._head
+        if "embed_tokens" in self.head:
+            check_embedding(self.head.embed_tokens, "EAGLE-3 head", highest)
+        check_drafted(self.head.ids, "EAGLE-3 head", highest)
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
     ) -> MtpDrafter:
         """Return the drafter of one stream, which follows the target's lane."""
-        committed = CommittedStates(self._taps, self.eagle.states)
-        lane.follower = committed
         return MtpDrafter(
             partial(MtpCache, self.eagle),
             sequence,
-            committed,
+            self.following(lane, self.eagle.states),
             depth=self.eagle.head.depth,
             source="eagle",
             ids=self.eagle.head.ids,

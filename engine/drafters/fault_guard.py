@@ -80,6 +80,20 @@ class FaultGuard:
         """The arrays and caches that it holds, for a count of bytes."""
         return list(getattr(self.inner, "held", ()))
 
+    @property
+    def batch_lane(self) -> Lane | None:
+        """Its lane, if rows of a batch can share it; see `DraftModel`."""
+        return getattr(self.inner, "batch_lane", None)
+
+    @property
+    def batch_head(self) -> Any:
+        """Its head, if rows of a batch can share it; see `MtpDrafter`."""
+        return getattr(self.inner, "batch_head", None)
+
+    def let_go(self) -> None:
+        """Let go of what a head holds, see `MtpDrafter`."""
+        getattr(self.inner, "let_go", lambda: None)()
+
     def remember(self, tokens: SequenceOf[int]) -> None:
         """Let it keep the tokens of the finished stream, if it is a lookup."""
         try:

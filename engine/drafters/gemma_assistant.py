@@ -13,23 +13,21 @@ nowhere. The target's caches are read in `propose`, before its forward of the ro
 no array of them is held when that writes.
 """
 
-from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.engine.drafters.base import Choose, Draft, goes_on
-from mlx_speculation.engine.drafters.source import HeadSource, TargetInfo
+from mlx_speculation.engine.drafters.base import Choose, Draft, DraftChain
+from mlx_speculation.engine.drafters.source import HeadSource
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
-from mlx_speculation.models import CommittedStates, HiddenStates, Lane, MtpConvention
+from mlx_speculation.models import CommittedStates, HiddenStates, Lane
 from mlx_speculation.models.gemma_assistant import (
     Anchor,
     Assistant,
-    AssistantOutput,
-    Read,
     SharedKv,
     is_assistant,
     load_assistant,
@@ -37,19 +35,8 @@ from mlx_speculation.models.gemma_assistant import (
     probe_anchor,
     starts_for,
 )
-from mlx_speculation.samplers import Chosen
 
 SOURCE = "assistant"
-
-
-class Step(Protocol):
-    """One draft step; see `Assistant.step`."""
-
-    def __call__(
-        self, embedded: mx.array, state: mx.array, read: Read, position: int
-    ) -> AssistantOutput:
-        """Run it."""
-        ...
 
 
 class AssistantDraft(HeadSource):
@@ -83,17 +70,18 @@ class AssistantDraft(HeadSource):
             raise InvalidRequestError(
                 f"anchor is {anchor!r}, and 'state' or 'token' is needed."
             )
-        self._taps = HiddenStates(model, after_norm=True)
-        self._taps.parts.require("entry")
-        dim, wide = self._taps.parts.dim, assistant.settings.target_dim
+        self.taps = HiddenStates(model, after_norm=True)
+        self.taps.parts.require("entry")
+        dim, wide = self.taps.parts.dim, assistant.settings.target_dim
         if dim != wide:
             raise UnsupportedModelError(
                 f"The assistant takes states of {wide} numbers, and the target's have "
                 f"{dim}. Choose the assistant that belongs to this model."
             )
-        self.model, self.assistant = model, assistant
+        self.model, self.head = model, assistant
+        self.assistant = assistant
         self.anchor: Anchor = anchor
-        self.step: Step = assistant.step
+        self.step = assistant.step
         self.shared = SharedKv(model, assistant)
 
     @classmethod
@@ -127,22 +115,6 @@ class AssistantDraft(HeadSource):
             draft.anchor = next(iter(scores))
         return draft
 
-    @classmethod
-    def load(
-        cls,
-        folder: Path,
-        target: TargetInfo,
-        convention: MtpConvention | None = None,
-        trust_remote_code: bool = False,
-    ) -> "AssistantDraft":
-        """Load an assistant; see `LoadedSource`."""
-        return cls.from_folder(folder, target.model, tokenizer=target.tokenizer)
-
-    @property
-    def own_weights(self) -> nn.Module:
-        """The assistant's own; the target's embedding and keys are not in it."""
-        return self.assistant
-
     def check_ids(self, highest: int) -> None:
         """Refuse an assistant that knows fewer tokens than its target."""
         vocab = self.assistant.settings.layers.vocab_size
@@ -161,17 +133,12 @@ class AssistantDraft(HeadSource):
             UnsupportedCacheError: its caches cannot be read.
         """
         self.shared.check(lane.caches)
-        lane.follower = committed = CommittedStates(self._taps, _after_norm)
+        committed = self.following(lane, attrgetter("after_norm"))
         return AssistantDrafter(self, lane, sequence, committed)
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Return ids [n] as the target's first layer is given them, [1, n, dim]."""
-        return self._taps.embed(tokens[None], scaled=True)
-
-
-def _after_norm(states: Any) -> mx.array:
-    found: mx.array = states.after_norm
-    return found
+        return self.taps.embed(tokens[None], scaled=True)
 
 
 class AssistantDrafter:
@@ -215,17 +182,10 @@ class AssistantDrafter:
         newest, committed = len(self._tokens) - 1, self._committed
         if not committed.start < newest <= committed.stop:
             return Draft(mx.array([], mx.uint32), source=SOURCE)
-        chosen: list[Chosen] = []
-
-        def choose_next(out: AssistantOutput) -> tuple[mx.array, bool]:
-            ahead = Draft.of(chosen).tokens if chosen else None
-            chosen.append(choose(out.logits, sequence.rows(ahead), out.ids))
-            token = chosen[-1].tokens  # computed while the next graph is built
-            return token, goes_on(choose, token)
-
+        chain = DraftChain(choose, sequence)
         token = mx.array(self._tokens[newest:], mx.uint32)
-        self._chain(token, committed.between(newest - 1, newest), limit, choose_next)
-        return Draft.of(chosen, source=SOURCE)
+        self._chain(token, committed.between(newest - 1, newest), limit, chain)
+        return Draft.of(chain.chosen, source=SOURCE)
 
     def settle(self, accepted: int) -> None:
         """Do nothing: no draft has left anything."""
@@ -234,21 +194,17 @@ class AssistantDrafter:
         """Do nothing."""
 
     def _chain(
-        self,
-        token: mx.array,
-        state: mx.array,
-        count: int,
-        choose_next: Callable[[AssistantOutput], tuple[mx.array, bool]],
+        self, token: mx.array, state: mx.array, count: int, chain: DraftChain
     ) -> None:
         """Run at most `count` steps. What is read of the target is gone at the end."""
         draft, target = self._draft, self._target
-        # A step on its way may have written the newest token's position already.
+        # A step in flight may have written the newest token's position already.
         behind = target.seen - (len(self._tokens) - 1)
         read, stop = draft.shared.read(target.caches, behind)
         position = position_of(draft.anchor, stop)
         for _ in range(count):
             out = draft.step(draft.embed(token), state, read, position)
-            token, more = choose_next(out)
+            token, more = chain.add(out.logits, out.ids)
             if not more:
                 break
             state = out.state

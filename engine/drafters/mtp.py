@@ -3,25 +3,26 @@
 The head pairs the state of each position with the token after it. With t_n the newest
 known token, h_i the target's states and k = 3:
 
-    slots 0 .. m-1     in the head's caches: pairs (h_i, t_i+1) of committed text
-    slots m .. n-1     pairs that were committed since; the last one gives d_1
-    slots n, n+1       pairs (g, d_1) and (g, d_2), with g the head's own state of the
-                       slot before; they give d_2 and d_3
+    positions 0 .. m-1    in the head's KV cache: pairs (h_i, t_i+1) of committed text
+    positions m .. n-1    pairs that were committed since; the last one gives d_1
+    positions n, n+1      pairs (g, d_1) and (g, d_2), with g the head's own state of
+                          the position before; they give d_2 and d_3
 
-Slots m to n-1, the refresh and the first draft, are one batch, of which only the last
-row is more than keys and values. See `models/mtp/cache.py` for what stays.
+Positions m to n-1, the refresh and the first draft, are one batch, of which only the
+last row is more than keys and values. See `models/mtp/cache.py` for what stays.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.engine.drafters.base import Choose, Draft, goes_on
+from mlx_speculation.engine.drafters.base import Choose, Draft, DraftChain
 from mlx_speculation.engine.drafters.source import (
     DraftOptions,
     HeadSource,
@@ -35,9 +36,8 @@ from mlx_speculation.models import (
     Lane,
     MtpConvention,
     ReducedEnds,
-    States,
 )
-from mlx_speculation.models.checkpoints import HeadCache, HeadOnTarget
+from mlx_speculation.models.checkpoints import HeadCache
 from mlx_speculation.models.mtp import (
     Mtp,
     MtpCache,
@@ -47,7 +47,7 @@ from mlx_speculation.models.mtp import (
 )
 from mlx_speculation.samplers import Chosen
 
-# More slots than this are fed by themselves, and not in a batch with a first draft.
+# More positions are fed by themselves, and not in a batch with a first draft.
 LONGEST_LAG = 64
 
 
@@ -69,24 +69,25 @@ class MtpDraft(HeadSource):
     """
 
     kind = "mtp"
+    on_ranks = True
     reducible = True
+    head: MtpHead
     fits = staticmethod(is_split_head)
 
     def __init__(
         self, model: nn.Module, head: MtpHead, *, ids: SequenceOf[int] | None = None
     ) -> None:
-        self._before = head.convention.hidden == "before_norm"
-        self._taps = HiddenStates(
-            model, before_norm=self._before, after_norm=not self._before
-        )
+        before = head.convention.hidden == "before_norm"
+        self.taps = HiddenStates(model, before_norm=before, after_norm=not before)
+        self._states = attrgetter(head.convention.hidden)
         self._ids = None if ids is None else mx.array(list(ids), mx.uint32)
-        ends: HiddenStates | ReducedEnds = self._taps
+        ends: HiddenStates | ReducedEnds = self.taps
         self._rows: nn.Module | None = None
         if ids is not None:
-            ends = ReducedEnds(self._taps, ids)
+            ends = ReducedEnds(self.taps, ids)
             self._rows = ends.layer
-        self.model, self.mtp = model, Mtp(head, ends, ids=self._ids)
-        self._head = head
+        self.model, self.head = model, head
+        self.mtp = Mtp(head, ends, ids=self._ids)
 
     @classmethod
     def from_folder(
@@ -124,14 +125,9 @@ class MtpDraft(HeadSource):
 
     def check_ids(self, highest: int) -> None:
         """Refuse a head of other token ids; see `HeadSource`."""
-        for layer in self._head.layers:
+        for layer in self.head.layers:
             if "embedding" in layer:
                 check_embedding(layer.embedding, "MTP head", highest)
-
-    @property
-    def own_weights(self) -> nn.Module:
-        """The head's own; embedding and output layer of the target are not in it."""
-        return self._head
 
     @property
     def reduced_rows(self) -> nn.Module | None:
@@ -144,29 +140,33 @@ class MtpDraft(HeadSource):
 
         Layers of a chain all run.
         """
-        return not self._head.chained
+        return not self.head.chained
 
-    def reduced(self, ids: SequenceOf[int]) -> "MtpDraft":
-        """Return a draft of the same head that drafts from some token ids only."""
-        return MtpDraft(self.model, self._head, ids=ids)
+    @property
+    def reads_output(self) -> bool:
+        """Whether it has no output layer of its own."""
+        return self.mtp.reads_output
+
+    def take_output(self, output: nn.Module) -> None:
+        """Read this output layer from now on, where the target's is divided."""
+        self.mtp.take_output(output)
 
     def configured(self, options: DraftOptions) -> "MtpDraft":
         """Return the head with a reduced vocabulary, if there is one."""
         ids = options.vocabulary
-        return self if ids is None else self.reduced(ids)
+        return self if ids is None else MtpDraft(self.model, self.head, ids=ids)
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
     ) -> "MtpDrafter":
         """Return the drafter of one stream, which follows the target's lane."""
-        committed = CommittedStates(self._taps, self._select)
-        lane.follower = committed
-        slots = partial(MtpCache, self.mtp)
-        depth = self.mtp.head.depth
-        return MtpDrafter(slots, sequence, committed, depth=depth, ids=self._ids)
-
-    def _select(self, found: States) -> mx.array:
-        return found.before_norm if self._before else found.after_norm
+        return MtpDrafter(
+            partial(MtpCache, self.mtp),
+            sequence,
+            self.following(lane, self._states),
+            depth=self.mtp.head.depth,
+            ids=self._ids,
+        )
 
 
 class MtpDrafter:
@@ -176,7 +176,7 @@ class MtpDrafter:
     tokens out of a passed cache or a prefix cache are not in its history.
 
     Args:
-        new_slots: makes caches of the head that begin at a slot.
+        new_cache: makes KV caches of the head that begin at a position.
         sequence: the known tokens.
         committed: the states that were committed and not read yet.
         depth: the most drafts that the head is good for; None: any number.
@@ -184,15 +184,12 @@ class MtpDrafter:
         ids: the target's ids of the head's logits, uint32 [n]; None: all.
 
     Attributes:
-        committed: the same.
-        depth: the same.
-        source: the same.
-        ids: the same.
+        committed, depth, source, ids: the same.
     """
 
     def __init__(
         self,
-        new_slots: Callable[[int], HeadCache],
+        new_cache: Callable[[int], HeadCache],
         sequence: Sequence,
         committed: CommittedStates,
         *,
@@ -200,30 +197,29 @@ class MtpDrafter:
         source: str = "mtp",
         ids: mx.array | None = None,
     ) -> None:
-        self._new_slots, self._tokens = new_slots, sequence.tokens
+        self._new_cache, self._tokens = new_cache, sequence.tokens
         self.depth, self.source, self.ids = depth, source, ids
-        self.committed = self._committed = committed
-        self._slots = new_slots(0)
+        self.committed = committed
+        self._cache = new_cache(0)
         self._chunk_end = 0
         committed.after_chunk(self._read_chunk)
 
     @property
     def history(self) -> range:
-        """The slots of committed text that the head's caches hold."""
-        return range(self._slots.first, self._slots.end)
+        """The positions of committed text that the head's caches hold."""
+        return range(self._cache.first, self._cache.end)
 
     @property
     def held(self) -> list[Any]:
         """Caches, and states of the target to be read, for a count of bytes."""
-        return [self._slots.held, self._committed.arrays]
+        return [self._cache.held, self.committed.arrays]
 
     @property
-    def mtp(self) -> HeadOnTarget | None:
-        """The head, if it can draft for several rows at once; see `BatchMtpCache`."""
-        slots = self._slots
-        if isinstance(slots, MtpCache) and not slots.mtp.head.chained:
-            return slots.mtp
-        return None
+    def batch_head(self) -> "MtpDrafter | None":
+        """Itself, if one head can draft for all rows of a batch."""
+        cache = self._cache
+        batched = isinstance(cache, MtpCache) and not cache.mtp.head.chained
+        return self if batched else None
 
     def begin(self, sequence: Sequence) -> None:
         """Read the states of the prompt, which is fed by now."""
@@ -233,19 +229,19 @@ class MtpDrafter:
         """Return what a batch needs to draft in its place, which calls `let_go` then.
 
         Returns:
-            Its slots, and the states that come after them, at most one, [1, 1, dim].
+            Its KV cache, and the states that come after it, at most one, [1, 1, dim].
         """
         self._catch_up(0)
-        slots, committed = self._slots, self._committed
-        assert isinstance(slots, MtpCache)
-        if slots.end >= committed.stop:
-            return slots, None
-        return slots, committed.between(slots.end, committed.stop)
+        cache, committed = self._cache, self.committed
+        assert isinstance(cache, MtpCache)
+        if cache.end >= committed.stop:
+            return cache, None
+        return cache, committed.between(cache.end, committed.stop)
 
     def let_go(self) -> None:
         """Let go of what it holds, as if it had seen nothing of the text."""
-        self._slots = self._new_slots(self._committed.stop)
-        self._committed.drop(self._committed.stop)
+        self._cache = self._new_cache(self.committed.stop)
+        self.committed.drop(self.committed.stop)
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
         """Bring the caches up to the known tokens, and draft behind them.
@@ -255,40 +251,34 @@ class MtpDrafter:
         """
         self._catch_up()
         newest = len(self._tokens) - 1
-        if not self._committed.start < newest <= self._committed.stop:
+        if not self.committed.start < newest <= self.committed.stop:
             return Draft(mx.array([], mx.uint32), source=self.source)
-        chosen: list[Chosen] = []
-
-        def choose_next(logits: mx.array) -> tuple[mx.array, bool]:
-            ahead = Draft.of(chosen).tokens if chosen else None
-            chosen.append(choose(logits, sequence.rows(ahead), self.ids))
-            token = chosen[-1].tokens  # computed while the next graph is built
-            return token, goes_on(choose, token)
+        chain = DraftChain(choose, sequence)
 
         def tokens_of(layer: int, first: int, count: int) -> mx.array:
-            return self._pairs(layer, first, count, chosen)
+            return self._pairs(layer, first, count, chain.chosen)
 
-        self._slots.draft(
-            self._committed.between(self._slots.end, newest),
+        self._cache.draft(
+            self.committed.between(self._cache.end, newest),
             newest,
             tokens_of,
-            choose_next,
+            lambda logits: chain.add(logits, self.ids),
             limit if self.depth is None else min(limit, self.depth),
         )
-        return Draft.of(chosen, source=self.source)
+        return Draft.of(chain.chosen, source=self.source)
 
     def settle(self, accepted: int) -> None:
-        """Keep the slots of committed text; those of drafts never stay."""
-        self._slots.commit()
+        """Keep the positions of committed text; those of drafts never stay."""
+        self._cache.commit()
 
     def discard(self) -> None:
         """Undo the round."""
-        self._slots.rollback()
+        self._cache.rollback()
 
     def _pairs(
-        self, layer: int, first: int, count: int, chosen: list[Chosen]
+        self, layer: int, first: int, count: int, chosen: SequenceOf[Chosen]
     ) -> mx.array:
-        """Return the tokens that a layer pairs with slots, drafts at the end."""
+        """Return the tokens that a layer pairs with positions, drafts at the end."""
         start = first + layer + 1
         known = mx.array(self._tokens[start : start + count], mx.uint32)
         drafts = [one.tokens for one in chosen[max(0, start - len(self._tokens)) :]]
@@ -296,36 +286,33 @@ class MtpDrafter:
 
     def _read_chunk(self) -> None:
         """Read the chunk before the newest: for that the first token need not wait."""
-        before, self._chunk_end = self._chunk_end, self._committed.stop
+        before, self._chunk_end = self._chunk_end, self.committed.stop
         self._catch_up(until=before)
 
     def _catch_up(self, longest: int | None = None, until: int | None = None) -> None:
         """Drop the states that were read; feed the others where they are many.
 
-        The slot of the first draft, and what comes after it, is left.
+        The position of the first draft, and what comes after it, is left.
 
         Args:
             longest: so many may be left; `LONGEST_LAG` when omitted.
-            until: what comes from this slot on is left too; None: nothing.
+            until: what comes from this position on is left too; None: nothing.
         """
-        committed = self._committed
-        if committed.start > self._slots.end or committed.stop < self._slots.end:
-            self._slots = self._new_slots(committed.start)
-        committed.drop(self._slots.end)
+        committed = self.committed
+        if committed.start > self._cache.end or committed.stop < self._cache.end:
+            self._cache = self._new_cache(committed.start)
+        committed.drop(self._cache.end)
         stop = min(len(self._tokens) - 2, committed.stop)
         stop = stop if until is None else min(stop, until)
-        lag = max(stop - self._slots.end, self._slots.lag)
+        lag = max(stop - self._cache.end, self._cache.lag)
         most = LONGEST_LAG if longest is None else longest
-        if lag <= most or stop <= self._slots.end:
+        if lag <= most or stop <= self._cache.end:
             return
-        hidden = committed.between(self._slots.end, stop)
+        hidden = committed.between(self._cache.end, stop)
         try:
-            self._slots.feed(hidden, stop, self._known_pairs)
+            self._cache.feed(hidden, stop, partial(self._pairs, chosen=()))
         except Exception:  # after Ctrl-C they are as before, and can be fed again
-            self._slots = self._new_slots(committed.stop)
+            self._cache = self._new_cache(committed.stop)
             raise
         committed.drop(stop)
         mx.eval(committed.arrays)
-
-    def _known_pairs(self, layer: int, first: int, count: int) -> mx.array:
-        return self._pairs(layer, first, count, [])

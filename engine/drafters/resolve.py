@@ -25,12 +25,12 @@ from mlx_speculation.engine.drafters.base import Drafter
 from mlx_speculation.engine.drafters.cascade import Cascade
 from mlx_speculation.engine.drafters.draft_model import ModelSource
 from mlx_speculation.engine.drafters.mtp import MtpDraft
-from mlx_speculation.engine.drafters.registry import (
-    SOURCES,
-    LoadedSource,
-    draft_folder,
+from mlx_speculation.engine.drafters.registry import SOURCES, draft_folder
+from mlx_speculation.engine.drafters.source import (
+    DraftSource,
+    FolderSource,
+    TargetInfo,
 )
-from mlx_speculation.engine.drafters.source import DraftSource, TargetInfo
 from mlx_speculation.engine.drafters.user_drafter import UserDrafter
 from mlx_speculation.engine.lookup.drafter import LookupDrafter
 from mlx_speculation.errors import (
@@ -84,7 +84,7 @@ class NamedDraft:
     """
 
     name: str
-    loader: LoadedSource | None = None
+    loader: type[FolderSource] | None = None
     folder: Path | None = None
     target: str | Path | None = None
     convention: MtpConvention | None = None
@@ -121,7 +121,7 @@ def find_draft(
         InvalidRequestError: an option is of no use to this draft.
         ModelFolderError: there is no such folder, or it is none of a draft.
     """
-    loader: LoadedSource | None = None
+    loader: type[FolderSource] | None = None
     folder: Path | None = None
     if draft == "mtp":
         loader = MtpDraft
@@ -279,7 +279,7 @@ def _of_pair(pair: PairFile, folder: Path, target: TargetInfo) -> Resolved:
         return _lookup(folder, error, pair.draft_length)
 
 
-def _check_kind(pair: PairFile, loader: LoadedSource) -> None:
+def _check_kind(pair: PairFile, loader: type[FolderSource]) -> None:
     if pair.kind not in (None, loader.kind):
         raise ModelFolderError(
             f"{str(pair.file)!r} has kind = {pair.kind!r}, and {pair.draft!r} is of "

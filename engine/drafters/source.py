@@ -15,7 +15,15 @@ from mlx.utils import tree_flatten
 from mlx_speculation.engine.drafters.base import Drafter
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import CompiledForward, Lane, Sliding
+from mlx_speculation.models import (
+    CommittedStates,
+    CompiledForward,
+    HiddenStates,
+    Lane,
+    MtpConvention,
+    Sliding,
+    States,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +70,7 @@ class DraftSource(Protocol):
     Attributes:
         kind: "model", "lookup", "mtp" and so on; what statistics count by.
         follows: whether its drafters read what the target computes.
+        on_ranks: whether it can draft for a target that is spread over ranks.
         measurable: whether calibration measures its rounds, and not those of a
             substitute, since how much it drafts depends on the text.
         reducible: whether it can draft from some token ids only.
@@ -69,6 +78,7 @@ class DraftSource(Protocol):
 
     kind: str = "drafter"
     follows: bool = False
+    on_ranks: bool = True
     measurable: bool = True
     reducible: bool = False
 
@@ -99,7 +109,17 @@ class DraftSource(Protocol):
 
     def cost_key(self) -> str:
         """Return what measured costs are kept under; "" where they are not kept."""
-        return ""
+        module = self.own_weights
+        return "" if module is None else shape_of(module)
+
+    @property
+    def reads_output(self) -> bool:
+        """Whether its head makes its logits with the target's output layer."""
+        return False
+
+    def take_output(self, output: nn.Module) -> None:
+        """Read this output layer from now on, where the target's is divided."""
+        return
 
     def members(self) -> "SequenceOf[DraftSource]":
         """Return the sources of a cascade; itself otherwise."""
@@ -134,15 +154,74 @@ class DraftSource(Protocol):
         ...
 
 
-class HeadSource(DraftSource):
+class FolderSource(DraftSource):
+    """A source that is loaded from a folder of its own, or out of the target's."""
+
+    @staticmethod
+    def fits(config: dict[str, Any]) -> bool:
+        """Return whether a folder with this config.json is one."""
+        raise NotImplementedError
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        target: TargetInfo,
+        convention: MtpConvention | None = None,
+        trust_remote_code: bool = False,
+    ) -> "FolderSource":
+        """Load it.
+
+        Args:
+            folder: the draft's; for an MTP head perhaps the target's.
+            target: what it is to draft for.
+            convention: what an MTP head was trained with, if somebody has named it.
+            trust_remote_code: whether code in the folder of a model may run.
+
+        Raises:
+            ModelFolderError: the folder holds none, or not all of one.
+            SpeculationError: it does not fit the target.
+        """
+        raise NotImplementedError
+
+
+class HeadSource(FolderSource):
     """A head on a target, which reads what that computes.
 
     Attributes:
         model: the target.
+        head: without what it shares with the target.
+        taps: show what the head reads.
     """
 
     follows = True
+    on_ranks = False
     model: nn.Module
+    head: nn.Module
+    taps: HiddenStates
+
+    @property
+    def own_weights(self) -> nn.Module:
+        """The head's own; embedding and output layer of the target are not in it."""
+        return self.head
+
+    @classmethod
+    def from_folder(
+        cls, folder: str | Path, model: nn.Module, *, tokenizer: Any = None
+    ) -> "HeadSource":
+        """Load a head from a folder, for a target."""
+        raise NotImplementedError
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        target: TargetInfo,
+        convention: MtpConvention | None = None,
+        trust_remote_code: bool = False,
+    ) -> "HeadSource":
+        """Load a head; see `FolderSource`."""
+        return cls.from_folder(folder, target.model, tokenizer=target.tokenizer)
 
     def check(self, target: TargetInfo) -> None:
         """Refuse another target than its own, and other token ids."""
@@ -160,10 +239,18 @@ class HeadSource(DraftSource):
             InvalidRequestError: names both numbers.
         """
 
-    def cost_key(self) -> str:
-        """Return the shape of the head."""
-        module = self.own_weights
-        return "" if module is None else shape_of(module)
+    def following(
+        self, lane: Lane, select: Callable[[States], mx.array]
+    ) -> CommittedStates:
+        """Return the states that a target's lane commits from now on.
+
+        Args:
+            lane: the target's.
+            select: returns what the head reads of the states of a forward.
+        """
+        committed = CommittedStates(self.taps, select)
+        lane.follower = committed
+        return committed
 
 
 def check_embedding(module: Any, name: str, highest: int) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_speculation.engine.drafters.base import Drafter
-from mlx_speculation.engine.drafters.source import DraftSource, shape_of
+from mlx_speculation.engine.drafters.source import DraftSource
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import Lane
 
@@ -33,11 +33,6 @@ class UserDrafter(DraftSource):
         """The module that it names as its own, if any."""
         found = getattr(self.inner, "own_weights", None)
         return found if isinstance(found, nn.Module) else None
-
-    def cost_key(self) -> str:
-        """Return the shape of its module; costs of others are not kept."""
-        module = self.own_weights
-        return "" if module is None else shape_of(module)
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None

@@ -109,7 +109,7 @@ def test_a_batch_that_shrinks_does_not_try_anew_at_each_size() -> None:
 
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("change", ["joins", "leaves", "sizes"])
-def test_a_parked_batch_decides_anew_when_its_rows_change(change: str) -> None:
+def test_a_paused_batch_decides_anew_when_its_rows_change(change: str) -> None:
     """Several plain steps are decided at once, and other rows may be drafted for."""
 
     def seconds(rows: int, drafted: int) -> float:
@@ -122,7 +122,7 @@ def test_a_parked_batch_decides_anew_when_its_rows_change(change: str) -> None:
         for _ in range(40):
             row.rates.note(8, 8 if change == "sizes" else 0)
     widths = [1]
-    while any(widths[-3:]) or len(widths) < 40:  # to where it is parked
+    while any(widths[-3:]) or len(widths) < 40:  # to where it is paused
         limits = lengths.limits(rows, 100, [50] * len(rows))
         widths.append(max(limits))
         plain = widths[-1] == 0

@@ -34,7 +34,7 @@ from mlx_speculation.engine.draft_length.base import (
 )
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.engine.draft_length.exploration import MOST_CARRIED, Allowance
-from mlx_speculation.engine.draft_length.policies import calibration_costs
+from mlx_speculation.engine.draft_length.policy_factory import calibration_costs
 from mlx_speculation.engine.drafters.early_stop import Certainties
 from support.drafters.simulated_machine import Rates, World, simulate
 

@@ -155,23 +155,23 @@ def test_a_step_that_one_policy_wants_to_see_is_a_step_for_all(reason: Any) -> N
 
 
 def test_a_round_is_noted_for_its_drafter_and_a_step_for_all() -> None:
-    lengths, (lookup, first, parked, last) = planned(9, 4, 0, 2)
+    lengths, (lookup, first, paused, last) = planned(9, 4, 0, 2)
     plan = lengths.plan(100, 50)
     lengths.turns.answered = 1
     drafted = Outcome(4, 3, 0.1)
     lengths.note(100, plan, drafted)
     assert first.noted == [(plan.each[1], drafted)]
-    assert lookup.noted == parked.noted == last.noted == []
+    assert lookup.noted == paused.noted == last.noted == []
     # The lookup was asked and knows the text; the others were not.
-    assert (lookup.passed, parked.passed, last.passed) == ([], [4], [4])
+    assert (lookup.passed, paused.passed, last.passed) == ([], [4], [4])
     step = Outcome(0, 0, 0.1, behind=True, ahead=True)
     lengths.note(101, plan, step)
-    for policy, own in zip((lookup, first, parked, last), plan.each, strict=True):
+    for policy, own in zip((lookup, first, paused, last), plan.each, strict=True):
         assert policy.noted[-1] == (own, step)
     lengths.turns.answered = 3
     lengths.note(102, plan, drafted)
     assert last.noted[-1] == (plan.each[3], drafted)
-    assert (lookup.passed, first.passed, parked.passed) == ([], [], [4, 4])
+    assert (lookup.passed, first.passed, paused.passed) == ([], [], [4, 4])
     lengths.end()
     assert lookup.ended == last.ended == 1
 
@@ -181,7 +181,7 @@ def policy_of(seconds: list[float]) -> AdaptiveLengths:
     return AdaptiveLengths(costs, AcceptanceRates(), LONGEST)
 
 
-def test_a_wrong_model_is_parked_behind_a_lookup_that_is_right() -> None:
+def test_a_wrong_model_is_paused_behind_a_lookup_that_is_right() -> None:
     """One policy for both asked the model for 16 tokens each time, or neither."""
     random = np.random.default_rng(3)
     lookup, model = policy_of(CHEAP), policy_of(DEAR)

@@ -34,14 +34,13 @@ from mlx_speculation import (
 )
 from mlx_speculation.demo import demo_prompts
 from mlx_speculation.engine import AssistantDraft, EagleDraft, MtpDraft
-from mlx_speculation.engine.draft_length import policies as measured_module
+from mlx_speculation.engine.draft_length import policy_factory as measured_module
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.adaptive import AdaptiveLengths
 from mlx_speculation.engine.draft_length.base import Option, Outcome, Plan
-from mlx_speculation.engine.draft_length.break_even import worth_of_time
 from mlx_speculation.engine.draft_length.calibration import ConstantDrafter
-from mlx_speculation.engine.draft_length.costs import RoundCosts
-from mlx_speculation.engine.draft_length.policies import DraftLengthPolicies
+from mlx_speculation.engine.draft_length.costs import RoundCosts, worth_of_time
+from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
 from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.drafters.draft_model import DraftModel
 from mlx_speculation.engine.drafters.early_stop import (
@@ -58,6 +57,7 @@ from mlx_speculation.engine.round.outcome import RoundOutcome
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Chooser, Verifier
+from support import usual_length
 from support.caches.contents import assert_same_content, content
 from support.covering import covering
 from support.drafters.scripted_drafter import ScriptedDrafter
@@ -286,7 +286,7 @@ def test_behind_a_step_nothing_is_told_of_what_was_drafted(least: float) -> None
 def test_each_drafter_of_a_cascade_ends_where_its_own_policy_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(measured_module, "USUAL_LENGTH", None)
+    monkeypatch.setattr(usual_length, "USUAL", None)
     monkeypatch.setenv("MLX_SPECULATION_CACHE", "")
     model, tokenizer = demo("dense")
     cascade = demo_draft("cascade", "dense")
@@ -447,21 +447,21 @@ def test_it_is_faster_than_the_best_fixed_length() -> None:
     assert speed(texts, partial(policy, None)) < 1.02 * best
 
 
-def lengths_of(draft: Any, **options: Any) -> DraftLengthPolicies:
+def lengths_of(draft: Any, **options: Any) -> PolicyFactory:
     """Return the lengths of a generator on a tiny target."""
     model = build("llama")
     source = resolve(draft, TargetInfo(model, byte_tokenizer(), None, 255)).source
-    return DraftLengthPolicies(model, source, "slack", None, **options)
+    return PolicyFactory(model, source, "slack", None, **options)
 
 
 def test_drafts_end_early_where_they_are_chosen_without_chance_on_a_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(measured_module, "USUAL_LENGTH", None)
+    monkeypatch.setattr(usual_length, "USUAL", None)
     monkeypatch.setenv("MLX_SPECULATION_CACHE", "")
     lengths = lengths_of(build("llama", seed=1))
 
-    def early(lengths: DraftLengthPolicies, **options: Any) -> bool:
+    def early(lengths: PolicyFactory, **options: Any) -> bool:
         policy = lengths.for_stream(None, **options)
         return getattr(policy, "_certainties", None) is not None
 
@@ -478,7 +478,7 @@ def test_drafts_end_early_where_they_are_chosen_without_chance_on_a_cpu(
 def test_what_is_known_of_certainties_goes_from_stream_to_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(measured_module, "USUAL_LENGTH", None)
+    monkeypatch.setattr(usual_length, "USUAL", None)
     lengths = lengths_of(build("llama", seed=1))
     first: Any = lengths.for_stream(None, greedy=True)
     second: Any = lengths.for_stream(None, greedy=True)

@@ -187,7 +187,7 @@ def test_the_context_is_that_of_committed_text(name: str, every: int) -> None:
     assert [chunk.token for chunk in stream] == text[PROMPT : PROMPT + TOKENS]
     assert not stream.result.stats.drafter_faults
     drafter: Any = stream.request.drafter
-    (held,) = drafter.inner._slots._caches
+    (held,) = drafter.inner._cache._caches
     keys, _ = held.keys_and_values()
     newest = knowing.blocks[-1][0]
     assert keys[0, 0, :, 0].tolist() == list(range(newest))

@@ -156,7 +156,7 @@ def test_after_a_wrong_draft_an_oracle_is_right_again(name: str, every: int) -> 
     assert not stream.result.stats.drafter_faults
     drafter: Any = stream.request.drafter
     drafter = getattr(drafter, "inner", drafter)
-    (caches,) = drafter._slots._caches
+    (caches,) = drafter._cache._caches
     held = held_tokens(caches)
     assert len(held) > PROMPT
     assert held == text[1 : 1 + len(held)]

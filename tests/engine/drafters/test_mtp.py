@@ -145,10 +145,10 @@ def test_after_a_wrong_draft_an_oracle_is_right_again(name: str, every: int) -> 
     assert tokens == text[PROMPT : PROMPT + TOKENS]
     contained: Any = stream.request.drafter
     drafter = contained.inner
-    for layer, caches in enumerate(drafter._slots._caches):
+    for layer, caches in enumerate(drafter._cache._caches):
         held = held_tokens(caches)
         assert held == text[1 + layer : 1 + layer + len(held)]
-        assert len(held) == drafter._slots._held.ends[layer]
+        assert len(held) == drafter._cache._held.ends[layer]
     assert drafter.history.stop >= PROMPT + TOKENS - 6
 
 

@@ -21,7 +21,7 @@ from mlx_speculation.environment import versions
 
 if TYPE_CHECKING:
     from mlx_speculation.engine.draft_length.calibration import PartsTable
-    from mlx_speculation.engine.draft_length.policies import CostTable
+    from mlx_speculation.engine.draft_length.policy_factory import CostTable
 
 
 def calibrate(

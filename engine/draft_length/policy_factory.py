@@ -1,4 +1,8 @@
-"""Draft lengths of one generator's streams: what they share, and calibration."""
+"""Makes the draft length policy of each stream of a generator; and calibration.
+
+What the policies share is kept here: costs, acceptance, and what trials may lose. Which
+length a round has is decided in `adaptive`.
+"""
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -25,9 +29,6 @@ if TYPE_CHECKING:
 # No adaptive draft length is longer. Greedy text that repeats itself is drafted well
 # for longer than that, but a verify of more rows costs by the row.
 LONGEST = 16
-# The length where nobody has named one; None: adaptive. The tests name one, as
-# no test may depend on how long a round takes.
-USUAL_LENGTH: int | None = None
 # A calibration ends without all lengths when a drafter does not draft as asked.
 MOST_ROUNDS = 300
 # Plain steps are cheap to measure, and every length is judged by them.
@@ -61,8 +62,8 @@ def follow_calibration(start: Start, contexts: SequenceOf[int]) -> CostTable:
     return {}
 
 
-class DraftLengthPolicies:
-    """Hands out a policy for each stream.
+class PolicyFactory:
+    """Makes a policy for each stream.
 
     Args:
         model: the target.
@@ -129,7 +130,6 @@ class DraftLengthPolicies:
                 )
             return length
         length = self.usual if length is None else _checked(length, "draft_length")
-        length = USUAL_LENGTH if length is None else length
         longest = self._longest if most is None else min(most, self._longest)
         if self._draft is None or length is not None or not longest:
             length = length or 0

@@ -1,9 +1,9 @@
-"""Runs of parked plain steps: one decision for several, and nothing forgotten.
+"""Runs of plain steps: one decision for several, and nothing forgotten.
 
 Faults that were made by hand, and found here: a run without an end; a step that is kept
 and never learnt from, or twice; one that stood alone, or whose shape was new, kept too;
 steps learnt as those of other costs; a run that goes on when the costs or the rows are
-others; a run that ignores the budget; a parked step that the draft does not miss.
+others; a run that ignores the budget; a step that the draft does not miss.
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mlx_speculation.engine.draft_length import disabled
+from mlx_speculation.engine.draft_length import exploration
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.adaptive import AdaptiveLengths
 from mlx_speculation.engine.draft_length.base import Outcome, Plan
@@ -33,7 +33,7 @@ class Counted(AdaptiveLengths):
         return super()._measurement(context, longest)
 
 
-def parked_policy(costs: RoundCosts | None = None) -> Counted:
+def paused_policy(costs: RoundCosts | None = None) -> Counted:
     """Return a policy that has seen a draft fail for long, after its first round."""
     rates = AcceptanceRates([0.0] * 8, 40.0)
     nothing_to_lose = Allowance(carried=-4.0, in_vain=20)
@@ -46,9 +46,9 @@ def parked_policy(costs: RoundCosts | None = None) -> Counted:
 
 
 def test_one_decision_holds_for_a_run_of_steps() -> None:
-    policy = parked_policy()
+    policy = paused_policy()
     plans = []
-    for _ in range(5 * disabled.STEPS):
+    for _ in range(5 * exploration.PLAIN_STEPS):
         plans.append(policy.plan(CONTEXT, 500))
         policy.note(CONTEXT, plans[-1], STEADY)
     assert {(plan.length, plan.reason) for plan in plans} == {(0, "plain")}
@@ -59,10 +59,10 @@ def test_a_run_teaches_what_its_steps_would_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tables, left = [], []
-    for steps in (disabled.STEPS, 1):
-        monkeypatch.setattr(disabled, "STEPS", steps)
+    for steps in (exploration.PLAIN_STEPS, 1):
+        monkeypatch.setattr(exploration, "PLAIN_STEPS", steps)
         costs = RoundCosts({0: SLOW_DRAFTS})
-        policy = parked_policy(costs)
+        policy = paused_policy(costs)
         for number in range(43):
             plan = policy.plan(CONTEXT, 500)
             alone = number % 10 != 9
@@ -81,7 +81,7 @@ def test_a_step_that_tells_something_else_is_learnt_from_at_once(
     odd: dict[str, Any],
 ) -> None:
     costs = RoundCosts({0: SLOW_DRAFTS}, left=0.3)
-    policy = parked_policy(costs)
+    policy = paused_policy(costs)
     plan = policy.plan(CONTEXT, 500)
     before = costs.left, costs.table()
     policy.note(CONTEXT, plan, replace(STEADY, **odd))
@@ -91,14 +91,14 @@ def test_a_step_that_tells_something_else_is_learnt_from_at_once(
 
 
 def test_plain_steps_for_another_reason_are_counted_as_what_they_are() -> None:
-    run = disabled.Parked()
+    run = exploration.PlainRun()
     assert run.keep(CONTEXT, Plan(0, "plain"), STEADY)
     assert not run.keep(CONTEXT, Plan(0, "review"), STEADY)
     assert run.taken() == [(CONTEXT, STEADY.seconds)]
 
 
 def test_the_budget_ends_a_run() -> None:
-    policy = parked_policy()
+    policy = paused_policy()
     assert policy.plan(CONTEXT, 500).reason == "plain"
     assert policy.plan(CONTEXT, 0).reason == "budget"
     assert policy.plan(CONTEXT, 500).reason == "plain"
@@ -106,7 +106,7 @@ def test_the_budget_ends_a_run() -> None:
 
 def test_other_costs_end_a_run_and_learn_nothing_from_it() -> None:
     own, other = RoundCosts({0: SLOW_DRAFTS}), RoundCosts({0: SLOW_DRAFTS})
-    policy = parked_policy(own)
+    policy = paused_policy(own)
     policy.note(CONTEXT, policy.plan(CONTEXT, 500), STEADY)
     before, decided = own.table(), policy.decided
     policy.use_costs(other)
@@ -117,7 +117,7 @@ def test_other_costs_end_a_run_and_learn_nothing_from_it() -> None:
 
 
 def test_other_rows_end_a_run() -> None:
-    policy = parked_policy()
+    policy = paused_policy()
     policy.plan(CONTEXT, 500)
     policy.rates = AcceptanceRates([0.99] * 8, 40.0)
     assert policy.plan(CONTEXT, 500).length == 0
@@ -126,17 +126,17 @@ def test_other_rows_end_a_run() -> None:
 
 
 def test_a_draft_misses_every_step_of_a_run() -> None:
-    policy = parked_policy()
+    policy = paused_policy()
     for count in range(1, 30):
         policy.note(CONTEXT, policy.plan(CONTEXT, 500), STEADY)
         assert policy._lag == 1 + count
 
 
 def test_what_was_right_before_a_run_is_not_the_last_draft_after_it() -> None:
-    policy = parked_policy()
+    policy = paused_policy()
     plan = policy.plan(CONTEXT, 500)
     policy._right = True
-    for _ in range(3 * disabled.STEPS):
+    for _ in range(3 * exploration.PLAIN_STEPS):
         assert plan.reason == "plain"
         policy.note(CONTEXT, plan, STEADY)
         plan = policy.plan(CONTEXT, 500)

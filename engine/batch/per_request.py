@@ -1,82 +1,13 @@
-"""What drafts for the rows of a batch: each row's own drafter, or one model for all."""
+"""The rows of a batch, each with the drafter that it would have alone."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import mlx.core as mx
 
+from mlx_speculation.engine.batch.base import rectangle
 from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.drafters.base import NOTHING, Choices, Draft, ReadsAhead
-
-
-class BatchDrafter(Protocol):
-    """Drafts for many rows.
-
-    `follow` comes before every round. The calls of one that drafts: `prepare`,
-    `propose`, then `settle` and `done`, or `discard`.
-    """
-
-    @property
-    def ahead(self) -> bool:
-        """Whether it can draft behind a token that is not read yet."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what it holds for all rows together."""
-        ...
-
-    def follow(self, rows: Sequence[BatchRequest]) -> None:
-        """Take notice of the rows of the next round, in their order."""
-        ...
-
-    def prepare(self, rows: Sequence[BatchRequest], limits: Sequence[int]) -> None:
-        """Read of the rows what no round should be measured with: prompts, mostly."""
-        ...
-
-    def propose(
-        self, rows: Sequence[BatchRequest], limits: Sequence[int], ahead: int
-    ) -> list[Draft]:
-        """Return a draft of each row, of at most its limit; 0 and less: none.
-
-        Where a request's own processors raise, the row's `error` is set.
-
-        Args:
-            rows: all rows of the batch, in their order.
-            limits: how many tokens each may draft, those ahead not counted.
-            ahead: how many tokens of a step are not known yet, 0 or 1: the drafts
-                stand for them in their first place.
-        """
-        ...
-
-    def rectangle(self, drafts: Sequence[Draft], width: int) -> mx.array:
-        """Return the tokens of drafts, uint32 [rows, width]; behind short ones any.
-
-        Args:
-            drafts: what `propose` has returned, without what stands ahead.
-            width: that of the longest.
-        """
-        ...
-
-    def settle(self, accepted: Sequence[int | None]) -> None:
-        """Keep so many tokens of each row's draft; None: the row has failed.
-
-        Legal once the round was read. Must not raise for what a drafter does.
-        """
-        ...
-
-    def discard(self) -> None:
-        """Undo the last `propose` and `settle`. Never raises."""
-        ...
-
-    def done(self) -> None:
-        """Let go of what could undo the round: the target has committed its own."""
-        ...
-
-    def leave(self, gone: Sequence[BatchRequest]) -> None:
-        """Let go of rows."""
-        ...
 
 
 class PerRequestDrafters:
@@ -101,6 +32,10 @@ class PerRequestDrafters:
     def nbytes(self) -> int:
         """Nothing: what drafters hold is their rows'."""
         return 0
+
+    def met_new_shapes(self) -> bool:
+        """Return no: what its drafters meet is not known."""
+        return False
 
     def follow(self, rows: Sequence[BatchRequest]) -> None:
         """Do nothing."""
@@ -159,7 +94,7 @@ class PerRequestDrafters:
 
     def rectangle(self, drafts: Sequence[Draft], width: int) -> mx.array:
         """Put them together."""
-        return padded(drafts, width)
+        return rectangle(drafts, width, None, [])
 
     def settle(self, accepted: Sequence[int | None]) -> None:
         """Let each drafter keep its own."""
@@ -186,14 +121,3 @@ class PerRequestDrafters:
     def leave(self, gone: Sequence[BatchRequest]) -> None:
         """Forget them."""
         self._begun -= {row.uid for row in gone}
-
-
-def padded(drafts: Sequence[Draft], width: int) -> mx.array:
-    """Return drafted tokens uint32 [rows, width], shorter ones padded with 0."""
-    rows = [
-        mx.pad(draft.tokens, (0, width - draft.length))
-        if draft.length < width
-        else draft.tokens[:width]
-        for draft in drafts
-    ]
-    return mx.stack(rows)
