@@ -9,7 +9,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 
 from mlx_speculation.engine.detokenizer import TextDetokenizer
@@ -196,22 +196,19 @@ class Stream:
         return self
 
     def __next__(self) -> Chunk:
-        if self._session is None:
-            return self._next()
-        with self._session.inside():
-            chunk = self._next()
-            self._session.settled()
-            return chunk
-
-    def _next(self) -> Chunk:
-        """Return the next chunk, and run a round if there is none."""
-        count = len(self._yielded)
+        count, session = len(self._yielded), self._session
         try:
-            with DeferredSignals(checkpoints=True):
+            with (
+                nullcontext() if session is None else session.inside(),
+                DeferredSignals(checkpoints=True),
+            ):
                 self._advance()
                 if self._result is not None:
                     raise StopIteration
-                return self.next_chunk()
+                chunk = self.next_chunk()
+                if session is not None:
+                    session.settled()
+                return chunk
         except BaseException:
             if self._result is None:  # of a signal
                 if len(self._yielded) > count:  # which kept the chunk from the caller

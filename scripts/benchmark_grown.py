@@ -206,7 +206,7 @@ def _hybrid(shape: str, bits: int | None) -> Pair:
     small, tokenizer = load(folder)
     target = grow_hybrid(small, _known(HYBRID_SHAPES, shape), bits=bits)
     head = fit_mtp_head(folder, small, target, bits=bits)
-    sizes = {"target": parameters_of(target), "mtp": parameters_of(head.own_weights)}
+    sizes = {"target": parameters_of(target), "mtp": parameters_of(head.head)}
     models = _models_of(target, tokenizer)
     return Pair(models, {"mtp": head}, sizes, shares_of(target))
 

@@ -123,7 +123,6 @@ NAMED_ALIKE = {
     "acceptance": "how often drafted tokens are accepted",
     "restore_points": "states that are taken on the way",
     "response": "what an answer holds",
-    "generate": "from a prompt to its text, to the end",
     "ragged_kv": "RaggedKVCache and its journal",
     "sliding_kv": "SlidingKVCache and its journal",
     "__init__": "opens a room",

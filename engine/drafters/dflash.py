@@ -47,6 +47,7 @@ class DFlashDraft(HeadSource):
     """
 
     kind = "dflash"
+    head: DFlashHead
     fits = staticmethod(is_dflash)
 
     def __init__(

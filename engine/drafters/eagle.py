@@ -50,6 +50,7 @@ class EagleDraft(HeadSource):
 
     kind = "eagle"
     ends_early = True
+    head: EagleHead
     fits = staticmethod(is_eagle)
 
     def __init__(

@@ -190,18 +190,18 @@ class HeadSource(FolderSource):
 
     Attributes:
         model: the target.
-        head: without what it shares with the target.
+        head: without what it shares with the target; None: there is no module.
         taps: show what the head reads.
     """
 
     follows = True
     on_ranks = False
     model: nn.Module
-    head: nn.Module
+    head: nn.Module | None = None
     taps: HiddenStates
 
     @property
-    def own_weights(self) -> nn.Module:
+    def own_weights(self) -> nn.Module | None:
         """The head's own; embedding and output layer of the target are not in it."""
         return self.head
 

@@ -173,7 +173,7 @@ def assert_two_behind(batch: BatchGenerator) -> None:
     assert offsets == [known[row.uid] - 2 for row in drafter._rows] != []
 
 
-def test_a_draft_model_that_raises_is_set_aside_for_all_rows() -> None:
+def test_a_draft_model_that_raises_is_disabled_for_all_rows() -> None:
     made = bench("llama")
     for forward in (1, 4, 9):
         with BatchGenerator(made.generator("model")) as batch:
@@ -189,7 +189,7 @@ def test_a_draft_model_that_raises_is_set_aside_for_all_rows() -> None:
             assert batch.memory == 0
 
 
-def test_a_draft_model_whose_logits_are_unusable_is_set_aside_for_those_rows() -> None:
+def test_a_draft_model_whose_logits_are_unusable_is_disabled_for_those_rows() -> None:
     made = bench("llama")
     strange = 200  # a token whose embedding is NaN
 
@@ -216,7 +216,7 @@ def test_a_draft_model_whose_logits_are_unusable_is_set_aside_for_those_rows() -
         assert all(batch.result(uid).stats.drafted for uid in rows)
 
 
-def test_a_drafter_of_ones_own_that_raises_is_set_aside() -> None:
+def test_a_drafter_of_ones_own_that_raises_is_disabled() -> None:
     made = bench("llama")
 
     class Raises:

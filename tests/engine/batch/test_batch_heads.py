@@ -392,7 +392,7 @@ def test_a_target_that_cannot_commit_leaves_the_head_as_it_was(
 
 
 @pytest.mark.parametrize("call", [1, 3, 7, 8, 9, 12])
-def test_a_head_that_raises_is_set_aside(call: int) -> None:
+def test_a_head_that_raises_is_disabled(call: int) -> None:
     """For one row while its prompt is read, and for all in a round."""
     made = head_bench("llama")
     generator = made.generator("mtp")
@@ -426,7 +426,7 @@ def test_a_want_of_memory_in_the_head_is_raised() -> None:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLINGS[1], SAMPLINGS[5]])
-def test_a_head_whose_logits_are_unusable_is_set_aside_for_those_rows(
+def test_a_head_whose_logits_are_unusable_is_disabled_for_those_rows(
     sampling: Sampling,
 ) -> None:
     made = head_bench("llama")

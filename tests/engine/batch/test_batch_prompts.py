@@ -351,7 +351,7 @@ def test_a_chunk_that_fails_ends_its_row(error: Exception, sampling: Any) -> Non
         assert (batch.stats.failed, batch.stats.finished) == (1, 4)
 
 
-def test_a_draft_that_fails_in_a_chunk_is_set_aside() -> None:
+def test_a_draft_that_fails_in_a_chunk_is_disabled() -> None:
     made = bench("llama")
     for confidence in (0.0, 0.1):  # for all rows together, or for each
         generator = made.generator("model", draft_confidence=confidence)

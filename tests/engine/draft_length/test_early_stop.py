@@ -268,7 +268,7 @@ class Seldom:
 
 
 @pytest.mark.parametrize("least", [0.001, 0.05])
-def test_behind_a_step_nothing_is_told_of_what_was_drafted(least: float) -> None:
+def test_behind_a_step_nothing_is_learnt_of_what_was_drafted(least: float) -> None:
     """There the first token is the step's, and the others are judged with it."""
     model = build("llama")
     drafter = Seldom(DraftModel(lambda: Lane(model)))

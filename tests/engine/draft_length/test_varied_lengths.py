@@ -142,7 +142,7 @@ def test_a_step_is_steady_only_between_two_others() -> None:
     assert steady == [False, True, False, False, False, False]
 
 
-def test_a_draft_behind_a_step_is_told_from_others() -> None:
+def test_a_draft_behind_a_step_differs_from_others() -> None:
     """An empty draft becomes a step with the next one ahead of the next draft."""
     generator = drafted("lookup", "llama", False)
     planned = Planned([4])
@@ -164,7 +164,7 @@ def test_lengths_by_measurement_keep_the_text_and_explain_themselves() -> None:
     assert len(plans) == stream.stats.rounds
 
 
-def test_the_prompt_that_a_drafter_reads_is_told_once() -> None:
+def test_the_prompt_that_a_drafter_reads_counts_once() -> None:
     """A plain step comes first, so that the first token does not wait for it."""
     stream = drafted("right", "llama", False).stream(
         PROMPT, max_tokens=TOKENS, draft_length=3, explain=True

@@ -112,7 +112,7 @@ def test_a_quantized_eagle_head_leaves_the_text(tmp_path: Path) -> None:
     folder = write_eagle(tmp_path / "eagle", "vllm")
     draft = EagleDraft.from_folder(folder, model, layer_ids="tuple")
     whole = weight_bytes(model)
-    quantize_weights(draft.own_weights, 4)
+    quantize_weights(draft.head, 4)
     head: Any = draft.own_weights
     assert isinstance(head.fc, nn.QuantizedLinear)
     assert weight_bytes(model) == whole

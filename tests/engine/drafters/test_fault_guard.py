@@ -201,7 +201,7 @@ def build_of_llama(kind: str) -> nn.Module | None:
 @pytest.mark.parametrize("failing", [0, 1])
 @given(data=st.data(), nth=st.integers(1, 4))
 @settings(max_examples=max(10, EXAMPLES // 10))
-def test_of_a_cascade_only_the_member_that_fails_is_set_aside(
+def test_of_a_cascade_only_the_member_that_fails_is_disabled(
     failing: int, data: st.DataObject, nth: int
 ) -> None:
     expected = plain_text("custom", SAMPLED)
@@ -344,7 +344,7 @@ def test_what_a_drafter_passes_to_choose_is_its_own_fault(
 
 
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
-def test_a_drafters_nan_leaves_proper_laws(acceptance: Any) -> None:
+def test_a_drafters_nan_leaves_proper_probabilities(acceptance: Any) -> None:
     """They decide what is accepted, and a NaN among them would go into the text."""
     verifier = Verifier(Chooser(SAMPLED, 256), acceptance)
     choices = Choices(verifier)
@@ -395,7 +395,7 @@ def test_what_a_failed_model_holds_is_not_kept_for_later_requests() -> None:
         prefixes.clear()
 
 
-def test_nobody_collects_states_for_a_head_that_was_set_aside() -> None:
+def test_nobody_collects_states_for_a_head_that_was_disabled() -> None:
     target, head = mtp_target()
     generator = SpeculativeGenerator(
         target, byte_tokenizer(), draft=MtpDraft(target, head)
@@ -407,7 +407,7 @@ def test_nobody_collects_states_for_a_head_that_was_set_aside() -> None:
     assert stream.request.target.follower is None
 
 
-def test_a_head_that_fails_while_the_prompt_is_fed_is_set_aside(
+def test_a_head_that_fails_while_the_prompt_is_fed_is_disabled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It reads every chunk of the prompt, out of the target's own lane."""
@@ -455,7 +455,7 @@ def test_empty_drafts_of_a_cascade_count_while_a_member_is_asked() -> None:
     assert result.stats.empty_drafts == result.stats.drafts == 0
 
 
-def test_a_drafter_that_was_set_aside_leaves_pipelined_plain_steps() -> None:
+def test_a_disabled_drafter_leaves_pipelined_plain_steps() -> None:
     generator = SpeculativeGenerator(
         target_of("model"), byte_tokenizer(), draft=small(), draft_length=3
     )

@@ -231,7 +231,7 @@ def test_bad_options_are_refused(options: dict[str, Any], words: list[str]) -> N
         assert word in str(caught.value)
 
 
-def test_a_generator_looks_up_where_it_is_told_to() -> None:
+def test_a_generator_looks_up_where_it_is_asked_to() -> None:
     model, tokenizer = build("llama"), byte_tokenizer()
     plain = SpeculativeGenerator(model, tokenizer)
     prompt = [(7 * i * i + 3) % 256 for i in range(30)]

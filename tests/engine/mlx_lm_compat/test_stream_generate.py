@@ -426,7 +426,7 @@ def test_caches_go_round_through_mlx_lms_files(
         assert not TINY_MODELS[name].bitwise
 
 
-def test_progress_is_told_as_mlx_lm_tells_it() -> None:
+def test_progress_is_reported_as_by_mlx_lm() -> None:
     model, text = known("llama")
     for tokens, step in ((21, 8), (21, 5), (1, 8), (2, 8), (17, 16)):
         mlx_lms: list[tuple[int, int]] = []
