@@ -20,7 +20,6 @@ from mlx_speculation.caches.journals.kv import KVJournals
 from mlx_speculation.caches.keep_counts import check_range, numbers, per_row, shown
 from mlx_speculation.caches.nbytes import bytes_beside
 from mlx_speculation.caches.registry import (
-    all_kv,
     check_supported,
     open_journals,
     presented,
@@ -83,17 +82,19 @@ class Speculation:
     ) -> None:
         self._whole = whole
         self._rerun = rerun
-        self._live = found = check_supported(caches)
+        self._live = list(caches)
         steps = steps_of_a_round() if key_steps and not isolated else None
         self._opened: list[Journal] = []
         # Until one is asked for, there need be none where the model has KV caches only.
         self._unopened: KVJournals | None = None
-        if steps is None and not isolated and all_kv(caches):
-            self._unopened = KVJournals(found)
-            self._presented = list(found)
+        if steps is None and not isolated:
+            self._unopened = KVJournals.of(self._live)
+        if self._unopened is not None:
+            self._presented = list(caches)
         else:
+            self._live = check_supported(caches)
             self._opened = open_journals(
-                found, whole=whole, isolated=isolated, steps=steps
+                self._live, whole=whole, isolated=isolated, steps=steps
             )
             self._presented = presented(caches, iter(self._opened))
         if isolated:

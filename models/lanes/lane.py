@@ -17,6 +17,7 @@ from mlx_speculation.caches import (
     KVQuantization,
     Snapshot,
     Speculation,
+    asks_cudnn,
     check_single,
     check_supported,
     position,
@@ -92,7 +93,8 @@ class Lane:
         self.shows = False
         self.round_bytes = 0  # the most that an open round was seen to hold
         self._widest = self._rounds = 0
-        self.key_steps = takes_key_steps(model)
+        # Asked once: the answer is of the model, and of the device that it runs on.
+        self.key_steps = takes_key_steps(model) and asks_cudnn(mx.float16)
         self.prefill_step = PREFILL_STEP
         self.prefill_progress: Callable[[int], None] | None = None
         self.quantization: KVQuantization | None = None
