@@ -29,7 +29,7 @@ LONG = 400
 # each other. "engine" alone is what is named by no other layer.
 ORDER: dict[str, list[set[str]]] = {
     "samplers": [
-        {"samplers/acceptance", "samplers/results", "samplers/row_context"},
+        {"samplers/acceptance", "samplers/row_context"},
         {"samplers/constraints", "samplers/noise"},
         {"samplers/sampling"},
         {"samplers/user_sampler"},
