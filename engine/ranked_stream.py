@@ -14,6 +14,7 @@ from mlx_speculation.engine.distributed.session import (
     RankSession,
 )
 from mlx_speculation.engine.result import Chunk
+from mlx_speculation.engine.round.ending import take_back
 from mlx_speculation.engine.stream import Stream
 
 
@@ -76,7 +77,7 @@ class RankedStream(Stream):
             reason = "closed"
             hold_all = self.stats.rounds > 0
             if closed.taken_back:
-                self._decoder.ending.take_back(closed.taken_back)
+                take_back(self._decoder.rounds, closed.taken_back)
         try:
             super().end(reason, hold_all=hold_all)
         except BaseException as second:

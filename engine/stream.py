@@ -12,6 +12,7 @@ from mlx_speculation.engine.draft_length.base import Outcome, Plan
 from mlx_speculation.engine.memory import Memory
 from mlx_speculation.engine.prefix_reuse import PrefixReuse
 from mlx_speculation.engine.result import Chunk, LogProb, Result
+from mlx_speculation.engine.round import ending
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.outcome import RoundOutcome
 from mlx_speculation.engine.round.request import Request
@@ -147,7 +148,7 @@ class Stream:
         with DeferredSignals():
             if self._result is None:
                 if self._yielded_only and self.ready:
-                    self._decoder.ending.take_back(len(self.ready))
+                    ending.take_back(self._decoder.rounds, len(self.ready))
                 # Without a round the prompt is all there is, and nobody asked for it.
                 self.end("closed", hold_all=self.stats.rounds > 0)
 
@@ -206,7 +207,7 @@ class Stream:
                 self.prefixes.between_rounds()
             # With `yielded_only` at the last chunk: until then it may be taken back.
             if self.reason is not None and self._hold_all and not self._yielded_only:
-                self._decoder.ending.hold_all()
+                ending.hold_all(self._decoder.rounds)
             if self._statistics.drafter_faults:
                 self.warn_of_faults()
         except Exception as error:
@@ -268,7 +269,7 @@ class Stream:
             self._prompt_read = self._decoder.prefill.target(fits)
         if self._prompt_read and not self._in_rounds:
             spent = self._statistics.emitted == self._max_tokens
-            if spent or self._decoder.complete:
+            if spent or self.request.complete:
                 self.end("length" if spent else "stop")
             else:
                 self._in_rounds = True
@@ -302,9 +303,9 @@ class Stream:
 
     def _settle_caches(self, reason: str, *, hold_all: bool) -> None:
         if self._hold_all and hold_all:
-            self._decoder.ending.hold_all()
+            ending.hold_all(self._decoder.rounds)
         if self._level_draft and reason != "error" and self._started:
-            self._decoder.ending.level_draft()
+            ending.level_draft(self.request)
 
     def _set_result(self, reason: str) -> None:
         known = self._hold_all and reason != "error"
@@ -318,7 +319,7 @@ class Stream:
             stats=self.stats,
             seed=self._seed,
             cached_tokens=self.cached_tokens,
-            next_token=self._decoder.ending.next_token() if known else None,
+            next_token=ending.next_token(self._decoder.rounds) if known else None,
             memory=self._memory(),
             logprobs=self._logprobs(),
             origins=tuple(chunk.origin for chunk in self._yielded),

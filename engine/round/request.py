@@ -50,3 +50,8 @@ class Request:
     def text(self) -> Constrained | None:
         """The text under its constraint, if there is one."""
         return None if self.masks is None else self.masks.text
+
+    @property
+    def complete(self) -> bool:
+        """Whether the constraint allows nothing but the end of the text."""
+        return self.masks is not None and self.masks.text.complete

@@ -293,7 +293,7 @@ def test_an_error_ends_the_stream_with_a_result(
     def broken(*_: Any) -> Any:
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(rounds, "read", broken)
+    monkeypatch.setattr(rounds, "outcome_of", broken)
     with pytest.raises(RuntimeError, match="device lost"):
         next(stream)
     stream.close()
