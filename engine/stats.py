@@ -22,7 +22,7 @@ class SourceCounts:
 
 @dataclass(frozen=True, slots=True)
 class DrafterFault:
-    """Why a drafter was set aside, for the rest of a stream.
+    """Why a drafter is disabled for the rest of a stream.
 
     Attributes:
         drafter: the name of its class.
@@ -50,7 +50,7 @@ class Statistics:
         reached: how often at least i + 1 drafted tokens were accepted, for each i.
         sources: drafts, drafted and accepted tokens by the kind of drafter.
         empty_drafts: rounds in which the drafter was asked and proposed nothing.
-        drafter_faults: the drafters that have failed, and how; each is set aside for
+        drafter_faults: the drafters that have failed, and how; each is disabled for
             the rest of the stream, and the text goes on without it.
         reads: how often the host waited for the device beside the one time in each
             round: for a drafter that may stop early, in the middle of a draft; for a

@@ -281,7 +281,7 @@ class Stream:
         return self._max_tokens - self._statistics.emitted
 
     def warn_of_faults(self) -> None:
-        """Say once that a drafter was set aside; `stats` has every one."""
+        """Warn once that a drafter is disabled; `stats` has every one."""
         faults = self.stats.drafter_faults
         if faults and not self._warned:
             self._warned = True

@@ -32,12 +32,12 @@ class Draft:
 
     Attributes:
         tokens: uint32 [k].
-        probs: float32 [k, ids], the laws that `choose` named, one for each token; None
-            where it named none, or where `choose` was not asked.
+        probs: float32 [k, ids], the probabilities that `choose` returned with each
+            token; None where it returned none, or was not asked.
         source: the kind of drafter, which the statistics count by.
         reads: how often the host waited for the device while drafting.
         certainties: where a draft may end early, the largest probability of each
-            token's law; `Choices.checked` sets them, and they are submitted.
+            token's row; `Choices.checked` sets them, and they are submitted.
     """
 
     tokens: mx.array
@@ -52,8 +52,8 @@ class Draft:
     ) -> "Draft":
         """Return the draft of these choices, at least one, in order."""
         tokens = mx.concatenate([one.tokens for one in chosen])
-        laws = [one.probs for one in chosen if one.probs is not None]
-        return cls(tokens, mx.concatenate(laws) if laws else None, source, reads)
+        probs = [one.probs for one in chosen if one.probs is not None]
+        return cls(tokens, mx.concatenate(probs) if probs else None, source, reads)
 
     def behind(self, count: int) -> "Draft":
         """Return the draft without its first tokens."""
@@ -121,9 +121,9 @@ class Drafter(Protocol):
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
         """Propose at most `limit` tokens that follow the sequence; none is an answer.
 
-        `choose` holds the request's filters and noise; a drafter draws nothing
-        itself, and names the laws that `choose` names. Committed state stays as it
-        was until `settle`.
+        `choose` holds the request's filters and noise; a drafter draws nothing itself,
+        and returns the probabilities that `choose` returns. Committed state stays as
+        it was until `settle`.
         """
         ...
 
@@ -272,8 +272,8 @@ class Choices:
         without a row in the target's embedding would be read from outside of it.
 
         Raises:
-            InvalidRequestError: the draft is none, or too long, or the laws of its
-                draws, which decide what is accepted, are not all there.
+            InvalidRequestError: the draft is none, or too long, or the probabilities
+                of its draws, which decide what is accepted, are not all there.
         """
         if not isinstance(draft, Draft) or not _holds_ids(draft.tokens):
             raise InvalidRequestError(
@@ -288,11 +288,11 @@ class Choices:
         chooser, proposed = self._verifier.chooser, draft.tokens
         if not draft.length:
             return CheckedDraft(draft, proposed, chooser.limit)
-        laws = None if draft.probs is None else draft.probs.shape
-        if self._drew and laws != (draft.length, chooser.width):
+        shape = None if draft.probs is None else draft.probs.shape
+        if self._drew and shape != (draft.length, chooser.width):
             raise InvalidRequestError(
                 f"The drafter drew tokens by chance, and their probabilities are of "
-                f"shape {laws} instead of {(draft.length, chooser.width)}. Return "
+                f"shape {shape} instead of {(draft.length, chooser.width)}. Return "
                 "Draft.of(choices) with every choice, or choose none of them by chance."
             )
         if self.stop is not None and draft.length == len(self._certainties):

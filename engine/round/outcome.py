@@ -127,11 +127,7 @@ class Pending:
 
 
 def outcome_of(verified: Verified) -> RoundOutcome:
-    """Read what one request's rows were made of.
-
-    Raises:
-        NonFiniteLogitsError: a row that counts holds a NaN, or no finite largest value.
-    """
+    """Read what one request's rows were made of; raises where they cannot be used."""
     (found,) = outcomes(verified, [len(verified.tokens) - 1])
     if isinstance(found, NonFiniteLogitsError):
         raise found
@@ -161,9 +157,9 @@ def outcomes(
         if not all(map(math.isfinite, normals[rows])):
             found.append(_unusable(normals[rows]))
             continue
-        origins = (
-            [STEP] if k == 0 else [origin_of(i, accepted, k) for i in range(emitted)]
-        )
+        origins = [STEP]
+        if k > 0:
+            origins = [origin_of(index, accepted, k) for index in range(emitted)]
         report = () if verified.log_probs is None else listed(verified.log_probs, rows)
         found.append(RoundOutcome(tokens[rows], origins, k, accepted, report))
     return found

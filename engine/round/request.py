@@ -24,7 +24,8 @@ class Request:
         target: the target's lane; `sequence.tokens[target.seen:]` is to be fed.
         sequence: the known tokens; grows with every round.
         verifier: decides for the request.
-        drafter: proposes; None for plain decoding.
+        drafter: proposes what can be verified as it is, see
+            `engine.drafters.fault_guard`; None for plain decoding.
         policy: decides how many tokens to propose in a round.
         masks: what its constraint allows, if it has one.
         top: report log-probabilities, and this many of the most probable ids; None:

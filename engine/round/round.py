@@ -73,9 +73,9 @@ class Rounds:
         self.certainties = ()
         self.last_round = None  # or the state before it would stay
         request, processors = self.request, self._processors
+        known, seen = len(request.sequence.tokens), request.target.seen
         states = None if processors is None else processors.fork()
-        known = len(request.sequence.tokens)
-        return Before(known, request.target.seen, self.in_flight, states)
+        return Before(known, seen, self.in_flight, states)
 
     def undo(self, before: Before, error: BaseException) -> None:
         """Go back to the state before a round that has failed."""
@@ -132,8 +132,9 @@ class Rounds:
             cut: gets the emitted tokens before anything is committed.
             stop: where a drafter that is unsure ends its draft; None: nowhere.
         """
-        # 2. The drafter proposes up to k tokens; nothing is read back to the host. The
-        #    token of a step in flight is not known yet: the first one stands for it.
+        # 2. The drafter proposes up to k tokens, which its fault guard has checked and
+        #    submitted; nothing is read back to the host. The token of a step in flight
+        #    is not known yet: the first one stands for it.
         request, ahead = self.request, 0 if self.in_flight is None else 1
         drafter = request.drafter
         assert drafter is not None
