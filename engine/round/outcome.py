@@ -127,7 +127,7 @@ class Pending:
 
 
 def outcome_of(verified: Verified) -> RoundOutcome:
-    """Read what one request's rows were made of; raises where they cannot be used."""
+    """Read what one request's rows were made of, or raise NonFiniteLogitsError."""
     (found,) = outcomes(verified, [len(verified.tokens) - 1])
     if isinstance(found, NonFiniteLogitsError):
         raise found
