@@ -78,11 +78,6 @@ def check_supported(caches: Sequence[Any]) -> list[Any]:
     return found
 
 
-def all_kv(caches: Sequence[Any]) -> bool:
-    """Whether there are KV caches, and no others."""
-    return set(map(type, caches)) == {KVCache}
-
-
 def _refuse(caches: Sequence[Any]) -> None:
     """Say what is wrong with the caches, and where."""
     places: dict[int, str] = {}

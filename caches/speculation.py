@@ -20,7 +20,6 @@ from mlx_speculation.caches.journals.kv import KVJournals
 from mlx_speculation.caches.keep_counts import check_range, numbers, per_row, shown
 from mlx_speculation.caches.nbytes import bytes_beside
 from mlx_speculation.caches.registry import (
-    all_kv,
     check_supported,
     open_journals,
     presented,
@@ -66,6 +65,10 @@ class Speculation:
             `caches/types/padded_kv.py`; only for models that have been tried, and not
             with `isolated`.
 
+    Attributes:
+        open: whether it is neither committed nor rolled back.
+        reran: whether the commit had to run the model again.
+
     Raises:
         UnsupportedCacheError: a cache is of an unknown kind, or with `isolated` holds
             what cannot be copied; nothing was touched.
@@ -83,17 +86,19 @@ class Speculation:
     ) -> None:
         self._whole = whole
         self._rerun = rerun
-        self._live = found = check_supported(caches)
+        self._live = list(caches)
         steps = steps_of_a_round() if key_steps and not isolated else None
         self._opened: list[Journal] = []
         # Until one is asked for, there need be none where the model has KV caches only.
         self._unopened: KVJournals | None = None
-        if steps is None and not isolated and all_kv(caches):
-            self._unopened = KVJournals(found)
-            self._presented = list(found)
+        if steps is None and not isolated:
+            self._unopened = KVJournals.of(self._live)
+        if self._unopened is not None:
+            self._presented = list(caches)
         else:
+            self._live = check_supported(caches)
             self._opened = open_journals(
-                found, whole=whole, isolated=isolated, steps=steps
+                self._live, whole=whole, isolated=isolated, steps=steps
             )
             self._presented = presented(caches, iter(self._opened))
         if isolated:
@@ -104,8 +109,8 @@ class Speculation:
         self._prepared: int | tuple[int, ...] | None = None
         self._keep: int | tuple[int, ...] = 0
         self._needs_rerun = False
-        self._open = True
-        self._reran = False
+        self.open = True
+        self.reran = False
 
     @property
     def _leaves(self) -> list[Journal]:
@@ -118,7 +123,7 @@ class Speculation:
     @property
     def caches(self) -> list[Any]:
         """What to pass to the model as `cache`."""
-        if not self._open:
+        if not self.open:
             self._refuse("caches")
         return self._presented
 
@@ -148,11 +153,6 @@ class Speculation:
         """
         return bytes_beside(self._leaves, self._live)
 
-    @property
-    def reran(self) -> bool:
-        """Whether the commit had to run the model again."""
-        return self._reran
-
     def prepare(self, keep: Keep) -> None:
         """Do everything of `commit(keep)` that can fail, and change nothing yet.
 
@@ -163,7 +163,7 @@ class Speculation:
                 which cannot keep different numbers of rows.
             SpeculationClosedError: the speculation is closed.
         """
-        if not self._open:
+        if not self.open:
             self._refuse("prepare")
         unopened = self._unopened
         wrote = None if unopened is None else unopened.wrote()
@@ -207,7 +207,7 @@ class Speculation:
         not fail, unless the model has to run again: then everything is rolled back
         first, and stays so if that forward fails.
         """
-        if not self._open:
+        if not self.open:
             self._refuse("commit")
         if self._prepared != (keep if isinstance(keep, int) else numbers(keep)):
             self.prepare(keep)
@@ -217,13 +217,13 @@ class Speculation:
         elif not self._needs_rerun:
             for journal in self._to_change:
                 journal.commit(keep)
-            self._open = False
+            self.open = False
         else:
             self.rollback()
             assert self._rerun is not None
             assert isinstance(keep, int)
             self._opened = []  # what the model writes now is another speculation's
-            self._reran = True
+            self.reran = True
             self._rerun(keep)
 
     def rollback(self) -> None:
@@ -234,10 +234,10 @@ class Speculation:
         """
         for journal in self._leaves:
             journal.rollback()
-        self._open = False
+        self.open = False
 
     def __enter__(self) -> "Speculation":
-        if not self._open:
+        if not self.open:
             self._refuse("with")
         return self
 
@@ -247,7 +247,7 @@ class Speculation:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._open:
+        if self.open:
             self.rollback()
 
     def _check_keep(

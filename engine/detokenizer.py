@@ -19,8 +19,6 @@ class StopStrings:
 
     def add(self, text: str) -> tuple[str, bool]:
         """Take new text; return what may be shown, and whether a stop was found."""
-        if not self._stops:
-            return text, False
         self._held += text
         found = [i for stop in self._stops if (i := self._held.find(stop)) >= 0]
         if found:
@@ -62,14 +60,15 @@ class TextDetokenizer:
     ) -> None:
         self._detokenizer = detokenizer
         self._stop_tokens = frozenset(stop_tokens)
-        self._strings = StopStrings(stop_strings)
+        self._strings = StopStrings(stop_strings) if stop_strings else None
 
     def add(self, token: int) -> tuple[str, bool]:
         """Take one token; return the text it makes certain, and whether it ends it."""
         if token in self._stop_tokens:
             return self.finish()[0], True
         self._detokenizer.add_token(token)
-        return self._strings.add(self._detokenizer.last_segment)
+        text = self._detokenizer.last_segment
+        return (text, False) if self._strings is None else self._strings.add(text)
 
     def finish(self) -> tuple[str, bool]:
         """Return the rest of the text, and whether a stop string ended it.
@@ -79,5 +78,7 @@ class TextDetokenizer:
         """
         self._detokenizer.finalize()
         rest = self._detokenizer.last_segment.rstrip(INCOMPLETE)
+        if self._strings is None:
+            return rest, False
         shown, stopped = self._strings.add(rest)
         return (shown, True) if stopped else (shown + self._strings.flush(), False)

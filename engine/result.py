@@ -1,12 +1,13 @@
 """What a generation gives back: its tokens and text, and who wrote each token."""
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import mlx.core as mx
 
 from mlx_speculation.engine.memory import Memory
 from mlx_speculation.engine.stats import Statistics
+from mlx_speculation.samplers import LogProbs
 
 Writer = Literal["step", "accepted", "correction", "bonus"]
 
@@ -42,6 +43,18 @@ class LogProb:
     value: float
     top: tuple[tuple[int, float], ...] = ()
     row: mx.array | None = field(default=None, compare=False, repr=False)
+
+
+def listed(report: LogProbs, rows: slice) -> list[LogProb]:
+    """Return the report on some rows as plain numbers; waits for it."""
+    values: Any = report.tokens[rows].tolist()
+    ids: Any = report.top_ids[rows].tolist()
+    top: Any = report.top[rows].tolist()
+    every = [None] * len(values) if report.rows is None else [*report.rows[rows]]
+    return [
+        LogProb(value, tuple(zip(*pair, strict=True)), row)
+        for value, row, *pair in zip(values, every, ids, top, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class SourceCounts:
 
 @dataclass(frozen=True, slots=True)
 class DrafterFault:
-    """Why a drafter was disabled, for the rest of a stream.
+    """Why a drafter is disabled for the rest of a stream.
 
     Attributes:
         drafter: the name of its class.

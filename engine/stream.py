@@ -18,6 +18,7 @@ from mlx_speculation.engine.draft_length.base import Outcome, Plan
 from mlx_speculation.engine.memory import Memory
 from mlx_speculation.engine.prefix_reuse import PrefixReuse
 from mlx_speculation.engine.result import Chunk, Result
+from mlx_speculation.engine.round import ending
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.outcome import RoundOutcome
 from mlx_speculation.engine.round.request import Request
@@ -172,7 +173,7 @@ class Stream:
         with DeferredSignals():
             if self._result is None:
                 if taken_back:
-                    self._decoder.ending.take_back(taken_back)
+                    ending.take_back(self._decoder.rounds, taken_back)
                 # Without a round the prompt is all there is, and nobody asked for it.
                 self.end("closed", hold_all=self.stats.rounds > 0)
 
@@ -234,7 +235,7 @@ class Stream:
                 self.prefixes.between_rounds()
             # With `yielded_only` at the last chunk: until then it may be taken back.
             if self.reason is not None and self._hold_all and not self._yielded_only:
-                self._decoder.ending.hold_all()
+                ending.hold_all(self._decoder.rounds)
             if self._statistics.drafter_faults:
                 self.warn_of_faults()
         except ClosedByLeaderError as closed:
@@ -302,7 +303,7 @@ class Stream:
             self._prompt_read = self._decoder.prefill.target(fits)
         if self._prompt_read and not self._in_rounds:
             spent = self._statistics.emitted == self._max_tokens
-            if spent or self._decoder.complete:
+            if spent or self.request.complete:
                 self.end("length" if spent else "stop")
             else:
                 self._in_rounds = True
@@ -314,7 +315,7 @@ class Stream:
         return self._max_tokens - self._statistics.emitted
 
     def warn_of_faults(self) -> None:
-        """Say once that a drafter was disabled; `stats` has every one."""
+        """Warn once that a drafter is disabled; `stats` has every one."""
         faults = self.stats.drafter_faults
         if faults and not self._warned:
             self._warned = True
@@ -326,9 +327,9 @@ class Stream:
         try:
             with DeferredSignals():  # without checkpoints
                 if self._hold_all and hold_all:
-                    self._decoder.ending.hold_all()
+                    ending.hold_all(self._decoder.rounds)
                 if self._level_draft and reason != "error" and self._started:
-                    self._decoder.ending.level_draft()
+                    ending.level_draft(self.request)
                 self._set_result(reason)
                 self._leave_prefixes(reason)
         except BaseException as second:
@@ -351,7 +352,7 @@ class Stream:
             stats=self.stats,
             seed=self._seed,
             cached_tokens=self.cached_tokens,
-            next_token=self._decoder.ending.next_token() if known else None,
+            next_token=ending.next_token(self._decoder.rounds) if known else None,
             memory=self._memory(),
             logprobs=None if self.request.top is None else logprobs,
             origins=tuple(chunk.origin for chunk in self._yielded),

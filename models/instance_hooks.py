@@ -12,8 +12,8 @@ Attributes of ours begin with `OURS`, so that they meet none of a model's.
 
 A class of one's own has its price in each call, also where the hook then does nothing,
 and a plain step of a small model on a GPU feels it. Hooks of the rank `OF_ROUNDS` are
-therefore on their modules from the first forward of a round (`on_in_round`) to the next
-plain step (`off_outside`), all of this process together: modules may belong to several
+therefore on their modules from the first forward of a round to the next plain step (see
+`models.round_context`), all of this process together: modules may belong to several
 models. They ask for themselves whether they are in a round, as other threads may not
 be.
 """
@@ -22,6 +22,7 @@ import copyreg
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -53,10 +54,35 @@ lock = threading.RLock()
 _changing = False
 _left: list["Hooked"] = []
 
-# By id, modules with a hook of rounds, and their classes with it and without.
-_of_rounds: dict[int, tuple[nn.Module, type[nn.Module], type[nn.Module]]] = {}
-_are_on = False
-_forwards = 0  # of rounds, being built in any thread
+
+@dataclass(slots=True)
+class RoundHooks:
+    """The hooks of rounds in this process. Changed under `lock` only.
+
+    Attributes:
+        modules: by id, modules with such a hook, and their classes with it and without.
+        on: whether they are on their modules.
+        forwards: how many forwards of rounds are being built, in all threads.
+    """
+
+    modules: dict[int, tuple[nn.Module, type[nn.Module], type[nn.Module]]] = field(
+        default_factory=dict
+    )
+    on: bool = False
+    forwards: int = 0
+
+    def turn(self, *, on: bool) -> None:
+        """Put them all on their modules, or take them off."""
+        with _change():
+            self.on = False  # an interrupt leaves what the next round puts right
+            for module, within, outside in self.modules.values():
+                before, after = (outside, within) if on else (within, outside)
+                if type(module) is before:  # not a class that somebody derived
+                    object.__setattr__(module, "__class__", after)
+            self.on = on
+
+
+round_hooks = RoundHooks()
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
@@ -197,42 +223,6 @@ def _change() -> Iterator[None]:
                 _left.pop().remove()
 
 
-def on_in_round() -> None:
-    """Put the hooks of rounds on, until the forward that is built calls `done`."""
-    global _forwards
-    with lock:
-        if not _are_on:
-            with _change():
-                _turn(on=True)
-        _forwards += 1
-
-
-def done() -> None:
-    """Say that a forward of a round is built; its hooks stay on for the next one."""
-    global _forwards
-    with lock:
-        _forwards -= 1
-
-
-def off_outside() -> None:
-    """Take the hooks of rounds off, unless a forward of a round is being built."""
-    if _are_on:  # asked in every plain step
-        with lock:
-            if not _forwards:
-                with _change():
-                    _turn(on=False)
-
-
-def _turn(*, on: bool) -> None:
-    global _are_on
-    _are_on = False  # an interrupt leaves what the next round puts right
-    for module, within, outside in _of_rounds.values():
-        before, after = (outside, within) if on else (within, outside)
-        if type(module) is before:  # somebody may have derived a class of their own
-            object.__setattr__(module, "__class__", after)
-    _are_on = on
-
-
 def _count(module: nn.Module, hook: Hook, change: int) -> None:
     """Count an owner of a hook in or out, and give the module its class."""
     held: dict[int, tuple[Hook, int]] = dict(vars(module).get(_HOOKS, {}))
@@ -250,7 +240,7 @@ def _count(module: nn.Module, hook: Hook, change: int) -> None:
     if not held:
         _forget(module)
     if OF_ROUNDS in held:
-        _of_rounds[id(module)] = (module, within, outside)
+        round_hooks.modules[id(module)] = (module, within, outside)
     else:
-        _of_rounds.pop(id(module), None)
-    object.__setattr__(module, "__class__", within if _are_on else outside)
+        round_hooks.modules.pop(id(module), None)
+    object.__setattr__(module, "__class__", within if round_hooks.on else outside)

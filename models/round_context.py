@@ -13,7 +13,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from mlx_speculation.blas import blas_in_use
-from mlx_speculation.models.instance_hooks import done, off_outside, on_in_round
+from mlx_speculation.models.instance_hooks import lock, round_hooks
 
 Device = Literal["cuda", "x86"]
 
@@ -111,7 +111,10 @@ class rows_of_a_round:  # noqa: N801 - used like the function that it stands for
 
     def __enter__(self) -> None:
         here = _device_here()
-        on_in_round()
+        with lock:
+            if not round_hooks.on:
+                round_hooks.turn(on=True)
+            round_hooks.forwards += 1
         self._token, self._device = _in_round.set(True), _device.set(here)
         self._before = _forward.set(self._forward)
 
@@ -123,7 +126,8 @@ class rows_of_a_round:  # noqa: N801 - used like the function that it stands for
             _forward.reset(self._before)
             _in_round.reset(self._token)
             _device.reset(self._device)
-            done()
+            with lock:
+                round_hooks.forwards -= 1
 
 
 class plain_step:  # noqa: N801 - used like the function that it stands for
@@ -141,7 +145,10 @@ class plain_step:  # noqa: N801 - used like the function that it stands for
         self._positions = positions
 
     def __enter__(self) -> None:
-        off_outside()
+        if round_hooks.on:  # the lock is for the first plain step behind a round
+            with lock:
+                if not round_hooks.forwards:
+                    round_hooks.turn(on=False)
         self._token = _positions_on_cpu.set(self._positions if on_cpu() else 0)
 
     def __exit__(self, *error: Any) -> None:

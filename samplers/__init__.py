@@ -14,7 +14,7 @@
 It knows arrays. It does not know models, caches or text.
 """
 
-from mlx_speculation.samplers.acceptance import peaks
+from mlx_speculation.samplers.acceptance import Chosen, LogProbs, Verified, peaks
 from mlx_speculation.samplers.batch_verifier import (
     BatchVerified,
     VerifiedGroup,
@@ -32,7 +32,6 @@ from mlx_speculation.samplers.constraints.base import (
 from mlx_speculation.samplers.constraints.progress import Constrained
 from mlx_speculation.samplers.logits.processor_kinds import ForkableProcessor, pure
 from mlx_speculation.samplers.make_sampler import SeededSampler, make_sampler
-from mlx_speculation.samplers.results import Chosen, LogProbs, Verified
 from mlx_speculation.samplers.row_context import Rows
 from mlx_speculation.samplers.sampling import (
     LogitsProcessor,

@@ -1,4 +1,4 @@
-"""Which drafted tokens are accepted.
+"""Which drafted tokens are accepted, and what a choice gives back.
 
 The words used everywhere in this project:
 
@@ -10,7 +10,85 @@ The words used everywhere in this project:
     committed   kept for good; caches hold committed tokens only
 """
 
+from dataclasses import dataclass
+
 import mlx.core as mx
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chosen:
+    """Proposed tokens, and the distribution that each was drawn from.
+
+    Attributes:
+        tokens: uint32 [rows].
+        probs: float32 [rows, ids], exactly what the token was drawn from: the target
+            accepts or rejects by it; None where chance took no part, or where it is the
+            target's own noise (keyed choice).
+    """
+
+    tokens: mx.array
+    probs: mx.array | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verified:
+    """What the target decided on k drafted tokens, nothing of it evaluated.
+
+    Attributes:
+        tokens: uint32 [k + 1]. The first `accepted + 1` are the accepted tokens and
+            the correction or bonus; the others mean nothing.
+        accepted: int32 []; None where nothing was drafted.
+        normalizers: [k + 1], not finite where no token can be chosen; `peaks` in their
+            place where no log-probabilities are asked for.
+        log_probs: of `tokens`, and of the most probable ones; None if not asked for.
+    """
+
+    tokens: mx.array
+    accepted: mx.array | None
+    normalizers: mx.array
+    log_probs: "LogProbs | None" = None
+
+    @property
+    def first(self) -> "Verified":
+        """What was decided on the first row alone."""
+        report = self.log_probs
+        if report is not None:
+            report = report.first
+        return Verified(self.tokens[:1], self.accepted, self.normalizers[:1], report)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All there is to evaluate."""
+        report = self.log_probs
+        every = [self.tokens, self.normalizers]
+        if self.accepted is not None:
+            every.append(self.accepted)
+        if report is not None:
+            every += report.tokens, report.top_ids, report.top
+        return every
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogProbs:
+    """Log-probabilities as mlx-lm has them: processed, but before filters and chance.
+
+    Attributes:
+        tokens: float32 [rows], of the chosen tokens.
+        top_ids: uint32 [rows, n], the most probable ids, most probable first.
+        top: float32 [rows, n], theirs.
+        rows: float32 [rows, ids], of all ids; None if not asked for.
+    """
+
+    tokens: mx.array
+    top_ids: mx.array
+    top: mx.array
+    rows: mx.array | None = None
+
+    @property
+    def first(self) -> "LogProbs":
+        """Those of the first row alone."""
+        rows = None if self.rows is None else self.rows[:1]
+        return LogProbs(self.tokens[:1], self.top_ids[:1], self.top[:1], rows)
 
 
 def count_accepted(drafted: mx.array, choices: mx.array) -> mx.array:

@@ -16,9 +16,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.samplers.acceptance import normalizers, peaks
+from mlx_speculation.samplers.acceptance import Verified, normalizers, peaks
 from mlx_speculation.samplers.chooser import Chooser, tempered
-from mlx_speculation.samplers.results import Verified
 from mlx_speculation.samplers.row_context import Rows
 from mlx_speculation.samplers.verifier import Verifier, reported, spread
 

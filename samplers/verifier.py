@@ -20,7 +20,14 @@ from typing import Literal
 
 import mlx.core as mx
 
-from mlx_speculation.samplers.acceptance import count_accepted, normalizers, peaks
+from mlx_speculation.samplers.acceptance import (
+    Chosen,
+    LogProbs,
+    Verified,
+    count_accepted,
+    normalizers,
+    peaks,
+)
 from mlx_speculation.samplers.chooser import Chooser
 from mlx_speculation.samplers.noise.gumbel import stream_key
 from mlx_speculation.samplers.noise.round_keys import (
@@ -31,7 +38,6 @@ from mlx_speculation.samplers.noise.round_keys import (
     gumbel_rows,
     round_keys,
 )
-from mlx_speculation.samplers.results import Chosen, LogProbs, Verified
 from mlx_speculation.samplers.row_context import Rows
 from mlx_speculation.samplers.rules import block, rejection
 from mlx_speculation.samplers.rules.probs import RuleOutcome, draw

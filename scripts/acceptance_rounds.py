@@ -18,7 +18,7 @@ from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Acceptance, Chooser, Chosen, Rows, Verifier
-from mlx_speculation.samplers.results import Verified
+from mlx_speculation.samplers.acceptance import Verified
 
 
 @dataclass(slots=True)

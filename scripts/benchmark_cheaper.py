@@ -207,7 +207,7 @@ def _time(bench: "Bench", variants: list[Variant], length: int, turns: int) -> N
         places = [(turn + place) % len(variants) for place in range(len(variants))]
         for place in places:
             started = time.perf_counter()
-            draft = drafters[place].propose(sequence, length, choices.anew())
+            draft = drafters[place].propose(sequence, length, choices.ending(None))
             mx.eval(draft.tokens)
             seconds = time.perf_counter() - started
             drafters[place].discard()

@@ -83,7 +83,7 @@ def taken_apart(pieces: Pieces) -> Iterator[None]:
     def proposed(self: Any, *args: Any) -> Any:
         def act() -> Any:
             draft = propose(self, *args)
-            mx.eval(draft.arrays)
+            mx.eval(draft.tokens)
             return draft
 
         return pieces.take("draft", act)
@@ -117,7 +117,7 @@ def taken_apart(pieces: Pieces) -> Iterator[None]:
         lanes.append(lane)
 
     def round_of(self: Any, *args: Any) -> Any:
-        lanes.append(self._request.target)
+        lanes.append(self.request.target)
         try:
             return drafted(self, *args)
         finally:

@@ -29,7 +29,7 @@ LONG = 400
 # each other. "engine" alone is what is named by no other layer.
 ORDER: dict[str, list[set[str]]] = {
     "samplers": [
-        {"samplers/acceptance", "samplers/results", "samplers/row_context"},
+        {"samplers/acceptance", "samplers/row_context"},
         {"samplers/constraints", "samplers/noise"},
         {"samplers/sampling"},
         {"samplers/user_sampler"},
@@ -118,7 +118,6 @@ NAMED_ALIKE = {
     "request": "one request",
     "options": "what a caller asks for",
     "registry": "the table of the kinds that are known",
-    "results": "what a choice or a batch gives back",
     "fields": "a JSON object or a file as checked fields",
     "acceptance": "how often drafted tokens are accepted",
     "restore_points": "states that are taken on the way",

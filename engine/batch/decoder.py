@@ -381,7 +381,7 @@ def _head(draft: Draft, count: int) -> Draft:
     if not count:
         return NOTHING
     probs = None if draft.probs is None else draft.probs[:count]
-    return Draft(draft.tokens[:count], probs, draft.source, draft.reads, draft.doubts)
+    return Draft(draft.tokens[:count], probs, draft.source, draft.reads)
 
 
 def _kept(found: Read) -> int:
@@ -393,8 +393,4 @@ def _settled(found: Read, draft: Draft) -> int | None:
     """Return how many tokens of its draft a drafter may keep; None: the row failed."""
     if isinstance(found, Exception):
         return None
-    if not found.first:
-        return found.accepted
-    # The draft stands for a step's token in its first place.
-    right = draft.length > 0 and found.tokens[:1] == draft.tokens[:1].tolist()
-    return 1 + found.accepted if right else 0
+    return found.settled(draft, found.accepted)

@@ -74,8 +74,6 @@ class PerRequestDrafters:
             self._asked[index] = True
             try:
                 draft = drafter.propose(row.request.sequence, ahead + limit, choices)
-                if draft.doubts is None:
-                    draft = choices.checked(draft, ahead + limit)
             except Exception as error:
                 drafter.discard()
                 self._asked[index] = False

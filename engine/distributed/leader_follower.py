@@ -61,7 +61,7 @@ class Leader:
         if draft.length == 0:
             return draft
         draft = replace(draft, tokens=self._session.from_leader(draft.tokens))
-        mx.async_eval(*draft.arrays)
+        mx.async_eval(draft.tokens)
         return draft
 
     def verify(
@@ -109,6 +109,7 @@ class Follower:
         tokens = mx.zeros((length,), mx.uint32)
         if length:
             tokens = self._session.from_leader(tokens)
+            mx.async_eval(tokens)
         return Draft(tokens, source=source)
 
     def verify(

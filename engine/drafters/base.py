@@ -27,56 +27,23 @@ class Choose(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Doubts:
-    """What of a draft cannot be known before it is evaluated.
-
-    Attributes:
-        said: integers [k], the ids as the drafter named them.
-        limit: the target has a row for ids below this.
-        peaks: [rows], not finite where logits that it chose from are unusable; None
-            where it asked for no choice.
-    """
-
-    said: mx.array
-    limit: int
-    peaks: mx.array | None = None
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """What has to be evaluated."""
-        return [self.said] if self.peaks is None else [self.said, self.peaks]
-
-    def counts(self) -> tuple[int, int]:
-        """Count the unusable rows of logits, and the ids that the target lacks.
-
-        Legal when they have been evaluated; else it waits.
-        """
-        peaks: Any = [] if self.peaks is None else self.peaks.tolist()
-        said: Any = self.said.tolist()
-        rows = sum(not math.isfinite(peak) for peak in peaks)
-        return rows, sum(not 0 <= token < self.limit for token in said)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Draft:
     """Proposed tokens, not read back to the host.
 
     Attributes:
         tokens: uint32 [k].
-        probs: float32 [k, ids], the laws that `choose` named, one for each token; None
-            where it named none, or where `choose` was not asked.
+        probs: float32 [k, ids], the probabilities that `choose` returned with each
+            token; None where it returned none, or was not asked.
         source: the kind of drafter, which the statistics count by.
         reads: how often the host waited for the device while drafting.
-        doubts: what cannot be known yet; `checked` sets it.
         certainties: where a draft may end early, the largest probability of each
-            token's law; `checked` sets them, and they are submitted.
+            token's row; `Choices.checked` sets them, and they are submitted.
     """
 
     tokens: mx.array
     probs: mx.array | None = None
     source: str = "drafter"
     reads: int = 0
-    doubts: Doubts | None = None
     certainties: tuple[mx.array, ...] = ()
 
     @classmethod
@@ -85,8 +52,8 @@ class Draft:
     ) -> "Draft":
         """Return the draft of these choices, at least one, in order."""
         tokens = mx.concatenate([one.tokens for one in chosen])
-        laws = [one.probs for one in chosen if one.probs is not None]
-        return cls(tokens, mx.concatenate(laws) if laws else None, source, reads)
+        probs = [one.probs for one in chosen if one.probs is not None]
+        return cls(tokens, mx.concatenate(probs) if probs else None, source, reads)
 
     def behind(self, count: int) -> "Draft":
         """Return the draft without its first tokens."""
@@ -98,15 +65,43 @@ class Draft:
         """How many tokens were proposed."""
         return self.tokens.shape[0]
 
-    @property
-    def arrays(self) -> list[mx.array]:
-        """What is submitted before the target's forward."""
-        doubts = [] if self.doubts is None else self.doubts.arrays
-        return [self.tokens, *doubts]
-
 
 # Of a drafter that is not asked any more.
 NOTHING = Draft(mx.array([], mx.uint32), source="nothing")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckedDraft:
+    """A draft that is safe to verify, and what shows only once it is evaluated.
+
+    Attributes:
+        draft: its tokens are ids that the target has a row for.
+        proposed: integers [k], the ids that the drafter proposed.
+        limit: the target has a row for ids below this.
+        peaks: [rows], not finite where logits that it chose from are unusable; None
+            where it asked for no choice.
+    """
+
+    draft: Draft
+    proposed: mx.array
+    limit: int
+    peaks: mx.array | None = None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What is submitted before the target's forward."""
+        arrays = [self.draft.tokens, self.proposed]
+        return arrays if self.peaks is None else [*arrays, self.peaks]
+
+    def faults(self) -> tuple[int, int]:
+        """Count the unusable rows of logits, and the ids that the target lacks.
+
+        Legal when `arrays` have been evaluated; else it waits.
+        """
+        peaks: Any = [] if self.peaks is None else self.peaks.tolist()
+        proposed: Any = self.proposed.tolist()
+        rows = len(peaks) - sum(map(math.isfinite, peaks))
+        return rows, sum(not 0 <= token < self.limit for token in proposed)
 
 
 @runtime_checkable
@@ -126,9 +121,9 @@ class Drafter(Protocol):
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
         """Propose at most `limit` tokens that follow the sequence; none is an answer.
 
-        `choose` holds the request's filters and noise; a drafter draws nothing
-        itself, and names the laws that `choose` names. Committed state stays as it
-        was until `settle`.
+        `choose` holds the request's filters and noise; a drafter draws nothing itself,
+        and returns the probabilities that `choose` returns. Committed state stays as
+        it was until `settle`.
         """
         ...
 
@@ -190,6 +185,7 @@ class Choices:
         stop: where a chain ends early; None: nowhere.
 
     Attributes:
+        stop: as passed.
         raised: what the request's own processors or constraint have raised in here.
     """
 
@@ -201,16 +197,12 @@ class Choices:
     ) -> None:
         self._verifier = verifier
         self._masks = masks
-        self._stop = stop
+        self.stop = stop
         self._certainties: list[mx.array] = []
         self._known: list[float] = []  # those of them that were read
         self._drew = False
         self._seen: list[mx.array] = []  # logits, judged together at the end
         self.raised: BaseException | None = None
-
-    def anew(self) -> "Choices":
-        """Return the choices of another draft."""
-        return self.ending(self._stop)
 
     def ending(self, stop: Stop | None) -> "Choices":
         """Return the choices of another draft, which ends early there."""
@@ -237,7 +229,7 @@ class Choices:
             self.raised = error
             raise
         self._drew = self._drew or chosen.probs is not None
-        if self._stop is not None:
+        if self.stop is not None:
             self._certainties.append(largest_probability(logits))
         return chosen
 
@@ -249,23 +241,23 @@ class Choices:
         that is not worth its time another one is computed; both stay in the draft, for
         to verify them costs less than it took to draft them.
         """
-        if self._stop is None:
+        if self.stop is None:
             mx.async_eval(token)
             return True
         mx.async_eval(token, *self._certainties[-1:])
         for certainty in self._certainties[len(self._known) : -1]:
             self._known.append(float(certainty))
-        return self._stop.kept(self._known) == len(self._known)
+        return self.stop.kept(self._known) == len(self._known)
 
-    def checked(self, draft: Draft, limit: int) -> Draft:
-        """Return the draft with ids that the target has a row for, and its doubts.
+    def checked(self, draft: Draft, limit: int) -> CheckedDraft:
+        """Return the draft with ids that the target has a row for.
 
         Which ids a drafter proposes by no chance cannot change the text, but an id
         without a row in the target's embedding would be read from outside of it.
 
         Raises:
-            InvalidRequestError: the draft is none, or too long, or the laws of its
-                draws, which decide what is accepted, are not all there.
+            InvalidRequestError: the draft is none, or too long, or the probabilities
+                of its draws, which decide what is accepted, are not all there.
         """
         if not isinstance(draft, Draft) or not _holds_ids(draft.tokens):
             raise InvalidRequestError(
@@ -277,27 +269,22 @@ class Choices:
                 f"The drafter proposed {draft.length} tokens, and at most {limit} were "
                 "asked for. Fix its propose()."
             )
-        if draft.length == 0:
-            return draft
-        chooser = self._verifier.chooser
-        laws = None if draft.probs is None else draft.probs.shape
-        if self._drew and laws != (draft.length, chooser.width):
+        chooser, proposed = self._verifier.chooser, draft.tokens
+        if not draft.length:
+            return CheckedDraft(draft, proposed, chooser.limit)
+        shape = None if draft.probs is None else draft.probs.shape
+        if self._drew and shape != (draft.length, chooser.width):
             raise InvalidRequestError(
                 f"The drafter drew tokens by chance, and their probabilities are of "
-                f"shape {laws} instead of {(draft.length, chooser.width)}. Return "
+                f"shape {shape} instead of {(draft.length, chooser.width)}. Return "
                 "Draft.of(choices) with every choice, or choose none of them by chance."
             )
-        if self._stop is not None and draft.length == len(self._certainties):
+        if self.stop is not None and draft.length == len(self._certainties):
             reads = draft.reads + len(self._known)
             draft = replace(draft, reads=reads, certainties=tuple(self._certainties))
-        doubts = Doubts(
-            said=draft.tokens,
-            limit=chooser.limit,
-            peaks=_peaks_of(self._seen) if self._seen else None,
-        )
-        return replace(
-            draft, tokens=_within(draft.tokens, chooser.limit), doubts=doubts
-        )
+        draft = replace(draft, tokens=_within(proposed, chooser.limit))
+        largest = _peaks_of(self._seen) if self._seen else None
+        return CheckedDraft(draft, proposed, chooser.limit, largest)
 
 
 def goes_on(choose: Choose, token: mx.array) -> bool:

@@ -196,8 +196,9 @@ class CascadeDrafter:
             if own <= 0:
                 continue
             self._asked = drafter
-            if self.turns.stops and isinstance(choose, Choices):
-                choose = choose.ending(self.turns.stops[index])
+            if isinstance(choose, Choices):
+                stops = self.turns.stops
+                choose = choose.ending(stops[index] if stops else choose.stop)
             found = drafter.propose(sequence, own, choose)
             draft = draft if found is NOTHING else found
             if found.length:

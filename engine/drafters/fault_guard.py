@@ -24,9 +24,9 @@ import mlx.core as mx
 
 from mlx_speculation.engine.drafters.base import (
     NOTHING,
+    CheckedDraft,
     Choices,
     Choose,
-    Doubts,
     Draft,
     Drafter,
     ReadsAhead,
@@ -60,7 +60,7 @@ class FaultGuard:
         self.inner = inner
         self._note = note
         self._target = target
-        self._doubts: Doubts | None = None
+        self._checked: CheckedDraft | None = None
         self._disabled = False
         if target is not None and target.follower is not None:
             target.follower.call_through(self._after_chunk)
@@ -116,34 +116,37 @@ class FaultGuard:
         self._run("begin", lambda: self.inner.begin(sequence))
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
-        """Return its draft, checked and submitted; nothing where it has failed."""
+        """Return its draft, checked and submitted; nothing where it has failed.
+
+        `choose` is asked for one draft only.
+        """
         assert isinstance(choose, Choices)
-        choices = choose.anew()
-        self._doubts = None
+        self._checked = None
         if self._disabled:
             return NOTHING
         try:
-            draft = choices.checked(self.inner.propose(sequence, limit, choices), limit)
-            if choices.raised is None:
-                self._doubts = draft.doubts
-                if draft.length:  # submitted here, and not again by the round
-                    mx.async_eval(*draft.arrays)
-                return draft
+            draft = self.inner.propose(sequence, limit, choose)
+            checked = choose.checked(draft, limit)
+            if choose.raised is None:
+                self._checked = checked
+                if checked.draft.length:  # runs while the target's graph is built
+                    mx.async_eval(*checked.arrays)
+                return checked.draft
         except Exception as error:
-            if choices.raised is None:
+            if choose.raised is None:
                 self._fail("propose", error)
                 return NOTHING
         # Of the request's own, whatever the drafter made of it.
-        assert choices.raised is not None
-        raise choices.raised
+        assert choose.raised is not None
+        raise choose.raised
 
     def settle(self, accepted: int) -> None:
         """Let it settle, unless the round has shown that its draft was none.
 
         Legal when the round's result has been read: what is read here came with it.
         """
-        doubts, self._doubts = self._doubts, None
-        rows, ids = (0, 0) if doubts is None else doubts.counts()
+        checked, self._checked = self._checked, None
+        rows, ids = (0, 0) if checked is None else checked.faults()
         if rows or ids:
             self._fail("propose", what_is_wrong(rows, ids))
         if not self._disabled:
@@ -154,7 +157,7 @@ class FaultGuard:
 
     def discard(self) -> None:
         """Let it undo the round."""
-        self._doubts = None
+        self._checked = None
         self._run("discard", self.inner.discard)
 
     def fail(self, call: str, error: Exception) -> None:

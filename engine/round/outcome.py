@@ -15,12 +15,12 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_speculation.engine.drafters.base import Draft
-from mlx_speculation.engine.result import STEP, LogProb, Origin
+from mlx_speculation.engine.result import STEP, LogProb, Origin, listed
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.engine.timing import RoundClock
 from mlx_speculation.errors import NonFiniteLogitsError
 from mlx_speculation.models import LaneRound
-from mlx_speculation.samplers import Constrained, LogProbs, Verified
+from mlx_speculation.samplers import Constrained, Verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +72,13 @@ class RoundOutcome:
             first=1,
         )
 
-    @property
-    def last(self) -> "RoundOutcome":
-        """The last token alone."""
-        end = len(self.tokens) - 1
-        return replace(
-            self,
-            tokens=self.tokens[end:],
-            origins=self.origins[end:],
-            log_probs=self.log_probs[end:],
-        )
+    def settled(self, draft: Draft, accepted: int) -> int:
+        """Return how many tokens of its draft a drafter keeps, if so many stay."""
+        if not self.first:
+            return accepted
+        # The draft's first token stands for the step's.
+        right = self.tokens[:1] == draft.tokens[:1].tolist()
+        return 1 + accepted if right else 0
 
     def count(self, statistics: Statistics, draft: Draft | None) -> None:
         """Count a step that came first, if any, and the round behind it."""
@@ -109,12 +106,14 @@ class Pending:
 
     Attributes:
         lane_round: the transaction; committed already where there are no drafts.
+        fed: how many tokens it was fed before a draft.
         logits: what it verifies, where they were submitted before it; None: with it,
             and so they are there when it is.
         verified: what the target makes of its rows.
     """
 
     lane_round: LaneRound
+    fed: int
     logits: mx.array | None
     verified: Verified
 
@@ -127,23 +126,8 @@ class Pending:
         clock.wait("sampler", self.verified.tokens)
 
 
-def read(pending: Pending, clock: RoundClock | None = None) -> RoundOutcome:
-    """Read a round's result: the one place where the host waits.
-
-    Args:
-        pending: what was submitted.
-        clock: looked at when the logits are there, and when the tokens are.
-
-    Raises:
-        NonFiniteLogitsError: a row that counts holds a NaN, or no finite largest value.
-    """
-    if clock is not None:
-        pending.wait(clock)
-    return outcome_of(pending.verified)
-
-
 def outcome_of(verified: Verified) -> RoundOutcome:
-    """Read what one request's rows were made of, see `read`."""
+    """Read what one request's rows were made of, or raise NonFiniteLogitsError."""
     (found,) = outcomes(verified, [len(verified.tokens) - 1])
     if isinstance(found, NonFiniteLogitsError):
         raise found
@@ -173,10 +157,10 @@ def outcomes(
         if not all(map(math.isfinite, normals[rows])):
             found.append(_unusable(normals[rows]))
             continue
-        origins = (
-            [STEP] if k == 0 else [origin_of(i, accepted, k) for i in range(emitted)]
-        )
-        report = () if verified.log_probs is None else _listed(verified.log_probs, rows)
+        origins = [STEP]
+        if k > 0:
+            origins = [origin_of(index, accepted, k) for index in range(emitted)]
+        report = () if verified.log_probs is None else listed(verified.log_probs, rows)
         found.append(RoundOutcome(tokens[rows], origins, k, accepted, report))
     return found
 
@@ -199,15 +183,3 @@ def _unusable(normals: Sequence[float]) -> NonFiniteLogitsError:
         "and logits processors leave of them, and whether a sampler chose an id "
         "without a row."
     )
-
-
-def _listed(report: LogProbs, rows: slice) -> list[LogProb]:
-    """Return the report on some rows as plain numbers."""
-    values: Any = report.tokens[rows].tolist()
-    ids: Any = report.top_ids[rows].tolist()
-    top: Any = report.top[rows].tolist()
-    every = [None] * len(values) if report.rows is None else [*report.rows[rows]]
-    return [
-        LogProb(value, tuple(zip(*pair, strict=True)), row)
-        for value, row, *pair in zip(values, every, ids, top, strict=True)
-    ]

@@ -56,7 +56,8 @@ class Request:
         target: the target's lane; `sequence.tokens[target.seen:]` is to be fed.
         sequence: the known tokens; grows with every round.
         verifier: decides for the request.
-        drafter: proposes; None for plain decoding.
+        drafter: proposes what can be verified as it is, see
+            `engine.drafters.fault_guard`; None for plain decoding.
         policy: decides how many tokens to propose in a round.
         decisions: decides in the place of the verifier; None: that does.
         masks: what its constraint allows, if it has one.
@@ -84,3 +85,8 @@ class Request:
     def text(self) -> Constrained | None:
         """The text under its constraint, if there is one."""
         return None if self.masks is None else self.masks.text
+
+    @property
+    def complete(self) -> bool:
+        """Whether the constraint allows nothing but the end of the text."""
+        return self.masks is not None and self.masks.text.complete

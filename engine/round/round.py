@@ -1,11 +1,9 @@
 """One round of one request, on token ids.
 
-A round with k drafts: the drafter proposes, the target runs once over what it has
-not seen and the drafts, the chooser turns its last k + 1 rows into the target's own
-choices, one evaluation brings them back, a prefix is committed. A round with k = 0 is
-an ordinary decoding step and is pipelined as in mlx-lm: the next step is submitted
-before the last token is read. So it is after an empty draft, and where a draft is
-found while a step is in flight, the forward over the draft is submitted behind it:
+A round with k = 0 is an ordinary decoding step and is pipelined as in mlx-lm: the next
+step is submitted before the last token is read. So it is after an empty draft, and
+where a draft is found while a step is in flight, the forward over the draft is
+submitted behind it:
 
     tokens t_0..t_n, the lane has seen t_0..t_{n-1}, k = 3
     fed       t_n  d_1  d_2  d_3
@@ -22,11 +20,9 @@ It knows nothing about text: a `Cut` says where the emitted tokens end.
 
 from typing import Any, NamedTuple
 
-import mlx.core as mx
-
 from mlx_speculation.engine.drafters.base import NOTHING, Choices, Draft, Drafter
 from mlx_speculation.engine.drafters.early_stop import Stop
-from mlx_speculation.engine.round.outcome import Cut, Pending, RoundOutcome, read
+from mlx_speculation.engine.round.outcome import Cut, Pending, RoundOutcome, outcome_of
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.round.sequential import run_in_turn
 from mlx_speculation.engine.round.verify import submit_step, submit_verify
@@ -50,6 +46,7 @@ class Rounds:
         request: what they are run with.
 
     Attributes:
+        request: as passed.
         in_turn: whether rows are decided one after the other, see
             `engine.round.sequential`.
         in_flight: a step that was submitted, and is not read yet.
@@ -60,33 +57,33 @@ class Rounds:
 
     def __init__(self, request: Request) -> None:
         processors = request.verifier.chooser.processors
-        self._request = request
+        self.request = request
         self._text = request.text
         # Asked once: most requests have no processors with a state.
         self._processors = processors if processors.has_state else None
-        self._proposed = False  # a draft that is neither settled nor discarded
+        self._drafting = False  # a draft is neither settled nor discarded
         self.in_turn = not processors.parallel
         self.in_flight: Pending | None = None
         self.next_token: int | None = None
         self.last_round: LaneRound | None = None
         self.certainties: tuple[float, ...] = ()
 
-    def before(self) -> Before:
+    def begin(self) -> Before:
         """Begin a round: return what `undo` goes back to."""
         self.certainties = ()
         self.last_round = None  # or the state before it would stay
-        request, processors = self._request, self._processors
+        request, processors = self.request, self._processors
+        known, seen = len(request.sequence.tokens), request.target.seen
         states = None if processors is None else processors.fork()
-        known = len(request.sequence.tokens)
-        return Before(known, request.target.seen, self.in_flight, states)
+        return Before(known, seen, self.in_flight, states)
 
     def undo(self, before: Before, error: BaseException) -> None:
         """Go back to the state before a round that has failed."""
-        request = self._request
+        request = self.request
         if self._processors is not None:
             self._processors.restore(before.processors)
-        if self._proposed and request.drafter is not None:
-            self._proposed = False
+        if self._drafting and request.drafter is not None:
+            self._drafting = False
             request.drafter.discard()
         if request.target.seen != before.seen:  # the round had been committed
             return
@@ -105,29 +102,26 @@ class Rounds:
         """
         if self.in_turn:
             return self._in_turn(NOTHING, cut)
-        request = self._request
+        request = self.request
         step, own = self.in_flight, []  # what this round has submitted
         try:
             if step is None:
-                step = submit_step(request, self._unseen())
+                step = submit_step(request)
                 own.append(step)
             following = None
             if submit_next:
-                following = submit_step(request, step.verified.tokens, behind=step)
+                following = submit_step(request, behind=step)
                 own.append(following)
-            found = read(step, request.clock)
-            if self._text is not None:
-                found = found.under(self._text)
-            outcome = cut(found)
+            step.wait(request.clock)
+            found = outcome_of(step.verified)
+            outcome = cut(found if self._text is None else found.under(self._text))
         except BaseException:
             for pending in reversed(own):
                 pending.lane_round.rollback()
             raise
         request.sequence.tokens += outcome.tokens
         self.in_flight = following
-        if request.masks is not None:
-            self._follow(outcome.tokens)
-        outcome.count(request.statistics, None)
+        self._count(outcome, None)
         return outcome
 
     def drafted(self, length: int, cut: Cut, stop: Stop | None = None) -> RoundOutcome:
@@ -138,26 +132,23 @@ class Rounds:
             cut: gets the emitted tokens before anything is committed.
             stop: where a drafter that is unsure ends its draft; None: nowhere.
         """
-        # 2. The drafter proposes up to k tokens; nothing is read back to the host. The
-        #    token of a step in flight is not known yet: the first one stands for it.
-        request, ahead = self._request, 0 if self.in_flight is None else 1
+        # 2. The drafter proposes up to k tokens, which its fault guard has checked and
+        #    submitted; nothing is read back to the host. The token of a step in flight
+        #    is not known yet: the first one stands for it.
+        request, ahead = self.request, 0 if self.in_flight is None else 1
         drafter = request.drafter
         assert drafter is not None
         request.clock.note("host")
         choices = Choices(request.verifier, request.masks, stop)
-        self._proposed = True
+        self._drafting = True
         draft = drafter.propose(request.sequence, ahead + length, choices)
-        if draft.doubts is None:  # else a fault guard has checked and submitted it
-            draft = choices.checked(draft, ahead + length)
-            if draft.length:
-                mx.async_eval(*draft.arrays)  # runs while the target's graph is built
         request.clock.note("draft")
         if draft.length > ahead and self.in_turn:
             return self._in_turn(draft, cut)
         if draft.length > ahead:
             return self._verify(drafter, draft, cut)
         drafter.discard()
-        self._proposed = False
+        self._drafting = False
         request.statistics.reads += draft.reads
         outcome = self.plain(cut)
         request.statistics.empty_drafts += draft is not NOTHING
@@ -165,72 +156,51 @@ class Rounds:
 
     def _verify(self, drafter: Drafter, draft: Draft, cut: Cut) -> RoundOutcome:
         """Let the target verify a draft, and commit what is accepted."""
-        request, step, behind = self._request, self.in_flight, draft
-        if step is None:
-            fed = self._unseen()
-        else:  # its token is not known yet, and stands in the draft's first place
-            fed, behind = step.verified.tokens, draft.behind(1)
+        request, step = self.request, self.in_flight
         # 3. A journal of each of the target's caches lets a prefix of it stay.
         with request.target.begin() as lane_round:
-            pending = submit_verify(request, lane_round, fed, behind, step)
+            pending = submit_verify(request, lane_round, draft, step)  # 4. and 5.
             # 6. One evaluation brings back the tokens and the count.
-            first = None if step is None else read(step)  # was waited for
-            found = read(pending, request.clock)
-            if first is not None:
-                found = found.behind(first)
+            pending.wait(request.clock)
+            found = outcome_of(pending.verified)
+            if step is not None:
+                found = found.behind(outcome_of(step.verified))
             # 7. Cut at stop tokens and budget; settle the drafter; commit the target.
             outcome = cut(found if self._text is None else found.under(self._text))
             keep = len(outcome.tokens)
             accepted = min(found.accepted, keep - found.first)
-            held = len(fed) + accepted
+            held = pending.fed + accepted
             lane_round.prepare(held)
-            settled = accepted
-            if first is not None:  # where the draft's first token was right
-                right = first.tokens == draft.tokens[:1].tolist()
-                settled = 1 + accepted if right else 0
-            drafter.settle(settled)
+            drafter.settle(found.settled(draft, accepted))
             # Before the commit, so that what the caches hold always has its name.
             request.sequence.tokens += outcome.tokens
             self.in_flight = None
             lane_round.commit(held)
             self.last_round = lane_round
         # 8. Nothing above has failed: constraint, processors and counts follow.
-        self._proposed = False
+        self._drafting = False
         if step is None and draft.certainties:
             self.certainties = tuple(map(float, draft.certainties))  # computed by now
         all_held = found.first + accepted == keep
         self.next_token = found.tokens[keep] if all_held else None
-        self._committed(outcome, draft, keep - found.first)
+        self._count(outcome, draft, keep - found.first)
         return outcome
 
     def _in_turn(self, draft: Draft, cut: Cut) -> RoundOutcome:
         """Run a round, drafted or not, whose rows are decided one after the other."""
-        outcome, self.last_round = run_in_turn(
-            self._request, self._unseen(), draft, cut
-        )
-        self._proposed, self.next_token = False, None
-        self._committed(outcome, draft, len(outcome.tokens))
+        outcome, self.last_round = run_in_turn(self.request, draft, cut)
+        self._drafting, self.next_token = False, None
+        self._count(outcome, draft, len(outcome.tokens))
         return outcome
 
-    def _unseen(self) -> mx.array:
-        """Return the known tokens that the target has not seen."""
-        request = self._request
-        return mx.array(request.sequence.tokens[request.target.seen :], mx.uint32)
-
-    def _committed(self, outcome: RoundOutcome, draft: Draft, rows: int) -> None:
-        """Let all that hears of committed tokens know; `rows` of the last forward."""
-        request = self._request
+    def _count(self, outcome: RoundOutcome, draft: Draft | None, rows: int = 0) -> None:
+        """Let constraint, processors (by the last forward's rows) and counts follow."""
+        request = self.request
+        counts, target = request.statistics, request.target
         if request.masks is not None:
-            self._follow(outcome.tokens)
+            request.masks.text.commit(outcome.tokens)
+            counts.reads += request.masks.take_reads()
         if self._processors is not None and rows:
             self._processors.keep(rows)
-        outcome.count(request.statistics, draft)
-        request.statistics.reruns = request.target.reruns
-        request.statistics.mixer_reruns = request.target.mixer_reruns
-
-    def _follow(self, committed: list[int]) -> None:
-        """Let the constraint know what was committed."""
-        request = self._request
-        assert request.masks is not None
-        request.masks.text.commit(committed)
-        request.statistics.reads += request.masks.take_reads()
+        outcome.count(counts, draft)
+        counts.reruns, counts.mixer_reruns = target.reruns, target.mixer_reruns

@@ -19,25 +19,25 @@ from mlx_speculation.engine.round.outcome import (
     outcome_of,
 )
 from mlx_speculation.engine.round.request import Request
-from mlx_speculation.engine.round.verify import rows_of
+from mlx_speculation.engine.round.verify import rows_of, unseen
 from mlx_speculation.models import LaneRound
 from mlx_speculation.samplers import Constrained, Verified
 
 
 def run_in_turn(
-    request: Request, fed: mx.array, draft: Draft, cut: Cut
+    request: Request, draft: Draft, cut: Cut
 ) -> tuple[RoundOutcome, LaneRound]:
     """Run a round whose rows are decided one after the other, and commit it.
 
     Args:
         request: what it is run with.
-        fed: uint32 [n], the tokens that the target has not seen.
         draft: what was drafted, perhaps nothing.
         cut: gets each token when it is known.
 
     Returns:
         What it brought, and the transaction.
     """
+    fed = unseen(request)
     with request.target.begin(whole=draft.length == 0) as lane_round:
         turns = _verify(request, lane_round, fed, draft)
         outcome = decide_in_turn(turns, cut, request.text, draft.length)
@@ -94,7 +94,7 @@ def decide_in_turn(
             log_probs=[*whole.log_probs, *one.log_probs],
         )
         stays = whole if text is None else whole.under(text)
-        reason = cut(stays.last).reason
+        reason = cut(_last_of(stays)).reason
         if reason is not None or not one.accepted:
             return replace(whole, reason=reason)
         if text is not None:
@@ -102,3 +102,14 @@ def decide_in_turn(
             if place is not None and not place.goes_on:
                 break
     return whole
+
+
+def _last_of(outcome: RoundOutcome) -> RoundOutcome:
+    """Return the last token alone."""
+    end = len(outcome.tokens) - 1
+    return replace(
+        outcome,
+        tokens=outcome.tokens[end:],
+        origins=outcome.origins[end:],
+        log_probs=outcome.log_probs[end:],
+    )

@@ -32,10 +32,10 @@ MOST_POSITIONS = 64
 def _submitting(kind: type[nn.Module]) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = kind.__call__(self, *args, **kwargs)
-        few = 0 < positions_on_cpu() <= MOST_POSITIONS
-        shown = first_array(result) if few else None
-        if shown is not None:
-            mx.async_eval(shown)
+        if 0 < positions_on_cpu() <= MOST_POSITIONS:
+            shown = result if isinstance(result, mx.array) else first_array(result)
+            if shown is not None:
+                mx.async_eval(shown)
         return result
 
     return derived(kind, {"__call__": call})

@@ -4,6 +4,7 @@ The target and a draft model are both lanes. A lane is fed `tokens[seen:]`, so i
 does not matter how far one lags behind the other. It knows no text and no sampler.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -17,6 +18,7 @@ from mlx_speculation.caches import (
     KVQuantization,
     Snapshot,
     Speculation,
+    asks_cudnn,
     check_single,
     check_supported,
     position,
@@ -92,7 +94,8 @@ class Lane:
         self.shows = False
         self.round_bytes = 0  # the most that an open round was seen to hold
         self._widest = self._rounds = 0
-        self.key_steps = takes_key_steps(model)
+        # Asked once: the answer is of the model, and of the device that it runs on.
+        self.key_steps = takes_key_steps(model) and asks_cudnn(mx.float16)
         self.prefill_step = PREFILL_STEP
         self.prefill_progress: Callable[[int], None] | None = None
         self.quantization: KVQuantization | None = None
@@ -108,10 +111,11 @@ class Lane:
         self._unknown = (position(self.caches) or 0) - seen
 
     @property
-    def room(self) -> int | None:
-        """How many tokens a round may feed; None: as many as it likes."""
+    def room(self) -> int:
+        """How many tokens a round may feed before its caches are quantized."""
         held = self.quantization
-        return None if held is None else held.room(self.caches)
+        room = None if held is None else held.room(self.caches)
+        return sys.maxsize if room is None else room
 
     def begin(self, *, whole: bool = False) -> "LaneRound":
         """Open a round of forwards of which a prefix, or with `whole` all, is kept.
@@ -203,6 +207,7 @@ class LaneRound:
     Use it as a context manager: leaving without a commit rolls back.
 
     Attributes:
+        start: how many positions the caches held when it began; None: they do not know.
         replaced: the caches that its commit has quantized, as they were.
     """
 
@@ -221,15 +226,11 @@ class LaneRound:
             rerun=rerun,
             key_steps=lane.key_steps and not whole,
         )
+        self.start = self._speculation.start
         self._committed = 0
         self._prepared: int | None = None
         self._mixers_ran = False
         self.replaced: Replaced = []
-
-    @property
-    def start(self) -> int | None:
-        """How many positions the caches hold. Legal until the first forward."""
-        return self._speculation.start
 
     @property
     def presented(self) -> list[Any]:
@@ -289,7 +290,7 @@ class LaneRound:
 
     def commit(self, keep: int) -> None:
         """Keep the first `keep` tokens fed; see `Speculation.commit`."""
-        if self._prepared != keep:
+        if self._prepared != keep and not self._whole:  # else `Speculation` does
             self.prepare(keep)
         lane, speculation = self._lane, self._speculation
         lane.count_bytes(speculation, self._width, self._whole)
@@ -317,11 +318,11 @@ class LaneRound:
         self._committed = 0
 
     def __enter__(self) -> "LaneRound":
-        self._speculation.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._speculation.__exit__(*error)
+        if self._speculation.open:
+            self._speculation.rollback()
 
 
 def _feed_again(

@@ -65,7 +65,11 @@ class DeferredSignals:
         try:
             _raised.clear()
             _open.append(self._checkpoints)
-            _install()
+            for number in _NUMBERS:
+                handler = _get(number)
+                if callable(handler) and handler is not _receive:
+                    _handlers[number] = handler
+                    _set(number, _receive)
         except BaseException:  # of a signal that came meanwhile
             _restore()
             raise
@@ -98,14 +102,6 @@ def raised_by_signal(error: BaseException) -> bool:
 
 def _in_main_thread() -> bool:
     return threading.get_ident() == threading.main_thread().ident
-
-
-def _install() -> None:
-    for number in _NUMBERS:
-        handler = _get(number)
-        if callable(handler) and handler is not _receive:
-            _handlers[number] = handler
-            _set(number, _receive)
 
 
 def _restore() -> None:

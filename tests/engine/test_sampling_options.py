@@ -243,7 +243,7 @@ def test_a_failed_round_puts_a_forkable_state_back(
     def broken(*_: Any) -> Any:
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(rounds, "read", broken)
+    monkeypatch.setattr(rounds, "outcome_of", broken)
     with pytest.raises(RuntimeError, match="device lost"):
         next(stream)
     assert processor.calls == plain.calls[: len(emitted)]

@@ -293,7 +293,7 @@ def test_an_error_ends_the_stream_with_a_result(
     def broken(*_: Any) -> Any:
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(rounds, "read", broken)
+    monkeypatch.setattr(rounds, "outcome_of", broken)
     with pytest.raises(RuntimeError, match="device lost"):
         next(stream)
     stream.close()
@@ -356,16 +356,17 @@ def test_a_drafted_round_waits_for_the_device_once(
         monkeypatch.setattr(owner, wait, wrapper)
 
     for module in (ending, rounds):
-        counted(module, "read")
+        counted(module, "outcome_of")
     for wait in ("eval", "synchronize"):
         counted(mx, wait)
     before = stream.stats.rounds
     list(stream)
     # One read, and looks at the clock when drafts, logits and tokens are there. The
     # last round may have no room for a draft.
-    assert waits.count("read") == stream.stats.rounds - before
-    drafted, plain = ["eval", "read", "eval", "eval"], ["read", "eval"]
-    some = drafted * (waits.count("read") - 1)
+    reads = waits.count("outcome_of")
+    assert reads == stream.stats.rounds - before
+    drafted, plain = [*["eval"] * 3, "outcome_of"], ["eval", "outcome_of"]
+    some = drafted * (reads - 1)
     assert waits in (some + drafted, some + plain)
 
 

@@ -25,8 +25,8 @@ from mlx_speculation.models.instance_hooks import (
     Hook,
     Hooked,
     derived,
-    off_outside,
     plain_class,
+    round_hooks,
 )
 from mlx_speculation.models.round_context import plain_step, rows_of_a_round
 from support.models.copies import left_on
@@ -51,7 +51,7 @@ def heard(module: nn.Module) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _no_round_before() -> None:
-    off_outside()
+    round_hooks.turn(on=False)
 
 
 OF_A_ROUND = Hook(OF_ROUNDS, saying, ("of a round",))

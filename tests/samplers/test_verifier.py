@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 from mlx_speculation.samplers import Acceptance, Chooser, Rows, Sampling, Verifier
 from mlx_speculation.samplers import verifier as verifier_module
+from mlx_speculation.samplers.acceptance import Verified
 from mlx_speculation.samplers.noise.round_keys import round_keys
-from mlx_speculation.samplers.results import Verified
 
 WIDTH = 12
 KNOWN = [3, 1, 4, 1, 5]

@@ -49,12 +49,14 @@ from mlx_speculation.engine.drafters.early_stop import (
     Certainties,
     Stop,
 )
+from mlx_speculation.engine.drafters.fault_guard import FaultGuard
 from mlx_speculation.engine.drafters.resolve import resolve
 from mlx_speculation.engine.drafters.source import TargetInfo
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.outcome import RoundOutcome
 from mlx_speculation.engine.round.request import Request
+from mlx_speculation.engine.stats import DrafterFault
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Chooser, Verifier
 from support import usual_length
@@ -150,12 +152,13 @@ def test_a_chain_ends_where_its_tokens_are_not_worth_their_time(
     known = Certainties([1.0] * 12, [0.05 + n / 12 for n in range(12)])
     lengths = Ending(Stop(least, known))
     sequence, drafter = Sequence(list(PROMPT)), DraftModel(lambda: Lane(model))
+    faults: list[DrafterFault] = []
     decoder = Decoder(
         Request(
             target=Lane(model),
             sequence=sequence,
             verifier=Verifier(Chooser(GREEDY, 256)),
-            drafter=drafter,
+            drafter=FaultGuard(drafter, faults.append),
             policy=lengths,
         )
     )
@@ -184,6 +187,7 @@ def test_a_chain_ends_where_its_tokens_are_not_worth_their_time(
         assert_same_content(content(twin.caches), content(drafter.lane.caches))
     if least in (1e-9, 2.0):
         assert drafted == {LONGEST if least < 1 else 3}
+    assert not faults
     del owner
 
 

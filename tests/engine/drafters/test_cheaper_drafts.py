@@ -25,7 +25,7 @@ from mlx_speculation import (
     reduced_vocabulary,
 )
 from mlx_speculation.engine import EagleDraft, MtpDraft
-from mlx_speculation.engine.drafters.base import Choices, Draft
+from mlx_speculation.engine.drafters.base import CheckedDraft, Choices, Draft
 from mlx_speculation.models import (
     LaneRound,
     MtpConvention,
@@ -132,14 +132,15 @@ def drafted_ids(generator: SpeculativeGenerator, **options: Any) -> set[int]:
     drafted: list[int] = []
     inner = Choices.checked
 
-    def noting(self: Choices, draft: Draft, limit: int) -> Draft:
-        found = inner(self, draft, limit)
+    def noting(self: Choices, draft: Draft, limit: int) -> CheckedDraft:
+        checked = inner(self, draft, limit)
+        found = checked.draft
         drafted.extend(int(token) for token in found.tokens)
         if found.probs is not None:
             outside = [i for i in range(256) if i not in IDS]
             assert found.probs[:, mx.array(outside)].max() == 0
             assert mx.abs(found.probs.sum(axis=-1) - 1).max() < 1e-5
-        return found
+        return checked
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Choices, "checked", noting)

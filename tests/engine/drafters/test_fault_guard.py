@@ -352,9 +352,8 @@ def test_a_drafters_nan_leaves_proper_probabilities(acceptance: Any) -> None:
     assert chosen.probs is not None
     assert mx.isfinite(chosen.probs).all()
     assert abs(chosen.probs.sum().item() - 1) < 1e-5
-    draft = choices.checked(Draft.of([chosen]), 1)
-    assert draft.doubts is not None
-    assert draft.doubts.counts() == (1, 0)
+    checked = choices.checked(Draft.of([chosen]), 1)
+    assert checked.faults() == (1, 0)
 
 
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])

@@ -116,7 +116,7 @@ def walk_of_a_round(length: int) -> Walk:
 
 
 @pytest.mark.parametrize(
-    ("length", "files", "calls", "depth"), [(4, 27, 300, 12), (0, 24, 76, 12)]
+    ("length", "files", "calls", "depth"), [(4, 22, 228, 12), (0, 18, 60, 10)]
 )
 def test_a_round_makes_few_calls_in_few_files(
     length: int, files: int, calls: int, depth: int
@@ -127,6 +127,15 @@ def test_a_round_makes_few_calls_in_few_files(
     assert len(found.files) <= files, found.files
     assert found.calls <= calls
     assert found.depth <= depth
+
+
+def test_the_round_reads_in_one_sitting() -> None:
+    names = ("decoder", "round", "verify", "outcome")
+    files = [Path(PACKAGE, "engine", "round", f"{name}.py") for name in names]
+    texts = [file.read_text() for file in files]
+    assert sum(text.count("\n") for text in texts) < 600
+    steps = [number for number in range(1, 9) if f"# {number}. " in "".join(texts)]
+    assert steps == [*range(1, 9)]
 
 
 def test_a_drafted_round_enters_its_modules_in_the_order_of_its_steps() -> None:

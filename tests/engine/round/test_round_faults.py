@@ -118,7 +118,7 @@ DRAFTED_STEPS = [
     (Verifier, "verify", 1),
     (verifier, "count_accepted", 1),
     (verifier, "peaks", 1),
-    (rounds, "read", 1),
+    (rounds, "outcome_of", 1),
     (Run, "cut", 1),
     (Speculation, "prepare", 1),
     (Speculation, "commit", 1),  # the draft model's
@@ -128,7 +128,7 @@ PLAIN_STEPS = [
     (LaneRound, "forward", 1),
     (Verifier, "verify", 1),
     (Speculation, "commit", 1),
-    (rounds, "read", 1),
+    (rounds, "outcome_of", 1),
     (Run, "cut", 1),
 ]
 

@@ -26,10 +26,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_speculation import SpeculativeGenerator
-from mlx_speculation.models import ModelHooks, instance_hooks
+from mlx_speculation.models import ModelHooks
 from mlx_speculation.models.cuda import linear as few_rows
 from mlx_speculation.models.cuda import transposed_weights as transposed
 from mlx_speculation.models.cuda.transposed_weights import transposed_weights
+from mlx_speculation.models.instance_hooks import round_hooks
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
@@ -227,11 +228,10 @@ def test_layers_that_are_multiplied_together_have_views_in_rounds(
     usual = operations(model(ids))
     recorders = ModelHooks(model)
     with transposed_weights(model):
-        instance_hooks.on_in_round()
+        round_hooks.turn(on=True)
         try:
             within = operations(model(ids))
         finally:
-            instance_hooks.done()
-            instance_hooks.off_outside()
+            round_hooks.turn(on=False)
         assert within == operations(model(ids)) == usual - len(layers_of(model))
     recorders.remove()
