@@ -65,10 +65,6 @@ class Weights:
 
     Only then: to look through a large model takes milliseconds, and in a batch rows end
     all the time.
-
-    Args:
-        model: the target.
-        modules: those of the draft.
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
@@ -89,14 +85,7 @@ class Weights:
 def held_memory(
     weights: Weights, target: Lane, drafter: Any, prefix_cache: PrefixCache | None
 ) -> Memory:
-    """Count what a stream's target and draft hold.
-
-    Args:
-        weights: of the generator's models.
-        target: the target's lane.
-        drafter: the drafter of the stream.
-        prefix_cache: of the generator.
-    """
+    """Count what a stream's target and draft hold."""
     held = weights.bytes
     lanes = [target, *getattr(drafter, "lanes", ())]
     known = held.names | arrays_in(target.caches).keys()

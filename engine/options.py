@@ -1,13 +1,15 @@
-"""What a caller asks of one stream."""
+"""What a caller asks of one stream, and what is refused before anything is touched."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mlx_speculation.caches import KVQuantization
+from mlx_speculation.engine.argument_checks import checked_count
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
+from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import PREFILL_STEP
-from mlx_speculation.samplers import Constraint, Sampling
+from mlx_speculation.samplers import Acceptance, Chooser, Constraint, Sampling
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -73,3 +75,44 @@ class GenerateOptions:
     def own_caches(self) -> bool:
         """Whether the caller's caches are written to."""
         return self.prompt_cache is not None or self.draft_cache is not None
+
+
+def check_counts(max_tokens: Any, logprobs: Any) -> None:
+    """Refuse what is no number of tokens, and no number of ids to report."""
+    checked_count("max_tokens", max_tokens, 0)
+    if logprobs is not None:
+        hint = ", or None: how many of the most probable tokens to report"
+        checked_count("logprobs", logprobs, 0, hint)
+
+
+def check_rule(acceptance: Acceptance, chooser: Chooser) -> None:
+    """Refuse a rule that the request's sampler or processors do not allow."""
+    if acceptance != "keyed" and chooser.sampling.sampler is not None:
+        raise InvalidRequestError(
+            f"acceptance is {acceptance!r}, which has to know the "
+            "probabilities of each row, and a sampler draws by itself. Use "
+            "acceptance='keyed', or give the options of the sampler in Sampling."
+        )
+    if acceptance == "block" and not chooser.processors.parallel:
+        raise InvalidRequestError(
+            "acceptance is 'block', which has to process all rows, and a logits "
+            "processor may only see rows whose tokens are emitted. Declare it with "
+            "mlx_speculation.pure, or use acceptance='rejection'."
+        )
+
+
+def checked_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the stop strings; none is empty."""
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if "" in stops:
+        raise InvalidRequestError("A stop string is empty. Leave it out.")
+    return stops
+
+
+def check_constraint(constraint: Any) -> None:
+    """Refuse what is no constraint."""
+    if not isinstance(constraint, Constraint):
+        raise InvalidRequestError(
+            f"constraint is a {type(constraint).__name__}, and a Constraint is "
+            "needed. Make one with mlx_speculation.json_schema(...)."
+        )

@@ -229,8 +229,9 @@ class Stream:
                 return
             if self._session is not None and self._decoder.planned:
                 self._session.turn()  # else the exchange of its plan begins it
+            budget = self._max_tokens - self._statistics.emitted
             self.ready.clear()
-            self.reason = self._decoder.next_round(self.budget, self.cut)
+            self.reason = self._decoder.next_round(budget, self.cut)
             if self.prefixes is not None:
                 self.prefixes.between_rounds()
             # With `yielded_only` at the last chunk: until then it may be taken back.

@@ -10,12 +10,6 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_speculation.engine.argument_checks import (
-    check_constraint,
-    check_counts,
-    check_rule,
-    checked_stops,
-)
 from mlx_speculation.engine.config import GeneratorConfig
 from mlx_speculation.engine.detokenizer import TextDetokenizer
 from mlx_speculation.engine.distributed import (
@@ -32,7 +26,13 @@ from mlx_speculation.engine.drafters.base import Drafter, lanes_of, remember
 from mlx_speculation.engine.drafters.cascade import CascadeDrafter, open_guarded
 from mlx_speculation.engine.drafters.source import DraftSource
 from mlx_speculation.engine.memory import Memory, Weights, held_memory
-from mlx_speculation.engine.options import GenerateOptions
+from mlx_speculation.engine.options import (
+    GenerateOptions,
+    check_constraint,
+    check_counts,
+    check_rule,
+    checked_stops,
+)
 from mlx_speculation.engine.prefix_reuse import PrefixReuse
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round.decoder import Decoder
@@ -46,11 +46,7 @@ from mlx_speculation.samplers.constraints.masks import Masks
 
 
 class StreamFactory:
-    """Makes the streams of one generator.
-
-    Args:
-        setup: what the generator was made with.
-    """
+    """Makes the streams of one generator."""
 
     def __init__(self, setup: GeneratorConfig) -> None:
         self._setup = setup

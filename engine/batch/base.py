@@ -155,12 +155,7 @@ class BatchChain:
         return proposed.tokens
 
     def drafts(self, limits: Sequence[int], source: str) -> list[Draft]:
-        """Return each row's draft, cut to its limit.
-
-        Args:
-            limits: how many tokens each row may draft; 0: none.
-            source: the kind of drafter.
-        """
+        """Return each row's draft, cut to its limit."""
         tokens, found = self.tokens, []
         for place, (row, limit) in enumerate(zip(self._rows, limits, strict=True)):
             each = self._probs[place][:limit]

@@ -39,15 +39,7 @@ def calibrate_batches(
     contexts: Sequence[int],
     progress: Progress | None = None,
 ) -> dict[int, CostTable]:
-    """Measure every length for these numbers of rows; see the generator's method.
-
-    Args:
-        generator: whose costs are measured, and kept.
-        start: starts a stream on a prompt with a policy of its own.
-        rows: numbers of rows.
-        contexts: numbers of tokens in the caches.
-        progress: called with how much is done, and of how much.
-    """
+    """Measure every length for these numbers of rows; see the generator's method."""
     lengths = generator.lengths
     lengths.check_calibration(contexts)
     if generator.ranks > 1:

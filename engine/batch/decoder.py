@@ -41,12 +41,6 @@ from mlx_speculation.samplers import verify_batch
 class BatchDecoder:
     """Runs the rounds of the rows that run together.
 
-    Args:
-        model: the target.
-        lengths: decides how many tokens a round drafts.
-        statistics: what to count in.
-        sizes: which numbers of rows the models are shown.
-
     Attributes:
         rows: those that are in the batch, in the order in which they joined.
     """
@@ -123,8 +117,7 @@ class BatchDecoder:
     def next_round(self, *, drain: bool = False) -> None:
         """Run a round of all rows; each has its `chunks` or its `error` then.
 
-        Args:
-            drain: submit nothing ahead, so that rows can join afterwards.
+        With `drain` nothing is submitted ahead, so that rows can join afterwards.
         """
         self.leave([row for row in self.rows if row.ended])  # after an error
         rows = self.rows

@@ -31,11 +31,7 @@ LAG = 2
 
 
 class BatchDraftModel:
-    """Drafts for the rows of a batch with one model.
-
-    Args:
-        lane: holds nothing yet.
-    """
+    """Drafts for the rows of a batch with one model, whose lane is empty at first."""
 
     ahead = False
 

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mlx_speculation.caches import array_bytes
+from mlx_speculation.engine.argument_checks import checked_count
 from mlx_speculation.engine.batch.decoder import BatchDecoder
 from mlx_speculation.engine.batch.draft_length import BatchDraftLength
 from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
@@ -45,8 +46,7 @@ class BatchGenerator:
         generator: the target and its draft, whose options are those of the rows.
         max_rows: how many rows run at once; others wait, in their order.
         row_sizes: show the models few numbers of rows, see `models/shape_buckets.py`;
-        the
-            texts are the same. None: where each new number is dear.
+            the texts are the same. None: where each new number is dear.
 
     Raises:
         InvalidRequestError: `max_rows` is not at least 1.
@@ -59,10 +59,7 @@ class BatchGenerator:
         max_rows: int = 32,
         row_sizes: bool | None = None,
     ) -> None:
-        if not isinstance(max_rows, int) or isinstance(max_rows, bool) or max_rows < 1:
-            raise InvalidRequestError(
-                f"max_rows is {max_rows!r}, and a whole number of at least 1 is needed."
-            )
+        checked_count("max_rows", max_rows, 1)
         if generator.ranks > 1:
             raise InvalidRequestError(
                 f"A batch was asked for, and the target is on {generator.ranks} ranks, "

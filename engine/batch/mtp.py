@@ -34,11 +34,7 @@ Handed = tuple[MtpCache, mx.array | None]
 
 
 class BatchMtpDrafter:
-    """Drafts for the rows of a batch with one head.
-
-    Args:
-        target: the lane of the batch, which holds the rows that are followed.
-    """
+    """Drafts for the rows of a batch with one head, which follows the target's lane."""
 
     ahead = False
 

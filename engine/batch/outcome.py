@@ -45,12 +45,7 @@ class BatchStep:
 def read_batch(
     verified: BatchVerified, drafted: Sequence[int] | None = None
 ) -> dict[int, Read]:
-    """Wait for what a round has brought: the one place where the host waits.
-
-    Args:
-        verified: what the target makes of the rows.
-        drafted: how many tokens each row has drafted; None: none.
-    """
+    """Wait for what a round has brought: the one place where the host waits."""
     mx.eval(verified.arrays)
     found: dict[int, Read] = dict(verified.failed)
     for one in verified.decided:

@@ -5,9 +5,6 @@ class PrefillBudget:
     """Room for one chunk of a prompt, which chunks of several short ones may share.
 
     A chunk is read as a whole, or waits: where chunks end may decide the last bits.
-
-    Args:
-        tokens: so many may be read.
     """
 
     def __init__(self, tokens: int) -> None:

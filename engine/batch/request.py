@@ -136,11 +136,6 @@ class BatchRequest:
         """Take what a round has brought, and let it end where that says so.
 
         Its tokens are known already, all of them.
-
-        Args:
-            outcome: of a step that came first, if any, and of the draft.
-            draft: what was verified; None: nothing.
-            seconds: the time of the round.
         """
         self.stream.ready.clear()
         cut = self.stream.cut(outcome)
@@ -189,13 +184,7 @@ class BatchRequest:
 def reason_alone(
     stream: "Stream", model: Any, options: Mapping[str, Any]
 ) -> str | None:
-    """Return why a request cannot run with others; None: it can.
-
-    Args:
-        stream: the request.
-        model: the target.
-        options: what `stream` was called with.
-    """
+    """Return why a request cannot run with others; None: it can."""
     request = stream.request
     processors = request.verifier.chooser.processors
     target = request.target

@@ -32,11 +32,7 @@ from mlx_speculation.samplers import Chooser, Rows, Sampling, Verified, Verifier
 
 
 class Leader:
-    """Decides, and says what it decides.
-
-    Args:
-        session: the stream.
-    """
+    """Decides, and says what it decides."""
 
     def __init__(self, session: RankSession) -> None:
         self._session = session
@@ -91,9 +87,6 @@ class Follower:
     """Does what the leader has decided.
 
     It reports no log-probabilities.
-
-    Args:
-        session: the stream.
     """
 
     def __init__(self, session: RankSession) -> None:
@@ -124,10 +117,7 @@ class Follower:
 class RankedPolicy:
     """The draft lengths of the leader, on every rank.
 
-    Args:
-        role: the leader or a follower.
-        policy: this rank's; those of followers are not asked, and learn nothing.
-        leads: whether this is the leader.
+    Those of followers are not asked, and learn nothing.
     """
 
     def __init__(
@@ -156,12 +146,7 @@ class RankedPolicy:
 
 
 class RankedDrafter:
-    """The drafter of the leader, on every rank.
-
-    Args:
-        role: the leader or a follower.
-        inner: what drafts, on the leader; it contains its own faults. None: nothing.
-    """
+    """The drafter of the leader, on every rank; it contains its own faults."""
 
     def __init__(self, role: LeaderFollower, inner: Drafter | None) -> None:
         self._role, self._inner = role, inner
@@ -197,12 +182,7 @@ class RankedDrafter:
 
 
 class RankedDecisions:
-    """The decisions of the leader, on every rank; see `engine.round.request.Decisions`.
-
-    Args:
-        role: the leader or a follower.
-        inner: decides, on the leader.
-    """
+    """The `engine.round.request.Decisions` of the leader, on every rank."""
 
     def __init__(self, role: LeaderFollower, inner: Verifier) -> None:
         self._role, self._inner = role, inner

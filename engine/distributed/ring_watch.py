@@ -141,11 +141,6 @@ def ring_connections(
     A rank listens at the ports that the hostfile has for it, takes the connection of
     the rank before it, and connects to the rank after it.
 
-    Args:
-        rank: this one.
-        size: how many there are.
-        hosts: the path of the hostfile; that of the environment when omitted.
-
     Returns:
         Empty where the ring is not what joins the ranks.
     """

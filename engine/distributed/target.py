@@ -29,12 +29,7 @@ STATES, OUTPUT = "hidden states", "the output layer"
 
 
 class RankedTarget:
-    """A target on the ranks of a group.
-
-    Args:
-        model: this rank's part of it.
-        group: the ranks.
-    """
+    """A target on the ranks of a group, of which this one has a part."""
 
     def __init__(self, model: nn.Module, group: RankGroup) -> None:
         self._model, self.group = model, group

@@ -27,10 +27,7 @@ PartsTable = dict[int, dict[int, RoundSeconds]]
 class NotingParts:
     """A policy that hands on everything, and notes the parts of rounds.
 
-    Args:
-        policy: decides.
-        context: how many tokens all rounds count for, however the text grows while
-            they are measured; None: for those that there are.
+    With a context, all rounds count for that, however the text grows meanwhile.
 
     Attributes:
         longest: no plan is longer.

@@ -267,11 +267,9 @@ class RoundCosts:
 
 
 def stop_of(options: Sequence[Option], certainties: Certainties | None) -> Stop | None:
-    """Return where a draft ends early: at tokens that bring less than their time does.
+    """Return where drafts end early: at tokens that bring less than their time does.
 
-    Args:
-        options: all lengths from 0 on, in order.
-        certainties: None: nowhere.
+    The options are all lengths from 0 on, in order.
     """
     if certainties is None or len(options) < 3:
         return None
@@ -281,11 +279,8 @@ def stop_of(options: Sequence[Option], certainties: Certainties | None) -> Stop 
 def worth_of_time(options: Sequence[Option]) -> float:
     """Return the tokens that come in the time of one more drafted token.
 
-    By a straight line through the costs of drafts, in which errors are relative: single
-    ones are noisy, and of many speeds the highest is one that had luck.
-
-    Args:
-        options: at least those of 0, 1 and 2 tokens.
+    By a straight line through the costs of two drafts or more, in which errors are
+    relative: single ones are noisy, and of many speeds the highest had luck.
     """
     drafts = options[1:]
     weights = [option.seconds**-2 for option in drafts]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.nn as nn
 
+from mlx_speculation.engine.argument_checks import checked_count
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.adaptive import AdaptiveLengths
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, FixedDraftLength
@@ -158,11 +159,7 @@ class PolicyFactory:
         )
 
     def for_batch(self, rates: AcceptanceRates) -> AdaptiveLengths:
-        """Return the policy of a batch, whose costs are `batch_costs` of its rows.
-
-        Args:
-            rates: what is accepted of all rows; updated by the caller.
-        """
+        """Return the policy of a batch, whose costs are `batch_costs` of its rows."""
         return AdaptiveLengths(
             RoundCosts(),
             rates,
@@ -177,10 +174,7 @@ class PolicyFactory:
 
         What is not known of so many rows is guessed from the next larger batch that
         has measured it, which errs to shorter drafts, or else from the next smaller.
-
-        Args:
-            rows: how many; their costs are kept under this number.
-            rates: kept beside them, and set to what was kept where they know nothing.
+        Rates that know nothing are set to those that were kept.
         """
         known = self._batch(rows)
         others = sorted(self._batches)
@@ -194,12 +188,7 @@ class PolicyFactory:
         return known.costs
 
     def keep_batch(self, rows: int, measured: RoundCosts) -> CostTable:
-        """Keep what a calibration has measured; return all that is known of the rows.
-
-        Args:
-            rows: the number of rows that it is kept under.
-            measured: takes the place of what was known of the same contexts.
-        """
+        """Keep what a calibration has measured; return all that is known then."""
         known = self._batch(rows)
         known.costs.take(measured)
         known.save()
@@ -304,10 +293,6 @@ class PolicyFactory:
 
 
 def _checked(length: Any, name: str) -> int | None:
-    whole = isinstance(length, int) and not isinstance(length, bool)
-    if length is None or (whole and length >= 0):
-        return length if length is None else int(length)
-    raise InvalidRequestError(
-        f"{name} is {length!r}, and a whole number of at least 0 is needed, or None "
-        "for an adaptive draft length."
-    )
+    if length is None:
+        return None
+    return checked_count(name, length, 0, ", or None for an adaptive draft length")

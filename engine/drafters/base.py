@@ -299,12 +299,7 @@ def goes_on(choose: Choose, token: mx.array) -> bool:
 
 
 class DraftChain:
-    """A draft that is chosen token by token, each behind those before it.
-
-    Args:
-        choose: of the round.
-        sequence: the known tokens.
-    """
+    """A draft that is chosen token by token, each behind those before it."""
 
     def __init__(self, choose: Choose, sequence: Sequence) -> None:
         self._choose, self._sequence = choose, sequence

@@ -126,15 +126,7 @@ def open_guarded(
     draft_cache: list[Any] | None,
     note: NoteFault,
 ) -> Drafter:
-    """Return the drafter of one stream; each member of a cascade fails by itself.
-
-    Args:
-        source: of the generator.
-        lane: the target's.
-        sequence: the known tokens.
-        draft_cache: the caller's caches of the draft model; None: new ones.
-        note: gets the faults of drafters.
-    """
+    """Return the drafter of one stream; each member of a cascade fails by itself."""
     guarded = [
         FaultGuard(
             member.open(lane, sequence, draft_cache),
@@ -148,9 +140,6 @@ def open_guarded(
 
 class CascadeDrafter:
     """The drafter of one stream that asks others in turn.
-
-    Args:
-        drafters: in the order in which they are asked.
 
     Attributes:
         turns: what the draft lengths of the stream say; set by who makes the stream.

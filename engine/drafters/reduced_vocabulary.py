@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
+from mlx_speculation.engine.argument_checks import checked_count
 from mlx_speculation.errors import InvalidRequestError
 
 
@@ -34,10 +35,7 @@ def reduced_vocabulary(
     Raises:
         InvalidRequestError: texts without a tokenizer, no ids, or a size below 1.
     """
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise InvalidRequestError(
-            f"size is {size!r}, and a whole number of at least 1 is needed."
-        )
+    checked_count("size", size, 1)
     counts = Counter(_ids_of(texts, tokenizer))
     if not counts:
         raise InvalidRequestError(
@@ -77,10 +75,6 @@ def _checked_id(token: Any) -> int:
 
 def checked_vocabulary(ids: Any, width: int) -> list[int]:
     """Return the ids of a reduced vocabulary, in order.
-
-    Args:
-        ids: what was passed.
-        width: the target's ids, and those that the draft has logits for.
 
     Raises:
         InvalidRequestError: there are none, one is out of range, or comes twice.

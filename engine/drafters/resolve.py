@@ -110,13 +110,6 @@ def find_draft(
 ) -> Any:
     """Return a draft that was named, found but not loaded; others as they are.
 
-    Args:
-        draft: what a generator takes.
-        convention: see `SpeculativeGenerator.from_pretrained`, as for the others.
-        quantize_draft: bits.
-        target: the target's folder or repository, if it is known.
-        trust_remote_code: whether code in the draft's folder may run.
-
     Raises:
         InvalidRequestError: an option is of no use to this draft.
         ModelFolderError: there is no such folder, or it is none of a draft.

@@ -242,25 +242,14 @@ class HeadSource(FolderSource):
     def following(
         self, lane: Lane, select: Callable[[States], mx.array]
     ) -> CommittedStates:
-        """Return the states that a target's lane commits from now on.
-
-        Args:
-            lane: the target's.
-            select: returns what the head reads of the states of a forward.
-        """
+        """Return the states that a target's lane commits from now on, selected so."""
         committed = CommittedStates(self.taps, select)
         lane.follower = committed
         return committed
 
 
 def check_embedding(module: Any, name: str, highest: int) -> None:
-    """Refuse an embedding that lacks token ids; see `HeadSource.check_ids`.
-
-    Args:
-        module: nn.Embedding, as it is or quantized.
-        name: whose it is, for the message.
-        highest: the largest id that it will be fed.
-    """
+    """Refuse an embedding that lacks token ids; see `HeadSource.check_ids`."""
     rows = module.weight.shape[0]
     if rows <= highest:
         raise InvalidRequestError(
@@ -270,13 +259,7 @@ def check_embedding(module: Any, name: str, highest: int) -> None:
 
 
 def check_drafted(ids: mx.array | None, name: str, highest: int) -> None:
-    """Refuse a reduced vocabulary that has ids which the target lacks.
-
-    Args:
-        ids: the target's ids of the logits, uint32 [n]; None: all.
-        name: whose they are, for the message.
-        highest: the target's largest id.
-    """
+    """Refuse a reduced vocabulary that has ids which the target lacks."""
     drafted = 0 if ids is None else int(ids.max())
     if drafted > highest:
         raise InvalidRequestError(

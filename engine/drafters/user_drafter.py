@@ -11,12 +11,7 @@ from mlx_speculation.models import Lane
 
 
 class UserDrafter(DraftSource):
-    """A drafter of the user's own, which serves one open stream at a time.
-
-    Args:
-        inner: the drafter. `ends_early` and `own_weights` are asked of it if it has
-            them.
-    """
+    """A drafter of the user's own, which serves one open stream at a time."""
 
     reusable = False
 

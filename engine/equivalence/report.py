@@ -78,12 +78,7 @@ def usual_tolerance(places: Sequence[Place]) -> float:
 
 
 def judge(places: Sequence[Place], tolerance: float) -> RowVerdict:
-    """Judge what was found at some places.
-
-    Args:
-        places: at least one.
-        tolerance: the largest margin of a tie.
-    """
+    """Judge what was found at some places."""
     differing = [
         First(p.position, row) for p in places for row in p.rows if row.differs
     ]

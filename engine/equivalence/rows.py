@@ -141,11 +141,6 @@ def logit_rows(lane: Lane, tokens: Sequence[int], width: int) -> Any:
     """Return the logits after each of `tokens`, float32 numpy [rows, vocab].
 
     The lane's caches stay as they are.
-
-    Args:
-        lane: where the tokens follow what its caches hold.
-        tokens: what is fed.
-        width: tokens in one forward.
     """
     rows = []
     with Speculation(lane.caches, whole=True, isolated=True) as speculation:

@@ -147,15 +147,7 @@ def weigh(
     parting: tuple[int, int | None, int | None],
     difference: float,
 ) -> Parting:
-    """Measure how near a tie two tokens of a row [1, vocab] are.
-
-    Args:
-        chooser: what chose them.
-        row: the logits that decide.
-        rows: what precedes it.
-        parting: the index for the report, and the two tokens.
-        difference: between the widths; see above.
-    """
+    """Measure how near a tie two tokens of a row [1, vocab] are."""
     index, expected, got = parting
     scores = np.array(chooser.scores(chooser.processed(row, rows), rows))[0]
     allowed = 2 * difference / (chooser.sampling.temperature or 1.0) + _ulp(row)

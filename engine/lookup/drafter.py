@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 import mlx.core as mx
 
+from mlx_speculation.engine.argument_checks import checked_count
 from mlx_speculation.engine.drafters.base import NOTHING, Choose, Draft
 from mlx_speculation.engine.drafters.source import DraftSource
 from mlx_speculation.engine.lookup.index import (
@@ -84,15 +85,15 @@ class LookupDrafter(DraftSource):
             raise InvalidRequestError(
                 f"index is {index!r}, and 'automaton' or 'ngram' is needed."
             )
-        self._minimum = _checked_count("minimum_match", minimum_match, 1)
-        self._per_match = _checked_count("tokens_per_match", tokens_per_match, 1)
+        self._minimum = checked_count("minimum_match", minimum_match, 1)
+        self._per_match = checked_count("tokens_per_match", tokens_per_match, 1)
         self._make_index: Any = SuffixAutomaton
         if index == "ngram":
             self._make_index = partial(NgramIndex, minimum_match)
         self._corpus: Index = self._make_index()
         for number, document in enumerate(corpus):
             append_all(self._corpus, [*_checked_ids(number, document), BREAK])
-        limit = _checked_count("earlier_tokens", earlier_tokens, 0)
+        limit = checked_count("earlier_tokens", earlier_tokens, 0)
         self._earlier = EarlierRequests(self._make_index, limit)
         self._text: Index | None = None
 
@@ -155,14 +156,6 @@ class LookupDrafter(DraftSource):
         append_all(text, tokens[len(text.tokens) :])
         self._text = text
         return text
-
-
-def _checked_count(name: str, value: Any, least: int) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
-        return value
-    raise InvalidRequestError(
-        f"{name} is {value!r}, and a whole number of at least {least} is needed."
-    )
 
 
 def _checked_ids(number: int, document: Any) -> list[int]:

@@ -14,9 +14,6 @@ class NgramIndex:
 
     Simpler than a suffix automaton and a little faster, but it takes the latest of all
     occurrences of n tokens, not of the longest suffix.
-
-    Args:
-        n: how many tokens must agree.
     """
 
     def __init__(self, n: int) -> None:

@@ -30,9 +30,6 @@ class SuffixAutomaton:
 
     A token adds at most 2 states of 20 bytes and, where a state goes on in several
     ways, entries of dictionaries.
-
-    Args:
-        walk: how many states get a new end with each token.
     """
 
     def __init__(self, *, walk: int = LONGEST_WALK) -> None:

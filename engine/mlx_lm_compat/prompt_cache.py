@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation.caches import KVQuantization, check_supported, position
-from mlx_speculation.engine.mlx_lm_compat.api import (
-    check_quantizable,
-    make_prompt_cache,
-)
+from mlx_speculation.engine.argument_checks import checked_count
 from mlx_speculation.errors import InvalidRequestError
 
 KEPT_FIRST = 4  # positions that mlx-lm's caches of a limited size never drop
@@ -45,19 +44,14 @@ class Caches:
     ) -> "Caches":
         """Sort the caller's caches, or make those of a limited size.
 
-        Args:
-            model: the target.
-            drafts: the draft models; caches of one alone can be passed.
-            passed: the caller's list, or None.
-            max_size: of new caches; None: as the models make them.
-
         Raises:
             InvalidRequestError: the size is none, or the caches are no list.
         """
         if passed is None and max_size is None:
             return cls(None, None, None)
         if passed is None:
-            size = _checked_size(max_size)
+            hint = f": {KEPT_FIRST} of the first tokens always stay"
+            size = checked_count("max_kv_size", max_size, KEPT_FIRST + 1, hint)
             return cls(
                 make_prompt_cache(model, size),
                 make_prompt_cache(drafts[0], size) if len(drafts) == 1 else None,
@@ -95,40 +89,52 @@ def checked_quantization(
 ) -> KVQuantization | None:
     """Return how the target's caches are quantized; None: not in this text.
 
-    Args:
-        model: the target.
-        caches: of the text.
-        reach: how many positions they hold at the end, at most.
-        bits: of a number; None: nothing is quantized.
-        group_size: numbers that share a scale.
-        start: positions from which on.
-
     Raises:
         InvalidRequestError: they cannot be quantized so.
     """
     if bits is None:
         return None
-    for name, value, low in (
-        ("kv_bits", bits, 1),
-        ("kv_group_size", group_size, 1),
-        ("quantized_kv_start", start, 0),
-    ):
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise InvalidRequestError(
-                f"{name} is {value!r}, and a whole number of at least {low} is needed."
-            )
+    checked_count("kv_bits", bits, 1)
+    checked_count("kv_group_size", group_size, 1)
+    checked_count("quantized_kv_start", start, 0)
     if reach < start:
         return None
     quantization = KVQuantization(bits, group_size, start)
-    check_quantizable(model, quantization, caches.target)
+    _check_quantizable(model, quantization, caches.target)
     return quantization
 
 
-def _checked_size(size: Any) -> int:
-    whole = isinstance(size, int) and not isinstance(size, bool)
-    if whole and size > KEPT_FIRST:
-        return int(size)
-    raise InvalidRequestError(
-        f"max_kv_size is {size!r}, and a whole number above {KEPT_FIRST} is needed, "
-        "since so many of the first tokens always stay."
-    )
+def _check_quantizable(
+    model: nn.Module, quantization: KVQuantization, caches: list[Any] | None
+) -> None:
+    """Refuse to quantize what mlx-lm cannot, or what the model cannot read then.
+
+    It builds two forwards over fresh caches, and computes neither.
+
+    Raises:
+        InvalidRequestError: a cache holds a window, the numbers are not those that
+            mlx can quantize with, or the model fails with quantized caches.
+    """
+    fresh = make_prompt_cache(model)
+    window = KVQuantization.unable(fresh if caches is None else caches)
+    if window is not None:
+        raise InvalidRequestError(
+            f"kv_bits is {quantization.bits}, and mlx-lm cannot quantize a "
+            f"{type(window).__name__}, which the text would make it do at "
+            f"{quantization.start} tokens. Leave kv_bits out, or raise "
+            "quantized_kv_start above the tokens of prompt and text."
+        )
+    now = KVQuantization(quantization.bits, quantization.group_size)
+    token = mx.zeros((1, 1), mx.int32)
+    try:
+        model(token, cache=fresh)
+        now.replace(fresh)
+        model(token, cache=fresh)
+        model(mx.zeros((1, 2), mx.int32), cache=fresh)
+    except Exception as error:
+        raise InvalidRequestError(
+            f"kv_bits is {quantization.bits} and kv_group_size "
+            f"{quantization.group_size}, and {type(model).__module__} cannot read "
+            f"caches that are quantized so: {type(error).__name__}: {error}. Leave "
+            "kv_bits out, or choose others."
+        ) from error

@@ -10,7 +10,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
 from mlx_speculation.caches import (
     KVQuantization,
@@ -18,7 +22,6 @@ from mlx_speculation.caches import (
     load_caches,
     load_into,
 )
-from mlx_speculation.engine.mlx_lm_compat.api import make_prompt_cache
 from mlx_speculation.errors import InvalidRequestError
 
 

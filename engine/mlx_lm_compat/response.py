@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.generate import GenerationResponse
 
-from mlx_speculation.engine.mlx_lm_compat.api import GenerationResponse
 from mlx_speculation.engine.result import Chunk
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.engine.stream import Stream
@@ -57,20 +57,13 @@ def responses(
     each: Callable[[], None],
     progress: "Progress",
 ) -> Generator[SpeculativeResponse, None, None]:
-    """Yield a response for every token.
-
-    Args:
-        stream: not started.
-        info: what the responses say.
-        device: the stream that mlx works on; None: the usual one.
-        each: called when caches may have changed.
-        progress: tells how far the prompt is read.
-    """
+    """Yield a response for every token."""
 
     def working() -> AbstractContextManager[Any]:
         return nullcontext() if device is None else mx.stream(device)
 
-    clock = _Clock(time.perf_counter())
+    # Of the prompt until the first token is there, then of the tokens after it.
+    started, prompt_seconds, tokens = time.perf_counter(), 0.0, 0
     progress.tell(0)
     try:
         while not stream.ended:
@@ -79,9 +72,13 @@ def responses(
             if chunk is None:
                 return
             each()
-            if not clock.tokens:
+            if not tokens:
                 progress.tell(progress.total)
-            yield _response(chunk, info, clock.tick(), stream.stats)
+                now = time.perf_counter()
+                prompt_seconds, started = now - started, now
+            tokens += 1
+            seconds = prompt_seconds, time.perf_counter() - started
+            yield _response(chunk, info, tokens, seconds, stream.stats)
     finally:
         try:
             with working():
@@ -91,12 +88,7 @@ def responses(
 
 
 class Progress:
-    """Tells a caller how much of the prompt is read, as mlx-lm does.
-
-    Args:
-        callback: gets the tokens read so far and all of them; None: nobody.
-        total: how many the prompt has.
-    """
+    """Tells a caller how much of the prompt is read, as mlx-lm does."""
 
     def __init__(self, callback: Callable[[int, int], Any] | None, total: int) -> None:
         self._callback = callback
@@ -113,32 +105,17 @@ class Progress:
             self._callback(read, self.total)
 
 
-class _Clock:
-    """Tells the prompt's time from that of the tokens after the first, as mlx-lm."""
-
-    def __init__(self, started: float) -> None:
-        self.started = started
-        self.tokens = 0
-        self.prompt_seconds = 0.0
-
-    def tick(self) -> "_Clock":
-        """Note that a token is there."""
-        now = time.perf_counter()
-        if self.tokens == 0:
-            self.prompt_seconds, self.started = now - self.started, now
-        self.tokens += 1
-        return self
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second since the first one was there."""
-        return self.tokens / max(time.perf_counter() - self.started, 1e-9)
-
-
 def _response(
-    chunk: Chunk, info: ResponseInfo, clock: _Clock, stats: Statistics
+    chunk: Chunk,
+    info: ResponseInfo,
+    tokens: int,
+    seconds: tuple[float, float],
+    stats: Statistics,
 ) -> SpeculativeResponse:
-    """Return the response to a chunk, with mlx-lm's text of it."""
+    """Return the response to a chunk, with mlx-lm's text of it.
+
+    The seconds are those of the prompt, and since the first token.
+    """
     if chunk.token not in info.ends:
         info.detokenizer.add_token(chunk.token)
     if chunk.finish_reason is not None:
@@ -151,9 +128,9 @@ def _response(
         logprobs=_whole(chunk.logprob.row, info.vocab),
         from_draft=chunk.origin.writer == "accepted",
         prompt_tokens=info.prompt_tokens,
-        prompt_tps=info.prompt_tokens / max(clock.prompt_seconds, 1e-9),
-        generation_tokens=clock.tokens,
-        generation_tps=clock.speed,
+        prompt_tps=info.prompt_tokens / max(seconds[0], 1e-9),
+        generation_tokens=tokens,
+        generation_tps=tokens / max(seconds[1], 1e-9),
         peak_memory=mx.get_peak_memory() / 1e9,
         finish_reason=chunk.finish_reason,
         stats=stats,

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_speculation.engine.mlx_lm_compat.api import drawn_seed, greedy_sampler
+import mlx.core as mx
+from mlx_lm.sample_utils import greedy_sampler
+
 from mlx_speculation.errors import InvalidRequestError, SamplerNotice
 from mlx_speculation.samplers import LogitsProcessor, Sampling, SeededSampler
 
@@ -26,12 +28,6 @@ def checked_sampling(
     drafted: bool,
 ) -> Sampling:
     """Return the options that a sampler stands for, with a seed.
-
-    Args:
-        sampler: None or mlx-lm's greedy one; one of ours; or any other.
-        processors: of the request.
-        seed: the caller's; None: drawn from mlx's generator where it counts.
-        drafted: whether there are drafts, and the notice is due.
 
     Raises:
         InvalidRequestError: what was passed is no sampler, or has no use for a seed.
@@ -60,3 +56,9 @@ def _say_once(message: str) -> None:
     if message not in _said:
         warnings.warn(message, SamplerNotice, stacklevel=4)
         _said.add(message)
+
+
+def drawn_seed() -> int:
+    """Draw a seed of 62 bits from mlx's global generator, whose seed decides it."""
+    drawn: Any = mx.random.randint(0, 2**31 - 1, (2,)).tolist()
+    return int(drawn[0]) << 31 | int(drawn[1])

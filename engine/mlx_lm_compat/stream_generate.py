@@ -6,9 +6,9 @@
     for response in stream_generate(model, tokenizer, prompt, draft_model=small):
         print(response.text, end="")
 
-The text is that of mlx-lm without a draft: greedy when no sampler is passed, by the
-law of the sampler otherwise. Where mlx-lm's two ways differ, this one is as its plain
-decoding: `prefill_step_size` is 2048 with a draft too, `max_kv_size` and
+The text is that of mlx-lm without a draft: greedy when no sampler is passed, with the
+sampler's distribution otherwise. Where mlx-lm's two ways differ, this one is as its
+plain decoding: `prefill_step_size` is 2048 with a draft too, `max_kv_size` and
 `prompt_progress_callback` count with a draft too, and a cache holds the last token.
 """
 
@@ -20,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_speculation.engine.argument_checks import checked_count
 from mlx_speculation.engine.drafters.resolve import DraftArgument
 from mlx_speculation.engine.generator import SpeculativeGenerator
 from mlx_speculation.engine.mlx_lm_compat.prompt_cache import (
@@ -80,9 +81,9 @@ def stream_generate(
             the next call. None: plain decoding.
         stream: the stream that mlx works on; None: the default one.
         sampler: chooses tokens. One of `mlx_speculation.make_sampler` keeps the text
-            of a seed, whatever the draft. Any other is called for every row: the law
-            of the text is its own, and a draft changes the text; a `SamplerNotice`
-            says so once. None: the most probable token.
+            of a seed, whatever the draft. Any other is called for every row: the text
+            has its distribution, and a draft changes the text; a `SamplerNotice` says
+            so once. None: the most probable token.
         logits_processors: called as in plain decoding, see `Sampling`.
         num_draft_tokens: drafted in a round. None: as many as pay by measurement,
             where mlx-lm drafts 2.
@@ -133,7 +134,7 @@ def stream_generate(
         prompt_cache=caches.target,
         draft_cache=caches.draft,
         logprobs=0,
-        prefill_step_size=_checked_step(prefill_step_size),
+        prefill_step_size=checked_count("prefill_step_size", prefill_step_size, 1),
         prompt_progress=progress.advance,
         kv_quantization=checked_quantization(
             model, caches, reach, kv_bits, kv_group_size, quantized_kv_start
@@ -219,18 +220,6 @@ def _check_keywords(unknown: dict[str, Any], embeddings: Any) -> None:
 
 
 def _checked_budget(max_tokens: Any) -> int:
-    whole = isinstance(max_tokens, int) and not isinstance(max_tokens, bool)
-    if not whole or max_tokens == 0 or max_tokens < -1:
-        raise InvalidRequestError(
-            f"max_tokens is {max_tokens!r}, and a whole number of at least 1 is "
-            "needed, or -1 for no limit."
-        )
-    return ENDLESS if max_tokens == -1 else int(max_tokens)
-
-
-def _checked_step(step: Any) -> int:
-    if isinstance(step, int) and not isinstance(step, bool) and step >= 1:
-        return step
-    raise InvalidRequestError(
-        f"prefill_step_size is {step!r}, and a whole number of at least 1 is needed."
-    )
+    if max_tokens == -1:
+        return ENDLESS
+    return checked_count("max_tokens", max_tokens, 1, ", or -1 for no limit")

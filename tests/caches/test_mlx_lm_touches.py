@@ -23,8 +23,10 @@ FOLDERS = ("caches", "models")
 FILES = (
     "samplers/logits/filters.py",
     "samplers/constraints/llguidance.py",
-    "engine/mlx_lm_compat/api.py",
+    "engine/mlx_lm_compat/prompt_cache.py",
     "engine/mlx_lm_compat/prompt_file.py",
+    "engine/mlx_lm_compat/response.py",
+    "engine/mlx_lm_compat/sampler.py",
     "src/mlx_speculation/server/mlx_lm_server.py",
 )
 
