@@ -38,33 +38,21 @@ class GeneratorConfig:
     """What all streams of a generator share.
 
     When it is dropped, so are the recorders in its models: whatever runs keeps it.
-
-    Attributes:
-        model: the target.
-        tokenizer: the target's, in mlx-lm's wrapper.
-        ids: the token ids that the tokenizer knows.
-        target_width: the logits of a row of the target.
-        prompts: checks and encodes.
-        ranked: the target on the ranks that it is spread over; None: it is whole.
-        draft: what drafts, on this rank; None: plain decoding.
-        notices: why the draft is not another.
-        lengths: the draft lengths.
-        acceptance: the rule.
-        sliding: what stands for sliding windows in the caches made here.
-        prefix_cache: what requests leave for later ones; None: nothing.
     """
 
-    model: nn.Module
-    tokenizer: Any
-    ids: TokenIds
-    target_width: int
-    prompts: Prompts
+    model: nn.Module  # the target
+    tokenizer: Any  # the target's, in mlx-lm's wrapper
+    ids: TokenIds  # the token ids that the tokenizer knows
+    target_width: int  # the logits of a row of the target
+    prompts: Prompts  # checks and encodes
+    # The target on the ranks that it is spread over; None: it is whole
     ranked: RankedTarget | None
-    draft: DraftSource | None
-    notices: tuple[str, ...]
-    lengths: PolicyFactory
-    acceptance: Acceptance
-    sliding: Sliding
+    draft: DraftSource | None  # what drafts, on this rank; None: plain decoding
+    notices: tuple[str, ...]  # why the draft is not another
+    lengths: PolicyFactory  # the draft lengths
+    acceptance: Acceptance  # the rule
+    sliding: Sliding  # what stands for sliding windows in the caches made here
+    # What requests leave for later ones; None: nothing
     prefix_cache: PrefixCache | None
 
     @property

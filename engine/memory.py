@@ -47,17 +47,11 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class WeightBytes:
-    """What of its memory a generator's streams have in common.
+    """What of its memory a generator's streams have in common."""
 
-    Attributes:
-        target: bytes of the target's weights.
-        draft: bytes of the draft's, without what it shares with the target.
-        names: of all these arrays, as `caches.arrays_in` names them.
-    """
-
-    target: int
-    draft: int
-    names: frozenset[int]
+    target: int  # bytes of the target's weights
+    draft: int  # bytes of the draft's, without what it shares with the target
+    names: frozenset[int]  # of all these arrays, as `caches.arrays_in` names them
 
 
 class Weights:

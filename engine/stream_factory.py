@@ -140,7 +140,7 @@ class StreamFactory:
     @contextmanager
     def _running(self, ranks: AbstractContextManager[None]) -> Iterator[None]:
         """Keep the setup, and with it the recorders, while a stream runs."""
-        with ranks, ExitStack() as views:  # the ranks first: they hear of what fails
+        with ranks, ExitStack() as views:  # the ranks first: they learn of what fails
             for model in (self._setup.model, *self._setup.draft_models):
                 views.enter_context(stream_resources(model))
             yield

@@ -17,19 +17,12 @@ Read = RoundOutcome | Exception
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchStep:
-    """A forward over one token of every row, not read yet, that is kept whole.
+    """A forward over one token of every row, not read yet, that is kept whole."""
 
-    Attributes:
-        lane_round: the transaction, committed.
-        verified: what the target makes of the rows that were there.
-        tokens: uint32 [rows], what each row that is still there chooses.
-        places: where each of these stood.
-    """
-
-    lane_round: BatchRound
-    verified: BatchVerified
-    tokens: mx.array
-    places: tuple[int, ...]
+    lane_round: BatchRound  # the transaction, committed
+    verified: BatchVerified  # what the target makes of the rows that were there
+    tokens: mx.array  # uint32 [rows], what each row that is still there chooses
+    places: tuple[int, ...]  # where each of these stood
 
     def only(self, stay: Sequence[int]) -> "BatchStep":
         """Return the step without the rows that have left."""

@@ -25,26 +25,19 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class BatchRequest:
-    """One request among others.
+    """One request among others."""
 
-    Attributes:
-        uid: its name.
-        stream: turns its tokens into text, and ends it.
-        alone: why it cannot run with others; None: it can.
-        planned: its own length for the next round; the batch decides where None.
-        following: the same for the round after that, which is asked for early.
-        rates: what was accepted of its drafts.
-        error: what it has failed with.
-        chunks: of its last round, to be given out.
-    """
-
-    uid: int
-    stream: "Stream"
-    alone: str | None = None
+    uid: int  # its name
+    stream: "Stream"  # turns its tokens into text, and ends it
+    alone: str | None = None  # why it cannot run with others; None: it can
+    # Its own length for the next round; the batch decides where None
     planned: Plan | None = None
+    # The same for the round after that, which is asked for early
     following: Plan | None = None
+    # What was accepted of its drafts
     rates: AcceptanceRates = field(default_factory=AcceptanceRates)
-    error: Exception | None = None
+    error: Exception | None = None  # what it has failed with
+    # Of its last round, to be given out
     chunks: list[Chunk] = field(default_factory=list)
 
     @property

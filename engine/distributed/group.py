@@ -44,17 +44,11 @@ _met: dict[tuple[Any, ...] | None, "RankGroup"] = {}
 
 
 class Place(NamedTuple):
-    """Where a program is; equal on all ranks that run the same one.
+    """Where a program is; equal on all ranks that run the same one."""
 
-    Attributes:
-        kind: "make" a generator, "begin" a stream, its next "round", or a "draft".
-        number: of the generator or stream, in the order of their making.
-        step: of the exchanges of a stream, how many came before.
-    """
-
-    kind: str
-    number: int
-    step: int
+    kind: str  # "make" a generator, "begin" a stream, its next "round", or a "draft"
+    number: int  # of the generator or stream, in the order of their making
+    step: int  # of the exchanges of a stream, how many came before
 
     def __str__(self) -> str:
         if self.kind == "make":

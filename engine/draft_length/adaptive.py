@@ -218,7 +218,7 @@ class AdaptiveLengths:
 
     def _count_gain(self, context: int, plan: Plan, outcome: Outcome) -> None:
         """Count what a trial has lost, and what a draft has saved, in seconds."""
-        # Of a step on its way a part was computed in the round that submitted it.
+        # Of a step in flight a part was computed in the round that submitted it.
         elsewhere = (1 - self.costs.left) * (outcome.behind - outcome.ahead)
         first = outcome.drafted > 0 and outcome.behind  # the step's own token
         emitted = outcome.accepted + 1 + first - elsewhere

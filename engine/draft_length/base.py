@@ -16,17 +16,11 @@ Reason = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One draft length, as it was judged.
+    """One draft length, as it was judged."""
 
-    Attributes:
-        length: tokens to draft.
-        tokens: what a round is expected to commit, correction or bonus included.
-        seconds: what it is expected to take.
-    """
-
-    length: int
-    tokens: float
-    seconds: float
+    length: int  # tokens to draft
+    tokens: float  # what a round is expected to commit, correction or bonus included
+    seconds: float  # what it is expected to take
 
     @property
     def speed(self) -> float:
@@ -79,10 +73,10 @@ class Outcome:
         drafted: tokens that were drafted; fewer than planned is possible.
         accepted: those accepted, before a cut at a stop.
         seconds: its time, drafting included.
-        behind: whether a plain step was on its way when the round began. With drafts:
+        behind: whether a plain step was in flight when the round began. With drafts:
             they stand behind it, and its token is in the round too, with what was left
             of its time.
-        ahead: whether the round has left a plain step on its way.
+        ahead: whether the round has left a plain step in flight.
         parts: where the time went.
         reading: seconds that the drafter took before it to read the prompt, which are
             not in its time; 0 but for the first round of a stream that drafts.
@@ -106,7 +100,7 @@ class Outcome:
     def steady(self) -> bool:
         """Whether it is a plain step as in a long run of them.
 
-        The first of a run brings the next one on its way, and on a CPU, where that
+        The first of a run submits the next one, and on a CPU, where that
         takes as long as computing it, the time of two; of the last one hardly any
         time is left.
         """

@@ -45,50 +45,39 @@ def machine() -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Known:
-    """What is known of the rounds of one target with one draft.
+    """What is known of the rounds of one target with one draft."""
 
-    Attributes:
-        costs: seconds, by context and draft length.
-        rates: which drafted tokens were accepted lately.
-        parts: where the time of calibrated rounds went.
-        path: the file; None keeps nothing.
-        key: what the file is for.
-    """
-
-    costs: RoundCosts
-    rates: AcceptanceRates
-    path: Path | None = None
-    key: dict[str, Any] | None = None
+    # Seconds, by context and draft length; and which drafts were accepted lately.
+    costs: RoundCosts = field(default_factory=RoundCosts)
+    rates: AcceptanceRates = field(default_factory=AcceptanceRates)
+    path: Path | None = None  # the file; None keeps nothing
+    key: dict[str, Any] | None = None  # what the file is for
     _saved: str = ""
+    # Where the time of calibrated rounds went
     parts: PartsTable = field(default_factory=dict)
-
-    @classmethod
-    def empty(cls) -> "Known":
-        """Return nothing, which is kept nowhere."""
-        return cls(RoundCosts(), AcceptanceRates())
 
     @classmethod
     def read(cls, key: dict[str, Any] | None) -> "Known":
         """Return what is known under a key; nothing is kept under None."""
         folder = cache_folder()
         if key is None or folder is None:
-            return cls.empty()
+            return cls()
         key = {"machine": machine(), **key}
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         path = folder / "costs" / f"{digest[:32]}.json"
+        known = cls(path=path, key=key)
         if not path.exists():
-            return cls(RoundCosts(), AcceptanceRates(), path, key)
+            return known
         try:
-            costs, rates, parts = _checked(load_json(path), key)
+            known.costs, rates, known.parts = _checked(load_json(path), key)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             warnings.warn(
                 f"{path} cannot be used ({error}). What rounds cost is measured again.",
                 CostFileWarning,
                 stacklevel=2,
             )
-            return cls(RoundCosts(), AcceptanceRates(), path, key)
-        known = cls(costs, AcceptanceRates(rates, SAVED_WEIGHT), path, key)
-        known.parts = parts
+            return known
+        known.rates = AcceptanceRates(rates, SAVED_WEIGHT)
         known._saved = known._names()
         return known
 

@@ -26,7 +26,7 @@ SAMPLES = 3
 LARGEST_CHANGE = 1.5
 SHARED = 0.1
 SLOWEST = 0.03
-# Of what is seen to be left of a step on its way, what counts once ten were seen.
+# Of what is seen to be left of a step in flight, what counts once ten were seen.
 LEFT_SHARE = 0.1
 # Contexts up to here cost about the same; beyond it every doubling is a bucket.
 SHORT_CONTEXT = 512
@@ -68,7 +68,7 @@ class RoundCosts:
             many.
 
     Attributes:
-        left: what is left of a plain step that is on its way when a round begins, as a
+        left: what is left of a plain step that is in flight when a round begins, as a
             share of it: nearly all where a device computes while the host goes on,
             hardly any on a CPU, where a step is computed while it is submitted.
         reading: seconds that the drafter takes for each token of a prompt, which it
@@ -222,7 +222,7 @@ class RoundCosts:
         cost.seconds *= math.exp(max(SLOWEST, 1 / cost.count, stale) * change)
 
     def note_left(self, context: int, seconds: float) -> None:
-        """Learn from a round that only read a plain step which was on its way.
+        """Learn from a round that only read a plain step which was in flight.
 
         It tells nothing before a plain step was measured.
         """
@@ -240,7 +240,7 @@ class RoundCosts:
         self.reading = (self.reading + own) / 2 if self.reading else own
 
     def step_left(self, context: int) -> float:
-        """Return the seconds that a plain step takes which is on its way already."""
+        """Return the seconds that a plain step takes which is in flight already."""
         return self.left * self.seconds(context, 0)
 
     def _scale_guesses(self, context: int, ratio: float) -> None:

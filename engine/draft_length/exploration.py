@@ -34,17 +34,12 @@ PLAIN_STEPS = 8
 
 @dataclass(slots=True)
 class Allowance:
-    """What a generator's next stream may lose in trials at once, in plain steps.
+    """What a generator's next stream may lose in trials at once, in plain steps."""
 
-    Attributes:
-        carried: what the streams before have not spent of their share, or overspent.
-        in_vain: streams since the last one that drafted, which tried to.
-        saved: plain steps that drafts have saved, of late.
-    """
-
+    # What the streams before have not spent of their share, or overspent
     carried: float = 0.0
-    in_vain: int = 0
-    saved: float = 0.0
+    in_vain: int = 0  # streams since the last one that drafted, which tried to
+    saved: float = 0.0  # plain steps that drafts have saved, of late
 
     @property
     def steps(self) -> float:

@@ -27,17 +27,13 @@ from mlx_speculation.models import Lane
 
 @dataclass(slots=True)
 class Turns:
-    """How many tokens each drafter of a cascade may draft, and whose draft was taken.
+    """How many tokens each drafter of a cascade may draft; whose draft was taken."""
 
-    Attributes:
-        lengths: of the next round; None: all as many as the round.
-        stops: where each of them ends its draft early, see
-        `engine.drafters.early_stop`.
-        answered: the drafter that proposed the last draft; None: none did.
-    """
-
+    # Of the next round; None: all as many as the round
     lengths: tuple[int, ...] | None = None
+    # Where each of them ends its draft early, see `engine.drafters.early_stop`
     stops: tuple[Stop | None, ...] = ()
+    # The drafter that proposed the last draft; None: none did
     answered: int | None = None
 
     def limit(self, drafter: int, limit: int) -> int:

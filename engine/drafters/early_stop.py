@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import mlx.core as mx
 
-# Largest probabilities are told apart by these, and each class is taken for its middle
+# Largest probabilities are divided by these, and each class is taken for its middle
 # until it was seen, which counts for so many tokens.
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 GUESSED = 4.0
@@ -34,7 +34,7 @@ def _middles() -> list[float]:
 
 @dataclass(slots=True)
 class Certainties:
-    """How often tokens were accepted, by the largest probability of their law.
+    """How often tokens were accepted, by the largest probability of their rows.
 
     Each given that the tokens before it were accepted.
     """
@@ -59,16 +59,12 @@ class Certainties:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """When a draft ends early.
+    """When a draft ends early."""
 
-    Attributes:
-        least: a token that is accepted, with all before it, less probably than this
-            is not worth its time.
-        certainties: how probable that is.
-    """
-
+    # A token that is accepted, with all before it, less probably than this is not worth
+    # its time
     least: float
-    certainties: Certainties
+    certainties: Certainties  # how probable that is
 
     def kept(self, certainties: Sequence[float]) -> int:
         """Return how many tokens of a chain are worth their time, at least 1."""

@@ -56,40 +56,28 @@ DraftArgument = nn.Module | Drafter | DraftSource | str | Path
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The source that an argument has become.
+    """The source that an argument has become."""
 
-    Attributes:
-        source: what drafts; None: nothing.
-        length: how many tokens to draft in a round, if the target's folder says so.
-        notices: why it is not another.
-    """
-
-    source: DraftSource | None
+    source: DraftSource | None  # what drafts; None: nothing
+    # How many tokens to draft in a round, if the target's folder says so
     length: int | None = None
-    notices: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()  # why it is not another
 
 
 @dataclass(frozen=True, slots=True)
 class NamedDraft:
-    """A draft that was named, and is not loaded yet.
+    """A draft that was named, and is not loaded yet."""
 
-    Attributes:
-        name: "auto", "lookup", "mtp", a path or a repository.
-        loader: what loads it; None: a lookup, or it depends on the target's folder.
-        folder: the draft's own; None: the target's.
-        target: the target's folder or repository; None: what the tokenizer knows.
-        convention: what a head was trained with, if somebody has named it.
-        bits: of its weights; None: as they are.
-        trust_remote_code: whether code in the draft's folder may run.
-    """
-
-    name: str
+    name: str  # "auto", "lookup", "mtp", a path or a repository
+    # What loads it; None: a lookup, or it depends on the target's folder
     loader: type[FolderSource] | None = None
-    folder: Path | None = None
+    folder: Path | None = None  # the draft's own; None: the target's
+    # The target's folder or repository; None: what the tokenizer knows
     target: str | Path | None = None
+    # What a head was trained with, if somebody has named it
     convention: MtpConvention | None = None
-    bits: int | None = None
-    trust_remote_code: bool = False
+    bits: int | None = None  # of its weights; None: as they are
+    trust_remote_code: bool = False  # whether code in the draft's folder may run
 
 
 @dataclass(frozen=True, slots=True)

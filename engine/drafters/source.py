@@ -28,36 +28,23 @@ from mlx_speculation.models import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TargetInfo:
-    """The target that something is to draft for.
+    """The target that something is to draft for."""
 
-    Attributes:
-        model: the target.
-        tokenizer: its tokenizer.
-        folder: where it was loaded from; None: it is not known.
-        highest_id: the largest token id that its text may hold.
-    """
-
-    model: nn.Module
-    tokenizer: Any
-    folder: Path | None
-    highest_id: int
+    model: nn.Module  # the target
+    tokenizer: Any  # its tokenizer
+    folder: Path | None  # where it was loaded from; None: it is not known
+    highest_id: int  # the largest token id that its text may hold
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class DraftOptions:
-    """The options of a generator that its drafters follow.
+    """The options of a generator that its drafters follow."""
 
-    Attributes:
-        sliding: what stands for sliding windows in the caches of draft models.
-        confidence: where a draft model stops, see `DraftModel`.
-        vocabulary: the token ids to draft from; None: all.
-        compiled: returns the compiled forward of a draft model; None: they run as
-            they are.
-    """
-
+    # What stands for sliding windows in the caches of draft models
     sliding: Sliding = "slack"
-    confidence: float = 0.0
-    vocabulary: SequenceOf[int] | None = None
+    confidence: float = 0.0  # where a draft model stops, see `DraftModel`
+    vocabulary: SequenceOf[int] | None = None  # the token ids to draft from; None: all
+    # Returns the compiled forward of a draft model; None: they run as they are
     compiled: Callable[[nn.Module], CompiledForward] | None = None
 
 

@@ -22,15 +22,10 @@ Verdict = Literal["identical", "same choices", "near-ties", "different"]
 
 @dataclass(frozen=True, slots=True)
 class First:
-    """The first row that chooses another token.
+    """The first row that chooses another token."""
 
-    Attributes:
-        position: tokens of the text before its draft.
-        row: both ways.
-    """
-
-    position: int
-    row: Row
+    position: int  # tokens of the text before its draft
+    row: Row  # both ways
 
     def __str__(self) -> str:
         row = self.row
@@ -43,23 +38,14 @@ class First:
 
 @dataclass(frozen=True, slots=True)
 class RowVerdict:
-    """The rows of all places, judged.
+    """The rows of all places, judged."""
 
-    Attributes:
-        verdict: see above.
-        rows: how many there were.
-        differing_rows: how many choose another token.
-        first: the first of these, or None.
-        largest_difference: of any logit.
-        tolerance: the largest margin that was taken for a tie.
-    """
-
-    verdict: Verdict
-    rows: int
-    differing_rows: int
-    first: First | None
-    largest_difference: float
-    tolerance: float
+    verdict: Verdict  # see above
+    rows: int  # how many there were
+    differing_rows: int  # how many choose another token
+    first: First | None  # the first of these, or None
+    largest_difference: float  # of any logit
+    tolerance: float  # the largest margin that was taken for a tie
 
     def __str__(self) -> str:
         return (

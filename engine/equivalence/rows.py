@@ -28,21 +28,14 @@ from mlx_speculation.models import Lane, Sliding, logit_width
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a draft, verified both ways.
+    """One row of a draft, verified both ways."""
 
-    Attributes:
-        index: of the row, from 0: after the last token before the draft.
-        at_once: the token that the one forward chooses.
-        one_by_one: the token that forwards over one token choose.
-        margin: how much better that one's logit is than the second best, one by one.
-        difference: the largest between the two ways, of any logit.
-    """
-
-    index: int
-    at_once: int
-    one_by_one: int
+    index: int  # of the row, from 0: after the last token before the draft
+    at_once: int  # the token that the one forward chooses
+    one_by_one: int  # the token that forwards over one token choose
+    # How much better that one's logit is than the second best, one by one
     margin: float
-    difference: float
+    difference: float  # the largest between the two ways, of any logit
 
     @property
     def differs(self) -> bool:
@@ -52,19 +45,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One draft: where it stands in the text, its tokens, and its rows.
+    """One draft: where it stands in the text, its tokens, and its rows."""
 
-    Attributes:
-        position: tokens of the text before the draft, the prompt not counted.
-        draft: the k tokens, with one that is wrong.
-        wrong: the index of that one in the draft.
-        rows: k + 1.
-    """
-
-    position: int
-    draft: tuple[int, ...]
-    wrong: int
-    rows: tuple[Row, ...]
+    position: int  # tokens of the text before the draft, the prompt not counted
+    draft: tuple[int, ...]  # the k tokens, with one that is wrong
+    wrong: int  # the index of that one in the draft
+    rows: tuple[Row, ...]  # k + 1
 
     @property
     def difference(self) -> float:

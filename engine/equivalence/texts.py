@@ -31,25 +31,15 @@ MakeLane = Callable[[nn.Module], Lane]
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """The first position where two texts differ, and what was measured there.
+    """The first position where two texts differ, and what was measured there."""
 
-    Attributes:
-        index: the position, counted from the first generated token.
-        expected: the token of the one text there; None: it has ended.
-        got: the token of the other.
-        margin: between their scores, which are tempered and hold the noise.
-        difference: of the untempered logits, between the widths.
-        allowed: the largest margin of a near-tie.
-        edge: the distance to the border of the top-p set; infinite without top-p.
-    """
-
-    index: int
-    expected: int | None
-    got: int | None
-    margin: float
-    difference: float
-    allowed: float
-    edge: float
+    index: int  # the position, counted from the first generated token
+    expected: int | None  # the token of the one text there; None: it has ended
+    got: int | None  # the token of the other
+    margin: float  # between their scores, which are tempered and hold the noise
+    difference: float  # of the untempered logits, between the widths
+    allowed: float  # the largest margin of a near-tie
+    edge: float  # the distance to the border of the top-p set; infinite without top-p
 
     @property
     def near_tie(self) -> bool:

@@ -14,15 +14,10 @@ BREAK = -1
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """An occurrence of the last tokens of a text.
+    """An occurrence of the last tokens of a text."""
 
-    Attributes:
-        length: how many of the last tokens occur there; 0: none.
-        end: where the occurrence ends in the index, so that `tokens[end]` followed.
-    """
-
-    length: int
-    end: int
+    length: int  # how many of the last tokens occur there; 0: none
+    end: int  # where the occurrence ends in the index, so that `tokens[end]` followed
 
 
 NO_MATCH = Match(0, 0)

@@ -22,17 +22,11 @@ KEPT_FIRST = 4  # positions that mlx-lm's caches of a limited size never drop
 
 @dataclass(frozen=True, slots=True)
 class Caches:
-    """The caches of one text.
+    """The caches of one text."""
 
-    Attributes:
-        target: the target's; None: new ones.
-        draft: the draft model's; None: new ones.
-        passed: the caller's list; None: there is none.
-    """
-
-    target: list[Any] | None
-    draft: list[Any] | None
-    passed: list[Any] | None
+    target: list[Any] | None  # the target's; None: new ones
+    draft: list[Any] | None  # the draft model's; None: new ones
+    passed: list[Any] | None  # the caller's list; None: there is none
 
     @classmethod
     def of(

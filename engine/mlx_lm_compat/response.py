@@ -33,21 +33,13 @@ class SpeculativeResponse(GenerationResponse):
 
 @dataclass(frozen=True, slots=True)
 class ResponseInfo:
-    """What responses say beside the chunk.
+    """What responses say beside the chunk."""
 
-    Attributes:
-        detokenizer: of mlx-lm, fresh.
-        ends: the ids that end a text and are no part of it.
-        prompt_tokens: how many the prompt has.
-        vocab: how many log-probabilities the target has.
-        seed: of the text, if there is one.
-    """
-
-    detokenizer: Any
-    ends: frozenset[int]
-    prompt_tokens: int
-    vocab: int
-    seed: int | None
+    detokenizer: Any  # of mlx-lm, fresh
+    ends: frozenset[int]  # the ids that end a text and are no part of it
+    prompt_tokens: int  # how many the prompt has
+    vocab: int  # how many log-probabilities the target has
+    seed: int | None  # of the text, if there is one
 
 
 def responses(

@@ -650,7 +650,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "step": ({"prefill_step_size": 0}, "prefill_step_size is 0"),
     "drafts": ({"num_draft_tokens": -1, "draft_model": "lookup"}, "draft_length is -1"),
-    "size": ({"max_kv_size": 4}, "max_kv_size is 4, and a whole number above 4"),
+    "size": ({"max_kv_size": 4}, "max_kv_size is 4, and a whole number of at least 5"),
     "bits": ({"kv_bits": 7, "quantized_kv_start": 0}, "kv_bits is 7 and kv_group_size"),
     "no bits": ({"kv_bits": 0}, "kv_bits is 0, and a whole number of at least 1"),
     "group": (
