@@ -1,6 +1,6 @@
-"""Numbers that a caller has passed, checked."""
+"""What a caller has passed, checked: numbers and choices."""
 
-from typing import Any
+from typing import Any, get_args
 
 from mlx_speculation.errors import InvalidRequestError
 
@@ -16,3 +16,10 @@ def checked_count(name: str, value: Any, least: int, hint: str = "") -> int:
     raise InvalidRequestError(
         f"{name} is {value!r}, and a whole number of at least {least} is needed{hint}."
     )
+
+
+def checked_choice(name: str, value: Any, choices: Any) -> None:
+    """Refuse what is none of the values of a `Literal`."""
+    if value not in get_args(choices):
+        known = " or ".join(map(repr, get_args(choices)))
+        raise InvalidRequestError(f"{name} is {value!r}, and {known} is needed.")

@@ -5,16 +5,22 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import mlx.nn as nn
 
 from mlx_speculation.caches import PrefixCache
+from mlx_speculation.engine.argument_checks import checked_choice
 from mlx_speculation.engine.distributed import RankedTarget, all_or_none
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
 from mlx_speculation.engine.drafters.reduced_vocabulary import checked_vocabulary
 from mlx_speculation.engine.drafters.resolve import resolve
-from mlx_speculation.engine.drafters.source import DraftOptions, DraftSource, TargetInfo
+from mlx_speculation.engine.drafters.source import (
+    DraftOptions,
+    DraftSource,
+    TargetInfo,
+    members_of,
+)
 from mlx_speculation.engine.prompt import Prompts
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import (
@@ -142,22 +148,16 @@ def checked_setup(
                 prefix_cache=prefix_cache,
             )
             # For streams in other threads; the checks have built their forwards by now.
-            evaluate_held(model, *models, *_heads(setup.draft))
+            heads = [each for each in members_of(setup.draft) if each.follows]
+            evaluate_held(model, *models, *heads)
             weakref.finalize(setup, hooks.pop_all().close)
     return setup
 
 
 def _check_kinds(model: Any, acceptance: Any, sliding: Any) -> None:
     """Refuse what is no model, no rule and no kind of cache."""
-    if acceptance not in get_args(Acceptance):
-        raise InvalidRequestError(
-            f"acceptance is {acceptance!r}, and one of "
-            f"{', '.join(get_args(Acceptance))} is needed."
-        )
-    if sliding not in get_args(Sliding):
-        raise InvalidRequestError(
-            f"sliding is {sliding!r}, and 'slack' or 'native' is needed."
-        )
+    checked_choice("acceptance", acceptance, Acceptance)
+    checked_choice("sliding", sliding, Sliding)
     if not isinstance(model, nn.Module):
         raise InvalidRequestError(
             f"model is a {type(model).__name__}, and an mlx-lm model is needed. "
@@ -209,19 +209,13 @@ def _vocabulary(
     if ids is None:
         return None
     found = checked_vocabulary(ids, target.highest_id + 1)
-    members = [] if draft is None else draft.members()
-    if not any(member.reducible for member in members):
+    if not any(member.reducible for member in members_of(draft)):
         kind = "None" if draft is None else f"of kind {draft.kind!r}"
         raise InvalidRequestError(
             f"draft_vocabulary was passed, and the draft is {kind}, without a model "
             "or an MTP head to reduce. Leave it out."
         )
     return found
-
-
-def _heads(draft: DraftSource | None) -> list[DraftSource]:
-    members = [] if draft is None else draft.members()
-    return [member for member in members if member.follows]
 
 
 def _bind(cache: PrefixCache, models: list[nn.Module], sliding: Sliding) -> None:

@@ -1,7 +1,7 @@
 """Making a stream: its options checked, its lanes, its drafter and its decoder."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields, replace
@@ -24,8 +24,8 @@ from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.draft_length.policy_factory import Start
 from mlx_speculation.engine.drafters.base import Drafter, lanes_of, remember
 from mlx_speculation.engine.drafters.cascade import CascadeDrafter, open_guarded
-from mlx_speculation.engine.drafters.source import DraftSource
-from mlx_speculation.engine.memory import Memory, Weights, held_memory
+from mlx_speculation.engine.drafters.source import DraftSource, members_of
+from mlx_speculation.engine.memory import Weights, held_memory
 from mlx_speculation.engine.options import (
     GenerateOptions,
     check_constraint,
@@ -126,7 +126,9 @@ class StreamFactory:
             seed=sampling.seed,
             hold_all=options.prompt_cache is not None,
             running=self._running(running),
-            memory=self._memory(target, drafter),
+            memory=partial(
+                held_memory, self._weights, target, drafter, setup.prefix_cache
+            ),
             prefixes=self._prefixes(options, target, drafter, lengths),
             remember=partial(remember, drafter),
             yielded_only=options.yielded_only,
@@ -219,12 +221,6 @@ class StreamFactory:
 
         return PrefixReuse(cache, lanes, reach=lengths.longest + 2)
 
-    def _memory(self, target: Lane, drafter: Drafter | None) -> Callable[[], Memory]:
-        """Return what counts the bytes that a stream holds."""
-        return partial(
-            held_memory, self._weights, target, drafter, self._setup.prefix_cache
-        )
-
     def _drafter(
         self,
         target: Lane,
@@ -257,6 +253,9 @@ class StreamFactory:
 
 def _modules_of(draft: DraftSource | None) -> list[nn.Module]:
     """Return the modules of a draft, without what it shares with the target."""
-    members = [] if draft is None else draft.members()
-    found = [one for each in members for one in (each.own_weights, each.reduced_rows)]
+    found = [
+        one
+        for each in members_of(draft)
+        for one in (each.own_weights, each.reduced_rows)
+    ]
     return [module for module in found if module is not None]

@@ -57,12 +57,7 @@ class BatchDrafter(Protocol):
         ...
 
     def rectangle(self, drafts: Sequence[Draft], width: int) -> mx.array:
-        """Return the tokens of drafts, uint32 [rows, width]; behind short ones any.
-
-        Args:
-            drafts: what `propose` has returned, without what stands ahead.
-            width: that of the longest.
-        """
+        """Return the tokens of drafts, uint32 [rows, width]; behind short ones any."""
         ...
 
     def settle(self, accepted: Sequence[int | None]) -> None:
@@ -136,10 +131,8 @@ class BatchChain:
     def choose(self, logits: mx.array) -> mx.array:
         """Choose the next token of every row, uint32 [rows], and let it be computed.
 
-        Where a request's own processors raise, the row's `error` is set.
-
-        Args:
-            logits: [rows, vocab], or [rows, n] of the ids.
+        The logits are [rows, vocab], or [rows, n] of the ids. Where a request's own
+        processors raise, the row's `error` is set.
         """
         usable = mx.isfinite(peaks(logits))
         self.unusable = self.unusable | ~usable
@@ -193,11 +186,7 @@ def rectangle(
 ) -> mx.array:
     """Return drafted tokens uint32 [rows, width], shorter ones padded with 0.
 
-    Args:
-        drafts: of all rows.
-        width: that of the longest.
-        chain: where they were chosen at once, if they were.
-        places: of its rows.
+    At once where a chain has chosen them for all rows; `places` are those of its rows.
     """
     if chain is not None and places == list(range(len(drafts))):
         return chain.tokens[:, :width]

@@ -24,6 +24,7 @@ from mlx_speculation.engine.draft_length.policy_factory import (
     Start,
     calibration_costs,
     calibration_prompt,
+    part_of,
 )
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import RowSizes
@@ -55,11 +56,7 @@ def calibrate_batches(
     cases = [(count, n) for count in sorted(set(rows)) for n in sorted(contexts)]
     found: dict[int, CostTable] = {}
     for number, (count, context) in enumerate(cases):
-
-        def report(done: int, total: int, before: int = number) -> None:
-            if progress is not None:
-                progress(before * total + done, len(cases) * total)
-
+        report = part_of(progress, number, len(cases))
         policy = _AtContext(context, lengths.longest)
         kept_as = _measure(generator.model, start, policy, (count, context), report)
         found[kept_as] = lengths.keep_batch(kept_as, policy.costs)

@@ -336,7 +336,7 @@ class BatchDecoder:
                 return 0
             row.emit(found, draft, seconds)
             row.request.target.seen = min(held, len(row.tokens))
-            if row.keeps_caches and row.at_end:
+            if row.keeps_caches and row.stream.reason is not None:
                 self._extract(index, row, held)
             row.take_chunks()
         except Exception as error:

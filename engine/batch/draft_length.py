@@ -78,10 +78,8 @@ class RowRates(AcceptanceRates):
 class BatchDraftLength:
     """Decides the width of every round.
 
-    Args:
-        make: makes the policy, which goes on when the number of rows changes: what it
-            has tried and lost counts for all of them.
-        costs: of rounds, by the number of rows that they are kept under.
+    The policy goes on when the number of rows changes: what it has tried and lost
+    counts for all of them.
 
     Attributes:
         bucket: the number of rows that the costs of the last round are kept under.

@@ -320,7 +320,7 @@ class BatchGenerator:
                     self._together.leave([row])
             row.stream.close()
         except Exception:  # such as running out of memory
-            row.end_with_error()
+            row.fail()
             raise
         finally:
             row.let_go()

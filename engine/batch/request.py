@@ -89,12 +89,7 @@ class BatchRequest:
     def asked(
         self, draft: Draft | None = None, ahead: mx.array | None = None
     ) -> VerifyRequest:
-        """Return what it asks of a verify.
-
-        Args:
-            draft: its drafted tokens; None: none.
-            ahead: uint32 [1], a token before them that is not read yet.
-        """
+        """Return what it asks of a verify; `ahead` is a token that is not read yet."""
         drafts = 0 if draft is None else draft.length
         before = ahead
         if draft is not None and drafts:
@@ -143,11 +138,6 @@ class BatchRequest:
         self.chunks = self.stream.take_ready()
 
     @property
-    def at_end(self) -> bool:
-        """Whether the tokens that were emitted end the text."""
-        return self.stream.reason is not None
-
-    @property
     def keeps_caches(self) -> bool:
         """Whether it leaves its caches to later requests."""
         return self.stream.prefixes is not None
@@ -163,15 +153,11 @@ class BatchRequest:
             self.stream.prefixes.forget()
             self.stream.prefixes = None
 
-    def end_with_error(self) -> None:
-        """End its stream with an error that was met elsewhere."""
+    def fail(self, error: Exception | None = None) -> None:
+        """End with an error; the others go on. None: one that is told elsewhere."""
+        self.error = error or self.error
         if not self.stream.ended:
             self.stream.end("error", hold_all=False)
-
-    def fail(self, error: Exception) -> None:
-        """End with an error; the others go on."""
-        self.error = error
-        self.end_with_error()
 
 
 def reason_alone(

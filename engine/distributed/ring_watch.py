@@ -37,13 +37,7 @@ Connections = Mapping[int, Sequence[socket.socket]]
 
 
 class RingWatch:
-    """Watches the connections to the neighbours, to the end of the process.
-
-    Args:
-        connections: by the rank at the other end.
-        message: returns what to say when some ranks are gone.
-        end: ends the process with a status; for tests.
-    """
+    """Watches the connections to the neighbours, to the end of the process."""
 
     def __init__(
         self,

@@ -69,24 +69,18 @@ class LeaderFollower(Protocol):
 
 
 class ClosedByLeaderError(Exception):
-    """Ends the stream of a follower where the leader has ended its own.
-
-    Attributes:
-        taken_back: how many of the known tokens go.
-    """
+    """Ends the stream of a follower where the leader has ended its own."""
 
     def __init__(self, taken_back: int) -> None:
         super().__init__(taken_back)
-        self.taken_back = taken_back
+        self.taken_back = taken_back  # how many of the known tokens go
 
 
 class RankSession:
     """This rank's side of one stream.
 
-    Args:
-        group: the ranks of the generator.
-        fields: what has to be the same on all ranks, by the name of the option.
-        needs: on rank 0, what of the target its drafter needs all ranks for.
+    Its fields have to be the same on all ranks; its needs are what of the target rank
+    0's drafter needs all ranks for.
     """
 
     def __init__(

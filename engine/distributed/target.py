@@ -1,6 +1,6 @@
 """A generator's target that is spread over ranks: its streams, as one rank has them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,7 +12,7 @@ from mlx_speculation.engine.distributed.consistency import (
 )
 from mlx_speculation.engine.distributed.group import RankGroup
 from mlx_speculation.engine.distributed.session import RankSession
-from mlx_speculation.engine.drafters.source import DraftSource
+from mlx_speculation.engine.drafters.source import DraftSource, members_of
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import (
     Group,
@@ -76,7 +76,7 @@ class RankedTarget:
                 f"prefix_cache was passed, and the target is on {self.group.size} "
                 "ranks, which may drop other parts of it. Leave it out."
             )
-        for member in _members(draft) if self.leads else ():
+        for member in members_of(draft) if self.leads else ():
             if any(spread_as(model) is not None for model in member.models):
                 raise InvalidRequestError(
                     "The draft model is spread over ranks, and a draft is whole, on "
@@ -92,7 +92,7 @@ class RankedTarget:
 
     def next_stream(self, draft: DraftSource | None) -> RankSession:
         """Return the next stream on all ranks, which is not begun yet."""
-        members = _members(draft)
+        members = members_of(draft)
         needs = [STATES] if any(each.follows for each in members) else []
         if any(self._needs_output(each) for each in members):
             needs.append(OUTPUT)
@@ -119,7 +119,7 @@ class RankedTarget:
         with session.inside():
             output = joined_output(self._model, self.group.group)
         assert output is not None
-        for member in _members(self._draft):
+        for member in members_of(self._draft):
             member.take_output(output)
 
     def _needs_output(self, draft: DraftSource) -> bool:
@@ -136,10 +136,6 @@ class RankedTarget:
                 ", of which each rank has a part, and more is done to its logits than "
                 "is known here. Use a draft model or a lookup."
             )
-
-
-def _members(draft: DraftSource | None) -> Sequence[DraftSource]:
-    return () if draft is None else draft.members()
 
 
 def all_or_none(target: RankedTarget | None) -> AbstractContextManager[None]:

@@ -15,7 +15,7 @@ from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Outcome,
 from mlx_speculation.engine.draft_length.costs import bucket_of
 from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.drafters.cascade import Cascade
-from mlx_speculation.engine.drafters.source import DraftSource
+from mlx_speculation.engine.drafters.source import DraftSource, members_of
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.timing import RoundSeconds
 from mlx_speculation.models import Lane
@@ -81,8 +81,7 @@ def _medians(found: list[RoundSeconds]) -> RoundSeconds:
 
 def measured_draft(draft: DraftSource | None) -> DraftSource:
     """Return what a calibration lets draft: a draft without its lookups."""
-    each = [] if draft is None else draft.members()
-    others = [source for source in each if source.measurable]
+    others = [source for source in members_of(draft) if source.measurable]
     if len(others) > 1:
         return Cascade(*others)
     return others[0] if others else ConstantDrafter()

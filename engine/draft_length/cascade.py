@@ -22,8 +22,7 @@ _PLAIN_ALONE = ("first", "measure", "review")
 class CascadeDraftLength:
     """The `DraftLengthPolicy` of one stream whose draft is a cascade.
 
-    Args:
-        policies: one for each drafter, in the order in which they are asked.
+    It has a policy for each drafter, in the order in which they are asked.
 
     Attributes:
         turns: for the cascade of the stream.

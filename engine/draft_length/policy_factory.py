@@ -20,7 +20,7 @@ from mlx_speculation.engine.draft_length.cost_store import Known
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.engine.draft_length.exploration import Allowance
 from mlx_speculation.engine.drafters.early_stop import Certainties
-from mlx_speculation.engine.drafters.source import DraftSource, shape_of
+from mlx_speculation.engine.drafters.source import DraftSource, members_of, shape_of
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Sliding, on_cpu
 
@@ -55,6 +55,16 @@ Start = Callable[[list[int], DraftLengthPolicy], "Stream"]
 CostTable = dict[int, dict[int, float]]
 
 
+def part_of(progress: Progress | None, number: int, parts: int) -> Progress:
+    """Return what reports the progress of one of several equal parts."""
+
+    def report(done: int, total: int) -> None:
+        if progress is not None:
+            progress(number * total + done, parts * total)
+
+    return report
+
+
 def follow_calibration(start: Start, contexts: SequenceOf[int]) -> CostTable:
     """Run the rounds of a calibration on a rank that does not decide their lengths."""
     for context in sorted(contexts):
@@ -66,14 +76,8 @@ def follow_calibration(start: Start, contexts: SequenceOf[int]) -> CostTable:
 class PolicyFactory:
     """Makes a policy for each stream.
 
-    Args:
-        model: the target.
-        draft: what drafts for it, as the generator has checked it; None: nothing.
-        sliding: what stands for sliding windows.
-        usual: the length of streams that name none; None: adaptive.
-        compiled: whether the steps of draft models are compiled.
-        early: whether drafts of adaptive length may end early, see
-        `engine.drafters.early_stop`.
+    `usual` is the length of streams that name none, None an adaptive one, and `early`
+    says whether drafts of that may end early, see `engine.drafters.early_stop`.
 
     Raises:
         InvalidRequestError: the usual length is not a number of tokens.
@@ -93,7 +97,7 @@ class PolicyFactory:
         self._model, self._draft, self._sliding = model, draft, sliding
         self._compiled = compiled
         self._longest = LONGEST
-        self._each = [] if draft is None else draft.members()
+        self._each = members_of(draft)
         self._known: dict[int, Known] = {}
         self._batches: dict[int, Known] = {}
         self._allowances = [Allowance() for _ in self._each]
@@ -224,11 +228,7 @@ class PolicyFactory:
         self.check_calibration(contexts)
         known = self._read(self._calibrated)
         for number, context in enumerate(sorted(contexts)):
-
-            def report(done: int, total: int, before: int = number) -> None:
-                if progress is not None:
-                    progress(before * total + done, len(contexts) * total)
-
+            report = part_of(progress, number, len(contexts))
             # Costs of its own: a new bucket would begin with what the last one knows.
             fresh = calibration_costs()
             known.parts |= self._measure(start, context, fresh, report)

@@ -15,11 +15,12 @@ no array of them is held when that writes.
 
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_speculation.engine.argument_checks import checked_choice
 from mlx_speculation.engine.drafters.base import Choose, Draft, DraftChain
 from mlx_speculation.engine.drafters.source import HeadSource
 from mlx_speculation.engine.prompt import Sequence
@@ -66,10 +67,7 @@ class AssistantDraft(HeadSource):
     def __init__(
         self, model: nn.Module, assistant: Assistant, *, anchor: Anchor = "state"
     ) -> None:
-        if anchor not in get_args(Anchor):
-            raise InvalidRequestError(
-                f"anchor is {anchor!r}, and 'state' or 'token' is needed."
-            )
+        checked_choice("anchor", anchor, Anchor)
         self.taps = HiddenStates(model, after_norm=True)
         self.taps.parts.require("entry")
         dim, wide = self.taps.parts.dim, assistant.settings.target_dim
@@ -142,14 +140,7 @@ class AssistantDraft(HeadSource):
 
 
 class AssistantDrafter:
-    """Drafts with an assistant in one stream.
-
-    Args:
-        draft: the assistant on its target.
-        target: the target's lane, whose caches are read.
-        sequence: the known tokens.
-        committed: the states that were committed, of which the last one is read.
-    """
+    """Drafts with an assistant in one stream, from the last committed state."""
 
     def __init__(
         self,

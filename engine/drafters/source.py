@@ -141,6 +141,11 @@ class DraftSource(Protocol):
         ...
 
 
+def members_of(draft: DraftSource | None) -> SequenceOf[DraftSource]:
+    """Return the sources of a cascade, or the only one, if there is any."""
+    return () if draft is None else draft.members()
+
+
 class FolderSource(DraftSource):
     """A source that is loaded from a folder of its own, or out of the target's."""
 

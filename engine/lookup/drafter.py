@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import mlx.core as mx
 
-from mlx_speculation.engine.argument_checks import checked_count
+from mlx_speculation.engine.argument_checks import checked_choice, checked_count
 from mlx_speculation.engine.drafters.base import NOTHING, Choose, Draft
 from mlx_speculation.engine.drafters.source import DraftSource
 from mlx_speculation.engine.lookup.index import (
@@ -81,10 +81,7 @@ class LookupDrafter(DraftSource):
         corpus: Iterable[Iterable[int]] = (),
         earlier_tokens: int = 0,
     ) -> None:
-        if index not in get_args(IndexName):
-            raise InvalidRequestError(
-                f"index is {index!r}, and 'automaton' or 'ngram' is needed."
-            )
+        checked_choice("index", index, IndexName)
         self._minimum = checked_count("minimum_match", minimum_match, 1)
         self._per_match = checked_count("tokens_per_match", tokens_per_match, 1)
         self._make_index: Any = SuffixAutomaton

@@ -45,7 +45,7 @@ NUMBERS = [
     ("--logit-bias", '{"x": 1}', """is {"x": 1}, and a JSON object of token ids"""),
     ("--logit-bias", '{"5": "x"}', "logit_bias of id 5 is 'x'"),
     ("--logit-bias", '{"99999": 1}', "logit_bias names the id 99999, and the target"),
-    ("--max-kv-size", "2", "max_kv_size is 2, and a whole number above 4"),
+    ("--max-kv-size", "2", "max_kv_size is 2, and a whole number of at least 5"),
     ("--kv-bits=7 --quantized-kv-start", "0", "kv_bits is 7 and kv_group_size 64"),
     ("--seed", "-1", "seed is -1, and a whole number of at least 0"),
     ("--seed", str(2**64), f"the largest is {2**64 - 1}"),
