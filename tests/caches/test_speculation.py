@@ -101,6 +101,8 @@ def test_one_object_at_two_places_is_refused_with_both_places() -> None:
     cache = KVCache()
     with pytest.raises(InvalidRequestError, match=r"layers 0 and 1\.1"):
         Speculation([cache, CacheList(KVCache(), cache)])
+    with pytest.raises(InvalidRequestError, match="layers 1 and 2"):
+        Speculation([KVCache(), cache, cache])
 
 
 @pytest.mark.parametrize("caches", [[], [CacheList()]])

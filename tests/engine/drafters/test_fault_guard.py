@@ -461,3 +461,53 @@ def test_a_disabled_drafter_leaves_pipelined_plain_steps() -> None:
     result, _, _ = generated(generator, broken(DraftModel, "begin", 1, "before"))
     stats = result.stats
     assert (stats.rounds, stats.drafts, stats.empty_drafts) == (TOKENS, 0, 0)
+
+
+class UndecidedDrafter(ScriptedDrafter):
+    """Chooses from logits that cannot be used, and proposes nothing."""
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        """Choose, and forget it."""
+        choose(mx.full((1, 256), mx.nan), sequence.rows())
+        return Draft(mx.array([], mx.uint32))
+
+
+def test_what_one_of_a_cascade_has_chosen_from_is_no_fault_of_the_next() -> None:
+    text = plain_text("custom", GREEDY)
+    cascade = Cascade(UndecidedDrafter([], 0.0), ScriptedDrafter(PROMPT + text, 1.0))
+    generator = SpeculativeGenerator(
+        target_of("custom"), byte_tokenizer(), draft=cascade, draft_length=4
+    )
+    result = generator.generate(PROMPT, max_tokens=TOKENS)
+    assert result.tokens == text
+    assert not result.stats.drafter_faults
+    assert result.stats.accepted > TOKENS // 2
+
+
+def test_a_draft_is_submitted_once_and_with_its_checks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So the device drafts while the target's graph is built."""
+    submitted: list[int] = []
+    submit = mx.async_eval
+
+    def noting(*arrays: mx.array) -> None:
+        submitted.append(len(arrays))
+        submit(*arrays)
+
+    text = plain_text("custom", GREEDY)
+    generator = SpeculativeGenerator(
+        target_of("custom"),
+        byte_tokenizer(),
+        draft=ScriptedDrafter(PROMPT + text, 1.0),
+        draft_length=4,
+    )
+    stream = generator.stream(PROMPT, max_tokens=TOKENS)
+    next(stream)
+    monkeypatch.setattr(mx, "async_eval", noting)
+    stream.next_round()  # the rest of the first round
+    submitted.clear()
+    stream.next_round()
+    # The draft and the ids that were proposed, before the target's logits and choices.
+    assert submitted[0] == 2
+    assert submitted.count(2) == 1
