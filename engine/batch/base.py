@@ -13,7 +13,7 @@ from mlx_speculation.samplers import VerifyRequest, peaks, propose_batch
 
 
 class BatchDrafter(Protocol):
-    """Drafts for many rows.
+    """Drafts for many rows; what is not overridden does nothing.
 
     `follow` comes before every round. The calls of one that drafts: `prepare`,
     `propose`, then `settle` and `done`, or `discard`.
@@ -22,24 +22,24 @@ class BatchDrafter(Protocol):
     @property
     def ahead(self) -> bool:
         """Whether it can draft behind a token that is not read yet."""
-        ...
+        return False
 
     @property
     def nbytes(self) -> int:
         """Bytes of what it holds for all rows together."""
-        ...
+        return 0
 
     def met_new_shapes(self) -> bool:
         """Return whether a lane of its own met new shapes since the last call."""
-        ...
+        return False
 
     def follow(self, rows: Sequence[BatchRequest]) -> None:
         """Take notice of the rows of the next round, in their order."""
-        ...
+        return
 
     def prepare(self, rows: Sequence[BatchRequest], limits: Sequence[int]) -> None:
         """Read of the rows what no round should be measured with: prompts, mostly."""
-        ...
+        return
 
     def propose(
         self, rows: Sequence[BatchRequest], limits: Sequence[int], ahead: int
@@ -73,7 +73,7 @@ class BatchDrafter(Protocol):
 
     def done(self) -> None:
         """Let go of what could undo the round: the target has committed its own."""
-        ...
+        return
 
     def leave(self, gone: Sequence[BatchRequest]) -> None:
         """Let go of rows."""

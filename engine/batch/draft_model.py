@@ -20,7 +20,12 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_speculation.engine.batch.base import BatchChain, disabling, rectangle
+from mlx_speculation.engine.batch.base import (
+    BatchChain,
+    BatchDrafter,
+    disabling,
+    rectangle,
+)
 from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.drafters.base import NOTHING, Draft
@@ -30,10 +35,8 @@ from mlx_speculation.models import BatchLane, BatchRound
 LAG = 2
 
 
-class BatchDraftModel:
+class BatchDraftModel(BatchDrafter):
     """Drafts for the rows of a batch with one model, whose lane is empty at first."""
-
-    ahead = False
 
     def __init__(self, lane: BatchLane) -> None:
         self.lane = lane
@@ -52,9 +55,6 @@ class BatchDraftModel:
     def met_new_shapes(self) -> bool:
         """Return whether its lane met new shapes since the last call."""
         return self.lane.met_new_shapes()
-
-    def follow(self, rows: Sequence[BatchRequest]) -> None:
-        """Do nothing: it reads when it is to draft."""
 
     def prepare(self, rows: Sequence[BatchRequest], limits: Sequence[int]) -> None:
         """Let the lane hold all rows that draft, each up to its last two tokens.

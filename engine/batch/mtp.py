@@ -23,7 +23,12 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_speculation.caches import array_bytes
-from mlx_speculation.engine.batch.base import BatchChain, disabling, rectangle
+from mlx_speculation.engine.batch.base import (
+    BatchChain,
+    BatchDrafter,
+    disabling,
+    rectangle,
+)
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.drafters.base import NOTHING, Draft
 from mlx_speculation.engine.drafters.mtp import LONGEST_LAG, MtpDrafter
@@ -33,10 +38,8 @@ from mlx_speculation.models.mtp import BatchMtpCache, BatchMtpRound, MtpCache
 Handed = tuple[MtpCache, mx.array | None]
 
 
-class BatchMtpDrafter:
+class BatchMtpDrafter(BatchDrafter):
     """Drafts for the rows of a batch with one head, which follows the target's lane."""
-
-    ahead = False
 
     def __init__(self, target: BatchLane) -> None:
         self._target = target
@@ -55,10 +58,6 @@ class BatchMtpDrafter:
             return 0
         return self._cache.nbytes + array_bytes(self._states.held.arrays)
 
-    def met_new_shapes(self) -> bool:
-        """Return no: its rounds are the target's."""
-        return False
-
     def follow(self, rows: Sequence[BatchRequest]) -> None:
         """Let new rows in, and read what many plain steps have left."""
         self.done()
@@ -71,9 +70,6 @@ class BatchMtpDrafter:
                 self._states.rows = self._places
                 if max(self._states.held.counts, default=0) > LONGEST_LAG:
                     self._catch_up(self._states)
-
-    def prepare(self, rows: Sequence[BatchRequest], limits: Sequence[int]) -> None:
-        """Do nothing: it has followed the rows."""
 
     def propose(
         self, rows: Sequence[BatchRequest], limits: Sequence[int], ahead: int

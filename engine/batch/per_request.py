@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_speculation.engine.batch.base import rectangle
+from mlx_speculation.engine.batch.base import BatchDrafter, rectangle
 from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.drafters.base import NOTHING, Choices, Draft, ReadsAhead
 
 
-class PerRequestDrafters:
+class PerRequestDrafters(BatchDrafter):
     """Every row asks the drafter that it would have alone.
 
     Lookups cost next to nothing. A draft model that is asked like this runs one row at
@@ -27,18 +27,6 @@ class PerRequestDrafters:
     def ahead(self) -> bool:
         """It can, but no step should be measured beside what is read."""
         return not self._reading
-
-    @property
-    def nbytes(self) -> int:
-        """Nothing: what drafters hold is their rows'."""
-        return 0
-
-    def met_new_shapes(self) -> bool:
-        """Return no: what its drafters meet is not known."""
-        return False
-
-    def follow(self, rows: Sequence[BatchRequest]) -> None:
-        """Do nothing."""
 
     def prepare(self, rows: Sequence[BatchRequest], limits: Sequence[int]) -> None:
         """Let drafters begin that are asked for the first time, once they have read.
@@ -112,9 +100,6 @@ class PerRequestDrafters:
             if asked and row.request.drafter is not None:
                 row.request.drafter.discard()
         self._rows, self._asked = [], []
-
-    def done(self) -> None:
-        """Do nothing."""
 
     def leave(self, gone: Sequence[BatchRequest]) -> None:
         """Forget them."""

@@ -154,7 +154,7 @@ class BatchRequest:
             self.stream.prefixes = None
 
     def fail(self, error: Exception | None = None) -> None:
-        """End with an error; the others go on. None: one that is told elsewhere."""
+        """End with an error; the others go on. None: one that was raised elsewhere."""
         self.error = error or self.error
         if not self.stream.ended:
             self.stream.end("error", hold_all=False)

@@ -124,11 +124,7 @@ class RankedPolicy:
         self, role: LeaderFollower, policy: DraftLengthPolicy, *, leads: bool
     ) -> None:
         self._role, self._policy, self._leads = role, policy, leads
-
-    @property
-    def longest(self) -> int:
-        """No plan is longer."""
-        return self._policy.longest
+        self.longest = policy.longest
 
     def plan(self, context: int, limit: int) -> Plan:
         """Return the leader's plan; the ranks meet here."""

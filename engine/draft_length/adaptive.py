@@ -103,7 +103,7 @@ class AdaptiveLengths:
     ) -> None:
         self.costs, self.rates = costs, rates.loosened(KNOWN_WEIGHT)
         self._known = rates
-        self._longest = longest
+        self.longest = longest
         self._thorough = thorough
         self._few = few
         self._at_end = at_end
@@ -125,14 +125,9 @@ class AdaptiveLengths:
         self._catch_up_seconds = 0.0
         self._since_review = 0
 
-    @property
-    def longest(self) -> int:
-        """No plan is longer."""
-        return self._longest
-
     def plan(self, context: int, limit: int) -> Plan:
         """Return the next round's plan; see `DraftLengthPolicy`."""
-        longest = min(limit, self._longest)
+        longest = min(limit, self.longest)
         if longest > 0 and (again := self._plain_run.next()) is not None:
             self._decided += 1
             return again
@@ -262,16 +257,16 @@ class AdaptiveLengths:
         return list(map(Option, range(longest + 1), expected, seconds))
 
     def _best_speed(self, context: int) -> float:
-        return max(o.speed for o in self._options(context, self._longest))
+        return max(o.speed for o in self._options(context, self.longest))
 
     def measured(self, context: int) -> bool:
         """Whether there is no length left to measure."""
-        return self._measurement(context, self._longest) is None
+        return self._measurement(context, self.longest) is None
 
     def progress(self, context: int) -> tuple[int, int]:
         """Return how many lengths are measured, in rounds, and how many there are."""
         costs, known = self.costs, self.costs.lengths(context)
-        lengths = _to_measure(self._longest, few=self._few)
+        lengths = _to_measure(self.longest, few=self._few)
         done = sum(
             costs.needed(n) if n in known else costs.sampled(context, n)
             for n in lengths

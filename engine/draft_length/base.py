@@ -143,19 +143,14 @@ class FixedDraftLength:
     """The same length in every round: reproducible, whatever it costs."""
 
     def __init__(self, length: int) -> None:
-        self._length = length
+        self.longest = length
         self._usual = Plan(length, "fixed")
-
-    @property
-    def longest(self) -> int:
-        """The length."""
-        return self._length
 
     def plan(self, context: int, limit: int) -> Plan:
         """Return the length, as far as there is room for it."""
-        if 0 <= self._length <= limit:
+        if 0 <= self.longest <= limit:
             return self._usual
-        return Plan(max(0, min(self._length, limit)), "fixed")
+        return Plan(max(0, min(self.longest, limit)), "fixed")
 
     def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
         """Learn nothing."""

@@ -96,7 +96,7 @@ class PolicyFactory:
         self.usual = _checked(usual, "draft_length")
         self._model, self._draft, self._sliding = model, draft, sliding
         self._compiled = compiled
-        self._longest = LONGEST
+        self.longest = LONGEST
         self._each = members_of(draft)
         self._known: dict[int, Known] = {}
         self._batches: dict[int, Known] = {}
@@ -135,7 +135,7 @@ class PolicyFactory:
                 )
             return length
         length = self.usual if length is None else _checked(length, "draft_length")
-        longest = self._longest if most is None else min(most, self._longest)
+        longest = self.longest if most is None else min(most, self.longest)
         if self._draft is None or length is not None or not longest:
             length = length or 0
             return FixedDraftLength(length if most is None else min(length, most))
@@ -167,7 +167,7 @@ class PolicyFactory:
         return AdaptiveLengths(
             RoundCosts(),
             rates,
-            self._longest,
+            self.longest,
             few=True,
             at_end=self._save_batches,
             allowance=self._batch_allowance,
@@ -209,11 +209,6 @@ class PolicyFactory:
             known.save_if_new()
 
     @property
-    def longest(self) -> int:
-        """No draft is longer."""
-        return self._longest
-
-    @property
     def parts(self) -> PartsTable:
         """Where the time of calibrated rounds went."""
         return self._read(self._calibrated).parts
@@ -253,7 +248,7 @@ class PolicyFactory:
         self, start: Start, context: int, fresh: RoundCosts, report: Progress
     ) -> PartsTable:
         """Run rounds until every length was measured; return their parts."""
-        policy = AdaptiveLengths(fresh, AcceptanceRates(), self._longest, thorough=True)
+        policy = AdaptiveLengths(fresh, AcceptanceRates(), self.longest, thorough=True)
         rounds = 0
         noting = NotingParts(policy, context)
         with start(calibration_prompt(context), noting) as stream:

@@ -71,12 +71,7 @@ class Cascade(DraftSource):
                 f"A cascade of {len(drafters)} drafters was asked for, and at least 2 "
                 "are needed. Pass the drafter itself."
             )
-        self._drafters = drafters
-
-    @property
-    def drafters(self) -> tuple[Any, ...]:
-        """The drafters, in the order in which they are asked."""
-        return self._drafters
+        self.drafters = drafters
 
     @property
     def reusable(self) -> bool:
@@ -90,7 +85,7 @@ class Cascade(DraftSource):
 
     def members(self) -> list[DraftSource]:
         """Return its sources; a generator has made them of what was passed."""
-        return [found for source in self._drafters for found in source.members()]
+        return [found for source in self.drafters for found in source.members()]
 
     def check(self, target: TargetInfo) -> None:
         """Refuse what one of its members refuses, and more than one head."""

@@ -25,11 +25,7 @@ EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 GUESSED = 4.0
 # Tokens of its class that an average looks back on.
 WINDOW = 100.0
-
-
-def _middles() -> list[float]:
-    ends = (0.0, *EDGES, 1.0)
-    return [(low + high) / 2 for low, high in pairwise(ends)]
+_MIDDLES = [(low + high) / 2 for low, high in pairwise((0.0, *EDGES, 1.0))]
 
 
 @dataclass(slots=True)
@@ -41,7 +37,7 @@ class Certainties:
 
     _tries: list[float] = field(default_factory=lambda: [GUESSED] * (len(EDGES) + 1))
     _hits: list[float] = field(
-        default_factory=lambda: [GUESSED * middle for middle in _middles()]
+        default_factory=lambda: [GUESSED * middle for middle in _MIDDLES]
     )
 
     def accepted(self, certainty: float) -> float:

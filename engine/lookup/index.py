@@ -24,12 +24,13 @@ NO_MATCH = Match(0, 0)
 
 
 class Index(Protocol):
-    """Tokens in which the end of a text can be found."""
+    """Tokens in which the end of a text can be found.
 
-    @property
-    def tokens(self) -> "array[int]":
-        """The indexed tokens, int32, with `BREAK` after each document."""
-        ...
+    Attributes:
+        tokens: the indexed tokens, int32, with `BREAK` after each document.
+    """
+
+    tokens: "array[int]"
 
     def append(self, token: int) -> None:
         """Index one more token, or `BREAK`."""

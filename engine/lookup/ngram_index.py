@@ -18,31 +18,26 @@ class NgramIndex:
 
     def __init__(self, n: int) -> None:
         self._n = n
-        self._tokens = array("i")
+        self.tokens = array("i")
         self._ends: dict[bytes, int] = {}
-
-    @property
-    def tokens(self) -> "array[int]":
-        """The indexed tokens, int32, with `BREAK` after each document."""
-        return self._tokens
 
     def append(self, token: int) -> None:
         """Index one more token, or `BREAK`."""
-        tokens = self._tokens
+        tokens = self.tokens
         if token != BREAK and len(tokens) >= self._n:
             self._ends[tokens[-self._n :].tobytes()] = len(tokens)
         tokens.append(token)
 
     def match(self) -> Match:
         """Return the latest earlier occurrence of the last n tokens."""
-        return self.match_of(self._tokens[-LONGEST_MATCH:])
+        return self.match_of(self.tokens[-LONGEST_MATCH:])
 
     def match_of(self, tail: Sequence[int]) -> Match:
         """Return the latest occurrence of the last n tokens of `tail`.
 
         Its length counts on backwards as far as the tokens agree.
         """
-        length, tokens = self._n, self._tokens
+        length, tokens = self._n, self.tokens
         if len(tail) < length:
             return NO_MATCH
         end = self._ends.get(array("i", tail[-length:]).tobytes())

@@ -33,7 +33,7 @@ class SuffixAutomaton:
     """
 
     def __init__(self, *, walk: int = LONGEST_WALK) -> None:
-        self._tokens = array("i")
+        self.tokens = array("i")
         self._walk = walk
         self._last = 0
         # One value per state; 0 is the root, the empty string.
@@ -45,16 +45,11 @@ class SuffixAutomaton:
         self._target = array("i", [0])
         self._more: dict[int, dict[int, int]] = {}
 
-    @property
-    def tokens(self) -> "array[int]":
-        """The indexed tokens, int32, with `BREAK` after each document."""
-        return self._tokens
-
     def append(self, token: int) -> None:
         """Index one more token, or `BREAK`. Amortized constant time."""
         if token != BREAK:
             self._note_end()
-        self._tokens.append(token)
+        self.tokens.append(token)
         self._extend(token)
 
     def match(self) -> Match:
@@ -83,7 +78,7 @@ class SuffixAutomaton:
 
     def _note_end(self) -> None:
         """Let the last state and those above it end here, before a token follows."""
-        here, state, link, end = len(self._tokens), self._last, self._link, self._end
+        here, state, link, end = len(self.tokens), self._last, self._link, self._end
         for _ in range(self._walk):
             if state <= 0:
                 break
