@@ -44,19 +44,13 @@ class StopStrings:
 
 
 class TextDetokenizer:
-    """Turns emitted tokens into text, and finds where the text ends.
-
-    Args:
-        detokenizer: a streaming detokenizer of mlx-lm, fresh.
-        stop_tokens: ids that end the text and are not part of it.
-        stop_strings: texts that end the text and are not part of it.
-    """
+    """Turns emitted tokens into text, and finds where the text ends."""
 
     def __init__(
         self,
-        detokenizer: Any,
-        stop_tokens: Collection[int],
-        stop_strings: Sequence[str],
+        detokenizer: Any,  # a streaming detokenizer of mlx-lm, fresh
+        stop_tokens: Collection[int],  # ids that end the text and are not part of it
+        stop_strings: Sequence[str],  # texts that end the text and are not part of it
     ) -> None:
         self._detokenizer = detokenizer
         self._stop_tokens = frozenset(stop_tokens)

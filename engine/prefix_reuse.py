@@ -9,21 +9,16 @@ from mlx_speculation.models import Lane, RestorePoints
 
 
 class PrefixReuse:
-    """The prefix cache, as one stream sees it.
-
-    Args:
-        cache: the prefix cache of the generator.
-        lanes: returns the target's lane and the draft model's, if there is one, in
-            the order in which `cache` was bound to the models; None for a lane that
-            is to be passed over.
-        reach: how many tokens a round adds to a lane at most.
-    """
+    """The prefix cache, as one stream sees it."""
 
     def __init__(
         self,
-        cache: PrefixCache,
+        cache: PrefixCache,  # the prefix cache of the generator
+        # Returns the target's lane and the draft model's, if there is one, in the order
+        # in which `cache` was bound to the models; None for a lane that is to be passed
+        # over
         lanes: Callable[[], Sequence[Lane | None]],
-        reach: int,
+        reach: int,  # how many tokens a round adds to a lane at most
     ) -> None:
         self._cache, self._lanes, self._reach = cache, lanes, reach
 

@@ -32,12 +32,7 @@ class Sequence:
 
 
 class Prompts:
-    """Encodes and checks the prompts for one target.
-
-    Args:
-        tokenizer: mlx-lm's wrapper.
-        highest_id: the largest token id that the target has a row for.
-    """
+    """Encodes and checks the prompts for one target."""
 
     def __init__(self, tokenizer: Any, highest_id: int) -> None:
         self._tokenizer = tokenizer

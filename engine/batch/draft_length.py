@@ -95,19 +95,13 @@ class BatchDraftLength:
 
     def limits(
         self,
-        rows: Sequence[BatchRequest],
-        context: int,
-        room: list[int],
+        rows: Sequence[BatchRequest],  # all rows
+        context: int,  # how many tokens the longest row holds
+        room: list[int],  # how many tokens each row's budget leaves room for
+        # How many rows the target is shown; None: as many as there are
         size: int | None = None,
     ) -> list[int]:
-        """Return how many tokens each row may draft in the next round.
-
-        Args:
-            rows: all rows.
-            context: how many tokens the longest row holds.
-            room: how many tokens each row's budget leaves room for.
-            size: how many rows the target is shown; None: as many as there are.
-        """
+        """Return how many tokens each row may draft in the next round."""
         measured = [row for row in rows if _measured(row)]
         shared = 0
         if measured:

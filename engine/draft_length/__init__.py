@@ -1,6 +1,7 @@
 """How many tokens a round drafts: fixed, or adaptive by measured costs and acceptance.
 
-`base` has the protocol of a policy and its plan, `costs` what rounds cost,
+`base` has the protocol of a policy and its plan, `adaptive` decides by measurement,
+`policy_factory` makes the policy of each stream, `costs` has what rounds cost,
 `calibration` and `cost_store` where costs come from and stay. A policy does not know
 drafters, models or tokens.
 """

@@ -75,30 +75,23 @@ class _Run:
 
 
 class AdaptiveLengths:
-    """Decides the draft lengths of one stream.
-
-    Args:
-        costs: what rounds cost; shared by the streams of a generator.
-        rates: what drafts of the last stream were accepted; updated at the end.
-        longest: no draft is longer.
-        thorough: measure every length first, also those that cannot pay.
-        few: choose among few lengths, see `few_lengths`.
-        at_end: called when the stream has ended.
-        allowance: for trials; shared by the streams of a generator.
-        certainties: let drafts end early where the drafter is unsure, by what these
-            say; None: they are as long as planned. Shared likewise.
-    """
+    """Decides the draft lengths of one stream."""
 
     def __init__(
         self,
-        costs: RoundCosts,
+        costs: RoundCosts,  # what rounds cost; shared by the streams of a generator
+        # What drafts of the last stream were accepted; updated at the end
         rates: AcceptanceRates,
-        longest: int,
+        longest: int,  # no draft is longer
         *,
+        # Measure every length first, also those that cannot pay
         thorough: bool = False,
-        few: bool = False,
-        at_end: Callable[[], None] | None = None,
+        few: bool = False,  # choose among few lengths, see `few_lengths`
+        at_end: Callable[[], None] | None = None,  # called when the stream has ended
+        # For trials; shared by the streams of a generator
         allowance: Allowance | None = None,
+        # Let drafts end early where the drafter is unsure, by what these say; None:
+        # they are as long as planned. Shared likewise.
         certainties: Certainties | None = None,
     ) -> None:
         self.costs, self.rates = costs, rates.loosened(KNOWN_WEIGHT)

@@ -60,13 +60,6 @@ class _Cost:
 class RoundCosts:
     """Costs in seconds by context bucket and draft length; 0 is a plain step.
 
-    Args:
-        known: seconds by bucket and length, as `table` returns them.
-        left: see below.
-        samples: a cost is a median of so many rounds before it is believed.
-        plain_samples: likewise of plain steps, by which drafts are judged; None: as
-            many.
-
     Attributes:
         left: what is left of a plain step that is in flight when a round begins, as a
             share of it: nearly all where a device computes while the host goes on,
@@ -77,10 +70,13 @@ class RoundCosts:
 
     def __init__(
         self,
+        # Seconds by bucket and length, as `table` returns them
         known: Mapping[int, Mapping[int, float]] | None = None,
         *,
-        left: float = 1.0,
+        left: float = 1.0,  # see below
+        # A cost is a median of so many rounds before it is believed
         samples: int = SAMPLES,
+        # Likewise of plain steps, by which drafts are judged; None: as many
         plain_samples: int | None = None,
     ) -> None:
         self.left = left

@@ -174,27 +174,19 @@ class MtpDrafter:
 
     It reads the states of the positions that the target's lane commits. Those of
     tokens out of a passed cache or a prefix cache are not in its history.
-
-    Args:
-        new_cache: makes KV caches of the head that begin at a position.
-        sequence: the known tokens.
-        committed: the states that were committed and not read yet.
-        depth: the most drafts that the head is good for; None: any number.
-        source: the kind of drafter, which the statistics count by.
-        ids: the target's ids of the head's logits, uint32 [n]; None: all.
-
-    Attributes:
-        committed, depth, source, ids: the same.
     """
 
     def __init__(
         self,
+        # Makes KV caches of the head that begin at a position
         new_cache: Callable[[int], HeadCache],
-        sequence: Sequence,
-        committed: CommittedStates,
+        sequence: Sequence,  # the known tokens
+        committed: CommittedStates,  # the states that were committed and not read yet
         *,
+        # The most drafts that the head is good for; None: any number
         depth: int | None = None,
-        source: str = "mtp",
+        source: str = "mtp",  # the kind of drafter, which the statistics count by
+        # The target's ids of the head's logits, uint32 [n]; None: all
         ids: mx.array | None = None,
     ) -> None:
         self._new_cache, self._tokens = new_cache, sequence.tokens

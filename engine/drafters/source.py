@@ -157,18 +157,14 @@ class FolderSource(DraftSource):
     @classmethod
     def load(
         cls,
-        folder: Path,
-        target: TargetInfo,
+        folder: Path,  # the draft's; for an MTP head perhaps the target's
+        target: TargetInfo,  # what it is to draft for
+        # What an MTP head was trained with, if somebody has named it
         convention: MtpConvention | None = None,
+        # Whether code in the folder of a model may run
         trust_remote_code: bool = False,
     ) -> "FolderSource":
         """Load it.
-
-        Args:
-            folder: the draft's; for an MTP head perhaps the target's.
-            target: what it is to draft for.
-            convention: what an MTP head was trained with, if somebody has named it.
-            trust_remote_code: whether code in the folder of a model may run.
 
         Raises:
             ModelFolderError: the folder holds none, or not all of one.

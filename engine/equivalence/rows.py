@@ -73,28 +73,20 @@ def greedy_text(model: nn.Module, prompt: Sequence[int], tokens: int) -> list[in
 
 
 def verify_both_ways(
-    model: nn.Module,
-    prompt: Sequence[int],
+    model: nn.Module,  # an mlx-lm model
+    prompt: Sequence[int],  # token ids, at least one
+    # What follows, see `greedy_text`; at least `draft_length` tokens
     text: Sequence[int],
     *,
-    draft_length: int,
-    places: int,
-    seed: int,
-    sliding: Sliding = "native",
+    draft_length: int,  # k, from 1
+    places: int,  # how many drafts, from 1; fewer where the text has no room for them
+    seed: int,  # for the wrong token of each draft, and its index
+    sliding: Sliding = "native",  # the caches in place of rings, see `Lane`
 ) -> Iterator[Place]:
     """Yield the comparison at each of some places, evenly spread over the text.
 
     Every other place is reached by forwards over one token, the rest by forwards over
     k + 1, since a ring that was filled in another way is read in another order.
-
-    Args:
-        model: an mlx-lm model.
-        prompt: token ids, at least one.
-        text: what follows, see `greedy_text`; at least `draft_length` tokens.
-        draft_length: k, from 1.
-        places: how many drafts, from 1; fewer where the text has no room for them.
-        seed: for the wrong token of each draft, and its index.
-        sliding: the caches in place of rings, see `Lane`.
 
     Raises:
         InvalidRequestError: the text is too short.

@@ -55,29 +55,19 @@ class Parting:
 
 
 def find_parting(
-    model: nn.Module,
-    chooser: Chooser,
-    prompt: Sequence[int],
-    expected: Sequence[int],
-    got: Sequence[int],
+    model: nn.Module,  # the target
+    chooser: Chooser,  # what chose the tokens
+    prompt: Sequence[int],  # token ids
+    expected: Sequence[int],  # the text by single rows
+    got: Sequence[int],  # the text by rows of several widths
     *,
-    width: int,
+    width: int,  # the most rows of a forward
+    # Of a block to try, in which the row may have stood; None: all. Fewer are quicker,
+    # and may find a smaller difference than there was.
     places: int | None = None,
-    make_lane: MakeLane = Lane,
+    make_lane: MakeLane = Lane,  # makes the caches that both texts were written with
 ) -> Parting | None:
-    """Return where two texts part and how near a tie is there; None: they are equal.
-
-    Args:
-        model: the target.
-        chooser: what chose the tokens.
-        prompt: token ids.
-        expected: the text by single rows.
-        got: the text by rows of several widths.
-        width: the most rows of a forward.
-        places: of a block to try, in which the row may have stood; None: all. Fewer
-            are quicker, and may find a smaller difference than there was.
-        make_lane: makes the caches that both texts were written with.
-    """
+    """Return where two texts part and how near a tie is there; None: they are equal."""
     pairs = enumerate(zip_longest(expected, got))
     different = next(((i, one, two) for i, (one, two) in pairs if one != two), None)
     if different is None:
