@@ -45,15 +45,6 @@ class Memory:
         return self.target_weights + self.draft_weights + caches + self.rounds
 
 
-@dataclass(frozen=True, slots=True)
-class WeightBytes:
-    """What of its memory a generator's streams have in common."""
-
-    target: int  # bytes of the target's weights
-    draft: int  # bytes of the draft's, without what it shares with the target
-    names: frozenset[int]  # of all these arrays, as `caches.arrays_in` names them
-
-
 class Weights:
     """The weights of a target and its draft, looked at when they are first asked for.
 
@@ -65,28 +56,25 @@ class Weights:
         self._model, self._modules = model, modules
 
     @cached_property
-    def bytes(self) -> WeightBytes:
-        """Their bytes, as allocated."""
+    def bytes(self) -> tuple[int, int, frozenset[int]]:
+        """Those of the target, of the draft beside it, and the names of all arrays."""
         target = self._model.parameters()
         draft = [module.parameters() for module in self._modules]
-        return WeightBytes(
-            target=array_bytes(target),
-            draft=bytes_beside(draft, [target]),
-            names=frozenset(arrays_in(target, *draft)),
-        )
+        names = frozenset(arrays_in(target, *draft))
+        return array_bytes(target), bytes_beside(draft, [target]), names
 
 
 def held_memory(
     weights: Weights, target: Lane, drafter: Any, prefix_cache: PrefixCache | None
 ) -> Memory:
     """Count what a stream's target and draft hold."""
-    held = weights.bytes
+    target_weights, draft_weights, names = weights.bytes
     lanes = [target, *getattr(drafter, "lanes", ())]
-    known = held.names | arrays_in(target.caches).keys()
+    known = names | arrays_in(target.caches).keys()
     found = arrays_in(getattr(drafter, "held", ())).items()
     return Memory(
-        target_weights=held.target,
-        draft_weights=held.draft,
+        target_weights=target_weights,
+        draft_weights=draft_weights,
         target_caches=array_bytes(target.caches),
         draft_caches=sum(array.nbytes for name, array in found if name not in known),
         rounds=sum(lane.round_bytes for lane in lanes if lane is not None),

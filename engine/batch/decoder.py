@@ -57,7 +57,8 @@ class BatchDecoder:
         self._lane = BatchLane(model, sizes)
         self._lengths = lengths
         self._statistics = statistics
-        self._drafts: BatchDrafter | None = None
+        self._drafts: BatchDrafter = PerRequestDrafters()
+        self._drafts_chosen = False
         self._in_flight: BatchStep | None = None
         self._slack = False
         self._clock = RoundClock()
@@ -65,8 +66,7 @@ class BatchDecoder:
     @property
     def nbytes(self) -> int:
         """Bytes of the caches of target and draft."""
-        drafts = self._drafts
-        return self._lane.nbytes + (0 if drafts is None else drafts.nbytes)
+        return self._lane.nbytes + self._drafts.nbytes
 
     @property
     def in_flight(self) -> bool:
@@ -81,7 +81,8 @@ class BatchDecoder:
         lanes = [row.request.target for row in rows]
         kinds = [type(leaf) for lane in lanes for _, leaf in leaves(lane.caches)]
         self._slack = SlidingKVCache in kinds
-        if self._drafts is None:
+        if not self._drafts_chosen:
+            self._drafts_chosen = True
             self._drafts = self._drafts_for(rows[0])
         self._lane.join(lanes)
         self.rows += rows
@@ -107,8 +108,7 @@ class BatchDecoder:
         if len(stay) == len(self.rows):
             return
         self._lane.leave(stay)
-        if self._drafts is not None:
-            self._drafts.leave(gone)
+        self._drafts.leave(gone)
         if self._in_flight is not None:
             self._in_flight = self._in_flight.only(stay) if stay else None
         self.rows = [self.rows[index] for index in stay]
@@ -121,8 +121,7 @@ class BatchDecoder:
         """
         self.leave([row for row in self.rows if row.ended])  # after an error
         rows = self.rows
-        if self._drafts is not None:
-            self._drafts.follow(rows)
+        self._drafts.follow(rows)
         ahead = int(self._in_flight is not None)
         context = max(len(row.tokens) for row in rows)
         room = [row.stream.budget - 1 - ahead for row in rows]
@@ -133,7 +132,7 @@ class BatchDecoder:
         statistics.row_rounds += len(rows)
         if drafts is None:
             if any(limits):  # asked in vain, or the draft waits for a step to be read
-                submit = self._ahead
+                submit = self._drafts.ahead
             else:
                 after = [limit - 1 + ahead for limit in room]
                 submit = not self._lengths.early(rows, context + 1, after)
@@ -142,21 +141,17 @@ class BatchDecoder:
             found = self._drafted_round(drafts, ahead)
         self._finish(found, drafts, context, ahead)
 
-    @property
-    def _ahead(self) -> bool:
-        return self._drafts is not None and self._drafts.ahead
-
     def _proposed(
         self, limits: list[int], ahead: int, context: int
     ) -> list[Draft] | None:
         """Return each row's draft, those ahead included; None: there is none."""
         drafts = self._drafts
-        asks = drafts is not None and any(limits) and (drafts.ahead or not ahead)
-        if drafts is not None and asks:
+        asks = any(limits) and (drafts.ahead or not ahead)
+        if asks:
             drafts.prepare(self.rows, limits)
             self._met_new_shapes()  # outside of the round
         self._clock = RoundClock()
-        if drafts is None or not asks:
+        if not asks:
             return None
         found = drafts.propose(self.rows, limits, ahead)
         counts = [max(0, draft.length - ahead) for draft in found]
@@ -210,7 +205,6 @@ class BatchDecoder:
 
     def _drafted_round(self, drafts: list[Draft], ahead: int) -> list[Read]:
         """Verify the drafts of all rows, behind a step if one is in flight."""
-        assert self._drafts is not None
         step = self._in_flight
         known = [len(row.tokens) for row in self.rows]
         committed = False
@@ -269,9 +263,7 @@ class BatchDecoder:
     def _met_new_shapes(self) -> bool:
         """Return whether a lane met new shapes since the last call."""
         fresh = self._lane.met_new_shapes()
-        if self._drafts is not None:
-            fresh |= self._drafts.met_new_shapes()
-        return fresh
+        return self._drafts.met_new_shapes() or fresh
 
     def _last_tokens(self) -> mx.array:
         return mx.array([row.tokens[-1:] for row in self.rows], mx.uint32)
