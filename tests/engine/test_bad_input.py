@@ -188,7 +188,9 @@ def test_wrong_kinds_of_model_draft_and_rule_are_refused(model: nn.Module) -> No
         SpeculativeGenerator(model, tokenizer, draft=3)  # type: ignore[arg-type]
     with pytest.raises(ModelFolderError, match="'path'"):
         SpeculativeGenerator(model, tokenizer, draft="path")
-    with pytest.raises(InvalidRequestError, match=r"'fast'.*'keyed' or 'rejection' or 'block'"):
+    with pytest.raises(
+        InvalidRequestError, match=r"'fast'.*'keyed' or 'rejection' or 'block'"
+    ):
         SpeculativeGenerator(model, tokenizer, acceptance="fast")  # type: ignore[arg-type]
     for draft in ("lookup", "auto"):
         with pytest.raises(InvalidRequestError, match=f"{draft}', not 'mtp'"):

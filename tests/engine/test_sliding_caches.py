@@ -12,7 +12,7 @@ from mlx_speculation.caches import (
     check_supported,
     with_slack,
 )
-from mlx_speculation.engine import config
+from mlx_speculation.engine import config, stream_factory
 from mlx_speculation.engine.drafters import draft_model
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
@@ -51,7 +51,7 @@ def _made(monkeypatch: pytest.MonkeyPatch) -> list[Lane]:
             super().__init__(*args, **options)
             lanes.append(self)
 
-    for module in (config, draft_model):
+    for module in (config, draft_model, stream_factory):
         monkeypatch.setattr(module, "Lane", NotedLane)
     return lanes
 
