@@ -45,15 +45,15 @@ OpenJournal = Callable[[Any, bool], Journal]
 JOURNALS: dict[type, OpenJournal] = {
     KVCache: KVJournal,
     QuantizedKVCache: KVJournal,
-    ConcatenateKVCache: lambda cache, whole: ConcatenateJournal(cache),
-    ChunkedKVCache: lambda cache, whole: ChunkedJournal(cache),
-    RotatingKVCache: lambda cache, whole: RotatingJournal(cache, whole=whole),
-    ArraysCache: lambda cache, whole: ArraysJournal(cache, whole=whole),
-    LayerCache: lambda cache, whole: LayerJournal(cache, whole=whole),
-    BatchKVCache: lambda cache, whole: BatchKVJournal(cache),
-    BatchRotatingKVCache: lambda cache, whole: BatchRotatingJournal(cache, whole=whole),
-    SlidingKVCache: lambda cache, whole: SlidingJournal(cache, whole=whole),
-    RaggedKVCache: lambda cache, whole: RaggedJournal(cache),
+    ConcatenateKVCache: ConcatenateJournal,
+    ChunkedKVCache: ChunkedJournal,
+    RotatingKVCache: RotatingJournal,
+    ArraysCache: ArraysJournal,
+    LayerCache: LayerJournal,
+    BatchKVCache: BatchKVJournal,
+    BatchRotatingKVCache: BatchRotatingJournal,
+    SlidingKVCache: SlidingJournal,
+    RaggedKVCache: RaggedJournal,
 }
 KNOWN = (*JOURNALS, CacheList)
 # A cache of which a snapshot shares rows is of a class of its own meanwhile.
@@ -133,7 +133,7 @@ def open_journal(
     if steps is not None and native_type(leaf) is KVCache:
         return KVJournal(leaf, whole, steps)
     if steps is not None and type(leaf) is SlidingKVCache:
-        return SlidingJournal(leaf, whole=whole, steps=steps)
+        return SlidingJournal(leaf, whole, steps)
     opened = JOURNALS[type(leaf)]
     if isolated:
         return isolate(leaf, lambda twin: opened(twin, whole))

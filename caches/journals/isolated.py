@@ -85,13 +85,8 @@ class IsolatedJournal:
         self._before = vars(cache)  # the dict itself: nothing changes it until then
         self._loose = loose(cache)
         set_loose(twin, self._loose)
-        self._presented = inner.presented
-        check_writes(self._presented, type(cache).__name__)
-
-    @property
-    def presented(self) -> Any:
-        """What an ordinary journal of the twin presents."""
-        return self._presented
+        self.presented = inner.presented  # what an ordinary journal of the twin does
+        check_writes(self.presented, type(cache).__name__)
 
     @property
     def written(self) -> int | None:
