@@ -16,6 +16,7 @@ The decision to end a draft may use the tokens before, and the distribution of t
 one, but never the next token itself.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -37,6 +38,52 @@ class RuleOutcome:
     accepted: mx.array
     next_probs: mx.array
     acceptance: mx.array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Odds:
+    """How a rule accepts k drafted tokens, and what it takes off the target's rows.
+
+    Attributes:
+        part: [..., k]; a coin passes below `quotient(part, whole)`.
+        whole: [..., k].
+        shares: [..., k + 1], what each row of the target is multiplied with before the
+            draft's is subtracted.
+    """
+
+    part: mx.array
+    whole: mx.array
+    shares: mx.array
+
+
+def judged(
+    odds: Callable[[mx.array, mx.array, mx.array], Odds],
+    count: Callable[[mx.array], mx.array],
+    target_probs: mx.array,
+    draft_probs: mx.array | None,
+    drafted: mx.array,
+    coins: mx.array,
+) -> RuleOutcome:
+    """Decide by a rule how many drafted tokens are accepted, and what follows them.
+
+    Args:
+        odds: of the rule, from target, draft (see `draft_distributions`) and drafted.
+        count: of the rule: how many are accepted, integer [...], by which coins have
+            passed, bool [..., k].
+        target_probs: [..., k + 1, vocab].
+        draft_probs: [..., k, vocab], or None for tokens chosen without chance.
+        drafted: integer [..., k].
+        coins: [..., k], uniform in [0, 1), independent of the drafted tokens.
+
+    Raises:
+        InvalidRequestError: the shapes do not fit.
+    """
+    draft = draft_distributions(target_probs, draft_probs, drafted)
+    own = odds(target_probs, draft, drafted)
+    check_shape("coins", coins, drafted.shape)
+    accepted = count(passes(coins, own.part, own.whole)).astype(mx.int32)
+    following = probs_after(target_probs, draft, own.shares, accepted)
+    return RuleOutcome(accepted, following, quotient(own.part, own.whole))
 
 
 def draft_distributions(
