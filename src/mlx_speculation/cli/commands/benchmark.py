@@ -203,7 +203,7 @@ def _counts(totals: "Statistics") -> dict[str, Any]:
 
 def _panel(pair: PairOptions, arms: Sequence[Arm], plain: Arm) -> "Panel":
     """Return the figures as a plot takes them."""
-    from mlx_speculation.cli.plots import Curve, Measured, Panel
+    from mlx_speculation.cli.plots import Curve, Panel
 
     drafted = arms[2:]
     spreads = [(arm, Spread.of(arm.speeds)) for arm in drafted]
@@ -217,11 +217,7 @@ def _panel(pair: PairOptions, arms: Sequence[Arm], plain: Arm) -> "Panel":
     adaptive = [each.median for arm, each in spreads if arm.length is None]
     curve = Curve(
         name=Path(str(pair.draft)).name,
-        measured=[
-            Measured(arm.length, each.median, each.low, each.high)
-            for arm, each in spreads
-            if arm.length is not None
-        ],
+        measured={arm.length: each for arm, each in spreads if arm.length is not None},
         predicted={},
         adaptive=adaptive[0] if adaptive else None,
         accepted=most.accepted_per_position if most.drafts else (),
