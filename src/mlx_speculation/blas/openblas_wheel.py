@@ -8,7 +8,6 @@ once: the copy is kept under `cache_folder`, or made for this process alone wher
 cannot be written.
 """
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -21,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mlx_speculation.environment import cache_folder
+from mlx_speculation.environment import cache_folder, installed
 from mlx_speculation.errors import BlasError
 
 WHEEL = "scipy-openblas32"
@@ -33,10 +32,7 @@ _NAME = re.compile(rb"(?<=\0)" + _PREFIX.encode() + rb"(\w+)(?=\0)")
 
 def wheel_version() -> str | None:
     """Return the version of the wheel; None: it is not installed."""
-    try:
-        return importlib.metadata.version(WHEEL)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return installed(WHEEL)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from mlx_speculation.environment import usable_cores
 
 NUM_THREADS, TIMEOUT = "OPENBLAS_NUM_THREADS", "OPENBLAS_THREAD_TIMEOUT"
 # Where OpenBLAS looks for a number, in its order.
-_NAMES = (
+NAMES = (
     NUM_THREADS,
     "OPENBLAS_DEFAULT_NUM_THREADS",
     "GOTO_NUM_THREADS",
@@ -83,7 +83,7 @@ def plan_threads(
         idle: cores of the machine on which nothing else runs now; None: not known.
         environment: the variables of this process.
     """
-    for name in _NAMES:
+    for name in NAMES:
         if (count := _number(environment.get(name))) > 0:
             spins = cores == _TWO_CORES and count > 1
             soon = spins and TIMEOUT not in environment
