@@ -33,12 +33,11 @@ from mlx_speculation.caches.journals.kv import KVJournal
 from mlx_speculation.caches.journals.ragged_kv import RaggedJournal
 from mlx_speculation.caches.journals.rotating_kv import RotatingJournal
 from mlx_speculation.caches.journals.sliding_kv import SlidingJournal
-from mlx_speculation.caches.types.leaves import flat, leaves
+from mlx_speculation.caches.types.leaves import checked_leaves, flat
 from mlx_speculation.caches.types.padded_kv import KeySteps
 from mlx_speculation.caches.types.ragged_kv import RaggedKVCache
 from mlx_speculation.caches.types.shared_rows import WATCHED_TYPES, native_type
 from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
-from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 
 OpenJournal = Callable[[Any, bool], Journal]
 
@@ -74,36 +73,16 @@ def check_supported(caches: Sequence[Any]) -> list[Any]:
     found = flat(caches)
     known = set(map(type, found)) <= JOURNALS.keys()
     if not (found and known and len(set(map(id, found))) == len(found)):
-        _refuse(caches)
+        names = (kind.__name__ for kind in KNOWN)
+        checked_leaves(
+            caches, lambda leaf: type(leaf) in JOURNALS, "rolled back", names
+        )
     return found
 
 
 def all_kv(caches: Sequence[Any]) -> bool:
     """Whether there are KV caches, and no others."""
     return set(map(type, caches)) == {KVCache}
-
-
-def _refuse(caches: Sequence[Any]) -> None:
-    """Say what is wrong with the caches, and where."""
-    places: dict[int, str] = {}
-    for place, leaf in leaves(caches):
-        if type(leaf) not in JOURNALS:
-            known = ", ".join(kind.__name__ for kind in KNOWN)
-            raise UnsupportedCacheError(
-                f"The cache of layer {place} is a {type(leaf).__name__}, and the kinds "
-                f"that can be rolled back are {known}. Use one of these, or decode "
-                "this model with mlx_lm."
-            )
-        if id(leaf) in places:
-            raise InvalidRequestError(
-                f"One cache object stands at layers {places[id(leaf)]} and {place}. "
-                "Make a cache of its own for each, as make_prompt_cache does."
-            )
-        places[id(leaf)] = place
-    raise InvalidRequestError(
-        f"The list of caches holds {len(caches)} items and no leaf. Pass what "
-        "mlx_lm.models.cache.make_prompt_cache(model) returns."
-    )
 
 
 def open_journals(

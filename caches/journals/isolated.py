@@ -71,11 +71,6 @@ class IsolatedJournal:
     """Journal of one cache of any kind; the live cache changes at commit only.
 
     Writes to `presented` are checked before they are made, see `checked_writes`.
-
-    Args:
-        cache: the live cache.
-        twin: its twin.
-        inner: the ordinary journal of the twin.
     """
 
     live = False
@@ -122,10 +117,6 @@ class IsolatedRowsJournal(IsolatedJournal):
 
 def isolate(cache: Any, open_journal: Callable[[Any], Journal]) -> Journal:
     """Return a journal of `cache` that writes to a twin.
-
-    Args:
-        cache: the live cache.
-        open_journal: opens the ordinary journal of this kind, for the twin.
 
     Raises:
         UnsupportedCacheError: the cache cannot be copied.

@@ -8,8 +8,6 @@ holds beside the cache stands in slots, outside of that dict.
 import weakref
 from typing import Any, Generic, TypeVar
 
-from mlx_speculation.caches.journal import Keep
-
 JournalT = TypeVar("JournalT")
 
 
@@ -24,7 +22,7 @@ class LiveJournal:
     live = True
     presented: Any
 
-    def prepare(self, keep: Keep) -> None:
+    def prepare(self, keep: Any) -> None:
         """Nothing can fail."""
 
 

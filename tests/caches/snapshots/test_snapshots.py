@@ -584,7 +584,7 @@ def test_other_kinds_are_refused_with_their_place(unknown: Any) -> None:
 
 def test_one_object_at_two_places_is_refused() -> None:
     cache = filled(3)
-    with pytest.raises(InvalidRequestError, match="each an object of its own"):
+    with pytest.raises(InvalidRequestError, match="in two places, at layers 0 and 1"):
         snapshot([cache, cache])
 
 
