@@ -27,7 +27,11 @@ class JsonFlawError(ValueError):
 
 
 def parse_json(
-    text: str | bytes, *, unique_keys: bool = False, finite: bool = False
+    text: str | bytes,
+    *,
+    unique_keys: bool = False,
+    finite: bool = False,
+    deepest: int = DEEPEST,
 ) -> Any:
     """Return what a JSON text says.
 
@@ -36,15 +40,16 @@ def parse_json(
         unique_keys: refuse an object with a key twice, of which the last one would
             count.
         finite: refuse NaN and infinity, which Python reads and JSON lacks.
+        deepest: how many levels of arrays and objects there may be.
 
     Raises:
         JsonFlawError: it is not JSON, or nested too deep, or refused by an option.
     """
     try:
         text = text if isinstance(text, str) else text.decode("utf-8")
-        if deeper_than(DEEPEST, text):
+        if deeper_than(deepest, text):
             raise JsonFlawError(
-                f"is nested too deep to be read, more than {DEEPEST} levels"
+                f"is nested too deep to be read, more than {deepest} levels"
             )
         return json.loads(
             text,

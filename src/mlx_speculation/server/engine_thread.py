@@ -36,14 +36,7 @@ MakeGenerator = Callable[["PrefixCache | None"], SpeculativeGenerator]
 
 
 class Worker(EngineThread):
-    """The engine of a server.
-
-    Args:
-        settings: of the server.
-        metrics: what is counted.
-        make_generator: loads the models, in this thread.
-        prefixes: what is kept between requests; None: nothing.
-    """
+    """The engine of a server."""
 
     def __init__(
         self,
@@ -78,22 +71,12 @@ class Worker(EngineThread):
         """Requests that were taken and have not ended."""
         return self._taken
 
-    @property
-    def busy(self) -> bool:
-        """Whether there are any."""
-        return self._taken > 0
-
-    @property
-    def rows_held(self) -> int:
-        """Rows that wait or run, of all drafts."""
-        return sum(rows.held for rows in tuple(self._rows.values()))
-
     def refuse(self, why: str) -> None:
         """Take no more requests."""
         self._closed = why
 
     def take(self) -> None:
-        """Count a request that is prepared, and has to be submitted or dropped.
+        """Count a request that is prepared, and has to be submitted or `done`.
 
         Raises:
             ApiError: there are too many, or the engine is not there.
@@ -117,9 +100,10 @@ class Worker(EngineThread):
         """Let the engine answer a request that was taken."""
         self._arrived.put(job)
 
-    def drop(self) -> None:
-        """Count a request no more, of those that were taken and not submitted."""
-        self._done()
+    def done(self) -> None:
+        """Count a request no more: it is answered, or was taken and not submitted."""
+        with self._lock:
+            self._taken = max(0, self._taken - 1)  # a leaving engine counts none
 
     def check_alive(self) -> None:
         """Raise where nobody would answer any more."""
@@ -128,11 +112,7 @@ class Worker(EngineThread):
             raise ApiError(503, why, code="unavailable")
 
     def end(self, seconds: float) -> bool:
-        """Ask the thread to end, and return whether it has.
-
-        Args:
-            seconds: to wait for it.
-        """
+        """Ask the thread to end, and return whether it has."""
         self.schemas.close()  # the thread may wait for a mask
         ended = super().end(seconds)
         self._left_behind = not ended
@@ -162,7 +142,7 @@ class Worker(EngineThread):
         self._note_levels()
 
     def _rows_of(self, generator: SpeculativeGenerator) -> Rows:
-        return Rows(generator, self._settings, self._metrics, self._done)
+        return Rows(generator, self._settings, self._metrics, self.done)
 
     def _serving(self, draft: str | None) -> Rows:
         """Return the rows of a draft; those of lookups beside the own are made late."""
@@ -195,13 +175,8 @@ class Worker(EngineThread):
                 return True
         except Exception as error:
             job.put(logged_api_error(error))
-        self._done()
+        self.done()
         return False
-
-    def _done(self) -> None:
-        """Count a request that nobody has to answer any more."""
-        with self._lock:
-            self._taken = max(0, self._taken - 1)  # a leaving engine counts none
 
     def _insert(self, job: Job) -> None:
         checked = job.checked

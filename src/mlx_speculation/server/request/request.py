@@ -65,11 +65,6 @@ def read_request(
 ) -> CheckedRequest:
     """Check a request.
 
-    Args:
-        given: the object that the client has sent.
-        settings: of the server.
-        chat: whether it came to the chat's path.
-
     Raises:
         ApiError: names the field that is wrong.
     """

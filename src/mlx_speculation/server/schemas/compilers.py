@@ -41,11 +41,7 @@ FIELD, CODE = "response_format", "schema_limit"
 
 
 class SchemaCompilers:
-    """Compiles schemas in processes of their own.
-
-    Args:
-        limits: of each, and how many there may be.
-    """
+    """Compiles schemas in processes of their own."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -59,11 +55,6 @@ class SchemaCompilers:
         self, schema: dict[str, Any], tokenizer: Any, check: Callable[[], None]
     ) -> SchemaConstraint:
         """Return a constraint, which has to be closed.
-
-        Args:
-            schema: that the text has to fit.
-            tokenizer: of the model.
-            check: called now and then; raises when waiting is of no use.
 
         Raises:
             ApiError: a limit was hit, or there is no process.
