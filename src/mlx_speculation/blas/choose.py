@@ -202,11 +202,7 @@ def _leave_other(file: str, *, required: bool) -> BlasChoice:
 
 
 def _load(library: str) -> None:
-    """Load an OpenBLAS for all who come after, with its threads and the best kernels.
-
-    Raises:
-        OSError: it cannot be loaded.
-    """
+    """Load an OpenBLAS for all who come after, with its threads and the best kernels."""
     plan = threads_here()
     with _environment(plan.environment()):
         kernels = kernels_to_name(library)

@@ -39,9 +39,6 @@ def wheel_version() -> str | None:
 def renamed_copy(version: str) -> Iterator[Path]:
     """Yield a copy of the wheel's OpenBLAS; what is loaded out of it stays.
 
-    Args:
-        version: of the wheel.
-
     Raises:
         BlasError: the library or patchelf is missing, or patchelf fails.
         OSError: not even a temporary copy can be written.
@@ -61,12 +58,7 @@ def renamed_copy(version: str) -> Iterator[Path]:
 
 
 def _kept(copy: Path) -> Path:
-    """Return the copy that is kept there; make it first if there is none.
-
-    Raises:
-        OSError: the folder cannot be written.
-        BlasError: patchelf is missing, or fails.
-    """
+    """Return the copy that is kept there; make it first if there is none."""
     if not copy.is_file():
         copy.parent.mkdir(parents=True, exist_ok=True)
         unfinished = copy.with_name(f".{copy.name}.{os.urandom(8).hex()}.tmp")
@@ -79,12 +71,7 @@ def _kept(copy: Path) -> Path:
 
 
 def _write(copy: Path) -> None:
-    """Write a copy of the wheel's library with the usual names.
-
-    Raises:
-        OSError: it cannot be written.
-        BlasError: the library or patchelf is missing, or patchelf fails.
-    """
+    """Write a copy of the wheel's library with the usual names."""
     library = _library()
     names = sorted(set(_NAME.findall(library.read_bytes())))
     with tempfile.TemporaryDirectory() as folder:

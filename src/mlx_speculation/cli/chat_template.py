@@ -39,11 +39,7 @@ class TemplateOptions:
     ] = None
 
     def check(self) -> None:
-        """Refuse what no template could take.
-
-        Raises:
-            InvalidRequestError: names it.
-        """
+        """Refuse what no template could take."""
         self._system()
         self._config()
 
@@ -72,16 +68,7 @@ class TemplateOptions:
         messages: Sequence[Message],
         prefill: str | None = None,
     ) -> str:
-        """Return the text of a conversation up to the answer.
-
-        Args:
-            tokenizer: with a chat template.
-            messages: from the first one on, without that of the system.
-            prefill: how the answer begins.
-
-        Raises:
-            InvalidRequestError: the template refuses it.
-        """
+        """Return the text of a conversation up to the answer."""
         said: list[Any] = [*self._system(), *messages]
         if prefill is not None:
             said.append({"role": "assistant", "content": prefill})
@@ -120,13 +107,7 @@ class TemplateOptions:
 
 
 def encode(tokenizer: Any, text: str, *, rendered: bool) -> list[int]:
-    """Return a text's token ids, as mlx-lm encodes it.
-
-    Args:
-        tokenizer: mlx-lm's wrapper.
-        text: the text.
-        rendered: whether a template has made it, with its special tokens.
-    """
+    """Return a text's ids as mlx-lm does; a template rendered its special tokens."""
     begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
     ids = tokenizer.encode(text, add_special_tokens=not (rendered or begins))
     return [int(token) for token in ids]

@@ -46,14 +46,7 @@ class PageFacts:
 def page_of(
     facts: PageFacts, result: "Result", chunks: Sequence["Chunk"], tokenizer: Any
 ) -> str:
-    """Return the page as HTML.
-
-    Args:
-        facts: what is not in the result.
-        result: of the generation.
-        chunks: all of it, with log-probabilities where hovering shall show them.
-        tokenizer: says what the ids of alternatives stand for.
-    """
+    """Return the page as HTML; hovering shows the log-probabilities of the chunks."""
     title = f"{facts.model}, " + (
         "plain decoding" if facts.draft is None else f"drafted by {facts.draft}"
     )

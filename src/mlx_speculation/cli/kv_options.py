@@ -50,11 +50,7 @@ class KvOptions:
     ] = None
 
     def check(self) -> None:
-        """Refuse a file that nobody could use, before anything is loaded.
-
-        Raises:
-            InvalidRequestError: it cannot be read, or another option contradicts it.
-        """
+        """Refuse a file that nobody could use, before anything is loaded."""
         file = self.prompt_cache_file
         if file is None:
             return
@@ -69,10 +65,6 @@ class KvOptions:
         self, model: str, generator: "SpeculativeGenerator"
     ) -> "LoadedCaches | None":
         """Return what was read before the prompt; None: nothing.
-
-        Args:
-            model: the target's name.
-            generator: has the target.
 
         Raises:
             CacheFileError: the file is damaged, or does not fit the target.
@@ -98,17 +90,7 @@ class KvOptions:
         reach: int,
         prefill_progress: Callable[[int], None],
     ) -> dict[str, Any]:
-        """Return what a stream takes of these.
-
-        Args:
-            generator: of the stream.
-            loaded: what was read before the prompt.
-            reach: how many positions prompt and text have at most.
-            prefill_progress: called with the number of tokens of each chunk read.
-
-        Raises:
-            InvalidRequestError: the target's caches cannot be held so.
-        """
+        """Return what a stream takes of these, of at most `reach` positions."""
         from mlx_speculation.engine.mlx_lm_compat.prompt_cache import (
             Caches,
             checked_quantization,

@@ -13,11 +13,7 @@ Parameter = inspect.Parameter
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that typer can read, with the fields of its groups as options.
-
-    Args:
-        command: its parameters are groups, which are dataclasses, or options.
-    """
+    """Return a command for typer, whose groups' fields are options."""
     given = inspect.signature(command, eval_str=True).parameters.values()
     groups: dict[str, Any] = {}
     flat: list[Parameter] = []

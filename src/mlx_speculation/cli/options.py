@@ -167,11 +167,7 @@ class SamplingOptions:
     seed: Annotated[int | None, number("--seed", "Seed of the random numbers.")] = None
 
     def check(self) -> None:
-        """Refuse values that are out of range, before anything is loaded.
-
-        Raises:
-            InvalidRequestError: names the first.
-        """
+        """Refuse values that are out of range, before anything is loaded."""
         self._options()
 
     def sampling(self, tokenizer: Any) -> "Sampling":
@@ -179,9 +175,6 @@ class SamplingOptions:
 
         Args:
             tokenizer: names the ids that XTC never drops: a line's and the text's end.
-
-        Raises:
-            InvalidRequestError: a value is out of its range.
         """
         if not self.xtc_probability:
             return self._options()
@@ -227,11 +220,7 @@ class EndOptions:
     ] = None
 
     def check(self) -> None:
-        """Refuse texts that cannot be met, before anything is loaded.
-
-        Raises:
-            InvalidRequestError: names the first byte that is no UTF-8.
-        """
+        """Refuse texts that cannot be met, before anything is loaded."""
         for text in self.stop or ():
             sound_text("--stop", text)
 

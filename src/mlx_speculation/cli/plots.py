@@ -85,28 +85,13 @@ def check_plot(path: str | Path) -> None:
 def save_plot(
     panels: Sequence[Panel], path: str | Path, *, title: str = "", columns: int = 3
 ) -> None:
-    """Draw all panels into one picture; the ending of `path` decides its format.
-
-    Raises:
-        InvalidRequestError: there is no panel, or the ending is none of a picture.
-        MissingLibraryError: matplotlib is not installed.
-    """
+    """Draw all panels into one picture; the ending of `path` decides its format."""
     check_plot(path)
     draw(panels, title=title, columns=columns).savefig(path, dpi=130)
 
 
 def draw(panels: Sequence[Panel], *, title: str = "", columns: int = 3) -> "Figure":
-    """Return a figure of all panels: each is two axes, one above the other.
-
-    Args:
-        panels: from left to right, then down.
-        title: above everything.
-        columns: panels beside each other.
-
-    Raises:
-        InvalidRequestError: there is no panel.
-        MissingLibraryError: matplotlib is not installed.
-    """
+    """Return a figure of all panels: each is two axes, one above the other."""
     if not panels:
         raise InvalidRequestError("There are 0 panels, and at least 1 is needed.")
     width = min(columns, len(panels))

@@ -91,7 +91,7 @@ def test_coins_pass_below_the_acceptance_probability(
     expected = count(rule, (told < exact) | (exact == 1))
     assert np.array_equal(np.array(verdict.accepted), expected)
     assert len({verdict, rule.verify(t, d, x, thrown[0])}) == 2  # hashed by identity
-    following = next_probs(rule, *rows, verdict.accepted)
+    following = next_probs(rule, rows[0], rows[1], rows[2], verdict.accepted)
     assert mx.array_equal(verdict.next_probs, following).item()
     assert (verdict.acceptance == acceptance).all().item()
     assert verdict.accepted.dtype == mx.int32

@@ -15,15 +15,13 @@ from mlx_speculation.cli.load_pair import as_object, begin, open_pair
 from mlx_speculation.cli.measure import MLX_LM, Arm, Spread, arms_of, measure
 from mlx_speculation.cli.options import Json, PairOptions, SamplingOptions
 from mlx_speculation.cli.run_app import FAILED, INTERRUPTED
-from mlx_speculation.demo import demo_prompts
+from mlx_speculation.demo import one_prompt_per_group
 from mlx_speculation.environment import machine, versions
 from mlx_speculation.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from mlx_speculation.cli.plots import Panel
     from mlx_speculation.engine import Statistics
-
-BUNDLED = 3
 
 
 def benchmark(
@@ -65,7 +63,7 @@ def benchmark(
             generator.calibrate(progress=report)
     chance = sampling.sampling(generator.tokenizer).with_seed()
     given = [sound_text("--prompt", text) for text in prompt or ()]
-    texts = given or [each.text for each in _bundled()]
+    texts = given or [each.text for each in reversed(one_prompt_per_group())]
     prompts = [encode(generator.tokenizer, text, rendered=False) for text in texts]
     arms = arms_of([pair.draft_length, *sorted(set(compare_length or ()))])
     with screen.progress("measuring") as report:
@@ -135,12 +133,6 @@ def _check(pair: PairOptions, prompts: Sequence[str] | None, plot: Path | None) 
 
         check_output("--plot", plot)
         check_plot(plot)
-
-
-def _bundled() -> list[Any]:
-    """Return one bundled prompt of each group."""
-    groups = {each.group: each for each in reversed(demo_prompts())}
-    return list(groups.values())[:BUNDLED]
 
 
 def _plain(arms: Sequence[Arm]) -> Arm:

@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,7 +13,7 @@ import typer
 
 from mlx_speculation.cli.console import Screen
 from mlx_speculation.cli.inputs import parsed_json
-from mlx_speculation.cli.load_pair import begin, open_pair
+from mlx_speculation.cli.load_pair import begin, open_pair, prefix_cache
 from mlx_speculation.cli.options import PairOptions
 from mlx_speculation.cli.run_app import note
 from mlx_speculation.errors import InvalidRequestError
@@ -155,20 +155,10 @@ class DefaultOptions:
         """Return them as the server takes them."""
         from mlx_speculation.server import Defaults
 
-        return Defaults(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-        )
+        return Defaults(**{x.name: getattr(self, x.name) for x in fields(Defaults)})
 
     def template_args(self) -> dict[str, Any]:
-        """Return the object for the chat template.
-
-        Raises:
-            InvalidRequestError: it is none.
-        """
+        """Return the object for the chat template."""
         found = parsed_json("--chat-template-args", self.chat_template_args)
         if not isinstance(found, dict):
             raise InvalidRequestError(
@@ -217,7 +207,7 @@ def serve(
     server = Server(
         settings,
         load,
-        prefixes=_kept(cache_gigabytes),
+        prefixes=prefix_cache(cache_gigabytes),
         host=access.host,
         port=access.port,
     )
@@ -262,12 +252,6 @@ def _shown(path_or_repo: str) -> str:
     """Return a name for clients, who need not know where a folder is."""
     own = Path(path_or_repo).expanduser()
     return own.resolve().name if own.is_dir() else path_or_repo
-
-
-def _kept(gigabytes: float) -> "PrefixCache | None":
-    from mlx_speculation import PrefixCache
-
-    return PrefixCache(int(gigabytes * 1e9)) if gigabytes else None
 
 
 def _is_loopback(host: str) -> bool:
