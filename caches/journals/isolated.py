@@ -116,11 +116,7 @@ class IsolatedRowsJournal(IsolatedJournal):
 
 
 def isolate(cache: Any, open_journal: Callable[[Any], Journal]) -> Journal:
-    """Return a journal of `cache` that writes to a twin.
-
-    Raises:
-        UnsupportedCacheError: the cache cannot be copied.
-    """
+    """Return a journal of `cache` that writes to a twin."""
     twin = twin_of(cache)
     inner = open_journal(twin)
     kind = IsolatedRowsJournal if isinstance(inner, RowsJournal) else IsolatedJournal

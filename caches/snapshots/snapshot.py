@@ -220,11 +220,7 @@ def _with_own_rows(leaf: HeldLeaf) -> HeldLeaf:
 
 
 def check_same(some: Sequence[HeldLeaf], others: Sequence[HeldLeaf]) -> None:
-    """Refuse leaves that are not those of one model.
-
-    Raises:
-        InvalidRequestError: names the first that differ.
-    """
+    """Refuse leaves that are not those of one model."""
     if len(some) != len(others):
         raise InvalidRequestError(
             f"One side has {len(some)} leaf caches and the other {len(others)}. "
@@ -242,11 +238,7 @@ def check_same(some: Sequence[HeldLeaf], others: Sequence[HeldLeaf]) -> None:
 
 
 def check_lags(one: Lags, other: Lags) -> None:
-    """Refuse parts of a batch whose rows stand in different columns.
-
-    Raises:
-        InvalidRequestError: names the lags of both.
-    """
+    """Refuse parts of a batch whose rows stand in different columns."""
     if one != other:
         raise InvalidRequestError(
             f"The rows are {list(one)} tokens behind the furthest on one side, and "

@@ -64,16 +64,13 @@ def parse_json(
         raise JsonFlawError(f"is not JSON ({_short(str(error))})") from error
 
 
-def load_json(
-    file: Path, *, most: int = LARGEST, unique_keys: bool = False, finite: bool = False
-) -> Any:
+def load_json(file: Path, *, most: int = LARGEST, unique_keys: bool = False) -> Any:
     """Return what a JSON file says.
 
     Args:
         file: a regular file, so that reading cannot wait for ever.
         most: how many bytes it may have.
         unique_keys: see `parse_json`.
-        finite: likewise.
 
     Raises:
         JsonFlawError: it is missing, cannot be read or is too large, or `parse_json`
@@ -91,7 +88,7 @@ def load_json(
         raise JsonFlawError(f"cannot be opened ({why})") from error
     if len(text) > most:
         raise JsonFlawError(f"has more than {most} bytes")
-    return parse_json(text, unique_keys=unique_keys, finite=finite)
+    return parse_json(text, unique_keys=unique_keys)
 
 
 def write_json(file: Path, value: dict[str, Any]) -> None:

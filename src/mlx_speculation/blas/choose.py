@@ -163,7 +163,13 @@ def _use_openblas(*, required: bool) -> BlasChoice:
     if (loaded := describe_openblas()) is not None:
         return BlasChoice("openblas", loaded)
     if (other := library_in_front()) is not None:
-        return _leave_other(other, required=required)
+        if required:
+            raise BlasError(
+                f"blas is 'openblas', but the {blas_in_use()} is loaded before it and "
+                "would be called; start a new process that does not load it globally, "
+                "or pass 'auto'"
+            )
+        return BlasChoice("other", f"BLAS of {other}, which was loaded before")
     if "mlx.core" in sys.modules:
         raise BlasError(
             "OpenBLAS must be loaded before mlx, but mlx.core is imported already "
@@ -190,19 +196,8 @@ def _use_openblas(*, required: bool) -> BlasChoice:
     return BlasChoice("openblas", blas_in_use() + why)
 
 
-def _leave_other(file: str, *, required: bool) -> BlasChoice:
-    """Leave the BLAS of a file in front, which somebody has put there."""
-    if required:
-        raise BlasError(
-            f"blas is 'openblas', but the {blas_in_use()} is loaded before it and "
-            "would be called; start a new process that does not load it globally, or "
-            "pass 'auto'"
-        )
-    return BlasChoice("other", f"BLAS of {file}, which was loaded before")
-
-
 def _load(library: str) -> None:
-    """Load an OpenBLAS for all who come after, with its threads and the best kernels."""
+    """Load an OpenBLAS for all who come after, with its threads and best kernels."""
     plan = threads_here()
     with _environment(plan.environment()):
         kernels = kernels_to_name(library)

@@ -44,11 +44,7 @@ class TemplateOptions:
         self._config()
 
     def applies(self, tokenizer: Any) -> bool:
-        """Return whether messages go through the tokenizer's template.
-
-        Raises:
-            InvalidRequestError: one is needed, and there is none.
-        """
+        """Return whether messages go through the tokenizer's template."""
         there = bool(tokenizer.has_chat_template) and not self.ignore_chat_template
         needed = {
             "--system-prompt": self.system_prompt,

@@ -440,7 +440,7 @@ def test_calibrate_and_demo_print_one_object(
     home = "mlx_speculation.cli.commands.demo"
     monkeypatch.setattr(f"{home}.demo_models", lambda: folders)
     prompt = DemoPrompt("code", "a test", PROMPT)
-    monkeypatch.setattr(f"{home}.demo_prompts", lambda: [prompt])
+    monkeypatch.setattr(f"{home}.one_prompt_per_group", lambda: [prompt])
     found = commands.object("demo", "--max-tokens", "4", "--draft-length", "2")
     (only,) = found["comparisons"]
     assert only["same"] is True
@@ -497,7 +497,7 @@ def test_ctrl_c_in_the_demo_shows_what_is_done(
     home = "mlx_speculation.cli.commands.demo"
     monkeypatch.setattr(f"{home}.demo_models", lambda: folders)
     prompts = [DemoPrompt(group, "a test", PROMPT) for group in ("code", "prose")]
-    monkeypatch.setattr(f"{home}.demo_prompts", lambda: prompts)
+    monkeypatch.setattr(f"{home}.one_prompt_per_group", lambda: prompts)
     following, left = Stream.__next__, [16 + chunks]  # after the warm-up
 
     def interrupted(self: Stream) -> Chunk:

@@ -30,7 +30,7 @@ from mlx_speculation.environment import versions
 
 if TYPE_CHECKING:
     from mlx_speculation import Constraint, SpeculativeGenerator
-    from mlx_speculation.engine import Chunk, Result
+    from mlx_speculation.engine import Chunk
 
 ALTERNATIVES = 5
 PLACE = "<query>"  # stands for a message, to find where a template puts it
@@ -135,7 +135,17 @@ def generate(
         versions=versions(),
     )
     if output.html is not None:  # last: a full disk must not cost the text
-        page = _page(pair, generator, text, result, chunks, ended)
+        from mlx_speculation.cli.html_page import page_of
+
+        page = page_of(
+            result,
+            chunks,
+            generator.tokenizer,
+            model=Path(pair.model).name,
+            draft=None if pair.draft is None else Path(pair.draft).name,
+            finish_reason=ended,
+            prompt=text,
+        )
         with writing("--html", output.html):
             output.html.write_text(page, encoding="utf-8")
         screen.say(f"the page is {output.html}")
@@ -174,22 +184,3 @@ def _constraint(schema: Any, generator: "SpeculativeGenerator") -> "Constraint |
 
     # Small models write whitespace without end where they may.
     return json_schema(schema, generator.tokenizer, compact=True)
-
-
-def _page(
-    pair: PairOptions,
-    generator: "SpeculativeGenerator",
-    prompt: str,
-    result: "Result",
-    chunks: list["Chunk"],
-    ended: str,
-) -> str:
-    from mlx_speculation.cli.html_page import PageFacts, page_of
-
-    facts = PageFacts(
-        model=Path(pair.model).name,
-        draft=None if pair.draft is None else Path(pair.draft).name,
-        finish_reason=ended,
-        prompt=prompt,
-    )
-    return page_of(facts, result, chunks, generator.tokenizer)
