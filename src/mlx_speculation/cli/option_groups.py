@@ -1,13 +1,17 @@
 """Groups of options: a dataclass parameter of a command becomes one option a field.
 
 typer takes flat functions only. With this a command says `pair: PairOptions` and shares
-these options with the other commands.
+these options with the other commands. A field says its option in its annotation, or in
+its metadata where its module is not to know typer: the names, the help and the bounds,
+with the group's `panel`.
 """
 
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, get_type_hints
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Annotated, Any, get_type_hints
+
+import typer
 
 Parameter = inspect.Parameter
 
@@ -20,13 +24,13 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     for parameter in given:
         if is_dataclass(parameter.annotation):
             groups[parameter.name] = parameter.annotation
-            flat += _fields(parameter.annotation)
+            flat += _parameters(parameter.annotation)
         else:
             flat.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
 
     def run(**values: Any) -> None:
         for name, group in groups.items():
-            own = {field.name: values.pop(field.name) for field in fields(group)}
+            own = {field.name: values.pop(_flat_name(field)) for field in fields(group)}
             values[name] = group(**own)
         command(**values)
 
@@ -37,15 +41,23 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _fields(group: Any) -> list[Parameter]:
+def _flat_name(field: "Field[Any]") -> str:
+    """Return a name that no field of another group has: that of the option."""
+    names = field.metadata.get("names") or (field.name,)
+    return str(names[0]).removeprefix("--").replace("-", "_")
+
+
+def _parameters(group: Any) -> list[Parameter]:
     """Return a group's fields as parameters."""
     hints = get_type_hints(group, include_extras=True)
-    return [
-        Parameter(
-            field.name,
-            Parameter.KEYWORD_ONLY,
-            default=Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(group)
-    ]
+    found = []
+    for field in fields(group):
+        hint, option = hints[field.name], dict(field.metadata)
+        if option:
+            names = option.pop("names")
+            made = typer.Option(*names, rich_help_panel=group.panel, **option)
+            hint = Annotated[hint, made]
+        default = Parameter.empty if field.default is MISSING else field.default
+        name, kind = _flat_name(field), Parameter.KEYWORD_ONLY
+        found.append(Parameter(name, kind, default=default, annotation=hint))
+    return found

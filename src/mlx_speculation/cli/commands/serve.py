@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import threading
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,28 +17,19 @@ from mlx_speculation.cli.load_pair import begin, open_pair, prefix_cache
 from mlx_speculation.cli.options import PairOptions
 from mlx_speculation.cli.run_app import note
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.server.config import Defaults, Limits, Settings
 
 if TYPE_CHECKING:
     from mlx_speculation import PrefixCache, SpeculativeGenerator
-    from mlx_speculation.server import Defaults, Limits, Server, Settings
+    from mlx_speculation.server import Server
 
 ACCESS = "Address and access"
-LIMITS = "Limits"
-DEFAULTS = "Defaults of request fields"
 KEY = "MLX_SPECULATION_API_KEY"
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
 
 def _access(help: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, rich_help_panel=ACCESS, help=help, **more)
-
-
-def _limit(help: str, low: float, *names: str) -> Any:
-    return typer.Option(*names, rich_help_panel=LIMITS, help=help, min=low)
-
-
-def _default(help: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, rich_help_panel=DEFAULTS, help=help, **more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,102 +68,46 @@ class AccessOptions:
         return tuple(origin for origin in given if origin)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LimitOptions:
-    """Limits of requests."""
-
-    max_rows: Annotated[
-        int,
-        _limit("Requests decoded at once.", 1, "--max-rows", "--decode-concurrency"),
-    ] = 32
-    prefill_step_size: Annotated[
-        int, _limit("Prompt tokens read between two rounds.", 1)
-    ] = 2048
-    max_queue: Annotated[int, _limit("Maximum number of waiting requests.", 0)] = 64
-    max_body_bytes: Annotated[int, _limit("Maximum size of a request.", 1)] = 1 << 20
-    max_prompt_tokens: Annotated[int, _limit("Maximum length of a prompt.", 1)] = 32_768
-    max_tokens_limit: Annotated[int, _limit("Maximum length of a text.", 1)] = 8_192
-    max_draft: Annotated[int, _limit("Maximum draft length of a request.", 0)] = 64
-    max_seconds: Annotated[float, _limit("Maximum time for a request.", 0.001)] = 600.0
-    max_read_seconds: Annotated[
-        float, _limit("Maximum time to receive a request.", 0.001)
-    ] = 30.0
-    max_connections: Annotated[
-        int, _limit("Maximum number of open connections.", 1)
-    ] = 256
-    max_schemas: Annotated[
-        int, _limit("Maximum number of JSON schemas in use, each in a process.", 1)
-    ] = 16
-    max_schema_seconds: Annotated[
-        float, _limit("Maximum time to compile a schema.", 0.001)
-    ] = 5.0
-    max_schema_megabytes: Annotated[
-        int, _limit("Maximum memory of a schema, in MiB.", 1)
-    ] = 128
-    max_mask_seconds: Annotated[
-        float,
-        _limit("Time for the masks of a text, beside 20 ms per token.", 0.001),
-    ] = 1.0
-
-    def limits(self) -> "Limits":
-        """Return them as the server takes them."""
-        from mlx_speculation.server import Limits
-
-        return Limits(
-            body_bytes=self.max_body_bytes,
-            prompt_tokens=self.max_prompt_tokens,
-            max_tokens=self.max_tokens_limit,
-            draft_tokens=self.max_draft,
-            queue=self.max_queue,
-            seconds=self.max_seconds,
-            read_seconds=self.max_read_seconds,
-            connections=self.max_connections,
-            schemas=self.max_schemas,
-            schema_seconds=self.max_schema_seconds,
-            schema_megabytes=self.max_schema_megabytes,
-            mask_seconds=self.max_mask_seconds,
+def _template_args(text: str) -> dict[str, Any]:
+    """Return the object for the chat template."""
+    found = parsed_json("--chat-template-args", text)
+    if not isinstance(found, dict):
+        raise InvalidRequestError(
+            f"--chat-template-args is {text}, and a JSON object is needed."
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DefaultOptions:
-    """Defaults of request fields."""
-
-    max_tokens: Annotated[
-        int, _default("Maximum number of tokens.", "--max-tokens", "-m", min=1)
-    ] = 512
-    temperature: Annotated[
-        float, _default("0: greedy.", "--temperature", "--temp", min=0)
-    ] = 0.0
-    top_p: Annotated[float, _default("1: off.", min=0, max=1)] = 1.0
-    top_k: Annotated[int, _default("0: off.", min=0)] = 0
-    min_p: Annotated[float, _default("0: off.", min=0, max=1)] = 0.0
-    chat_template_args: Annotated[
-        str, _default("JSON object of keyword arguments for the chat template.")
-    ] = "{}"
-
-    def defaults(self) -> "Defaults":
-        """Return them as the server takes them."""
-        from mlx_speculation.server import Defaults
-
-        return Defaults(**{x.name: getattr(self, x.name) for x in fields(Defaults)})
-
-    def template_args(self) -> dict[str, Any]:
-        """Return the object for the chat template."""
-        found = parsed_json("--chat-template-args", self.chat_template_args)
-        if not isinstance(found, dict):
-            raise InvalidRequestError(
-                f"--chat-template-args is {self.chat_template_args}, and a JSON object "
-                "is needed."
-            )
-        return found
+    return found
 
 
 def serve(
     pair: PairOptions,
     access: AccessOptions,
-    limits: LimitOptions,
-    defaults: DefaultOptions,
+    limits: Limits,
+    defaults: Defaults,
+    max_rows: Annotated[
+        int,
+        typer.Option(
+            "--max-rows",
+            "--decode-concurrency",
+            min=1,
+            rich_help_panel=Limits.panel,
+            help="Requests decoded at once.",
+        ),
+    ] = 32,
+    prefill_step_size: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            rich_help_panel=Limits.panel,
+            help="Prompt tokens read between two rounds.",
+        ),
+    ] = 2048,
+    chat_template_args: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=Defaults.panel,
+            help="JSON object of keyword arguments for the chat template.",
+        ),
+    ] = "{}",
     cache_gigabytes: Annotated[
         float,
         typer.Option(min=0.0, max=1e6, help="Size of the prefix cache; 0: off."),
@@ -184,9 +119,9 @@ def serve(
 ) -> None:
     """Serve a model over HTTP with OpenAI's API."""
     screen = Screen()
-    template_args = defaults.template_args()
+    template_args = _template_args(chat_template_args)
     begin(pair.blas, screen)
-    from mlx_speculation.server import Server, Settings
+    from mlx_speculation.server.server import Server
 
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(message)s")
     settings = Settings(
@@ -194,11 +129,11 @@ def serve(
         draft=None if pair.draft is None else _shown(pair.draft),
         api_key=access.api_key,
         allowed_origins=access.origins,
-        max_rows=limits.max_rows,
-        prefill_step=limits.prefill_step_size,
+        max_rows=max_rows,
+        prefill_step=prefill_step_size,
         chat_template_args=template_args,
-        defaults=defaults.defaults(),
-        limits=limits.limits(),
+        defaults=defaults,
+        limits=limits,
     )
 
     def load(prefixes: "PrefixCache | None") -> "SpeculativeGenerator":
