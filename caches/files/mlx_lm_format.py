@@ -6,9 +6,9 @@
     0.31   tensors: the arrays of `state`; metadata: 0.I... `meta_state` as texts,
            1.KEY the user's, 2.I class names
 
-Files hold no tokens. A `LayerCache` whose window is not full does not tell its size,
+Files hold no tokens. A `LayerCache` whose window is not full does not hold its size,
 which `like` then gives. In the 0.31 layout offsets are worked out from the keys; a
-`ChunkedKVCache` past its first chunk does not tell its own and is refused. An
+`ChunkedKVCache` past its first chunk does not hold its own and is refused. An
 `ArraysCache` has lost its lengths and left_padding there.
 """
 

@@ -126,7 +126,7 @@ class RingJournal(LiveJournal):
         self._writes.append(write)
 
     def noted(self) -> None:
-        """Tell the saved slots of the arrays that a single write has made."""
+        """Note with the saved slots which arrays a single write has made."""
         saved = _saved.get(self._cache)
         if saved is not None and self._writes[-1].overwritten is not None:
             saved.keys = weakref.ref(self._cache.keys)

@@ -33,7 +33,7 @@ class Place:
         mask: the ids that may come next, bool [ids], end-of-text ids included.
         may_end: whether the text may end here.
         goes_on: whether anything but the end may come next.
-        failure: why the constraint could not tell; nothing is allowed then.
+        failure: why the constraint does not know; nothing is allowed then.
     """
 
     state: ConstraintState

@@ -237,7 +237,7 @@ def test_nothing_is_held_when_requests_have_ended() -> None:
         assert rows_held(server.worker) == 0
 
 
-def test_what_the_engine_has_said_last_is_heard_when_it_is_gone() -> None:
+def test_the_last_event_of_an_engine_that_is_gone_is_read() -> None:
     """A stopping engine says why and ends: whoever looks at it first missed that."""
     job = jobs.Job(checked=Any, request=None, seconds=60)  # type: ignore[arg-type]
     job.put(ApiError(503, "The server is shutting down."))

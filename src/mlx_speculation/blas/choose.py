@@ -83,7 +83,7 @@ def use_blas(name: BlasName = "auto") -> BlasChoice:
             put in front before.
 
     Returns:
-        The BLAS in use and one line that tells which it is and why.
+        The BLAS in use and one line that says which it is and why.
 
     Raises:
         BlasError: It is not installed, or mlx is imported already.

@@ -46,7 +46,7 @@ _LOAD = Path("/proc/loadavg")
 
 @dataclass(frozen=True, slots=True)
 class ThreadPlan:
-    """What OpenBLAS is told when it is loaded.
+    """What OpenBLAS is given when it is loaded.
 
     Attributes:
         count: threads of a product; None: what the user's environment names.
@@ -60,9 +60,9 @@ class ThreadPlan:
     sleep_after: int | None = None
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that tell OpenBLAS so."""
-        told = {NUM_THREADS: self.count, TIMEOUT: self.sleep_after}
-        return {name: str(value) for name, value in told.items() if value is not None}
+        """Return the variables that OpenBLAS reads it from."""
+        given = {NUM_THREADS: self.count, TIMEOUT: self.sleep_after}
+        return {name: str(value) for name, value in given.items() if value is not None}
 
     def __str__(self) -> str:
         """Describe it in one line."""

@@ -221,7 +221,7 @@ class ChatHandler(APIHandler):
         self._headers_buffer: list[bytes] = []
 
     def cross_origin_headers(self) -> None:
-        """Add what tells a browser whose pages may read the answer."""
+        """Add the headers by which a browser lets pages read the answer."""
         if getattr(self, "headers", None) is not None:
             self._set_cors_headers()
 

@@ -81,7 +81,7 @@ def benchmark(
     plain = _plain(arms)
     screen.table(_table(arms, plain, f"{done} passes of {tokens} tokens"))
     same = all(arm.same for arm in arms)
-    screen.text(_verdict(arms, same) + "\n")
+    screen.text(_result(arms, same) + "\n")
     screen.object(
         command="benchmark",
         model=pair.model,
@@ -163,7 +163,7 @@ def _table(arms: Sequence[Arm], plain: Arm, title: str) -> Table:
     return table
 
 
-def _verdict(arms: Sequence[Arm], same: bool) -> str:
+def _result(arms: Sequence[Arm], same: bool) -> str:
     if not same:
         wrong = next(p for arm in arms for p in arm.partings if not p.near_tie)
         return f"A TEXT DIFFERS from plain decoding's: {wrong}"

@@ -60,7 +60,7 @@ def check(
 
     Drafts of the model's own text, with a wrong token in each, are verified at once and
     token by token. With --draft, texts with and without it are compared too. The last
-    line is the verdict; its status is 1 where something really differs.
+    line is the result; its status is 1 where something really differs.
     """
     screen = Screen(json=json)
     text = demo_prompts()[0].text if prompt is None else read_prompt(prompt)
@@ -90,11 +90,11 @@ def check(
     lines = [f"first: {judged.first}"] if judged.first is not None else []
     lines.append(f"rows: {judged}")
     lines += [] if compared is None else [f"text: {_described(compared)}"]
-    verdict = "the output is the same" if same else "IT DIFFERS"
+    result = "the output is the same" if same else "IT DIFFERS"
     if interrupted:
-        verdict += f", as far as was looked before Ctrl-C: at {len(found)} places"
-        verdict += "" if pair.draft is None else ", and not at the texts"
-    screen.text("\n".join([*lines, f"verdict: {verdict}"]) + "\n")
+        result += f", as far as was looked before Ctrl-C: at {len(found)} places"
+        result += "" if pair.draft is None else ", and not at the texts"
+    screen.text("\n".join([*lines, f"result: {result}"]) + "\n")
     screen.object(
         command="check",
         model=pair.model,
