@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-import typer
+from typing import Any, ClassVar
 
 from mlx_speculation.cli.inputs import parsed_json, sound_text
 from mlx_speculation.cli.options import TEMPLATE
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.option_fields import option
 
 Message = dict[str, str]
 
@@ -17,26 +16,17 @@ Message = dict[str, str]
 class TemplateOptions:
     """What a chat template is given."""
 
-    system_prompt: Annotated[
-        str | None,
-        typer.Option(rich_help_panel=TEMPLATE, help="System message."),
-    ] = None
-    ignore_chat_template: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-chat-template",
-            rich_help_panel=TEMPLATE,
-            help="Continue the raw prompt, even if the tokenizer has a chat template.",
-        ),
-    ] = False
-    chat_template_config: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=TEMPLATE,
-            help="JSON object of keyword arguments for the chat template, such as "
-            "'{\"enable_thinking\": false}'.",
-        ),
-    ] = None
+    panel: ClassVar[str] = TEMPLATE
+
+    system_prompt: str | None = option(None, "System message.")
+    ignore_chat_template: bool = option(
+        False, "Continue the raw prompt, even if the tokenizer has a chat template."
+    )
+    chat_template_config: str | None = option(
+        None,
+        "JSON object of keyword arguments for the chat template, such as "
+        "'{\"enable_thinking\": false}'.",
+    )
 
     def check(self) -> None:
         """Refuse what no template could take."""
@@ -50,10 +40,10 @@ class TemplateOptions:
             "--system-prompt": self.system_prompt,
             "--chat-template-config": self.chat_template_config,
         }
-        for option, value in needed.items():
+        for name, value in needed.items():
             if value is not None and not there:
                 raise InvalidRequestError(
-                    f"{option} is given, and no chat template is used: "
+                    f"{name} is given, and no chat template is used: "
                     + _why_none(tokenizer)
                 )
         return there

@@ -3,51 +3,39 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mlx_speculation.cli.inputs import check_input
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
     from mlx_speculation import SpeculativeGenerator
     from mlx_speculation.caches import LoadedCaches
-
-KV = "Key-value caches, as mlx-lm names it"
-
-
-def _option(help: str, low: int) -> Any:
-    return typer.Option(min=low, rich_help_panel=KV, help=help)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvOptions:
     """How the prompt is read, and how much of it is kept."""
 
-    max_kv_size: Annotated[
-        int | None, _option("Maximum number of positions in the target's caches.", 1)
-    ] = None
-    kv_bits: Annotated[
-        int | None, _option("Quantize the target's KV caches to this many bits.", 1)
-    ] = None
-    kv_group_size: Annotated[
-        int, _option("Group size of the quantized KV caches.", 1)
-    ] = 64
-    quantized_kv_start: Annotated[
-        int, _option("Quantize the KV caches from this position on.", 0)
-    ] = 5000
-    prefill_step_size: Annotated[
-        int, _option("Prompt tokens per prefill chunk.", 1)
-    ] = 2048
-    prompt_cache_file: Annotated[
-        Path | None,
-        typer.Option(
-            rich_help_panel=KV,
-            help="Continue from this file of mlx_lm.cache_prompt or save_caches; the "
-            "file is not changed.",
-        ),
-    ] = None
+    panel: ClassVar[str] = "Key-value caches, as mlx-lm names it"
+
+    max_kv_size: int | None = option(
+        None, "Maximum number of positions in the target's caches.", min=1
+    )
+    kv_bits: int | None = option(
+        None, "Quantize the target's KV caches to this many bits.", min=1
+    )
+    kv_group_size: int = option(64, "Group size of the quantized KV caches.", min=1)
+    quantized_kv_start: int = option(
+        5000, "Quantize the KV caches from this position on.", min=0
+    )
+    prefill_step_size: int = option(2048, "Prompt tokens per prefill chunk.", min=1)
+    prompt_cache_file: Path | None = option(
+        None,
+        "Continue from this file of mlx_lm.cache_prompt or save_caches; the file is "
+        "not changed.",
+    )
 
     def check(self) -> None:
         """Refuse a file that nobody could use, before anything is loaded."""

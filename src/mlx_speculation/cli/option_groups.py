@@ -1,9 +1,8 @@
 """Groups of options: a dataclass parameter of a command becomes one option a field.
 
 typer takes flat functions only. With this a command says `pair: PairOptions` and shares
-these options with the other commands. A field says its option in its annotation, or in
-its metadata where its module is not to know typer: the names, the help and the bounds,
-with the group's `panel`.
+these options with the other commands. A field is an `option`, or is annotated as typer
+wants it.
 """
 
 import inspect
@@ -41,10 +40,15 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def _names(field: "Field[Any]") -> tuple[str, ...]:
+    """Return the names of a field's option."""
+    given = field.metadata.get("option", {}).get("names")
+    return given or (f"--{field.name.replace('_', '-')}",)
+
+
 def _flat_name(field: "Field[Any]") -> str:
     """Return a name that no field of another group has: that of the option."""
-    names = field.metadata.get("names") or (field.name,)
-    return str(names[0]).removeprefix("--").replace("-", "_")
+    return _names(field)[0].removeprefix("--").replace("-", "_")
 
 
 def _parameters(group: Any) -> list[Parameter]:
@@ -52,10 +56,11 @@ def _parameters(group: Any) -> list[Parameter]:
     hints = get_type_hints(group, include_extras=True)
     found = []
     for field in fields(group):
-        hint, option = hints[field.name], dict(field.metadata)
+        hint, option = hints[field.name], {**field.metadata.get("option", {})}
         if option:
-            names = option.pop("names")
-            made = typer.Option(*names, rich_help_panel=group.panel, **option)
+            del option["names"]
+            panel = option.pop("panel") or getattr(group, "panel", None)
+            made = typer.Option(*_names(field), rich_help_panel=panel, **option)
             hint = Annotated[hint, made]
         default = Parameter.empty if field.default is MISSING else field.default
         name, kind = _flat_name(field), Parameter.KEYWORD_ONLY

@@ -7,15 +7,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from mlx_speculation.errors import InvalidRequestError
-
-
-def _option(default: Any, help: str, *names: str, **bounds: float) -> Any:
-    """Return a field with what the command line needs: `typer.Option`'s arguments."""
-    return field(default=default, metadata={"names": names, "help": help, **bounds})
+from mlx_speculation.option_fields import option
 
 
 def _limit(default: float, help: str, name: str, least: float) -> Any:
-    return _option(default, help, f"--max-{name}", min=least)
+    return option(default, help, f"--max-{name}", min=least)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +55,7 @@ class Limits:
     def __post_init__(self) -> None:
         """Refuse limits that let nothing through."""
         for each in fields(self):
-            least, value = each.metadata["min"], getattr(self, each.name)
+            least, value = each.metadata["option"]["min"], getattr(self, each.name)
             if not least <= value < float("inf"):
                 raise InvalidRequestError(
                     f"The limit {each.name} is {value!r}, and a finite number of at "
@@ -73,13 +69,13 @@ class Defaults:
 
     panel: ClassVar[str] = "Defaults of request fields"
 
-    max_tokens: int = _option(
+    max_tokens: int = option(
         512, "Maximum number of tokens.", "--max-tokens", "-m", min=1
     )
-    temperature: float = _option(0.0, "0: greedy.", "--temperature", "--temp", min=0)
-    top_p: float = _option(1.0, "1: off.", min=0, max=1)
-    top_k: int = _option(0, "0: off.", min=0)
-    min_p: float = _option(0.0, "0: off.", min=0, max=1)
+    temperature: float = option(0.0, "0: greedy.", "--temperature", "--temp", min=0)
+    top_p: float = option(1.0, "1: off.", min=0, max=1)
+    top_k: int = option(0, "0: off.", min=0)
+    min_p: float = option(0.0, "0: off.", min=0, max=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

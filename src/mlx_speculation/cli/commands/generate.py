@@ -27,6 +27,7 @@ from mlx_speculation.cli.options import (
 from mlx_speculation.cli.run_app import INTERRUPTED
 from mlx_speculation.cli.stream_view import PromptBar, show, summary
 from mlx_speculation.environment import versions
+from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
     from mlx_speculation import Constraint, SpeculativeGenerator
@@ -49,18 +50,15 @@ Prompt = Annotated[
 class OutputOptions:
     """What becomes of the text."""
 
-    json_schema: Annotated[
-        Path | None,
-        typer.Option(help="File with a JSON schema that the text must match."),
-    ] = None
-    html: Annotated[
-        Path | None,
-        typer.Option(help="Write an HTML page that shows the origin of each token."),
-    ] = None
-    colour: Annotated[
-        bool,
-        typer.Option("--colour", "--color", help="Show accepted tokens in green."),
-    ] = False
+    json_schema: Path | None = option(
+        None, "File with a JSON schema that the text must match."
+    )
+    html: Path | None = option(
+        None, "Write an HTML page that shows the origin of each token."
+    )
+    colour: bool = option(
+        False, "Show accepted tokens in green.", "--colour", "--color"
+    )
 
     def check(self) -> Any:
         """Return the schema, if there is one, once all files are seen to be usable."""

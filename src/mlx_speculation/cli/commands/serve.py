@@ -7,7 +7,7 @@ import signal
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
@@ -17,41 +17,38 @@ from mlx_speculation.cli.load_pair import begin, open_pair, prefix_cache
 from mlx_speculation.cli.options import PairOptions
 from mlx_speculation.cli.run_app import note
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.option_fields import option
 from mlx_speculation.server.config import Defaults, Limits, Settings
 
 if TYPE_CHECKING:
     from mlx_speculation import PrefixCache, SpeculativeGenerator
     from mlx_speculation.server import Server
 
-ACCESS = "Address and access"
 KEY = "MLX_SPECULATION_API_KEY"
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
-
-
-def _access(help: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, rich_help_panel=ACCESS, help=help, **more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessOptions:
     """Address, API key and allowed origins."""
 
-    host: Annotated[
-        str, _access("Address to listen on; 0.0.0.0 accepts other machines.")
-    ] = "127.0.0.1"
-    port: Annotated[int, _access("Port; 0: any free one.", min=0, max=65535)] = 8080
-    api_key: Annotated[
-        str | None,
-        _access(
-            "API key that clients must send; better set in the environment.", envvar=KEY
-        ),
-    ] = None
-    allowed_origins: Annotated[
-        str, _access("Allowed web origins, separated by commas; *: all.")
-    ] = ""
-    model_name: Annotated[
-        str | None, _access("Model name in requests. Default: the folder's name.")
-    ] = None
+    panel: ClassVar[str] = "Address and access"
+
+    host: str = option(
+        "127.0.0.1", "Address to listen on; 0.0.0.0 accepts other machines."
+    )
+    port: int = option(8080, "Port; 0: any free one.", min=0, max=65535)
+    api_key: str | None = option(
+        None,
+        "API key that clients must send; better set in the environment.",
+        envvar=KEY,
+    )
+    allowed_origins: str = option(
+        "", "Allowed web origins, separated by commas; *: all."
+    )
+    model_name: str | None = option(
+        None, "Model name in requests. Default: the folder's name."
+    )
 
     def warn(self) -> None:
         """Say so where anybody may ask."""
