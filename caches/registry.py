@@ -95,20 +95,11 @@ def open_journals(
     """Return a journal for each of the leaves that `check_supported` has passed."""
     if not isolated and steps is None:  # a plain step: every call in it counts
         return [JOURNALS[type(leaf)](leaf, whole) for leaf in found]
-    return [
-        open_journal(leaf, whole=whole, isolated=isolated, steps=steps)
-        for leaf in found
-    ]
+    return [_opened(leaf, whole, isolated, steps) for leaf in found]
 
 
-def open_journal(
-    leaf: Any,
-    *,
-    whole: bool,
-    isolated: bool = False,
-    steps: KeySteps | None = None,
-) -> Journal:
-    """Return a journal for a leaf that `check_supported` has passed."""
+def _opened(leaf: Any, whole: bool, isolated: bool, steps: KeySteps | None) -> Journal:
+    """Return a journal of a twin, or one that shows whole steps where it can."""
     if steps is not None and native_type(leaf) is KVCache:
         return KVJournal(leaf, whole, steps)
     if steps is not None and type(leaf) is SlidingKVCache:

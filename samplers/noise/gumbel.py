@@ -41,6 +41,11 @@ def _gumbel(width: int) -> Callable[[mx.array], mx.array]:
     return mx.vmap(lambda key: mx.random.gumbel((width,), mx.float32, key=key))
 
 
+def gumbel_of(keys: mx.array, width: int) -> mx.array:
+    """Return noise over all token ids by key: uint32 [rows, 2] to [rows, width]."""
+    return _gumbel(width)(keys)
+
+
 def gumbel(key: mx.array, positions: mx.array, width: int) -> mx.array:
     """Return the noise of each position over all token ids.
 
@@ -52,7 +57,7 @@ def gumbel(key: mx.array, positions: mx.array, width: int) -> mx.array:
     Returns:
         float32 [rows, width].
     """
-    return _gumbel(width)(position_keys(key, positions))
+    return gumbel_of(position_keys(key, positions), width)
 
 
 def position_keys(key: mx.array, positions: mx.array) -> mx.array:

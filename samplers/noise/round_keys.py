@@ -13,7 +13,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from mlx_speculation.samplers.noise.gumbel import gumbel
+from mlx_speculation.samplers.noise.gumbel import gumbel_of
 
 # Purposes, for `noise.stream_key`; noise.CHOICE is 1.
 COIN = 2  # acceptance
@@ -57,5 +57,4 @@ def gumbel_rows(keys: mx.array, width: int) -> mx.array:
     Returns:
         float32 [rows, width].
     """
-    nothing_more = mx.zeros(keys.shape[0], dtype=mx.uint32)  # the position is in it
-    return gumbel(keys, nothing_more, width)
+    return gumbel_of(keys, width)

@@ -55,23 +55,20 @@ class Fields:
 
     def text(self, name: str, default: str | None = None) -> str | None:
         """Return a text."""
-        value = self.take(name, default)
-        if value is not None and not isinstance(value, str):
-            raise self.wrong(name, value, "a text")
-        return value
+        return self._of_kind(name, str, "a text", default)
 
     def object(self, name: str) -> dict[str, Any] | None:
         """Return an object."""
-        value = self.take(name)
-        if value is not None and not isinstance(value, dict):
-            raise self.wrong(name, value, "an object")
-        return value
+        return self._of_kind(name, dict, "an object")
 
     def list(self, name: str) -> list[Any] | None:
         """Return a list."""
-        value = self.take(name)
-        if value is not None and not isinstance(value, list):
-            raise self.wrong(name, value, "a list")
+        return self._of_kind(name, list, "a list")
+
+    def _of_kind(self, name: str, kind: type, needed: str, default: Any = None) -> Any:
+        value = self.take(name, default)
+        if value is not None and not isinstance(value, kind):
+            raise self.wrong(name, value, needed)
         return value
 
     def without_effect(self, *names: str) -> None:
