@@ -25,27 +25,20 @@ MEMBERS = "CacheList"
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of cache.
-
-    Attributes:
-        cls: the class.
-        numbers: its fields that are whole numbers or truth values.
-        arrays: its fields that are arrays, sequences of arrays or None.
-        check: refuses fields that do not fit each other; cuts unused rows off.
-        settings: numbers that one cache has for life.
-        unsaved: numbers that mlx-lm 0.32's `state` lacks; the others follow the arrays
-            there, and 0.31's has the arrays alone.
-        pending: fields that are None unless it is between `prepare` and `finalize`.
-        sequences: which of its arrays are sequences, and how many items they have.
-    """
+    """One kind of cache."""
 
     cls: type
-    numbers: tuple[str, ...]
-    arrays: tuple[str, ...]
+    numbers: tuple[str, ...]  # its fields that are whole numbers or truth values
+    arrays: tuple[str, ...]  # its fields that are arrays, sequences of arrays or None
+    # Refuses fields that do not fit each other; cuts unused rows off.
     check: Callable[[Leaf], Leaf]
-    settings: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()  # numbers that one cache has for life
+    # Numbers that mlx-lm 0.32's `state` lacks; the others follow the arrays there, and
+    # 0.31's has the arrays alone.
     unsaved: tuple[str, ...] = ()
+    # Fields that are None unless it is between `prepare` and `finalize`.
     pending: tuple[str, ...] = ()
+    # Which of its arrays are sequences, and how many items they have.
     sequences: dict[str, int] = field(default_factory=dict)
 
     @property

@@ -62,20 +62,15 @@ _saved: "weakref.WeakKeyDictionary[Any, SavedSlots]" = weakref.WeakKeyDictionary
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One write and the cache before it.
+    """One write and the cache before it."""
 
-    Attributes:
-        width: positions written.
-        rows: keys and values, where the journal needs them to keep a part.
-        fields: what a write replaces, besides the arrays.
-        arrays: keys and values, where the write makes new ones.
-        overwritten: a slot, and where its position is saved.
-    """
-
-    width: int
+    width: int  # positions written
+    # Keys and values, where the journal needs them to keep a part.
     rows: tuple[mx.array, mx.array] | None
-    fields: dict[str, Any]
+    fields: dict[str, Any]  # what a write replaces, besides the arrays
+    # Keys and values, where the write makes new ones.
     arrays: tuple[mx.array | None, mx.array | None] | None
+    # A slot, and where its position is saved.
     overwritten: tuple[int, SavedSlots] | None
 
 

@@ -47,15 +47,11 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """How one kind is held.
+    """How one kind is held."""
 
-    Attributes:
-        settings: the fields in which the source and the target must agree.
-        state: returns the fields of a whole state, not copied; None: the kind is held
-            as rows.
-    """
-
+    # The fields in which the source and the target must agree.
     settings: Callable[[Any], tuple[Any, ...]]
+    # Returns the fields of a whole state, not copied; None: the kind is held as rows.
     state: Callable[[Any], Fields] | None = None
 
     @property

@@ -37,22 +37,15 @@ from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldLeaf:
-    """What a snapshot holds of one leaf.
+    """What a snapshot holds of one leaf."""
 
-    Attributes:
-        place: where the leaf stands, such as `2` or `2.0`.
-        kind: mlx-lm's class of it.
-        settings: what a target must have in common with it.
-        rows: the ranges of its rows, in order. None in a layer that the model does
-            not use, and in kinds that are held whole.
-        state: the fields of a whole state, if there is one.
-    """
-
-    place: str
-    kind: type
-    settings: tuple[Any, ...]
+    place: str  # where the leaf stands, such as `2` or `2.0`
+    kind: type  # mlx-lm's class of it
+    settings: tuple[Any, ...]  # what a target must have in common with it
+    # The ranges of its rows, in order. None in a layer that the model does not use, and
+    # in kinds that are held whole.
     rows: tuple[Rows, ...] = ()
-    state: Fields | None = None
+    state: Fields | None = None  # the fields of a whole state, if there is one
 
     @property
     def whole(self) -> bool:

@@ -26,33 +26,23 @@ from mlx_speculation.errors import InvalidRequestError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RuleOutcome:
-    """What a rule decided.
+    """What a rule decided."""
 
-    Attributes:
-        accepted: how many drafted tokens are accepted, int32 [...].
-        next_probs: the distribution of the token after them, [..., vocab]: of the
-            correction, or of the bonus.
-        acceptance: what each coin was compared with, [..., k].
-    """
-
-    accepted: mx.array
+    accepted: mx.array  # how many drafted tokens are accepted, int32 [...]
+    # The distribution of the token after them, [..., vocab]: of the correction, or of
+    # the bonus.
     next_probs: mx.array
-    acceptance: mx.array
+    acceptance: mx.array  # what each coin was compared with, [..., k]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Odds:
-    """How a rule accepts k drafted tokens, and what it takes off the target's rows.
+    """How a rule accepts k drafted tokens, and what it takes off the target's rows."""
 
-    Attributes:
-        part: [..., k]; a coin passes below `quotient(part, whole)`.
-        whole: [..., k].
-        shares: [..., k + 1], what each row of the target is multiplied with before the
-            draft's is subtracted.
-    """
-
-    part: mx.array
-    whole: mx.array
+    part: mx.array  # [..., k]; a coin passes below `quotient(part, whole)`
+    whole: mx.array  # [..., k]
+    # [..., k + 1], what each row of the target is multiplied with before the draft's is
+    # subtracted.
     shares: mx.array
 
 

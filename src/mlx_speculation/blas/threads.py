@@ -46,17 +46,12 @@ _LOAD = Path("/proc/loadavg")
 
 @dataclass(frozen=True, slots=True)
 class ThreadPlan:
-    """What OpenBLAS is given when it is loaded.
+    """What OpenBLAS is given when it is loaded."""
 
-    Attributes:
-        count: threads of a product; None: what the user's environment names.
-        why: one line for people.
-        sleep_after: 2 to this power are the clock ticks after which an idle thread
-            sleeps; None: OpenBLAS's own, or the user's.
-    """
-
-    count: int | None
-    why: str
+    count: int | None  # threads of a product; None: what the user's environment names
+    why: str  # one line for people
+    # 2 to this power are the clock ticks after which an idle thread sleeps; None:
+    # OpenBLAS's own, or the user's.
     sleep_after: int | None = None
 
     def environment(self) -> dict[str, str]:

@@ -30,62 +30,43 @@ OPTIONAL = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What an installation is.
+    """What an installation is."""
 
-    Attributes:
-        python: its version.
-        system: "linux" or "darwin", as sys.platform says.
-        packages: versions by name; None where one is not installed.
-        requirements: what this package asks for, as its metadata says.
-        mlx_error: why mlx cannot be imported, or None.
-        backend: what mlx computes on: "metal", "cuda", "cpu"; None without mlx.
-        gpus: how many NVIDIA GPUs the machine shows.
-        blas: what multiplies float32 on the CPU in commands, in a few words.
-        openblas: whether that is OpenBLAS.
-        threads: how many OpenBLAS was given, and why; None: not by this package.
-        program_blas: what a Python program has that imports this package before mlx;
-            None: nothing is chosen on this machine.
-        late_program_blas: the same where it imports mlx first.
-        kernels: of OpenBLAS, better ones than those in use; None: there are none.
-        cores: how many this process may use, by its affinity and its quota of time.
-        environment: variables that matter.
-        cache_folder: where measured costs are kept; None: nowhere.
-        cache_writable: whether it can be written.
-    """
-
-    python: tuple[int, int, int]
-    system: str
+    python: tuple[int, int, int]  # its version
+    system: str  # "linux" or "darwin", as sys.platform says
+    # Versions by name; None where one is not installed.
     packages: Mapping[str, str | None]
-    requirements: Sequence[str]
-    mlx_error: str | None = None
+    requirements: Sequence[str]  # what this package asks for, as its metadata says
+    mlx_error: str | None = None  # why mlx cannot be imported, or None
+    # What mlx computes on: "metal", "cuda", "cpu"; None without mlx.
     backend: str | None = None
-    gpus: int = 0
-    blas: str = ""
-    openblas: bool = False
+    gpus: int = 0  # how many NVIDIA GPUs the machine shows
+    blas: str = ""  # what multiplies float32 on the CPU in commands, in a few words
+    openblas: bool = False  # whether that is OpenBLAS
+    # How many OpenBLAS was given, and why; None: not by this package.
     threads: str | None = None
+    # What a Python program has that imports this package before mlx; None: nothing is
+    # chosen on this machine.
     program_blas: str | None = None
-    late_program_blas: str | None = None
+    late_program_blas: str | None = None  # the same where it imports mlx first
+    # Of OpenBLAS, better ones than those in use; None: there are none.
     kernels: str | None = None
+    # How many this process may use, by its affinity and its quota of time.
     cores: int | None = None
-    environment: Mapping[str, str]
-    cache_folder: str | None = None
-    cache_writable: bool = True
+    environment: Mapping[str, str]  # variables that matter
+    cache_folder: str | None = None  # where measured costs are kept; None: nowhere
+    cache_writable: bool = True  # whether it can be written
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One thing to do.
+    """One thing to do."""
 
-    Attributes:
-        level: "wrong" if something does not work, "slow" if it could be faster, "note"
-            for what is missing and not needed.
-        found: what is so.
-        action: what to do about it.
-    """
-
+    # "wrong" if something does not work, "slow" if it could be faster, "note" for what
+    # is missing and not needed.
     level: Level
-    found: str
-    action: str
+    found: str  # what is so
+    action: str  # what to do about it
 
 
 def advice(facts: Facts) -> list[Advice]:

@@ -36,20 +36,13 @@ class Spread:
 
 @dataclass(slots=True)
 class Arm:
-    """One way to decode, and what it took.
+    """One way to decode, and what it took."""
 
-    Attributes:
-        name: in the table.
-        length: tokens drafted in a round; 0: plain, None: adaptive.
-        speeds: tokens per second of each pass.
-        totals: its counts over all passes; None for mlx-lm's.
-        partings: where its texts part from plain decoding's.
-    """
-
-    name: str
-    length: int | None
-    speeds: list[float] = field(default_factory=list)
-    totals: "Statistics | None" = None
+    name: str  # in the table
+    length: int | None  # tokens drafted in a round; 0: plain, None: adaptive
+    speeds: list[float] = field(default_factory=list)  # tokens per second of each pass
+    totals: "Statistics | None" = None  # its counts over all passes; None for mlx-lm's
+    # Where its texts part from plain decoding's.
     partings: "list[Parting]" = field(default_factory=list)
 
     @property
@@ -82,17 +75,11 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One prompt, continued with and without a draft.
+    """One prompt, continued with and without a draft."""
 
-    Attributes:
-        plain: by single rows.
-        drafted: with drafts.
-        parting: where the texts part, if they do.
-    """
-
-    plain: "Result"
-    drafted: "Result"
-    parting: "Parting | None"
+    plain: "Result"  # by single rows
+    drafted: "Result"  # with drafts
+    parting: "Parting | None"  # where the texts part, if they do
 
     @property
     def same(self) -> bool:

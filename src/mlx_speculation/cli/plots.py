@@ -33,38 +33,25 @@ _OTHERS = ((0, (1, 1.5)), (0, (6, 1.5, 1, 1.5)), (0, (10, 3)), (0, (4, 1, 1, 1, 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One drafter on one group of prompts.
+    """One drafter on one group of prompts."""
 
-    Attributes:
-        name: in the legend; the same drafter has one colour in all panels.
-        measured: tokens per second by fixed draft length, in order.
-        predicted: tokens per second by draft length.
-        adaptive: tokens per second at the adaptive draft length; None: not measured.
-        accepted: the share of drafts in which position i was accepted, from 0 to 1.
-    """
-
-    name: str
-    measured: Mapping[int, Spread]
-    predicted: Mapping[int, float]
+    name: str  # in the legend; the same drafter has one colour in all panels
+    measured: Mapping[int, Spread]  # tokens per second by fixed draft length, in order
+    predicted: Mapping[int, float]  # tokens per second by draft length
+    # Tokens per second at the adaptive draft length; None: not measured.
     adaptive: float | None
+    # The share of drafts in which position i was accepted, from 0 to 1.
     accepted: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One group of prompts at one temperature.
+    """One group of prompts at one temperature."""
 
-    Attributes:
-        title: above it.
-        plain: tokens per second of plain decoding.
-        curves: one for each drafter.
-        others: tokens per second of other programs, by name.
-    """
-
-    title: str
-    plain: float
-    curves: Sequence[Curve]
-    others: Mapping[str, float]
+    title: str  # above it
+    plain: float  # tokens per second of plain decoding
+    curves: Sequence[Curve]  # one for each drafter
+    others: Mapping[str, float]  # tokens per second of other programs, by name
 
 
 def check_plot(path: str | Path) -> None:

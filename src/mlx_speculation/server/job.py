@@ -31,30 +31,19 @@ class ClientLeftError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A token id, and how probable it was.
+    """A token id, and how probable it was."""
 
-    Attributes:
-        id: the token.
-        text: of it alone.
-        value: the natural logarithm of its probability.
-    """
-
-    id: int
-    text: str
-    value: float
+    id: int  # the token
+    text: str  # of it alone
+    value: float  # the natural logarithm of its probability
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token of an answer.
+    """A token of an answer."""
 
-    Attributes:
-        alternative: the token that was chosen.
-        top: the most probable ones.
-    """
-
-    alternative: Alternative
-    top: tuple[Alternative, ...]
+    alternative: Alternative  # the token that was chosen
+    top: tuple[Alternative, ...]  # the most probable ones
 
     @property
     def text(self) -> str:
@@ -64,19 +53,12 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one round has added to a text.
+    """What one round has added to a text."""
 
-    Attributes:
-        text: may be empty.
-        token: the last id.
-        tokens: all of them, if their probabilities were asked for.
-        result: the text as a whole, in the last piece.
-    """
-
-    text: str
-    token: int
-    tokens: tuple[Token, ...] = ()
-    result: "Result | None" = None
+    text: str  # may be empty
+    token: int  # the last id
+    tokens: tuple[Token, ...] = ()  # all of them, if their probabilities were asked for
+    result: "Result | None" = None  # the text as a whole, in the last piece
 
 
 @dataclass(frozen=True, slots=True)

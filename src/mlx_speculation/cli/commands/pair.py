@@ -30,17 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """One draft that a folder may offer.
+    """One draft that a folder may offer."""
 
-    Attributes:
-        draft: what to pass as --draft.
-        usable: whether it can be used.
-        detail: what it is, or why not.
-    """
-
-    draft: str
-    usable: bool
-    detail: str
+    draft: str  # what to pass as --draft
+    usable: bool  # whether it can be used
+    detail: str  # what it is, or why not
 
 
 def pair(

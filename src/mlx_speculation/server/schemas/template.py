@@ -31,15 +31,10 @@ class TemplateLostError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ChildProcess:
-    """A child that waits for its schema.
+    """A child that waits for its schema."""
 
-    Attributes:
-        channel: to it.
-        process: its id.
-    """
-
-    channel: Connection
-    process: int
+    channel: Connection  # to it
+    process: int  # its id
 
 
 class Template:
