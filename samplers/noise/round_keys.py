@@ -48,13 +48,5 @@ def coins(keys: mx.array) -> mx.array:
 
 
 def gumbel_rows(keys: mx.array, width: int) -> mx.array:
-    """Return Gumbel noise over all token ids per key.
-
-    Args:
-        keys: uint32 [rows, 2], from `round_keys`.
-        width: the number of token ids, the same for every draw of a sequence.
-
-    Returns:
-        float32 [rows, width].
-    """
+    """Return Gumbel noise over all token ids per key of `round_keys`, [rows, width]."""
     return gumbel_of(keys, width)

@@ -81,16 +81,7 @@ def draft_distributions(
 ) -> mx.array:
     """Return the draft's distributions, one-hot for tokens chosen without chance.
 
-    Args:
-        target_probs: [..., k + 1, vocab].
-        draft_probs: [..., k, vocab], or None.
-        drafted: integer [..., k].
-
-    Returns:
-        [..., k, vocab].
-
-    Raises:
-        InvalidRequestError: the shapes do not fit.
+    Shapes are those of `judged`; those that do not fit are refused.
     """
     batch, k = drafted.shape[:-1], drafted.shape[-1]
     vocab = target_probs.shape[-1]
@@ -105,12 +96,7 @@ def draft_distributions(
 def token_probs(probs: mx.array, tokens: mx.array) -> mx.array:
     """Return the probability of one token per row; 0 for an id that no row has.
 
-    Args:
-        probs: [..., k, vocab].
-        tokens: integer [..., k].
-
-    Returns:
-        [..., k].
+    [..., k, vocab] and integer [..., k] to [..., k].
     """
     known = tokens.astype(mx.uint32) < probs.shape[-1]  # -1 becomes a large number
     ids = mx.where(known, tokens, 0)[..., None]
@@ -145,14 +131,7 @@ def residual(target_row: mx.array, draft_row: mx.array, share: mx.array) -> mx.a
     """Return the normalized positive part of `share * target_row - draft_row`.
 
     Where nothing is left, which only rounding can bring about, it is the target's row.
-
-    Args:
-        target_row: [..., vocab].
-        draft_row: [..., vocab].
-        share: [...].
-
-    Returns:
-        [..., vocab].
+    [..., vocab] twice and [...] to [..., vocab].
     """
     left = mx.maximum(share[..., None] * target_row - draft_row, 0)
     mass = left.sum(axis=-1, keepdims=True)
@@ -187,14 +166,8 @@ def draw(probs: mx.array, noise: mx.array) -> mx.array:
     """Draw one token per row: the largest of log-probability plus Gumbel noise.
 
     It is what keyed choice does with its noise. A token without probability is never
-    drawn. Rows need not be normalized.
-
-    Args:
-        probs: [..., vocab].
-        noise: float32 [..., vocab], drawn for this end alone.
-
-    Returns:
-        uint32 [...].
+    drawn. Rows need not be normalized. [..., vocab] twice to uint32 [...]; the noise is
+    drawn for this end alone.
     """
     scores = mx.log(probs) + noise
     return mx.argmax(mx.where(probs > 0, scores, -mx.inf), axis=-1)
