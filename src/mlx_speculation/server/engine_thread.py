@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_speculation.engine import SpeculativeGenerator
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.server.api_errors import ApiError, invalid
+from mlx_speculation.server.api_errors import ApiError, invalid, unavailable
 from mlx_speculation.server.batch_runner import Rows, logged_api_error
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Job
@@ -85,7 +85,7 @@ class Worker(EngineThread):
         with self._lock:
             if not self.ready:
                 why = self._closed or "The engine is not there."
-                raise ApiError(503, why, code="unavailable", retry=True)
+                raise unavailable(why)
             if self._taken >= most:
                 raise ApiError(
                     429,
@@ -109,7 +109,7 @@ class Worker(EngineThread):
         """Raise where nobody would answer any more."""
         if not self.alive or self._left_behind:
             why = self._closed or "The engine has failed."
-            raise ApiError(503, why, code="unavailable")
+            raise unavailable(why, retry=None)
 
     def end(self, seconds: float) -> bool:
         """Ask the thread to end, and return whether it has."""
@@ -217,7 +217,7 @@ class Worker(EngineThread):
     def _leave(self) -> None:
         """End all rows, and let go of what this thread has made."""
         self._closed = self._closed or "The engine has failed."
-        end = ApiError(503, self._closed, code="unavailable", retry=True)
+        end = unavailable(self._closed)
         while not self._arrived.empty():
             self._arrived.get().put(end)
         for rows in self._rows.values():
