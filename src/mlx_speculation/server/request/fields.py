@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from mlx_speculation.server.api_errors import ApiError, invalid
+
+T = TypeVar("T")
 
 
 class Fields:
@@ -65,8 +67,10 @@ class Fields:
         """Return a list."""
         return self._of_kind(name, list, "a list")
 
-    def _of_kind(self, name: str, kind: type, needed: str, default: Any = None) -> Any:
-        value = self.take(name, default)
+    def _of_kind(
+        self, name: str, kind: type[T], needed: str, default: T | None = None
+    ) -> T | None:
+        value: T | None = self.take(name, default)
         if value is not None and not isinstance(value, kind):
             raise self.wrong(name, value, needed)
         return value
