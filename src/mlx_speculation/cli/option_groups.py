@@ -1,8 +1,8 @@
-"""Groups of options: a dataclass parameter of a command becomes one option a field.
+"""Options of commands, and groups of them: a dataclass is one option a field.
 
 typer takes flat functions only. With this a command says `pair: PairOptions` and shares
-these options with the other commands. A field is an `option`, or is annotated as typer
-wants it.
+these options with the other commands. A field or a parameter is an `option`, or is
+annotated as typer wants it.
 """
 
 import inspect
@@ -22,14 +22,18 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     flat: list[Parameter] = []
     for parameter in given:
         if is_dataclass(parameter.annotation):
-            groups[parameter.name] = parameter.annotation
-            flat += _parameters(parameter.annotation)
+            group = groups[parameter.name] = parameter.annotation
+            hints = get_type_hints(group, include_extras=True)
+            flat += [_parameter(x.name, hints[x.name], x, group) for x in fields(group)]
+        elif isinstance(parameter.default, Field):
+            name, hint = parameter.name, parameter.annotation
+            flat.append(_parameter(name, hint, parameter.default, None, name=name))
         else:
             flat.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
 
     def run(**values: Any) -> None:
         for name, group in groups.items():
-            own = {field.name: values.pop(_flat_name(field)) for field in fields(group)}
+            own = {x.name: values.pop(_flat_name(x.name, x)) for x in fields(group)}
             values[name] = group(**own)
         command(**values)
 
@@ -40,29 +44,31 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _names(field: "Field[Any]") -> tuple[str, ...]:
-    """Return the names of a field's option."""
-    given = field.metadata.get("option", {}).get("names")
-    return given or (f"--{field.name.replace('_', '-')}",)
+def _parameter(
+    own: str, hint: Any, field: "Field[Any]", group: Any, *, name: str | None = None
+) -> Parameter:
+    """Return a field as a parameter; one of a group has its option's name."""
+    option = {**field.metadata.get("option", {})}
+    if option:
+        del option["names"]
+        panel = option.pop("panel") or getattr(group, "panel", None)
+        made = typer.Option(*_names(own, field), rich_help_panel=panel, **option)
+        hint = Annotated[hint, made]
+    return Parameter(
+        name or _flat_name(own, field),
+        Parameter.KEYWORD_ONLY,
+        default=Parameter.empty if field.default is MISSING else field.default,
+        annotation=hint,
+    )
 
 
-def _flat_name(field: "Field[Any]") -> str:
+def _names(own: str, field: "Field[Any]") -> tuple[str, ...]:
+    """Return the names of an option; by default that of its field or parameter."""
+    return field.metadata.get("option", {}).get("names") or (
+        f"--{own.replace('_', '-')}",
+    )
+
+
+def _flat_name(own: str, field: "Field[Any]") -> str:
     """Return a name that no field of another group has: that of the option."""
-    return _names(field)[0].removeprefix("--").replace("-", "_")
-
-
-def _parameters(group: Any) -> list[Parameter]:
-    """Return a group's fields as parameters."""
-    hints = get_type_hints(group, include_extras=True)
-    found = []
-    for field in fields(group):
-        hint, option = hints[field.name], {**field.metadata.get("option", {})}
-        if option:
-            del option["names"]
-            panel = option.pop("panel") or getattr(group, "panel", None)
-            made = typer.Option(*_names(field), rich_help_panel=panel, **option)
-            hint = Annotated[hint, made]
-        default = Parameter.empty if field.default is MISSING else field.default
-        name, kind = _flat_name(field), Parameter.KEYWORD_ONLY
-        found.append(Parameter(name, kind, default=default, annotation=hint))
-    return found
+    return _names(own, field)[0].removeprefix("--").replace("-", "_")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.table import Table
@@ -18,6 +18,7 @@ from mlx_speculation.cli.run_app import FAILED, INTERRUPTED
 from mlx_speculation.demo import one_prompt_per_group
 from mlx_speculation.environment import machine, versions
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
     from mlx_speculation.cli.plots import Panel
@@ -27,25 +28,15 @@ if TYPE_CHECKING:
 def benchmark(
     pair: PairOptions,
     sampling: SamplingOptions,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--prompt", "-p", help="Prompt. Repeatable. Default: three bundled ones."
-        ),
-    ] = None,
-    tokens: Annotated[
-        int, typer.Option("--max-tokens", "-m", min=2, help="Tokens per run.")
-    ] = 128,
-    passes: Annotated[
-        int, typer.Option(min=1, help="Number of passes; each takes the next prompt.")
-    ] = 5,
-    compare_length: Annotated[
-        list[int] | None,
-        typer.Option(min=1, max=64, help="Also measure this draft length. Repeatable."),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Save a plot of the results to this file.")
-    ] = None,
+    prompt: list[str] | None = option(
+        None, "Prompt. Repeatable. Default: three bundled ones.", "--prompt", "-p"
+    ),
+    tokens: int = option(128, "Tokens per run.", "--max-tokens", "-m", min=2),
+    passes: int = option(5, "Number of passes; each takes the next prompt.", min=1),
+    compare_length: list[int] | None = option(
+        None, "Also measure this draft length. Repeatable.", min=1, max=64
+    ),
+    plot: Path | None = option(None, "Save a plot of the results to this file."),
     json: Json = False,
 ) -> None:
     """Measure what a draft gains over plain decoding, for a pair of your own.

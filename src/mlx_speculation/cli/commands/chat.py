@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -15,6 +15,7 @@ from mlx_speculation.cli.options import EndOptions, Json, PairOptions, SamplingO
 from mlx_speculation.cli.run_app import INTERRUPTED, note
 from mlx_speculation.cli.stream_view import PromptBar, show
 from mlx_speculation.environment import versions
+from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
     from mlx_speculation import SpeculativeGenerator
@@ -28,18 +29,12 @@ def chat(
     template: TemplateOptions,
     sampling: SamplingOptions,
     end: EndOptions,
-    colour: Annotated[
-        bool,
-        typer.Option("--colour", "--color", help="Show accepted tokens in green."),
-    ] = False,
-    cache_gigabytes: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            max=1e6,
-            help="Size of the prefix cache kept between turns; 0: off.",
-        ),
-    ] = 8.0,
+    colour: bool = option(
+        False, "Show accepted tokens in green.", "--colour", "--color"
+    ),
+    cache_gigabytes: float = option(
+        8.0, "Size of the prefix cache kept between turns; 0: off.", min=0.0, max=1e6
+    ),
     json: Json = False,
 ) -> None:
     """Talk with a model; a line is a message. Caches are kept between turns."""

@@ -1,7 +1,7 @@
 """`check`: whether a draft leaves the text of a model as it is, on this machine."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.table import Table
@@ -16,6 +16,7 @@ from mlx_speculation.cli.run_app import FAILED, INTERRUPTED
 from mlx_speculation.demo import demo_prompts
 from mlx_speculation.environment import machine, versions
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
     from mlx_speculation import SpeculativeGenerator
@@ -28,32 +29,21 @@ USUAL_LENGTH = 4  # an adaptive one might be 0, and nothing be compared
 def check(
     pair: PairOptions,
     sampling: SamplingOptions,
-    prompt: Annotated[
-        str | None,
-        typer.Option(
-            "--prompt",
-            "-p",
-            help="Prompt; '-' reads standard input. Default: a bundled one.",
-        ),
-    ] = None,
-    tokens: Annotated[
-        int, typer.Option("--tokens", "-m", min=1, help="Number of tokens to compare.")
-    ] = 64,
-    rows: Annotated[
-        int,
-        typer.Option(min=1, max=64, help="Number of drafted tokens per verification."),
-    ] = 4,
-    places: Annotated[
-        int, typer.Option(min=1, help="Number of places in the text to verify at.")
-    ] = 8,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            help="Largest margin of a near-tie. Default: twice the median "
-            "difference of rows on this machine.",
-        ),
-    ] = None,
+    prompt: str | None = option(
+        None,
+        "Prompt; '-' reads standard input. Default: a bundled one.",
+        "--prompt",
+        "-p",
+    ),
+    tokens: int = option(64, "Number of tokens to compare.", "--tokens", "-m", min=1),
+    rows: int = option(4, "Number of drafted tokens per verification.", min=1, max=64),
+    places: int = option(8, "Number of places in the text to verify at.", min=1),
+    tolerance: float | None = option(
+        None,
+        "Largest margin of a near-tie. Default: twice the median difference of rows on "
+        "this machine.",
+        min=0.0,
+    ),
     json: Json = False,
 ) -> None:
     """Check that drafts leave the text as it is, on this machine with this model.

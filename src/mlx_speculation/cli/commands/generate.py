@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -35,15 +35,6 @@ if TYPE_CHECKING:
 
 ALTERNATIVES = 5
 PLACE = "<query>"  # stands for a message, to find where a template puts it
-Prompt = Annotated[
-    str | None,
-    typer.Option(
-        "--prompt",
-        "-p",
-        rich_help_panel=TEMPLATE,
-        help="Text to continue; '-' or none: standard input.",
-    ),
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +67,16 @@ def generate(
     end: EndOptions,
     output: OutputOptions,
     kv: KvOptions,
-    prompt: Prompt = None,
-    prefill_response: Annotated[
-        str | None,
-        typer.Option(rich_help_panel=TEMPLATE, help="Beginning of the answer."),
-    ] = None,
+    prompt: str | None = option(
+        None,
+        "Text to continue; '-' or none: standard input.",
+        "--prompt",
+        "-p",
+        panel=TEMPLATE,
+    ),
+    prefill_response: str | None = option(
+        None, "Beginning of the answer.", panel=TEMPLATE
+    ),
     json: Json = False,
 ) -> None:
     """Continue a prompt; text on standard output, statistics on standard error."""

@@ -3,7 +3,7 @@
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.markup import escape
@@ -21,6 +21,7 @@ from mlx_speculation.cli.options import (
 )
 from mlx_speculation.environment import versions
 from mlx_speculation.errors import SpeculationError
+from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -39,15 +40,13 @@ class Offered:
 
 def pair(
     model: Model,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            "--draft",
-            "--draft-model",
-            rich_help_panel=DRAFT,
-            help="Also report whether this folder can draft for the target.",
-        ),
-    ] = None,
+    draft: str | None = option(
+        None,
+        "Also report whether this folder can draft for the target.",
+        "--draft",
+        "--draft-model",
+        panel=DRAFT,
+    ),
     adapter_path: AdapterPath = None,
     trust_remote_code: TrustRemoteCode = False,
     blas: Blas = "auto",

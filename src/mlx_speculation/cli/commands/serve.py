@@ -7,9 +7,7 @@ import signal
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
-
-import typer
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mlx_speculation.cli.console import Screen
 from mlx_speculation.cli.inputs import parsed_json
@@ -80,39 +78,29 @@ def serve(
     access: AccessOptions,
     limits: Limits,
     defaults: Defaults,
-    max_rows: Annotated[
-        int,
-        typer.Option(
-            "--max-rows",
-            "--decode-concurrency",
-            min=1,
-            rich_help_panel=Limits.panel,
-            help="Requests decoded at once.",
-        ),
-    ] = 32,
-    prefill_step_size: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            rich_help_panel=Limits.panel,
-            help="Prompt tokens read between two rounds.",
-        ),
-    ] = 2048,
-    chat_template_args: Annotated[
-        str,
-        typer.Option(
-            rich_help_panel=Defaults.panel,
-            help="JSON object of keyword arguments for the chat template.",
-        ),
-    ] = "{}",
-    cache_gigabytes: Annotated[
-        float,
-        typer.Option(min=0.0, max=1e6, help="Size of the prefix cache; 0: off."),
-    ] = 2.0,
-    grace_seconds: Annotated[
-        float, typer.Option(min=0.0, help="Time for running requests at shutdown.")
-    ] = 5.0,
-    log_level: Annotated[Level, typer.Option(help="Level of the log.")] = "WARNING",
+    max_rows: int = option(
+        32,
+        "Requests decoded at once.",
+        "--max-rows",
+        "--decode-concurrency",
+        panel=Limits.panel,
+        min=1,
+    ),
+    prefill_step_size: int = option(
+        2048, "Prompt tokens read between two rounds.", panel=Limits.panel, min=1
+    ),
+    chat_template_args: str = option(
+        "{}",
+        "JSON object of keyword arguments for the chat template.",
+        panel=Defaults.panel,
+    ),
+    cache_gigabytes: float = option(
+        2.0, "Size of the prefix cache; 0: off.", min=0.0, max=1e6
+    ),
+    grace_seconds: float = option(
+        5.0, "Time for running requests at shutdown.", min=0.0
+    ),
+    log_level: Level = option("WARNING", "Level of the log."),
 ) -> None:
     """Serve a model over HTTP with OpenAI's API."""
     screen = Screen()
