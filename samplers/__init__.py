@@ -17,7 +17,6 @@ It knows arrays. It does not know models, caches or text.
 from mlx_speculation.samplers.acceptance import peaks
 from mlx_speculation.samplers.batch_verifier import (
     BatchVerified,
-    VerifiedGroup,
     VerifyRequest,
     propose_batch,
     verify_batch,
@@ -59,7 +58,6 @@ __all__ = [
     "SeededSampler",
     "TokenAutomaton",
     "Verified",
-    "VerifiedGroup",
     "Verifier",
     "VerifyRequest",
     "allowed_tokens",

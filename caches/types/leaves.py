@@ -126,23 +126,9 @@ def position(caches: Sequence[Any]) -> int | None:
         rows = next(each.shape[0] for each in offsets if isinstance(each, mx.array))
         raise InvalidRequestError(
             f"One position was asked of batch caches with {rows} rows. "
-            "Use positions(caches), an array with the position of each row."
+            "Read the offset of a batch cache, an array with the position of each row."
         )
     return max(offsets) if offsets else None
-
-
-def positions(caches: Sequence[Any]) -> mx.array | None:
-    """Return how many positions each row of batch caches holds, int [rows].
-
-    The array stays on the device, and no later write changes it. None: no leaf knows.
-    """
-    offsets = [leaf.offset for leaf in flat(caches) if is_batch(leaf)]
-    if not offsets:
-        return None
-    found: mx.array = offsets[0][...]
-    for offset in offsets[1:]:
-        found = mx.maximum(found, offset)
-    return found
 
 
 def states(caches: Sequence[Any]) -> list[Any]:

@@ -72,7 +72,6 @@ from mlx_lm.models.lfm2 import ShortConv
 from mlx_speculation.caches import (
     Snapshot,
     Speculation,
-    held_bytes,
     load_caches,
     merge,
     restore,
@@ -81,6 +80,7 @@ from mlx_speculation.caches import (
     split,
     with_slack,
 )
+from mlx_speculation.caches.snapshots.snapshot import held_bytes
 from mlx_speculation.caches.types.leaves import flat
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 from mlx_speculation.models import ModelHooks
