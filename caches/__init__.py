@@ -28,7 +28,6 @@ from mlx_speculation.caches.registry import check_supported
 from mlx_speculation.caches.snapshots.read_rows import check_readable, read_rows
 from mlx_speculation.caches.snapshots.snapshot import (
     Snapshot,
-    held_bytes,
     merge,
     split,
 )
@@ -50,7 +49,6 @@ from mlx_speculation.caches.types.leaves import (
     check_single,
     leaves,
     position,
-    positions,
     states,
 )
 from mlx_speculation.caches.types.padded_kv import asks_cudnn, whole_steps, with_room
@@ -78,7 +76,6 @@ __all__ = [
     "drop_last",
     "extend_all",
     "has_states",
-    "held_bytes",
     "leaves",
     "load_caches",
     "load_into",
@@ -87,7 +84,6 @@ __all__ = [
     "merged",
     "others_are_longer",
     "position",
-    "positions",
     "read_rows",
     "restore",
     "save_caches",

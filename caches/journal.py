@@ -47,7 +47,7 @@ class Journal(Protocol):
         ...
 
     def commit(self, keep: int) -> None:
-        """Keep the first `keep` written positions. Legal after `prepare(keep)`."""
+        """Keep the first `keep` written positions, from 1. Legal after `prepare`."""
         ...
 
     def rollback(self) -> None:

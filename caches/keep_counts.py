@@ -12,11 +12,7 @@ from mlx_speculation.errors import InvalidRequestError
 
 
 def numbers(keep: Keep) -> int | tuple[int, ...]:
-    """Return `keep` as one number or as a tuple, which can be compared.
-
-    Raises:
-        InvalidRequestError: it is neither a number nor a list of numbers.
-    """
+    """Return `keep` as one number or as a tuple, which can be compared."""
     if isinstance(keep, int):
         return keep
     if not isinstance(keep, Sequence):
@@ -35,11 +31,7 @@ def shown(keep: int | tuple[int, ...]) -> int | list[int]:
 def per_row(
     keep: int | tuple[int, ...], journals: Sequence[Journal]
 ) -> int | tuple[int, ...]:
-    """Return one number where all rows keep the same, else the numbers.
-
-    Raises:
-        InvalidRequestError: a cache has another number of rows.
-    """
+    """Return one number where all rows keep the same, else the numbers."""
     if isinstance(keep, int):
         return keep
     for place, journal in enumerate(journals):
@@ -58,11 +50,7 @@ def per_row(
 
 
 def check_range(keep: int | tuple[int, ...], written: int | None) -> None:
-    """Refuse a number below 0 or above what was written; None: nobody knows that.
-
-    Raises:
-        InvalidRequestError: says which row, and both numbers.
-    """
+    """Refuse a number below 0 or above what was written; None: nobody knows that."""
     each = (keep,) if isinstance(keep, int) else keep
     for row, number in enumerate(each):
         if number < 0 or (written is not None and number > written):

@@ -11,21 +11,13 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Touch:
-    """One object of mlx-lm.
+    """One object of mlx-lm."""
 
-    Attributes:
-        module: where it is defined.
-        name: its name there, with dots inside classes.
-        used_by: the file here that relies on it.
-        reason: what has to stay true.
-        sha256: the digest of its source text, without decorators.
-    """
-
-    module: str
-    name: str
-    used_by: str
-    reason: str
-    sha256: str
+    module: str  # where it is defined
+    name: str  # its name there, with dots inside classes
+    used_by: str  # the file here that relies on it
+    reason: str  # what has to stay true
+    sha256: str  # the digest of its source text, without decorators
 
 
 def _read() -> tuple[str, tuple[Touch, ...]]:

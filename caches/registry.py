@@ -33,27 +33,26 @@ from mlx_speculation.caches.journals.kv import KVJournal
 from mlx_speculation.caches.journals.ragged_kv import RaggedJournal
 from mlx_speculation.caches.journals.rotating_kv import RotatingJournal
 from mlx_speculation.caches.journals.sliding_kv import SlidingJournal
-from mlx_speculation.caches.types.leaves import flat, leaves
+from mlx_speculation.caches.types.leaves import checked_leaves, flat
 from mlx_speculation.caches.types.padded_kv import KeySteps
 from mlx_speculation.caches.types.ragged_kv import RaggedKVCache
 from mlx_speculation.caches.types.shared_rows import WATCHED_TYPES, native_type
 from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
-from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 
 OpenJournal = Callable[[Any, bool], Journal]
 
 JOURNALS: dict[type, OpenJournal] = {
     KVCache: KVJournal,
     QuantizedKVCache: KVJournal,
-    ConcatenateKVCache: lambda cache, whole: ConcatenateJournal(cache),
-    ChunkedKVCache: lambda cache, whole: ChunkedJournal(cache),
-    RotatingKVCache: lambda cache, whole: RotatingJournal(cache, whole=whole),
-    ArraysCache: lambda cache, whole: ArraysJournal(cache, whole=whole),
-    LayerCache: lambda cache, whole: LayerJournal(cache, whole=whole),
-    BatchKVCache: lambda cache, whole: BatchKVJournal(cache),
-    BatchRotatingKVCache: lambda cache, whole: BatchRotatingJournal(cache, whole=whole),
-    SlidingKVCache: lambda cache, whole: SlidingJournal(cache, whole=whole),
-    RaggedKVCache: lambda cache, whole: RaggedJournal(cache),
+    ConcatenateKVCache: ConcatenateJournal,
+    ChunkedKVCache: ChunkedJournal,
+    RotatingKVCache: RotatingJournal,
+    ArraysCache: ArraysJournal,
+    LayerCache: LayerJournal,
+    BatchKVCache: BatchKVJournal,
+    BatchRotatingKVCache: BatchRotatingJournal,
+    SlidingKVCache: SlidingJournal,
+    RaggedKVCache: RaggedJournal,
 }
 KNOWN = (*JOURNALS, CacheList)
 # A cache of which a snapshot shares rows is of a class of its own meanwhile.
@@ -74,31 +73,11 @@ def check_supported(caches: Sequence[Any]) -> list[Any]:
     found = flat(caches)
     known = set(map(type, found)) <= JOURNALS.keys()
     if not (found and known and len(set(map(id, found))) == len(found)):
-        _refuse(caches)
+        names = (kind.__name__ for kind in KNOWN)
+        checked_leaves(
+            caches, lambda leaf: type(leaf) in JOURNALS, "rolled back", names
+        )
     return found
-
-
-def _refuse(caches: Sequence[Any]) -> None:
-    """Say what is wrong with the caches, and where."""
-    places: dict[int, str] = {}
-    for place, leaf in leaves(caches):
-        if type(leaf) not in JOURNALS:
-            known = ", ".join(kind.__name__ for kind in KNOWN)
-            raise UnsupportedCacheError(
-                f"The cache of layer {place} is a {type(leaf).__name__}, and the kinds "
-                f"that can be rolled back are {known}. Use one of these, or decode "
-                "this model with mlx_lm."
-            )
-        if id(leaf) in places:
-            raise InvalidRequestError(
-                f"One cache object stands at layers {places[id(leaf)]} and {place}. "
-                "Make a cache of its own for each, as make_prompt_cache does."
-            )
-        places[id(leaf)] = place
-    raise InvalidRequestError(
-        f"The list of caches holds {len(caches)} items and no leaf. Pass what "
-        "mlx_lm.models.cache.make_prompt_cache(model) returns."
-    )
 
 
 def open_journals(
@@ -111,24 +90,15 @@ def open_journals(
     """Return a journal for each of the leaves that `check_supported` has passed."""
     if not isolated and steps is None:  # a plain step: every call in it counts
         return [JOURNALS[type(leaf)](leaf, whole) for leaf in found]
-    return [
-        open_journal(leaf, whole=whole, isolated=isolated, steps=steps)
-        for leaf in found
-    ]
+    return [_opened(leaf, whole, isolated, steps) for leaf in found]
 
 
-def open_journal(
-    leaf: Any,
-    *,
-    whole: bool,
-    isolated: bool = False,
-    steps: KeySteps | None = None,
-) -> Journal:
-    """Return a journal for a leaf that `check_supported` has passed."""
+def _opened(leaf: Any, whole: bool, isolated: bool, steps: KeySteps | None) -> Journal:
+    """Return a journal of a twin, or one that shows whole steps where it can."""
     if steps is not None and native_type(leaf) is KVCache:
         return KVJournal(leaf, whole, steps)
     if steps is not None and type(leaf) is SlidingKVCache:
-        return SlidingJournal(leaf, whole=whole, steps=steps)
+        return SlidingJournal(leaf, whole, steps)
     opened = JOURNALS[type(leaf)]
     if isolated:
         return isolate(leaf, lambda twin: opened(twin, whole))

@@ -17,7 +17,6 @@ It knows arrays. It does not know models, caches or text.
 from mlx_speculation.samplers.acceptance import Chosen, LogProbs, Verified, peaks
 from mlx_speculation.samplers.batch_verifier import (
     BatchVerified,
-    VerifiedGroup,
     VerifyRequest,
     propose_batch,
     verify_batch,
@@ -58,7 +57,6 @@ __all__ = [
     "SeededSampler",
     "TokenAutomaton",
     "Verified",
-    "VerifiedGroup",
     "Verifier",
     "VerifyRequest",
     "allowed_tokens",

@@ -111,15 +111,10 @@ def count_accepted(drafted: mx.array, choices: mx.array) -> mx.array:
 def normalizers(logits: mx.array) -> mx.array:
     """Return what turns logits into log-probabilities, when subtracted.
 
-    It tells as well whether a token can be chosen: it is not finite where a row holds
+    It also shows whether a token can be chosen: it is not finite where a row holds
     a NaN or plus infinity, or nothing but minus infinity. The largest value alone
-    would not: it is known to carry a NaN along on some devices only.
-
-    Args:
-        logits: [rows, vocab].
-
-    Returns:
-        [rows], of the logits' dtype.
+    would not: it is known to carry a NaN along on some devices only. [rows, vocab] to
+    [rows], of the logits' dtype.
     """
     return mx.logsumexp(logits, axis=-1)
 
@@ -127,14 +122,8 @@ def normalizers(logits: mx.array) -> mx.array:
 def peaks(logits: mx.array) -> mx.array:
     """Return the largest logits: finite in the rows in which `normalizers` are.
 
-    They tell as well whether a token can be chosen, for a fifth of the time on a CPU,
-    where each exponential counts.
-
-    Args:
-        logits: [rows, vocab].
-
-    Returns:
-        [rows], of the logits' dtype; NaN where a row holds one.
+    They also show whether a token can be chosen, for a fifth of the time on a CPU,
+    where each exponential counts. [rows, vocab] to [rows]; NaN where a row holds one.
     """
     largest = logits.max(axis=-1)
     if mx.default_device() == mx.cpu or mx.cuda.is_available():

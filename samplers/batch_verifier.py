@@ -94,17 +94,13 @@ class BatchVerified:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchProposed:
-    """The next drafted token of every request.
+    """The next drafted token of every request."""
 
-    Attributes:
-        tokens: uint32 [requests], 0 where a request failed.
-        probs: what it was drawn from, float32 [1, ids], by request; missing where
-            chance took no part.
-        failed: what was raised, such as by a processor of the request's own.
-    """
-
-    tokens: mx.array
+    tokens: mx.array  # uint32 [requests], 0 where a request failed
+    # What it was drawn from, float32 [1, ids], by request; missing where chance took no
+    # part.
     probs: dict[int, mx.array]
+    # What was raised, such as by a processor of the request's own.
     failed: dict[int, Exception]
 
 

@@ -49,7 +49,7 @@ def make_sampler(
     """Make a sampler, as `mlx_lm.sample_utils.make_sampler` does.
 
     With it `stream_generate` keeps the promise of a seed: the text is the same
-    whatever the draft. `Sampling` tells what the options mean.
+    whatever the draft. `Sampling` says what the options mean.
 
     Raises:
         InvalidRequestError: a value is out of its range.

@@ -47,15 +47,11 @@ class KnownTokens:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """The last tokens before each row.
+    """The last tokens before each row."""
 
-    Attributes:
-        tokens: uint32 [count, size], the latest last; any id where `valid` is false.
-        valid: bool [count, size], false where the row's prefix does not reach.
-    """
-
+    # uint32 [count, size], the latest last; any id where `valid` is false.
     tokens: mx.array
-    valid: mx.array
+    valid: mx.array  # bool [count, size], false where the row's prefix does not reach
 
 
 @dataclass(frozen=True, slots=True)

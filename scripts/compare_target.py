@@ -1,6 +1,6 @@
 """One target of the comparison: its drafters, arms, cases and pictures."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from benchmark_plain import PlainRatio, measure_plain
 from drafter_list import Bench, Source, compiled_source, sources_of
 
 from mlx_speculation.cli.measure import Spread
-from mlx_speculation.cli.plots import Curve, Measured, Panel, predicted_speeds
+from mlx_speculation.cli.plots import Curve, Panel
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -151,10 +151,9 @@ class Compared:
         counts = fixed[-1].statistics
         drafting = counts.drafts / counts.rounds
         accepted = counts.accepted_per_position
-        spreads = [(each.arm.draft_length, Spread.of(each.speeds)) for each in fixed]
         return Curve(
             name=drafter,
-            measured=[Measured(n, s.median, s.low, s.high) for n, s in spreads],
+            measured={one.arm.draft_length: Spread.of(one.speeds) for one in fixed},
             predicted=predicted_speeds(self.costs[drafter], accepted, drafting),
             adaptive=Spread.of(auto.speeds).median,
             accepted=accepted,
@@ -170,6 +169,30 @@ def _arms_of(source: Source, lengths: list[int], longest: int) -> list[Arm]:
     ]
     auto = Arm("ours", longest, partial(ours, generator, None), source.name, auto=True)
     return [*arms, auto]
+
+
+def predicted_speeds(
+    seconds: Mapping[int, float], accepted: Sequence[float], drafting: float = 1.0
+) -> dict[int, float]:
+    """Return the tokens per second that costs and acceptance let expect.
+
+        speed(k) = (1 + f (a_1 + ... + a_k)) / (f seconds(k) + (1 - f) seconds(0))
+
+    Args:
+        seconds: of a round by draft length; 0 is a plain step.
+        accepted: the share of drafts in which position i was accepted.
+        drafting: f, the share of rounds that have a draft; a lookup does not always
+            find one.
+
+    Returns:
+        Tokens per second for each length up to that of `accepted` whose cost is known.
+    """
+    found = {}
+    for length, cost in sorted(seconds.items()):
+        if length <= len(accepted):
+            tokens = 1 + drafting * sum(accepted[:length])
+            found[length] = tokens / (drafting * cost + (1 - drafting) * seconds[0])
+    return found
 
 
 def best_of(

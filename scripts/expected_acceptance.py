@@ -8,7 +8,8 @@ For block verification, whose coins look at all prefixes, sum over rounds.
 
 import mlx.core as mx
 
-from mlx_speculation.samplers.rules.block import reach_probs
+from mlx_speculation.samplers.rules import block
+from mlx_speculation.samplers.rules.probs import draft_distributions
 
 
 def keyed_agreement(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
@@ -69,4 +70,5 @@ def block_accepted(
     Returns:
         [...].
     """
-    return reach_probs(target_probs, draft_probs, drafted)[..., 1:].sum(axis=-1)
+    draft = draft_distributions(target_probs, draft_probs, drafted)
+    return block.odds(target_probs, draft, drafted).shares[..., 1:].sum(axis=-1)

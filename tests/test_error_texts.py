@@ -137,7 +137,7 @@ def test_an_error_says_what_is_wrong(case: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::mlx_speculation.DrafterFaultWarning")
-def test_a_drafter_that_hides_its_law_is_told() -> None:
+def test_a_drafter_that_hides_its_distribution_is_refused() -> None:
     drawing = generator(draft=Drawing(), draft_length=2, acceptance="rejection")
     sampling = Sampling(temperature=1.0, seed=1)
     result = drawing.generate([1, 2, 3], max_tokens=4, sampling=sampling)

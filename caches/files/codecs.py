@@ -25,29 +25,27 @@ MEMBERS = "CacheList"
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of cache.
-
-    Attributes:
-        cls: the class.
-        numbers: its fields that are whole numbers or truth values.
-        arrays: its fields that are arrays, sequences of arrays or None.
-        check: refuses fields that do not fit each other; cuts unused rows off.
-        layout: its fields in the order of mlx-lm 0.32's `state`.
-        layout_031: its fields in the order of mlx-lm 0.31's `state`.
-        settings: numbers that one cache has for life.
-        pending: fields that are None unless it is between `prepare` and `finalize`.
-        sequences: which of its arrays are sequences, and how many items they have.
-    """
+    """One kind of cache."""
 
     cls: type
-    numbers: tuple[str, ...]
-    arrays: tuple[str, ...]
+    numbers: tuple[str, ...]  # its fields that are whole numbers or truth values
+    arrays: tuple[str, ...]  # its fields that are arrays, sequences of arrays or None
+    # Refuses fields that do not fit each other; cuts unused rows off.
     check: Callable[[Leaf], Leaf]
-    layout: tuple[str, ...]
-    layout_031: tuple[str, ...] = ("keys", "values")
-    settings: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()  # numbers that one cache has for life
+    # Numbers that mlx-lm 0.32's `state` lacks; the others follow the arrays there, and
+    # 0.31's has the arrays alone.
+    unsaved: tuple[str, ...] = ()
+    # Fields that are None unless it is between `prepare` and `finalize`.
     pending: tuple[str, ...] = ()
+    # Which of its arrays are sequences, and how many items they have.
     sequences: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> tuple[str, ...]:
+        """Its fields in the order of mlx-lm 0.32's `state`."""
+        numbers = (name for name in self.numbers if name not in self.unsaved)
+        return (*self.arrays, *numbers)
 
 
 _KV = ("keys", "values")
@@ -57,26 +55,19 @@ _LAYER = ("window", "compress_kv", "index_k", "pending_kv", "pending_gate")
 KINDS = {
     kind.cls.__name__: kind
     for kind in (
-        Kind(
-            native.KVCache,
-            ("offset",),
-            _KV,
-            field_checks.check_kv,
-            layout=(*_KV, "offset"),
-        ),
+        Kind(native.KVCache, ("offset",), _KV, field_checks.check_kv),
         Kind(
             native.ConcatenateKVCache,
             ("offset",),
             _KV,
             field_checks.check_concatenate,
-            layout=_KV,
+            unsaved=("offset",),
         ),
         Kind(
             native.QuantizedKVCache,
             ("offset", "group_size", "bits"),
             _KV,
             field_checks.check_quantized,
-            layout=(*_KV, "offset", "group_size", "bits"),
             settings=("group_size", "bits"),
             sequences={"keys": 3, "values": 3},
         ),
@@ -85,7 +76,6 @@ KINDS = {
             ("offset", "chunk_size", "start_position"),
             _KV,
             field_checks.check_chunked,
-            layout=(*_KV, "offset", "chunk_size", "start_position"),
             settings=("chunk_size",),
         ),
         Kind(
@@ -93,7 +83,6 @@ KINDS = {
             ("offset", "keep", "max_size", "_idx"),
             _KV,
             field_checks.check_ring,
-            layout=(*_KV, "offset", "keep", "max_size", "_idx"),
             settings=("keep", "max_size"),
         ),
         Kind(
@@ -101,9 +90,8 @@ KINDS = {
             ("slots",),
             ("cache", "left_padding", "lengths"),
             field_checks.check_arrays,
-            layout=("cache", "left_padding", "lengths"),
-            layout_031=("cache",),
             settings=("slots",),
+            unsaved=("slots",),
             sequences={"cache": field_checks.MAX_SLOTS},
         ),
         Kind(
@@ -111,8 +99,6 @@ KINDS = {
             ("_idx",),
             _BATCH,
             field_checks.check_batch_kv,
-            layout=(*_BATCH, "_idx"),
-            layout_031=_BATCH,
             pending=("_right_padding",),
         ),
         Kind(
@@ -120,27 +106,22 @@ KINDS = {
             ("max_size", "_offset", "_idx", "rotated"),
             _BATCH,
             field_checks.check_batch_ring,
-            layout=(*_BATCH, "max_size", "_offset", "_idx", "rotated"),
-            layout_031=_BATCH,
             settings=("max_size",),
             pending=("_lengths",),
         ),
         Kind(
             LayerCache,
-            ("window_size", "offset"),
+            ("offset", "window_size"),
             _LAYER,
             field_checks.check_layer,
-            layout=(*_LAYER, "offset"),
-            layout_031=(),
             settings=("window_size",),
+            unsaved=("window_size",),
         ),
     )
 }
 
 
-def known_kinds() -> str:
-    """Return the names of all kinds, for messages."""
-    return ", ".join((*KINDS, MEMBERS))
+KNOWN_KINDS = (*KINDS, MEMBERS)
 
 
 def is_known(cache: Any) -> bool:

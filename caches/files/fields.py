@@ -19,17 +19,12 @@ INTEGERS = (mx.int32, mx.int64)
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """The fields of one cache.
+    """The fields of one cache."""
 
-    Attributes:
-        name: its class.
-        numbers: fields that are whole numbers or truth values.
-        arrays: fields that are arrays; those that are None are left out. Members of
-            a sequence have names such as `cache.0`.
-    """
-
-    name: str
-    numbers: dict[str, int]
+    name: str  # its class
+    numbers: dict[str, int]  # fields that are whole numbers or truth values
+    # Fields that are arrays; those that are None are left out. Members of a sequence
+    # have names such as `cache.0`.
     arrays: dict[str, mx.array]
 
 

@@ -6,30 +6,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
-from mlx_speculation.caches.files.codecs import KINDS, is_known, known_kinds, read_leaf
+from mlx_speculation.caches.files.codecs import KINDS, read_leaf
 from mlx_speculation.caches.files.fields import INTEGERS, Leaf, need
 from mlx_speculation.caches.files.format import Content
 from mlx_speculation.caches.files.safetensors_reader import FlawError
 from mlx_speculation.caches.files.tree import Node
-from mlx_speculation.caches.types.leaves import leaves
-from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
-
-
-def check_live(caches: Sequence[Any]) -> None:
-    """Refuse live caches of unknown kinds, and one that stands in two places."""
-    seen: set[int] = set()
-    for place, leaf in leaves(caches):
-        if not is_known(leaf):
-            raise UnsupportedCacheError(
-                f"The cache of layer {place} is a {type(leaf).__name__}, and the kinds "
-                f"that can be loaded are {known_kinds()}. Use one of these."
-            )
-        if id(leaf) in seen:
-            raise InvalidRequestError(
-                f"The cache object of layer {place} stands in two places. Make a cache "
-                "of its own for each, as make_prompt_cache does."
-            )
-        seen.add(id(leaf))
 
 
 def check_like(

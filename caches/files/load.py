@@ -18,12 +18,13 @@ import mlx.core as mx
 
 from mlx_speculation.caches.files import format as own_files
 from mlx_speculation.caches.files import mlx_lm_format, safetensors_reader, tree
-from mlx_speculation.caches.files.codecs import attributes_for
+from mlx_speculation.caches.files.codecs import KNOWN_KINDS, attributes_for, is_known
 from mlx_speculation.caches.files.fields import need
-from mlx_speculation.caches.files.fit import cast_to, check_like, check_live, pairs_of
+from mlx_speculation.caches.files.fit import cast_to, check_like, pairs_of
 from mlx_speculation.caches.files.format import VERSION, Content
 from mlx_speculation.caches.files.safetensors_reader import FlawError, Header, shown
 from mlx_speculation.caches.files.tree import Rows
+from mlx_speculation.caches.types.leaves import checked_leaves
 from mlx_speculation.errors import CacheFileError, InvalidRequestError
 
 
@@ -143,7 +144,8 @@ def _content(
 ) -> Content:
     if like is None and draft_like is not None:
         raise InvalidRequestError("draft_like is given and like is not. Pass both.")
-    check_live([*(like or ()), *(draft_like or ())])
+    if live := [*(like or ()), *(draft_like or ())]:
+        checked_leaves(live, is_known, "loaded", KNOWN_KINDS)
     try:
         with safetensors_reader.opened(path) as (file, size):
             header = safetensors_reader.read_header(file, size)

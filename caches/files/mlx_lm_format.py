@@ -6,11 +6,10 @@
     0.31   tensors: the arrays of `state`; metadata: 0.I... `meta_state` as texts,
            1.KEY the user's, 2.I class names
 
-Files hold no tokens. A `LayerCache` whose window is not full does not tell its size,
+Files hold no tokens. A `LayerCache` whose window is not full does not hold its size,
 which `like` then gives. In the 0.31 layout offsets are worked out from the keys; a
-`ChunkedKVCache` past its first chunk does not tell its own and is refused. An
-`ArraysCache` has lost its lengths and left_padding there. Files of versions before
-0.31 are refused where they differ from its layout.
+`ChunkedKVCache` past its first chunk does not hold its own and is refused. An
+`ArraysCache` has lost its lengths and left_padding there.
 """
 
 import re
@@ -196,7 +195,7 @@ def _leaf31(name: Any, values: Values, info: Values, place: str, depth: int) -> 
     need_known(name, place)
     need(name != "LayerCache", f"cache {place}: mlx-lm 0.31 had no LayerCache")
     leaf = Leaf(name, _numbers31(name, info, place), {})
-    layout = KINDS[name].layout_031
+    layout = KINDS[name].arrays
     for path, array in values.items():
         if name == "ArraysCache":
             path = (0, *path)

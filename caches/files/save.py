@@ -18,16 +18,12 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_speculation.caches.files import safetensors_writer, tree
-from mlx_speculation.caches.files.codecs import is_known, known_kinds
+from mlx_speculation.caches.files.codecs import KNOWN_KINDS, is_known
 from mlx_speculation.caches.files.format import MAX_TOKEN, VERSION, check_seen
 from mlx_speculation.caches.files.safetensors_reader import FlawError
 from mlx_speculation.caches.files.tree import Node, Rows
-from mlx_speculation.caches.types.leaves import leaves
-from mlx_speculation.errors import (
-    CacheFileError,
-    InvalidRequestError,
-    UnsupportedCacheError,
-)
+from mlx_speculation.caches.types.leaves import checked_leaves
+from mlx_speculation.errors import CacheFileError, InvalidRequestError
 
 Tokens = Sequence[int] | Sequence[Sequence[int]]
 
@@ -79,17 +75,7 @@ def save_caches(
 
 
 def _nodes(caches: Sequence[Any], whose: str) -> tuple[Node, ...]:
-    if not caches:
-        raise InvalidRequestError(
-            f"The list of the {whose}'s caches is empty. Pass what "
-            "mlx_lm.models.cache.make_prompt_cache(model) returns."
-        )
-    for place, leaf in leaves(caches):
-        if not is_known(leaf):
-            raise UnsupportedCacheError(
-                f"The {whose}'s cache of layer {place} is a {type(leaf).__name__}, and "
-                f"the kinds that can be saved are {known_kinds()}. Use one of these."
-            )
+    checked_leaves(caches, is_known, "saved", KNOWN_KINDS, f"The {whose}'s cache")
     try:
         nodes = tuple(tree.read(cache) for cache in caches)
         return tree.check(nodes)

@@ -16,12 +16,12 @@ from mlx_lm.models.cache import CacheList
 
 from mlx_speculation.caches.files.codecs import (
     KINDS,
+    KNOWN_KINDS,
     MAX_DEPTH,
     MEMBERS,
     build,
     check_at_rest,
     checked,
-    known_kinds,
     read_leaf,
 )
 from mlx_speculation.caches.files.fields import Leaf, need
@@ -83,7 +83,8 @@ def need_known(name: Any, place: str) -> None:
     """Refuse a class name that is not in the table."""
     need(
         isinstance(name, str) and name in KINDS,
-        f"cache {place} is of the class {shown(name)}; known are {known_kinds()}",
+        f"cache {place} is of the class {shown(name)}; known are "
+        f"{', '.join(KNOWN_KINDS)}",
     )
 
 

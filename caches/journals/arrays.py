@@ -148,32 +148,30 @@ class ArraysJournal:
     Args:
         cache: the live cache.
         whole: nothing but all or nothing will be kept, so nothing is recorded.
+
+    Attributes:
+        presented: a copy of the cache that records.
     """
 
     live = False
 
-    def __init__(self, cache: ArraysCache, *, whole: bool = False) -> None:
+    def __init__(self, cache: ArraysCache, whole: bool = False) -> None:
         self._cache = cache
         self._before = copied(cache)
         self._after: ArraysCache | None = None
-        self._presented = copied(cache) if whole else RecordingArraysCache(cache)
-
-    @property
-    def presented(self) -> ArraysCache:
-        """A copy of the cache that records."""
-        return self._presented
+        self.presented = copied(cache) if whole else RecordingArraysCache(cache)
 
     @property
     def rows(self) -> int | None:
         """Sequences in the batch; None while no slot is filled."""
-        shown = self._presented
+        shown = self.presented
         filled = any(slot is not None for slot in shown.cache)
         return int(shown.batch_size) if filled else None
 
     @property
     def written(self) -> int | None:
         """Positions on record; None when slots were written off the record."""
-        shown = self._presented
+        shown = self.presented
         if not isinstance(shown, RecordingArraysCache) or shown.written_unrecorded:
             return None
         if any(call.width != f.width for f in shown.forwards for call in f.calls):
@@ -190,7 +188,7 @@ class ArraysJournal:
 
     def _state_after(self, keep: Keep) -> ArraysCache:
         """Return the state after `keep` positions of every row."""
-        shown = self._presented
+        shown = self.presented
         if self.written in (None, 0, keep):  # 0: the model does not use this layer
             return shown
         assert isinstance(shown, RecordingArraysCache)

@@ -21,6 +21,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache
 
 from mlx_speculation.caches.journal import Keep
+from mlx_speculation.caches.journals.kv import even_out
+from mlx_speculation.caches.journals.live import LiveJournal
 from mlx_speculation.errors import InvalidRequestError
 
 LOOSE = 64
@@ -84,24 +86,17 @@ def check_no_right_padding(cache: Any, pending: mx.array | None) -> None:
         )
 
 
-class BatchKVJournal:
+class BatchKVJournal(LiveJournal):
     """Journal of one `BatchKVCache`; the live cache itself is what the model sees."""
 
-    live = True
-
-    def __init__(self, cache: BatchKVCache) -> None:
+    def __init__(self, cache: BatchKVCache, whole: bool = False) -> None:
+        self.presented: Any = cache
         self._cache: Any = cache
         self._start = self._cache._idx
         self._offset = self._cache.offset
         self._padding = self._cache.left_padding
         self._was_empty = self._cache.keys is None
         self._replaced: tuple[mx.array, mx.array, int] | None = None
-
-    @property
-    def presented(self) -> BatchKVCache:
-        """The live cache."""
-        shown: BatchKVCache = self._cache
-        return shown
 
     @property
     def rows(self) -> int:
@@ -120,13 +115,12 @@ class BatchKVJournal:
 
     def commit(self, keep: Keep) -> None:
         """Move the end to the longest kept row, and every other row to that end."""
-        if keep == 0:
-            self.rollback()
-        elif self.written and isinstance(keep, int):
+        if not self.written:
+            return
+        if isinstance(keep, int):
             self._cache._idx = self._start + keep
             self._cache.offset = self._offset + keep
-        elif self.written:
-            assert not isinstance(keep, int)
+        else:
             self._commit_rows(keep)
 
     def _commit_rows(self, keep: Sequence[int]) -> None:
@@ -154,8 +148,5 @@ class BatchKVJournal:
         cache.left_padding = self._padding
         if self._was_empty:
             cache.keys = cache.values = None
-        elif cache.keys.shape[2] != cache.values.shape[2]:
-            # Interrupted while the buffers grew, one after the other.
-            rows = min(cache.keys.shape[2], cache.values.shape[2])
-            cache.keys = cache.keys[..., :rows, :]
-            cache.values = cache.values[..., :rows, :]
+        elif cache.keys is not None:
+            even_out(cache)

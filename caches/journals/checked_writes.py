@@ -40,21 +40,13 @@ def check_writes(cache: Any, name: str) -> None:
     """Give `cache` a class of its own, which checks each write and then makes it.
 
     It derives from the class before, so that `isinstance` stays true.
-
-    Args:
-        cache: what a model will write to.
-        name: of the class; messages use it.
     """
     kind: Any = type(cache)
     cache.__class__ = _checked(kind, name)
 
 
 def check_together(caches: Sequence[Any]) -> None:
-    """Let checked caches of one kind compare a first write with what others hold.
-
-    Args:
-        caches: those that one model writes to, of any kinds.
-    """
+    """Let checked caches of one kind compare a first write with what others hold."""
     kinds: dict[Any, list[weakref.ref[Any]]] = {}
     for cache in caches:
         slots = len(cache.cache) if isinstance(cache, ArraysCache) else 0

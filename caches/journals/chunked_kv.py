@@ -16,24 +16,16 @@ held twice to the end of the round. `ChunkedKVCache.trim` is not used: it knows
 nothing of the rows dropped between two forwards.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache
 
 from mlx_speculation.caches.journals.kv import even_out
-from mlx_speculation.caches.journals.write_listener import ListenedTo, listened_to_by
-
-
-@dataclass(frozen=True, slots=True)
-class FrontTrim:
-    """The state of the cache before old rows were dropped."""
-
-    offset: int
-    start_position: int
-    keys: mx.array
-    values: mx.array
+from mlx_speculation.caches.journals.live import (
+    ListenedTo,
+    LiveJournal,
+    listened_to_by,
+)
 
 
 class PresentedChunk(ListenedTo["ChunkedJournal"], ChunkedKVCache):
@@ -47,23 +39,16 @@ class PresentedChunk(ListenedTo["ChunkedJournal"], ChunkedKVCache):
         super().maybe_trim_front()
 
 
-class ChunkedJournal:
+class ChunkedJournal(LiveJournal):
     """Journal of one `ChunkedKVCache`."""
 
-    live = True
-
-    def __init__(self, cache: ChunkedKVCache) -> None:
-        self._cache = cache
+    def __init__(self, cache: ChunkedKVCache, whole: bool = False) -> None:
+        self._cache: Any = cache
         self._start = cache.offset
         self._was_empty = cache.keys is None
-        self._trims: list[FrontTrim] = []
-        self._presented = listened_to_by(self, PresentedChunk, cache)
-
-    @property
-    def presented(self) -> ChunkedKVCache:
-        """The live cache, seen through `PresentedChunk`."""
-        shown: ChunkedKVCache = self._presented
-        return shown
+        # The fields before each drop of old rows.
+        self._trims: list[dict[str, Any]] = []
+        self.presented = listened_to_by(self, PresentedChunk, cache)
 
     @property
     def written(self) -> int:
@@ -72,42 +57,30 @@ class ChunkedJournal:
 
     def note(self) -> None:
         """Record the state before a trim of the front, if there will be one."""
-        cache: Any = self._cache
+        cache = self._cache
         held = cache.offset - cache.start_position
         if cache.keys is not None and held > cache.chunk_size:
-            trim = FrontTrim(
-                cache.offset, cache.start_position, cache.keys, cache.values
-            )
-            self._trims.append(trim)
-
-    def prepare(self, keep: int) -> None:
-        """Nothing can fail."""
+            self._trims.append(dict(vars(cache)))
 
     def commit(self, keep: int) -> None:
         """Undo the trims past the kept rows, then move the offset to their end."""
-        if keep == 0:
-            self.rollback()
-        elif self.written:
+        if self.written:
             end = self._start + keep
             self._undo_trims(end)
             self._cache.offset = end
 
     def rollback(self) -> None:
         """Undo every trim and move the offset back; an empty cache is so again."""
-        cache: Any = self._cache
+        cache = self._cache
         self._undo_trims(self._start)
         cache.offset = self._start
         if self._was_empty:
-            cache.keys = None
-            cache.values = None
+            cache.keys = cache.values = None
         elif cache.keys is not None:
             even_out(cache)
 
     def _undo_trims(self, end: int) -> None:
         """Undo the trims that came at offset `end` or later, the last one first."""
-        cache: Any = self._cache
-        while self._trims and self._trims[-1].offset >= end:
-            trim = self._trims[-1]
-            cache.start_position = trim.start_position
-            cache.keys, cache.values = trim.keys, trim.values
+        while self._trims and self._trims[-1]["offset"] >= end:
+            vars(self._cache).update(self._trims[-1])
             self._trims.pop()  # last: an interrupted undo is done again

@@ -11,59 +11,44 @@ from typing import Any
 
 from mlx_lm.models.cache import ConcatenateKVCache
 
+from mlx_speculation.caches.journals.live import LiveJournal
 from mlx_speculation.errors import UnsupportedCacheError
 
 
-def _rows(cache: ConcatenateKVCache) -> int:
-    return 0 if cache.keys is None else int(cache.keys.shape[-2])
-
-
-class ConcatenateJournal:
+class ConcatenateJournal(LiveJournal):
     """Journal of one `ConcatenateKVCache`; the model sees the live cache itself.
 
     Raises:
         UnsupportedCacheError: the cache was trimmed, so its rows are not its content.
     """
 
-    live = True
-
-    def __init__(self, cache: ConcatenateKVCache) -> None:
-        rows = _rows(cache)
+    def __init__(self, cache: ConcatenateKVCache, whole: bool = False) -> None:
+        rows = 0 if cache.keys is None else int(cache.keys.shape[-2])
         if cache.offset != rows:
             raise UnsupportedCacheError(
                 f"A ConcatenateKVCache holds {rows} rows and its offset is "
                 f"{cache.offset}: its trim() leaves the rows, which then count again. "
                 "Feed the kept tokens to a new KVCache."
             )
-        self._cache = cache
+        self._cache: Any = cache
+        self.presented = cache
         self._start = rows
         self._before = (cache.keys, cache.values)
-
-    @property
-    def presented(self) -> ConcatenateKVCache:
-        """The live cache."""
-        return self._cache
 
     @property
     def written(self) -> int:
         """Rows appended since the journal was opened."""
         return int(self._cache.offset - self._start)
 
-    def prepare(self, keep: int) -> None:
-        """Nothing can fail."""
-
     def commit(self, keep: int) -> None:
         """Slice the kept rows; nothing changes if the model wrote none."""
-        if keep == 0:
-            self.rollback()
-        elif self.written > keep:
-            cache: Any = self._cache
+        if self.written > keep:
+            cache = self._cache
             cache.offset = self._start + keep
             cache.keys = cache.keys[..., : cache.offset, :]
             cache.values = cache.values[..., : cache.offset, :]
 
     def rollback(self) -> None:
         """Put the old arrays back."""
-        cache: Any = self._cache
-        cache.keys, cache.values = self._before
-        cache.offset = self._start
+        self._cache.keys, self._cache.values = self._before
+        self._cache.offset = self._start

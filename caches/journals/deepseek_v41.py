@@ -26,6 +26,7 @@ import mlx.core as mx
 from mlx_lm.models.deepseek_v41 import LayerCache
 
 from mlx_speculation.caches.journals.arrays import RecordedCall
+from mlx_speculation.caches.journals.live import LiveJournal, sharing
 from mlx_speculation.errors import SpeculationClosedError
 
 _COMPRESSED = ("compress_kv", "index_k", "pending_kv", "pending_gate")
@@ -117,7 +118,7 @@ class RecordingLayerCache(LayerCache):
         yield
 
 
-class LayerJournal:
+class LayerJournal(LiveJournal):
     """Journal of one `LayerCache`.
 
     Args:
@@ -125,31 +126,23 @@ class LayerJournal:
         whole: nothing but all or nothing will be kept, so nothing is recorded.
     """
 
-    live = True
-
-    def __init__(self, cache: LayerCache, *, whole: bool = False) -> None:
+    def __init__(self, cache: LayerCache, whole: bool = False) -> None:
         self._cache = cache
         self._before = copied(cache)
         self._after: LayerCache | None = None
-        self._shown: RecordingLayerCache | None = None
+        self._writes: list[LayerWrite] | None = None
+        self.presented = cache
         if not whole:
-            shown = object.__new__(RecordingLayerCache)
-            shown.__dict__ = cache.__dict__
-            shown.writes = []
-            self._shown = shown
-
-    @property
-    def presented(self) -> LayerCache:
-        """The live cache, which records unless the round is a whole one."""
-        return self._cache if self._shown is None else self._shown
+            self.presented = sharing(cache, RecordingLayerCache)
+            self._writes = self.presented.writes = []
 
     @property
     def written(self) -> int | None:
         """Positions written; None when compressed rows came off the record."""
         total = self._cache.offset - self._before.offset
-        if self._shown is None:
+        writes = self._writes
+        if writes is None:
             return total
-        writes = self._shown.writes
         states = [self._before, *(write.before for write in writes), self._cache]
         first = all(
             getattr(states[0], name) is getattr(states[1], name) for name in _COMPRESSED
@@ -161,7 +154,7 @@ class LayerJournal:
     def prepare(self, keep: int) -> None:
         """Build the state after `keep` positions, lazily, on a copy."""
         self._after = copied(self._cache)
-        writes = () if self._shown is None else self._shown.writes
+        writes = self._writes or []
         for index, write in enumerate(writes):
             if keep < write.width:
                 last = index + 1 == len(writes)

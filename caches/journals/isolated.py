@@ -71,11 +71,6 @@ class IsolatedJournal:
     """Journal of one cache of any kind; the live cache changes at commit only.
 
     Writes to `presented` are checked before they are made, see `checked_writes`.
-
-    Args:
-        cache: the live cache.
-        twin: its twin.
-        inner: the ordinary journal of the twin.
     """
 
     live = False
@@ -85,13 +80,8 @@ class IsolatedJournal:
         self._before = vars(cache)  # the dict itself: nothing changes it until then
         self._loose = loose(cache)
         set_loose(twin, self._loose)
-        self._presented = inner.presented
-        check_writes(self._presented, type(cache).__name__)
-
-    @property
-    def presented(self) -> Any:
-        """What an ordinary journal of the twin presents."""
-        return self._presented
+        self.presented = inner.presented  # what an ordinary journal of the twin does
+        check_writes(self.presented, type(cache).__name__)
 
     @property
     def written(self) -> int | None:
@@ -126,15 +116,7 @@ class IsolatedRowsJournal(IsolatedJournal):
 
 
 def isolate(cache: Any, open_journal: Callable[[Any], Journal]) -> Journal:
-    """Return a journal of `cache` that writes to a twin.
-
-    Args:
-        cache: the live cache.
-        open_journal: opens the ordinary journal of this kind, for the twin.
-
-    Raises:
-        UnsupportedCacheError: the cache cannot be copied.
-    """
+    """Return a journal of `cache` that writes to a twin."""
     twin = twin_of(cache)
     inner = open_journal(twin)
     kind = IsolatedRowsJournal if isinstance(inner, RowsJournal) else IsolatedJournal

@@ -17,10 +17,11 @@ from typing import Any
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
+from mlx_speculation.caches.journals.live import LiveJournal
 from mlx_speculation.caches.types.padded_kv import KeySteps, in_steps
 
 
-class KVJournal:
+class KVJournal(LiveJournal):
     """Journal of one cache by length; the live cache itself is what the model sees.
 
     With `steps` it sees a `KVCache` in whole steps of rows. Whether a part may be kept
@@ -31,7 +32,6 @@ class KVJournal:
     """
 
     __slots__ = ("_cache", "_start", "_was_empty", "presented")
-    live = True
 
     def __init__(
         self,
@@ -58,14 +58,9 @@ class KVJournal:
         """Rows appended since the journal was opened."""
         return int(self._cache.offset - self._start)
 
-    def prepare(self, keep: int) -> None:
-        """Nothing can fail."""
-
     def commit(self, keep: int) -> None:
         """Move the offset to the end of the kept rows; 0 if the model wrote none."""
-        if keep == 0:
-            self.rollback()
-        elif self.written:
+        if self.written:
             self._cache.offset = self._start + keep
 
     def rollback(self) -> None:

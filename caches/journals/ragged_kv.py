@@ -3,27 +3,18 @@
 Nothing is copied; what was written past a row's length is overwritten later.
 """
 
-from typing import Any
-
 from mlx_speculation.caches.journal import Keep
+from mlx_speculation.caches.journals.live import LiveJournal
 from mlx_speculation.caches.types.ragged_kv import RaggedKVCache
 
 
-class RaggedJournal:
-    """Journal of one `RaggedKVCache`: undone and kept by lengths, nothing is copied."""
+class RaggedJournal(LiveJournal):
+    """Journal of one `RaggedKVCache`; the live cache itself is what the model sees."""
 
-    live = True
-
-    def __init__(self, cache: RaggedKVCache) -> None:
-        self._cache: Any = cache
+    def __init__(self, cache: RaggedKVCache, whole: bool = False) -> None:
+        self.presented = self._cache = cache
         self._lengths = cache.lengths
         self._was_empty = cache.keys is None
-
-    @property
-    def presented(self) -> RaggedKVCache:
-        """The live cache."""
-        shown: RaggedKVCache = self._cache
-        return shown
 
     @property
     def rows(self) -> int:
@@ -35,21 +26,15 @@ class RaggedJournal:
         """Positions appended to every row since the journal was opened."""
         return int(self._cache.lengths[0] - self._lengths[0])
 
-    def prepare(self, keep: Keep) -> None:
-        """Nothing can fail."""
-
     def commit(self, keep: Keep) -> None:
         """Set every row's length."""
-        if keep == 0:
-            self.rollback()
-        elif self.written:
+        if self.written:
             each = [keep] * self.rows if isinstance(keep, int) else list(keep)
             pairs = zip(self._lengths, each, strict=True)
             self._cache.lengths = [length + kept for length, kept in pairs]
 
     def rollback(self) -> None:
         """Give the lengths back; an empty cache becomes empty again."""
-        cache = self._cache
-        cache.lengths = self._lengths
+        self._cache.lengths = self._lengths
         if self._was_empty:
-            cache.keys = cache.values = None
+            self._cache.keys = self._cache.values = None

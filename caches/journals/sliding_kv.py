@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_speculation.caches.journals.live import LiveJournal, sharing
 from mlx_speculation.caches.types.padded_kv import (
     KeySteps,
     asks_cudnn,
@@ -29,8 +30,8 @@ class PresentedSliding(SlidingKVCache):
     """The live cache, which keeps what the open round may take back.
 
     It shares the live cache's `__dict__`; the round's start stands in a slot. In a
-    round no row sees more than `max_size` rows, as in rotating.py. With steps, a window
-    that is not full yet is shown in whole ones.
+    round no row sees more than `max_size` rows, as in rotating_kv.py. With steps, a
+    window that is not full yet is shown in whole ones.
     """
 
     __slots__ = ("_start", "_steps", "_whole")
@@ -77,52 +78,33 @@ class PresentedSliding(SlidingKVCache):
         )
 
 
-class SlidingJournal:
+class SlidingJournal(LiveJournal):
     """Journal of one `SlidingKVCache`; with `whole`, all it writes will be kept."""
-
-    live = True
 
     def __init__(
         self,
         cache: SlidingKVCache,
-        *,
         whole: bool = False,
         steps: KeySteps | None = None,
     ) -> None:
         self._cache = cache
-        self._arrays = cache.keys, cache.values
-        self._indices = cache.offset, cache._first, cache._end
-        presented = object.__new__(PresentedSliding)
-        presented.__dict__ = cache.__dict__
-        presented._start = cache.offset
-        presented._whole = whole
-        presented._steps = steps
-        self._presented = presented
-
-    @property
-    def presented(self) -> SlidingKVCache:
-        """The live cache, seen through `PresentedSliding`."""
-        return self._presented
+        self._before = dict(vars(cache))
+        self.presented = sharing(cache, PresentedSliding)
+        self.presented._start = cache.offset
+        self.presented._whole = whole
+        self.presented._steps = steps
 
     @property
     def written(self) -> int:
         """Rows appended since the journal was opened."""
-        return self._cache.offset - self._indices[0]
-
-    def prepare(self, keep: int) -> None:
-        """Nothing can fail."""
+        return self._cache.offset - int(self._before["offset"])
 
     def commit(self, keep: int) -> None:
         """Take back the rows after the kept ones; 0 if the model wrote none."""
-        if keep == 0:
-            self.rollback()
-            return
-        excess = self._cache.offset - self._indices[0] - keep
+        excess = self.written - keep
         if excess > 0:
             self._cache._drop(excess)
 
     def rollback(self) -> None:
         """Put back the buffers and the indices; nothing is copied."""
-        cache: Any = self._cache
-        cache.keys, cache.values = self._arrays
-        cache.offset, cache._first, cache._end = self._indices
+        vars(self._cache).update(self._before)

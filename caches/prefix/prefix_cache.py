@@ -85,7 +85,7 @@ class PrefixCache:
         """Belong to these models from now on, and to no others.
 
         Args:
-            owners: the models, told apart by identity.
+            owners: the models, compared by identity.
             caches: new empty caches of each.
 
         Raises:

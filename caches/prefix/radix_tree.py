@@ -56,11 +56,7 @@ class Node:
 
 
 class PrefixTree:
-    """The runs of one model.
-
-    Args:
-        empty: a snapshot of the model's empty caches.
-    """
+    """The runs of one model."""
 
     def __init__(self, empty: Snapshot) -> None:
         self._root = Node((), empty.ranges, None)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import (
     ArraysCache,
     BatchKVCache,
@@ -46,15 +47,11 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """How one kind is held.
+    """How one kind is held."""
 
-    Attributes:
-        settings: the fields in which the source and the target must agree.
-        state: returns the fields of a whole state, not copied; None: the kind is held
-            as rows.
-    """
-
+    # The fields in which the source and the target must agree.
     settings: Callable[[Any], tuple[Any, ...]]
+    # Returns the fields of a whole state, not copied; None: the kind is held as rows.
     state: Callable[[Any], Fields] | None = None
 
     @property
@@ -129,31 +126,15 @@ HOLDINGS: dict[type, Holding] = {
 }
 
 
-def copied(value: Any) -> Any:
-    """Copy every array in `value`, not yet evaluated; for a state that is taken."""
-    return _mapped(value, own)
+def copied(fields: Fields) -> Any:
+    """Copy every array of a state that is taken, not yet evaluated."""
+    return tree_map(lambda x: own(x) if isinstance(x, mx.array) else x, fields)
 
 
-def aliased(value: Any) -> Any:
-    """Alias every array in `value`: a write to the one leaves the other as it was."""
-    return _mapped(value, lambda array: array[...])
-
-
-def arrays_of(value: Any) -> list[mx.array]:
-    """Return every array in `value`."""
-    found: list[mx.array] = []
-    _mapped(value, found.append)
-    return found
-
-
-def _mapped(value: Any, change: Callable[[mx.array], Any]) -> Any:
-    if isinstance(value, mx.array):
-        return change(value)
-    if isinstance(value, list):
-        return [_mapped(item, change) for item in value]
-    if isinstance(value, dict):
-        return {name: _mapped(item, change) for name, item in value.items()}
-    return value
+def arrays_of(fields: Fields | None) -> list[mx.array]:
+    """Return every array of a state."""
+    values: Any = tree_flatten(fields)
+    return [value for _, value in values if isinstance(value, mx.array)]
 
 
 def with_room(cache: Any, parts: list[Arrays], rows: int) -> Arrays:
@@ -164,14 +145,13 @@ def with_room(cache: Any, parts: list[Arrays], rows: int) -> Arrays:
     """
     step = getattr(cache, "step", None)
     room = 0 if step is None else step - rows % step
-    return tuple(
-        mx.concatenate([*same, _room_like(same[0], room)], axis=-2)
-        for same in zip(*parts, strict=True)
-    )
 
+    def joined(same: Arrays) -> mx.array:
+        like = same[0]
+        more = mx.zeros((*like.shape[:-2], room, like.shape[-1]), like.dtype)
+        return mx.concatenate([*same, more], axis=-2)
 
-def _room_like(rows: mx.array, room: int) -> mx.array:
-    return mx.zeros((*rows.shape[:-2], room, rows.shape[-1]), rows.dtype)
+    return tuple(map(joined, zip(*parts, strict=True)))
 
 
 def row_fields(cache: Any, arrays: Arrays, rows: int, lags: Lags) -> Fields:
@@ -182,9 +162,4 @@ def row_fields(cache: Any, arrays: Arrays, rows: int, lags: Lags) -> Fields:
     keys, values = arrays[:half], arrays[half:]
     if half == 1:
         return {"keys": keys[0], "values": values[0], "offset": rows}
-    empty = not arrays
-    return {
-        "keys": None if empty else keys,
-        "values": None if empty else values,
-        "offset": rows,
-    }
+    return {"keys": keys or None, "values": values or None, "offset": rows}

@@ -36,9 +36,6 @@ def batch_extent(batches: Sequence[tuple[str, Any]]) -> tuple[int, Lags]:
 
     It reads the offsets back.
 
-    Args:
-        batches: every batch cache of a model, with its place.
-
     Raises:
         InvalidRequestError: the layers are out of step, a prompt padded on the right
             is not finished, or no row has begun.

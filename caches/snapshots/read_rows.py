@@ -28,10 +28,6 @@ READABLE = (*_FROM_THE_START, RotatingKVCache, SlidingKVCache)
 def check_readable(cache: Any, place: int) -> None:
     """Refuse a cache whose rows cannot be read. Touches nothing.
 
-    Args:
-        cache: one layer's.
-        place: its number, for the message.
-
     Raises:
         UnsupportedCacheError: it is of another kind, or keeps its first rows.
     """

@@ -37,22 +37,15 @@ from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldLeaf:
-    """What a snapshot holds of one leaf.
+    """What a snapshot holds of one leaf."""
 
-    Attributes:
-        place: where the leaf stands, such as `2` or `2.0`.
-        kind: mlx-lm's class of it.
-        settings: what a target must have in common with it.
-        rows: the ranges of its rows, in order. None in a layer that the model does
-            not use, and in kinds that are held whole.
-        state: the fields of a whole state, if there is one.
-    """
-
-    place: str
-    kind: type
-    settings: tuple[Any, ...]
+    place: str  # where the leaf stands, such as `2` or `2.0`
+    kind: type  # mlx-lm's class of it
+    settings: tuple[Any, ...]  # what a target must have in common with it
+    # The ranges of its rows, in order. None in a layer that the model does not use, and
+    # in kinds that are held whole.
     rows: tuple[Rows, ...] = ()
-    state: Fields | None = None
+    state: Fields | None = None  # the fields of a whole state, if there is one
 
     @property
     def whole(self) -> bool:
@@ -220,11 +213,7 @@ def _with_own_rows(leaf: HeldLeaf) -> HeldLeaf:
 
 
 def check_same(some: Sequence[HeldLeaf], others: Sequence[HeldLeaf]) -> None:
-    """Refuse leaves that are not those of one model.
-
-    Raises:
-        InvalidRequestError: names the first that differ.
-    """
+    """Refuse leaves that are not those of one model."""
     if len(some) != len(others):
         raise InvalidRequestError(
             f"One side has {len(some)} leaf caches and the other {len(others)}. "
@@ -242,11 +231,7 @@ def check_same(some: Sequence[HeldLeaf], others: Sequence[HeldLeaf]) -> None:
 
 
 def check_lags(one: Lags, other: Lags) -> None:
-    """Refuse parts of a batch whose rows stand in different columns.
-
-    Raises:
-        InvalidRequestError: names the lags of both.
-    """
+    """Refuse parts of a batch whose rows stand in different columns."""
     if one != other:
         raise InvalidRequestError(
             f"The rows are {list(one)} tokens behind the furthest on one side, and "

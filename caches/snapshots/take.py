@@ -13,7 +13,6 @@ from mlx_speculation.caches.snapshots.per_kind import (
     HOLDINGS,
     Fields,
     Holding,
-    aliased,
     copied,
     row_fields,
     with_room,
@@ -25,8 +24,13 @@ from mlx_speculation.caches.snapshots.snapshot import (
     check_lags,
     check_same,
 )
-from mlx_speculation.caches.types.leaves import is_batch, leaves, position
-from mlx_speculation.caches.types.shared_rows import Rows, buffers, native_type
+from mlx_speculation.caches.types.leaves import (
+    checked_leaves,
+    is_batch,
+    leaves,
+    position,
+)
+from mlx_speculation.caches.types.shared_rows import Rows, aliased, buffers, native_type
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 
 
@@ -105,20 +109,13 @@ def restore(held: Snapshot, target: Sequence[Any]) -> None:
 
 def _supported(caches: Sequence[Any]) -> list[tuple[str, Any, Holding]]:
     """Return every leaf with its place and how it is held; refuse unknown kinds."""
-    found = [(place, leaf, native_type(leaf)) for place, leaf in leaves(caches)]
-    for place, _, kind in found:
-        if kind not in HOLDINGS:
-            known = ", ".join(known.__name__ for known in HOLDINGS)
-            raise UnsupportedCacheError(
-                f"The cache of layer {place} is a {kind.__name__}, and the kinds that "
-                f"a snapshot can hold are {known}. Use one of these."
-            )
-    if not found or len({id(leaf) for _, leaf, _ in found}) != len(found):
-        raise InvalidRequestError(
-            f"The list of caches has {len(found)} leaves, and at least 1 is needed, "
-            "each an object of its own. Pass what make_prompt_cache(model) returns."
-        )
-    return [(place, leaf, HOLDINGS[kind]) for place, leaf, kind in found]
+    found = checked_leaves(
+        caches,
+        lambda leaf: native_type(leaf) in HOLDINGS,
+        "held by a snapshot",
+        (kind.__name__ for kind in HOLDINGS),
+    )
+    return [(place, leaf, HOLDINGS[native_type(leaf)]) for place, leaf in found]
 
 
 def _extent(caches: Sequence[Any]) -> tuple[int | None, Lags]:

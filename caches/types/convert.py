@@ -9,7 +9,7 @@ cache that is not replaced stands in both lists, so use one of the two lists aft
 Batches use what mlx-lm's caches offer for them: merge, extend, filter and extract.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -28,26 +28,32 @@ def with_slack(caches: Sequence[Any], slack: int | None = None) -> list[Any]:
     Raises:
         InvalidRequestError: a ring was cut and lacks rows of its window.
     """
-    return [_with_slack(cache, slack) for cache in caches]
+    return _replaced(
+        caches,
+        lambda leaf: type(leaf) is RotatingKVCache and leaf.keep == 0,
+        lambda ring: SlidingKVCache.from_native(ring, slack),
+    )
 
 
 def as_native(caches: Sequence[Any]) -> list[Any]:
     """Return the caches with a `RotatingKVCache` for each `SlidingKVCache`."""
-    return [_as_native(cache) for cache in caches]
+    return _replaced(
+        caches, lambda leaf: type(leaf) is SlidingKVCache, SlidingKVCache.to_native
+    )
 
 
-def _with_slack(cache: Any, slack: int | None) -> Any:
-    if type(cache) is CacheList:
-        return CacheList(*with_slack(cache.caches, slack))
-    if type(cache) is RotatingKVCache and cache.keep == 0:
-        return SlidingKVCache.from_native(cache, slack)
-    return cache
-
-
-def _as_native(cache: Any) -> Any:
-    if type(cache) is CacheList:
-        return CacheList(*as_native(cache.caches))
-    return cache.to_native() if type(cache) is SlidingKVCache else cache
+def _replaced(
+    caches: Sequence[Any], due: Callable[[Any], bool], change: Callable[[Any], Any]
+) -> list[Any]:
+    """Return the caches with another one for each leaf that is due."""
+    return [
+        CacheList(*_replaced(cache.caches, due, change))
+        if type(cache) is CacheList
+        else change(cache)
+        if due(cache)
+        else cache
+        for cache in caches
+    ]
 
 
 def merged(rows: Sequence[Sequence[Any]], *, in_steps: bool = False) -> list[Any]:

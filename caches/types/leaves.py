@@ -4,7 +4,7 @@ A `CacheList` holds caches of its own; a leaf is what is no list. Nothing here c
 cache or rolls it back: `caches.registry` says which kinds can be.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -35,6 +35,49 @@ def leaves(caches: Sequence[Any]) -> Iterator[tuple[str, Any]]:
                 yield f"{index}.{place}", leaf
         else:
             yield str(index), cache
+
+
+def checked_leaves(
+    caches: Sequence[Any],
+    known: Callable[[Any], bool],
+    can: str,
+    kinds: Iterable[str],
+    whose: str = "The cache",
+) -> list[tuple[str, Any]]:
+    """Return every leaf with its place. Touches nothing.
+
+    Args:
+        caches: one per layer.
+        known: whether a leaf is of a kind that can be taken.
+        can: what can be done with these kinds, for a message.
+        kinds: their names.
+        whose: whose caches they are.
+
+    Raises:
+        InvalidRequestError: there is no cache, or one object stands in two places.
+        UnsupportedCacheError: a leaf is of an unknown kind.
+    """
+    places: dict[int, str] = {}
+    found = list(leaves(caches))
+    for place, leaf in found:
+        if not known(leaf):
+            raise UnsupportedCacheError(
+                f"{whose} of layer {place} is a {type(leaf).__name__}, and the kinds "
+                f"that can be {can} are {', '.join(kinds)}. Use one of these."
+            )
+        if id(leaf) in places:
+            raise InvalidRequestError(
+                f"One cache object stands in two places, at layers {places[id(leaf)]} "
+                f"and {place}. Make a cache of its own for each, as make_prompt_cache "
+                "does."
+            )
+        places[id(leaf)] = place
+    if not found:
+        raise InvalidRequestError(
+            f"The list of caches holds {len(caches)} items and no leaf. Pass what "
+            "mlx_lm.models.cache.make_prompt_cache(model) returns."
+        )
+    return found
 
 
 def flat(caches: Sequence[Any]) -> list[Any]:
@@ -83,23 +126,9 @@ def position(caches: Sequence[Any]) -> int | None:
         rows = next(each.shape[0] for each in offsets if isinstance(each, mx.array))
         raise InvalidRequestError(
             f"One position was asked of batch caches with {rows} rows. "
-            "Use positions(caches), an array with the position of each row."
+            "Read the offset of a batch cache, an array with the position of each row."
         )
     return max(offsets) if offsets else None
-
-
-def positions(caches: Sequence[Any]) -> mx.array | None:
-    """Return how many positions each row of batch caches holds, int [rows].
-
-    The array stays on the device, and no later write changes it. None: no leaf knows.
-    """
-    offsets = [leaf.offset for leaf in flat(caches) if is_batch(leaf)]
-    if not offsets:
-        return None
-    found: mx.array = offsets[0][...]
-    for offset in offsets[1:]:
-        found = mx.maximum(found, offset)
-    return found
 
 
 def states(caches: Sequence[Any]) -> list[Any]:

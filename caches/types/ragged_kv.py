@@ -61,16 +61,14 @@ class RaggedKVCache(BatchKVCache):
         """Return a batch that holds copies of what these caches of one row do."""
         merged = cls(len(caches))
         merged.lengths = [int(cache.offset) for cache in caches]
-        held: list[Any] = [cache for cache in caches if cache.offset]
-        if held:
-            merged.keys = merged._room(held[0].keys, len(caches))
-            merged.values = merged._room(held[0].values, len(caches))
-        for row, one in enumerate(caches):
-            cache: Any = one
-            if cache.offset:
-                stop = cache.offset
-                merged.keys[row : row + 1, :, :stop] = cache.keys[..., :stop, :]
-                merged.values[row : row + 1, :, :stop] = cache.values[..., :stop, :]
+        held: list[tuple[int, Any]] = [(i, x) for i, x in enumerate(caches) if x.offset]
+        for row, cache in held:
+            columns = merged._whole(merged.columns)
+            merged.keys = merged._padded(merged.keys, cache.keys, columns)
+            merged.values = merged._padded(merged.values, cache.values, columns)
+            stop = cache.offset
+            merged.keys[row : row + 1, :, :stop] = cache.keys[..., :stop, :]
+            merged.values[row : row + 1, :, :stop] = cache.values[..., :stop, :]
         return merged
 
     @property
@@ -98,15 +96,9 @@ class RaggedKVCache(BatchKVCache):
         width = keys.shape[2]
         self.stepped = width > 1
         stop = self._shown(self.columns + width)
-        if self.keys is None:
-            rows = keys.shape[0]
-            self.keys, self.values = self._room(keys, rows), self._room(values, rows)
-        if stop > self.keys.shape[2]:
-            more = self._whole(stop) - self.keys.shape[2]
-            self.keys = mx.pad(self.keys, [(0, 0), (0, 0), (0, more), (0, 0)])
-        if stop > self.values.shape[2]:
-            more = self._whole(stop) - self.values.shape[2]
-            self.values = mx.pad(self.values, [(0, 0), (0, 0), (0, more), (0, 0)])
+        # Each by itself: an interruption may have left one of them short.
+        self.keys = self._padded(self.keys, keys, self._whole(stop))
+        self.values = self._padded(self.values, values, self._whole(stop))
         if self._even:
             start = self.lengths[0]
             self.keys[..., start : start + width, :] = keys
@@ -162,15 +154,11 @@ class RaggedKVCache(BatchKVCache):
         some: Any = self if self.keys is not None else other
         if some.keys is not None:
             stop = max(self._columns_held, other._columns_held)
-            both = [
-                (
-                    cache._padded(cache.keys, some.keys, stop),
-                    cache._padded(cache.values, some.values, stop),
-                )
-                for cache in (self, other)
-            ]
-            self.keys = mx.concatenate([keys for keys, _ in both])
-            self.values = mx.concatenate([values for _, values in both])
+            both = self, other
+            self.keys, self.values = (
+                mx.concatenate([x._padded(x.keys, some.keys, stop) for x in both]),
+                mx.concatenate([x._padded(x.values, some.values, stop) for x in both]),
+            )
         self.lengths = self.lengths + other.lengths
 
     def extract(self, idx: int) -> KVCache:
@@ -228,21 +216,16 @@ class RaggedKVCache(BatchKVCache):
         """Return a number of columns in whole steps."""
         return -(-columns // self.step) * self.step
 
-    def _room(self, like: mx.array, rows: int) -> mx.array:
-        """Return zeros for the longest row, of the heads and the dtype of an array."""
-        _, heads, _, dim = like.shape
-        return mx.zeros(
-            (rows, heads, self._whole(max(1, self.columns)), dim), like.dtype
-        )
-
     def _padded(self, array: Any, like: mx.array, columns: int) -> mx.array:
-        """Return an array of these rows with so many columns."""
+        """Return an array of these rows with so many columns at least, or zeros."""
         if array is None:
             _, heads, _, dim = like.shape
             return mx.zeros((len(self.lengths), heads, columns, dim), like.dtype)
         more = columns - array.shape[2]
+        if more <= 0:
+            return array  # type: ignore[no-any-return]
         padded: mx.array = mx.pad(array, [(0, 0), (0, 0), (0, more), (0, 0)])
-        return padded if more else array
+        return padded
 
 
 def _taken(array: mx.array, places: mx.array) -> mx.array:

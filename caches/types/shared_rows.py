@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_map
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
 Arrays = tuple[mx.array, ...]
@@ -40,6 +41,11 @@ def buffers(cache: Any) -> Arrays:
     if isinstance(cache.keys, mx.array):
         return cache.keys, cache.values
     return *cache.keys, *cache.values
+
+
+def aliased(value: Any) -> Any:
+    """Alias every array in `value`: a write to the one leaves the other as it was."""
+    return tree_map(lambda x: x[...] if isinstance(x, mx.array) else x, value)
 
 
 def own(array: mx.array, axis: int = 0) -> mx.array:
@@ -147,7 +153,7 @@ class _Watch:
     @property
     def state(self) -> Any:
         """The native state, with aliases in place of the arrays."""
-        return _aliased(super().state)  # type: ignore[misc]
+        return aliased(super().state)  # type: ignore[misc]
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -155,16 +161,8 @@ class _Watch:
         native.state.fset(self, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        fields = {name: _aliased(value) for name, value in vars(self).items()}
+        fields = aliased(vars(self))
         return copyreg.__newobj__, (native_type(self),), fields  # type: ignore[attr-defined]
-
-
-def _aliased(value: Any) -> Any:
-    if isinstance(value, mx.array):
-        return value[...]
-    if isinstance(value, list | tuple):
-        return type(value)(_aliased(item) for item in value)
-    return value
 
 
 # Of the same name, under which mlx-lm saves and loads the cache.

@@ -69,8 +69,8 @@ class SlidingKVCache:
         self.max_size = max_size
         self.slack = slack
         self.offset = 0
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
+        self.keys: Any = None
+        self.values: Any = None
         self._first = 0
         self._end = 0
 
@@ -109,7 +109,7 @@ class SlidingKVCache:
     def to_native(self) -> RotatingKVCache:
         """Return a ring with the same window; this cache stays as it is."""
         ring: Any = RotatingKVCache(max_size=self.max_size)
-        if self.keys is not None and self.values is not None and self.offset > 0:
+        if self.offset > 0:
             rows = slice(self._end - min(self.offset, self.max_size), self._end)
             ring.keys = mx.contiguous(self.keys[..., rows, :])
             ring.values = mx.contiguous(self.values[..., rows, :])
@@ -129,8 +129,6 @@ class SlidingKVCache:
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return what the last write showed, less what was undone since."""
-        assert self.keys is not None
-        assert self.values is not None
         shown = slice(self._first, self._end)
         return self.keys[..., shown, :], self.values[..., shown, :]
 
@@ -163,9 +161,7 @@ class SlidingKVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers, slack included."""
-        if self.keys is None or self.values is None:
-            return 0
-        return self.keys.nbytes + self.values.nbytes
+        return 0 if self.keys is None else int(self.keys.nbytes + self.values.nbytes)
 
     def can_trim(self, n: int) -> bool:
         """Whether the window before the last `n` rows is still held."""
@@ -225,8 +221,6 @@ class SlidingKVCache:
         width = keys.shape[2]
         if self.keys is None or self._end + width > self.keys.shape[2]:
             self._make_room(keys, values, undo)
-        assert self.keys is not None
-        assert self.values is not None
         end = self._end
         stop = end + width
         self.keys[..., end:stop, :] = keys
@@ -240,7 +234,7 @@ class SlidingKVCache:
     def _make_room(self, keys: mx.array, values: mx.array, undo: int) -> None:
         """Take new buffers with room for the rows, and move what has to stay there."""
         width, end = keys.shape[2], self._end
-        if self.keys is None or self.values is None:
+        if self.keys is None:
             size = self._size_for(width)
             self.keys, self.values = (_buffer(rows, size) for rows in (keys, values))
             return

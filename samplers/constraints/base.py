@@ -27,7 +27,7 @@ class ConstraintState(Protocol):
         count: `may_end` does. Changes nothing.
 
         Raises:
-            ConstraintError: it cannot be told, for example because a limit was hit.
+            ConstraintError: it is not known, for example because a limit was hit.
         """
         ...
 

@@ -40,28 +40,18 @@ COMPACT = {"whitespace_flexible": False}
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a tokenizer's ids stand for, in the library's form.
+    """What a tokenizer's ids stand for, in the library's form."""
 
-    Attributes:
-        tokens: the tokenizer's, and one that stands for the end of a text.
-        end: the id of that one, the largest.
-    """
-
-    tokens: "LLTokenizer"
-    end: int
+    tokens: "LLTokenizer"  # the tokenizer's, and one that stands for the end of a text
+    end: int  # the id of that one, the largest
 
 
 @dataclass(frozen=True, slots=True)
 class PortableVocabulary:
-    """The same as text, for another process.
+    """The same as text, for another process."""
 
-    Attributes:
-        text: the tokenizer in the form of `tokenizer.json`, with the end in it.
-        end: as in `Vocabulary`.
-    """
-
-    text: str
-    end: int
+    text: str  # the tokenizer in the form of `tokenizer.json`, with the end in it
+    end: int  # as in `Vocabulary`
 
 
 # Reading a tokenizer takes up to a second. It is read again after tokens were added.

@@ -15,9 +15,6 @@ from mlx_speculation.samplers import Constrained, Rows
 class Masks:
     """The masks of one generation.
 
-    Args:
-        text: what is generated, under its constraint.
-
     Attributes:
         text: as passed.
     """

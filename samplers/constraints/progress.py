@@ -26,34 +26,23 @@ from mlx_speculation.samplers.constraints.base import Constraint, ConstraintStat
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place in the text.
+    """A place in the text."""
 
-    Attributes:
-        state: stands there; it is forked, never advanced.
-        mask: the ids that may come next, bool [ids], end-of-text ids included.
-        may_end: whether the text may end here.
-        goes_on: whether anything but the end may come next.
-        failure: why the constraint could not tell; nothing is allowed then.
-    """
-
-    state: ConstraintState
+    state: ConstraintState  # stands there; it is forked, never advanced
+    # The ids that may come next, bool [ids], end-of-text ids included.
     mask: NDArray[np.bool_]
-    may_end: bool = False
-    goes_on: bool = False
+    may_end: bool = False  # whether the text may end here
+    goes_on: bool = False  # whether anything but the end may come next
+    # Why the constraint does not know; nothing is allowed then.
     failure: ConstraintError | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """How far a round's emitted tokens go under the constraint.
+    """How far a round's emitted tokens go under the constraint."""
 
-    Attributes:
-        keep: how many of them stay.
-        complete: whether the text ends with the last one that stays.
-    """
-
-    keep: int
-    complete: bool
+    keep: int  # how many of them stay
+    complete: bool  # whether the text ends with the last one that stays
 
 
 class Constrained:

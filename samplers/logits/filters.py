@@ -2,7 +2,7 @@
 
 mlx-lm filters log-probabilities. They differ from logits by one number per row, which
 no filter feels but by rounding: log-probabilities give mlx-lm's result to the last bit
-(`top_p` tells its own difference), and logits save a pass over the vocabulary.
+(`top_p` says where it differs), and logits save a pass over the vocabulary.
 
 Each row is filtered by itself: together or alone, beside padding or not, it comes out
 the same to the last bit. Hence the ties broken by id, where mlx-lm leaves them to a

@@ -109,6 +109,6 @@ def _own(windows: Windows, width: int) -> tuple[mx.array, mx.array]:
     valid = windows.valid & (windows.tokens < width)
     some = mx.argmax(valid, axis=-1, keepdims=True)
     found = mx.take_along_axis(valid, some, axis=-1)
-    stand_in = mx.take_along_axis(windows.tokens, some, axis=-1)
-    tokens = mx.where(valid, windows.tokens, mx.where(found, stand_in, 0))
+    other = mx.take_along_axis(windows.tokens, some, axis=-1)
+    tokens = mx.where(valid, windows.tokens, mx.where(found, other, 0))
     return tokens, found

@@ -6,7 +6,7 @@ looked for; of 150,000 float32 numbers they do. A sum of n tokens is off by less
 n * 2**-32, a float32 sum by up to n * 2**-24.
 
 The edge is found without a sort of the vocabulary. A partition splits the tokens into
-a more and a less probable half, the sum over the first tells which half holds the
+a more and a less probable half, the sum over the first says which half holds the
 edge, and that half is split again:
 
     4096 tokens      the upper 2048 have 0.97 of the probability, 0.9 is asked for

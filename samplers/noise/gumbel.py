@@ -41,27 +41,24 @@ def _gumbel(width: int) -> Callable[[mx.array], mx.array]:
     return mx.vmap(lambda key: mx.random.gumbel((width,), mx.float32, key=key))
 
 
+def gumbel_of(keys: mx.array, width: int) -> mx.array:
+    """Return noise over all token ids by key: uint32 [rows, 2] to [rows, width]."""
+    return _gumbel(width)(keys)
+
+
 def gumbel(key: mx.array, positions: mx.array, width: int) -> mx.array:
-    """Return the noise of each position over all token ids.
+    """Return the noise of each position over all token ids, float32 [rows, width].
 
     Args:
         key: uint32 [2], from `stream_key`.
         positions: integer [rows], counted from 0 over the whole sequence.
         width: the number of token ids, the same for every draw of a sequence.
-
-    Returns:
-        float32 [rows, width].
     """
-    return _gumbel(width)(position_keys(key, positions))
+    return gumbel_of(position_keys(key, positions), width)
 
 
 def position_keys(key: mx.array, positions: mx.array) -> mx.array:
-    """Return one key for each position, uint32 [rows, 2].
-
-    Args:
-        key: uint32 [2], from `stream_key`.
-        positions: integer [rows].
-    """
+    """Return one key for each position: uint32 [2] and integer [rows] to [rows, 2]."""
     first = positions.astype(mx.uint32)
     return key + mx.stack([first, mx.zeros_like(first)], axis=-1)
 

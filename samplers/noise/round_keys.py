@@ -13,7 +13,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from mlx_speculation.samplers.noise.gumbel import gumbel
+from mlx_speculation.samplers.noise.gumbel import gumbel_of
 
 # Purposes, for `noise.stream_key`; noise.CHOICE is 1.
 COIN = 2  # acceptance
@@ -48,14 +48,5 @@ def coins(keys: mx.array) -> mx.array:
 
 
 def gumbel_rows(keys: mx.array, width: int) -> mx.array:
-    """Return Gumbel noise over all token ids per key.
-
-    Args:
-        keys: uint32 [rows, 2], from `round_keys`.
-        width: the number of token ids, the same for every draw of a sequence.
-
-    Returns:
-        float32 [rows, width].
-    """
-    nothing_more = mx.zeros(keys.shape[0], dtype=mx.uint32)  # the position is in it
-    return gumbel(keys, nothing_more, width)
+    """Return Gumbel noise over all token ids per key of `round_keys`, [rows, width]."""
+    return gumbel_of(keys, width)

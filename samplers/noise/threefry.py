@@ -29,9 +29,6 @@ def gumbel_at(keys: mx.array, ids: mx.array, width: int) -> mx.array:
         keys: uint32 [rows, 2].
         ids: integer [rows, k], which values, from 0 to `width` - 1.
         width: of the full draw.
-
-    Returns:
-        float32 [rows, k].
     """
     words = random_words(keys, ids.astype(mx.uint32), width).astype(mx.float32)
     uniform = mx.minimum(words / float(2**32 - 1), LARGEST)
@@ -41,13 +38,7 @@ def gumbel_at(keys: mx.array, ids: mx.array, width: int) -> mx.array:
 def random_words(keys: mx.array, ids: mx.array, width: int) -> mx.array:
     """Return the words of a full draw of `width` words at some places.
 
-    Args:
-        keys: uint32 [rows, 2].
-        ids: uint32 [rows, k].
-        width: of the full draw.
-
-    Returns:
-        uint32 [rows, k].
+    uint32 [rows, 2] and [rows, k] to [rows, k].
     """
     pairs = width // 2
     firsts = width - pairs  # ids from here on are second words

@@ -16,6 +16,7 @@ The decision to end a draft may use the tokens before, and the distribution of t
 one, but never the next token itself.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -25,18 +26,54 @@ from mlx_speculation.errors import InvalidRequestError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RuleOutcome:
-    """What a rule decided.
+    """What a rule decided."""
 
-    Attributes:
-        accepted: how many drafted tokens are accepted, int32 [...].
-        next_probs: the distribution of the token after them, [..., vocab]: of the
-            correction, or of the bonus.
-        acceptance: what each coin was compared with, [..., k].
-    """
-
-    accepted: mx.array
+    accepted: mx.array  # how many drafted tokens are accepted, int32 [...]
+    # The distribution of the token after them, [..., vocab]: of the correction, or of
+    # the bonus.
     next_probs: mx.array
-    acceptance: mx.array
+    acceptance: mx.array  # what each coin was compared with, [..., k]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Odds:
+    """How a rule accepts k drafted tokens, and what it takes off the target's rows."""
+
+    part: mx.array  # [..., k]; a coin passes below `quotient(part, whole)`
+    whole: mx.array  # [..., k]
+    # [..., k + 1], what each row of the target is multiplied with before the draft's is
+    # subtracted.
+    shares: mx.array
+
+
+def judged(
+    odds: Callable[[mx.array, mx.array, mx.array], Odds],
+    count: Callable[[mx.array], mx.array],
+    target_probs: mx.array,
+    draft_probs: mx.array | None,
+    drafted: mx.array,
+    coins: mx.array,
+) -> RuleOutcome:
+    """Decide by a rule how many drafted tokens are accepted, and what follows them.
+
+    Args:
+        odds: of the rule, from target, draft (see `draft_distributions`) and drafted.
+        count: of the rule: how many are accepted, integer [...], by which coins have
+            passed, bool [..., k].
+        target_probs: [..., k + 1, vocab].
+        draft_probs: [..., k, vocab], or None for tokens chosen without chance.
+        drafted: integer [..., k].
+        coins: [..., k], uniform in [0, 1), independent of the drafted tokens.
+
+    Raises:
+        InvalidRequestError: the shapes do not fit.
+    """
+    draft = draft_distributions(target_probs, draft_probs, drafted)
+    own = odds(target_probs, draft, drafted)
+    check_shape("coins", coins, drafted.shape)
+    accepted = count(passes(coins, own.part, own.whole)).astype(mx.int32)
+    following = probs_after(target_probs, draft, own.shares, accepted)
+    return RuleOutcome(accepted, following, quotient(own.part, own.whole))
 
 
 def draft_distributions(
@@ -44,16 +81,7 @@ def draft_distributions(
 ) -> mx.array:
     """Return the draft's distributions, one-hot for tokens chosen without chance.
 
-    Args:
-        target_probs: [..., k + 1, vocab].
-        draft_probs: [..., k, vocab], or None.
-        drafted: integer [..., k].
-
-    Returns:
-        [..., k, vocab].
-
-    Raises:
-        InvalidRequestError: the shapes do not fit.
+    Shapes are those of `judged`; those that do not fit are refused.
     """
     batch, k = drafted.shape[:-1], drafted.shape[-1]
     vocab = target_probs.shape[-1]
@@ -68,12 +96,7 @@ def draft_distributions(
 def token_probs(probs: mx.array, tokens: mx.array) -> mx.array:
     """Return the probability of one token per row; 0 for an id that no row has.
 
-    Args:
-        probs: [..., k, vocab].
-        tokens: integer [..., k].
-
-    Returns:
-        [..., k].
+    [..., k, vocab] and integer [..., k] to [..., k].
     """
     known = tokens.astype(mx.uint32) < probs.shape[-1]  # -1 becomes a large number
     ids = mx.where(known, tokens, 0)[..., None]
@@ -108,14 +131,7 @@ def residual(target_row: mx.array, draft_row: mx.array, share: mx.array) -> mx.a
     """Return the normalized positive part of `share * target_row - draft_row`.
 
     Where nothing is left, which only rounding can bring about, it is the target's row.
-
-    Args:
-        target_row: [..., vocab].
-        draft_row: [..., vocab].
-        share: [...].
-
-    Returns:
-        [..., vocab].
+    [..., vocab] twice and [...] to [..., vocab].
     """
     left = mx.maximum(share[..., None] * target_row - draft_row, 0)
     mass = left.sum(axis=-1, keepdims=True)
@@ -150,14 +166,8 @@ def draw(probs: mx.array, noise: mx.array) -> mx.array:
     """Draw one token per row: the largest of log-probability plus Gumbel noise.
 
     It is what keyed choice does with its noise. A token without probability is never
-    drawn. Rows need not be normalized.
-
-    Args:
-        probs: [..., vocab].
-        noise: float32 [..., vocab], drawn for this end alone.
-
-    Returns:
-        uint32 [...].
+    drawn. Rows need not be normalized. [..., vocab] twice to uint32 [...]; the noise is
+    drawn for this end alone.
     """
     scores = mx.log(probs) + noise
     return mx.argmax(mx.where(probs > 0, scores, -mx.inf), axis=-1)

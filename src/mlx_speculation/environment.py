@@ -62,9 +62,6 @@ def usable_cores() -> int:
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """Return how many cores' worth of time the control groups of this process allow.
 
-    Args:
-        root: of the file system, for tests.
-
     Returns:
         The smallest quota of the group and those above it; None: there is none.
     """

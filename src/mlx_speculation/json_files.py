@@ -27,7 +27,11 @@ class JsonFlawError(ValueError):
 
 
 def parse_json(
-    text: str | bytes, *, unique_keys: bool = False, finite: bool = False
+    text: str | bytes,
+    *,
+    unique_keys: bool = False,
+    finite: bool = False,
+    deepest: int = DEEPEST,
 ) -> Any:
     """Return what a JSON text says.
 
@@ -36,15 +40,16 @@ def parse_json(
         unique_keys: refuse an object with a key twice, of which the last one would
             count.
         finite: refuse NaN and infinity, which Python reads and JSON lacks.
+        deepest: how many levels of arrays and objects there may be.
 
     Raises:
         JsonFlawError: it is not JSON, or nested too deep, or refused by an option.
     """
     try:
         text = text if isinstance(text, str) else text.decode("utf-8")
-        if deeper_than(DEEPEST, text):
+        if deeper_than(deepest, text):
             raise JsonFlawError(
-                f"is nested too deep to be read, more than {DEEPEST} levels"
+                f"is nested too deep to be read, more than {deepest} levels"
             )
         return json.loads(
             text,
@@ -59,16 +64,13 @@ def parse_json(
         raise JsonFlawError(f"is not JSON ({_short(str(error))})") from error
 
 
-def load_json(
-    file: Path, *, most: int = LARGEST, unique_keys: bool = False, finite: bool = False
-) -> Any:
+def load_json(file: Path, *, most: int = LARGEST, unique_keys: bool = False) -> Any:
     """Return what a JSON file says.
 
     Args:
         file: a regular file, so that reading cannot wait for ever.
         most: how many bytes it may have.
         unique_keys: see `parse_json`.
-        finite: likewise.
 
     Raises:
         JsonFlawError: it is missing, cannot be read or is too large, or `parse_json`
@@ -86,7 +88,7 @@ def load_json(
         raise JsonFlawError(f"cannot be opened ({why})") from error
     if len(text) > most:
         raise JsonFlawError(f"has more than {most} bytes")
-    return parse_json(text, unique_keys=unique_keys, finite=finite)
+    return parse_json(text, unique_keys=unique_keys)
 
 
 def write_json(file: Path, value: dict[str, Any]) -> None:

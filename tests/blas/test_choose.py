@@ -171,7 +171,7 @@ def _clear_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @linux
 @with_openblas
 @pytest.mark.parametrize("cores", [1, 2])
-def test_on_few_cores_openblas_has_one_thread_and_nobody_else_is_told(
+def test_on_few_cores_openblas_has_one_thread_and_child_processes_have_their_own(
     cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _clear_threads(monkeypatch)

@@ -100,7 +100,7 @@ def test_the_plan_says_why() -> None:
 def test_nobody_waits_to_see_how_busy_few_cores_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in threads._NAMES:
+    for name in threads.NAMES:
         monkeypatch.delenv(name, raising=False)
     looks: list[None] = []
     monkeypatch.setattr(threads, "idle_cores", lambda: looks.append(None))

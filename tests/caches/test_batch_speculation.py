@@ -13,7 +13,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from mlx_speculation.caches import Speculation, position, positions
+from mlx_speculation.caches import Speculation, position
 from mlx_speculation.caches.journal import Journal, RowsJournal
 from mlx_speculation.caches.journals import batch_kv
 from mlx_speculation.caches.journals.arrays import ArraysJournal
@@ -245,14 +245,10 @@ def test_a_turned_ring_that_loses_its_common_padding_is_in_order_again(
     assert cache.extract(0).keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_positions_are_an_array_with_a_number_for_each_row() -> None:
-    unused, used = merged(KV, [0, 0]), merged(RING, [9, 2])
-    found = positions([unused, CacheList(used, ArraysCache(1))])
-    assert found is not None
-    assert found.tolist() == [9, 2]
-    assert positions([ArraysCache(1), KVCache()]) is None
-    with pytest.raises(InvalidRequestError, match=r"2 rows.*positions\(caches\)"):
-        position([used])
+def test_a_batch_has_no_single_position() -> None:
+    used = merged(RING, [9, 2])
+    with pytest.raises(InvalidRequestError, match=r"2 rows.* offset of a batch cache"):
+        position([merged(KV, [0, 0]), CacheList(used, ArraysCache(1))])
 
 
 @pytest.mark.parametrize("fails", ["moved", "removable"])

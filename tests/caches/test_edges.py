@@ -31,8 +31,8 @@ from mlx_speculation.caches.files.safetensors_reader import (
 )
 from mlx_speculation.caches.files.safetensors_writer import write
 from mlx_speculation.caches.journals.batch_kv import moved
-from mlx_speculation.caches.journals.batch_rotating_kv import SavedSlots
 from mlx_speculation.caches.journals.kv import even_out
+from mlx_speculation.caches.journals.ring import SavedSlots
 from mlx_speculation.caches.prefix import restore_points
 
 
@@ -226,6 +226,9 @@ def test_groups_hold_more_tokens_than_are_pending() -> None:
 def test_a_block_of_saved_slots_begins_anywhere() -> None:
     keys, values = rows(8), rows(8)
     saved = SavedSlots(weakref.ref(keys), weakref.ref(values), 4, 10, rows(3))
-    cache = SimpleNamespace(keys=keys, values=values, _offset=11)
-    assert saved.holds(cache, 5)
-    assert not saved.holds(cache, 4)
+    cache = SimpleNamespace(
+        keys=keys,
+        values=values,
+    )
+    assert saved.holds(cache, 5, 11)
+    assert not saved.holds(cache, 4, 11)

@@ -23,7 +23,7 @@ from mlx_speculation.caches.journal import Journal
 from mlx_speculation.caches.journals import rotating_kv
 from mlx_speculation.caches.journals.arrays import ArraysJournal
 from mlx_speculation.caches.journals.kv import KVJournal, KVJournals
-from mlx_speculation.caches.registry import KNOWN, open_journal, presented
+from mlx_speculation.caches.registry import KNOWN, open_journals, presented
 from mlx_speculation.errors import (
     InvalidRequestError,
     SpeculationClosedError,
@@ -335,7 +335,7 @@ def test_what_a_model_receives_passes_for_the_native_cache(
 ) -> None:
     cache = make()
     native = [leaf for _, leaf in leaves([cache])]
-    journals = [open_journal(leaf, whole=whole) for leaf in native]
+    journals = open_journals(native, whole=whole)
     assert all(isinstance(journal, Journal) for journal in journals)
     shown = presented([cache], iter(journals))[0]
     members = list(shown.caches) if isinstance(shown, CacheList) else [shown]

@@ -98,7 +98,7 @@ def test_demo_fails_where_a_text_really_differs(
     draft = demo_models()["draft"]  # the smallest: the stock BLAS is slow
     monkeypatch.setattr(f"{DEMO}.demo_models", lambda: {"dense": draft, "draft": draft})
     prompt = DemoPrompt("code", "a test", PROMPT)
-    monkeypatch.setattr(f"{DEMO}.demo_prompts", lambda: [prompt])
+    monkeypatch.setattr(f"{DEMO}.one_prompt_per_group", lambda: [prompt])
     done = in_process.invoke(app, ["demo", "--max-tokens", "2"])
     assert done.exit_code == 1
     assert "not at 3" in done.stdout

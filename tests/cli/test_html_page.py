@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_speculation import SpeculativeGenerator
-from mlx_speculation.cli.html_page import PageFacts, page_of
+from mlx_speculation.cli.html_page import page_of
 from mlx_speculation.engine import Chunk, Origin, Result, Statistics
 from mlx_speculation.engine.memory import Memory
 from mlx_speculation.engine.result import LogProb
@@ -106,8 +106,16 @@ def test_a_page_shows_the_text_whatever_it_holds(
     chunks: list[Chunk], prompt: str, name: str
 ) -> None:
     result = result_of(chunks)
-    facts = PageFacts(name, name, "length", prompt)
-    read = Reader(page_of(facts, result, chunks, TOKENIZER))
+    page = page_of(
+        result,
+        chunks,
+        TOKENIZER,
+        model=name,
+        draft=name,
+        finish_reason="length",
+        prompt=prompt,
+    )
+    read = Reader(page)
     assert "".join(text for _, text in read.spans) == result.text
     assert read.prompt == prompt
     assert read.titles == 2 * f"{name}, drafted by {name}"
@@ -142,7 +150,15 @@ def test_a_page_of_a_real_generation_marks_rounds_and_counts() -> None:
     generator = SpeculativeGenerator(model, TOKENIZER, draft=drafter, draft_length=3)
     stream = generator.stream(prompt, max_tokens=30, stop_tokens=(), logprobs=3)
     chunks = list(stream)
-    page = page_of(PageFacts("m", "d", "length", "x"), stream.result, chunks, TOKENIZER)
+    page = page_of(
+        stream.result,
+        chunks,
+        TOKENIZER,
+        model="m",
+        draft="d",
+        finish_reason="length",
+        prompt="x",
+    )
     read = Reader(page)
     stats = stream.stats
     assert sum("first" in classes for classes, _ in read.spans) == stats.rounds

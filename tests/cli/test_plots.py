@@ -1,8 +1,7 @@
 """What is drawn is what was given: points, bars, levels and predicted lines.
 
 Faults that were made by hand, and found here: a bar's ends swapped; acceptance as a
-share; the prediction one position off; a share of rounds without drafts left out; one
-colour for all; the plain level at another height.
+share; one colour for all; the plain level at another height.
 """
 
 import subprocess
@@ -12,20 +11,20 @@ from typing import Any
 
 import pytest
 
+from mlx_speculation.cli.measure import Spread
 from mlx_speculation.cli.plots import (
     Curve,
-    Measured,
     Panel,
     check_plot,
     draw,
-    predicted_speeds,
     save_plot,
 )
 from mlx_speculation.errors import InvalidRequestError
 
-POINTS = (Measured(1, 130.0, 120.0, 135.0), Measured(4, 220.0, 180.0, 230.0))
-MODEL = Curve("model", POINTS, {0: 100.0, 1: 140.0, 4: 210.0}, 205.0, (0.9, 0.5))
-LOOKUP = Curve("lookup", POINTS[1:], {}, None, (0.25,))
+FAR = Spread(220.0, 180.0, 230.0)
+NEAR_AND_FAR = {1: Spread(130.0, 120.0, 135.0), 4: FAR}
+MODEL = Curve("model", NEAR_AND_FAR, {0: 100.0, 1: 140.0, 4: 210.0}, 205.0, (0.9, 0.5))
+LOOKUP = Curve("lookup", {4: FAR}, {}, None, (0.25,))
 
 
 def panel(title: str, plain: float, *curves: Curve) -> Panel:
@@ -73,21 +72,6 @@ def test_a_drafter_has_one_colour_in_all_panels() -> None:
     assert sum(axes.axison for axes in figure.axes) == 8
 
 
-def test_predicted_speeds_are_tokens_over_seconds() -> None:
-    seconds = {0: 1.0, 1: 2.0, 2: 3.0, 4: 5.0}
-    assert predicted_speeds(seconds, [0.5, 0.25]) == {
-        0: 1.0,
-        1: pytest.approx(1.5 / 2),
-        2: pytest.approx(1.75 / 3),
-    }
-    half = predicted_speeds(seconds, [0.5, 0.25], drafting=0.5)
-    assert half == {
-        0: 1.0,
-        1: pytest.approx((1 + 0.25) / 1.5),
-        2: pytest.approx((1 + 0.375) / 2),
-    }
-
-
 def test_a_picture_is_written(tmp_path: Path) -> None:
     path = tmp_path / "plot.png"
     save_plot([panel("one", 1.0, MODEL)], path)
@@ -106,7 +90,7 @@ def test_without_matplotlib_the_extra_is_named() -> None:
     code = (
         "import sys; sys.modules['matplotlib.figure'] = None\n"
         "from mlx_speculation import errors\nfrom mlx_speculation.cli import plots\n"
-        "plots.predicted_speeds({0: 1.0}, [])\n"
+        "plots.Curve('model', {}, {}, None, ())\n"
         "try:\n    plots.check_plot('plot.png')\n"
         "except errors.MissingLibraryError as error:\n    print(error)\n"
     )

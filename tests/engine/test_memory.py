@@ -24,7 +24,7 @@ from mlx_lm.models.cache import (
 
 from mlx_speculation import Cascade, PrefixCache, SpeculativeGenerator
 from mlx_speculation.caches import SlidingKVCache, Speculation, array_bytes
-from mlx_speculation.caches.journals.rotating_kv import SAVED_ROWS
+from mlx_speculation.caches.journals.ring import SAVED_ROWS
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 

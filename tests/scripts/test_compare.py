@@ -217,3 +217,23 @@ def test_a_model_with_other_logits_has_no_arms(
     made, note = torch_arms.torch_arms(dense[1], folder, folder, [3], "text " * 9)
     assert not made
     assert note.startswith(f"transformers: no arms, since {said}")
+
+
+def test_predicted_speeds_are_tokens_over_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Faults found here: one position off; rounds without drafts left out."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    predicted_speeds = importlib.import_module("compare_target").predicted_speeds
+    seconds = {0: 1.0, 1: 2.0, 2: 3.0, 4: 5.0}
+    assert predicted_speeds(seconds, [0.5, 0.25]) == {
+        0: 1.0,
+        1: pytest.approx(1.5 / 2),
+        2: pytest.approx(1.75 / 3),
+    }
+    half = predicted_speeds(seconds, [0.5, 0.25], drafting=0.5)
+    assert half == {
+        0: 1.0,
+        1: pytest.approx((1 + 0.25) / 1.5),
+        2: pytest.approx((1 + 0.375) / 2),
+    }

@@ -28,6 +28,7 @@ from support.processes.servers import (
     client_of,
     make_tiny,
     post,
+    rows_held,
     serving,
     tiny_pair,
     wrapped_letters,
@@ -194,7 +195,7 @@ def load_and_check(
 
 def _held(server: Server, prefixes: PrefixCache) -> int:
     """Return the bytes in use once every request has ended."""
-    until(lambda: not server.worker.busy and server.worker.rows_held == 0)
+    until(lambda: server.worker.taken == 0 and rows_held(server.worker) == 0)
     until(lambda: server.connections == 0)
     prefixes.clear()
     gc.collect()

@@ -16,6 +16,7 @@ from support.processes.servers import (
     get,
     packet,
     post,
+    rows_held,
     serving,
     tiny_pair,
     wrapped_letters,
@@ -80,8 +81,8 @@ def test_a_client_that_leaves_is_read_no_further(slow: Server) -> None:
         received = b""
         while b"keepalive" not in received:
             received += connection.recv(1 << 12)
-    until(lambda: not worker.busy)
-    until(lambda: worker.rows_held == 0)
+    until(lambda: worker.taken == 0)
+    until(lambda: rows_held(worker) == 0)
     assert b"requests_cancelled_total" in get(slow, "/metrics").body
     assert post(slow, {**SHORT, "max_tokens": 3}).status == 200
 
@@ -91,14 +92,14 @@ def test_a_prompt_that_takes_too_long_has_had_its_turn() -> None:
     with serving(limits=limits, prefill_step=1) as server:
         answer = post(server, ENDLESS).refused(504)
         assert "took more than 1.5 seconds" in answer["message"]
-        until(lambda: not server.worker.busy)
+        until(lambda: server.worker.taken == 0)
 
 
 def test_stopping_does_not_wait_for_a_prompt(slow: Server) -> None:
     answers = []
     thread = threading.Thread(target=lambda: answers.append(post(slow, ENDLESS)))
     thread.start()
-    until(lambda: slow.worker.rows_held == 1)
+    until(lambda: rows_held(slow.worker) == 1)
     slow.stop()
     thread.join()
     assert answers[0].refused(503)["message"] == "The server is shutting down."

@@ -83,7 +83,7 @@ def use_blas(name: BlasName = "auto") -> BlasChoice:
             put in front before.
 
     Returns:
-        The BLAS in use and one line that tells which it is and why.
+        The BLAS in use and one line that says which it is and why.
 
     Raises:
         BlasError: It is not installed, or mlx is imported already.
@@ -163,7 +163,13 @@ def _use_openblas(*, required: bool) -> BlasChoice:
     if (loaded := describe_openblas()) is not None:
         return BlasChoice("openblas", loaded)
     if (other := library_in_front()) is not None:
-        return _leave_other(other, required=required)
+        if required:
+            raise BlasError(
+                f"blas is 'openblas', but the {blas_in_use()} is loaded before it and "
+                "would be called; start a new process that does not load it globally, "
+                "or pass 'auto'"
+            )
+        return BlasChoice("other", f"BLAS of {other}, which was loaded before")
     if "mlx.core" in sys.modules:
         raise BlasError(
             "OpenBLAS must be loaded before mlx, but mlx.core is imported already "
@@ -190,23 +196,8 @@ def _use_openblas(*, required: bool) -> BlasChoice:
     return BlasChoice("openblas", blas_in_use() + why)
 
 
-def _leave_other(file: str, *, required: bool) -> BlasChoice:
-    """Leave the BLAS of a file in front, which somebody has put there."""
-    if required:
-        raise BlasError(
-            f"blas is 'openblas', but the {blas_in_use()} is loaded before it and "
-            "would be called; start a new process that does not load it globally, or "
-            "pass 'auto'"
-        )
-    return BlasChoice("other", f"BLAS of {file}, which was loaded before")
-
-
 def _load(library: str) -> None:
-    """Load an OpenBLAS for all who come after, with its threads and the best kernels.
-
-    Raises:
-        OSError: it cannot be loaded.
-    """
+    """Load an OpenBLAS for all who come after, with its threads and best kernels."""
     plan = threads_here()
     with _environment(plan.environment()):
         kernels = kernels_to_name(library)

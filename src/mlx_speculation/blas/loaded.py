@@ -13,7 +13,7 @@ _PARALLEL = {0: "single-threaded", 1: "pthread", 2: "OpenMP"}
 
 
 class _Place(ctypes.Structure):
-    """What `dladdr` tells of an address: Dl_info."""
+    """What `dladdr` returns of an address: Dl_info."""
 
     _fields_ = (
         ("file", ctypes.c_char_p),

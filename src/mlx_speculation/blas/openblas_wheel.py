@@ -8,7 +8,6 @@ once: the copy is kept under `cache_folder`, or made for this process alone wher
 cannot be written.
 """
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -21,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mlx_speculation.environment import cache_folder
+from mlx_speculation.environment import cache_folder, installed
 from mlx_speculation.errors import BlasError
 
 WHEEL = "scipy-openblas32"
@@ -33,18 +32,12 @@ _NAME = re.compile(rb"(?<=\0)" + _PREFIX.encode() + rb"(\w+)(?=\0)")
 
 def wheel_version() -> str | None:
     """Return the version of the wheel; None: it is not installed."""
-    try:
-        return importlib.metadata.version(WHEEL)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return installed(WHEEL)
 
 
 @contextmanager
 def renamed_copy(version: str) -> Iterator[Path]:
     """Yield a copy of the wheel's OpenBLAS; what is loaded out of it stays.
-
-    Args:
-        version: of the wheel.
 
     Raises:
         BlasError: the library or patchelf is missing, or patchelf fails.
@@ -65,12 +58,7 @@ def renamed_copy(version: str) -> Iterator[Path]:
 
 
 def _kept(copy: Path) -> Path:
-    """Return the copy that is kept there; make it first if there is none.
-
-    Raises:
-        OSError: the folder cannot be written.
-        BlasError: patchelf is missing, or fails.
-    """
+    """Return the copy that is kept there; make it first if there is none."""
     if not copy.is_file():
         copy.parent.mkdir(parents=True, exist_ok=True)
         unfinished = copy.with_name(f".{copy.name}.{os.urandom(8).hex()}.tmp")
@@ -83,12 +71,7 @@ def _kept(copy: Path) -> Path:
 
 
 def _write(copy: Path) -> None:
-    """Write a copy of the wheel's library with the usual names.
-
-    Raises:
-        OSError: it cannot be written.
-        BlasError: the library or patchelf is missing, or patchelf fails.
-    """
+    """Write a copy of the wheel's library with the usual names."""
     library = _library()
     names = sorted(set(_NAME.findall(library.read_bytes())))
     with tempfile.TemporaryDirectory() as folder:

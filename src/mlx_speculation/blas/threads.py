@@ -29,7 +29,7 @@ from mlx_speculation.environment import usable_cores
 
 NUM_THREADS, TIMEOUT = "OPENBLAS_NUM_THREADS", "OPENBLAS_THREAD_TIMEOUT"
 # Where OpenBLAS looks for a number, in its order.
-_NAMES = (
+NAMES = (
     NUM_THREADS,
     "OPENBLAS_DEFAULT_NUM_THREADS",
     "GOTO_NUM_THREADS",
@@ -46,23 +46,18 @@ _LOAD = Path("/proc/loadavg")
 
 @dataclass(frozen=True, slots=True)
 class ThreadPlan:
-    """What OpenBLAS is told when it is loaded.
+    """What OpenBLAS is given when it is loaded."""
 
-    Attributes:
-        count: threads of a product; None: what the user's environment names.
-        why: one line for people.
-        sleep_after: 2 to this power are the clock ticks after which an idle thread
-            sleeps; None: OpenBLAS's own, or the user's.
-    """
-
-    count: int | None
-    why: str
+    count: int | None  # threads of a product; None: what the user's environment names
+    why: str  # one line for people
+    # 2 to this power are the clock ticks after which an idle thread sleeps; None:
+    # OpenBLAS's own, or the user's.
     sleep_after: int | None = None
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that tell OpenBLAS so."""
-        told = {NUM_THREADS: self.count, TIMEOUT: self.sleep_after}
-        return {name: str(value) for name, value in told.items() if value is not None}
+        """Return the variables that OpenBLAS reads it from."""
+        given = {NUM_THREADS: self.count, TIMEOUT: self.sleep_after}
+        return {name: str(value) for name, value in given.items() if value is not None}
 
     def __str__(self) -> str:
         """Describe it in one line."""
@@ -83,7 +78,7 @@ def plan_threads(
         idle: cores of the machine on which nothing else runs now; None: not known.
         environment: the variables of this process.
     """
-    for name in _NAMES:
+    for name in NAMES:
         if (count := _number(environment.get(name))) > 0:
             spins = cores == _TWO_CORES and count > 1
             soon = spins and TIMEOUT not in environment

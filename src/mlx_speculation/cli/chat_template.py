@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-import typer
+from typing import Any, ClassVar
 
 from mlx_speculation.cli.inputs import parsed_json, sound_text
 from mlx_speculation.cli.options import TEMPLATE
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.option_fields import option
 
 Message = dict[str, str]
 
@@ -17,51 +16,34 @@ Message = dict[str, str]
 class TemplateOptions:
     """What a chat template is given."""
 
-    system_prompt: Annotated[
-        str | None,
-        typer.Option(rich_help_panel=TEMPLATE, help="System message."),
-    ] = None
-    ignore_chat_template: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-chat-template",
-            rich_help_panel=TEMPLATE,
-            help="Continue the raw prompt, even if the tokenizer has a chat template.",
-        ),
-    ] = False
-    chat_template_config: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=TEMPLATE,
-            help="JSON object of keyword arguments for the chat template, such as "
-            "'{\"enable_thinking\": false}'.",
-        ),
-    ] = None
+    panel: ClassVar[str] = TEMPLATE
+
+    system_prompt: str | None = option(None, "System message.")
+    ignore_chat_template: bool = option(
+        False, "Continue the raw prompt, even if the tokenizer has a chat template."
+    )
+    chat_template_config: str | None = option(
+        None,
+        "JSON object of keyword arguments for the chat template, such as "
+        "'{\"enable_thinking\": false}'.",
+    )
 
     def check(self) -> None:
-        """Refuse what no template could take.
-
-        Raises:
-            InvalidRequestError: names it.
-        """
+        """Refuse what no template could take."""
         self._system()
         self._config()
 
     def applies(self, tokenizer: Any) -> bool:
-        """Return whether messages go through the tokenizer's template.
-
-        Raises:
-            InvalidRequestError: one is needed, and there is none.
-        """
+        """Return whether messages go through the tokenizer's template."""
         there = bool(tokenizer.has_chat_template) and not self.ignore_chat_template
         needed = {
             "--system-prompt": self.system_prompt,
             "--chat-template-config": self.chat_template_config,
         }
-        for option, value in needed.items():
+        for name, value in needed.items():
             if value is not None and not there:
                 raise InvalidRequestError(
-                    f"{option} is given, and no chat template is used: "
+                    f"{name} is given, and no chat template is used: "
                     + _why_none(tokenizer)
                 )
         return there
@@ -72,16 +54,7 @@ class TemplateOptions:
         messages: Sequence[Message],
         prefill: str | None = None,
     ) -> str:
-        """Return the text of a conversation up to the answer.
-
-        Args:
-            tokenizer: with a chat template.
-            messages: from the first one on, without that of the system.
-            prefill: how the answer begins.
-
-        Raises:
-            InvalidRequestError: the template refuses it.
-        """
+        """Return the text of a conversation up to the answer."""
         said: list[Any] = [*self._system(), *messages]
         if prefill is not None:
             said.append({"role": "assistant", "content": prefill})
@@ -120,13 +93,7 @@ class TemplateOptions:
 
 
 def encode(tokenizer: Any, text: str, *, rendered: bool) -> list[int]:
-    """Return a text's token ids, as mlx-lm encodes it.
-
-    Args:
-        tokenizer: mlx-lm's wrapper.
-        text: the text.
-        rendered: whether a template has made it, with its special tokens.
-    """
+    """Return a text's ids as mlx-lm does; a template rendered its special tokens."""
     begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
     ids = tokenizer.encode(text, add_special_tokens=not (rendered or begins))
     return [int(token) for token in ids]

@@ -13,15 +13,7 @@ from mlx_speculation.cli.chat_template import Message, TemplateOptions, encode
 
 
 class Conversation:
-    """Messages of a user and answers to them.
-
-    Args:
-        tokenizer: mlx-lm's wrapper.
-        template: what the chat template is given.
-
-    Raises:
-        InvalidRequestError: an option needs a template, and there is none.
-    """
+    """Messages of a user and answers to them."""
 
     def __init__(self, tokenizer: Any, template: TemplateOptions) -> None:
         self._tokenizer = tokenizer
@@ -53,12 +45,7 @@ class Conversation:
         return list(self._ids)
 
     def answer(self, text: str, tokens: Sequence[int]) -> None:
-        """Add the answer to the last message.
-
-        Args:
-            text: what was shown.
-            tokens: what was generated, a stop token included.
-        """
+        """Add the answer to the last message: text, and tokens with the stop."""
         self._messages.append({"role": "assistant", "content": text})
         self._ids += tokens
         self._text += self._tokenizer.decode(list(tokens))

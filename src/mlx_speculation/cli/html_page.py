@@ -6,7 +6,6 @@ The page needs nothing but itself. What a model wrote is escaped wherever it sta
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -26,47 +25,28 @@ _WORDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PageFacts:
-    """What a page says beside the generation.
-
-    Attributes:
-        model: the target's name.
-        draft: the draft's, or None.
-        finish_reason: why the text ended.
-        prompt: the text before it.
-    """
-
-    model: str
-    draft: str | None
-    finish_reason: str
-    prompt: str
-
-
 def page_of(
-    facts: PageFacts, result: "Result", chunks: Sequence["Chunk"], tokenizer: Any
+    result: "Result",
+    chunks: Sequence["Chunk"],
+    tokenizer: Any,
+    *,
+    model: str,
+    draft: str | None,
+    finish_reason: str,
+    prompt: str,
 ) -> str:
-    """Return the page as HTML.
-
-    Args:
-        facts: what is not in the result.
-        result: of the generation.
-        chunks: all of it, with log-probabilities where hovering shall show them.
-        tokenizer: says what the ids of alternatives stand for.
-    """
-    title = f"{facts.model}, " + (
-        "plain decoding" if facts.draft is None else f"drafted by {facts.draft}"
-    )
+    """Return the page as HTML; hovering shows the log-probabilities of the chunks."""
+    drafted = "plain decoding" if draft is None else f"drafted by {draft}"
+    title = f"{model}, {drafted}"
     return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=escape(title),
         heading=escape(title),
         subtitle=escape(
-            f"mlx-speculation; finish reason: {facts.finish_reason}; "
-            f"seed: {result.seed}"
+            f"mlx-speculation; finish reason: {finish_reason}; seed: {result.seed}"
         ),
         numbers=_numbers(result),
         legend=_legend(result),
-        prompt=escape(facts.prompt),
+        prompt=escape(prompt),
         tokens=_spans(chunks),
         footnote=escape(_footnote(chunks)),
         details=_safe_json(_details(chunk, tokenizer) for chunk in chunks),

@@ -1,4 +1,7 @@
-"""What commands read and write beside models: prompts, schemas, pages."""
+"""What commands read and write beside models: prompts, schemas, pages.
+
+What cannot be used is an `InvalidRequestError` that names the option.
+"""
 
 import os
 import sys
@@ -12,11 +15,7 @@ from mlx_speculation.json_files import JsonFlawError, parse_json
 
 
 def read_prompt(prompt: str | None) -> str:
-    """Return a prompt, from standard input where it is None or "-".
-
-    Raises:
-        InvalidRequestError: there is none, it is empty, or no UTF-8.
-    """
+    """Return a prompt, from standard input where it is None or "-"."""
     if prompt is None and sys.stdin.isatty():
         raise InvalidRequestError(
             "There is no prompt. Give --prompt, or a text on standard input."
@@ -35,9 +34,6 @@ def sound_text(name: str, text: str) -> str:
     """Return a text of the command line, which may hold bytes that are no UTF-8.
 
     Where the locale is not of UTF-8, Python leaves all that is not ASCII as bytes.
-
-    Raises:
-        InvalidRequestError: names the first byte that is none.
     """
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8")
@@ -56,11 +52,7 @@ def _standard_input() -> str:
 
 
 def decoded(name: str, held: bytes) -> str:
-    """Return bytes as text.
-
-    Raises:
-        InvalidRequestError: they are no UTF-8.
-    """
+    """Return bytes as text."""
     try:
         return held.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -71,22 +63,14 @@ def decoded(name: str, held: bytes) -> str:
 
 
 def read_json_file(option: str, path: Path) -> Any:
-    """Return what a JSON file holds.
-
-    Raises:
-        InvalidRequestError: it cannot be read, or is not JSON.
-    """
+    """Return what a JSON file holds."""
     check_input(option, path)
     held = path.read_bytes()
     return parsed_json(f"{option} {str(path)!r}", decoded(f"{str(path)!r}", held))
 
 
 def check_input(option: str, path: Path) -> None:
-    """Refuse a file that cannot be read, before anything is loaded for it.
-
-    Raises:
-        InvalidRequestError: there is none, or it may not be read.
-    """
+    """Refuse a file that cannot be read, before anything is loaded for it."""
     try:
         with path.open("rb") as file:
             file.read(1)
@@ -98,11 +82,7 @@ def check_input(option: str, path: Path) -> None:
 
 
 def parsed_json(name: str, text: str) -> Any:
-    """Return what a JSON text says.
-
-    Raises:
-        InvalidRequestError: it is not JSON.
-    """
+    """Return what a JSON text says."""
     try:
         return parse_json(text)
     except JsonFlawError as error:
@@ -112,11 +92,7 @@ def parsed_json(name: str, text: str) -> Any:
 
 
 def check_output(option: str, path: Path) -> None:
-    """Refuse a file that could not be written, before anything is generated for it.
-
-    Raises:
-        InvalidRequestError: it is a folder, or in none, or may not be written.
-    """
+    """Refuse a file that could not be written, before anything is generated for it."""
     try:
         found = _unwritable(path)
     except OSError as error:
@@ -142,11 +118,7 @@ def _unwritable(path: Path) -> str | None:
 
 @contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
-    """Name a file that cannot be written in here.
-
-    Raises:
-        InvalidRequestError: it cannot be written.
-    """
+    """Name a file that cannot be written in here."""
     try:
         yield
     except OSError as error:

@@ -3,58 +3,42 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mlx_speculation.cli.inputs import check_input
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
     from mlx_speculation import SpeculativeGenerator
     from mlx_speculation.caches import LoadedCaches
-
-KV = "Key-value caches, as mlx-lm names it"
-
-
-def _option(help: str, low: int) -> Any:
-    return typer.Option(min=low, rich_help_panel=KV, help=help)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvOptions:
     """How the prompt is read, and how much of it is kept."""
 
-    max_kv_size: Annotated[
-        int | None, _option("Maximum number of positions in the target's caches.", 1)
-    ] = None
-    kv_bits: Annotated[
-        int | None, _option("Quantize the target's KV caches to this many bits.", 1)
-    ] = None
-    kv_group_size: Annotated[
-        int, _option("Group size of the quantized KV caches.", 1)
-    ] = 64
-    quantized_kv_start: Annotated[
-        int, _option("Quantize the KV caches from this position on.", 0)
-    ] = 5000
-    prefill_step_size: Annotated[
-        int, _option("Prompt tokens per prefill chunk.", 1)
-    ] = 2048
-    prompt_cache_file: Annotated[
-        Path | None,
-        typer.Option(
-            rich_help_panel=KV,
-            help="Continue from this file of mlx_lm.cache_prompt or save_caches; the "
-            "file is not changed.",
-        ),
-    ] = None
+    panel: ClassVar[str] = "Key-value caches, as mlx-lm names it"
+
+    max_kv_size: int | None = option(
+        None, "Maximum number of positions in the target's caches.", min=1
+    )
+    kv_bits: int | None = option(
+        None, "Quantize the target's KV caches to this many bits.", min=1
+    )
+    kv_group_size: int = option(64, "Group size of the quantized KV caches.", min=1)
+    quantized_kv_start: int = option(
+        5000, "Quantize the KV caches from this position on.", min=0
+    )
+    prefill_step_size: int = option(2048, "Prompt tokens per prefill chunk.", min=1)
+    prompt_cache_file: Path | None = option(
+        None,
+        "Continue from this file of mlx_lm.cache_prompt or save_caches; the file is "
+        "not changed.",
+    )
 
     def check(self) -> None:
-        """Refuse a file that nobody could use, before anything is loaded.
-
-        Raises:
-            InvalidRequestError: it cannot be read, or another option contradicts it.
-        """
+        """Refuse a file that nobody could use, before anything is loaded."""
         file = self.prompt_cache_file
         if file is None:
             return
@@ -69,10 +53,6 @@ class KvOptions:
         self, model: str, generator: "SpeculativeGenerator"
     ) -> "LoadedCaches | None":
         """Return what was read before the prompt; None: nothing.
-
-        Args:
-            model: the target's name.
-            generator: has the target.
 
         Raises:
             CacheFileError: the file is damaged, or does not fit the target.
@@ -98,17 +78,7 @@ class KvOptions:
         reach: int,
         prefill_progress: Callable[[int], None],
     ) -> dict[str, Any]:
-        """Return what a stream takes of these.
-
-        Args:
-            generator: of the stream.
-            loaded: what was read before the prompt.
-            reach: how many positions prompt and text have at most.
-            prefill_progress: called with the number of tokens of each chunk read.
-
-        Raises:
-            InvalidRequestError: the target's caches cannot be held so.
-        """
+        """Return what a stream takes of these, of at most `reach` positions."""
         from mlx_speculation.engine.mlx_lm_compat.prompt_cache import (
             Caches,
             checked_quantization,

@@ -32,11 +32,7 @@ def begin(blas: BlasName, screen: Screen) -> BlasChoice:
 def open_pair(
     pair: PairOptions, screen: Screen, *, prefix_cache: "PrefixCache | None" = None
 ) -> "SpeculativeGenerator":
-    """Load a target and its draft.
-
-    Raises:
-        SpeculationError: they cannot be used.
-    """
+    """Load a target and its draft."""
     from mlx_speculation import SpeculativeGenerator
 
     if pair.draft == "":
@@ -56,6 +52,13 @@ def open_pair(
             trust_remote_code=pair.trust_remote_code,
             prefix_cache=prefix_cache,
         )
+
+
+def prefix_cache(gigabytes: float) -> "PrefixCache | None":
+    """Return a prefix cache of this size; None of 0."""
+    from mlx_speculation import PrefixCache
+
+    return PrefixCache(int(gigabytes * 1e9)) if gigabytes else None
 
 
 def as_object(statistics: "Statistics") -> dict[str, Any]:

@@ -1,36 +1,39 @@
-"""Groups of options: a dataclass parameter of a command becomes one option a field.
+"""Options of commands, and groups of them: a dataclass is one option a field.
 
 typer takes flat functions only. With this a command says `pair: PairOptions` and shares
-these options with the other commands.
+these options with the other commands. A field or a parameter is an `option`, or is
+annotated as typer wants it.
 """
 
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, get_type_hints
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Annotated, Any, get_type_hints
+
+import typer
 
 Parameter = inspect.Parameter
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that typer can read, with the fields of its groups as options.
-
-    Args:
-        command: its parameters are groups, which are dataclasses, or options.
-    """
+    """Return a command for typer, whose groups' fields are options."""
     given = inspect.signature(command, eval_str=True).parameters.values()
     groups: dict[str, Any] = {}
     flat: list[Parameter] = []
     for parameter in given:
         if is_dataclass(parameter.annotation):
-            groups[parameter.name] = parameter.annotation
-            flat += _fields(parameter.annotation)
+            group = groups[parameter.name] = parameter.annotation
+            hints = get_type_hints(group, include_extras=True)
+            flat += [_parameter(x.name, hints[x.name], x, group) for x in fields(group)]
+        elif isinstance(parameter.default, Field):
+            name, hint = parameter.name, parameter.annotation
+            flat.append(_parameter(name, hint, parameter.default, None, name=name))
         else:
             flat.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
 
     def run(**values: Any) -> None:
         for name, group in groups.items():
-            own = {field.name: values.pop(field.name) for field in fields(group)}
+            own = {x.name: values.pop(_flat_name(x.name, x)) for x in fields(group)}
             values[name] = group(**own)
         command(**values)
 
@@ -41,15 +44,31 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _fields(group: Any) -> list[Parameter]:
-    """Return a group's fields as parameters."""
-    hints = get_type_hints(group, include_extras=True)
-    return [
-        Parameter(
-            field.name,
-            Parameter.KEYWORD_ONLY,
-            default=Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(group)
-    ]
+def _parameter(
+    own: str, hint: Any, field: "Field[Any]", group: Any, *, name: str | None = None
+) -> Parameter:
+    """Return a field as a parameter; one of a group has its option's name."""
+    option = {**field.metadata.get("option", {})}
+    if option:
+        del option["names"]
+        panel = option.pop("panel") or getattr(group, "panel", None)
+        made = typer.Option(*_names(own, field), rich_help_panel=panel, **option)
+        hint = Annotated[hint, made]
+    return Parameter(
+        name or _flat_name(own, field),
+        Parameter.KEYWORD_ONLY,
+        default=Parameter.empty if field.default is MISSING else field.default,
+        annotation=hint,
+    )
+
+
+def _names(own: str, field: "Field[Any]") -> tuple[str, ...]:
+    """Return the names of an option; by default that of its field or parameter."""
+    return field.metadata.get("option", {}).get("names") or (
+        f"--{own.replace('_', '-')}",
+    )
+
+
+def _flat_name(own: str, field: "Field[Any]") -> str:
+    """Return a name that no field of another group has: that of the option."""
+    return _names(own, field)[0].removeprefix("--").replace("-", "_")

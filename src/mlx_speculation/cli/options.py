@@ -2,19 +2,19 @@
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
 from mlx_speculation.blas import BlasName
 from mlx_speculation.cli.inputs import parsed_json, sound_text
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
     from mlx_speculation import Sampling
 
 DRAFT = "Draft and its length"
-CHANCE = "Sampling, as mlx-lm names it"
 TEMPLATE = "Prompt and chat template"
 
 AdapterPath = Annotated[
@@ -52,12 +52,6 @@ Model = Annotated[
         show_default=False,
     ),
 ]
-MaxTokens = Annotated[
-    int,
-    typer.Option(
-        "--max-tokens", "-m", min=1, help="Maximum number of tokens to generate."
-    ),
-]
 TrustRemoteCode = Annotated[
     bool,
     typer.Option(
@@ -67,51 +61,34 @@ TrustRemoteCode = Annotated[
 ]
 
 
-def number(name: str, help: str, **more: Any) -> Any:
-    """Make an option for a number of the sampling."""
-    return typer.Option(*name.split(), rich_help_panel=CHANCE, help=help, **more)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairOptions:
     """A target with its draft, and what they run on."""
 
     model: Model
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            "--draft",
-            "--draft-model",
-            rich_help_panel=DRAFT,
-            help="Folder or repository of a draft, 'mtp', 'lookup', or 'auto': the "
-            "draft that the target's folder offers.",
-        ),
-    ] = None
+    draft: str | None = option(
+        None,
+        "Folder or repository of a draft, 'mtp', 'lookup', or 'auto': the draft that "
+        "the target's folder offers.",
+        "--draft",
+        "--draft-model",
+        panel=DRAFT,
+    )
     draft_length: DraftLength = None
-    draft_confidence: Annotated[
-        float,
-        typer.Option(
-            rich_help_panel=DRAFT,
-            help="End a draft when the product of its probabilities falls below this; "
-            "0: off.",
-        ),
-    ] = 0.0
-    quantize_draft: Annotated[
-        int | None,
-        typer.Option(
-            rich_help_panel=DRAFT,
-            help="Quantize the draft's weights to 2, 3, 4, 5, 6 or 8 bits.",
-        ),
-    ] = None
-    compile_draft: Annotated[
-        bool,
-        typer.Option(
-            "--compile-draft",
-            rich_help_panel=DRAFT,
-            help="Compile the steps of a small draft model on a CPU; takes 16 seconds "
-            "once per machine.",
-        ),
-    ] = False
+    draft_confidence: float = option(
+        0.0,
+        "End a draft when the product of its probabilities falls below this; 0: off.",
+        panel=DRAFT,
+    )
+    quantize_draft: int | None = option(
+        None, "Quantize the draft's weights to 2, 3, 4, 5, 6 or 8 bits.", panel=DRAFT
+    )
+    compile_draft: bool = option(
+        False,
+        "Compile the steps of a small draft model on a CPU; takes 16 seconds once per "
+        "machine.",
+        panel=DRAFT,
+    )
     adapter_path: AdapterPath = None
     trust_remote_code: TrustRemoteCode = False
     blas: Blas = "auto"
@@ -121,57 +98,36 @@ class PairOptions:
 class SamplingOptions:
     """How tokens are chosen."""
 
-    temperature: Annotated[float, number("--temperature --temp", "0: greedy.")] = 0.0
-    top_p: Annotated[float, number("--top-p", "0: off.")] = 0.0
-    min_p: Annotated[float, number("--min-p", "0: off.")] = 0.0
-    min_tokens_to_keep: Annotated[
-        int,
-        number("--min-tokens-to-keep", "Minimum number of tokens that min-p keeps."),
-    ] = 1
-    top_k: Annotated[int, number("--top-k", "0: off.")] = 0
-    xtc_probability: Annotated[
-        float,
-        number("--xtc-probability", "Probability that XTC drops the likeliest tokens."),
-    ] = 0.0
-    xtc_threshold: Annotated[
-        float, number("--xtc-threshold", "Probability above which XTC drops tokens.")
-    ] = 0.1
-    repetition_penalty: Annotated[
-        float | None,
-        number("--repetition-penalty", "Divides the logits of recent tokens."),
-    ] = None
-    repetition_context_size: Annotated[
-        int, number("--repetition-context-size", "Recent tokens it applies to; 0: all.")
-    ] = 20
-    presence_penalty: Annotated[
-        float | None,
-        number("--presence-penalty", "Subtracted from the logits of recent tokens."),
-    ] = None
-    presence_context_size: Annotated[
-        int, number("--presence-context-size", "Recent tokens it applies to; 0: all.")
-    ] = 20
-    frequency_penalty: Annotated[
-        float | None,
-        number("--frequency-penalty", "Subtracted for each recent occurrence."),
-    ] = None
-    frequency_context_size: Annotated[
-        int, number("--frequency-context-size", "Recent tokens it applies to; 0: all.")
-    ] = 20
-    logit_bias: Annotated[
-        str | None,
-        number(
-            "--logit-bias",
-            "JSON object of what to add to logits by token id: '{\"13\": -9}'.",
-        ),
-    ] = None
-    seed: Annotated[int | None, number("--seed", "Seed of the random numbers.")] = None
+    panel: ClassVar[str] = "Sampling, as mlx-lm names it"
+
+    temperature: float = option(0.0, "0: greedy.", "--temperature", "--temp")
+    top_p: float = option(0.0, "0: off.")
+    min_p: float = option(0.0, "0: off.")
+    min_tokens_to_keep: int = option(1, "Minimum number of tokens that min-p keeps.")
+    top_k: int = option(0, "0: off.")
+    xtc_probability: float = option(
+        0.0, "Probability that XTC drops the likeliest tokens."
+    )
+    xtc_threshold: float = option(0.1, "Probability above which XTC drops tokens.")
+    repetition_penalty: float | None = option(
+        None, "Divides the logits of recent tokens."
+    )
+    repetition_context_size: int = option(20, "Recent tokens it applies to; 0: all.")
+    presence_penalty: float | None = option(
+        None, "Subtracted from the logits of recent tokens."
+    )
+    presence_context_size: int = option(20, "Recent tokens it applies to; 0: all.")
+    frequency_penalty: float | None = option(
+        None, "Subtracted for each recent occurrence."
+    )
+    frequency_context_size: int = option(20, "Recent tokens it applies to; 0: all.")
+    logit_bias: str | None = option(
+        None, "JSON object of what to add to logits by token id: '{\"13\": -9}'."
+    )
+    seed: int | None = option(None, "Seed of the random numbers.")
 
     def check(self) -> None:
-        """Refuse values that are out of range, before anything is loaded.
-
-        Raises:
-            InvalidRequestError: names the first.
-        """
+        """Refuse values that are out of range, before anything is loaded."""
         self._options()
 
     def sampling(self, tokenizer: Any) -> "Sampling":
@@ -179,9 +135,6 @@ class SamplingOptions:
 
         Args:
             tokenizer: names the ids that XTC never drops: a line's and the text's end.
-
-        Raises:
-            InvalidRequestError: a value is out of its range.
         """
         if not self.xtc_probability:
             return self._options()
@@ -214,24 +167,20 @@ class SamplingOptions:
 class EndOptions:
     """What ends a text."""
 
-    max_tokens: MaxTokens = 256
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Stop string; the text ends before it. Repeatable.", show_default=False
-        ),
-    ] = None
-    extra_eos_token: Annotated[
-        list[str] | None,
-        typer.Option(help="Additional end-of-text token. Repeatable."),
-    ] = None
+    max_tokens: int = option(
+        256, "Maximum number of tokens to generate.", "--max-tokens", "-m", min=1
+    )
+    stop: list[str] | None = option(
+        None,
+        "Stop string; the text ends before it. Repeatable.",
+        show_default=False,
+    )
+    extra_eos_token: list[str] | None = option(
+        None, "Additional end-of-text token. Repeatable."
+    )
 
     def check(self) -> None:
-        """Refuse texts that cannot be met, before anything is loaded.
-
-        Raises:
-            InvalidRequestError: names the first byte that is no UTF-8.
-        """
+        """Refuse texts that cannot be met, before anything is loaded."""
         for text in self.stop or ():
             sound_text("--stop", text)
 

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlx_speculation.cli.measure import Spread
 from mlx_speculation.errors import InvalidRequestError, MissingLibraryError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Told apart in print and by most colour-blind readers (Okabe and Ito).
+# Distinct in print and for most colour-blind readers (Okabe and Ito).
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKS = ("o", "s", "^", "D", "v", "P")
 # How plain decoding and other programs are drawn: as levels.
@@ -31,80 +32,26 @@ _OTHERS = ((0, (1, 1.5)), (0, (6, 1.5, 1, 1.5)), (0, (10, 3)), (0, (4, 1, 1, 1, 
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """Tokens per second at one draft length: the median of some passes, and the ends.
-
-    Attributes:
-        length: tokens drafted in a round; 0 is plain decoding.
-        median: of the passes, in tokens per second.
-        low: the slowest pass.
-        high: the fastest pass.
-    """
-
-    length: int
-    median: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True)
 class Curve:
-    """One drafter on one group of prompts.
+    """One drafter on one group of prompts."""
 
-    Attributes:
-        name: in the legend; the same drafter has one colour in all panels.
-        measured: at fixed draft lengths, in order.
-        predicted: tokens per second by draft length, see `predicted_speeds`.
-        adaptive: tokens per second at the adaptive draft length; None: not measured.
-        accepted: the share of drafts in which position i was accepted, from 0 to 1.
-    """
-
-    name: str
-    measured: Sequence[Measured]
-    predicted: Mapping[int, float]
+    name: str  # in the legend; the same drafter has one colour in all panels
+    measured: Mapping[int, Spread]  # tokens per second by fixed draft length, in order
+    predicted: Mapping[int, float]  # tokens per second by draft length
+    # Tokens per second at the adaptive draft length; None: not measured.
     adaptive: float | None
+    # The share of drafts in which position i was accepted, from 0 to 1.
     accepted: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One group of prompts at one temperature.
+    """One group of prompts at one temperature."""
 
-    Attributes:
-        title: above it.
-        plain: tokens per second of plain decoding.
-        curves: one for each drafter.
-        others: tokens per second of other programs, by name.
-    """
-
-    title: str
-    plain: float
-    curves: Sequence[Curve]
-    others: Mapping[str, float]
-
-
-def predicted_speeds(
-    seconds: Mapping[int, float], accepted: Sequence[float], drafting: float = 1.0
-) -> dict[int, float]:
-    """Return the tokens per second that costs and acceptance let expect.
-
-        speed(k) = (1 + f (a_1 + ... + a_k)) / (f seconds(k) + (1 - f) seconds(0))
-
-    Args:
-        seconds: of a round by draft length; 0 is a plain step.
-        accepted: the share of drafts in which position i was accepted.
-        drafting: f, the share of rounds that have a draft; a lookup does not always
-            find one.
-
-    Returns:
-        Tokens per second for each length up to that of `accepted` whose cost is known.
-    """
-    found = {}
-    for length, cost in sorted(seconds.items()):
-        if length <= len(accepted):
-            tokens = 1 + drafting * sum(accepted[:length])
-            found[length] = tokens / (drafting * cost + (1 - drafting) * seconds[0])
-    return found
+    title: str  # above it
+    plain: float  # tokens per second of plain decoding
+    curves: Sequence[Curve]  # one for each drafter
+    others: Mapping[str, float]  # tokens per second of other programs, by name
 
 
 def check_plot(path: str | Path) -> None:
@@ -125,28 +72,13 @@ def check_plot(path: str | Path) -> None:
 def save_plot(
     panels: Sequence[Panel], path: str | Path, *, title: str = "", columns: int = 3
 ) -> None:
-    """Draw all panels into one picture; the ending of `path` decides its format.
-
-    Raises:
-        InvalidRequestError: there is no panel, or the ending is none of a picture.
-        MissingLibraryError: matplotlib is not installed.
-    """
+    """Draw all panels into one picture; the ending of `path` decides its format."""
     check_plot(path)
     draw(panels, title=title, columns=columns).savefig(path, dpi=130)
 
 
 def draw(panels: Sequence[Panel], *, title: str = "", columns: int = 3) -> "Figure":
-    """Return a figure of all panels: each is two axes, one above the other.
-
-    Args:
-        panels: from left to right, then down.
-        title: above everything.
-        columns: panels beside each other.
-
-    Raises:
-        InvalidRequestError: there is no panel.
-        MissingLibraryError: matplotlib is not installed.
-    """
+    """Return a figure of all panels: each is two axes, one above the other."""
     if not panels:
         raise InvalidRequestError("There are 0 panels, and at least 1 is needed.")
     width = min(columns, len(panels))
@@ -207,11 +139,7 @@ def _styles(panels: Sequence[Panel]) -> dict[str, dict[str, Any]]:
 
 def _draw_speeds(axes: "Axes", panel: Panel, styles: Mapping[str, Any]) -> None:
     """Draw measured points with bars, predicted lines, and levels of the others."""
-    longest = max(
-        [p.length for c in panel.curves for p in c.measured]
-        + [n for c in panel.curves for n in c.predicted]
-        + [1]
-    )
+    longest = max([n for c in panel.curves for n in (*c.measured, *c.predicted)] + [1])
     axes.axhline(panel.plain, **styles["plain"])
     for name, speed in panel.others.items():
         axes.axhline(speed, **styles[name])
@@ -220,11 +148,11 @@ def _draw_speeds(axes: "Axes", panel: Panel, styles: Mapping[str, Any]) -> None:
         style = styles[curve.name]
         offset = shift * (index - (len(panel.curves) - 1) / 2)
         axes.errorbar(
-            [point.length + offset for point in curve.measured],
-            [point.median for point in curve.measured],
+            [length + offset for length in curve.measured],
+            [speed.median for speed in curve.measured.values()],
             yerr=[
-                [point.median - point.low for point in curve.measured],
-                [point.high - point.median for point in curve.measured],
+                [speed.median - speed.low for speed in curve.measured.values()],
+                [speed.high - speed.median for speed in curve.measured.values()],
             ],
             linestyle="none",
             elinewidth=1,

@@ -46,12 +46,7 @@ def show(
 ) -> bool:
     """Print a stream's text as it comes; return whether Ctrl-C has ended it.
 
-    Args:
-        stream: ends when this returns, with its caches at what they name.
-        screen: where to.
-        chunks: gets every chunk.
-        bar: shows how much of the prompt was read.
-        colour: show accepted tokens in green.
+    `chunks` gets every chunk; with `colour` accepted tokens are green.
     """
     with stream:
         try:

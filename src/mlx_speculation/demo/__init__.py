@@ -70,3 +70,11 @@ def demo_prompts() -> list[DemoPrompt]:
         DemoPrompt(group=row["group"], source=row["source"], text=row["text"])
         for row in json.loads(path.read_text(encoding="utf-8"))
     ]
+
+
+def one_prompt_per_group() -> list[DemoPrompt]:
+    """Return the first bundled prompt of each group of texts."""
+    first: dict[str, DemoPrompt] = {}
+    for prompt in demo_prompts():
+        first.setdefault(prompt.group, prompt)
+    return list(first.values())

@@ -9,10 +9,23 @@
     mlx_lm_server   the parts of mlx-lm's server that are used here
     schemas/        JSON schemas, compiled in processes with limits
 
-It knows HTTP and threads, and the engine knows neither. Importing it imports mlx.
+It knows HTTP and threads, and the engine knows neither. Using `Server` imports mlx.
 """
 
+from typing import TYPE_CHECKING
+
 from mlx_speculation.server.config import Defaults, Limits, Settings
-from mlx_speculation.server.server import Server
+
+if TYPE_CHECKING:
+    from mlx_speculation.server.server import Server
 
 __all__ = ["Defaults", "Limits", "Server", "Settings"]
+
+
+def __getattr__(name: str) -> object:
+    """Load the server when it is used: the command line chooses the BLAS before."""
+    if name != "Server":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from mlx_speculation.server.server import Server
+
+    return Server

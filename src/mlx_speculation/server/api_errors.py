@@ -70,6 +70,11 @@ def invalid(message: str, param: str | None = None, **more: Any) -> ApiError:
     return ApiError(400, message, param=param, **more)
 
 
+def unavailable(message: str, *, retry: bool | None = True) -> ApiError:
+    """Return the error of a server that cannot answer now."""
+    return ApiError(503, message, code="unavailable", retry=retry)
+
+
 def late(seconds: float, *, began: bool) -> ApiError:
     """Return the error of a request whose time is over."""
     if began:

@@ -21,14 +21,7 @@ LOG = logging.getLogger("mlx_speculation.server")
 
 
 class Rows:
-    """A batch, and who waits for each of its rows.
-
-    Args:
-        generator: of all rows.
-        settings: of the server.
-        metrics: what is counted.
-        done: called for every request that nobody has to answer any more.
-    """
+    """A batch, and who waits for each of its rows."""
 
     def __init__(
         self,
@@ -51,21 +44,8 @@ class Rows:
         """The rows that have begun."""
         return len(self._batch.running)
 
-    @property
-    def held(self) -> int:
-        """The rows that wait or run."""
-        return len(self._batch.waiting) + self.running
-
     def insert(self, job: Job, prompt: list[int]) -> None:
-        """Give a request a row.
-
-        Args:
-            job: the request.
-            prompt: its token ids.
-
-        Raises:
-            InvalidRequestError: the generator refuses it.
-        """
+        """Give a request a row."""
         uid = self._batch.insert(prompt, **self._options(job))
         self._jobs[uid] = job
         job.prompt_tokens = len(prompt)

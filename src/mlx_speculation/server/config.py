@@ -1,74 +1,81 @@
-"""What a server is started with. Knows no HTTP and no models."""
+"""What a server is started with. Knows no HTTP and no models.
 
-from dataclasses import dataclass, field
-from typing import Any
+Limits and defaults are options of the command line too: each field says its own.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.option_fields import option
+
+
+def _limit(default: float, help: str, name: str, least: float) -> Any:
+    return option(default, help, f"--max-{name}", min=least)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The most that a client may ask for.
+    """The most that a client may ask for."""
 
-    Attributes:
-        body_bytes: of a request.
-        prompt_tokens: of a prompt.
-        max_tokens: of a text.
-        draft_tokens: of a draft that a request may ask for.
-        queue: requests that wait for a row.
-        seconds: from the arrival of a request to the end of its answer.
-        read_seconds: until a request has arrived, and for each piece of an answer to
-            be taken.
-        connections: open at once.
-        schemas: that are compiled or in use at once, each in a process of its own.
-        schema_seconds: to compile a schema.
-        schema_megabytes: of memory for a schema, in units of 2**20 bytes.
-        mask_seconds: for what a schema allows next, over a whole text and beside 20 ms
-            for each token.
-    """
+    panel: ClassVar[str] = "Limits"
 
-    body_bytes: int = 1 << 20
-    prompt_tokens: int = 32_768
-    max_tokens: int = 8_192
-    draft_tokens: int = 64
-    queue: int = 64
-    seconds: float = 600.0
-    read_seconds: float = 30.0
-    connections: int = 256
-    schemas: int = 16
-    schema_seconds: float = 5.0
-    schema_megabytes: int = 128
-    mask_seconds: float = 1.0
+    body_bytes: int = _limit(1 << 20, "Maximum size of a request.", "body-bytes", 1)
+    prompt_tokens: int = _limit(
+        32_768, "Maximum length of a prompt.", "prompt-tokens", 1
+    )
+    max_tokens: int = _limit(8_192, "Maximum length of a text.", "tokens-limit", 1)
+    draft_tokens: int = _limit(64, "Maximum draft length of a request.", "draft", 0)
+    queue: int = _limit(64, "Maximum number of waiting requests.", "queue", 0)
+    # From the arrival of a request to the end of its answer.
+    seconds: float = _limit(600.0, "Maximum time for a request.", "seconds", 1e-3)
+    # Also for each piece of an answer to be taken.
+    read_seconds: float = _limit(
+        30.0, "Maximum time to receive a request.", "read-seconds", 1e-3
+    )
+    connections: int = _limit(
+        256, "Maximum number of open connections.", "connections", 1
+    )
+    schemas: int = _limit(
+        16, "Maximum number of JSON schemas in use, each in a process.", "schemas", 1
+    )
+    schema_seconds: float = _limit(
+        5.0, "Maximum time to compile a schema.", "schema-seconds", 1e-3
+    )
+    schema_megabytes: int = _limit(
+        128, "Maximum memory of a schema, in MiB.", "schema-megabytes", 1
+    )
+    mask_seconds: float = _limit(
+        1.0,
+        "Time for the masks of a text, beside 20 ms per token.",
+        "mask-seconds",
+        1e-3,
+    )
 
     def __post_init__(self) -> None:
         """Refuse limits that let nothing through."""
-        for name in self.__slots__:
-            least = 0 if name in ("queue", "draft_tokens") else 1e-3
-            value = getattr(self, name)
+        for each in fields(self):
+            least, value = each.metadata["option"]["min"], getattr(self, each.name)
             if not least <= value < float("inf"):
                 raise InvalidRequestError(
-                    f"The limit {name} is {value!r}, and a finite number of at least "
-                    f"{least:g} is needed."
+                    f"The limit {each.name} is {value!r}, and a finite number of at "
+                    f"least {least:g} is needed."
                 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """What holds where a request says nothing, as in mlx-lm's server.
+    """What holds where a request says nothing, as in mlx-lm's server."""
 
-    Attributes:
-        max_tokens: of a text.
-        temperature: 0 takes the most probable token.
-        top_p: 1: off.
-        top_k: 0: off.
-        min_p: 0: off.
-    """
+    panel: ClassVar[str] = "Defaults of request fields"
 
-    max_tokens: int = 512
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    max_tokens: int = option(
+        512, "Maximum number of tokens.", "--max-tokens", "-m", min=1
+    )
+    temperature: float = option(0.0, "0: greedy.", "--temperature", "--temp", min=0)
+    top_p: float = option(1.0, "1: off.", min=0, max=1)
+    top_k: int = option(0, "0: off.", min=0)
+    min_p: float = option(0.0, "0: off.", min=0, max=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_speculation.engine import SpeculativeGenerator
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.server.api_errors import ApiError, invalid
+from mlx_speculation.server.api_errors import ApiError, invalid, unavailable
 from mlx_speculation.server.batch_runner import Rows, logged_api_error
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Job
@@ -36,14 +36,7 @@ MakeGenerator = Callable[["PrefixCache | None"], SpeculativeGenerator]
 
 
 class Worker(EngineThread):
-    """The engine of a server.
-
-    Args:
-        settings: of the server.
-        metrics: what is counted.
-        make_generator: loads the models, in this thread.
-        prefixes: what is kept between requests; None: nothing.
-    """
+    """The engine of a server."""
 
     def __init__(
         self,
@@ -78,22 +71,12 @@ class Worker(EngineThread):
         """Requests that were taken and have not ended."""
         return self._taken
 
-    @property
-    def busy(self) -> bool:
-        """Whether there are any."""
-        return self._taken > 0
-
-    @property
-    def rows_held(self) -> int:
-        """Rows that wait or run, of all drafts."""
-        return sum(rows.held for rows in tuple(self._rows.values()))
-
     def refuse(self, why: str) -> None:
         """Take no more requests."""
         self._closed = why
 
     def take(self) -> None:
-        """Count a request that is prepared, and has to be submitted or dropped.
+        """Count a request that is prepared, and has to be submitted or `done`.
 
         Raises:
             ApiError: there are too many, or the engine is not there.
@@ -102,7 +85,7 @@ class Worker(EngineThread):
         with self._lock:
             if not self.ready:
                 why = self._closed or "The engine is not there."
-                raise ApiError(503, why, code="unavailable", retry=True)
+                raise unavailable(why)
             if self._taken >= most:
                 raise ApiError(
                     429,
@@ -117,22 +100,19 @@ class Worker(EngineThread):
         """Let the engine answer a request that was taken."""
         self._arrived.put(job)
 
-    def drop(self) -> None:
-        """Count a request no more, of those that were taken and not submitted."""
-        self._done()
+    def done(self) -> None:
+        """Count a request no more: it is answered, or was taken and not submitted."""
+        with self._lock:
+            self._taken = max(0, self._taken - 1)  # a leaving engine counts none
 
     def check_alive(self) -> None:
         """Raise where nobody would answer any more."""
         if not self.alive or self._left_behind:
             why = self._closed or "The engine has failed."
-            raise ApiError(503, why, code="unavailable")
+            raise unavailable(why, retry=None)
 
     def end(self, seconds: float) -> bool:
-        """Ask the thread to end, and return whether it has.
-
-        Args:
-            seconds: to wait for it.
-        """
+        """Ask the thread to end, and return whether it has."""
         self.schemas.close()  # the thread may wait for a mask
         ended = super().end(seconds)
         self._left_behind = not ended
@@ -162,7 +142,7 @@ class Worker(EngineThread):
         self._note_levels()
 
     def _rows_of(self, generator: SpeculativeGenerator) -> Rows:
-        return Rows(generator, self._settings, self._metrics, self._done)
+        return Rows(generator, self._settings, self._metrics, self.done)
 
     def _serving(self, draft: str | None) -> Rows:
         """Return the rows of a draft; those of lookups beside the own are made late."""
@@ -195,13 +175,8 @@ class Worker(EngineThread):
                 return True
         except Exception as error:
             job.put(logged_api_error(error))
-        self._done()
+        self.done()
         return False
-
-    def _done(self) -> None:
-        """Count a request that nobody has to answer any more."""
-        with self._lock:
-            self._taken = max(0, self._taken - 1)  # a leaving engine counts none
 
     def _insert(self, job: Job) -> None:
         checked = job.checked
@@ -242,7 +217,7 @@ class Worker(EngineThread):
     def _leave(self) -> None:
         """End all rows, and let go of what this thread has made."""
         self._closed = self._closed or "The engine has failed."
-        end = ApiError(503, self._closed, code="unavailable", retry=True)
+        end = unavailable(self._closed)
         while not self._arrived.empty():
             self._arrived.get().put(end)
         for rows in self._rows.values():

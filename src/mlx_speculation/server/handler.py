@@ -45,14 +45,7 @@ MODELS = "/v1/models"
 
 
 class Handler(ChatHandler):
-    """Answers one request of one connection.
-
-    Args:
-        worker: the engine.
-        settings: of the server.
-        metrics: what is counted.
-        arguments: what a `BaseHTTPRequestHandler` is made with.
-    """
+    """Answers one request of one connection."""
 
     server_version, sys_version = "mlx-speculation", ""
     # What is answered before a request line was read, and to one without a version.
@@ -111,7 +104,9 @@ class Handler(ChatHandler):
         """Log a line; what a client has sent is shown as a literal."""
         LOG.info("%s %s", self.client_address[0], ascii(format % values))
 
-    def complete(self, request: CompletionRequest) -> None:
+    def handle_completion(
+        self, request: CompletionRequest, stop_words: list[str]
+    ) -> None:
         """Hand a request to the engine, and send what comes back."""
         assert self._checked is not None
         self._job = job = Job(self._checked, request, self._settings.limits.seconds)
@@ -120,11 +115,11 @@ class Handler(ChatHandler):
             try:
                 job.constraint = self._constraint(job, held)
             except BaseException:
-                self._worker.drop()
+                self._worker.done()
                 raise
             held.callback(job.cancel)
             self._worker.submit(job)
-            context = job.wait_for_context(self._check)
+            context = job.wait(self._check)
             self.send_answer(request, context, self._responses(job))
 
     def generate_response(
@@ -217,7 +212,8 @@ class Handler(ChatHandler):
         self.path = self.path.partition("?")[0]
         if self.path not in (*CHATS, *TEXTS):
             raise self._no_such_path()
-        body = parsed(self._body())
+        most = self._settings.limits.body_bytes
+        body = parsed(read_body(self.headers, self.rfile, most))
         self._checked = read_request(body, self._settings, chat=self.path in CHATS)
         self.connection.settimeout(self._settings.limits.read_seconds)
         self.handle_request(json.dumps(self._checked.body).encode())
@@ -241,34 +237,28 @@ class Handler(ChatHandler):
 
     def _models(self, path: str) -> dict[str, Any]:
         """Return the list of models, or one of them."""
-        each = {
-            name: {
-                "id": name,
-                "object": "model",
-                "created": self.created,
-                "owned_by": "mlx-speculation",
-            }
-            for name in self._settings.names[:1]
+        own = {
+            "id": self._settings.names[0],
+            "object": "model",
+            "created": self.created,
+            "owned_by": "mlx-speculation",
         }
-        if path in (MODELS, f"{MODELS}/"):
-            return {"object": "list", "data": list(each.values())}
-        name = path.removeprefix(f"{MODELS}/")
-        if name not in each:
+        name = path.removeprefix(MODELS).removeprefix("/")
+        if not name:
+            return {"object": "list", "data": [own]}
+        if name != own["id"]:
             raise ApiError(
                 404,
                 f"The model {name[:200]!r} is not served here.",
                 param="model",
                 code="model_not_found",
             )
-        return each[name]
+        return own
 
     def _no_such_path(self) -> ApiError:
         return ApiError(
             404, f"There is no {self.command} {self.path[:200]!r} here.", code="no_path"
         )
-
-    def _body(self) -> bytes:
-        return read_body(self.headers, self.rfile, self._settings.limits.body_bytes)
 
     def _guarded(self, act: Callable[[], None]) -> None:
         """Do something that answers; an exception becomes an answer."""

@@ -2,7 +2,7 @@
 
 connection                     engine
 submit(job)          ->        takes it, and gives it a context
-job.wait_for_context <-        or what is wrong with it
+job.wait()           <-        or what is wrong with it
 job.pieces           <-        a piece for each round, the last with the result
 job.cancel()         ->        removes the row before the next round
 """
@@ -31,30 +31,19 @@ class ClientLeftError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A token id, and how probable it was.
+    """A token id, and how probable it was."""
 
-    Attributes:
-        id: the token.
-        text: of it alone.
-        value: the natural logarithm of its probability.
-    """
-
-    id: int
-    text: str
-    value: float
+    id: int  # the token
+    text: str  # of it alone
+    value: float  # the natural logarithm of its probability
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token of an answer.
+    """A token of an answer."""
 
-    Attributes:
-        alternative: the token that was chosen.
-        top: the most probable ones.
-    """
-
-    alternative: Alternative
-    top: tuple[Alternative, ...]
+    alternative: Alternative  # the token that was chosen
+    top: tuple[Alternative, ...]  # the most probable ones
 
     @property
     def text(self) -> str:
@@ -64,19 +53,12 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one round has added to a text.
+    """What one round has added to a text."""
 
-    Attributes:
-        text: may be empty.
-        token: the last id.
-        tokens: all of them, if their probabilities were asked for.
-        result: the text as a whole, in the last piece.
-    """
-
-    text: str
-    token: int
-    tokens: tuple[Token, ...] = ()
-    result: "Result | None" = None
+    text: str  # may be empty
+    token: int  # the last id
+    tokens: tuple[Token, ...] = ()  # all of them, if their probabilities were asked for
+    result: "Result | None" = None  # the text as a whole, in the last piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +69,10 @@ class Read:
 
 
 class Job:
-    """One request.
+    """One request, to be answered within so many seconds.
 
-    Args:
-        checked: what is asked for, every field checked.
-        request: the same, as mlx-lm's server has it.
-        seconds: from now until it has to be answered.
+    Attributes:
+        cancelled: whether nobody waits for the answer.
     """
 
     def __init__(self, checked: CheckedRequest, request: Any, seconds: float) -> None:
@@ -103,12 +83,7 @@ class Job:
         self.began: float | None = None
         self.prompt_tokens = self._read = 0
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._cancelled = False
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether nobody waits for the answer."""
-        return self._cancelled
+        self.cancelled = False
 
     @property
     def has_begun(self) -> bool:
@@ -122,7 +97,7 @@ class Job:
 
     def cancel(self) -> None:
         """Let the engine remove it before the next round."""
-        self._cancelled = True
+        self.cancelled = True
 
     def count_prefill(self, tokens: int) -> None:
         """Note that so many more tokens of the prompt were read."""
@@ -133,23 +108,23 @@ class Job:
         """Hand over a context, a piece, or an `ApiError` that ends the request."""
         self._events.put(event)
 
-    def wait_for_context(self, alive: Callable[[], None]) -> Any:
-        """Return what mlx-lm's server has to know of the prompt.
-
-        Args:
-            alive: called now and then; raises when waiting is of no use.
-        """
-        return self._next(alive)
-
     def pieces(self, alive: Callable[[], None]) -> Iterator[Piece | Read]:
-        """Yield the answer; see `wait_for_context`."""
+        """Yield the answer; see `wait`."""
         while True:
-            event = self._next(alive)
+            event = self.wait(alive)
             yield event
             if isinstance(event, Piece) and event.result is not None:
                 return
 
-    def _next(self, alive: Callable[[], None]) -> Any:
+    def wait(self, alive: Callable[[], None]) -> Any:
+        """Return what comes next: first what mlx-lm's server has to know of the prompt.
+
+        Args:
+            alive: called now and then; raises when waiting is of no use.
+
+        Raises:
+            ApiError: the request has ended, or the engine does not answer.
+        """
         while True:
             try:
                 alive()

@@ -3,6 +3,7 @@
 prometheus-client is the extra "serve", and is imported when a server is made.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mlx_speculation.errors import MissingLibraryError
@@ -19,9 +20,6 @@ _SECONDS = (
 class Metrics:
     """The counts of one server, in a registry of their own.
 
-    Args:
-        model: what stands in the label `model_name`.
-
     Raises:
         MissingLibraryError: prometheus-client is not installed.
     """
@@ -34,9 +32,17 @@ class Metrics:
                 "The server counts with prometheus-client, which is not installed. "
                 "Install it with: pip install 'mlx-speculation[serve]'"
             ) from error
-        self._library, self._model = prometheus, model
-        self._registry = prometheus.CollectorRegistry()
-        count, gauge = self._counter, self._gauge
+        self._library, self._registry = prometheus, prometheus.CollectorRegistry()
+        self._model = model
+
+        def made(kind, name, help, *labels, **more):  # type: ignore[no-untyped-def]
+            names = ("model_name", *labels)
+            one = kind(name, help, names, registry=self._registry, **more)
+            return one if labels else one.labels(model)
+
+        count = partial(made, prometheus.Counter)
+        gauge = partial(made, prometheus.Gauge)
+        histogram = partial(made, prometheus.Histogram, buckets=_SECONDS)
         self._running = gauge("vllm:num_requests_running", "Rows that are decoded.")
         self._waiting = gauge("vllm:num_requests_waiting", "Requests without a row.")
         self._cached = gauge(
@@ -77,40 +83,40 @@ class Metrics:
             "Rows that could not be decoded together with others.",
             "reason",
         )
-        self._first = self._histogram(
+        self._first = histogram(
             "vllm:time_to_first_token_seconds", "From the request to the first token."
         )
-        self._whole = self._histogram(
+        self._whole = histogram(
             "vllm:e2e_request_latency_seconds", "From the request to the last token."
         )
 
     def level(self, *, running: int, waiting: int, cached: int, active: int) -> None:
         """Note how many requests and bytes there are."""
-        self._running.labels(self._model).set(running)
-        self._waiting.labels(self._model).set(waiting)
-        self._cached.labels(self._model).set(cached)
-        self._active.labels(self._model).set(active)
+        self._running.set(running)
+        self._waiting.set(waiting)
+        self._cached.set(cached)
+        self._active.set(active)
 
     def began(self, seconds: float) -> None:
         """Count a first token."""
-        self._first.labels(self._model).observe(seconds)
+        self._first.observe(seconds)
 
     def ended(self, result: "Result", prompt: int, seconds: float) -> None:
         """Count a row that has ended, whatever has ended it."""
-        stats, model = result.stats, self._model
-        self._prompts.labels(model).inc(prompt)
-        self._generated.labels(model).inc(len(result.tokens))
-        self._queries.labels(model).inc(prompt)
-        self._hits.labels(model).inc(stats.reused)
-        self._drafts.labels(model).inc(stats.drafts)
-        self._drafted.labels(model).inc(stats.drafted)
-        self._accepted.labels(model).inc(stats.accepted)
+        stats = result.stats
+        self._prompts.inc(prompt)
+        self._generated.inc(len(result.tokens))
+        self._queries.inc(prompt)
+        self._hits.inc(stats.reused)
+        self._drafts.inc(stats.drafts)
+        self._drafted.inc(stats.drafted)
+        self._accepted.inc(stats.accepted)
         for position, accepted in enumerate(stats.reached):
-            self._positions.labels(model, position).inc(accepted)
-        self._faults.labels(model).inc(len(stats.drafter_faults))
+            self._positions.labels(self._model, position).inc(accepted)
+        self._faults.inc(len(stats.drafter_faults))
         if result.finish_reason in ("stop", "length"):
-            self._ended.labels(model, result.finish_reason).inc()
-            self._whole.labels(model).observe(seconds)
+            self._ended.labels(self._model, result.finish_reason).inc()
+            self._whole.observe(seconds)
 
     def alone(self, reason: str) -> None:
         """Count a row that is not decoded together with others."""
@@ -122,22 +128,9 @@ class Metrics:
 
     def cancelled(self) -> None:
         """Count a client that went away."""
-        self._cancelled.labels(self._model).inc()
+        self._cancelled.inc()
 
     def page(self) -> tuple[bytes, str]:
         """Return everything in Prometheus' text form, and the type of that."""
         library = self._library
         return library.generate_latest(self._registry), library.CONTENT_TYPE_LATEST
-
-    def _counter(self, name: str, help: str, *labels: str):  # type: ignore[no-untyped-def]
-        return self._library.Counter(
-            name, help, ("model_name", *labels), registry=self._registry
-        )
-
-    def _gauge(self, name: str, help: str):  # type: ignore[no-untyped-def]
-        return self._library.Gauge(name, help, ("model_name",), registry=self._registry)
-
-    def _histogram(self, name: str, help: str):  # type: ignore[no-untyped-def]
-        return self._library.Histogram(
-            name, help, ("model_name",), registry=self._registry, buckets=_SECONDS
-        )

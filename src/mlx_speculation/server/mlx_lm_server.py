@@ -56,10 +56,6 @@ def options_of(
 
     The options of sampling are those that it checks and hands on; here nobody takes
     them from there.
-
-    Args:
-        allowed_origins: whose pages a browser lets read an answer.
-        chat_template_args: keywords for every chat template.
     """
     return Namespace(
         model=None,
@@ -94,9 +90,6 @@ def response(text: str, token: int, *, ended: bool) -> Response:
 class Provider(ModelProvider):
     """The target and its tokenizer, for mlx-lm's server.
 
-    Args:
-        options: from `options_of`.
-
     Raises:
         InvalidRequestError: the process is one of several of `mx.distributed`.
     """
@@ -129,9 +122,6 @@ class EngineThread(ResponseGenerator):
 
     The thread starts with the constructor, so whoever derives sets its own attributes
     before it calls this one.
-
-    Args:
-        provider: where the target is held.
     """
 
     model_provider: Provider
@@ -144,11 +134,7 @@ class EngineThread(ResponseGenerator):
         raise NotImplementedError
 
     def end(self, seconds: float) -> bool:
-        """Ask the thread to end, and return whether it has.
-
-        Args:
-            seconds: to wait for it.
-        """
+        """Ask the thread to end, and return whether it has."""
         self._stop = True
         self._generation_thread.join(seconds)
         return not self._generation_thread.is_alive()
@@ -169,10 +155,6 @@ class EngineThread(ResponseGenerator):
         """Return a chat's token ids, and in what its answer begins.
 
         That is "normal" or, where the template has begun to think, "reasoning".
-
-        Args:
-            request: of type "chat".
-            template_args: keywords of this request for the chat template.
         """
         tokens, _, _, state, _ = self._tokenize(
             self.model_provider.tokenizer,
@@ -182,12 +164,7 @@ class EngineThread(ResponseGenerator):
         return [int(token) for token in tokens], str(state)
 
     def context(self, prompt: list[int], state: str) -> GenerationContext:
-        """Return what forms an answer: where thoughts and tool calls begin and end.
-
-        Args:
-            prompt: token ids.
-            state: see `rendered`.
-        """
+        """Return what forms an answer: where thoughts and tool calls begin and end."""
         tokenizer = self.model_provider.tokenizer
         _, texts = self._make_state_machine(
             self.model_provider.model_key, tokenizer, ()
@@ -209,19 +186,13 @@ class EngineThread(ResponseGenerator):
 
 
 class ChatHandler(APIHandler):
-    """mlx-lm's handler of one connection, whose refusals are exceptions.
-
-    Args:
-        engine: what answers.
-        fingerprint: what has made an answer. mlx-lm's own names this machine.
-        arguments: what a `BaseHTTPRequestHandler` is made with.
-    """
+    """mlx-lm's handler of one connection, whose refusals are exceptions."""
 
     def __init__(self, engine: EngineThread, fingerprint: str, *arguments: Any) -> None:
         super().__init__(engine, *arguments, system_fingerprint=fingerprint)
 
     def handle_request(self, body: bytes) -> None:
-        """Let mlx-lm's server read a request; it calls `complete` then.
+        """Let mlx-lm's server read a request; it calls `handle_completion` then.
 
         Args:
             body: JSON, in place of what the client has sent.
@@ -234,39 +205,23 @@ class ChatHandler(APIHandler):
         self.headers["Content-Length"] = str(len(body))
         super().do_POST()
 
-    def complete(self, request: CompletionRequest) -> None:
-        """Answer a request with `send_answer`."""
-        raise NotImplementedError
-
     def send_answer(
         self,
         request: CompletionRequest,
         context: GenerationContext,
         responses: Iterator[Response],
     ) -> None:
-        """Let mlx-lm's server form and send an answer.
-
-        Args:
-            request: as `complete` was given it.
-            context: from `EngineThread.context`.
-            responses: the text in pieces, from `response`.
-        """
+        """Let mlx-lm's server form and send an answer."""
         options = self.response_generator.cli_args
         self.response_generator: Any = _Answer(options, context, responses)
         super().handle_completion(request, [])
-
-    def handle_completion(
-        self, request: CompletionRequest, stop_words: list[str]
-    ) -> None:
-        """Answer a request, as mlx-lm's server asks for it."""
-        self.complete(request)
 
     def forget_headers(self) -> None:
         """Drop the lines of an answer that were not sent."""
         self._headers_buffer: list[bytes] = []
 
     def cross_origin_headers(self) -> None:
-        """Add what tells a browser whose pages may read the answer."""
+        """Add the headers by which a browser lets pages read the answer."""
         if getattr(self, "headers", None) is not None:
             self._set_cors_headers()
 

@@ -16,13 +16,7 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 def usage(result: "Result", prompt_tokens: int, draft: str | None) -> dict[str, Any]:
-    """Return what a text has cost.
-
-    Args:
-        result: the text.
-        prompt_tokens: of its prompt.
-        draft: the name of what has drafted.
-    """
+    """Return what a text has cost."""
     stats, tokens = result.stats, len(result.tokens)
     return {
         "prompt_tokens": prompt_tokens,
@@ -63,12 +57,7 @@ def chat_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
 
 
 def text_logprobs(tokens: Sequence[Token], start: int) -> dict[str, Any]:
-    """Return log-probabilities as completions have them.
-
-    Args:
-        tokens: those that they are of.
-        start: how many characters stand before the first of them.
-    """
+    """Return log-probabilities as completions have them."""
     offsets = []
     for token in tokens:
         offsets.append(start)

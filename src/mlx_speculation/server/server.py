@@ -27,14 +27,7 @@ ENGINE_SECONDS, PARTING_SECONDS = 5.0, 2.0
 
 
 class Listener(ThreadingHTTPServer):
-    """Accepts connections, each with a thread of its own, up to a number of them.
-
-    Args:
-        address: host and port.
-        family: of the address.
-        settings: of the server.
-        metrics: what is counted.
-    """
+    """Accepts connections, each with a thread of its own, up to a number of them."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -190,7 +183,7 @@ class Server:
         self._ended = True
         self.worker.refuse("The server is shutting down.")
         end = time.monotonic() + grace
-        while self.worker.busy and time.monotonic() < end:
+        while self.worker.taken and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
         self._engine_ended = self.worker.end(ENGINE_SECONDS)
         end = time.monotonic() + PARTING_SECONDS

@@ -14,12 +14,7 @@ class LateError(Exception):
 
 
 class TimedReader(io.RawIOBase):
-    """Reads a socket until a moment in time, however the bytes drip in.
-
-    Args:
-        connection: the socket.
-        seconds: from now.
-    """
+    """Reads a socket until a moment in time, however the bytes drip in."""
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
         self._connection = connection

@@ -227,7 +227,7 @@ def _wrongly_trimmed_ring() -> Any:
 @pytest.mark.parametrize(
     ("make", "tokens", "error", "says"),
     [
-        (lambda: [], 0, InvalidRequestError, "is empty"),
+        (lambda: [], 0, InvalidRequestError, "no leaf"),
         (lambda: [object()], 0, UnsupportedCacheError, "layer 0 is a object"),
         (lambda: [_of_a_subclass()], 0, UnsupportedCacheError, "is a MyCache"),
         (lambda: [kv(5)], 4, InvalidRequestError, "holds 5 tokens in row 0 and 4"),
@@ -237,7 +237,7 @@ def _wrongly_trimmed_ring() -> Any:
             InvalidRequestError,
             "holds 4 tokens in row 0 and 5",
         ),
-        (lambda: [CacheList()], 0, InvalidRequestError, "without members"),
+        (lambda: [CacheList()], 0, InvalidRequestError, "no leaf"),
         (lambda: [_trimmed_concatenation()], 3, InvalidRequestError, "has 5 rows"),
         (lambda: [_in_prefill()], 3, InvalidRequestError, "prepare and finalize"),
         (lambda: [_in_ring_prefill()], 3, InvalidRequestError, "prepare and finalize"),

@@ -50,7 +50,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from mlx_speculation.caches.journals import batch_kv, batch_rotating_kv
+from mlx_speculation.caches.journals import batch_kv, ring
 from support.caches.batch_rounds import (
     BEGINNINGS,
     SINGLE_ROWS,
@@ -117,7 +117,7 @@ RINGS = st.builds(
 def test_rows_of_a_batch_ring_equal_their_twins(
     saved_rows: int, monkeypatch: pytest.MonkeyPatch, note_rounds: Callable[[int], None]
 ) -> None:
-    monkeypatch.setattr(batch_rotating_kv, "SAVED_ROWS", saved_rows)
+    monkeypatch.setattr(ring, "SAVED_ROWS", saved_rows)
     monkeypatch.setattr(batch_kv, "LOOSE", saved_rows)
     note_rounds(run(RINGS, share=0.15))
 
@@ -125,7 +125,7 @@ def test_rows_of_a_batch_ring_equal_their_twins(
 def test_rows_of_a_batch_ring_that_is_written_singly_equal_their_twins(
     monkeypatch: pytest.MonkeyPatch, note_rounds: Callable[[int], None]
 ) -> None:
-    monkeypatch.setattr(batch_rotating_kv, "SAVED_ROWS", 3)
+    monkeypatch.setattr(ring, "SAVED_ROWS", 3)
     note_rounds(run(RINGS, widths=SINGLE_ROWS, share=0.25))
 
 

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models.cache import BatchRotatingKVCache, KVCache, RotatingKVCache
 
 from mlx_speculation.caches import SlidingKVCache, Speculation
-from mlx_speculation.caches.journals import rotating_kv
+from mlx_speculation.caches.journals import ring
 from support.caches.cache_twins import Rows, Visible, assert_same, read, tagged
 
 
@@ -157,9 +157,7 @@ def test_single_rows_copy_the_window_once_in_many_writes(keep: int) -> None:
     mx.eval(cache.update_and_fetch(row, row))
     assert cache.keys is not None
     whole = cache.keys.nbytes
-    peaks = [
-        peak_of_a_write(cache, row, keep) for _ in range(rotating_kv.SAVED_ROWS * 2)
-    ]
+    peaks = [peak_of_a_write(cache, row, keep) for _ in range(ring.SAVED_ROWS * 2)]
     copies = sum(peak > whole // 2 for peak in peaks)
     assert copies <= 2, [peak for peak in peaks if peak > whole // 2]
 

@@ -72,7 +72,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import strategies as st
 
-from mlx_speculation.caches.journals import rotating_kv
+from mlx_speculation.caches.journals import ring
 from support.caches.cache_twins import ArraysKind, KVKind, ListKind, Mixers, ring_kinds
 from support.caches.twin_rounds import (
     FEWER,
@@ -94,7 +94,7 @@ def test_a_small_ring_equals_its_twin(
     monkeypatch: pytest.MonkeyPatch,
     note_rounds: Callable[[int], None],
 ) -> None:
-    monkeypatch.setattr(rotating_kv, "SAVED_ROWS", saved_rows)
+    monkeypatch.setattr(ring, "SAVED_ROWS", saved_rows)
     note_rounds(run(SMALL_RINGS, share=0.2))
 
 
@@ -102,7 +102,7 @@ def test_a_small_ring_that_fills_row_by_row_equals_its_twin(
     monkeypatch: pytest.MonkeyPatch, note_rounds: Callable[[int], None]
 ) -> None:
     """Few rounds for each ring, since what is hard happens where it wraps first."""
-    monkeypatch.setattr(rotating_kv, "SAVED_ROWS", 3)
+    monkeypatch.setattr(ring, "SAVED_ROWS", 3)
     rings = ring_kinds(st.integers(2, 6), st.integers(0, 1))
     prefills = st.integers(0, 6).map(lambda count: [1] * count)
     note_rounds(run(rings, widths=SINGLE_ROWS, prefills=prefills, share=0.4, steps=8))

@@ -39,8 +39,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache
 
-from mlx_speculation.caches import PrefixCache, held_bytes, restore, snapshot
-from mlx_speculation.caches.snapshots.snapshot import Snapshot
+from mlx_speculation.caches import PrefixCache, restore, snapshot
+from mlx_speculation.caches.snapshots.snapshot import Snapshot, held_bytes
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 from support.caches.cache_twins import assert_same, read
 

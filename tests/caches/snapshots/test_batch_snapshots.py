@@ -37,12 +37,12 @@ from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache
 from mlx_speculation.caches import (
     Snapshot,
     Speculation,
-    held_bytes,
     merge,
     restore,
     snapshot,
     split,
 )
+from mlx_speculation.caches.snapshots.snapshot import held_bytes
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 from support.caches.batch_rounds import (
     MOST_ROWS,

@@ -72,7 +72,6 @@ from mlx_lm.models.lfm2 import ShortConv
 from mlx_speculation.caches import (
     Snapshot,
     Speculation,
-    held_bytes,
     load_caches,
     merge,
     restore,
@@ -81,6 +80,7 @@ from mlx_speculation.caches import (
     split,
     with_slack,
 )
+from mlx_speculation.caches.snapshots.snapshot import held_bytes
 from mlx_speculation.caches.types.leaves import flat
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 from mlx_speculation.models import ModelHooks
@@ -584,7 +584,7 @@ def test_other_kinds_are_refused_with_their_place(unknown: Any) -> None:
 
 def test_one_object_at_two_places_is_refused() -> None:
     cache = filled(3)
-    with pytest.raises(InvalidRequestError, match="each an object of its own"):
+    with pytest.raises(InvalidRequestError, match="in two places, at layers 0 and 1"):
         snapshot([cache, cache])
 
 

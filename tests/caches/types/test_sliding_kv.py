@@ -15,7 +15,6 @@ from mlx_speculation.caches import (
     as_native,
     with_slack,
 )
-from mlx_speculation.caches.journals.sliding_kv import SlidingJournal
 from mlx_speculation.caches.types.sliding_kv import default_slack
 from mlx_speculation.errors import InvalidRequestError
 from support.caches.cache_twins import Rows, tagged
@@ -250,10 +249,9 @@ def test_a_round_can_be_taken_back_after_a_later_one_moved_the_window() -> None:
 
 def test_keeping_nothing_empties_an_empty_cache_again() -> None:
     cache = SlidingKVCache(4, 2)
-    journal = SlidingJournal(cache)
-    write(journal.presented, 3)
-    journal.prepare(0)
-    journal.commit(0)
+    with Speculation([cache]) as speculation:
+        write(speculation.caches[0], 3)
+        speculation.commit(0)
     assert (cache.empty(), cache.offset) == (True, 0)
 
 

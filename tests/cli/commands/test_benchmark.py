@@ -101,7 +101,7 @@ def test_a_text_that_differs_fails_unless_rounding_decides(
 def test_ctrl_c_shows_the_passes_that_are_whole(
     commands: Commands, monkeypatch: pytest.MonkeyPatch, calls: int, passes: int
 ) -> None:
-    run, left = measure._Runner.run, [calls]
+    run, left = measure._run, [calls]
 
     def interrupted(*arguments: Any) -> Any:
         left[0] -= 1
@@ -109,7 +109,7 @@ def test_ctrl_c_shows_the_passes_that_are_whole(
             raise KeyboardInterrupt
         return run(*arguments)
 
-    monkeypatch.setattr(measure._Runner, "run", interrupted)
+    monkeypatch.setattr(measure, "_run", interrupted)
     done = commands(*SHORT, "--json")
     assert done.exit_code == 130
     if passes:

@@ -44,7 +44,7 @@ def test_check_says_that_the_output_is_the_same(commands: Commands) -> None:
     done = commands(*CHECK)
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
-    assert lines[-1] == "verdict: the output is the same"
+    assert lines[-1] == "result: the output is the same"
     assert lines[-2].startswith("rows: ")
 
 
@@ -64,7 +64,7 @@ def test_check_names_the_first_difference_and_its_margin(
     assert first.startswith("first: row 2 of the draft after token 0 chooses ")
     assert "the two best differ by" in first
     assert rows.startswith("rows: different: 3 of 12 rows")
-    assert verdict == "verdict: IT DIFFERS"
+    assert verdict == "result: IT DIFFERS"
     found = commands.object(*CHECK, status=1)
     assert found["rows"]["first"]["position"] == 0
     assert found["rows"]["first"]["row"]["margin"] > found["rows"]["tolerance"]
@@ -116,7 +116,7 @@ def test_ctrl_c_in_a_check_says_how_far_it_came(
         return
     said = done.stdout.splitlines()[-1]
     assert said == (
-        "verdict: the output is the same, as far as was looked before Ctrl-C: at "
+        "result: the output is the same, as far as was looked before Ctrl-C: at "
         f"{calls - 1} places, and not at the texts"
     )
     left[0] = calls
@@ -440,7 +440,7 @@ def test_calibrate_and_demo_print_one_object(
     home = "mlx_speculation.cli.commands.demo"
     monkeypatch.setattr(f"{home}.demo_models", lambda: folders)
     prompt = DemoPrompt("code", "a test", PROMPT)
-    monkeypatch.setattr(f"{home}.demo_prompts", lambda: [prompt])
+    monkeypatch.setattr(f"{home}.one_prompt_per_group", lambda: [prompt])
     found = commands.object("demo", "--max-tokens", "4", "--draft-length", "2")
     (only,) = found["comparisons"]
     assert only["same"] is True
@@ -497,7 +497,7 @@ def test_ctrl_c_in_the_demo_shows_what_is_done(
     home = "mlx_speculation.cli.commands.demo"
     monkeypatch.setattr(f"{home}.demo_models", lambda: folders)
     prompts = [DemoPrompt(group, "a test", PROMPT) for group in ("code", "prose")]
-    monkeypatch.setattr(f"{home}.demo_prompts", lambda: prompts)
+    monkeypatch.setattr(f"{home}.one_prompt_per_group", lambda: prompts)
     following, left = Stream.__next__, [16 + chunks]  # after the warm-up
 
     def interrupted(self: Stream) -> Chunk:

@@ -49,7 +49,7 @@ def ending(process: "subprocess.Popen[str]") -> Iterator[None]:
         process.kill()
 
 
-def test_it_serves_until_it_is_told_to_end() -> None:
+def test_it_serves_until_a_signal_ends_it() -> None:
     command = ["serve", DRAFT, "--draft", "lookup", "--port", "0", "--blas", "stock"]
     process = subprocess.Popen(
         [sys.executable, "-m", "mlx_speculation", *command],

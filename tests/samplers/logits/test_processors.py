@@ -215,7 +215,7 @@ def test_processors_get_a_copy_of_their_row_and_of_the_text() -> None:
         assert kept[:300] == text
 
 
-def test_what_keeps_rows_from_going_together_is_told() -> None:
+def test_what_keeps_rows_from_going_together_is_named() -> None:
     assert Processors(Sampling(), VOCAB).parallel
     assert not Processors(Sampling(), VOCAB).active
     for kind, (parallel, has_state) in {

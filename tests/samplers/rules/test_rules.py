@@ -17,6 +17,7 @@ from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers.rules import block, rejection
 from mlx_speculation.samplers.rules.probs import RuleOutcome, draw, residual
 from support.sampling.distribution_pairs import KINDS
+from support.sampling.enumeration import acceptance_probs, next_probs
 
 SCRIPTS = str(Path(__file__).parents[3] / "scripts")
 sys.path.insert(0, SCRIPTS)
@@ -75,7 +76,7 @@ def test_coins_pass_below_the_acceptance_probability(
     target, draft, drafted = distributions(kind, (6,), k, 4)
     t, d = arrays(dtype, target, draft)
     x = mx.array(drafted)
-    acceptance = rule.acceptance_probs(t, d, x)
+    acceptance = acceptance_probs(rule, t, d, x)
     exact = np.array(acceptance).astype(np.float64)
     epsilon = 4e-7 if dtype == mx.float32 else 1e-15
     levels = [0.0, 1e-30, 1 / 3, 0.5, 0.75, BELOW_1[dtype]]
@@ -90,7 +91,7 @@ def test_coins_pass_below_the_acceptance_probability(
     expected = count(rule, (told < exact) | (exact == 1))
     assert np.array_equal(np.array(verdict.accepted), expected)
     assert len({verdict, rule.verify(t, d, x, thrown[0])}) == 2  # hashed by identity
-    following = rule.next_probs(*rows, verdict.accepted)
+    following = next_probs(rule, rows[0], rows[1], rows[2], verdict.accepted)
     assert mx.array_equal(verdict.next_probs, following).item()
     assert (verdict.acceptance == acceptance).all().item()
     assert verdict.accepted.dtype == mx.int32
@@ -256,9 +257,9 @@ def test_shapes_that_do_not_fit_are_refused(
     with pytest.raises(InvalidRequestError, match=match):
         rule.verify(t, d, x, mx.zeros((3,)))
     with pytest.raises(InvalidRequestError, match=match):
-        rule.acceptance_probs(t, d, x)
+        acceptance_probs(rule, t, d, x)
     with pytest.raises(InvalidRequestError, match=match):
-        rule.next_probs(t, d, x, mx.array(0))
+        next_probs(rule, t, d, x, mx.array(0))
 
 
 @RULES
@@ -357,21 +358,21 @@ def test_float32_is_near_float64(rule: ModuleType, kind: str) -> None:
     x = mx.array(drafted)
     fine = t.astype(mx.float64), d.astype(mx.float64)
     short, long = (
-        np.array(rule.acceptance_probs(*pair, x)).astype(np.float64)
+        np.array(acceptance_probs(rule, *pair, x)).astype(np.float64)
         for pair in ((t, d), fine)
     )
     if rule is rejection:
         assert (np.abs(short - long) <= 8 * unit * long).all()
     for n in range(5):
         accepted = mx.full((200,), n, dtype=mx.int32)
-        coarse = np.array(rule.next_probs(t, d, x, accepted)).astype(np.float64)
-        exact = np.array(rule.next_probs(*fine, x, accepted))
+        coarse = np.array(next_probs(rule, t, d, x, accepted)).astype(np.float64)
+        exact = np.array(next_probs(rule, *fine, x, accepted))
         off = np.abs(coarse - exact).sum(-1) / 2
         mass = np.ones(200)
         if n < 4:
             share = np.ones(200)
             if rule is block:
-                share = np.array(block.reach_probs(*fine, x))[:, n]
+                share = np.array(block.odds(*fine, x).shares)[:, n]
             left = share[:, None] * np.array(fine[0][:, n]) - np.array(fine[1][:, n])
             mass = np.maximum(left, 0).sum(-1)
         assert (off * mass <= 8 * unit).all()

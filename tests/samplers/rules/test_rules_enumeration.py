@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_speculation.samplers.rules.block import reach_probs
+from mlx_speculation.samplers.rules import block
 from mlx_speculation.samplers.rules.probs import row, token_probs
 from support.sampling.distribution_pairs import KINDS, normalized, tables
 from support.sampling.enumeration import (
@@ -223,7 +223,7 @@ def test_drafts_chosen_without_chance_keep_the_distribution(rule: Rule) -> None:
 
 
 @BOTH
-def test_a_rule_that_is_not_told_the_drafts_distributions_accepts_fewer(
+def test_a_rule_without_the_drafts_distributions_accepts_fewer(
     rule: Rule,
 ) -> None:
     """Any token that is independent of the target's draw may be judged that way."""
@@ -290,7 +290,7 @@ def test_what_a_benchmark_expects_of_block_verification_is_its_mean() -> None:
 
     def expected(target: mx.array, draft: mx.array, drafted: mx.array) -> mx.array:
         accepted = block_accepted(target, draft, drafted)
-        reach = reach_probs(target, draft, drafted)
+        reach = block.odds(target, draft, drafted).shares
         assert accepted.shape == reach.shape[:-1]
         return accepted[..., None]
 
@@ -322,7 +322,7 @@ def tempered(distributions: list[Array], temperature: float) -> list[Array]:
 
 
 @BOTH
-def test_a_draft_drawn_from_other_distributions_than_the_rule_is_told_is_seen(
+def test_a_draft_drawn_from_other_distributions_than_the_rule_is_given_is_seen(
     rule: Rule,
 ) -> None:
     sharper = tempered(ORDINARY.draft, 0.7)
@@ -333,7 +333,7 @@ def test_a_draft_drawn_from_other_distributions_than_the_rule_is_told_is_seen(
 
 
 @BOTH
-def test_the_largest_token_of_a_distribution_that_is_told_is_seen(rule: Rule) -> None:
+def test_the_largest_token_of_a_given_distribution_is_seen(rule: Rule) -> None:
     """Drafted without chance, judged with the soft distribution that it came from."""
     largest = [np.eye(4)[distribution.argmax(-1)] for distribution in ORDINARY.draft]
     outcome = enumerate_rule(rule, ORDINARY, drawn=largest)

@@ -92,7 +92,7 @@ def said(*tokens: int) -> dict[str, Any]:
     }
 
 
-def test_thoughts_text_and_tool_calls_are_told_apart(chat: Callable[..., Any]) -> None:
+def test_thoughts_text_and_tool_calls_are_kept_apart(chat: Callable[..., Any]) -> None:
     answer = chat(tools=[TOOL], **said(SAID, END))
     choice = answer.choices[0]
     assert choice.message.content == "YES"

@@ -16,6 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_speculation import PrefixCache, SpeculativeGenerator
 from mlx_speculation.server import Defaults, Limits, Server, Settings
 from mlx_speculation.server.api_errors import ApiError
+from mlx_speculation.server.engine_thread import Worker
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import letter_tokenizer
 
@@ -208,6 +209,12 @@ def get(server: Listening, path: str, **headers: str) -> Answer:
     """Ask for a path."""
     head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     return exchange(server, f"GET {path} HTTP/1.1\r\n{head}\r\n".encode())
+
+
+def rows_held(worker: Worker) -> int:
+    """Rows that wait or run, of all drafts."""
+    batches = [rows._batch for rows in tuple(worker._rows.values())]
+    return sum(len(batch.waiting) + len(batch.running) for batch in batches)
 
 
 def wrapped_letters() -> TokenizerWrapper:

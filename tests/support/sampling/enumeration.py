@@ -12,6 +12,7 @@ continued with the target's distribution, because a round may emit fewer.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 import mlx.core as mx
@@ -20,6 +21,11 @@ from numpy.typing import NDArray
 
 from mlx_speculation.samplers.acceptance import count_accepted
 from mlx_speculation.samplers.rules import block, rejection
+from mlx_speculation.samplers.rules.probs import (
+    draft_distributions,
+    probs_after,
+    quotient,
+)
 from support.sampling.shared_noise import shared_noise_distribution
 
 Array = NDArray[np.float64]
@@ -84,8 +90,28 @@ def last_success(acceptance: Array) -> Array:
     return odds
 
 
+def acceptance_probs(
+    rule: ModuleType, target: mx.array, draft: mx.array | None, drafted: mx.array
+) -> mx.array:
+    """With what a rule compares its coins, [..., k]."""
+    odds = rule.odds(target, draft_distributions(target, draft, drafted), drafted)
+    return quotient(odds.part, odds.whole)
+
+
+def next_probs(
+    rule: ModuleType,
+    target: mx.array,
+    draft: mx.array | None,
+    drafted: mx.array,
+    accepted: mx.array,
+) -> mx.array:
+    """The distribution after any number of accepted tokens, [..., vocab]."""
+    rows = draft_distributions(target, draft, drafted)
+    return probs_after(target, rows, rule.odds(target, rows, drafted).shares, accepted)
+
+
 def rule_of(module: ModuleType, counts: Counts) -> Rule:
-    return Rule(module.acceptance_probs, module.next_probs, counts)
+    return Rule(partial(acceptance_probs, module), partial(next_probs, module), counts)
 
 
 TOKENWISE = rule_of(rejection, first_failure)

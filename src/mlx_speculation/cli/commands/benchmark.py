@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.table import Table
@@ -15,39 +15,28 @@ from mlx_speculation.cli.load_pair import as_object, begin, open_pair
 from mlx_speculation.cli.measure import MLX_LM, Arm, Spread, arms_of, measure
 from mlx_speculation.cli.options import Json, PairOptions, SamplingOptions
 from mlx_speculation.cli.run_app import FAILED, INTERRUPTED
-from mlx_speculation.demo import demo_prompts
+from mlx_speculation.demo import one_prompt_per_group
 from mlx_speculation.environment import machine, versions
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
     from mlx_speculation.cli.plots import Panel
     from mlx_speculation.engine import Statistics
 
-BUNDLED = 3
-
 
 def benchmark(
     pair: PairOptions,
     sampling: SamplingOptions,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--prompt", "-p", help="Prompt. Repeatable. Default: three bundled ones."
-        ),
-    ] = None,
-    tokens: Annotated[
-        int, typer.Option("--max-tokens", "-m", min=2, help="Tokens per run.")
-    ] = 128,
-    passes: Annotated[
-        int, typer.Option(min=1, help="Number of passes; each takes the next prompt.")
-    ] = 5,
-    compare_length: Annotated[
-        list[int] | None,
-        typer.Option(min=1, max=64, help="Also measure this draft length. Repeatable."),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Save a plot of the results to this file.")
-    ] = None,
+    prompt: list[str] | None = option(
+        None, "Prompt. Repeatable. Default: three bundled ones.", "--prompt", "-p"
+    ),
+    tokens: int = option(128, "Tokens per run.", "--max-tokens", "-m", min=2),
+    passes: int = option(5, "Number of passes; each takes the next prompt.", min=1),
+    compare_length: list[int] | None = option(
+        None, "Also measure this draft length. Repeatable.", min=1, max=64
+    ),
+    plot: Path | None = option(None, "Save a plot of the results to this file."),
     json: Json = False,
 ) -> None:
     """Measure what a draft gains over plain decoding, for a pair of your own.
@@ -65,7 +54,7 @@ def benchmark(
             generator.calibrate(progress=report)
     chance = sampling.sampling(generator.tokenizer).with_seed()
     given = [sound_text("--prompt", text) for text in prompt or ()]
-    texts = given or [each.text for each in _bundled()]
+    texts = given or [each.text for each in reversed(one_prompt_per_group())]
     prompts = [encode(generator.tokenizer, text, rendered=False) for text in texts]
     arms = arms_of([pair.draft_length, *sorted(set(compare_length or ()))])
     with screen.progress("measuring") as report:
@@ -83,7 +72,7 @@ def benchmark(
     plain = _plain(arms)
     screen.table(_table(arms, plain, f"{done} passes of {tokens} tokens"))
     same = all(arm.same for arm in arms)
-    screen.text(_verdict(arms, same) + "\n")
+    screen.text(_result(arms, same) + "\n")
     screen.object(
         command="benchmark",
         model=pair.model,
@@ -137,12 +126,6 @@ def _check(pair: PairOptions, prompts: Sequence[str] | None, plot: Path | None) 
         check_plot(plot)
 
 
-def _bundled() -> list[Any]:
-    """Return one bundled prompt of each group."""
-    groups = {each.group: each for each in reversed(demo_prompts())}
-    return list(groups.values())[:BUNDLED]
-
-
 def _plain(arms: Sequence[Arm]) -> Arm:
     """Return the faster plain arm."""
     return max(arms[:2], key=lambda arm: Spread.of(arm.speeds).median)
@@ -171,7 +154,7 @@ def _table(arms: Sequence[Arm], plain: Arm, title: str) -> Table:
     return table
 
 
-def _verdict(arms: Sequence[Arm], same: bool) -> str:
+def _result(arms: Sequence[Arm], same: bool) -> str:
     if not same:
         wrong = next(p for arm in arms for p in arm.partings if not p.near_tie)
         return f"A TEXT DIFFERS from plain decoding's: {wrong}"
@@ -203,7 +186,7 @@ def _counts(totals: "Statistics") -> dict[str, Any]:
 
 def _panel(pair: PairOptions, arms: Sequence[Arm], plain: Arm) -> "Panel":
     """Return the figures as a plot takes them."""
-    from mlx_speculation.cli.plots import Curve, Measured, Panel
+    from mlx_speculation.cli.plots import Curve, Panel
 
     drafted = arms[2:]
     spreads = [(arm, Spread.of(arm.speeds)) for arm in drafted]
@@ -217,11 +200,7 @@ def _panel(pair: PairOptions, arms: Sequence[Arm], plain: Arm) -> "Panel":
     adaptive = [each.median for arm, each in spreads if arm.length is None]
     curve = Curve(
         name=Path(str(pair.draft)).name,
-        measured=[
-            Measured(arm.length, each.median, each.low, each.high)
-            for arm, each in spreads
-            if arm.length is not None
-        ],
+        measured={arm.length: each for arm, each in spreads if arm.length is not None},
         predicted={},
         adaptive=adaptive[0] if adaptive else None,
         accepted=most.accepted_per_position if most.drafts else (),

@@ -1,9 +1,8 @@
 """`calibrate`: measures what rounds cost."""
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import MISSING, asdict
+from typing import TYPE_CHECKING
 
-import typer
 from rich.table import Table
 
 from mlx_speculation.cli.console import Screen
@@ -18,6 +17,7 @@ from mlx_speculation.cli.options import (
     TrustRemoteCode,
 )
 from mlx_speculation.environment import versions
+from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
     from mlx_speculation.engine.draft_length.calibration import PartsTable
@@ -26,31 +26,25 @@ if TYPE_CHECKING:
 
 def calibrate(
     model: Model,
-    draft: Annotated[
-        str,
-        typer.Option(
-            "--draft",
-            "--draft-model",
-            rich_help_panel=DRAFT,
-            help="Draft to measure, as in `generate`.",
-        ),
-    ],
-    context: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1,
-            max=1 << 22,
-            help="Context length in tokens. Repeatable. Default: 64.",
-        ),
-    ] = None,
-    batch: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1,
-            max=1 << 10,
-            help="Also measure batches of this many requests. Repeatable.",
-        ),
-    ] = None,
+    draft: str = option(
+        MISSING,
+        "Draft to measure, as in `generate`.",
+        "--draft",
+        "--draft-model",
+        panel=DRAFT,
+    ),
+    context: list[int] | None = option(
+        None,
+        "Context length in tokens. Repeatable. Default: 64.",
+        min=1,
+        max=1 << 22,
+    ),
+    batch: list[int] | None = option(
+        None,
+        "Also measure batches of this many requests. Repeatable.",
+        min=1,
+        max=1 << 10,
+    ),
     adapter_path: AdapterPath = None,
     trust_remote_code: TrustRemoteCode = False,
     blas: Blas = "auto",

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -10,14 +10,15 @@ from mlx_speculation.cli.chat_template import TemplateOptions
 from mlx_speculation.cli.console import Screen, number, percent
 from mlx_speculation.cli.conversation import Conversation
 from mlx_speculation.cli.inputs import decoded, sound_text
-from mlx_speculation.cli.load_pair import as_object, begin, open_pair
+from mlx_speculation.cli.load_pair import as_object, begin, open_pair, prefix_cache
 from mlx_speculation.cli.options import EndOptions, Json, PairOptions, SamplingOptions
 from mlx_speculation.cli.run_app import INTERRUPTED, note
 from mlx_speculation.cli.stream_view import PromptBar, show
 from mlx_speculation.environment import versions
+from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
-    from mlx_speculation import PrefixCache, SpeculativeGenerator
+    from mlx_speculation import SpeculativeGenerator
     from mlx_speculation.engine import Chunk, Result
 
 HELP = "/reset begins anew, /quit or Ctrl-D ends, Ctrl-C ends an answer."
@@ -28,18 +29,12 @@ def chat(
     template: TemplateOptions,
     sampling: SamplingOptions,
     end: EndOptions,
-    colour: Annotated[
-        bool,
-        typer.Option("--colour", "--color", help="Show accepted tokens in green."),
-    ] = False,
-    cache_gigabytes: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            max=1e6,
-            help="Size of the prefix cache kept between turns; 0: off.",
-        ),
-    ] = 8.0,
+    colour: bool = option(
+        False, "Show accepted tokens in green.", "--colour", "--color"
+    ),
+    cache_gigabytes: float = option(
+        8.0, "Size of the prefix cache kept between turns; 0: off.", min=0.0, max=1e6
+    ),
     json: Json = False,
 ) -> None:
     """Talk with a model; a line is a message. Caches are kept between turns."""
@@ -48,7 +43,7 @@ def chat(
     end.check()
     blas = begin(pair.blas, screen)
     sampling.check()
-    generator = open_pair(pair, screen, prefix_cache=_kept(cache_gigabytes))
+    generator = open_pair(pair, screen, prefix_cache=prefix_cache(cache_gigabytes))
     conversation = Conversation(generator.tokenizer, template)
     if not conversation.rendered:
         note("no chat template is used: messages are continued as plain text")
@@ -67,12 +62,6 @@ def chat(
     )
     if interrupted:
         raise typer.Exit(INTERRUPTED)
-
-
-def _kept(gigabytes: float) -> "PrefixCache | None":
-    from mlx_speculation import PrefixCache
-
-    return PrefixCache(max_bytes=int(gigabytes * 1e9)) if gigabytes else None
 
 
 class _Talk:

@@ -1,7 +1,7 @@
 """`check`: whether a draft leaves the text of a model as it is, on this machine."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.table import Table
@@ -10,19 +10,18 @@ from mlx_speculation.cli.chat_template import encode
 from mlx_speculation.cli.console import Screen
 from mlx_speculation.cli.inputs import read_prompt
 from mlx_speculation.cli.load_pair import as_object, begin, open_pair
-from mlx_speculation.cli.measure import parting_of
+from mlx_speculation.cli.measure import Compared, parting_of
 from mlx_speculation.cli.options import Json, PairOptions, SamplingOptions
 from mlx_speculation.cli.run_app import FAILED, INTERRUPTED
 from mlx_speculation.demo import demo_prompts
 from mlx_speculation.environment import machine, versions
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
-    from mlx_speculation import Sampling, SpeculativeGenerator
-    from mlx_speculation.engine import Result
+    from mlx_speculation import SpeculativeGenerator
     from mlx_speculation.engine.equivalence.report import RowVerdict
     from mlx_speculation.engine.equivalence.rows import Place
-    from mlx_speculation.engine.equivalence.texts import Parting
 
 USUAL_LENGTH = 4  # an adaptive one might be 0, and nothing be compared
 
@@ -30,39 +29,28 @@ USUAL_LENGTH = 4  # an adaptive one might be 0, and nothing be compared
 def check(
     pair: PairOptions,
     sampling: SamplingOptions,
-    prompt: Annotated[
-        str | None,
-        typer.Option(
-            "--prompt",
-            "-p",
-            help="Prompt; '-' reads standard input. Default: a bundled one.",
-        ),
-    ] = None,
-    tokens: Annotated[
-        int, typer.Option("--tokens", "-m", min=1, help="Number of tokens to compare.")
-    ] = 64,
-    rows: Annotated[
-        int,
-        typer.Option(min=1, max=64, help="Number of drafted tokens per verification."),
-    ] = 4,
-    places: Annotated[
-        int, typer.Option(min=1, help="Number of places in the text to verify at.")
-    ] = 8,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            help="Largest margin of a near-tie. Default: twice the median "
-            "difference of rows on this machine.",
-        ),
-    ] = None,
+    prompt: str | None = option(
+        None,
+        "Prompt; '-' reads standard input. Default: a bundled one.",
+        "--prompt",
+        "-p",
+    ),
+    tokens: int = option(64, "Number of tokens to compare.", "--tokens", "-m", min=1),
+    rows: int = option(4, "Number of drafted tokens per verification.", min=1, max=64),
+    places: int = option(8, "Number of places in the text to verify at.", min=1),
+    tolerance: float | None = option(
+        None,
+        "Largest margin of a near-tie. Default: twice the median difference of rows on "
+        "this machine.",
+        min=0.0,
+    ),
     json: Json = False,
 ) -> None:
     """Check that drafts leave the text as it is, on this machine with this model.
 
     Drafts of the model's own text, with a wrong token in each, are verified at once and
     token by token. With --draft, texts with and without it are compared too. The last
-    line is the verdict; its status is 1 where something really differs.
+    line is the result; its status is 1 where something really differs.
     """
     screen = Screen(json=json)
     text = demo_prompts()[0].text if prompt is None else read_prompt(prompt)
@@ -81,7 +69,7 @@ def check(
     try:
         _rows(generator, ids, tokens, rows, places, screen, found)
         if pair.draft is not None:
-            compared = _Texts.compare(pair, generator, ids, tokens, sampling, screen)
+            compared = _compare(pair, generator, ids, tokens, sampling, screen)
     except KeyboardInterrupt:
         interrupted = True
     if not found:
@@ -91,12 +79,12 @@ def check(
     same = judged.verdict != "different" and (compared is None or compared.same)
     lines = [f"first: {judged.first}"] if judged.first is not None else []
     lines.append(f"rows: {judged}")
-    lines += [] if compared is None else [f"text: {compared.verdict}"]
-    verdict = "the output is the same" if same else "IT DIFFERS"
+    lines += [] if compared is None else [f"text: {_described(compared)}"]
+    result = "the output is the same" if same else "IT DIFFERS"
     if interrupted:
-        verdict += f", as far as was looked before Ctrl-C: at {len(found)} places"
-        verdict += "" if pair.draft is None else ", and not at the texts"
-    screen.text("\n".join([*lines, f"verdict: {verdict}"]) + "\n")
+        result += f", as far as was looked before Ctrl-C: at {len(found)} places"
+        result += "" if pair.draft is None else ", and not at the texts"
+    screen.text("\n".join([*lines, f"result: {result}"]) + "\n")
     screen.object(
         command="check",
         model=pair.model,
@@ -105,7 +93,7 @@ def check(
         interrupted=interrupted,
         rows=judged,
         places=found,
-        text=None if compared is None else compared.object,
+        text=None if compared is None else _object(compared),
         notices=generator.notices,
         machine=machine(),
         blas=blas,
@@ -154,68 +142,45 @@ def _table(found: Sequence["Place"]) -> Table:
     return table
 
 
-class _Texts:
-    """The texts with and without the draft, and where they part.
+def _compare(
+    pair: PairOptions,
+    generator: "SpeculativeGenerator",
+    prompt: list[int],
+    tokens: int,
+    options: SamplingOptions,
+    screen: Screen,
+) -> Compared:
+    """Generate the text with and without the draft."""
+    sampling = options.sampling(generator.tokenizer).with_seed()
+    asked: dict[str, Any] = {
+        "max_tokens": tokens,
+        "sampling": sampling,
+        "stop_tokens": (),
+    }
+    with screen.busy("generating with and without the draft"):
+        plain = generator.generate(prompt, draft_length=0, **asked)
+        length = USUAL_LENGTH if pair.draft_length is None else pair.draft_length
+        drafted = generator.generate(prompt, draft_length=length, **asked)
+        parting = parting_of(generator, sampling, prompt, plain, drafted)
+    return Compared(plain, drafted, parting)
 
-    Args:
-        plain: without.
-        drafted: with it.
-        parting: where they part, if they do.
-    """
 
-    def __init__(
-        self, plain: "Result", drafted: "Result", parting: "Parting | None"
-    ) -> None:
-        self._plain, self._drafted, self._parting = plain, drafted, parting
+def _described(texts: Compared) -> str:
+    """Return in a line whether the texts are the same."""
+    if texts.parting is None:
+        stats = texts.drafted.stats
+        return (
+            f"equal: {len(texts.plain.tokens)} tokens with and without the draft, "
+            f"{stats.drafted} of them drafted and {stats.accepted} accepted"
+        )
+    return f"{'near-tie' if texts.same else 'different'}: {texts.parting}"
 
-    @classmethod
-    def compare(
-        cls,
-        pair: PairOptions,
-        generator: "SpeculativeGenerator",
-        prompt: list[int],
-        tokens: int,
-        options: SamplingOptions,
-        screen: Screen,
-    ) -> "_Texts":
-        """Generate both."""
-        sampling: Sampling = options.sampling(generator.tokenizer).with_seed()
-        asked: dict[str, Any] = {
-            "max_tokens": tokens,
-            "sampling": sampling,
-            "stop_tokens": (),
-        }
-        with screen.busy("generating with and without the draft"):
-            plain = generator.generate(prompt, draft_length=0, **asked)
-            length = USUAL_LENGTH if pair.draft_length is None else pair.draft_length
-            drafted = generator.generate(prompt, draft_length=length, **asked)
-            parting = parting_of(generator, sampling, prompt, plain, drafted)
-        return cls(plain, drafted, parting)
 
-    @property
-    def same(self) -> bool:
-        """Whether they are equal, or part where rounding decides."""
-        return self._parting is None or self._parting.near_tie
-
-    @property
-    def verdict(self) -> str:
-        """In a line."""
-        drafted = self._drafted.stats.drafted
-        if self._parting is None:
-            return (
-                f"equal: {len(self._plain.tokens)} tokens with and without the draft, "
-                f"{drafted} of them drafted and {self._drafted.stats.accepted} accepted"
-            )
-        kind = "near-tie" if self._parting.near_tie else "different"
-        return f"{kind}: {self._parting}"
-
-    @property
-    def object(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "same": self.same,
-            "tokens": len(self._plain.tokens),
-            "parting": self._parting,
-            "seed": self._plain.seed,
-            "statistics": as_object(self._drafted.stats),
-        }
+def _object(texts: Compared) -> dict[str, Any]:
+    return {
+        "same": texts.same,
+        "tokens": len(texts.plain.tokens),
+        "parting": texts.parting,
+        "seed": texts.plain.seed,
+        "statistics": as_object(texts.drafted.stats),
+    }

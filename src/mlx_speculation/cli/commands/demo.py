@@ -1,6 +1,6 @@
 """`demo`: the bundled models with and without a draft."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,15 +10,18 @@ from rich.table import Table
 
 from mlx_speculation.cli.console import Screen, number, percent
 from mlx_speculation.cli.load_pair import as_object, begin
-from mlx_speculation.cli.measure import parting_of
+from mlx_speculation.cli.measure import Compared, parting_of
 from mlx_speculation.cli.options import Blas, DraftLength, Json
 from mlx_speculation.cli.run_app import FAILED, INTERRUPTED
-from mlx_speculation.demo import DEMO_TARGETS, DemoPrompt, demo_models, demo_prompts
+from mlx_speculation.demo import (
+    DEMO_TARGETS,
+    DemoPrompt,
+    demo_models,
+    one_prompt_per_group,
+)
 
 if TYPE_CHECKING:
     from mlx_speculation import SpeculativeGenerator
-    from mlx_speculation.engine import Statistics
-    from mlx_speculation.engine.equivalence.texts import Parting
 
 
 def demo(
@@ -50,7 +53,7 @@ def demo(
         comparisons=[comparison.object for comparison in comparisons],
         interrupted=interrupted,
     )
-    same = all(comparison.same for comparison in comparisons)
+    same = all(comparison.texts.same for comparison in comparisons)
     if interrupted or not same:
         raise typer.Exit(FAILED if not same else INTERRUPTED)
 
@@ -61,15 +64,8 @@ class _Comparison:
 
     target: str
     group: str
-    text: str
     plain_speed: float
-    stats: "Statistics"
-    parting: "Parting | None"
-
-    @property
-    def same(self) -> bool:
-        """Whether the texts are equal, or part where rounding decides."""
-        return self.parting is None or self.parting.near_tie
+    texts: Compared
 
     @property
     def object(self) -> dict[str, Any]:
@@ -77,21 +73,12 @@ class _Comparison:
         return {
             "target": self.target,
             "group": self.group,
-            "text": self.text,
+            "text": self.texts.drafted.text,
             "plain_tokens_per_second": self.plain_speed,
-            "same": self.same,
-            "parting": self.parting,
-            "statistics": as_object(self.stats),
+            "same": self.texts.same,
+            "parting": self.texts.parting,
+            "statistics": as_object(self.texts.drafted.stats),
         }
-
-    @property
-    def verdict(self) -> str:
-        """What the table says about the texts."""
-        if self.parting is None:
-            return "yes"
-        if self.parting.near_tie:
-            return f"near-tie at {self.parting.index}"
-        return f"[red]not at {self.parting.index}[/red]"
 
 
 def _compared(
@@ -103,7 +90,7 @@ def _compared(
     folders = demo_models()
     draft = folders["draft"]
     targets = {name: folders[name] for name in DEMO_TARGETS if name in folders}
-    prompts = _one_per_group(demo_prompts())
+    prompts = one_prompt_per_group()
     for name, path in targets.items():
         generator = SpeculativeGenerator.from_pretrained(
             path, draft=draft, draft_length=draft_length
@@ -141,14 +128,9 @@ def _compare(
     )
     tokens = generator.encode(prompt.text)
     theirs = mlx_lm_speed(generator.model, tokens, max_tokens)
-    return _Comparison(
-        target=target,
-        group=prompt.group,
-        text=result.text,
-        plain_speed=max(plain.stats.tokens_per_second, theirs),
-        stats=result.stats,
-        parting=parting_of(generator, Sampling(seed=0), tokens, plain, result),
-    )
+    parting = parting_of(generator, Sampling(seed=0), tokens, plain, result)
+    speed = max(plain.stats.tokens_per_second, theirs)
+    return _Comparison(target, prompt.group, speed, Compared(plain, result, parting))
 
 
 def _comparison_table(comparisons: list[_Comparison]) -> Table:
@@ -159,22 +141,20 @@ def _comparison_table(comparisons: list[_Comparison]) -> Table:
         table.add_column(column, justify="right")
     table.add_column("same tokens")
     for row in comparisons:
+        stats, parting = row.texts.drafted.stats, row.texts.parting
+        same = "yes"
+        if parting is not None:
+            same = f"[red]not at {parting.index}[/red]"
+            if parting.near_tie:
+                same = f"near-tie at {parting.index}"
         table.add_row(
             row.target,
             row.group,
             number(row.plain_speed),
-            number(row.stats.tokens_per_second),
-            number(row.stats.tokens_per_second / row.plain_speed),
-            percent(row.stats.acceptance_rate),
-            number(row.stats.mean_accepted_length),
-            row.verdict,
+            number(stats.tokens_per_second),
+            number(stats.tokens_per_second / row.plain_speed),
+            percent(stats.acceptance_rate),
+            number(stats.mean_accepted_length),
+            same,
         )
     return table
-
-
-def _one_per_group(prompts: Iterable[DemoPrompt]) -> list[DemoPrompt]:
-    """Keep the first prompt of each group."""
-    first: dict[str, DemoPrompt] = {}
-    for prompt in prompts:
-        first.setdefault(prompt.group, prompt)
-    return list(first.values())

@@ -12,13 +12,13 @@ from rich.table import Table
 
 from mlx_speculation.blas import better_kernels, blas_in_use, thread_settings
 from mlx_speculation.blas.automatic import VARIABLE, wanted_blas
+from mlx_speculation.blas.kernels import CORE_TYPE
+from mlx_speculation.blas.threads import NAMES, TIMEOUT
 from mlx_speculation.cli.console import Screen
 from mlx_speculation.cli.doctor_advice import (
-    CORE_TYPE,
     CUDNN,
     OPENBLAS,
     OPTIONAL,
-    THREADS,
     Facts,
     advice,
     required_names,
@@ -26,7 +26,7 @@ from mlx_speculation.cli.doctor_advice import (
 from mlx_speculation.cli.load_pair import begin
 from mlx_speculation.cli.options import Json
 from mlx_speculation.cli.run_app import FAILED
-from mlx_speculation.environment import cpu_model, installed, usable_cores
+from mlx_speculation.environment import cache_folder, cpu_model, installed, usable_cores
 
 PACKAGES = (
     "mlx-speculation",
@@ -49,8 +49,8 @@ VARIABLES = (
     CUDNN,
     CORE_TYPE,
     VARIABLE,
-    *THREADS,
-    "OPENBLAS_THREAD_TIMEOUT",
+    *NAMES,
+    TIMEOUT,
     "LD_PRELOAD",
     "MLX_SPECULATION_CACHE",
 )
@@ -142,8 +142,6 @@ def _blas_of_programs() -> tuple[str | None, str | None]:
 
 def _cache_folder() -> tuple[Path | None, bool]:
     """Return where findings are kept, and whether that can be written."""
-    from mlx_speculation.environment import cache_folder
-
     folder = cache_folder()
     if folder is None:
         return None, False

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -27,40 +27,29 @@ from mlx_speculation.cli.options import (
 from mlx_speculation.cli.run_app import INTERRUPTED
 from mlx_speculation.cli.stream_view import PromptBar, show, summary
 from mlx_speculation.environment import versions
+from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
     from mlx_speculation import Constraint, SpeculativeGenerator
-    from mlx_speculation.engine import Chunk, Result
+    from mlx_speculation.engine import Chunk
 
 ALTERNATIVES = 5
 PLACE = "<query>"  # stands for a message, to find where a template puts it
-Prompt = Annotated[
-    str | None,
-    typer.Option(
-        "--prompt",
-        "-p",
-        rich_help_panel=TEMPLATE,
-        help="Text to continue; '-' or none: standard input.",
-    ),
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
     """What becomes of the text."""
 
-    json_schema: Annotated[
-        Path | None,
-        typer.Option(help="File with a JSON schema that the text must match."),
-    ] = None
-    html: Annotated[
-        Path | None,
-        typer.Option(help="Write an HTML page that shows the origin of each token."),
-    ] = None
-    colour: Annotated[
-        bool,
-        typer.Option("--colour", "--color", help="Show accepted tokens in green."),
-    ] = False
+    json_schema: Path | None = option(
+        None, "File with a JSON schema that the text must match."
+    )
+    html: Path | None = option(
+        None, "Write an HTML page that shows the origin of each token."
+    )
+    colour: bool = option(
+        False, "Show accepted tokens in green.", "--colour", "--color"
+    )
 
     def check(self) -> Any:
         """Return the schema, if there is one, once all files are seen to be usable."""
@@ -78,11 +67,16 @@ def generate(
     end: EndOptions,
     output: OutputOptions,
     kv: KvOptions,
-    prompt: Prompt = None,
-    prefill_response: Annotated[
-        str | None,
-        typer.Option(rich_help_panel=TEMPLATE, help="Beginning of the answer."),
-    ] = None,
+    prompt: str | None = option(
+        None,
+        "Text to continue; '-' or none: standard input.",
+        "--prompt",
+        "-p",
+        panel=TEMPLATE,
+    ),
+    prefill_response: str | None = option(
+        None, "Beginning of the answer.", panel=TEMPLATE
+    ),
     json: Json = False,
 ) -> None:
     """Continue a prompt; text on standard output, statistics on standard error."""
@@ -135,7 +129,17 @@ def generate(
         versions=versions(),
     )
     if output.html is not None:  # last: a full disk must not cost the text
-        page = _page(pair, generator, text, result, chunks, ended)
+        from mlx_speculation.cli.html_page import page_of
+
+        page = page_of(
+            result,
+            chunks,
+            generator.tokenizer,
+            model=Path(pair.model).name,
+            draft=None if pair.draft is None else Path(pair.draft).name,
+            finish_reason=ended,
+            prompt=text,
+        )
         with writing("--html", output.html):
             output.html.write_text(page, encoding="utf-8")
         screen.say(f"the page is {output.html}")
@@ -174,22 +178,3 @@ def _constraint(schema: Any, generator: "SpeculativeGenerator") -> "Constraint |
 
     # Small models write whitespace without end where they may.
     return json_schema(schema, generator.tokenizer, compact=True)
-
-
-def _page(
-    pair: PairOptions,
-    generator: "SpeculativeGenerator",
-    prompt: str,
-    result: "Result",
-    chunks: list["Chunk"],
-    ended: str,
-) -> str:
-    from mlx_speculation.cli.html_page import PageFacts, page_of
-
-    facts = PageFacts(
-        model=Path(pair.model).name,
-        draft=None if pair.draft is None else Path(pair.draft).name,
-        finish_reason=ended,
-        prompt=prompt,
-    )
-    return page_of(facts, result, chunks, generator.tokenizer)

@@ -3,7 +3,7 @@
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.markup import escape
@@ -21,6 +21,7 @@ from mlx_speculation.cli.options import (
 )
 from mlx_speculation.environment import versions
 from mlx_speculation.errors import SpeculationError
+from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -30,30 +31,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """One draft that a folder may offer.
+    """One draft that a folder may offer."""
 
-    Attributes:
-        draft: what to pass as --draft.
-        usable: whether it can be used.
-        detail: what it is, or why not.
-    """
-
-    draft: str
-    usable: bool
-    detail: str
+    draft: str  # what to pass as --draft
+    usable: bool  # whether it can be used
+    detail: str  # what it is, or why not
 
 
 def pair(
     model: Model,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            "--draft",
-            "--draft-model",
-            rich_help_panel=DRAFT,
-            help="Also report whether this folder can draft for the target.",
-        ),
-    ] = None,
+    draft: str | None = option(
+        None,
+        "Also report whether this folder can draft for the target.",
+        "--draft",
+        "--draft-model",
+        panel=DRAFT,
+    ),
     adapter_path: AdapterPath = None,
     trust_remote_code: TrustRemoteCode = False,
     blas: Blas = "auto",

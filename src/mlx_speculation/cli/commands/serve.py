@@ -7,60 +7,46 @@ import signal
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import typer
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mlx_speculation.cli.console import Screen
 from mlx_speculation.cli.inputs import parsed_json
-from mlx_speculation.cli.load_pair import begin, open_pair
+from mlx_speculation.cli.load_pair import begin, open_pair, prefix_cache
 from mlx_speculation.cli.options import PairOptions
 from mlx_speculation.cli.run_app import note
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.option_fields import option
+from mlx_speculation.server.config import Defaults, Limits, Settings
 
 if TYPE_CHECKING:
     from mlx_speculation import PrefixCache, SpeculativeGenerator
-    from mlx_speculation.server import Defaults, Limits, Server, Settings
+    from mlx_speculation.server import Server
 
-ACCESS = "Address and access"
-LIMITS = "Limits"
-DEFAULTS = "Defaults of request fields"
 KEY = "MLX_SPECULATION_API_KEY"
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
-
-
-def _access(help: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, rich_help_panel=ACCESS, help=help, **more)
-
-
-def _limit(help: str, low: float, *names: str) -> Any:
-    return typer.Option(*names, rich_help_panel=LIMITS, help=help, min=low)
-
-
-def _default(help: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, rich_help_panel=DEFAULTS, help=help, **more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessOptions:
     """Address, API key and allowed origins."""
 
-    host: Annotated[
-        str, _access("Address to listen on; 0.0.0.0 accepts other machines.")
-    ] = "127.0.0.1"
-    port: Annotated[int, _access("Port; 0: any free one.", min=0, max=65535)] = 8080
-    api_key: Annotated[
-        str | None,
-        _access(
-            "API key that clients must send; better set in the environment.", envvar=KEY
-        ),
-    ] = None
-    allowed_origins: Annotated[
-        str, _access("Allowed web origins, separated by commas; *: all.")
-    ] = ""
-    model_name: Annotated[
-        str | None, _access("Model name in requests. Default: the folder's name.")
-    ] = None
+    panel: ClassVar[str] = "Address and access"
+
+    host: str = option(
+        "127.0.0.1", "Address to listen on; 0.0.0.0 accepts other machines."
+    )
+    port: int = option(8080, "Port; 0: any free one.", min=0, max=65535)
+    api_key: str | None = option(
+        None,
+        "API key that clients must send; better set in the environment.",
+        envvar=KEY,
+    )
+    allowed_origins: str = option(
+        "", "Allowed web origins, separated by commas; *: all."
+    )
+    model_name: str | None = option(
+        None, "Model name in requests. Default: the folder's name."
+    )
 
     def warn(self) -> None:
         """Say so where anybody may ask."""
@@ -77,126 +63,50 @@ class AccessOptions:
         return tuple(origin for origin in given if origin)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LimitOptions:
-    """Limits of requests."""
-
-    max_rows: Annotated[
-        int,
-        _limit("Requests decoded at once.", 1, "--max-rows", "--decode-concurrency"),
-    ] = 32
-    prefill_step_size: Annotated[
-        int, _limit("Prompt tokens read between two rounds.", 1)
-    ] = 2048
-    max_queue: Annotated[int, _limit("Maximum number of waiting requests.", 0)] = 64
-    max_body_bytes: Annotated[int, _limit("Maximum size of a request.", 1)] = 1 << 20
-    max_prompt_tokens: Annotated[int, _limit("Maximum length of a prompt.", 1)] = 32_768
-    max_tokens_limit: Annotated[int, _limit("Maximum length of a text.", 1)] = 8_192
-    max_draft: Annotated[int, _limit("Maximum draft length of a request.", 0)] = 64
-    max_seconds: Annotated[float, _limit("Maximum time for a request.", 0.001)] = 600.0
-    max_read_seconds: Annotated[
-        float, _limit("Maximum time to receive a request.", 0.001)
-    ] = 30.0
-    max_connections: Annotated[
-        int, _limit("Maximum number of open connections.", 1)
-    ] = 256
-    max_schemas: Annotated[
-        int, _limit("Maximum number of JSON schemas in use, each in a process.", 1)
-    ] = 16
-    max_schema_seconds: Annotated[
-        float, _limit("Maximum time to compile a schema.", 0.001)
-    ] = 5.0
-    max_schema_megabytes: Annotated[
-        int, _limit("Maximum memory of a schema, in MiB.", 1)
-    ] = 128
-    max_mask_seconds: Annotated[
-        float,
-        _limit("Time for the masks of a text, beside 20 ms per token.", 0.001),
-    ] = 1.0
-
-    def limits(self) -> "Limits":
-        """Return them as the server takes them."""
-        from mlx_speculation.server import Limits
-
-        return Limits(
-            body_bytes=self.max_body_bytes,
-            prompt_tokens=self.max_prompt_tokens,
-            max_tokens=self.max_tokens_limit,
-            draft_tokens=self.max_draft,
-            queue=self.max_queue,
-            seconds=self.max_seconds,
-            read_seconds=self.max_read_seconds,
-            connections=self.max_connections,
-            schemas=self.max_schemas,
-            schema_seconds=self.max_schema_seconds,
-            schema_megabytes=self.max_schema_megabytes,
-            mask_seconds=self.max_mask_seconds,
+def _template_args(text: str) -> dict[str, Any]:
+    """Return the object for the chat template."""
+    found = parsed_json("--chat-template-args", text)
+    if not isinstance(found, dict):
+        raise InvalidRequestError(
+            f"--chat-template-args is {text}, and a JSON object is needed."
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DefaultOptions:
-    """Defaults of request fields."""
-
-    max_tokens: Annotated[
-        int, _default("Maximum number of tokens.", "--max-tokens", "-m", min=1)
-    ] = 512
-    temperature: Annotated[
-        float, _default("0: greedy.", "--temperature", "--temp", min=0)
-    ] = 0.0
-    top_p: Annotated[float, _default("1: off.", min=0, max=1)] = 1.0
-    top_k: Annotated[int, _default("0: off.", min=0)] = 0
-    min_p: Annotated[float, _default("0: off.", min=0, max=1)] = 0.0
-    chat_template_args: Annotated[
-        str, _default("JSON object of keyword arguments for the chat template.")
-    ] = "{}"
-
-    def defaults(self) -> "Defaults":
-        """Return them as the server takes them."""
-        from mlx_speculation.server import Defaults
-
-        return Defaults(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-        )
-
-    def template_args(self) -> dict[str, Any]:
-        """Return the object for the chat template.
-
-        Raises:
-            InvalidRequestError: it is none.
-        """
-        found = parsed_json("--chat-template-args", self.chat_template_args)
-        if not isinstance(found, dict):
-            raise InvalidRequestError(
-                f"--chat-template-args is {self.chat_template_args}, and a JSON object "
-                "is needed."
-            )
-        return found
+    return found
 
 
 def serve(
     pair: PairOptions,
     access: AccessOptions,
-    limits: LimitOptions,
-    defaults: DefaultOptions,
-    cache_gigabytes: Annotated[
-        float,
-        typer.Option(min=0.0, max=1e6, help="Size of the prefix cache; 0: off."),
-    ] = 2.0,
-    grace_seconds: Annotated[
-        float, typer.Option(min=0.0, help="Time for running requests at shutdown.")
-    ] = 5.0,
-    log_level: Annotated[Level, typer.Option(help="Level of the log.")] = "WARNING",
+    limits: Limits,
+    defaults: Defaults,
+    max_rows: int = option(
+        32,
+        "Requests decoded at once.",
+        "--max-rows",
+        "--decode-concurrency",
+        panel=Limits.panel,
+        min=1,
+    ),
+    prefill_step_size: int = option(
+        2048, "Prompt tokens read between two rounds.", panel=Limits.panel, min=1
+    ),
+    chat_template_args: str = option(
+        "{}",
+        "JSON object of keyword arguments for the chat template.",
+        panel=Defaults.panel,
+    ),
+    cache_gigabytes: float = option(
+        2.0, "Size of the prefix cache; 0: off.", min=0.0, max=1e6
+    ),
+    grace_seconds: float = option(
+        5.0, "Time for running requests at shutdown.", min=0.0
+    ),
+    log_level: Level = option("WARNING", "Level of the log."),
 ) -> None:
     """Serve a model over HTTP with OpenAI's API."""
     screen = Screen()
-    template_args = defaults.template_args()
+    template_args = _template_args(chat_template_args)
     begin(pair.blas, screen)
-    from mlx_speculation.server import Server, Settings
+    from mlx_speculation.server.server import Server
 
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(message)s")
     settings = Settings(
@@ -204,11 +114,11 @@ def serve(
         draft=None if pair.draft is None else _shown(pair.draft),
         api_key=access.api_key,
         allowed_origins=access.origins,
-        max_rows=limits.max_rows,
-        prefill_step=limits.prefill_step_size,
+        max_rows=max_rows,
+        prefill_step=prefill_step_size,
         chat_template_args=template_args,
-        defaults=defaults.defaults(),
-        limits=limits.limits(),
+        defaults=defaults,
+        limits=limits,
     )
 
     def load(prefixes: "PrefixCache | None") -> "SpeculativeGenerator":
@@ -217,7 +127,7 @@ def serve(
     server = Server(
         settings,
         load,
-        prefixes=_kept(cache_gigabytes),
+        prefixes=prefix_cache(cache_gigabytes),
         host=access.host,
         port=access.port,
     )
@@ -262,12 +172,6 @@ def _shown(path_or_repo: str) -> str:
     """Return a name for clients, who need not know where a folder is."""
     own = Path(path_or_repo).expanduser()
     return own.resolve().name if own.is_dir() else path_or_repo
-
-
-def _kept(gigabytes: float) -> "PrefixCache | None":
-    from mlx_speculation import PrefixCache
-
-    return PrefixCache(int(gigabytes * 1e9)) if gigabytes else None
 
 
 def _is_loopback(host: str) -> bool:

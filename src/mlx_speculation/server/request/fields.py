@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from mlx_speculation.server.api_errors import ApiError, invalid
+
+T = TypeVar("T")
 
 
 class Fields:
@@ -55,23 +57,22 @@ class Fields:
 
     def text(self, name: str, default: str | None = None) -> str | None:
         """Return a text."""
-        value = self.take(name, default)
-        if value is not None and not isinstance(value, str):
-            raise self.wrong(name, value, "a text")
-        return value
+        return self._of_kind(name, str, "a text", default)
 
     def object(self, name: str) -> dict[str, Any] | None:
         """Return an object."""
-        value = self.take(name)
-        if value is not None and not isinstance(value, dict):
-            raise self.wrong(name, value, "an object")
-        return value
+        return self._of_kind(name, dict, "an object")
 
     def list(self, name: str) -> list[Any] | None:
         """Return a list."""
-        value = self.take(name)
-        if value is not None and not isinstance(value, list):
-            raise self.wrong(name, value, "a list")
+        return self._of_kind(name, list, "a list")
+
+    def _of_kind(
+        self, name: str, kind: type[T], needed: str, default: T | None = None
+    ) -> T | None:
+        value: T | None = self.take(name, default)
+        if value is not None and not isinstance(value, kind):
+            raise self.wrong(name, value, needed)
         return value
 
     def without_effect(self, *names: str) -> None:

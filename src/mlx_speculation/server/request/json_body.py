@@ -5,7 +5,7 @@ import re
 from email.message import Message
 from typing import Any, BinaryIO
 
-from mlx_speculation.json_files import deeper_than
+from mlx_speculation.json_files import JsonFlawError, parse_json
 from mlx_speculation.server.api_errors import ApiError, invalid
 
 DEEPEST = 64
@@ -16,9 +16,6 @@ def check_framing(headers: Message) -> None:
 
     A proxy that goes by another header than this server takes a part of one client's
     body for the next client's request.
-
-    Args:
-        headers: of a request of any kind.
 
     Raises:
         ApiError: a line is no header, or the headers do not agree on the body.
@@ -40,11 +37,6 @@ def check_framing(headers: Message) -> None:
 
 def read_body(headers: Message, source: BinaryIO, most: int) -> bytes:
     """Return as many bytes as the client has announced.
-
-    Args:
-        headers: of the request, which `check_framing` has passed.
-        source: what follows them.
-        most: how many there may be.
 
     Raises:
         ApiError: there are more, or fewer came, or it is not said how many.
@@ -75,20 +67,9 @@ def parsed(raw: bytes) -> dict[str, Any]:
             tokenizer takes or a number that is none.
     """
     try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise invalid(
-            f"The body is not UTF-8: byte 0x{raw[error.start]:02x} stands at "
-            f"{error.start}."
-        ) from error
-    if deeper_than(DEEPEST, text):
-        raise invalid(f"The body is nested more than {DEEPEST} deep.")
-    try:
-        body = json.loads(text, parse_constant=_no_number)
-    except ApiError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"The body is no JSON: {error}.") from error
+        body = parse_json(raw, finite=True, deepest=DEEPEST)
+    except JsonFlawError as error:
+        raise invalid(f"The body {error}.") from error
     if not isinstance(body, dict):
         raise invalid(f"The body is a {type(body).__name__}, not a JSON object.")
     try:
@@ -98,7 +79,3 @@ def parsed(raw: bytes) -> dict[str, Any]:
             "A text in the body holds half of a surrogate pair, which is no character."
         ) from error
     return body
-
-
-def _no_number(word: str) -> None:
-    raise invalid(f"The body holds {word}, which is no JSON number.")

@@ -27,36 +27,22 @@ RESERVED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRequest:
-    """One request, every field of it checked.
+    """One request, every field of it checked."""
 
-    Attributes:
-        chat: whether it came to the chat's path.
-        body: what mlx-lm's server has to know of it.
-        prompt: of a completion, text or token ids; None: a chat.
-        template_args: keywords for the chat template.
-        stream: whether the answer comes in pieces.
-        max_tokens: of the text.
-        sampling: the options of `Sampling`.
-        stop: texts that end it.
-        logprobs: how many alternatives to report beside each token; None: nothing.
-        schema: that the text has to fit; None: any text.
-        draft: the name of what drafts; None: the server's own.
-        draft_length: tokens drafted in each round; None: as many as pay.
-        max_draft: tokens drafted in a round at most; None: no limit of its own.
-    """
-
-    chat: bool
-    body: dict[str, Any]
-    prompt: str | list[int] | None
-    template_args: dict[str, Any] | None
-    stream: bool
-    max_tokens: int
-    sampling: dict[str, Any]
-    stop: tuple[str, ...]
+    chat: bool  # whether it came to the chat's path
+    body: dict[str, Any]  # what mlx-lm's server has to know of it
+    prompt: str | list[int] | None  # of a completion, text or token ids; None: a chat
+    template_args: dict[str, Any] | None  # keywords for the chat template
+    stream: bool  # whether the answer comes in pieces
+    max_tokens: int  # of the text
+    sampling: dict[str, Any]  # the options of `Sampling`
+    stop: tuple[str, ...]  # texts that end it
+    # How many alternatives to report beside each token; None: nothing.
     logprobs: int | None
-    schema: dict[str, Any] | None
-    draft: str | None
-    draft_length: int | None
+    schema: dict[str, Any] | None  # that the text has to fit; None: any text
+    draft: str | None  # the name of what drafts; None: the server's own
+    draft_length: int | None  # tokens drafted in each round; None: as many as pay
+    # Tokens drafted in a round at most; None: no limit of its own.
     max_draft: int | None
 
 
@@ -64,11 +50,6 @@ def read_request(
     given: dict[str, Any], settings: Settings, *, chat: bool
 ) -> CheckedRequest:
     """Check a request.
-
-    Args:
-        given: the object that the client has sent.
-        settings: of the server.
-        chat: whether it came to the chat's path.
 
     Raises:
         ApiError: names the field that is wrong.

@@ -19,7 +19,7 @@ from mlx_speculation.samplers.constraints.llguidance import (
     portable_vocabulary,
     unusable,
 )
-from mlx_speculation.server.api_errors import ApiError, invalid
+from mlx_speculation.server.api_errors import ApiError, invalid, unavailable
 from mlx_speculation.server.config import Limits
 from mlx_speculation.server.schemas.constraint import SchemaConstraint
 from mlx_speculation.server.schemas.template import (
@@ -38,14 +38,12 @@ OVERDUE_SECONDS = 1.0
 OUT_OF_MEMORY = 3 << 8  # as waitpid says it; the status is template_process's
 UNUSABLE, NOT_ENFORCED = b"u", b"w"
 FIELD, CODE = "response_format", "schema_limit"
+CLOSING = "The server is shutting down."
+LOST = "The process that compiles schemas has ended. Try again."
 
 
 class SchemaCompilers:
-    """Compiles schemas in processes of their own.
-
-    Args:
-        limits: of each, and how many there may be.
-    """
+    """Compiles schemas in processes of their own."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -60,11 +58,6 @@ class SchemaCompilers:
     ) -> SchemaConstraint:
         """Return a constraint, which has to be closed.
 
-        Args:
-            schema: that the text has to fit.
-            tokenizer: of the model.
-            check: called now and then; raises when waiting is of no use.
-
         Raises:
             ApiError: a limit was hit, or there is no process.
             ConstraintError: what may come first is not known.
@@ -73,7 +66,8 @@ class SchemaCompilers:
         """
 
         def waiting() -> None:
-            self._check_open()
+            if self._closed:
+                raise unavailable(CLOSING)
             check()
 
         _take(self._places, waiting)
@@ -94,10 +88,6 @@ class SchemaCompilers:
             if self._template is not None:
                 self._template.close()
                 self._template = None
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise _closing()
 
     def _compiled(
         self, schema: str, tokenizer: Any, waiting: Callable[[], None]
@@ -138,19 +128,17 @@ class SchemaCompilers:
             try:
                 if self._template is None:
                     vocabulary = portable_vocabulary(tokenizer)
-                    self._template = Template(vocabulary, self._child_limits(), waiting)
+                    limits = {
+                        "seconds": self._limits.schema_seconds,
+                        "mask_seconds": self._limits.mask_seconds,
+                        "step_seconds": STEP_SECONDS,
+                        "bytes": self._limits.schema_megabytes << 20,
+                    }
+                    self._template = Template(vocabulary, limits, waiting)
                 return self._template, self._template.fork()
             except TemplateLostError as error:
                 self._lose_template()
-                raise _no_process() from error
-
-    def _child_limits(self) -> dict[str, Any]:
-        return {
-            "seconds": self._limits.schema_seconds,
-            "mask_seconds": self._limits.mask_seconds,
-            "step_seconds": STEP_SECONDS,
-            "bytes": self._limits.schema_megabytes << 20,
-        }
+                raise unavailable(LOST) from error
 
     def _lose_template(self) -> None:
         if self._template is not None:
@@ -174,30 +162,32 @@ class SchemaCompilers:
 
     def _refusal(self, status: int | None, *, masks: bool = False) -> ApiError:
         """Return what a client learns of a child that has ended."""
-        if self._closed:
-            return _closing()
         limits = self._limits
+        if self._closed:
+            return unavailable(CLOSING)
         if status is None:
-            return _no_process()
+            return unavailable(LOST)
         if status == OUT_OF_MEMORY:
-            return _too_much(
-                f"needs more than {limits.schema_megabytes} MiB of memory",
-                "--max-schema-megabytes",
+            what = f"needs more than {limits.schema_megabytes} MiB of memory"
+            option = "--max-schema-megabytes"
+        elif status in (signal.SIGALRM, signal.SIGKILL) and masks:
+            what = f"needs more than {limits.mask_seconds:g} seconds for its masks"
+            option = "--max-mask-seconds"
+        elif status in (signal.SIGALRM, signal.SIGKILL):
+            what = f"takes more than {limits.schema_seconds:g} seconds to compile"
+            option = "--max-schema-seconds"
+        else:
+            LOG.error("the compiler of a schema has ended with status %d", status)
+            return invalid(
+                "The compiler has failed on this schema, as it may where memory is "
+                f"short ({limits.schema_megabytes} MiB, --max-schema-megabytes). "
+                "Simplify it.",
+                FIELD,
+                code=CODE,
             )
-        if status in (signal.SIGALRM, signal.SIGKILL) and masks:
-            return _too_much(
-                f"needs more than {limits.mask_seconds:g} seconds for its masks",
-                "--max-mask-seconds",
-            )
-        if status in (signal.SIGALRM, signal.SIGKILL):
-            return _too_much(
-                f"takes more than {limits.schema_seconds:g} seconds to compile",
-                "--max-schema-seconds",
-            )
-        LOG.error("the compiler of a schema has ended with status %d", status)
         return invalid(
-            "The compiler has failed on this schema, as it may where memory is short "
-            f"({limits.schema_megabytes} MiB, --max-schema-megabytes). Simplify it.",
+            f"The schema {what}, which is the limit of this server ({option}). "
+            "Simplify it: patterns under allOf cost most.",
             FIELD,
             code=CODE,
         )
@@ -224,25 +214,3 @@ def _answer(
     except (OSError, EOFError):
         pass  # how it has ended says more
     return None
-
-
-def _too_much(what: str, option: str) -> ApiError:
-    return invalid(
-        f"The schema {what}, which is the limit of this server ({option}). Simplify "
-        "it: patterns under allOf cost most.",
-        FIELD,
-        code=CODE,
-    )
-
-
-def _closing() -> ApiError:
-    return ApiError(503, "The server is shutting down.", code="unavailable", retry=True)
-
-
-def _no_process() -> ApiError:
-    return ApiError(
-        503,
-        "The process that compiles schemas has ended. Try again.",
-        code="unavailable",
-        retry=True,
-    )

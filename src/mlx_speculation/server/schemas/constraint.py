@@ -67,10 +67,6 @@ class SchemaConstraint:
     def follow(self, place: int, token: int) -> "Place":
         """Return the place after a token.
 
-        Args:
-            place: the number of the one before.
-            token: that this one allows.
-
         Raises:
             ConstraintError: a limit was hit, or the process has gone.
         """

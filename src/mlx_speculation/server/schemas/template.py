@@ -31,15 +31,10 @@ class TemplateLostError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ChildProcess:
-    """A child that waits for its schema.
+    """A child that waits for its schema."""
 
-    Attributes:
-        channel: to it.
-        process: its id.
-    """
-
-    channel: Connection
-    process: int
+    channel: Connection  # to it
+    process: int  # its id
 
 
 class Template:
@@ -47,11 +42,6 @@ class Template:
 
     It leads a process group of its own: signals of a terminal do not reach it, and one
     signal ends it with all children.
-
-    Args:
-        vocabulary: of the tokenizer.
-        limits: of each child.
-        check: called while it starts; raises when waiting is of no use.
 
     Raises:
         InvalidRequestError: llguidance cannot read the tokenizer.
@@ -95,11 +85,7 @@ class Template:
         return self._process.poll() is None
 
     def fork(self) -> ChildProcess:
-        """Return a new child.
-
-        Raises:
-            TemplateLostError: there is none.
-        """
+        """Return a new child."""
         ours, theirs = socket.socketpair()
         channel = Connection(ours.detach())
         try:
@@ -164,11 +150,7 @@ def _command(kind: bytes, process: int) -> bytes:
 def _received(
     channel: Connection, seconds: float, check: Callable[[], None] | None = None
 ) -> bytes:
-    """Return a message that comes in time.
-
-    Raises:
-        TimeoutError: it does not.
-    """
+    """Return a message that comes in time."""
     for _ in range(int(seconds / POLL_SECONDS)):
         if channel.poll(POLL_SECONDS):
             return channel.recv_bytes()

@@ -1,0 +1,190 @@
+"""What the journals of rings share: notes of all writes, and how the last is undone.
+
+How a ring writes decides how a write is undone (W is `max_size`, `count` the positions
+that were ever written):
+
+    a write of                  what mlx-lm does                      undone by
+    2 positions or more         new arrays: W-1 oldest kept + new     the old arrays
+    1, no slot is left          new arrays: more slots, up to W       the old arrays
+    1, count < W                an unused slot is filled              the indices
+    1, more than W held         new arrays: cut to W, then a slot     the old arrays
+    1, W held                   the oldest position is overwritten    the saved one
+
+The overwritten position has to be copied before the write, and a slice that is not yet
+evaluated would make the write copy the whole window. So they are saved in blocks of
+`SAVED_ROWS` before their turn: one window copy in that many writes.
+"""
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.caches.journals.live import LiveJournal, listened_to_by
+
+SAVED_ROWS = 64
+
+
+@dataclass(slots=True)
+class SavedSlots:
+    """Slots of a full ring, copied before single writes overwrite them.
+
+    `keys` and `values` are the arrays of the cache: single writes that a journal
+    notes bring the new ones here. With any others the copy is stale. The references
+    are weak, since a second one would make the next write copy the window.
+    """
+
+    keys: "weakref.ref[mx.array]"
+    values: "weakref.ref[mx.array]"
+    first_slot: int
+    first_count: int
+    slots: mx.array  # [batch, heads, slots, key dim + value dim]
+
+    def slot(self, index: int) -> mx.array:
+        """Return what was saved of slot `index`, one position."""
+        index -= self.first_slot
+        return self.slots[..., index : index + 1, :]
+
+    def holds(self, cache: Any, slot: int, count: int) -> bool:
+        """Whether what is now in `slot`, after `count` positions, is among them."""
+        index = slot - self.first_slot
+        return (
+            self.keys() is cache.keys
+            and self.values() is cache.values
+            and 0 <= index < self.slots.shape[2]
+            and count - self.first_count == index
+        )
+
+
+_saved: "weakref.WeakKeyDictionary[Any, SavedSlots]" = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One write and the cache before it."""
+
+    width: int  # positions written
+    # Keys and values, where the journal needs them to keep a part.
+    rows: tuple[mx.array, mx.array] | None
+    fields: dict[str, Any]  # what a write replaces, besides the arrays
+    # Keys and values, where the write makes new ones.
+    arrays: tuple[mx.array | None, mx.array | None] | None
+    # A slot, and where its position is saved.
+    overwritten: tuple[int, SavedSlots] | None
+
+
+class RingJournal(LiveJournal):
+    """Notes of the writes to one ring, of one sequence or of a batch.
+
+    Args:
+        cache: the live ring.
+        whole: all that is written will be kept, or nothing.
+        presented: the class that the model gets, a `ListenedTo`.
+
+    Attributes:
+        names: the fields of the ring that a write replaces, besides the arrays; the
+            first counts the positions that were ever written.
+    """
+
+    names: tuple[str, ...]
+
+    def __init__(self, cache: Any, whole: bool, presented: type) -> None:
+        self._cache = cache
+        self.whole = whole
+        self._writes: list[Write] = []
+        self.presented = listened_to_by(self, presented, cache)
+
+    @property
+    def count(self) -> int:
+        """Positions that were ever written to the ring, the same for all rows."""
+        return int(getattr(self._cache, self.names[0]))
+
+    @property
+    def written(self) -> int:
+        """Positions appended since the journal was opened."""
+        return sum(write.width for write in self._writes)
+
+    def note(self, keys: mx.array, values: mx.array) -> None:
+        """Record the state before a write of these keys and values."""
+        cache, width = self._cache, keys.shape[2]
+        arrays, overwritten = None, None
+        held = 0 if cache.keys is None else cache.keys.shape[2]
+        grows = held <= self.count and held < cache.max_size
+        if width > 1 or grows or held > cache.max_size:
+            arrays = cache.keys, cache.values
+            _saved.pop(cache, None)  # stale now
+        elif self.count >= cache.max_size:
+            overwritten = self._slot_about_to_go()
+        rows = self._rows_to_hold(keys, values)
+        write = Write(width, rows, self._fields(), arrays, overwritten)
+        self._writes.append(write)
+
+    def noted(self) -> None:
+        """Note with the saved slots which arrays a single write has made."""
+        saved = _saved.get(self._cache)
+        if saved is not None and self._writes[-1].overwritten is not None:
+            saved.keys = weakref.ref(self._cache.keys)
+            saved.values = weakref.ref(self._cache.values)
+
+    def rollback(self) -> None:
+        """Undo every write, the last one first."""
+        while self._writes:
+            self._undo_last()
+
+    def _fields(self) -> dict[str, Any]:
+        """Return the fields of `names`."""
+        fields = {name: getattr(self._cache, name) for name in self.names}
+        if "left_padding" in fields:  # which writes change in place
+            fields["left_padding"] = fields["left_padding"][...]
+        return fields
+
+    def _rows_to_hold(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array] | None:
+        """Return what of a write is needed to keep a part of it; None: nothing."""
+        return None
+
+    def _slot_about_to_go(self) -> tuple[int, SavedSlots]:
+        """Return the slot that the next single write takes, with its content saved."""
+        cache, count = self._cache, self.count
+        first = getattr(cache, "keep", 0)  # those before never leave
+        slot = first if cache._idx == cache.max_size else cache._idx
+        saved = _saved.get(cache)
+        if saved is None or not saved.holds(cache, slot, count):
+            slots = _copied(cache, slot, min(slot + SAVED_ROWS, cache.max_size))
+            arrays = weakref.ref(cache.keys), weakref.ref(cache.values)
+            saved = _saved[cache] = SavedSlots(*arrays, slot, count, slots)
+        return slot, saved
+
+    def _undo_last(self) -> None:
+        cache, write = self._cache, self._writes[-1]
+        if write.arrays is not None:
+            cache.keys, cache.values = write.arrays
+        elif write.overwritten is not None:
+            slot, saved = write.overwritten
+            key_dim, row = cache.keys.shape[-1], saved.slot(slot)
+            cache.keys[..., slot : slot + 1, :] = row[..., :key_dim]
+            cache.values[..., slot : slot + 1, :] = row[..., key_dim:]
+        vars(cache).update(write.fields)
+        self._forget_undone_slots()
+        self._writes.pop()  # last: an interrupted undo is done again
+
+    def _forget_undone_slots(self) -> None:
+        """Drop a block of saved slots of which some may have been undone since.
+
+        It holds positions from before `first_count`; below that, others take their
+        slots.
+        """
+        saved = _saved.get(self._cache)
+        if saved is not None and self.count < saved.first_count:
+            del _saved[self._cache]
+
+
+def _copied(cache: Any, start: int, stop: int) -> mx.array:
+    """Copy slots, [batch, heads, stop - start, key dim + value dim]; wait for none."""
+    slots = mx.concatenate(
+        [cache.keys[..., start:stop, :], cache.values[..., start:stop, :]], axis=-1
+    )
+    mx.async_eval(slots)
+    return slots
