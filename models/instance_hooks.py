@@ -45,7 +45,6 @@ class Hook(NamedTuple):
 
 
 OURS = "_mlx_speculation_"
-_HOOKS = OURS + "hooks"
 OF_ROUNDS = -1  # the rank of hooks that do nothing outside of rounds
 
 # Re-entrant: a collected generator removes its hooks in whatever thread allocates, and
@@ -53,6 +52,10 @@ OF_ROUNDS = -1  # the rank of hooks that do nothing outside of rounds
 lock = threading.RLock()
 _changing = False
 _left: list["Hooked"] = []
+
+# By id, modules with hooks: of each rank the hook, and how many owners it has. Not on
+# the modules, whose copies would have it too where no class of ours takes it off.
+_held: dict[int, tuple[nn.Module, dict[int, tuple[Hook, int]]]] = {}
 
 
 @dataclass(slots=True)
@@ -225,9 +228,9 @@ def _change() -> Iterator[None]:
 
 def _count(module: nn.Module, hook: Hook, change: int) -> None:
     """Count an owner of a hook in or out, and give the module its class."""
-    held: dict[int, tuple[Hook, int]] = dict(vars(module).get(_HOOKS, {}))
+    _, held = _held.get(id(module), (module, {}))
     first, count = held.get(hook.rank, (hook, 0))
-    held[hook.rank] = (first, count + change)
+    held = {**held, hook.rank: (first, count + change)}
     if not held[hook.rank][1]:
         del held[hook.rank]
     within = outside = plain_class(module)
@@ -235,9 +238,10 @@ def _count(module: nn.Module, hook: Hook, change: int) -> None:
         within = each.make(within, *each.args)
         if rank != OF_ROUNDS:
             outside = each.make(outside, *each.args)
-    # Not a parameter: nn.Module would put it among them.
-    object.__setattr__(module, _HOOKS, held)
-    if not held:
+    if held:
+        _held[id(module)] = module, held
+    else:
+        _held.pop(id(module), None)
         _forget(module)
     if OF_ROUNDS in held:
         round_hooks.modules[id(module)] = (module, within, outside)

@@ -2,7 +2,8 @@
 
 Faults that were made by hand, and found here: a class's own way to copy or to be
 pickled is passed over, or gives a hooked copy; arguments of `__new__` get lost; so do
-slots; a module that refers to itself is copied without end.
+slots; a module that refers to itself is copied without end; what is noted of hooks of
+rounds is copied between them.
 """
 
 import copy
@@ -15,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_speculation.models.instance_hooks import Hook, Hooked
+from mlx_speculation.models.instance_hooks import OF_ROUNDS, Hook, Hooked, round_hooks
 from mlx_speculation.models.observer import OBSERVED
 from support.models.copies import left_on
 
@@ -170,18 +171,28 @@ def shown(module: Any) -> Any:
     return type(module), names, values, slot, type(module.norm), left_on(module)
 
 
-def hooked(module: nn.Module) -> Hooked:
-    return Hooked((each, OBSERVED) for each in module.modules())
+def hooked(module: nn.Module, hook: Hook = OBSERVED) -> Hooked:
+    return Hooked((each, hook) for each in module.modules())
+
+
+# Between rounds a module with nothing but this hook has its plain class.
+OF_A_ROUND = Hook(OF_ROUNDS, OBSERVED.make)
 
 
 @pytest.mark.parametrize(
     "way", [copy.copy, copy.deepcopy, pickled, old_pickled, in_python]
 )
 @pytest.mark.parametrize("kind", MAKE)
-def test_a_copy_is_as_that_of_the_plain_module(kind: str, way: Any) -> None:
+@pytest.mark.parametrize(
+    ("hook", "in_round"), [(OBSERVED, False), (OF_A_ROUND, False), (OF_A_ROUND, True)]
+)
+def test_a_copy_is_as_that_of_the_plain_module(
+    hook: Hook, in_round: bool, kind: str, way: Any
+) -> None:
     module = MAKE[kind]()
     expected = shown(way(module))
-    owner = hooked(module)
+    round_hooks.turn(on=in_round)
+    owner = hooked(module, hook)
     before = type(module)
     with_hooks = way(module)
     assert type(module) is before

@@ -74,6 +74,7 @@ def test_the_class_follows_from_the_hooks_that_are_left(
         left.remove(hooks[index])
     assert type(norm) is nn.RMSNorm
     assert not left_on(norm)
+    assert id(norm) not in instance_hooks._held
 
 
 def test_of_one_rank_the_first_hook_counts_until_its_last_owner_leaves() -> None:
@@ -233,6 +234,7 @@ def test_an_owner_that_is_collected_in_the_middle_of_a_change_leaves_behind_it(
     stays.remove()
     assert [type(norm) for norm in norms] == [nn.RMSNorm] * 3
     assert not any(left_on(norm) for norm in norms)
+    assert not instance_hooks._held.keys() & {id(norm) for norm in norms}
 
 
 def test_a_module_whose_owners_have_left_is_not_kept() -> None:
