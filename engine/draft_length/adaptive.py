@@ -28,7 +28,7 @@ TRIAL_SHARE = 0.015
 # or tried. With less there is little to gain, and costs are not known that well: where
 # rows cost what steps do, drafts seem to gain a tenth by what was measured in a lucky
 # moment. In simulated streams of 320 tokens on such a machine (noise of 12 %, drifts of
-# 15 %) lengths by measurement lose 2 to 3.7 % with 1.05, 1 with 1.1, and 0.6 with this.
+# 15 %) adaptive lengths lose 2 to 3.7 % with 1.05, 1 with 1.1, and 0.6 with this.
 LEAST_GAIN = 1.15
 # What a draft has to gain to be preferred to plain steps: the best of many lengths is
 # one whose measurements were lucky. In simulated streams with noisy clocks, a draft

@@ -1,4 +1,4 @@
-"""Draft lengths by measurement, on simulated machines whose best length is known.
+"""Adaptive draft lengths, on simulated machines whose best length is known.
 
 The tests fail for each of these faults, made by hand: acceptance never forgotten; a
 trial without limit, or none; costs that follow every outlier; catching up charged to a

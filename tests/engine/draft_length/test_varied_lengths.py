@@ -151,7 +151,7 @@ def test_a_draft_behind_a_step_differs_from_others() -> None:
     assert (True, True) in kinds
 
 
-def test_lengths_by_measurement_keep_the_text_and_explain_themselves() -> None:
+def test_adaptive_lengths_keep_the_text_and_explain_themselves() -> None:
     model, text = known("llama", False)
     generator = SpeculativeGenerator(model, byte_tokenizer(), draft=build("qwen3"))
     stream = generator.stream(PROMPT, max_tokens=TOKENS, explain=True)
