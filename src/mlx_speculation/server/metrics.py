@@ -4,7 +4,7 @@ prometheus-client is the extra "serve", and is imported when a server is made.
 """
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlx_speculation.errors import MissingLibraryError
 
@@ -35,7 +35,7 @@ class Metrics:
         self._library, self._registry = prometheus, prometheus.CollectorRegistry()
         self._model = model
 
-        def made(kind, name, help, *labels, **more):  # type: ignore[no-untyped-def]
+        def made(kind: Any, name: str, help: str, *labels: str, **more: Any) -> Any:
             names = ("model_name", *labels)
             one = kind(name, help, names, registry=self._registry, **more)
             return one if labels else one.labels(model)
