@@ -18,7 +18,7 @@ from mlx_speculation.engine.draft_length.base import Outcome, Plan
 from mlx_speculation.engine.memory import Memory
 from mlx_speculation.engine.prefix_reuse import PrefixReuse
 from mlx_speculation.engine.result import Chunk, Result
-from mlx_speculation.engine.round import ending
+from mlx_speculation.engine.round import settle_caches
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.outcome import RoundOutcome
 from mlx_speculation.engine.round.request import Request
@@ -173,7 +173,7 @@ class Stream:
         with DeferredSignals():
             if self._result is None:
                 if taken_back:
-                    ending.take_back(self._decoder.rounds, taken_back)
+                    settle_caches.take_back(self._decoder.rounds, taken_back)
                 # Without a round the prompt is all there is, and nobody asked for it.
                 self.end("closed", hold_all=self.stats.rounds > 0)
 
@@ -236,7 +236,7 @@ class Stream:
                 self.prefixes.between_rounds()
             # With `yielded_only` at the last chunk: until then it may be taken back.
             if self.reason is not None and self._hold_all and not self._yielded_only:
-                ending.hold_all(self._decoder.rounds)
+                settle_caches.hold_all(self._decoder.rounds)
             if self._statistics.drafter_faults:
                 self.warn_of_faults()
         except ClosedByLeaderError as closed:
@@ -328,9 +328,9 @@ class Stream:
         try:
             with DeferredSignals():  # without checkpoints
                 if self._hold_all and hold_all:
-                    ending.hold_all(self._decoder.rounds)
+                    settle_caches.hold_all(self._decoder.rounds)
                 if self._level_draft and reason != "error" and self._started:
-                    ending.level_draft(self.request)
+                    settle_caches.level_draft(self.request)
                 self._set_result(reason)
                 self._leave_prefixes(reason)
         except BaseException as second:
@@ -341,7 +341,7 @@ class Stream:
                 self._session.end(error)
 
     def _set_result(self, reason: str) -> None:
-        known = self._hold_all and reason != "error"
+        known, rounds = self._hold_all and reason != "error", self._decoder.rounds
         logprobs = [one.logprob for one in self._yielded if one.logprob is not None]
         self.ready.clear()
         self._open.close()
@@ -353,7 +353,7 @@ class Stream:
             stats=self.stats,
             seed=self._seed,
             cached_tokens=self.cached_tokens,
-            next_token=ending.next_token(self._decoder.rounds) if known else None,
+            next_token=settle_caches.next_token(rounds) if known else None,
             memory=self._memory(),
             logprobs=None if self.request.top is None else logprobs,
             origins=tuple(chunk.origin for chunk in self._yielded),

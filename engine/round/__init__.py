@@ -8,7 +8,7 @@ Read in this order; the steps 1 to 8 of a round are numbered in comments:
     verify       the target's forwards (4), and the decisions on their rows (5)
     outcome      what a round brought, for one request and for each row of a batch
 
-and, where it is of interest, `prefill` and `ending` for what comes before the first
-round and after the last, and `sequential` for rows that are decided one by one. Text
-and the way drafts are made are not known here.
+and, where it is of interest, `prefill` for what comes before the first round and
+`settle_caches` for what comes after the last, and `sequential` for rows that are
+decided one by one. Text and the way drafts are made are not known here.
 """

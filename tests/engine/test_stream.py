@@ -21,8 +21,8 @@ from mlx_speculation import (
 from mlx_speculation.caches import RecordingArraysCache
 from mlx_speculation.caches.journals.rotating_kv import PresentedRing
 from mlx_speculation.engine import Stream
-from mlx_speculation.engine.round import ending
 from mlx_speculation.engine.round import round as rounds
+from mlx_speculation.engine.round import settle_caches
 from mlx_speculation.models import Lane, LaneRound
 from support.covering import covering
 from support.drafters.scripted_drafter import ScriptedDrafter
@@ -355,7 +355,7 @@ def test_a_drafted_round_waits_for_the_device_once(
 
         monkeypatch.setattr(owner, wait, wrapper)
 
-    for module in (ending, rounds):
+    for module in (settle_caches, rounds):
         counted(module, "outcome_of")
     for wait in ("eval", "synchronize"):
         counted(mx, wait)

@@ -24,8 +24,8 @@ from mlx_speculation.caches import Speculation
 from mlx_speculation.engine.draft_length.base import FixedDraftLength
 from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.prompt import Sequence
-from mlx_speculation.engine.round import ending
 from mlx_speculation.engine.round import round as rounds
+from mlx_speculation.engine.round import settle_caches
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.outcome import RoundOutcome
 from mlx_speculation.engine.round.request import Request
@@ -243,8 +243,8 @@ def test_a_cut_behind_a_step_keeps_what_is_named(name: str, kept: int) -> None:
     assert run.emitted == text[: 1 + kept]
     assert run.decoder.request.statistics.emitted == 1 + kept
     assert run.decoder.request.statistics.rounds == (2 if kept == 1 else 3)
-    ending.hold_all(run.decoder.rounds)
-    assert ending.next_token(run.decoder.rounds) == text[1 + kept]
+    settle_caches.hold_all(run.decoder.rounds)
+    assert settle_caches.next_token(run.decoder.rounds) == text[1 + kept]
     assert run.target.seen == len(run.sequence.tokens)
     del generator
 
