@@ -21,6 +21,7 @@ from mlx_speculation.engine.draft_length.policy_factory import (
 )
 from mlx_speculation.engine.drafters.resolve import DraftArgument, find_draft
 from mlx_speculation.engine.options import GenerateOptions
+from mlx_speculation.engine.prompt import Prompt
 from mlx_speculation.engine.result import Result
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.engine.stream_factory import StreamFactory
@@ -228,8 +229,8 @@ class SpeculativeGenerator:
         """The tokens drafted in a round; None: as many as pay, by measurement."""
         return self._setup.lengths.usual
 
-    def encode(self, prompt: str | Iterable[int]) -> list[int]:
-        """Return a prompt's token ids: text encoded as mlx-lm does, or ids checked.
+    def encode(self, prompt: Prompt | Iterable[int]) -> list[int]:
+        """Return a prompt's token ids: text or messages encoded, or ids checked.
 
         Raises:
             InvalidRequestError: there is no token, or one that the target lacks.
@@ -311,7 +312,7 @@ class SpeculativeGenerator:
         calibration = self._streams.start_calibration()
         return calibrate_batches(self, calibration, rows, contexts, progress)
 
-    def generate(self, prompt: str | SequenceOf[int], **options: Any) -> Result:
+    def generate(self, prompt: Prompt, **options: Any) -> Result:
         """Generate to the end; takes what `stream` takes."""
         stream = self.stream(prompt, **options)
         for _ in stream:
@@ -320,7 +321,7 @@ class SpeculativeGenerator:
 
     def generate_batch(
         self,
-        prompts: SequenceOf[str | SequenceOf[int]],
+        prompts: SequenceOf[Prompt],
         *,
         max_rows: int = 32,
         **options: Any,
@@ -331,7 +332,7 @@ class SpeculativeGenerator:
         `BatchGenerator`.
 
         Args:
-            prompts: texts or lists of token ids.
+            prompts: what `stream` takes, one for each text.
             max_rows: how many run at once.
             options: what `stream` takes. A list has one value for each prompt;
                 anything else is for all. Where one `sampling` with a seed is for all,
@@ -348,7 +349,7 @@ class SpeculativeGenerator:
 
     def stream(
         self,
-        prompt: str | SequenceOf[int],
+        prompt: Prompt,
         *,
         max_tokens: int = 256,
         sampling: Sampling | None = None,
@@ -371,7 +372,9 @@ class SpeculativeGenerator:
     ) -> Stream:
         """Start a generation; nothing runs before the first chunk is asked for.
 
-        `GenerateOptions` describes the options; the prompt is text or token ids.
+        `GenerateOptions` describes the options. The prompt is text, which is continued
+        as it is, token ids, or the messages of a chat, dictionaries with "role" and
+        "content", which go through the tokenizer's chat template.
 
         Raises:
             InvalidRequestError: names the two values that do not fit.

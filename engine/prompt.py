@@ -1,7 +1,7 @@
 """The tokens of one request: what its prompt says, and what is known so far."""
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,9 @@ import mlx.core as mx
 from mlx_speculation.caches import check_single, check_supported, position
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers import Rows
+
+# Text, token ids, or the messages of a chat.
+Prompt = str | SequenceOf[int] | SequenceOf[Mapping[str, Any]]
 
 
 @dataclass(slots=True)
@@ -40,7 +43,7 @@ class Prompts:
 
     def sequence(
         self,
-        prompt: str | SequenceOf[int],
+        prompt: Prompt,
         prompt_cache: list[Any] | None,
         cached_tokens: Iterable[int] | None,
     ) -> tuple[Sequence, int]:
@@ -66,19 +69,51 @@ class Prompts:
             )
         return Sequence(known + tokens), len(known)
 
-    def encode(self, prompt: str | Iterable[int]) -> list[int]:
-        """Encode as mlx-lm does: no second beginning-of-text token."""
+    def encode(self, prompt: Prompt | Iterable[int]) -> list[int]:
+        """Encode text as mlx-lm does, messages by the chat template, and check ids.
+
+        No text gets a second beginning-of-text token; a template writes its own.
+        """
         ids: Any = prompt
         if isinstance(prompt, str):
             bos = self._tokenizer.bos_token
             special = bos is None or not prompt.startswith(bos)
             ids = self._tokenizer.encode(prompt, add_special_tokens=special)
+        elif isinstance(prompt, SequenceOf) and any(_is_message(m) for m in prompt):
+            text = self._render(prompt)
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
         tokens = self._checked_ids(ids)
         if not tokens:
             raise InvalidRequestError(
                 "The prompt has 0 tokens, and at least 1 is needed. Pass some text."
             )
         return tokens
+
+    def _render(self, messages: SequenceOf[Any]) -> str:
+        """Return a conversation as text, up to where the answer begins."""
+        wrong = next((each for each in messages if not _is_message(each)), None)
+        if wrong is not None:
+            raise InvalidRequestError(
+                f"One of {len(messages)} messages is {wrong!r}. Each is a dictionary "
+                "with a role and a content."
+            )
+        if not self._tokenizer.has_chat_template:
+            raise InvalidRequestError(
+                f"The prompt is {len(messages)} messages, and the tokenizer has no "
+                "chat template. Pass a text, or take an instruct model."
+            )
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [dict(each) for each in messages],
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except Exception as error:  # a template raises what it likes
+            raise InvalidRequestError(
+                f"The chat template refused {len(messages)} messages: "
+                f"{type(error).__name__}: {error}."
+            ) from error
+        return text
 
     def _checked_ids(self, ids: Iterable[int]) -> list[int]:
         """Return plain integers, all of which the target has a row for."""
@@ -100,3 +135,7 @@ class Prompts:
 def _plain(ids: Any) -> list[Any]:
     """Return arrays of mlx and numpy as lists, and other iterables too."""
     return list(ids.tolist()) if hasattr(ids, "tolist") else list(ids)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and "role" in value

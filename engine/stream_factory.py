@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Collection, Iterator
-from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -34,7 +33,7 @@ from mlx_speculation.engine.options import (
     checked_stops,
 )
 from mlx_speculation.engine.prefix_reuse import PrefixReuse
-from mlx_speculation.engine.prompt import Sequence
+from mlx_speculation.engine.prompt import Prompt, Sequence
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.stats import Statistics
@@ -67,7 +66,7 @@ class StreamFactory:
 
         return start
 
-    def make(self, prompt: str | SequenceOf[int], options: GenerateOptions) -> Stream:
+    def make(self, prompt: Prompt, options: GenerateOptions) -> Stream:
         """Return a stream that has not begun; see `SpeculativeGenerator.stream`.
 
         Raises:

@@ -12,7 +12,6 @@ options and seed alone.
 """
 
 from collections import deque
-from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from mlx_speculation.engine.batch.draft_length import BatchDraftLength
 from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
 from mlx_speculation.engine.batch.request import BatchRequest, reason_alone
 from mlx_speculation.engine.batch.results import BatchResponse, BatchStatistics
+from mlx_speculation.engine.prompt import Prompt
 from mlx_speculation.engine.result import Result
 from mlx_speculation.errors import InvalidRequestError, SpeculationError
 from mlx_speculation.interrupts import DeferredSignals, raised_by_signal
@@ -92,11 +92,11 @@ class BatchGenerator:
         """The rows that are generating, in the order of their responses."""
         return tuple(self._running)
 
-    def insert(self, prompt: str | Sequence[int], **options: Any) -> int:
+    def insert(self, prompt: Prompt, **options: Any) -> int:
         """Add a row, and return its name; nothing runs before the next round.
 
         Args:
-            prompt: text or token ids, see `SpeculativeGenerator.stream`.
+            prompt: text, token ids or messages, see `SpeculativeGenerator.stream`.
             options: whatever that takes beside it.
 
         Raises:

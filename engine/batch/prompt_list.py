@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mlx_speculation.engine.batch.generator import BatchGenerator
+from mlx_speculation.engine.prompt import Prompt
 from mlx_speculation.engine.result import Result
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers import Sampling, derived_seed
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 def generate_batch(
     generator: "SpeculativeGenerator",
-    prompts: Sequence[str | Sequence[int]],
+    prompts: Sequence[Prompt],
     max_rows: int,
     options: Mapping[str, Any],
 ) -> list[Result]:
