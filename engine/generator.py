@@ -48,9 +48,8 @@ class SpeculativeGenerator:
     Streams of one generator are independent of each other, unless `draft` is a
     drafter object of your own: that serves one open stream at a time.
 
-    A drafter that fails is disabled for the rest of the stream, and the text goes on
-    as it would have: `stats.drafter_faults` says how it failed, and so does a
-    `DrafterFaultWarning`.
+    A drafter that fails is disabled for the rest of the stream, and the text goes on:
+    `stats.drafter_faults` and a `DrafterFaultWarning` say how it failed.
 
     Args:
         model: an mlx-lm model.
@@ -122,7 +121,7 @@ class SpeculativeGenerator:
         self._streams = StreamFactory(self._setup)
 
     @classmethod
-    def from_pretrained(
+    def from_pretrained(  # noqa: D417  the others are the constructor's
         cls,
         path_or_repo: str | Path,
         *,
@@ -143,20 +142,15 @@ class SpeculativeGenerator:
     ) -> "SpeculativeGenerator":
         """Load a target, and a draft model where `draft` names one.
 
+        What is not described here is as in the constructor.
+
         Args:
             path_or_repo: a folder in mlx-lm's layout, or the name of a repository.
-            draft: see the constructor. "auto" takes what speculation.json in the folder
+            draft: "auto" takes what speculation.json in the folder
                 names, else the head in it, else a lookup, and `notices` says why.
-            draft_length: see the constructor.
-            draft_confidence: see the constructor.
-            acceptance: see the constructor.
-            sliding: see the constructor.
-            prefix_cache: see the constructor.
             convention: what the head was trained with; a probe finds it when omitted.
             quantize_draft: bits in which to hold the weights of the draft or head that
                 is loaded, 2, 3, 4, 5, 6 or 8; those of the target stay as they are.
-            draft_vocabulary: see the constructor.
-            compile_draft: see the constructor.
             adapter_path: a folder of adapter weights for the target, as mlx_lm.lora
                 writes them.
             trust_remote_code: let code in the folders of target and draft model run.
@@ -220,8 +214,13 @@ class SpeculativeGenerator:
         return self._setup.tokenizer
 
     @property
+    def context_length(self) -> int | None:
+        """Tokens that the target was made for; None: unknown."""
+        return self._setup.prompts.context_length
+
+    @property
     def ranks(self) -> int:
-        """How many ranks the target is spread over; 1: it is whole."""
+        """How many ranks the target is spread over."""
         return 1 if self._setup.ranked is None else self._setup.ranked.group.size
 
     @property
@@ -326,10 +325,7 @@ class SpeculativeGenerator:
         max_rows: int = 32,
         **options: Any,
     ) -> list[Result]:
-        """Generate the text of each prompt, many of them at once.
-
-        Each text is that of the prompt alone with its options and seed, see
-        `BatchGenerator`.
+        """Generate the text of each prompt, many of them at once; see `BatchGenerator`.
 
         Args:
             prompts: what `stream` takes, one for each text.
@@ -372,9 +368,8 @@ class SpeculativeGenerator:
     ) -> Stream:
         """Start a generation; nothing runs before the first chunk is asked for.
 
-        `GenerateOptions` describes the options. The prompt is text, which is continued
-        as it is, token ids, or the messages of a chat, dictionaries with "role" and
-        "content", which go through the tokenizer's chat template.
+        `GenerateOptions` describes the options. The prompt is text, token ids, or the
+        messages of a chat, which go through the tokenizer's chat template.
 
         Raises:
             InvalidRequestError: names the two values that do not fit.

@@ -1,6 +1,7 @@
 """The tokens of one request: what its prompt says, and what is known so far."""
 
 import operator
+import warnings
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_speculation.caches import check_single, check_supported, position
-from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.errors import ContextLengthNotice, InvalidRequestError
 from mlx_speculation.samplers import Rows
 
 # Text, token ids, or the messages of a chat.
@@ -35,11 +36,20 @@ class Sequence:
 
 
 class Prompts:
-    """Encodes and checks the prompts for one target."""
+    """Encodes and checks the prompts for one target.
 
-    def __init__(self, tokenizer: Any, highest_id: int) -> None:
+    Args:
+        tokenizer: the target's, in mlx-lm's wrapper.
+        highest_id: the largest id that the target has a row for.
+        context_length: tokens that the target was made for; None: it does not say.
+    """
+
+    def __init__(
+        self, tokenizer: Any, highest_id: int, context_length: int | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._highest_id = highest_id
+        self.context_length = context_length
 
     def sequence(
         self,
@@ -50,6 +60,7 @@ class Prompts:
         """Return the known tokens, and how many of them the caches hold."""
         known = None if cached_tokens is None else self._checked_ids(cached_tokens)
         tokens = self.encode(prompt)
+        self._warn_if_long(len(tokens) + len(known or ()))
         if prompt_cache is None:
             if known:
                 raise InvalidRequestError(
@@ -114,6 +125,16 @@ class Prompts:
                 f"{type(error).__name__}: {error}."
             ) from error
         return text
+
+    def _warn_if_long(self, count: int) -> None:
+        if self.context_length is not None and count > self.context_length:
+            warnings.warn(
+                f"The prompt has {count} tokens, and the model was made for "
+                f"{self.context_length} (max_position_embeddings of its config): the "
+                "text may be nonsense. Shorten the prompt, or scale the rotations.",
+                ContextLengthNotice,
+                stacklevel=5,
+            )
 
     def _checked_ids(self, ids: Iterable[int]) -> list[int]:
         """Return plain integers, all of which the target has a row for."""

@@ -54,6 +54,7 @@ from mlx_speculation.models.sharding import (
 from mlx_speculation.models.token_ids import (
     TokenIds,
     check_same_ids,
+    context_length,
     logit_width,
     wrapped,
 )
@@ -89,6 +90,7 @@ __all__ = [
     "check_resumable",
     "check_same_ids",
     "compiled_steps",
+    "context_length",
     "cuda_serves",
     "evaluate_held",
     "find_parts",

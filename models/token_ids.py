@@ -1,6 +1,7 @@
-"""Whether a draft speaks the target's token ids, and which ids exist at all."""
+"""Token ids of a target: which exist, how many fit, and whether a draft shares them."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -55,6 +56,34 @@ def logit_width(model: nn.Module) -> int:
     ids = mx.zeros((1, 1), dtype=mx.int32)
     width: int = model(ids, cache=make_prompt_cache(model)).shape[-1]
     return width
+
+
+def context_length(model: nn.Module) -> int | None:
+    """Return the number of tokens that the model was made for, as its config says.
+
+    None where it does not say: what mlx-lm's class of arguments has by default is not
+    taken for the checkpoint's, since recurrent models have such defaults too.
+    """
+    args = getattr(model, "args", None)
+    inner = getattr(getattr(model, "language_model", None), "args", None)
+    for each in (args, getattr(args, "text_config", None), inner):
+        named = each if isinstance(each, Mapping) else getattr(each, "__dict__", {})
+        own = getattr(each, "__dataclass_fields__", {}).get("max_position_embeddings")
+        most = named.get("max_position_embeddings")
+        usual = MISSING if own is None else own.default
+        if isinstance(most, int) and most > 0 and most != usual:
+            return max(most, _scaled_length(named))
+    return None
+
+
+def _scaled_length(config: Mapping[str, Any]) -> int:
+    """Return the length that scaled rotations reach, as configs of YaRN say it."""
+    for name in ("rope_scaling", "rope_parameters"):
+        scaling = config.get(name)
+        if isinstance(scaling, Mapping):
+            start = scaling.get("original_max_position_embeddings") or 0
+            return int(start * (scaling.get("factor") or 1))
+    return 0
 
 
 def check_same_ids(target_tokenizer: Any, draft_tokenizer: Any) -> None:

@@ -137,6 +137,7 @@ def test_the_public_names_are_pinned() -> None:
         "Constraint",
         "ConstraintError",
         "ConstraintState",
+        "ContextLengthNotice",
         "ConventionError",
         "CostFileWarning",
         "DFlashDraft",

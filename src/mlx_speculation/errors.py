@@ -23,8 +23,8 @@ Each class also derives from the built-in exception in brackets, so `except
 ValueError` works for callers that do not know this package. Who raises one
 composes its message: what is wrong, the two values, what to do.
 
-`DrafterFaultWarning`, `DraftNotice`, `SamplerNotice`, `BlasNotice` and
-`CostFileWarning` are no errors: the text goes on.
+`DrafterFaultWarning`, `ContextLengthNotice`, `DraftNotice`, `SamplerNotice`,
+`BlasNotice` and `CostFileWarning` are no errors: the text goes on.
 """
 
 
@@ -119,6 +119,10 @@ class RankLostError(SpeculationError, ConnectionError):
 
 class BlasError(SpeculationError, RuntimeError):
     """Raised when the BLAS that was asked for cannot be put in front of mlx."""
+
+
+class ContextLengthNotice(UserWarning):
+    """Said once where a prompt is longer than the model was made for."""
 
 
 class DraftNotice(UserWarning):

@@ -16,7 +16,11 @@ import mlx.core as mx
 import openai
 import pytest
 
-from mlx_speculation import InvalidRequestError, PrefixCache
+from mlx_speculation import (
+    InvalidRequestError,
+    PrefixCache,
+    SpeculativeGenerator,
+)
 from mlx_speculation.engine.batch.generator import BatchGenerator
 from mlx_speculation.server import Server, Settings
 from mlx_speculation.server import job as jobs
@@ -77,6 +81,26 @@ def test_a_prompt_that_is_too_long_is_refused(server: Server) -> None:
     assert error["code"] == "context_length_exceeded"
     assert error["message"] == "The prompt has 257 tokens, and 256 may be."
     assert post(server, {**SHORT, "prompt": "A" * 256}).status == 200
+
+
+@pytest.mark.filterwarnings("ignore::mlx_speculation.ContextLengthNotice")
+@pytest.mark.parametrize(("model_len", "longest"), [(0, 20), (30, 30)])
+def test_what_the_model_is_made_for_is_not_left(model_len: int, longest: int) -> None:
+    def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
+        generator = make_tiny()(prefixes)
+        generator.model.args.max_position_embeddings = 20
+        return SpeculativeGenerator(generator.model, generator.tokenizer)
+
+    with serving(make, limits={"model_len": model_len}) as server:
+        error = post(server, {**SHORT, "prompt": "A" * longest}).refused(400)
+        assert error["code"] == "context_length_exceeded"
+        assert error["message"] == (
+            f"The prompt has {longest} tokens, and {longest - 1} may be."
+        )
+        asked = {**SHORT, "prompt": "A" * (longest - 3), "max_tokens": 50}
+        answer = json.loads(post(server, asked).body)
+        assert answer["usage"]["completion_tokens"] == 3
+        assert answer["choices"][0]["finish_reason"] == "length"
 
 
 def test_too_many_tokens_are_refused(server: Server) -> None:

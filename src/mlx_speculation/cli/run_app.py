@@ -24,6 +24,7 @@ from typing import Any, TextIO
 import typer
 
 from mlx_speculation.errors import (
+    ContextLengthNotice,
     CostFileWarning,
     DrafterFaultWarning,
     DraftNotice,
@@ -31,7 +32,7 @@ from mlx_speculation.errors import (
 )
 
 FAILED, INTERRUPTED, READER_LEFT = 1, 130, 141
-_NOTES = (CostFileWarning, DrafterFaultWarning, DraftNotice)
+_NOTES = (ContextLengthNotice, CostFileWarning, DrafterFaultWarning, DraftNotice)
 
 
 def run(app: typer.Typer) -> None:

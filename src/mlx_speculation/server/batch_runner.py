@@ -1,6 +1,7 @@
 """The requests that one generator serves: rows in, pieces of text out."""
 
 import logging
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ class Rows:
     ) -> None:
         self.generator = generator
         self._settings, self._metrics, self._done = settings, metrics, done
+        own = settings.limits.model_len or generator.context_length
+        self.longest = own or sys.maxsize  # tokens of prompt and text together
         self._batch = BatchGenerator(generator, max_rows=settings.max_rows)
         self._jobs: dict[int, Job] = {}
 
@@ -46,7 +49,8 @@ class Rows:
 
     def insert(self, job: Job, prompt: list[int]) -> None:
         """Give a request a row."""
-        uid = self._batch.insert(prompt, **self._options(job))
+        room = self.longest - len(prompt)
+        uid = self._batch.insert(prompt, **self._options(job, room))
         self._jobs[uid] = job
         job.prompt_tokens = len(prompt)
         if (reason := self._batch.why_alone(uid)) is not None:
@@ -85,8 +89,8 @@ class Rows:
         for uid, own in pieces.items():
             self._hand_out(uid, own)
 
-    def _options(self, job: Job) -> dict[str, Any]:
-        """Return what a stream takes beside the prompt."""
+    def _options(self, job: Job, room: int) -> dict[str, Any]:
+        """Return what a stream takes beside the prompt, of at most `room` tokens."""
         checked, tokenizer = job.checked, self.generator.tokenizer
         sampling = dict(checked.sampling)
         if sampling["xtc_probability"]:
@@ -97,7 +101,7 @@ class Rows:
         if length is not None and fixed is not None:
             length = min(length, fixed)
         return {
-            "max_tokens": checked.max_tokens,
+            "max_tokens": min(checked.max_tokens, room),
             "sampling": Sampling(**sampling),
             "stop": checked.stop,
             "draft_length": length,

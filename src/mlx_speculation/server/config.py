@@ -24,6 +24,13 @@ class Limits:
     prompt_tokens: int = _limit(
         32_768, "Maximum length of a prompt.", "prompt-tokens", 1
     )
+    # 0: what the model's config says, if it does.
+    model_len: int = _limit(
+        0,
+        "Maximum length of prompt and text; 0: what the model is made for.",
+        "model-len",
+        0,
+    )
     max_tokens: int = _limit(8_192, "Maximum length of a text.", "tokens-limit", 1)
     draft_tokens: int = _limit(64, "Maximum draft length of a request.", "draft", 0)
     queue: int = _limit(64, "Maximum number of waiting requests.", "queue", 0)

@@ -182,7 +182,8 @@ class Worker(EngineThread):
         checked = job.checked
         rows = self._serving(checked.draft)
         prompt, state = self._prompt(job, rows.generator)
-        most = self._settings.limits.prompt_tokens
+        limits, longest = self._settings.limits, rows.longest
+        most = min(limits.prompt_tokens, longest - 1)  # and a token of the answer
         if len(prompt) > most:
             raise invalid(
                 f"The prompt has {len(prompt)} tokens, and {most} may be.",

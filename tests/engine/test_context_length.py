@@ -1,0 +1,94 @@
+"""Prompts that are longer than the model was made for."""
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlx_speculation import ContextLengthNotice, SpeculativeGenerator
+from mlx_speculation.models import context_length
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import letter_tokenizer
+
+LETTERS = 26
+
+
+def made(longest: int | None) -> SpeculativeGenerator:
+    model = build("llama", vocab=LETTERS)
+    model.args.max_position_embeddings = longest
+    return SpeculativeGenerator(model, letter_tokenizer(LETTERS), draft="lookup")
+
+
+def test_a_long_prompt_is_warned_of_and_read() -> None:
+    generator, free = made(10), made(None)
+    assert (generator.context_length, free.context_length) == (10, None)
+    prompt = list(range(11))
+    with pytest.warns(ContextLengthNotice, match=r"has 11 tokens, .* made for 10 \("):
+        stream = generator.stream(prompt, max_tokens=4)
+    assert [chunk.token for chunk in stream] == free.generate(
+        prompt, max_tokens=4
+    ).tokens
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generator.generate(prompt[:10], max_tokens=4)
+        free.generate(prompt, max_tokens=4)
+
+
+def test_what_the_passed_caches_hold_counts() -> None:
+    generator = made(10)
+    caches = build("llama", vocab=LETTERS).make_cache()
+    generator.generate(list(range(8)), max_tokens=1, prompt_cache=caches)
+    held = caches[0].offset
+    with pytest.warns(ContextLengthNotice, match="11 tokens"):
+        generator.stream(
+            list(range(11 - held)),
+            prompt_cache=caches,
+            cached_tokens=list(range(held)),
+        )
+
+
+@pytest.mark.parametrize(
+    ("args", "longest"),
+    [
+        ({"max_position_embeddings": 4096}, 4096),
+        ({"text_config": {"max_position_embeddings": 4096}}, 4096),
+        ({"max_position_embeddings": None}, None),
+        ({}, None),
+        # Qwen3's cards turn YaRN on so, and leave max_position_embeddings.
+        (
+            {
+                "max_position_embeddings": 40960,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32768,
+                },
+            },
+            131072,
+        ),
+        # Llama 3.1: the factor is of frequencies, and the length is said.
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 8192,
+                },
+            },
+            131072,
+        ),
+    ],
+)
+def test_a_config_says_the_length(args: dict[str, Any], longest: int | None) -> None:
+    model: Any = SimpleNamespace(args=SimpleNamespace(**args))
+    assert context_length(model) == longest
+
+
+def test_a_default_of_mlx_lm_is_not_the_checkpoints() -> None:
+    model = build("mamba2")
+    fields = type(model.args).__dataclass_fields__
+    assert fields["max_position_embeddings"].default == 2056
+    model.args.max_position_embeddings = 2056
+    assert context_length(model) is None
