@@ -1,14 +1,14 @@
-"""What drafters in folders of their own share: sizes, tensors, and their checks."""
+"""What drafters in folders of their own share: arguments, tensors, and their checks."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.models.base import BaseModelArgs
 from mlx_lm.models.rope_utils import initialize_rope
 from mlx_lm.utils import infer_quant_config
 
@@ -18,65 +18,19 @@ from mlx_speculation.models.safetensors_layout import header
 
 Config = dict[str, Any]
 Weights = dict[str, mx.array]
+Args = TypeVar("Args", bound=BaseModelArgs)
 _SHOWN = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The sizes of a drafter's decoder layers.
+def layer_args(config: Config, name: str, kind: type[Args]) -> Args:
+    """Read what mlx-lm makes the decoder layers of, from a Llama-like config.json.
 
-    Attributes:
-        dim: the hidden size.
-        mlp: the width of the MLP.
-        heads: of the queries.
-        kv_heads: of keys and values.
-        head_dim: the size of a head.
-        eps: of the norms.
-        layers: how many there are.
-        rope_base: the base of the rotation.
-        rope_scaling: as mlx-lm takes it, or None.
-        max_positions: for rotations that depend on it.
-    """
-
-    dim: int
-    mlp: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    layers: int
-    rope_base: float
-    rope_scaling: dict[str, Any] | None
-    max_positions: int | None
-
-    def rope(self) -> nn.Module:
-        """Return the rotation of a head, over positions that a cache counts.
-
-        Raises:
-            ModelFolderError: it is of an unknown type.
-        """
-        try:
-            made: nn.Module = initialize_rope(
-                self.head_dim,
-                self.rope_base,
-                False,
-                self.rope_scaling,
-                self.max_positions,
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ModelFolderError(
-                f"config.json of the draft has rope_scaling {self.rope_scaling}, which "
-                f"is not understood: {error!r}."
-            ) from error
-        return made
-
-
-def sizes_of(config: Config, name: str) -> Sizes:
-    """Read the sizes of a Llama-like config.json.
+    Which linear layers have a bias is not asked: the tensors show it.
 
     Args:
         config: what it holds.
         name: of the drafter, for messages.
+        kind: the arguments of an mlx-lm model.
 
     Raises:
         ModelFolderError: one is missing, or of another kind.
@@ -86,28 +40,40 @@ def sizes_of(config: Config, name: str) -> Sizes:
         raise ModelFolderError(
             f"config.json of the {name} says hidden_act {act!r}, and 'silu' is known."
         )
-    dim, heads = (
-        number(config, "hidden_size", name),
-        number(config, "num_attention_heads", name),
-    )
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if rope is not None and not isinstance(rope, dict):
         raise ModelFolderError(
             f"rope_scaling of the {name} is {rope!r}, and an object or null is needed."
         )
     theta: Any = config.get("rope_theta", (rope or {}).get("rope_theta", 10_000.0))
-    return Sizes(
-        dim=dim,
-        mlp=number(config, "intermediate_size", name),
-        heads=heads,
-        kv_heads=number(config, "num_key_value_heads", name, heads),
-        head_dim=number(config, "head_dim", name, dim // heads),
-        eps=float(config.get("rms_norm_eps", 1e-6)),
-        layers=number(config, "num_hidden_layers", name, 1),
-        rope_base=float(theta),
-        rope_scaling=rope,
-        max_positions=config.get("max_position_embeddings"),
-    )
+    positions: int | None = config.get("max_position_embeddings")
+    dim = number(config, "hidden_size", name)
+    heads = number(config, "num_attention_heads", name)
+    size = number(config, "head_dim", name, dim // heads)
+    fields = {
+        "model_type": "llama",
+        "hidden_size": dim,
+        "intermediate_size": number(config, "intermediate_size", name),
+        "num_attention_heads": heads,
+        "num_key_value_heads": number(config, "num_key_value_heads", name, heads),
+        "head_dim": size,
+        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "num_hidden_layers": number(config, "num_hidden_layers", name, 1),
+        "vocab_size": 0,  # layers do not read it
+        "tie_word_embeddings": False,
+        "rope_theta": float(theta),
+        "rope_scaling": rope,
+        "max_position_embeddings": positions,
+    }
+    try:
+        initialize_rope(size, float(theta), False, rope, positions)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelFolderError(
+            f"config.json of the {name} has rope_scaling {rope}, which is not "
+            f"understood: {error!r}."
+        ) from error
+    found: Args = kind.from_dict(fields)
+    return found
 
 
 def number(config: Config, key: str, name: str, default: int | None = None) -> int:
@@ -122,6 +88,20 @@ def number(config: Config, key: str, name: str, default: int | None = None) -> i
         raise ModelFolderError(
             f"config.json of the {name} says {key} {value!r}, and a whole number of at "
             "least 1 is needed. Take a whole checkpoint."
+        )
+    return value
+
+
+def whole_numbers(value: Any, key: str, name: str) -> list[int]:
+    """Return a list of config.json, of whole numbers and not empty.
+
+    Raises:
+        ModelFolderError: it is something else.
+    """
+    if not isinstance(value, list) or not value or {type(n) for n in value} != {int}:
+        raise ModelFolderError(
+            f"config.json of the {name} says {key} {value!r}, and a list of whole "
+            "numbers is needed."
         )
     return value
 
@@ -181,17 +161,6 @@ def take_draft_ids(weights: Weights, vocab: int, drafter: str) -> mx.array | Non
     return mx.array(ids.astype(np.uint32))
 
 
-def rows_of(weights: Weights, name: str) -> int | None:
-    """Return how many rows the weight of a layer has; None: there is none."""
-    found = weights.get(f"{name}.weight")
-    return None if found is None else int(found.shape[0])
-
-
-def biased(weights: Weights) -> frozenset[str]:
-    """Return the names of layers that have a bias, without what is before them."""
-    return frozenset(n.split(".")[-2] for n in weights if n.endswith(".bias"))
-
-
 def load_into(module: nn.Module, weights: Weights, name: str) -> None:
     """Load a drafter's tensors, quantized ones as shapes say, and evaluate them.
 
@@ -200,6 +169,7 @@ def load_into(module: nn.Module, weights: Weights, name: str) -> None:
     Raises:
         ModelFolderError: they are not all, or more than, what the module has.
     """
+    add_biases(module, weights)
     quantize_like(module, weights)
     check_shapes(shapes_of(module), weights, name)
     module.load_weights(list(weights.items()))
@@ -207,6 +177,13 @@ def load_into(module: nn.Module, weights: Weights, name: str) -> None:
     mx.eval(module.parameters())
     if runs_on_linux_cpu():
         to_float32(module)
+
+
+def add_biases(module: nn.Module, weights: Weights) -> None:
+    """Give those linear layers a bias that are stored with one."""
+    for path, part in module.named_modules():
+        if isinstance(part, nn.Linear) and f"{path}.bias" in weights:
+            part.bias = mx.zeros(len(part.weight))
 
 
 def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -265,32 +242,3 @@ def check_shapes(
         raise ModelFolderError(
             f"The {name} {'; '.join(problems)}. Take a whole checkpoint of this kind."
         )
-
-
-class GatedMlp(nn.Module):
-    """The MLP of a Llama layer.
-
-    Args:
-        sizes: the drafter's.
-    """
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(sizes.dim, sizes.mlp, bias=False)
-        self.up_proj = nn.Linear(sizes.dim, sizes.mlp, bias=False)
-        self.down_proj = nn.Linear(sizes.mlp, sizes.dim, bias=False)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Return the MLP of rows [batch, positions, dim]."""
-        out: mx.array = self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
-def by_head(x: mx.array, heads: int) -> mx.array:
-    """Return [batch, positions, heads * size] as [batch, heads, positions, size]."""
-    return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
-
-
-def side_by_side(x: mx.array) -> mx.array:
-    """Undo `by_head`."""
-    return x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1)

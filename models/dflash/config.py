@@ -9,13 +9,16 @@ round(1 + i * (N - 4) / (L - 1)).
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_lm.models import qwen3
+
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.draft_checkpoint import (
     Config,
-    Sizes,
+    layer_args,
     number,
-    sizes_of,
+    whole_numbers,
 )
+from mlx_speculation.models.checkpoints.joined_head import check_layers
 
 NAME = "DFlash drafter"
 _KINDS = ("full_attention", "sliding_attention")
@@ -26,14 +29,14 @@ class DFlashSettings:
     """A DFlash drafter's config.json.
 
     Attributes:
-        sizes: of its layers.
+        layers: the arguments of its decoder layers, as mlx-lm takes them.
         block: the tokens of a block, the known one in front included.
         mask_token: the id that stands for tokens that are to be drafted.
         windows: for each layer how many positions it sees; None: all.
         causal: whether a layer with a window sees no later positions of the block.
     """
 
-    sizes: Sizes
+    layers: qwen3.ModelArgs
     block: int
     mask_token: int
     windows: tuple[int | None, ...]
@@ -56,7 +59,8 @@ def read_settings(config: Config) -> DFlashSettings:
         ModelFolderError: something is missing, or not known.
     """
     part = config.get("transformer_layer_config")
-    sizes = sizes_of(part if isinstance(part, dict) else config, NAME)
+    text = part if isinstance(part, dict) else config
+    layers = layer_args(text, NAME, qwen3.ModelArgs)
     own = _own(config)
     kind = own.get("projector_type")
     if kind not in (None, "dflash") or own.get("markov_rank") is not None:
@@ -78,10 +82,10 @@ def read_settings(config: Config) -> DFlashSettings:
             "needed: the known token and one draft."
         )
     return DFlashSettings(
-        sizes=sizes,
+        layers=layers,
         block=block,
         mask_token=mask,
-        windows=_windows(own, sizes.layers),
+        windows=_windows(own, layers.num_hidden_layers),
         causal=own.get("causal") is not False,
     )
 
@@ -115,22 +119,8 @@ def tapped_layers(config: Config, trunk: int, features: int | None) -> tuple[int
             )
         steps = range(features)
         ids = [round(1 + i * (trunk - 4) / (features - 1)) for i in steps]
-    if not ids or not all(isinstance(each, int) for each in ids):
-        raise ModelFolderError(
-            f"config.json of the {NAME} says target_layer_ids {ids!r}, and a list of "
-            "whole numbers is needed."
-        )
-    if min(ids) < 0 or max(ids) >= trunk:
-        raise ModelFolderError(
-            f"The {NAME} reads layers {list(ids)} of its target, and this one has "
-            f"{trunk}, from 0. Choose the drafter of this target."
-        )
-    if features not in (None, len(ids)):
-        raise ModelFolderError(
-            f"The {NAME} reads {features} layers of its target, and config.json names "
-            f"{len(ids)}: {list(ids)}. Choose the drafter of this target."
-        )
-    return tuple(ids)
+    ids = whole_numbers(ids, "target_layer_ids", NAME)
+    return check_layers(ids, NAME, trunk=trunk, features=features)
 
 
 def _own(config: Config) -> Config:

@@ -17,62 +17,41 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models import qwen3
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
 
-from mlx_speculation.models.checkpoints.draft_checkpoint import (
-    GatedMlp,
-    Sizes,
-    by_head,
-    side_by_side,
-)
+from mlx_speculation.models.checkpoints.joined_head import JoinedHead, OwnEnds
 from mlx_speculation.models.dflash.config import DFlashSettings
 from mlx_speculation.models.introspect.hidden_states import HiddenStates
 from mlx_speculation.models.introspect.taps import States
 
 
-class DFlashAttention(nn.Module):
-    """Attention of a block to the context and to itself.
+class DFlashAttention(qwen3.Attention):
+    """Qwen 3's attention, of a block to the context and to itself.
 
     Args:
-        sizes: the drafter's.
+        args: of the drafter's layers.
         window: how many positions it sees; None: all.
         causal: whether it sees no position behind its own.
-        biases: which of its projections have one.
     """
 
-    def __init__(
-        self, sizes: Sizes, window: int | None, causal: bool, biases: frozenset[str]
-    ) -> None:
-        super().__init__()
-
-        def linear(name: str, inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=name in biases)
-
-        wide, narrow = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-        self.q_proj = linear("q_proj", sizes.dim, wide)
-        self.k_proj = linear("k_proj", sizes.dim, narrow)
-        self.v_proj = linear("v_proj", sizes.dim, narrow)
-        self.o_proj = linear("o_proj", wide, sizes.dim)
-        self.q_norm = nn.RMSNorm(sizes.head_dim, eps=sizes.eps)
-        self.k_norm = nn.RMSNorm(sizes.head_dim, eps=sizes.eps)
-        self.rope = sizes.rope()
-        self._sizes, self._window, self._causal = sizes, window, causal
+    def __init__(self, args: qwen3.ModelArgs, window: int | None, causal: bool) -> None:
+        super().__init__(args)
+        self._window, self._causal = window, causal
 
     def write(self, rows: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
         """Write keys and values of rows, and return all that the cache then holds."""
-        kv_heads = self._sizes.kv_heads
-        keys = self.k_norm(by_head(self.k_proj(rows), kv_heads))
+        keys = self.k_norm(_by_head(self.k_proj(rows), self.n_kv_heads))
+        values = _by_head(self.v_proj(rows), self.n_kv_heads)
         keys = self.rope(keys, offset=cache.offset)
-        found: tuple[mx.array, mx.array] = cache.update_and_fetch(
-            keys, by_head(self.v_proj(rows), kv_heads)
-        )
+        found: tuple[mx.array, mx.array] = cache.update_and_fetch(keys, values)
         return found
 
-    def __call__(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
+    def attend(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
         """Attend from a block [1, block, dim] behind new context [1, rows, dim]."""
         start, size = cache.offset + context.shape[1], x.shape[1]
-        queries = self.q_norm(by_head(self.q_proj(x), self._sizes.heads))
+        queries = self.q_norm(_by_head(self.q_proj(x), self.n_heads))
         queries = self.rope(queries, offset=start)
         keys, values = self.write(mx.concatenate([context, x], axis=1), cache)
         mask = None
@@ -81,14 +60,9 @@ class DFlashAttention(nn.Module):
             keys, values = keys[..., -shown:, :], values[..., -shown:, :]
             mask = self._mask(size, shown, self._window)
         found = scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            cache=cache,
-            scale=self._sizes.head_dim**-0.5,
-            mask=mask,
+            queries, keys, values, cache=cache, scale=self.scale, mask=mask
         )
-        out: mx.array = self.o_proj(side_by_side(found))
+        out: mx.array = self.o_proj(found.swapaxes(1, 2).flatten(2))
         return out
 
     def _mask(self, size: int, shown: int, window: int) -> mx.array:
@@ -98,79 +72,47 @@ class DFlashAttention(nn.Module):
         return mask & (behind >= 0) if self._causal else mask
 
 
-class DFlashLayer(nn.Module):
-    """A decoder layer.
+def _by_head(x: mx.array, heads: int) -> mx.array:
+    """Return [batch, positions, heads * size] as [batch, heads, positions, size]."""
+    return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
 
-    Args:
-        settings: the drafter's.
-        index: which layer.
-        biases: which projections of the attention have one.
-    """
 
-    def __init__(
-        self, settings: DFlashSettings, index: int, biases: frozenset[str]
-    ) -> None:
-        super().__init__()
-        sizes = settings.sizes
-        self.input_layernorm = nn.RMSNorm(sizes.dim, eps=sizes.eps)
-        self.post_attention_layernorm = nn.RMSNorm(sizes.dim, eps=sizes.eps)
+class DFlashLayer(qwen3.TransformerBlock):
+    """Qwen 3's decoder layer, with the attention above."""
+
+    def __init__(self, settings: DFlashSettings, index: int) -> None:
+        super().__init__(settings.layers)
         self.self_attn = DFlashAttention(
-            sizes, settings.windows[index], settings.causal, biases
+            settings.layers, settings.windows[index], settings.causal
         )
-        self.mlp = GatedMlp(sizes)
 
-    def __call__(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
+    def run(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
         """Run a block behind new context; both are written to the cache."""
-        x = x + self.self_attn(self.input_layernorm(x), context, cache)
+        x = x + self.self_attn.attend(self.input_layernorm(x), context, cache)
         out: mx.array = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
 
-class DFlashHead(nn.Module):
+class DFlashHead(JoinedHead):
     """A drafter.
 
     Args:
         settings: what config.json says.
-        features: how many layers of the target it reads.
-        target_dim: the hidden size of the target.
-        ids: the target's ids of its logits, uint32 [n]; None: they are the target's.
-        output: columns of an output layer of its own, if it has one.
-        embedding: rows of an embedding of its own, if it has one.
-        biases: which projections have one.
+        width: numbers that it reads of each position of the target.
+        ends: those of its own.
     """
 
-    def __init__(
-        self,
-        settings: DFlashSettings,
-        features: int,
-        target_dim: int,
-        *,
-        ids: mx.array | None = None,
-        output: int | None = None,
-        embedding: int | None = None,
-        biases: frozenset[str] = frozenset(),
-    ) -> None:
-        super().__init__()
-        sizes = settings.sizes
-        self.fc = nn.Linear(features * target_dim, sizes.dim, bias="fc" in biases)
-        self.hidden_norm = nn.RMSNorm(sizes.dim, eps=sizes.eps)
-        self.layers = [DFlashLayer(settings, i, biases) for i in range(sizes.layers)]
-        self.norm = nn.RMSNorm(sizes.dim, eps=sizes.eps)
-        if output is not None:
-            self.lm_head = nn.Linear(sizes.dim, output, bias=False)
-        if embedding is not None:
-            self.embed_tokens = nn.Embedding(embedding, sizes.dim)
-        self._settings, self._ids = settings, ids
+    def __init__(self, settings: DFlashSettings, width: int, ends: OwnEnds) -> None:
+        dim, eps = settings.layers.hidden_size, settings.layers.rms_norm_eps
+        super().__init__(dim, eps, width, ends)
+        self.hidden_norm = nn.RMSNorm(dim, eps=eps)
+        self.layers = [DFlashLayer(settings, i) for i in range(len(settings.windows))]
+        self._settings = settings
 
     @property
     def settings(self) -> DFlashSettings:
         """What config.json says."""
         return self._settings
-
-    @property
-    def ids(self) -> mx.array | None:
-        """The target's ids of its logits, uint32 [n]; None: all, in their order."""
-        return self._ids
 
     @property
     def depth(self) -> int:
@@ -187,8 +129,8 @@ class DFlashHead(nn.Module):
         Args:
             outputs: of the target's layers, in order, [1, positions, target_dim] each.
         """
-        dtype = self.norm.weight.dtype  # the target's may be another
-        wide = mx.concatenate([each.astype(dtype) for each in outputs], axis=-1)
+        parts = [each.astype(self.dtype) for each in outputs]
+        wide = mx.concatenate(parts, axis=-1)
         out: mx.array = self.hidden_norm(self.fc(wide))
         return out
 
@@ -238,19 +180,9 @@ class DFlash:
         """
         settings = self.head.settings
         masks = mx.full((1, self.head.depth), settings.mask_token, token.dtype)
-        x = self._embedded(mx.concatenate([token, masks], axis=1))
+        block = mx.concatenate([token, masks], axis=1)
+        # As the target's first layer gets them: Gemma's are scaled.
+        x = self.head.embedded(block, self._target, scaled=True)
         for layer, cache in zip(self.head.layers, caches, strict=True):
-            x = layer(x, context, cache)
-        normed = self.head.norm(x[:, 1 : 1 + count])
-        if "lm_head" not in self.head:
-            return self._target.head(normed)
-        logits: mx.array = self.head.lm_head(normed)
-        return logits
-
-    def _embedded(self, tokens: mx.array) -> mx.array:
-        """Return embeddings as the target's first layer gets them, Gemma's scaled."""
-        if "embed_tokens" in self.head:
-            own: mx.array = self.head.embed_tokens(tokens)
-            return own
-        embedded = self._target.embed(tokens, scaled=True)
-        return embedded.astype(self.head.norm.weight.dtype)
+            x = layer.run(x, context, cache)
+        return self.head.logits(self.head.norm(x[:, 1 : 1 + count]), self._target)

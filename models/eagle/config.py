@@ -13,13 +13,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from mlx_lm.models import llama
+
 from mlx_speculation.errors import InvalidRequestError, ModelFolderError
 from mlx_speculation.models.checkpoints.draft_checkpoint import (
     Config,
-    Sizes,
+    layer_args,
     number,
-    sizes_of,
+    whole_numbers,
 )
+from mlx_speculation.models.checkpoints.joined_head import check_layers
 from mlx_speculation.models.config_json import nested
 
 LayerIds = Literal["layers", "tuple"]
@@ -32,7 +35,7 @@ class EagleSettings:
     """An EAGLE-3 head's config.json.
 
     Attributes:
-        sizes: of its layer.
+        layer: the arguments of its decoder layer, as mlx-lm takes them.
         target_dim: the hidden size of the target.
         draft_vocab: how many ids it drafts from; None: config.json does not say.
         norm_before_residual: whether the normed state is added to, not the state.
@@ -40,7 +43,7 @@ class EagleSettings:
         norm_output: whether the state after the norm is recycled.
     """
 
-    sizes: Sizes
+    layer: llama.ModelArgs
     target_dim: int
     draft_vocab: int | None
     norm_before_residual: bool
@@ -67,10 +70,11 @@ def read_settings(config: Config) -> EagleSettings:
     """
     part = config.get("transformer_layer_config")
     own = part if isinstance(part, dict) else config
-    sizes = sizes_of(own, NAME)
-    if sizes.layers != 1:
+    layer = layer_args(own, NAME, llama.ModelArgs)
+    count = layer.num_hidden_layers
+    if count != 1:
         raise ModelFolderError(
-            f"config.json of the {NAME} says num_hidden_layers {sizes.layers}, and "
+            f"config.json of the {NAME} says num_hidden_layers {count}, and "
             "heads of 1 layer are known. Choose another drafter."
         )
     if nested(config, "eagle_config", "use_aux_hidden_state") is False:
@@ -80,9 +84,9 @@ def read_settings(config: Config) -> EagleSettings:
         )
     speculators = config.get("speculators_model_type") == "eagle3"
     vocab = config.get("draft_vocab_size")
-    target = number(config, "target_hidden_size", NAME, sizes.dim)
+    target = number(config, "target_hidden_size", NAME, layer.hidden_size)
     return EagleSettings(
-        sizes=sizes,
+        layer=layer,
         target_dim=target,
         draft_vocab=None if vocab is None else number(config, "draft_vocab_size", NAME),
         norm_before_residual=_flag(config, "norm_before_residual", speculators),
@@ -110,25 +114,13 @@ def target_layers(
             f"layer_ids is {reading!r}, and one of {', '.join(get_args(LayerIds))} is "
             "needed."
         )
-    inside, outside = nested(config, "eagle_config", _LIST), config.get(_LIST)
-    ids: Any = outside if inside is None else inside
-    usual: LayerIds = "tuple" if inside is None else "layers"
+    ids, usual = _stated(config)
     if ids is None:
         ids, reading = [2, trunk // 2, trunk - 3], "tuple"
-    if not _are_ids(ids):
-        raise ModelFolderError(
-            f"config.json of the {NAME} says {_LIST} {ids!r}, and a list of whole "
-            "numbers is needed."
-        )
     shift = 1 if (reading or usual) == "tuple" else 0
-    layers = tuple(sorted({each - shift for each in ids}))
-    if layers[0] < 0 or layers[-1] >= trunk:
-        raise ModelFolderError(
-            f"The {NAME} reads layers {list(layers)} of its target, and this one has "
-            f"{trunk}, from 0. Choose the head of this target, or say how the list "
-            f"{ids} is meant: layer_ids='layers' or 'tuple'."
-        )
-    return layers
+    layers = {each - shift for each in whole_numbers(ids, _LIST, NAME)}
+    advice = f", or say how the list {ids} is meant: layer_ids='layers' or 'tuple'"
+    return check_layers(sorted(layers), NAME, trunk=trunk, advice=advice)
 
 
 def layer_readings(config: Config, trunk: int) -> dict[LayerIds, tuple[int, ...]]:
@@ -140,20 +132,19 @@ def layer_readings(config: Config, trunk: int) -> dict[LayerIds, tuple[int, ...]
     Raises:
         ModelFolderError: the usual one does.
     """
-    inside, outside = nested(config, "eagle_config", _LIST), config.get(_LIST)
-    usual: LayerIds = "tuple" if inside is None else "layers"
-    other: LayerIds = "layers" if inside is None else "tuple"
+    ids, usual = _stated(config)
     found: dict[LayerIds, tuple[int, ...]] = {usual: target_layers(config, trunk)}
-    if inside is not None or outside is not None:
+    if ids is not None:
+        other: LayerIds = "layers" if usual == "tuple" else "tuple"
         with suppress(ModelFolderError):
             found[other] = target_layers(config, trunk, other)
     return found
 
 
-def _are_ids(ids: Any) -> bool:
-    if not isinstance(ids, list) or not ids:
-        return False
-    return all(isinstance(each, int) and not isinstance(each, bool) for each in ids)
+def _stated(config: Config) -> tuple[Any, LayerIds]:
+    """Return the list of layers, if there is one, and what its place says it counts."""
+    inside = nested(config, "eagle_config", _LIST)
+    return (config.get(_LIST), "tuple") if inside is None else (inside, "layers")
 
 
 def _flag(config: Config, key: str, default: bool) -> bool:

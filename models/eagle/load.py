@@ -7,22 +7,22 @@ before `fc`, biases, packing. What they do not show is in config.json.
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.draft_checkpoint import (
     Weights,
-    biased,
     load_into,
     read_tensors,
-    rows_of,
-    take_draft_ids,
+)
+from mlx_speculation.models.checkpoints.joined_head import (
+    check_layers,
+    features_of,
+    take_own_ends,
 )
 from mlx_speculation.models.config_json import read_config
 from mlx_speculation.models.eagle.config import (
     NAME,
-    EagleSettings,
     LayerIds,
     read_settings,
     target_layers,
@@ -41,12 +41,7 @@ _OTHER_NAMES = {
 
 
 class LoadedEagle(NamedTuple):
-    """A head, and what it reads.
-
-    Attributes:
-        head: the head.
-        layers: of the target, whose outputs it reads.
-    """
+    """A head, and the layers of the target whose outputs it reads."""
 
     head: EagleHead
     layers: tuple[int, ...]
@@ -76,18 +71,21 @@ def load_eagle_head(
     parts.require("layers")
     layers = target_layers(config, len(parts.layers), layer_ids)
     weights = _renamed(read_tensors(folder, NAME))
-    vocab = logit_width(model)
-    ids = take_draft_ids(weights, vocab, NAME)
-    _check(settings, weights, layers, parts.dim, ids, vocab)
-    head = EagleHead(
-        settings,
-        len(layers),
-        ids=ids,
-        output=rows_of(weights, "lm_head"),
-        embedding=rows_of(weights, "embed_tokens"),
-        norms=_norms(weights),
-        biases=biased(weights),
-    )
+    if settings.target_dim != parts.dim:
+        _refuse(
+            "target_hidden_size", settings.target_dim, f"this target has {parts.dim}"
+        )
+    vocab, dim = logit_width(model), settings.layer.hidden_size
+    ends = take_own_ends(weights, NAME, dim=dim, target_dim=parts.dim, vocab=vocab)
+    columns = ends.output or vocab
+    if settings.draft_vocab not in (None, columns):
+        _refuse("draft_vocab_size", settings.draft_vocab, f"it has {columns} columns")
+    norms = _norms(weights)
+    if settings.norm_before_fc and not norms:
+        _refuse("norm_before_fc", True, "there is neither input_norm nor fc_norm")
+    features = features_of(weights, NAME, parts.dim)
+    check_layers(layers, NAME, trunk=len(parts.layers), features=features)
+    head = EagleHead(settings, len(layers), ends, norms)
     load_into(head, weights, NAME)
     return LoadedEagle(head, layers)
 
@@ -108,56 +106,13 @@ def _renamed(weights: Weights) -> Weights:
 
 
 def _norms(weights: Weights) -> frozenset[str]:
-    each = any(name.startswith("fc_norm.") for name in weights)
-    joined = "input_norm.weight" in weights
-    return frozenset(
-        name for name, there in (("each", each), ("joined", joined)) if there
-    )
-
-
-def _check(
-    settings: EagleSettings,
-    weights: Weights,
-    layers: tuple[int, ...],
-    dim: int,
-    ids: mx.array | None,
-    vocab: int,
-) -> None:
-    """Refuse a head that is not of this target, or does not know its own ids."""
-    if settings.target_dim != dim:
-        _refuse("target_hidden_size", settings.target_dim, f"this target has {dim}")
-    own = settings.sizes.dim
-    for end, name in (("embed_tokens", "embedding"), ("lm_head", "output layer")):
-        if f"{end}.weight" not in weights and own != dim:
-            _refuse(
-                "hidden_size", own, f"without an {name} of its own it has to be {dim}"
-            )
-    columns = rows_of(weights, "lm_head") or vocab
-    if columns != (vocab if ids is None else ids.size):
-        told = "no d2t" if ids is None else f"a d2t of {ids.size}"
-        raise ModelFolderError(
-            f"The {NAME} has {columns} columns of logits and {told}, and the target "
-            f"{vocab} ids. Take a whole checkpoint of this target's head."
-        )
-    if settings.draft_vocab not in (None, columns):
-        _refuse("draft_vocab_size", settings.draft_vocab, f"it has {columns} columns")
-    wide = weights.get("fc.weight")
-    if wide is not None and "fc.scales" not in weights:
-        features = wide.shape[-1] / dim
-        if features != len(layers):
-            raise ModelFolderError(
-                f"The {NAME} reads {features:g} layers of its target, and config.json "
-                f"names {len(layers)}: {list(layers)}. Choose the head of this target."
-            )
-    if settings.norm_before_fc and not _norms(weights):
-        raise ModelFolderError(
-            f"config.json of the {NAME} says norm_before_fc, and there is neither "
-            "input_norm nor fc_norm. Take a whole checkpoint."
-        )
+    kinds = {"fc_norm": "each", "input_norm": "joined"}
+    found = {name.split(".")[0] for name in weights}
+    return frozenset(kind for name, kind in kinds.items() if name in found)
 
 
 def _refuse(key: str, value: Any, instead: str) -> None:
     raise ModelFolderError(
-        f"config.json of the {NAME} says {key} {value}, and {instead}. Choose the head "
-        "of this target."
+        f"config.json of the {NAME} says {key} {value}, and {instead}. Take a whole "
+        f"checkpoint of this target's {NAME}."
     )

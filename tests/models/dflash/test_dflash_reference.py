@@ -4,7 +4,7 @@ Faults that were made by hand, and found here:
     a row is for the position after its own; the context goes through the layers' norm
     a window is one longer, or cut one short; it sees what is behind it, or not
     queries stand where the context begins; the mask is another token
-    the last layer of the target is read before its norm
+    the last layer of the target is read before its norm; a bias is left out
 """
 
 from pathlib import Path
@@ -19,6 +19,7 @@ from mlx_speculation.models import HiddenStates
 from support.identity import prompt_of
 from support.references import dflash
 from support.references.reference_target import assert_close, tables, target
+from support.references.tiny_files import add_biases
 
 LENGTH, BLOCK = 23, 4
 SLIDING = ["sliding_attention", "full_attention"]
@@ -35,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "a window that is longer": {"layer_types": SLIDING, "sliding_window": 64},
     "a window shorter than a block": {"layer_types": SLIDING, "sliding_window": 3},
+    "biases": {"prefix": "model."},
 }
 
 
@@ -42,6 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
 def test_blocks_are_those_of_the_reference(case: str, tmp_path: Path) -> None:
     options = {"block_size": BLOCK, **CASES[case]}
     tensors, config = dflash.write_tiny(tmp_path, seed=5, **options)
+    if case == "biases":
+        add_biases(tmp_path, tensors)
     draft = DFlashDraft.from_folder(tmp_path, target())
     features = 2 if case == "last layer" else 3
     layers = dflash.feature_layers(config, features, 8)

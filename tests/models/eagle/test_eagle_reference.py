@@ -4,7 +4,7 @@ Faults that were made by hand, and found here:
     the normed state is added to, or the other way round; the state comes first
     the state is recycled un-normed where the config says otherwise
     norms before the projection are left out; keys are rotated from position 0
-    the head's own embedding is not used
+    the head's own embedding is not used; the bias of a projection is left out
 """
 
 from pathlib import Path
@@ -20,6 +20,7 @@ from mlx_speculation.models import HiddenStates
 from support.identity import prompt_of
 from support.references import eagle3
 from support.references.reference_target import assert_close, tables, target
+from support.references.tiny_files import add_biases
 
 LENGTH, DRAFTS = 23, 5
 LLAMA3 = {
@@ -45,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "target's head": {"draft_vocab": None, "own_head": False},
     "llama3 rotation": {"rope_scaling": LLAMA3},
     "joined norm": {},
+    "biases": {"convention": "vllm", "own_embedding": True},
 }
 
 
@@ -53,6 +55,8 @@ def test_rows_and_drafts_are_those_of_the_reference(case: str, tmp_path: Path) -
     tensors, config = eagle3.write_tiny(tmp_path, seed=3, **CASES[case])
     if case == "joined norm":
         _add_joined_norm(tmp_path, tensors)
+    elif case == "biases":
+        add_biases(tmp_path, tensors)
     draft = EagleDraft.from_folder(tmp_path, target())
     layers = eagle3.feature_layers(config, 8)
     assert list(draft.eagle.layers) == layers

@@ -45,3 +45,14 @@ def write_folder(
     text = json.dumps(config, indent=2)
     (folder / "config.json").write_text(text, encoding="utf-8")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def add_biases(folder: Path, tensors: dict[str, NDArray[Any]]) -> None:
+    """Give `fc` and all projections of a written drafter a random bias."""
+    draws = np.random.default_rng(9)
+    for name in [
+        each for each in tensors if each.endswith(("fc.weight", "_proj.weight"))
+    ]:
+        bias = draws.normal(0, 0.3, len(tensors[name])).astype(np.float32)
+        tensors[name.removesuffix("weight") + "bias"] = bias
+    save_file(tensors, folder / "model.safetensors")
