@@ -12,7 +12,8 @@ parts end where it is woken. On a CPU it waits while it hands over a graph too: 
 takes more operations when it has done as many. Of handing over, the processor time of
 the thread is therefore the host's, and the rest is waiting: for the logits, though
 some of it may be for the last drafted tokens. With CUDA the thread was seen to compute
-all the while (docs/gpu.md), and is not asked: a plain step of 3 ms is 1 % shorter so.
+all the while (docs/log/rounds.md), and is not asked: a plain step of 3 ms is 1 %
+shorter so.
 And a plain step's choice is submitted with its logits: its time is found in `verify`,
 all but nothing, unless parts are exact or a constraint has masks to make in between.
 

@@ -67,12 +67,12 @@ def test_each_link_resolves_to_its_folder(folder: str) -> None:
     assert (link / "__init__.py").is_file()
 
 
-def test_the_readme_names_every_folder_at_the_top() -> None:
+def test_the_map_names_every_folder_at_the_top() -> None:
     tops = {path.relative_to(ROOT).parts[0] for path in _files()}
     folders = {top for top in tops if (ROOT / top).is_dir() and top[0] != "."}
     assert folders == {*LINKED, "docs", "examples", "scripts", "src", "tests"}
-    readme = (ROOT / "README.md").read_text("utf-8")
-    block = readme.split("## Files")[1].split("```")[1]
+    page = (ROOT / "docs/architecture.md").read_text("utf-8")
+    block = page.split("## Files")[1].split("```")[1]
     named = {line.split("/")[0] for line in block.splitlines() if line[:1].strip()}
     assert named == folders
 

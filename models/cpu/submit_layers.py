@@ -6,7 +6,7 @@ therefore hidden by the last operations of that forward, and no longer than thes
 Submitted layer by layer, the thread has the first layers while the others are built.
 
 The operations, their order and their results are the same. Rounds with drafts gain
-nothing where two cores compute (docs/speed.md), and steps of a small model lose a
+nothing where two cores compute (docs/log/rounds.md), and steps of a small model lose a
 twentieth. A GPU has no such end of its queue; what is submitted early there is said in
 `models.round_context`.
 """

@@ -1,4 +1,4 @@
-"""What the documentation shows is what there is: names, options, keywords."""
+"""What the documentation shows is what there is: names, options, keywords, links."""
 
 import ast
 import inspect
@@ -7,28 +7,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import typer
 
 import mlx_speculation
 from mlx_speculation.cli.app import app
+from support import command_line_page
 from support.import_order import mlx_comes_first
+from support.pages import DOCS, PAGES, README, ROOT, TEXTS, blocks, name_of
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
-TEXTS = [ROOT / "README.md", *PAGES]
+HOME = "https://github.com/mlx-speculation/mlx-speculation"
 
 
-@pytest.mark.parametrize("page", TEXTS, ids=lambda path: path.stem)
-def test_what_is_shown_imports_this_package_before_mlx(page: Path) -> None:
+def test_what_is_shown_imports_this_package_before_mlx() -> None:
     """The other way around mlx keeps its reference BLAS on a Linux CPU."""
-    text = page.read_text("utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-    assert not [block for block in blocks if mlx_comes_first(block)]
+    for page in TEXTS:
+        wrong = [block for block in blocks(page, "python") if mlx_comes_first(block)]
+        assert not wrong, name_of(page)
 
 
 def test_the_api_page_has_every_public_name() -> None:
-    text = (ROOT / "docs" / "api.md").read_text("utf-8")
+    text = (DOCS / "api.md").read_text("utf-8")
     listed = {line.rpartition(".")[2] for line in text.splitlines() if ":::" in line}
     errors = {name for name in mlx_speculation.__all__ if _is_warning_or_error(name)}
     missing = set(mlx_speculation.__all__) - listed - errors - {"__version__"}
@@ -43,65 +41,123 @@ def _is_warning_or_error(name: str) -> bool:
 
 def test_every_page_is_in_the_navigation() -> None:
     nav = (ROOT / "mkdocs.yml").read_text("utf-8").split("\nnav:")[1]
-    listed = re.findall(r"^ +- .+: (\w+\.md)$", nav, flags=re.MULTILINE)
-    assert sorted(listed) == [page.name for page in PAGES]
+    listed = re.findall(r"^ +- .+: ([\w/]+\.md)$", nav, flags=re.MULTILINE)
+    assert sorted(listed) == [str(page.relative_to(DOCS)) for page in PAGES]
+
+
+def test_pages_can_be_read_in_one_sitting() -> None:
+    sizes = {name_of(page): page.stat().st_size for page in TEXTS}
+    assert sizes.pop("README.md") <= 9 << 10
+    assert not {name: size for name, size in sizes.items() if size >= 12 << 10}
+    changes = (ROOT / "CHANGELOG.md").read_text("utf-8").splitlines()
+    assert len(changes) <= 40
+
+
+def targets(page: Path) -> list[str]:
+    """Return what the links of a page lead to; code holds none."""
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text("utf-8"), flags=re.DOTALL)
+    inline = re.findall(r"\]\(([^)\s]+)\)", text)
+    return inline + re.findall(r"^\[[\w-]+\]: (\S+)$", text, re.MULTILINE)
+
+
+def test_links_of_the_readme_work_anywhere_it_is_shown() -> None:
+    """On PyPI too, where relative links lead nowhere."""
+    found = targets(README)
+    assert found
+    assert not [link for link in found if not link.startswith(("https://", "#"))]
+    for link in found:
+        if link.startswith(HOME):
+            _, _, path = link.removeprefix(HOME).partition("/main/")
+            assert (ROOT / path.partition("#")[0]).exists(), link
+    text = README.read_text("utf-8")
+    defined = re.findall(r"^\[([\w-]+)\]: ", text, re.MULTILINE)
+    used = re.findall(r"\]\[([\w-]+)\]", text)
+    assert sorted(set(used)) == sorted(defined)
+
+
+def test_links_between_pages_lead_to_a_heading() -> None:
+    headings = {page: anchors(page) for page in PAGES}
+    for page in PAGES:
+        for link in targets(page):
+            if link.startswith("https://"):
+                continue
+            path, _, anchor = link.partition("#")
+            other = (page.parent / path).resolve() if path else page
+            assert other in headings, f"{name_of(page)}: {link}"
+            assert not anchor or anchor in headings[other], f"{name_of(page)}: {link}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of the headings of a page."""
+    text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        words = re.sub(r"[^\w\s-]", "", heading.replace("`", "")).strip().lower()
+        found.add(re.sub(r"[\s-]+", "-", words))
+    return found
 
 
 def options() -> dict[str, set[str]]:
     """Return the options of each command."""
-    commands: Any = typer.main.get_command(app)
     return {
         name: {option for parameter in command.params for option in parameter.opts}
         | {"--help"}
-        for name, command in commands.commands.items()
+        for name, command in command_line_page.commands().items()
     }
 
 
-@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
-def test_commands_that_are_shown_have_the_options_that_they_are_shown_with(
-    page: Path,
-) -> None:
+def test_commands_in_sentences_have_options_that_there_are() -> None:
+    """Those in shell blocks are parsed by tests/docs/test_commands.py."""
     known = options()
-    for line in page.read_text("utf-8").splitlines():
-        for name, rest in re.findall(r"mlx-speculation ([a-z]+)\b([^`|#]*)", line):
-            if not re.search(r"(^|`)\s*mlx-speculation", line):
-                continue  # a sentence about the package
-            assert name in known, line
-            assert set(re.findall(r"--[a-z][a-z-]*", rest)) <= known[name], line
+    for page in TEXTS:
+        for line in page.read_text("utf-8").splitlines():
+            for name, rest in re.findall(r"`mlx-speculation ([a-z]+)\b([^`]*)`", line):
+                assert name in known, line
+                assert set(re.findall(r"--[a-z][a-z-]*", rest)) <= known[name], line
 
 
-def test_the_readme_names_options_and_commands_that_there_are() -> None:
-    text = (ROOT / "README.md").read_text("utf-8")
-    part = text.split("\n## Command line\n")[1].split("\n## ")[0]
-    known = options()
-    assert set(re.findall(r"^\| `([a-z]+)`", part, flags=re.MULTILINE)) == set(known)
-    everywhere = set[str]().union(*known.values())
-    assert set(re.findall(r"--[a-z][a-z-]*[a-z]", part)) <= everywhere
+def test_the_page_on_the_command_line_is_current() -> None:
+    """`python -m support.command_line_page docs/command_line.md` writes it."""
+    page = (DOCS / "command_line.md").read_text("utf-8")
+    assert page == command_line_page.page(), "PYTHONPATH=src:tests, write it again"
+
+
+def test_the_page_on_the_server_has_every_option() -> None:
+    text = (DOCS / "server.md").read_text("utf-8")
+    group: Any = typer.main.get_command(app)
+    own = [
+        parameter
+        for parameter in group.commands["serve"].params
+        if parameter.opts[0].startswith("--")
+    ]
+    missing = [each.opts for each in own if f"`{each.opts[0]}`" not in text]
+    assert missing == []
 
 
 def calls(page: Path) -> Iterator[tuple[str, ast.Call]]:
     """Yield the calls in the Python blocks of a page, by the name that is called."""
-    for block in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL):
+    for block in blocks(page, "python"):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.Call):
                 yield ast.unparse(node.func).rpartition(".")[2], node
 
 
-@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
-def test_calls_that_are_shown_have_keywords_that_there_are(page: Path) -> None:
+def test_calls_that_are_shown_have_keywords_that_there_are() -> None:
+    """Also in blocks that tests/docs/test_snippets.py cannot run."""
     generator = mlx_speculation.SpeculativeGenerator
     made: dict[str, Any] = {
         name: getattr(mlx_speculation, name) for name in mlx_speculation.__all__
     } | {name: getattr(generator, name) for name in ("from_pretrained", "stream")}
-    for name, call in calls(page):
-        if name == "generate" and ast.unparse(call.func) != "generate":
-            name = "stream"  # takes the same
-        if name not in made or isinstance(made[name], str):
-            continue
-        if _is_warning_or_error(name):
-            continue  # they take a message
-        taken = inspect.signature(made[name]).parameters
-        if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
-            taken = inspect.signature(made["stream_generate"]).parameters
-        given = {keyword.arg for keyword in call.keywords if keyword.arg is not None}
-        assert given <= set(taken), ast.unparse(call)
+    for page in TEXTS:
+        for name, call in calls(page):
+            if name == "generate" and ast.unparse(call.func) != "generate":
+                name = "stream"  # takes the same
+            if name not in made or isinstance(made[name], str):
+                continue
+            if _is_warning_or_error(name):
+                continue  # they take a message
+            taken = inspect.signature(made[name]).parameters
+            if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+                taken = inspect.signature(made["stream_generate"]).parameters
+            given = {keyword.arg for keyword in call.keywords if keyword.arg}
+            assert given <= set(taken), f"{name_of(page)}: {ast.unparse(call)}"

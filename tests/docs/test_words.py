@@ -10,15 +10,9 @@ import typer
 from mlx_speculation.cli.app import app
 
 ROOT = Path(__file__).parents[2]
-# Records of measurements, which are not rewritten.
-RECORDS = {"acceptance.md", "comparison.md", "gpu.md", "mutation.md", "speed.md"}
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *(
-        page
-        for page in sorted((ROOT / "docs").glob("*.md"))
-        if page.name not in RECORDS
-    ),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 INSTEAD = {
     r"\blaws?\b": "distribution, probabilities",

@@ -63,9 +63,9 @@ def test_an_example_imports_this_package_before_mlx(example: Path) -> None:
     assert not mlx_comes_first(example.read_text("utf-8"))
 
 
-def test_the_readme_lists_the_examples() -> None:
-    readme = (ROOT / "README.md").read_text("utf-8")
-    assert not [e.name for e in ALL if str(e.relative_to(ROOT)) not in readme]
+def test_the_first_page_lists_the_examples() -> None:
+    page = (ROOT / "docs/index.md").read_text("utf-8")
+    assert not [e.name for e in ALL if str(e.relative_to(ROOT)) not in page]
 
 
 def test_examples_use_public_names_alone_but_for_the_drafters_types() -> None:

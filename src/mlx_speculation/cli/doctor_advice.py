@@ -193,7 +193,7 @@ def _notes(facts: Facts) -> Iterator[Advice]:
         yield Advice(
             "note",
             "models that are not listed in models/lanes/padded_keys.py wait some 40 ms "
-            "for a cuDNN plan in every round of drafts (docs/gpu.md)",
+            "for a cuDNN plan in every round of drafts (docs/log/cuda_kernels.md)",
             f"with such a model, export {CUDNN}=0",
         )
     kept = facts.cache_folder is not None and facts.cache_writable

@@ -136,7 +136,8 @@ def test_a_killed_rank_is_reported_within_ten_seconds(tmp_path: Path) -> None:
     zero, one = run_ranks("endless wait 1", tmp_path, meanwhile=kill)
     assert one.status == -signal.SIGKILL
     _check_reported(zero, tmp_path, 0, killed[0], 1)
-    errors = [zero.errors]  # the ring does not always come back, see docs/sharding.md
+    # The ring does not always come back, see docs/distributed.md.
+    errors = [zero.errors]
     if zero.said is not None:
         errors = [zero.said["raised"], zero.said["again"].split(": ", 1)[1]]
         assert all(error.startswith("Rank 1 (") for error in errors)

@@ -1,7 +1,7 @@
 """Attention in few sizes against mlx's own, over shapes and masks.
 
 It is stock operations, so a CPU shows what it computes; what it saves is shown on a
-GPU (docs/gpu.md).
+GPU (docs/log/cuda_kernels.md).
 
 Faults that were made by hand, and found here: keys that were added are seen; the causal
 mask is one key late; rows that were added stay in the result; a mask of one row serves

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def demo(
-    max_tokens: Annotated[int, typer.Option(min=2)] = 128,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per run.")] = 128,
     draft_length: DraftLength = None,
     blas: Blas = "auto",
     json: Json = False,

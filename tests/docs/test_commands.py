@@ -1,0 +1,179 @@
+"""Every command in a shell block of the README and the documentation can be typed.
+
+Ours run here, through the application, on the smallest bundled model; what would serve,
+or download, is parsed by the commands' own parser. Other programs are looked at as far
+as can be done without running them, each kind with its reason.
+"""
+
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from mlx_speculation.blas import BlasChoice
+from mlx_speculation.cli.app import app
+from mlx_speculation.cli.commands import demo as demo_command
+from support.pages import ROOT, TEXTS, commands, name_of
+from support.pages_folder import fill
+
+OURS = "mlx-speculation"
+SHOWN = [(name_of(page), words) for page in TEXTS for words in commands(page)]
+# Run as they are shown, but for at most so many tokens and passes.
+CHEAPLY = {
+    "generate": ("--max-tokens", "8"),
+    "chat": ("--max-tokens", "8"),
+    "benchmark": ("--max-tokens", "8", "--passes", "1"),
+    "check": ("--tokens", "8", "--places", "2"),
+    "demo": ("--max-tokens", "4"),
+}
+
+
+def ours() -> list[tuple[str, ...]]:
+    """Return our commands, each once, without the program's name."""
+    found = {tuple(words[1:]) for _, words in SHOWN if words[0] == OURS}
+    return sorted(found)
+
+
+def parsed(words: tuple[str, ...]) -> dict[str, Any]:
+    """Return what the parser of a command makes of its words."""
+    group: Any = typer.main.get_command(app)
+    command = group.commands[words[0]]
+    with command.make_context(words[0], list(words[1:])) as context:
+        return dict(context.params)
+
+
+def test_there_are_commands_of_every_kind() -> None:
+    group: Any = typer.main.get_command(app)
+    shown = {words[0] for words in ours()}
+    assert shown >= {"generate", "chat", "serve", "benchmark", "doctor", "calibrate"}
+    assert shown <= set(group.commands)
+
+
+@pytest.mark.parametrize("words", ours(), ids=" ".join)
+def test_our_commands_are_parsed(words: tuple[str, ...]) -> None:
+    assert parsed(words) is not None
+
+
+# Serving does not end by itself: tests/cli/commands/test_serve.py runs it. A demo takes
+# a minute, calibrating hundreds of rounds.
+NOT_RUN = ("serve", "demo", "calibrate")
+
+
+@pytest.fixture(name="reader", scope="module")
+def _reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reader")
+    fill(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "words", [each for each in ours() if each[0] not in NOT_RUN], ids=" ".join
+)
+def test_our_commands_run(
+    words: tuple[str, ...], reader: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = invoked(words, reader, monkeypatch)
+    assert done.exit_code == 0, done.output
+    assert done.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", [each for each in ours() if each[0] in ("demo", "calibrate")], ids=" ".join
+)
+def test_our_longer_commands_run(
+    words: tuple[str, ...], reader: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = invoked(words, reader, monkeypatch)
+    assert done.exit_code == 0, done.output
+
+
+def invoked(
+    words: tuple[str, ...], reader: Path, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """Run a command here, in the reader's folder."""
+    monkeypatch.chdir(reader)
+    monkeypatch.setattr(
+        "mlx_speculation.cli.load_pair.use_blas",
+        lambda name: BlasChoice("stock", name),  # mlx is imported already
+    )
+    more = CHEAPLY.get(words[0], ())
+    runner = CliRunner(env={"COLUMNS": "120"})
+    return runner.invoke(app, [*words, *more], input="What is a stack?\n")
+
+
+def test_the_demo_that_is_not_run_here_is_tested_elsewhere() -> None:
+    assert demo_command.__doc__
+    assert (ROOT / "tests/cli/test_cli.py").is_file()
+
+
+def extras() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    return set(project["optional-dependencies"])
+
+
+def _pip(words: list[str]) -> None:
+    """Installing takes the network and minutes: the extras are those that there are."""
+    assert words[1] == "install", words
+    for named in re.findall(r"\[([\w,]+)\]", " ".join(words)):
+        assert set(named.split(",")) <= extras(), words
+
+
+def _make(words: list[str]) -> None:
+    """Makes environments: the targets are those of the Makefile."""
+    text = (ROOT / "Makefile").read_text("utf-8")
+    for target in words[1:]:
+        assert re.search(rf"^{target}:", text, re.MULTILINE), words
+
+
+def _script(words: list[str]) -> None:
+    """Measures for minutes: the script is there, and has the options."""
+    script = ROOT / words[1]
+    assert script.is_file(), words
+    texts = [script, *(ROOT / "scripts").rglob("*.py")]
+    known = "".join(file.read_text("utf-8") for file in texts)
+    for option in words[2:]:
+        if option.startswith("--"):
+            assert f'"{option}"' in known, option
+
+
+def _launch(words: list[str]) -> None:
+    """Starts ranks: tests/engine/distributed runs programs like the one shown."""
+    assert words[-1] == "talk.py", words
+    assert words[1:3] in (["--backend", "ring"], ["--backend", "nccl"]), words
+
+
+def _curl(words: list[str]) -> None:
+    """Asks a server: tests/server sends such requests over sockets."""
+    assert words[1].startswith("http://127.0.0.1:8080/v1/"), words
+
+
+def _shell(words: list[str]) -> None:
+    """Changes the shell itself."""
+    assert words in (
+        ["python3", "-m", "venv", "env"],
+        [".", "env/bin/activate"],
+    ), words
+
+
+OTHERS: dict[str, Callable[[list[str]], None]] = {
+    "pip": _pip,
+    "make": _make,
+    "python": _script,
+    "mlx.launch": _launch,
+    "curl": _curl,
+    "python3": _shell,
+    ".": _shell,
+}
+
+
+def test_other_programs_are_called_as_they_can_be() -> None:
+    for page, words in SHOWN:
+        if words[0] != OURS:
+            assert words[0] in OTHERS, f"{page}: {words}"
+            OTHERS[words[0]](words)

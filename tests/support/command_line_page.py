@@ -1,0 +1,142 @@
+"""Writes the page on the command line from the commands themselves.
+
+    PYTHONPATH=src:tests python -m support.command_line_page docs/command_line.md
+
+A test checks that the page is current.
+"""
+
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from mlx_speculation.cli.app import app
+
+START = """# Command line
+
+What `mlx-speculation --help` says, on one page. Written by
+`python -m support.command_line_page`; a test checks that it is current.
+
+```sh
+mlx-speculation generate path/of/target --draft path/of/draft --prompt "def fib(n):"
+mlx-speculation chat path/of/target --draft lookup --temp 0.7 --seed 1
+mlx-speculation doctor --json
+```
+
+A model is a folder in mlx-lm's layout or the name of a repository. `python -m
+mlx_speculation` is the same program. Options of sampling, adapters and caches have the
+names that mlx-lm gives them.
+
+| status | when |
+|---|---|
+| 0 | done |
+| 1 | an error, in one line on standard error; or texts differ |
+| 2 | wrong usage |
+| 130 | Ctrl-C; what there is was kept and printed |
+| 141 | the reader of the output has left, as in `\\| head` |
+
+With `--json` a command (all but `serve`) prints one JSON object on standard output and
+nothing else.
+Where costs, copies of OpenBLAS and conventions of heads are kept:
+`MLX_SPECULATION_CACHE`, else `~/.cache/mlx-speculation`.
+"""
+MODEL = ("adapter_path", "trust_remote_code", "blas")
+# What more than one command takes, and where it is listed once.
+GROUPS = {
+    "Model": "generate",
+    "Draft and its length": "generate",
+    "Sampling, as mlx-lm names it": "generate",
+}
+# Commands whose own options another page explains.
+ELSEWHERE = {"serve": "They are on [its page](server.md#options).\n"}
+
+
+def commands() -> dict[str, Any]:
+    """Return the commands by name, in the order of the help."""
+    group: Any = typer.main.get_command(app)
+    return dict(group.commands)
+
+
+def panel(parameter: Any) -> str:
+    """Return the group that an option is listed under; "" for a command's own."""
+    if parameter.name in MODEL:
+        return "Model"
+    return getattr(parameter, "rich_help_panel", None) or ""
+
+
+def page() -> str:
+    """Return the page."""
+    parts = [START, *_shared()]
+    for name, command in commands().items():
+        parts += [f"## {name}\n", f"{command.help}\n", *_own(name, command)]
+    return "\n".join(parts)
+
+
+def _shared() -> Iterator[str]:
+    yield "## Options of several commands\n"
+    for title, example in GROUPS.items():
+        yield f"### {title}\n"
+        taken = commands()[example].params
+        yield _table([each for each in taken if panel(each) == title])
+
+
+def _own(name: str, command: Any) -> Iterator[str]:
+    """Yield the options of one command, and the names of the groups it takes."""
+    rest: dict[str, list[Any]] = {}
+    for parameter in command.params:
+        if parameter.opts[0].startswith("-"):
+            rest.setdefault(panel(parameter), []).append(parameter)
+    same = [title for title in GROUPS if _is_shared(title, rest.get(title, []))]
+    if same:
+        links = (f"[{title}](#{_anchor(title)})" for title in same)
+        yield f"Takes the options of {', '.join(links)}, and these:\n"
+    if name in ELSEWHERE:
+        yield ELSEWHERE[name]
+        return
+    own = [each for title in rest if title not in same for each in rest[title]]
+    own = [each for each in own if each.name != "json"]  # said at the top
+    if own:
+        yield _table(own)
+
+
+def _is_shared(title: str, taken: list[Any]) -> bool:
+    example = commands()[GROUPS[title]].params
+    listed = [each.name for each in example if panel(each) == title]
+    return [each.name for each in taken] == listed
+
+
+def _anchor(title: str) -> str:
+    return title.lower().replace(",", "").replace(" ", "-")
+
+
+def _table(parameters: list[Any]) -> str:
+    rows = ["| option | default | |", "|---|---|---|"]
+    for each in parameters:
+        names = ", ".join(f"`{name}`" for name in each.opts)
+        text = (each.help or "").replace("|", "\\|")
+        if each.envvar:
+            text += f" Or set `{each.envvar}`."
+        rows.append(f"| {names}{_values(each)} | {_default(each)} | {text} |")
+    return "\n".join(rows) + "\n"
+
+
+def _values(parameter: Any) -> str:
+    """Return what an option can be, where that is a short list."""
+    kind = parameter.type_descriptor.annotation
+    if typing.get_origin(kind) is not typing.Literal:
+        return ""
+    return " " + ", ".join(map(str, typing.get_args(kind)))
+
+
+def _default(parameter: Any) -> str:
+    value = parameter.default
+    if parameter.is_flag or value is None or value == () or value == []:
+        return "required" if parameter.required else ""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page(), encoding="utf-8")

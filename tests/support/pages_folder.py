@@ -1,0 +1,31 @@
+"""A folder in which the paths of the documentation lead to small bundled models."""
+
+import json
+import shutil
+from pathlib import Path
+
+from mlx_speculation import demo_models
+
+TARGET, DRAFT = "path/of/target", "path/of/draft"
+CHAT = "HuggingFaceTB/SmolLM2-135M-Instruct"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def fill(folder: Path) -> None:
+    """Put models where the pages say that a reader's are.
+
+    All of them are the smallest bundled model; the chat model has a template beside.
+    """
+    small = demo_models()["draft"]
+    for name in (TARGET, DRAFT):
+        place = folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(small)
+    chat = folder / CHAT
+    shutil.copytree(small, chat)
+    file = chat / "tokenizer_config.json"
+    config = json.loads(file.read_text("utf-8"))
+    file.write_text(json.dumps(config | {"chat_template": TEMPLATE}), encoding="utf-8")
