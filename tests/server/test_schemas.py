@@ -22,6 +22,7 @@ from mlx_speculation.samplers.constraints.llguidance import json_schema
 from mlx_speculation.server import Limits
 from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.schemas import SchemaCompilers, SchemaConstraint, compilers
+from mlx_speculation.server.schemas.template import Template
 from mlx_speculation.server.server import ENGINE_SECONDS
 from support.processes.server_processes import (
     DRAFT,
@@ -277,6 +278,26 @@ def test_masks_that_take_too_long_end_their_text(
     finally:
         schema.close()
         made.own.close()
+
+
+def test_a_child_that_ends_before_its_schema_is_no_fault_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It had not said its process id then, and the template was taken for lost."""
+
+    def made_without_limits(vocabulary: Any, limits: Any, check: Any) -> Template:
+        return Template(vocabulary, {}, check)  # a child looks for them first
+
+    monkeypatch.setattr(compilers, "Template", made_without_limits)
+    made = Compilers()
+    with pytest.raises(ApiError, match="The compiler has failed on this schema") as one:
+        made(PERSON)
+    assert one.value.status == 400
+    template = made.own._template
+    with pytest.raises(ApiError, match="The compiler has failed on this schema"):
+        made(PERSON)
+    assert made.own._template is template is not None
+    made.own.close()
 
 
 def test_a_process_that_does_not_answer_is_given_up() -> None:

@@ -22,7 +22,7 @@ PROGRAM = Path(__file__).with_name("template_process.py")
 POLL_SECONDS = 0.1
 # To read a tokenizer, and to fork or to end a child.
 START_SECONDS, ANSWER_SECONDS = 60.0, 5.0
-STATUS_BYTES = 4
+ANSWER_BYTES = 4
 
 
 class TemplateLostError(Exception):
@@ -85,16 +85,19 @@ class Template:
         return self._process.poll() is None
 
     def fork(self) -> ChildProcess:
-        """Return a new child."""
+        """Return a new child, which may have ended already.
+
+        Raises:
+            TemplateLostError: the template has gone.
+        """
         ours, theirs = socket.socketpair()
         channel = Connection(ours.detach())
         try:
-            with theirs, self._lock:
-                socket.send_fds(self._control, [_command(b"F", 0)], [theirs.fileno()])
-            return ChildProcess(channel, int(_received(channel, ANSWER_SECONDS)))
-        except (OSError, EOFError, ValueError) as error:
+            with theirs:
+                return ChildProcess(channel, self._ask(b"F", 0, theirs.fileno()))
+        except TemplateLostError:
             channel.close()
-            raise TemplateLostError("the template does not fork") from error
+            raise
 
     def end(self, child: ChildProcess) -> int:
         """End a child, and return its status in the form of `os.waitpid`.
@@ -102,16 +105,8 @@ class Template:
         Raises:
             TemplateLostError: the template has gone, and all children with it.
         """
-        with self._lock:
-            child.channel.close()
-            try:
-                self._control.sendall(_command(b"E", child.process))
-                status = self._control.recv(STATUS_BYTES, socket.MSG_WAITALL)
-            except OSError as error:
-                raise TemplateLostError("the template does not answer") from error
-        if len(status) < STATUS_BYTES:
-            raise TemplateLostError("the template has ended")
-        return int.from_bytes(status, "little", signed=True)
+        child.channel.close()
+        return self._ask(b"E", child.process)
 
     def close(self) -> None:
         """End it and all children, whatever they do."""
@@ -123,6 +118,22 @@ class Template:
             self._process.wait()
         with self._lock:
             self._control.close()
+
+    def _ask(self, kind: bytes, process: int, *descriptors: int) -> int:
+        """Send a command, and return the number that answers it."""
+        command = kind + process.to_bytes(4, "little")
+        try:
+            with self._lock:
+                if descriptors:
+                    socket.send_fds(self._control, [command], descriptors)
+                else:
+                    self._control.sendall(command)
+                answer = self._control.recv(ANSWER_BYTES, socket.MSG_WAITALL)
+        except OSError as error:
+            raise TemplateLostError("the template does not answer") from error
+        if len(answer) < ANSWER_BYTES:
+            raise TemplateLostError("the template has ended")
+        return int.from_bytes(answer, "little", signed=True)
 
     def _introduce(
         self,
@@ -143,17 +154,10 @@ class Template:
         self._control.settimeout(ANSWER_SECONDS)
 
 
-def _command(kind: bytes, process: int) -> bytes:
-    return kind + process.to_bytes(4, "little")
-
-
-def _received(
-    channel: Connection, seconds: float, check: Callable[[], None] | None = None
-) -> bytes:
+def _received(channel: Connection, seconds: float, check: Callable[[], None]) -> bytes:
     """Return a message that comes in time."""
     for _ in range(int(seconds / POLL_SECONDS)):
         if channel.poll(POLL_SECONDS):
             return channel.recv_bytes()
-        if check is not None:
-            check()
+        check()
     raise TimeoutError(f"no answer within {seconds:g} seconds")

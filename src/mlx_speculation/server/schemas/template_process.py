@@ -5,12 +5,13 @@
 The descriptor is a socket to the server. First comes one message, JSON and then the
 tokenizer; "ready" or what is wrong goes back. After that each command has 5 bytes:
 
-    b"F" 0     fork a child; a socket to it comes along with the command
+    b"F" 0     fork a child; a socket to it comes along with the command, its process id
+               goes back, whatever becomes of the child
     b"E" pid   end a child; the status that waitpid gives goes back
 
-A child first says its process id, then takes the schema and answers with the first
-mask, then a step for each token. Its limits are kept by the kernel where that can be:
-SIGALRM ends a child that works for too long, whatever holds the interpreter's lock.
+A child takes the schema and answers with the first mask, then a step for each token.
+Its limits are kept by the kernel where that can be: SIGALRM ends a child that works for
+too long, whatever holds the interpreter's lock.
 """
 
 import json
@@ -28,7 +29,7 @@ from typing import Any
 
 import llguidance
 
-COMMAND, STATUS, STEP = struct.Struct("<cI"), struct.Struct("<i"), struct.Struct("<III")
+COMMAND, ANSWER, STEP = struct.Struct("<cI"), struct.Struct("<i"), struct.Struct("<III")
 OUT_OF_MEMORY = 3  # the exit status
 WATCH_SECONDS = 0.05
 NICE = 10
@@ -55,7 +56,6 @@ class Child:
 
     def run(self) -> None:
         """Answer until the server closes the channel."""
-        self._channel.send_bytes(str(os.getpid()).encode())
         schema = self._channel.recv_bytes().decode()
         signal.setitimer(signal.ITIMER_REAL, self._limits["seconds"])
         answer = self._compiled(schema)
@@ -165,13 +165,14 @@ def _serve(control: socket.socket, tokens: Any, limits: dict[str, Any]) -> None:
             return
         command, process = COMMAND.unpack(message)
         if command == b"E":
-            control.sendall(STATUS.pack(_ended(process, children)))
+            control.sendall(ANSWER.pack(_ended(process, children)))
             continue
         if (child := os.fork()) == 0:
             control.close()
             _child(descriptors[0], tokens, limits)
         children.add(child)
         os.close(descriptors[0])
+        control.sendall(ANSWER.pack(child))
 
 
 def main() -> None:
