@@ -23,6 +23,7 @@ from mlx_speculation.engine.drafters.source import (
 )
 from mlx_speculation.engine.prompt import Prompts
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.interrupts import finalize
 from mlx_speculation.models import (
     Group,
     Lane,
@@ -151,7 +152,7 @@ def checked_setup(
             # For streams in other threads; the checks have built their forwards by now.
             heads = [each for each in members_of(setup.draft) if each.follows]
             evaluate_held(model, *models, *heads)
-            weakref.finalize(setup, hooks.pop_all().close)
+            weakref.finalize(setup, finalize, hooks.pop_all().close)
     return setup
 
 

@@ -24,7 +24,7 @@ from mlx_speculation.engine.round.outcome import RoundOutcome
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.errors import DrafterFaultWarning, SpeculationError
-from mlx_speculation.interrupts import DeferredSignals, raised_by_signal
+from mlx_speculation.interrupts import DeferredSignals, finalize, raised_by_signal
 
 
 class Stream:
@@ -278,10 +278,12 @@ class Stream:
 
         What it committed goes to the prefix cache then, as after `close()`.
         """
-        with DeferredSignals():
-            self._open.close()
-            if self.prefixes is not None and self._started and self._result is None:
-                self.prefixes.store_dropped(self._sequence.tokens)
+        finalize(self._drop)
+
+    def _drop(self) -> None:
+        self._open.close()
+        if self.prefixes is not None and self._started and self._result is None:
+            self.prefixes.store_dropped(self._sequence.tokens)
 
     # What follows is for who runs the rounds: this stream, or a batch.
 

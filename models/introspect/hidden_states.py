@@ -30,6 +30,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.errors import InvalidRequestError, SpeculationClosedError
+from mlx_speculation.interrupts import finalize
 from mlx_speculation.models.instance_hooks import Hooked
 from mlx_speculation.models.introspect.find_parts import find_parts
 from mlx_speculation.models.introspect.substitute import input_of, logits_of
@@ -82,7 +83,7 @@ class HiddenStates:
         own = [parts.trunk, parts.norm, parts.entry]
         modules += [module for module in own if module is not None]
         hooked = Hooked((module, OBSERVED) for module in modules)
-        self._finalizer = weakref.finalize(self, hooked.remove)
+        self._finalizer = weakref.finalize(self, finalize, hooked.remove)
         self._finalizer.atexit = False
 
     def states(self) -> States:

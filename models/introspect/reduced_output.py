@@ -20,6 +20,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation.errors import UnsupportedModelError
+from mlx_speculation.interrupts import finalize
 from mlx_speculation.models.instance_hooks import Hooked, plain_class
 from mlx_speculation.models.introspect.hidden_states import HiddenStates
 from mlx_speculation.models.introspect.parts import Parts
@@ -52,7 +53,7 @@ class ReducedOutput(Observer):
         self._module = parts.output
         self._method = "as_linear" if parts.tied else "__call__"
         hooked = Hooked([(parts.output, OBSERVED)])
-        self._finalizer = weakref.finalize(self, hooked.remove)
+        self._finalizer = weakref.finalize(self, finalize, hooked.remove)
         self._finalizer.atexit = False
         self._check(parts)
 

@@ -12,6 +12,11 @@ Ctrl-C can raise after a round was committed and before its tokens were counted.
 
 A handler that raises then raises from `checkpoint` or from the `with` statement. In
 other threads, which no handler runs in, both do nothing.
+
+Python drops what is raised in a finalizer. `finalize` is the body of one: what a
+handler raises meanwhile is raised afterwards, in the code that the finalizer had
+interrupted. Only a handler that runs before the first instruction of a finalizer is
+out of reach.
 """
 
 import signal
@@ -37,6 +42,8 @@ _open: list[bool] = []  # of each block that was entered: whether it has checkpo
 _handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
 _waiting: dict[int, float] = {}  # signals, and when they came
 _raised: list[int] = []  # the id of what a handler has raised last
+
+_AFTER_FINALIZERS = 1e-3  # seconds
 
 
 class DeferredSignals:
@@ -98,6 +105,68 @@ def checkpoint() -> None:
 def raised_by_signal(error: BaseException) -> bool:
     """Return whether a handler has raised this from the innermost outer block."""
     return id(error) in _raised
+
+
+def finalize(clean_up: Callable[[], object]) -> None:
+    """Clean up in a finalizer, and let no signal that comes meanwhile be lost.
+
+    Args:
+        clean_up: called once, inside `DeferredSignals`. What it raises goes up, and
+            Python reports it.
+    """
+    fault: Exception | None = None
+    begun = False
+    try:
+        with DeferredSignals():
+            begun = True
+            try:
+                clean_up()
+            except Exception as error:
+                fault = error
+    except BaseException as error:  # of a handler
+        _raise_later(error)
+        if not begun:
+            finalize(clean_up)
+    if fault is not None:
+        raise fault
+
+
+def _raise_later(error: BaseException) -> None:
+    """Raise an error in the main thread when no finalizer runs there.
+
+    SIGINT brings it: that also ends what the thread may wait in. One of the user's is
+    as good, and a handler that is set meanwhile gets this one.
+    """
+    before = _get(signal.SIGINT)
+    if before is None:  # nobody could restore it
+        raise error
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        if _in_finalizer(frame):
+            _interrupt_soon()
+            return
+        _set(signal.SIGINT, before)
+        raise error
+
+    _set(signal.SIGINT, handler)
+    _interrupt_soon()
+
+
+def _interrupt_soon() -> None:
+    main = threading.main_thread().ident
+    timer = threading.Timer(
+        _AFTER_FINALIZERS, signal.pthread_kill, (main, signal.SIGINT)
+    )
+    timer.daemon = True
+    timer.start()
+
+
+def _in_finalizer(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code is finalize.__code__ or frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _in_main_thread() -> bool:

@@ -1,0 +1,147 @@
+"""Ctrl-C that arrives while a finalizer runs, which Python would drop.
+
+A signal is raised at each opcode of the module in turn; what comes before the first
+instruction of a finalizer no code can catch.
+
+Faults that were made by hand, and found here: the body is called without `finalize`;
+it is not called again where entering its block has raised; what a handler has raised
+is raised in the finalizer; a signal comes again while a finalizer runs.
+"""
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from mlx_speculation import interrupts
+from mlx_speculation.interrupts import DeferredSignals, finalize
+
+
+class Dropped:
+    """An object with a finalizer."""
+
+    def __init__(self, clean_up: Callable[[], object]) -> None:
+        self.clean_up = clean_up
+
+    def __del__(self) -> None:
+        finalize(self.clean_up)
+
+
+@contextmanager
+def signal_at(number: int) -> Iterator[list[int]]:
+    """Raise SIGINT at an opcode of the functions that `finalize` calls."""
+    left = [number]
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_filename != interrupts.__file__:
+            return None
+        frame.f_trace_opcodes = frame.f_code is not finalize.__code__
+        if event == "opcode":
+            left[0] -= 1
+            if left[0] == 0:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    outer = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield left
+    finally:
+        sys.settrace(outer)
+
+
+@pytest.fixture(name="dropped_errors")
+def _dropped_errors(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    found: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", found.append)
+    return found
+
+
+def drop(clean_up: Callable[[], object], opcode: int) -> int:
+    """Drop an object, with a signal at an opcode; return how many were left."""
+    dropped = Dropped(clean_up)
+    with signal_at(opcode) as left:
+        del dropped
+    return left[0]
+
+
+def test_a_signal_at_any_opcode_is_raised_after_the_finalizer(
+    dropped_errors: list[Any],
+) -> None:
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    count = -drop(lambda: None, 0)
+    assert count > 100
+    for opcode in range(1, count + 1):
+        cleaned: list[int] = []
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            drop(lambda: cleaned.append(1), opcode)  # noqa: B023
+            time.sleep(30)
+        assert cleaned == [1], opcode
+        assert dropped_errors == [], opcode
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_a_handler_of_another_signal_raises_is_raised_too(
+    dropped_errors: list[Any],
+) -> None:
+    def late(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError("too late")
+
+    before = signal.signal(signal.SIGALRM, late)
+    try:
+        dropped = Dropped(lambda: signal.raise_signal(signal.SIGALRM))
+        with pytest.raises(TimeoutError, match="too late"):  # noqa: PT012
+            del dropped
+            time.sleep(30)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert dropped_errors == []
+
+
+def test_it_waits_for_other_finalizers_and_for_a_round(
+    dropped_errors: list[Any],
+) -> None:
+    seen: list[str] = []
+
+    class Outer:
+        def __del__(self) -> None:
+            drop(lambda: signal.raise_signal(signal.SIGINT), 0)
+            time.sleep(0.05)
+            seen.append("finalizer")
+
+    outer = Outer()
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        del outer
+        with DeferredSignals():
+            time.sleep(0.05)
+            seen.append("round")
+    assert seen == ["finalizer", "round"]
+    assert dropped_errors == []
+
+
+def test_what_cleaning_up_raises_is_reported_beside_the_signal(
+    dropped_errors: list[Any],
+) -> None:
+    def fail() -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise OSError("it cannot be cleaned")
+
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        drop(fail, 0)
+        time.sleep(30)
+    (reported,) = dropped_errors
+    assert str(reported.exc_value) == "it cannot be cleaned"
+
+
+def test_a_finalizer_of_another_thread_only_cleans_up() -> None:
+    cleaned: list[int] = []
+    thread = threading.Thread(target=finalize, args=(lambda: cleaned.append(1),))
+    thread.start()
+    thread.join()
+    assert cleaned == [1]
