@@ -1,5 +1,7 @@
 """The folder of a model, checked before anything is loaded from it."""
 
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from mlx_lm.utils import _download
@@ -24,8 +26,12 @@ def is_there(path: Path) -> bool:
         ) from error
 
 
-def check_model_folder(path_or_repo: str | Path) -> None:
+def check_model_folder(path_or_repo: str | Path, *words: str) -> None:
     """Refuse what is neither a model folder nor the name of a repository.
+
+    Args:
+        path_or_repo: the path or the name.
+        words: what else might have been meant.
 
     Raises:
         ModelFolderError: names what was found and what a model folder holds.
@@ -38,6 +44,13 @@ def check_model_folder(path_or_repo: str | Path) -> None:
         raise ModelFolderError(
             f"There is no folder {name!r}, and it is not the name of a repository "
             "(organisation/model). Pass the path of a folder in mlx-lm's layout."
+            f"{_meant(path, words)}"
+        )
+    if path.suffix == ".gguf":
+        raise ModelFolderError(
+            f"{str(path)!r} is a GGUF file, and mlx-lm reads folders. Take the model's "
+            "repository in mlx-community, or convert the original with mlx_lm.convert "
+            "--hf-path ORGANISATION/MODEL."
         )
     if not path.is_dir():
         raise ModelFolderError(
@@ -72,6 +85,14 @@ def model_folder(path_or_repo: str | Path) -> Path:
             f"{type(error).__name__}: {shortened(error)}. Check its name and the "
             "network, or pass the path of a folder."
         ) from error
+
+
+def _meant(path: Path, words: Sequence[str]) -> str:
+    """Return a question after a word or a folder whose name is nearly the same."""
+    own = path.parent
+    beside = [str(each) for each in own.iterdir()] if own.is_dir() else []
+    near = get_close_matches(str(path), [*words, *beside], n=1, cutoff=0.66)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def shortened(error: Exception) -> str:

@@ -42,6 +42,7 @@ def draft_folder(path_or_repo: str | Path) -> tuple[Path, type[FolderSource]]:
     """
     folder = Path(path_or_repo).expanduser()
     if not is_there(folder / "config.json"):
+        check_model_folder(path_or_repo, "mtp", "lookup", "auto")
         folder = model_folder(path_or_repo)
     source = source_of_config(read_config(folder))
     if source is ModelSource:

@@ -239,8 +239,10 @@ def _offered(target: TargetInfo) -> Resolved:
         return _of_pair(pair, folder, target)
     try:
         return Resolved(MtpDraft.load(folder, target))
-    except (ModelFolderError, UnsupportedModelError) as error:
-        return _lookup(folder, error)
+    except UnsupportedModelError:
+        return _lookup("there is no MTP head, and no speculation.json.")
+    except ModelFolderError as error:
+        return _lookup(f"there is no other draft that can be used. {error}")
 
 
 def _of_pair(pair: PairFile, folder: Path, target: TargetInfo) -> Resolved:
@@ -257,7 +259,8 @@ def _of_pair(pair: PairFile, folder: Path, target: TargetInfo) -> Resolved:
     try:
         return Resolved(loader.load(own, target, convention), pair.draft_length)
     except ConventionError as error:
-        return _lookup(folder, error, pair.draft_length)
+        why = f"there is no other draft that can be used. {error}"
+        return _lookup(why, pair.draft_length)
 
 
 def _check_kind(pair: PairFile, loader: type[FolderSource]) -> None:
@@ -273,9 +276,5 @@ def _check_kind(pair: PairFile, loader: type[FolderSource]) -> None:
         )
 
 
-def _lookup(folder: Path, error: Exception, length: int | None = None) -> Resolved:
-    said = (
-        f"draft='auto' takes a lookup, since {str(folder)!r} offers no other draft "
-        f"that can be used. {error}"
-    )
-    return Resolved(LookupDrafter(), length, (said,))
+def _lookup(why: str, length: int | None = None) -> Resolved:
+    return Resolved(LookupDrafter(), length, (f"draft='auto' takes a lookup: {why}",))
