@@ -57,7 +57,8 @@ def test_generate_prints_the_text_alone_on_standard_output() -> None:
     )
     assert done.stdout == expected.text + "\n"
     assert "BLAS: " in done.stderr
-    assert "acceptance rate" in done.stderr
+    assert f"{len(expected.tokens)} tokens ({expected.finish_reason}), " in done.stderr
+    assert "drafted tokens accepted, " in done.stderr
 
 
 def test_a_prompt_can_be_an_option(in_process: CliRunner) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_speculation import demo_models
+from mlx_speculation import __version__, demo_models
 from support.models.demo_folders import copy_of
 from support.processes.commands import Commands
 
@@ -102,14 +102,44 @@ def test_wrong_usage_is_explained(
     assert said in " ".join(done.output.split())
 
 
+def test_the_status_says_whose_fault_it_is(commands: Commands, tmp_path: Path) -> None:
+    usage = (
+        [*HI, "--top-p", "7"],
+        [*HI, "--draft-length", "4"],
+        [*HI, "--max-tokens", "0"],
+        [*PLAIN, "-p", ""],
+        [*HI, "--html", str(tmp_path)],
+    )
+    assert [commands(*each).exit_code for each in usage] == [2] * len(usage)
+    folders = (
+        ["generate", "nowhere", "-p", "x"],
+        [*HI, "--draft", "nowhere"],
+        ["pair", str(tmp_path)],
+    )
+    assert [commands(*each).exit_code for each in folders] == [1] * len(folders)
+
+
+def test_a_draft_length_needs_a_draft(commands: Commands) -> None:
+    said = commands.refused(*HI, "--draft-length", "4")
+    assert "--draft-length is 4, and there is no --draft" in said
+    assert commands(*HI, "--draft-length", "0").exit_code == 0
+
+
+def test_the_version_is_printed(commands: Commands) -> None:
+    done = commands("--version")
+    assert done.stdout == f"mlx-speculation {__version__}\n"
+
+
 def test_models_that_are_none_are_refused(commands: Commands, tmp_path: Path) -> None:
     def said(model: object) -> str:
         return commands.refused("generate", model, "-p", "x")
 
     assert "There is no folder 'nowhere'" in said("nowhere")
     assert "lacks config.json, tokenizer_config.json, model" in said(tmp_path)
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"GGUF")
+    gguf, file = tmp_path / "model.gguf", tmp_path / "model.bin"
+    for each in (gguf, file):
+        each.write_bytes(b"GGUF")
+    assert "convert the original with mlx_lm.convert" in said(gguf)
     assert "is a file, and a model is a folder" in said(file)
 
     folder = copy_of("draft", tmp_path / "cut")
@@ -125,6 +155,23 @@ def test_models_that_are_none_are_refused(commands: Commands, tmp_path: Path) ->
     unknown = copy_of("draft", tmp_path / "unknown")
     (unknown / "config.json").write_text('{"model_type": "perceptron"}')
     assert "perceptron" in said(unknown)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("lookups", "lookup"), ("mpt", "mtp"), ("draff", "draft")]
+)
+def test_a_draft_whose_name_is_nearly_right_is_guessed(
+    commands: Commands,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: str,
+    meant: str,
+) -> None:
+    copy_of("draft", tmp_path / "draft")
+    monkeypatch.chdir(tmp_path)
+    said = commands.refused(*HI, "--draft", given)
+    assert said.endswith(f"Did you mean {meant!r}?")
+    assert "Did you mean" not in commands.refused(*HI, "--draft", "quite-another")
 
 
 def test_a_repository_that_cannot_be_fetched(
@@ -281,7 +328,7 @@ def test_a_missing_library_is_a_line(
 def test_notes_are_lines_without_a_path_of_the_source(commands: Commands) -> None:
     done = commands(*HI, "--draft", "auto")
     assert done.exit_code == 0
-    assert "note: draft='auto' takes a lookup, since" in done.stderr
+    assert "note: draft='auto' takes a lookup: there" in done.stderr
     assert ".py:" not in done.stderr
 
 
@@ -340,5 +387,5 @@ def test_no_value_of_an_option_is_a_traceback(
         asked += [f"{option}={value}"]
     done = commands(*asked, text="def f(x):")
     assert done.exit_code in (0, 1, 2), done.output
-    if done.exit_code == 1:
+    if done.exit_code == 1 or "error: " in done.stderr:
         assert done.stderr.count("error: ") == 1

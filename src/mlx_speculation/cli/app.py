@@ -1,5 +1,7 @@
 """The application of all commands, each in a file of its own."""
 
+from typing import Annotated
+
 import typer
 
 from mlx_speculation.cli.commands.benchmark import benchmark
@@ -14,11 +16,32 @@ from mlx_speculation.cli.commands.serve import serve
 from mlx_speculation.cli.option_groups import flattened
 from mlx_speculation.cli.run_app import guarded
 
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from mlx_speculation import __version__
+
+        typer.echo(f"mlx-speculation {__version__}")
+        raise typer.Exit
+
+
+def _common(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Take what stands before a command."""
+
+
 app = typer.Typer(
     help="Faster text from mlx-lm models, and the same text.",
     no_args_is_help=True,
     add_completion=False,
 )
+app.callback(help=app.info.help)(_common)
 COMMANDS = (generate, chat, serve, benchmark, check, calibrate, pair, doctor, demo)
 for command in COMMANDS:
     app.command()(guarded(flattened(command)))

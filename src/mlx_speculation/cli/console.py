@@ -27,15 +27,18 @@ class Screen:
 
     Args:
         json: print one JSON object on standard output, and no text or table there.
+        quiet: print no line and no table on standard error, errors and notes apart.
     """
 
-    def __init__(self, *, json: bool = False) -> None:
-        self.json = json
+    def __init__(self, *, json: bool = False, quiet: bool = False) -> None:
+        self.json, self.quiet = json, quiet
         self.notes = Console(stderr=True)
         self.out = Console()
 
     def say(self, line: str) -> None:
-        """Print a dim line on standard error."""
+        """Print a dim line on standard error, unless it is quiet."""
+        if self.quiet:
+            return
         self.notes.print(line, style="dim", highlight=False, markup=False)
 
     def text(self, text: str) -> None:
@@ -48,7 +51,7 @@ class Screen:
 
         It is as wide as its words and figures, also where the terminal is narrower.
         """
-        if self.json:
+        if self.json or (self.quiet and not result):
             return
         console = self.out if result else self.notes
         least = least_width(table, console)
@@ -76,7 +79,7 @@ class Screen:
             TextColumn("{task.fields[count]}"),
             console=self.notes,
             transient=True,
-            disable=not self.notes.is_terminal,
+            disable=self.quiet or not self.notes.is_terminal,
         )
         with bar:
             task = bar.add_task(what, total=None, count="")

@@ -1,6 +1,7 @@
 """What commands read and write beside models: prompts, schemas, pages.
 
-What cannot be used is an `InvalidRequestError` that names the option.
+What cannot be used is an `InvalidRequestError` that names the option, and a disk that
+is full a `SpeculationError`.
 """
 
 import os
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.errors import InvalidRequestError, SpeculationError
 from mlx_speculation.json_files import JsonFlawError, parse_json
 
 
@@ -122,7 +123,7 @@ def writing(option: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InvalidRequestError(
+        raise SpeculationError(
             f"{option} is {str(path)!r}, which cannot be written: {error.strerror}. "
             "Name another file."
         ) from error

@@ -40,6 +40,11 @@ def open_pair(
             "--draft is empty. Give a folder, 'mtp', 'lookup' or 'auto', or leave it "
             "out."
         )
+    if pair.draft is None and pair.draft_length:
+        raise InvalidRequestError(
+            f"--draft-length is {pair.draft_length}, and there is no --draft. Give a "
+            "folder, 'mtp', 'lookup' or 'auto', or leave --draft-length out."
+        )
     with screen.busy(f"loading {Path(pair.model).name}"):
         return SpeculativeGenerator.from_pretrained(
             pair.model,

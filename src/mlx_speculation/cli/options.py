@@ -45,6 +45,12 @@ Json = Annotated[
         "--json", help="Print one JSON object and nothing else on standard output."
     ),
 ]
+Quiet = Annotated[
+    bool,
+    typer.Option(
+        "--quiet", "-q", help="Print no statistics and no progress on standard error."
+    ),
+]
 Model = Annotated[
     str,
     typer.Argument(

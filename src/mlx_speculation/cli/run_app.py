@@ -3,7 +3,8 @@
     what                                 standard error            status
     an error of this package             one line, "error: ..."    1
     mlx or a package of it is missing    one line, what to do      1
-    wrong usage                          typer's box               2
+    wrong usage, an option that is out   typer's box, or one line  2
+    of range or does not fit another
     Ctrl-C                               what was done so far      130
     a reader that left, as in `| head`   nothing                   141
 
@@ -28,10 +29,11 @@ from mlx_speculation.errors import (
     CostFileWarning,
     DrafterFaultWarning,
     DraftNotice,
+    InvalidRequestError,
     SpeculationError,
 )
 
-FAILED, INTERRUPTED, READER_LEFT = 1, 130, 141
+FAILED, USAGE, INTERRUPTED, READER_LEFT = 1, 2, 130, 141
 _NOTES = (ContextLengthNotice, CostFileWarning, DrafterFaultWarning, DraftNotice)
 
 
@@ -100,7 +102,8 @@ def _ending(leave: Callable[[int], Exception | SystemExit]) -> Iterator[None]:
             yield
         except SpeculationError as error:
             fail(str(error))
-            raise leave(FAILED) from error
+            usage = isinstance(error, InvalidRequestError)
+            raise leave(USAGE if usage else FAILED) from error
         except KeyboardInterrupt as error:
             typer.secho("interrupted", err=True)
             raise leave(INTERRUPTED) from error

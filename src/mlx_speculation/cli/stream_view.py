@@ -1,5 +1,6 @@
 """Showing a stream as it runs, and what it counted."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ class PromptBar:
 
     def __init__(self, total: int) -> None:
         self._total, self._done = total, 0
+        self.seconds = 0.0  # until the first token was there
         self._report: Report | None = None
 
     def advance(self, tokens: int) -> None:
@@ -63,12 +65,34 @@ def show(
 
 def _with_bar(stream: "Stream", screen: Screen, bar: PromptBar) -> Iterator["Chunk"]:
     """Yield a stream's chunks; a bar is shown until the first one."""
+    started = time.perf_counter()
     with screen.progress("reading the prompt") as report:
         bar.show(report)
         first = next(stream, None)
+    bar.seconds = time.perf_counter() - started
     if first is not None:
         yield first
         yield from stream
+
+
+def lines(result: "Result", ended: str, prompt_tokens: int, bar: PromptBar) -> str:
+    """Return what a generation counted in one line, or two where it has drafted."""
+    stats = result.stats
+    read = prompt_tokens - 1 - stats.reused  # the first round reads the last
+    seconds = stats.prefill_seconds
+    rate = f", {read / seconds:.0f}/s" if read > 0 and seconds else ""
+    reused = f", {stats.reused} not read again" if stats.reused else ""
+    said = (
+        f"{len(result.tokens)} tokens ({ended}), {stats.tokens_per_second:.1f}/s; "
+        f"prompt {prompt_tokens} tokens{rate}{reused}; first token after "
+        f"{bar.seconds:.2f} s"
+    )
+    if stats.drafted:
+        said += (
+            f"\n{percent(stats.acceptance_rate)} of {stats.drafted} drafted tokens "
+            f"accepted, {stats.tokens_per_round:.2f} tokens per round"
+        )
+    return said
 
 
 def summary(result: "Result", ended: str) -> Table:

@@ -18,7 +18,7 @@ from support.processes.commands import Commands
 
 DRAFT = str(demo_models()["draft"])
 OTHERS = ("dense", "sliding")
-LENGTH = ["--draft-length", "3", "-m", "12"]
+LENGTH, DRAFTED = ["-m", "12"], ["--draft-length", "3"]
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -40,7 +40,8 @@ def with_template(folder: Path, template: str = TEMPLATE) -> Path:
 
 
 def talk(commands: Commands, text: str, *options: Any, status: int = 0) -> Any:
-    done = commands("chat", *options, *LENGTH, "--json", text=text)
+    drafted = DRAFTED if "--draft" in options else []
+    done = commands("chat", *options, *LENGTH, *drafted, "--json", text=text)
     assert done.exit_code == status, done.output
     return json.loads(done.stdout)
 

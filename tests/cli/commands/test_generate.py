@@ -1,6 +1,7 @@
 """`generate`: its text, its JSON object, its page, and how it is interrupted."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from support.processes.commands import Commands
 
 PROMPT = "def add(first, second):\n"
 DRAFT = str(demo_models()["draft"])
+PLAIN_GENERATE = ["generate", DRAFT, "-p", "hi", "-m", "8"]
 PAIR = ["generate", DRAFT, "--draft", DRAFT, "--draft-length", "3"]
 
 
@@ -46,6 +48,28 @@ def test_the_json_object_holds_the_text_and_who_wrote_it(commands: Commands) -> 
     assert stats["acceptance_rate"] == stats["accepted"] / stats["drafted"]
     assert found["versions"].keys() >= {"python", "mlx", "mlx-lm"}
     assert found["blas"].keys() == {"name", "detail"}
+
+
+def test_statistics_are_two_lines_a_table_or_nothing(commands: Commands) -> None:
+    drafted = [*PLAIN_GENERATE, "--draft", DRAFT, "--draft-length", "2"]
+    first, second = commands(*drafted).stderr.splitlines()[-2:]
+    assert re.fullmatch(
+        r"8 tokens \(length\), [\d.]+/s; prompt 2 tokens, \d+/s; first token after "
+        r"[\d.]+ s",
+        first,
+    )
+    assert re.fullmatch(
+        r"\d+% of \d+ drafted tokens accepted, [\d.]+ tokens per round", second
+    )
+    plain = commands(*PLAIN_GENERATE).stderr.splitlines()
+    assert plain[-1].startswith("8 tokens (length), ")
+    table = commands(*drafted, "--stats").stderr
+    assert "mean accepted length" in table
+    assert "first token after" not in table
+    for quiet in ("--quiet", "-q"):
+        done = commands(*drafted, quiet, "--stats")
+        assert done.stderr == ""
+        assert done.stdout == commands(*drafted).stdout
 
 
 def test_models_are_repositories_as_mlx_lm_names_them(
@@ -279,7 +303,7 @@ def test_a_real_ctrl_c_ends_with_a_summary() -> None:
         _, told = process.communicate(timeout=60)
     assert process.returncode == 130, told
     assert "interrupted" in told
-    assert "acceptance rate" in told
+    assert "tokens (interrupted), " in told
     assert "Traceback" not in told
 
 

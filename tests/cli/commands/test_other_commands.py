@@ -150,7 +150,7 @@ def test_pair_lists_a_head_and_what_auto_takes(
 def test_pair_says_why_auto_takes_a_lookup(commands: Commands) -> None:
     found = commands.object("pair", DRAFT)
     assert found["offers"][1]["usable"] is False
-    assert found["auto"]["detail"].startswith("draft='auto' takes a lookup, since")
+    assert found["auto"]["detail"].startswith("draft='auto' takes a lookup: there")
     done = commands("pair", DRAFT)
     assert "auto" in done.stdout
 

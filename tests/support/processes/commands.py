@@ -8,6 +8,7 @@ from typer.testing import CliRunner, Result
 
 from mlx_speculation.blas import BlasChoice
 from mlx_speculation.cli.app import app
+from mlx_speculation.cli.run_app import FAILED, USAGE
 
 
 class Commands:
@@ -53,7 +54,7 @@ class Commands:
     def refused(self, *options: Any, text: str | bytes | None = None) -> str:
         """Run a command that a user got wrong, and return its line."""
         done = self(*options, text=text)
-        assert done.exit_code == 1, done.output
+        assert done.exit_code in (FAILED, USAGE), done.output
         assert done.stdout == ""
         lines = [line for line in done.stderr.splitlines() if "error: " in line]
         assert len(lines) == 1, done.stderr

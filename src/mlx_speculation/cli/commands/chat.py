@@ -7,19 +7,25 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from mlx_speculation.cli.chat_template import TemplateOptions
-from mlx_speculation.cli.console import Screen, number, percent
+from mlx_speculation.cli.console import Screen, percent
 from mlx_speculation.cli.conversation import Conversation
 from mlx_speculation.cli.inputs import decoded, sound_text
 from mlx_speculation.cli.load_pair import as_object, begin, open_pair, prefix_cache
-from mlx_speculation.cli.options import EndOptions, Json, PairOptions, SamplingOptions
+from mlx_speculation.cli.options import (
+    EndOptions,
+    Json,
+    PairOptions,
+    Quiet,
+    SamplingOptions,
+)
 from mlx_speculation.cli.run_app import INTERRUPTED, note
-from mlx_speculation.cli.stream_view import PromptBar, show
+from mlx_speculation.cli.stream_view import PromptBar, lines, show
 from mlx_speculation.environment import versions
 from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
     from mlx_speculation import SpeculativeGenerator
-    from mlx_speculation.engine import Chunk, Result
+    from mlx_speculation.engine import Chunk
 
 HELP = "/reset begins anew, /quit or Ctrl-D ends, Ctrl-C ends an answer."
 
@@ -36,9 +42,10 @@ def chat(
         8.0, "Size of the prefix cache kept between turns; 0: off.", min=0.0, max=1e6
     ),
     json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Talk with a model; a line is a message. Caches are kept between turns."""
-    screen = Screen(json=json)
+    screen = Screen(json=json, quiet=quiet)
     template.check()
     end.check()
     blas = begin(pair.blas, screen)
@@ -141,16 +148,7 @@ class _Talk:
                 "statistics": as_object(result.stats),
             }
         )
-        self._screen.say(_line(result, ended))
-
-
-def _line(result: "Result", ended: str) -> str:
-    stats = result.stats
-    return (
-        f"[{len(result.tokens)} tokens, {ended}; {number(stats.tokens_per_second)} "
-        f"tokens/s, {percent(stats.acceptance_rate)} of {stats.drafted} drafted "
-        f"accepted; {stats.reused} tokens not read again]"
-    )
+        self._screen.say(lines(result, ended, len(ids), bar))
 
 
 def _messages(screen: Screen) -> Iterator[str]:

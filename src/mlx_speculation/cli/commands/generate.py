@@ -22,10 +22,11 @@ from mlx_speculation.cli.options import (
     EndOptions,
     Json,
     PairOptions,
+    Quiet,
     SamplingOptions,
 )
 from mlx_speculation.cli.run_app import INTERRUPTED
-from mlx_speculation.cli.stream_view import PromptBar, show, summary
+from mlx_speculation.cli.stream_view import PromptBar, lines, show, summary
 from mlx_speculation.environment import versions
 from mlx_speculation.option_fields import option
 
@@ -50,6 +51,8 @@ class OutputOptions:
     colour: bool = option(
         False, "Show accepted tokens in green.", "--colour", "--color"
     )
+
+    stats: bool = option(False, "Print all statistics as a table.")
 
     def check(self) -> Any:
         """Return the schema, if there is one, once all files are seen to be usable."""
@@ -78,9 +81,10 @@ def generate(
         None, "Beginning of the answer.", panel=TEMPLATE
     ),
     json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Continue a prompt; text on standard output, statistics on standard error."""
-    screen = Screen(json=json)
+    screen = Screen(json=json, quiet=quiet)
     schema = output.check()
     template.check()
     kv.check()
@@ -111,7 +115,10 @@ def generate(
     screen.text("\n")
     result = stream.result
     ended = "interrupted" if interrupted else result.finish_reason
-    screen.table(summary(result, ended), result=False)
+    if output.stats:
+        screen.table(summary(result, ended), result=False)
+    else:
+        screen.say(lines(result, ended, len(tokens), bar))
     screen.object(
         command="generate",
         model=pair.model,
