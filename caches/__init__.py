@@ -24,7 +24,7 @@ from mlx_speculation.caches.journals.deepseek_v41 import RecordingLayerCache
 from mlx_speculation.caches.kv_quantization import KVQuantization
 from mlx_speculation.caches.nbytes import array_bytes, arrays_in, bytes_beside
 from mlx_speculation.caches.prefix import PrefixCache
-from mlx_speculation.caches.registry import check_supported
+from mlx_speculation.caches.registry import check_fixed, check_supported
 from mlx_speculation.caches.snapshots.read_rows import check_readable, read_rows
 from mlx_speculation.caches.snapshots.snapshot import (
     Snapshot,
@@ -45,6 +45,7 @@ from mlx_speculation.caches.types.convert import (
     others_are_longer,
     with_slack,
 )
+from mlx_speculation.caches.types.fixed_view import FixedShape
 from mlx_speculation.caches.types.leaves import (
     check_single,
     leaves,
@@ -54,6 +55,7 @@ from mlx_speculation.caches.types.leaves import (
 from mlx_speculation.caches.types.padded_kv import asks_cudnn, whole_steps, with_room
 
 __all__ = [
+    "FixedShape",
     "Journal",
     "KVQuantization",
     "LoadedCaches",
@@ -69,6 +71,7 @@ __all__ = [
     "as_native",
     "asks_cudnn",
     "bytes_beside",
+    "check_fixed",
     "check_readable",
     "check_single",
     "check_supported",

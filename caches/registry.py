@@ -33,6 +33,7 @@ from mlx_speculation.caches.journals.kv import KVJournal
 from mlx_speculation.caches.journals.ragged_kv import RaggedJournal
 from mlx_speculation.caches.journals.rotating_kv import RotatingJournal
 from mlx_speculation.caches.journals.sliding_kv import SlidingJournal
+from mlx_speculation.caches.types.fixed_view import FIXED, FixedShape
 from mlx_speculation.caches.types.leaves import checked_leaves, flat
 from mlx_speculation.caches.types.padded_kv import KeySteps
 from mlx_speculation.caches.types.ragged_kv import RaggedKVCache
@@ -55,6 +56,11 @@ JOURNALS: dict[type, OpenJournal] = {
     RaggedKVCache: RaggedJournal,
 }
 KNOWN = (*JOURNALS, CacheList)
+_FIXED: dict[type, Any] = {
+    KVCache: KVJournal,
+    QuantizedKVCache: KVJournal,
+    SlidingKVCache: SlidingJournal,
+}
 # A cache of which a snapshot shares rows is of a class of its own meanwhile.
 JOURNALS |= {
     watched: JOURNALS[native]
@@ -78,6 +84,34 @@ def check_supported(caches: Sequence[Any]) -> list[Any]:
             caches, lambda leaf: type(leaf) in JOURNALS, "rolled back", names
         )
     return found
+
+
+def check_fixed(caches: Sequence[Any]) -> list[Any]:
+    """Return every leaf; refuse what has no view of a fixed size. Touches nothing.
+
+    Raises:
+        InvalidRequestError: there is no cache, or one object stands in two places.
+        UnsupportedCacheError: a leaf is of another kind.
+    """
+    kinds = [*FIXED, ArraysCache]
+    found = checked_leaves(
+        caches,
+        lambda leaf: native_type(leaf) in kinds,
+        "shown in a fixed shape (a RotatingKVCache with keep=0: by "
+        "mlx_speculation.caches.with_slack)",
+        (kind.__name__ for kind in kinds),
+    )
+    return [leaf for _, leaf in found]
+
+
+def open_fixed(found: Sequence[Any], shape: FixedShape) -> list[Journal]:
+    """Return a journal for each of the leaves that `check_fixed` has passed."""
+    return [
+        JOURNALS[type(leaf)](leaf, False)
+        if type(leaf) is ArraysCache
+        else _FIXED[native_type(leaf)](leaf, shape=shape)
+        for leaf in found
+    ]
 
 
 def open_journals(

@@ -20,10 +20,13 @@ from mlx_speculation.caches.journals.kv import KVJournals
 from mlx_speculation.caches.keep_counts import check_range, numbers, per_row, shown
 from mlx_speculation.caches.nbytes import bytes_beside
 from mlx_speculation.caches.registry import (
+    check_fixed,
     check_supported,
+    open_fixed,
     open_journals,
     presented,
 )
+from mlx_speculation.caches.types.fixed_view import FixedShape
 from mlx_speculation.caches.types.leaves import position
 from mlx_speculation.caches.types.padded_kv import steps_of_a_round
 from mlx_speculation.errors import (
@@ -64,6 +67,11 @@ class Speculation:
         key_steps: show the model keys in whole steps of rows where that is faster, see
             `caches/types/padded_kv.py`; only for models that have been tried, and not
             with `isolated`.
+        shape: of the one forward of this round, in exact mode: the model is shown keys
+            in views whose size depends on the position alone, see
+            `caches/types/fixed_view.py`, and is fed `shape.rows` rows, padding
+            included, which is undone like rejected drafts. Not with `whole`,
+            `isolated` or `key_steps`.
 
     Attributes:
         open: whether it is neither committed nor rolled back.
@@ -83,6 +91,7 @@ class Speculation:
         rerun: Rerun | None = None,
         isolated: bool = False,
         key_steps: bool = False,
+        shape: FixedShape | None = None,
     ) -> None:
         self._whole = whole
         self._rerun = rerun
@@ -91,10 +100,19 @@ class Speculation:
         self._opened: list[Journal] = []
         # Until one is asked for, there need be none where the model has KV caches only.
         self._unopened: KVJournals | None = None
-        if steps is None and not isolated:
+        if steps is None and not isolated and shape is None:
             self._unopened = KVJournals.of(self._live)
         if self._unopened is not None:
             self._presented = list(caches)
+        elif shape is not None:
+            if whole or isolated or key_steps:
+                raise InvalidRequestError(
+                    "shape was passed, and whole, isolated or key_steps too. Pass one "
+                    "of them."
+                )
+            self._live = check_fixed(caches)
+            self._opened = open_fixed(self._live, shape)
+            self._presented = presented(caches, iter(self._opened))
         else:
             self._live = check_supported(caches)
             self._opened = open_journals(

@@ -28,6 +28,7 @@ from mlx_speculation.models.lanes import (
     RestorePoints,
     Sliding,
     Unread,
+    check_fixed_shape,
 )
 from mlx_speculation.models.load_model import load
 from mlx_speculation.models.model_folder import (
@@ -86,6 +87,7 @@ __all__ = [
     "can_join_output",
     "check_bits",
     "check_causal",
+    "check_fixed_shape",
     "check_model_folder",
     "check_resumable",
     "check_same_ids",

@@ -21,6 +21,7 @@ _in_round: ContextVar[bool] = ContextVar("in_round", default=False)
 _device: ContextVar[Device | None] = ContextVar("device", default=None)
 _forward: ContextVar["Forward"] = ContextVar("forward")
 _positions_on_cpu: ContextVar[int] = ContextVar("positions_on_cpu", default=0)
+_exact_rows: ContextVar[int] = ContextVar("exact_rows", default=0)
 
 # Products of a forward from one submission to the next; a layer has some 7. A count,
 # and no time, so that all ranks of a sharded model submit alike.
@@ -59,6 +60,8 @@ in_round = _in_round.get
 forward_of_round = _forward.get
 device_of_round = _device.get  # found once for all layers of a forward
 positions_on_cpu = _positions_on_cpu.get  # of the plain step that is being built
+# How many rows of a forward in exact mode are no padding; 0: it is not one.
+rows_in_exact_mode = _exact_rows.get
 
 
 def on_cpu() -> bool:
@@ -153,6 +156,33 @@ class plain_step:  # noqa: N801 - used like the function that it stands for
 
     def __exit__(self, *error: Any) -> None:
         _positions_on_cpu.reset(self._token)
+
+
+class fixed_shape_forward:  # noqa: N801 - like `rows_of_a_round`
+    """Build a forward of exact mode, in this thread, inside the block.
+
+    Plain steps, rounds and prompts are built alike: by mlx's own operations, without
+    what serves one device, with one formula for any number of rows that count.
+
+    Args:
+        rows: how many of the rows are no padding, from 1.
+    """
+
+    __slots__ = ("_plain", "_round", "_rows", "_token")
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._plain = plain_step(0)
+
+    def __enter__(self) -> None:
+        self._plain.__enter__()
+        self._token = _exact_rows.set(self._rows)
+        self._round = _in_round.set(True)  # one form of latent attention for all
+
+    def __exit__(self, *error: Any) -> None:
+        _in_round.reset(self._round)
+        _exact_rows.reset(self._token)
+        self._plain.__exit__(*error)
 
 
 def submit_in_parts(product: mx.array) -> None:

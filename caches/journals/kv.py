@@ -18,17 +18,19 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from mlx_speculation.caches.journals.live import LiveJournal
+from mlx_speculation.caches.types.fixed_view import FixedShape, in_fixed_view
 from mlx_speculation.caches.types.padded_kv import KeySteps, in_steps
 
 
 class KVJournal(LiveJournal):
     """Journal of one cache by length; the live cache itself is what the model sees.
 
-    With `steps` it sees a `KVCache` in whole steps of rows. Whether a part may be kept
-    makes no difference, so `whole` is not looked at.
+    With `steps` it sees a `KVCache` in whole steps of rows, with `shape` either kind in
+    a fixed view. Whether a part may be kept makes no difference, so `whole` is not
+    looked at.
 
     Attributes:
-        presented: the live cache, or a view of it in whole steps.
+        presented: the live cache, or a view of it.
     """
 
     __slots__ = ("_cache", "_start", "_was_empty", "presented")
@@ -38,10 +40,13 @@ class KVJournal(LiveJournal):
         cache: KVCache | QuantizedKVCache,
         whole: bool = False,
         steps: KeySteps | None = None,
+        shape: FixedShape | None = None,
     ) -> None:
         self._cache = cache
         self.presented = cache
-        if steps is not None and isinstance(cache, KVCache):
+        if shape is not None:
+            self.presented = in_fixed_view(cache, shape)
+        elif steps is not None and isinstance(cache, KVCache):
             self.presented = in_steps(cache, steps)
         self._start = cache.offset
         self._was_empty = cache.keys is None

@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_speculation.caches.journals.live import LiveJournal, sharing
+from mlx_speculation.caches.types.fixed_view import FixedShape, in_fixed_view
 from mlx_speculation.caches.types.padded_kv import (
     KeySteps,
     asks_cudnn,
@@ -79,16 +80,23 @@ class PresentedSliding(SlidingKVCache):
 
 
 class SlidingJournal(LiveJournal):
-    """Journal of one `SlidingKVCache`; with `whole`, all it writes will be kept."""
+    """Journal of one `SlidingKVCache`; with `whole`, all it writes will be kept.
+
+    With `shape` the model sees it in a fixed view.
+    """
 
     def __init__(
         self,
         cache: SlidingKVCache,
         whole: bool = False,
         steps: KeySteps | None = None,
+        shape: FixedShape | None = None,
     ) -> None:
         self._cache = cache
         self._before = dict(vars(cache))
+        if shape is not None:
+            self.presented = in_fixed_view(cache, shape)
+            return
         self.presented = sharing(cache, PresentedSliding)
         self.presented._start = cache.offset
         self.presented._whole = whole

@@ -25,6 +25,7 @@ from mlx_speculation.caches.prefix.radix_tree import Node, PrefixTree, Tokens
 from mlx_speculation.caches.prefix.restore_points import Point, RunningPoints
 from mlx_speculation.caches.snapshots.snapshot import Snapshot, merge, split
 from mlx_speculation.caches.snapshots.take import snapshot
+from mlx_speculation.caches.types.fixed_view import FixedShape
 from mlx_speculation.caches.types.leaves import check_single
 from mlx_speculation.errors import InvalidRequestError
 
@@ -53,6 +54,7 @@ class PrefixCache:
         self._lock = threading.RLock()
         self._clock = itertools.count(1)
         self._owners: tuple[weakref.ref[Any], ...] | None = None
+        self._shape: FixedShape | None = None
         self._empty: list[Snapshot] = []
         self._trees: list[PrefixTree] = []
         self._stored = 0  # bytes in the trees
@@ -81,15 +83,22 @@ class PrefixCache:
             self._trees = [PrefixTree(each) for each in self._empty]
             self._stored = 0
 
-    def bind(self, owners: Sequence[Any], caches: Sequence[Sequence[Any]]) -> None:
+    def bind(
+        self,
+        owners: Sequence[Any],
+        caches: Sequence[Sequence[Any]],
+        shape: FixedShape | None = None,
+    ) -> None:
         """Belong to these models from now on, and to no others.
 
         Args:
             owners: the models, compared by identity.
             caches: new empty caches of each.
+            shape: of the first model's forwards in exact mode; None: rows were computed
+                in any company, and are not for a model in exact mode.
 
         Raises:
-            InvalidRequestError: it belongs to others.
+            InvalidRequestError: it belongs to others, or to forwards of another shape.
             UnsupportedCacheError: a cache holds a batch, or is of a kind that no
                 snapshot can hold.
         """
@@ -99,6 +108,7 @@ class PrefixCache:
         with self._lock:
             if self._owners is None:
                 self._owners = tuple(weakref.ref(owner) for owner in owners)
+                self._shape = shape
                 self._empty = empty
                 self.clear()
             mine = [ref() for ref in self._owners]
@@ -109,6 +119,12 @@ class PrefixCache:
             raise InvalidRequestError(
                 f"The prefix cache belongs to {_named(mine)}, and {_named(owners)} was "
                 "asked for. Make a PrefixCache for each pair of target and draft."
+            )
+        if self._shape != shape:
+            raise InvalidRequestError(
+                f"The prefix cache holds what forwards with exact={_rows(self._shape)} "
+                f"have computed, and exact={_rows(shape)} was asked for. Make a "
+                "PrefixCache for each."
             )
         for own, other in zip(self._empty, empty, strict=True):
             merge(own, other)  # refuses caches of other kinds and settings
@@ -264,6 +280,10 @@ class PrefixCache:
         now = next(self._clock)
         for node in nodes:
             node.used = now
+
+
+def _rows(shape: FixedShape | None) -> int | None:
+    return None if shape is None else shape.rows
 
 
 def _named(owners: Sequence[Any]) -> str:

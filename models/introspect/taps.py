@@ -82,6 +82,11 @@ class States:
         """Add what one forward showed."""
         self._forwards.append(forward)
 
+    def cut(self, positions: int) -> None:
+        """Let the last forward have shown its first positions alone."""
+        last = self._forwards[-1]
+        self._forwards[-1] = {key: x[:, :positions] for key, x in last.items()}
+
     def _joined(self, key: Key) -> mx.array:
         if key not in self._keys:
             raise InvalidRequestError(

@@ -7,6 +7,7 @@ or rolled back as a whole. How tokens are drafted or accepted is not known here.
 from mlx_speculation.models.lanes.batch_lane import BatchLane, BatchRound
 from mlx_speculation.models.lanes.batch_states import BatchStates, Unread
 from mlx_speculation.models.lanes.committed_states import CommittedStates
+from mlx_speculation.models.lanes.fixed_shape import check_fixed_shape
 from mlx_speculation.models.lanes.install_hooks import ModelHooks
 from mlx_speculation.models.lanes.lane import PREFILL_STEP, Lane, LaneRound, Sliding
 from mlx_speculation.models.lanes.restore_points import RestorePoints
@@ -23,4 +24,5 @@ __all__ = [
     "RestorePoints",
     "Sliding",
     "Unread",
+    "check_fixed_shape",
 ]

@@ -15,10 +15,12 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation.caches import (
+    FixedShape,
     KVQuantization,
     Snapshot,
     Speculation,
     asks_cudnn,
+    check_fixed,
     check_single,
     check_supported,
     position,
@@ -26,7 +28,7 @@ from mlx_speculation.caches import (
     states,
     with_slack,
 )
-from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.interrupts import checkpoint
 from mlx_speculation.models.device_ops import CompiledForward
 from mlx_speculation.models.introspect.hidden_states import HiddenStates
@@ -35,7 +37,11 @@ from mlx_speculation.models.lanes.committed_states import CommittedStates
 from mlx_speculation.models.lanes.padded_keys import takes_key_steps
 from mlx_speculation.models.lanes.restore_points import RestorePoints
 from mlx_speculation.models.recurrent.recorder import noting_reruns
-from mlx_speculation.models.round_context import plain_step, rows_of_a_round
+from mlx_speculation.models.round_context import (
+    fixed_shape_forward,
+    plain_step,
+    rows_of_a_round,
+)
 
 PREFILL_STEP = 2048
 COUNTED_EVERY = 64  # rounds; to look at one takes some ten microseconds a layer
@@ -54,6 +60,9 @@ class Lane:
         seen: how many tokens of the sequence they hold.
         sliding: "slack" puts sliding caches in place of the new rings; "native"
             leaves them. Passed caches stay as they are.
+        shape: of every forward, in exact mode: a row's bits then follow from the tokens
+            before it alone, whatever is fed with it; see `caches.types.fixed_view`.
+            Ask `check_fixed_shape` for the model first, and hold `ModelHooks` on it.
 
     Attributes:
         prefill_step: how many tokens of a prompt are fed at once.
@@ -79,12 +88,14 @@ class Lane:
         seen: int = 0,
         *,
         sliding: Sliding = "native",
+        shape: FixedShape | None = None,
     ) -> None:
         own = make_prompt_cache(model)
         if caches is None:
             caches = with_slack(own) if sliding == "slack" else own
         self.model = model
         self.caches = caches
+        self.shape = shape
         self.seen = seen
         self.reruns = 0
         self.mixer_reruns = 0
@@ -102,6 +113,8 @@ class Lane:
         self.compiled: CompiledForward | None = None
         self.guesses = False
         check_supported(self.caches)
+        if shape is not None:
+            check_fixed(self.caches)
         check_single(self.caches)
         if len(self.caches) != len(own):
             raise InvalidRequestError(
@@ -112,10 +125,16 @@ class Lane:
 
     @property
     def room(self) -> int:
-        """How many tokens a round may feed before its caches are quantized."""
+        """How many tokens a round may feed: all its rows see the same kind of keys.
+
+        It ends where the caches are quantized, and in exact mode with the shape.
+        """
         held = self.quantization
         room = None if held is None else held.room(self.caches)
-        return sys.maxsize if room is None else room
+        room = sys.maxsize if room is None else room
+        if self.shape is None:
+            return room
+        return min(room, self.shape.room(self._unknown + self.seen))
 
     def begin(self, *, whole: bool = False) -> "LaneRound":
         """Open a round of forwards of which a prefix, or with `whole` all, is kept.
@@ -158,7 +177,8 @@ class Lane:
     ) -> bool:
         """Feed committed tokens in chunks of at most `step`, each one kept whole.
 
-        With `points`, chunks also end where a restore point is due, and at the end.
+        With `points`, chunks also end where a restore point is due, and at the end. In
+        exact mode a chunk has as many tokens as a round has room for.
         An error leaves the caches at the end of the last finished chunk. Feeding the
         rest then, or after a chunk that did not fit, makes the same chunks.
 
@@ -175,6 +195,8 @@ class Lane:
         start, step = 0, step or self.prefill_step
         while start < len(tokens):
             width = step if self.points is None else self.points.next_chunk(self, step)
+            if self.shape is not None:
+                width = min(width, self.room)
             chunk = tokens[start : start + width]
             if fits is not None and not fits(len(chunk)):
                 return False
@@ -193,7 +215,7 @@ class Lane:
                 self.follower.chunk_done()
             if self.points is not None:
                 self.points.take(self)
-            if len(chunk) > 1:
+            if len(chunk) > 1 and self.shape is None:  # not for every few tokens
                 mx.clear_cache()
             if self.prefill_progress is not None:
                 self.prefill_progress(len(chunk))
@@ -220,12 +242,18 @@ class LaneRound:
         self._again: list[Speculation] = []
         # Bound to no method of this object: a cycle would keep old states alive.
         rerun = None if whole else partial(_feed_again, lane, self._fed, self._again)
-        self._speculation = Speculation(
-            lane.caches,
-            whole=whole,
-            rerun=rerun,
-            key_steps=lane.key_steps and not whole,
-        )
+        if lane.shape is not None:  # padding is written too, and never kept
+            self._whole = whole = False
+            if lane.quantization is not None:  # none of its rows may see plain keys
+                lane.quantization.replace(lane.caches)
+            self._speculation = Speculation(lane.caches, shape=lane.shape)
+        else:
+            self._speculation = Speculation(
+                lane.caches,
+                whole=whole,
+                rerun=rerun,
+                key_steps=lane.key_steps and not whole,
+            )
         self.start = self._speculation.start
         self._committed = 0
         self._prepared: int | None = None
@@ -262,6 +290,8 @@ class LaneRound:
         self._fed.append(tokens)
         self._width += tokens.shape[0]
         lane = self._lane
+        if lane.shape is not None:
+            return self._fixed(tokens, lane.shape)
         if lane.compiled is not None and lane.compiled.serves(lane.caches, len(tokens)):
             return lane.compiled.forward(tokens, lane.caches)
         model, presented = lane.model, self._speculation.caches
@@ -278,6 +308,24 @@ class LaneRound:
                 logits = model(tokens[None], cache=presented)
         return logits.squeeze(0)
 
+    def _fixed(self, tokens: mx.array, shape: FixedShape) -> mx.array:
+        """Feed `tokens` [n] with padding, and return logits of these [n, vocab]."""
+        count, lane = tokens.shape[0], self._lane
+        assert len(self._fed) == 1, "a round in exact mode is one forward"
+        assert count <= lane.room, f"{count} tokens, and room for {lane.room}"
+        padding = mx.zeros(shape.rows - count, tokens.dtype)
+        rows = mx.concatenate([tokens, padding])[None]
+        presented = self._speculation.caches
+        with fixed_shape_forward(count):
+            if self._taps is None:
+                logits: mx.array = lane.model(rows, cache=presented)
+            else:
+                with self._taps.collect(self._hidden):
+                    logits = lane.model(rows, cache=presented)
+        if self._hidden is not None:
+            self._hidden.cut(count)
+        return logits[0, :count]
+
     def prepare(self, keep: int) -> None:
         """Do what of `commit(keep)` can fail; see `Speculation.prepare`."""
         if self._whole or self._speculation.only_kv:  # nothing is run again
@@ -286,6 +334,12 @@ class LaneRound:
             with noting_reruns() as ran:
                 self._speculation.prepare(keep)
             self._mixers_ran = bool(ran)
+            if ran and self._lane.shape is not None:
+                raise UnsupportedModelError(
+                    f"{type(ran[0]).__name__} would have to run again over {keep} "
+                    f"rows, and exact mode feeds {self._lane.shape.rows}. Leave exact "
+                    "out for this model."
+                )
         self._prepared = keep
 
     def commit(self, keep: int) -> None:

@@ -22,9 +22,12 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_speculation.models.device_ops import Block
 from mlx_speculation.models.instance_hooks import derived, made_again
 from mlx_speculation.models.ops.round_ops import activations_of
 from mlx_speculation.models.recurrent.replay import Scan, ScanCall, Watch
+from mlx_speculation.models.recurrent.row_by_row import run_by_row
+from mlx_speculation.models.round_context import rows_in_exact_mode
 from mlx_speculation.models.source_digests import is_known
 
 Call = Callable[..., Any]
@@ -114,14 +117,19 @@ def _noting_scan(kind: type[nn.Module], scan: Scan, known: Call) -> Call:
     theirs = original.__globals__
 
     def scanned(*args: Any, **kwargs: Any) -> Any:
+        chunk: Block | None
         current = theirs[scan.name]
         if current is not known:
             return current(*args, **kwargs)
-        chunk = None if scan.in_chunks is None else scan.in_chunks(*args, **kwargs)
+        rows, chunk = rows_in_exact_mode(), None
+        if rows:
+            chunk = run_by_row(scan, known, args, kwargs, rows)
+        elif scan.in_chunks is not None:
+            chunk = scan.in_chunks(*args, **kwargs)
         _note(scan.name, ScanCall(known, args, kwargs, chunk))
         if chunk is None:
             return known(*args, **kwargs)
-        return chunk.y, chunk.after(chunk.y.shape[1])
+        return chunk.y, chunk.after(chunk.y.shape[scan.axis])
 
     again = made_again(original, {**activations_of(original), scan.name: scanned})
 

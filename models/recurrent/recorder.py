@@ -165,6 +165,15 @@ def _mixer_of(module: nn.Module) -> Mixer | None:
     return mixer
 
 
+def replays_from_notes(module: nn.Module) -> bool:
+    """Whether the state of a mixer follows from notes, and no scan is unknown here."""
+    mixer = _mixer_of(module)
+    if mixer is None or mixer.recipe is None:
+        return False
+    watch = mixer.recipe.watch
+    return watch.scan is None or scan_of(plain_class(module), watch) is not None
+
+
 def _parts(module: nn.Module, watch: Watch) -> Iterator[tuple[nn.Module, Hook]]:
     for paths, hook in ((watch.inputs, noting_input), (watch.outputs, noting_output)):
         for path in paths:

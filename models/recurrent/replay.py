@@ -83,6 +83,11 @@ class Scan:
     lengths: str | None = None
     in_chunks: Callable[..., Block | None] | None = None
 
+    @property
+    def axis(self) -> int:
+        """The axis of positions in the first argument that has some, and in the y."""
+        return next(iter(self.rows.values()))
+
 
 @dataclass(frozen=True, slots=True)
 class Watch:

@@ -1,0 +1,253 @@
+"""Keys and values in views whose size depends on the position of a row alone.
+
+A row's result depends on the shapes of the operations that compute it. So in exact mode
+every forward has the same number of rows, and a row at position p is shown
+
+    V(p) = step * (p // step + 1)
+
+rows of a cache, of which a boolean mask hides what is behind it:
+
+    step 256, rows 8    offset 3      256 keys, bool mask [8, 256]
+                        offset 250    256 keys; rows 250 to 255 of the text fit
+                        offset 256    512 keys
+
+All rows of a text in one forward share a view, so `FixedShape.room` ends at the next
+step. Padding that reaches past it is not written; what it computes is of no interest.
+A buffer is exactly as long as its view, so that strides follow from the position too.
+It grows by a copy at each step, as mlx-lm's does.
+
+A sliding window is shown with all rows that any row of the step may see: positions
+[start - max_size, start + step) for a step that begins at `start`, from 0.
+
+The classes share the `__dict__` of a live cache (see `caches.journals`): offsets and
+buffers are the live ones, and what was written is taken back by moving an offset.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
+
+from mlx_speculation.caches.types.shared_rows import buffers, native_type
+from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
+from mlx_speculation.errors import InvalidRequestError
+
+ROWS, MOST_ROWS = 8, 64
+STEP = 256
+
+
+@dataclass(frozen=True, slots=True)
+class FixedShape:
+    """The shape of every forward in exact mode.
+
+    Attributes:
+        rows: of a forward: the last token, drafts and padding. From 2 to 64.
+        step: by how many rows the view of the keys grows, from `rows` on.
+
+    Raises:
+        InvalidRequestError: one of them is out of its range.
+    """
+
+    rows: int = ROWS
+    step: int = STEP
+
+    def __post_init__(self) -> None:
+        """Check both."""
+        if type(self.rows) is not int or not 2 <= self.rows <= MOST_ROWS:
+            raise InvalidRequestError(
+                f"The rows of a forward are {self.rows!r}, and a whole number from 2 "
+                f"to {MOST_ROWS} is needed: one for the last token, the others for "
+                f"drafts. {ROWS} is usual."
+            )
+        if type(self.step) is not int or self.step < self.rows:
+            raise InvalidRequestError(
+                f"The step of the views is {self.step!r}, and a whole number of at "
+                f"least {self.rows} is needed, the rows of a forward. {STEP} is usual."
+            )
+
+    def shown(self, position: int) -> int:
+        """Return V(position): how many rows of a cache a row there is shown."""
+        return shown_by_position(position, self.step)
+
+    def room(self, position: int) -> int:
+        """Return how many tokens a forward may be fed at a position, from 1."""
+        return min(self.rows, self.shown(position) - position)
+
+
+def shown_by_position(position: int, step: int) -> int:
+    """Return how many rows of a cache a row at `position` is shown."""
+    return step * (position // step + 1)
+
+
+def fixed_mask(
+    rows: int, offset: int, first: int, stop: int, window: int | None
+) -> mx.array:
+    """Return which of the positions [first, stop) rows from `offset` on see.
+
+    Args:
+        rows: how many rows.
+        offset: the position of the first one.
+        first: the position of the first column.
+        stop: the position after the last one. Rows from there on see what the last
+            position sees, so that no row sees nothing.
+        window: how many positions a row sees at most, itself included; None: all.
+
+    Returns:
+        bool [rows, stop - first].
+    """
+    own = mx.minimum(mx.arange(offset, offset + rows), stop - 1)[:, None]
+    columns = mx.arange(first, stop)[None]
+    mask = columns <= own
+    if window is not None:
+        mask = mask & (columns > own - window)
+    return mask
+
+
+class _FixedRows:
+    """A live cache of all rows, shown in a fixed view."""
+
+    __slots__ = ()
+    _live: Any
+    _shape: FixedShape
+
+    def make_mask(
+        self,
+        N: int,  # noqa: N803  models may name it
+        return_array: bool = False,
+        window_size: int | None = None,
+    ) -> mx.array:
+        """Return the mask of the next rows, bool [N, V(offset)]."""
+        offset = self._live.offset
+        stop = self._shape.shown(offset)
+        return fixed_mask(N, offset, 0, stop, window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        """Write rows, as many as the view has room for, and return the view.
+
+        Args:
+            keys: [batch, heads, rows, key dim].
+            values: [batch, heads, rows, value dim].
+        """
+        live = self._live
+        start, rows = live.offset, keys.shape[2]
+        stop = self._shape.shown(start)
+        fits = min(rows, stop - start)
+        _fit(live, stop)
+        # As the live cache writes, so that who shares its rows learns of it.
+        live.update_and_fetch(keys[..., :fits, :], values[..., :fits, :])
+        _fit(live, stop)  # the first write has made buffers of mlx-lm's size
+        live.offset = start + rows
+        return live.keys, live.values
+
+    def keys_and_values(self) -> Any:
+        """Return the view of the last write."""
+        return self._live.keys, self._live.values
+
+
+class FixedKVCache(_FixedRows, KVCache):
+    """A `KVCache` in a fixed view."""
+
+    __slots__ = ("_live", "_shape")
+
+
+class FixedQuantizedKVCache(_FixedRows, QuantizedKVCache):
+    """A `QuantizedKVCache` in a fixed view."""
+
+    __slots__ = ("_live", "_shape")
+
+
+class FixedSlidingKVCache(SlidingKVCache):
+    """A `SlidingKVCache` in a fixed view: row 0 of its buffers is the view's first."""
+
+    __slots__ = ("_live", "_shape")
+    _shape: FixedShape
+
+    def make_mask(
+        self, n: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array:
+        """Return the mask of the next rows, bool [n, size of the view]."""
+        window = min(window_size or self.max_size, self.max_size)
+        first, stop = self._range()
+        return fixed_mask(n, self.offset, first, stop, window)
+
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Write rows, as many as the view has room for, and return the view.
+
+        Args:
+            keys: [batch, heads, rows, key dim].
+            values: [batch, heads, rows, value dim].
+        """
+        first, stop = self._range()
+        start, rows = self.offset - first, keys.shape[2]
+        fits = min(rows, stop - self.offset)
+        self._lay_out(first, stop, keys, values)
+        self.keys[..., start : start + fits, :] = keys[..., :fits, :]
+        self.values[..., start : start + fits, :] = values[..., :fits, :]
+        self._first = max(start + 1 - self.max_size, 0)
+        self._end = start + rows
+        self.offset += rows
+        return self.keys, self.values
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Return the view of the last write."""
+        return self.keys, self.values
+
+    def _range(self) -> tuple[int, int]:
+        """Return the positions [first, stop) that a row at the offset is shown."""
+        stop = self._shape.shown(self.offset)
+        return max(stop - self._shape.step - self.max_size, 0), stop
+
+    def _lay_out(self, first: int, stop: int, keys: mx.array, values: mx.array) -> None:
+        """Let the buffers hold [first, stop), unless they do."""
+        size, held_from = stop - first, self.offset - self._end
+        if self.keys is not None and held_from == first:
+            _fit(self, size)
+            return
+        begin = max(held_from, first)  # rows before it are hidden from all that follow
+        held = slice(begin - held_from, self._end)
+        place = slice(begin - first, self.offset - first)
+        made = []
+        for old, new in ((self.keys, keys), (self.values, values)):
+            batch, heads, _, dim = new.shape
+            buffer = mx.zeros((batch, heads, size, dim), new.dtype)
+            if old is not None:
+                buffer[..., place, :] = old[..., held, :]
+            made.append(buffer)
+        self.keys, self.values = made
+        self._end = self.offset - first
+
+
+FIXED: dict[type, Any] = {
+    KVCache: FixedKVCache,
+    QuantizedKVCache: FixedQuantizedKVCache,
+    SlidingKVCache: FixedSlidingKVCache,
+}
+
+
+def in_fixed_view(cache: Any, shape: FixedShape) -> Any:
+    """Return what a model gets in the place of a live cache of a kind in `FIXED`."""
+    shown = object.__new__(FIXED[native_type(cache)])
+    shown.__dict__ = cache.__dict__
+    shown._live, shown._shape = cache, shape
+    return shown
+
+
+def _fit(cache: Any, rows: int) -> None:
+    """Let buffers that hold the rows up to the offset be of `rows` rows."""
+    held = buffers(cache)
+    if held and held[0].shape[-2] != rows:
+        both = (cache.keys, cache.values)
+        cache.keys, cache.values = tree_map(lambda x: _resized(x, rows), both)
+
+
+def _resized(buffer: mx.array, rows: int) -> mx.array:
+    """Return a buffer [..., rows, dim] that begins like another one."""
+    *lead, held, dim = buffer.shape
+    if held > rows:
+        return mx.contiguous(buffer[..., :rows, :])
+    more = mx.zeros((*lead, rows - held, dim), buffer.dtype)
+    return mx.concatenate([buffer, more], axis=-2)

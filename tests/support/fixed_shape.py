@@ -1,0 +1,159 @@
+"""Rows of a text in exact mode: their logits, whatever was drafted on the way.
+
+As a program it compares architectures in this process, which may have chosen a BLAS,
+and prints a line for each: how many rows differ in exact mode, and without it.
+"""
+
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_speculation.caches import FixedShape, KVQuantization
+from mlx_speculation.models import Lane, ModelHooks
+from support.models import census
+from support.models.tiny_models import TINY_MODELS, build
+from support.processes.blas_processes import run_python
+
+Logits = dict[int, NDArray[np.float32]]  # by position
+SHAPE = FixedShape(8, 32)
+PROMPT = 9
+
+
+class Round(NamedTuple):
+    """What a round proposes.
+
+    Attributes:
+        drafted: how many tokens.
+        right: how many of them are the text's, before the first wrong one.
+    """
+
+    drafted: int
+    right: int
+
+
+def text_of(length: int, vocab: int = 256) -> list[int]:
+    """Return a text that does not repeat itself."""
+    return [(37 * i * i + 11 * i + 5) % (vocab - 5) for i in range(length)]
+
+
+def rounds_of(seed: int, count: int, right: float = 0.8) -> list[Round]:
+    """Return rounds of random lengths, whose drafts are right with a probability."""
+    draw, found = random.Random(seed), []
+    for _ in range(count):
+        drafted = draw.randint(0, SHAPE.rows - 1)
+        wrong = (i for i in range(drafted) if draw.random() >= right)
+        found.append(Round(drafted, next(wrong, drafted)))
+    return found
+
+
+def kept_rows(
+    model: nn.Module,
+    text: Sequence[int],
+    rounds: Sequence[Round],
+    *,
+    shape: FixedShape | None = SHAPE,
+    prompt: int = PROMPT,
+    quantization: KVQuantization | None = None,
+    feed: Callable[[Lane, Sequence[int]], object] = Lane.feed,
+) -> Logits:
+    """Return the logits of every row that is kept, float32 [vocab] each.
+
+    Args:
+        model: a model with its hooks.
+        text: what is decoded; a wrong draft is another token than the text's.
+        rounds: what is drafted, round by round; then plain steps to the end.
+        shape: of its forwards; None: not in exact mode.
+        prompt: how many tokens are read first.
+        quantization: of the caches.
+        feed: reads the prompt.
+    """
+    lane = Lane(model, sliding="slack", shape=shape)
+    lane.quantization = quantization
+    feed(lane, text[:prompt])
+    found: Logits = {}
+    todo = iter(rounds)
+    while lane.seen < len(text):
+        at, each = lane.seen, next(todo, Round(0, 0))
+        drafts = list(text[at + 1 : at + 1 + each.drafted])
+        if each.right < len(drafts):
+            drafts[each.right] = (drafts[each.right] + 1) % 251
+        fed = [text[at], *drafts][: lane.room]
+        keep = min(1 + each.right, len(fed))
+        with lane.begin(whole=not drafts) as lane_round:
+            logits = lane_round.forward(mx.array(fed)).astype(mx.float32)
+            for row in range(keep):
+                found[at + row] = np.array(logits[row])
+            lane_round.commit(keep)
+    return found
+
+
+def differing(some: Logits, others: Logits) -> int:
+    """Return how many rows of one text differ in a bit; the same rows have to be."""
+    assert some.keys() == others.keys()
+    return sum(some[at].tobytes() != others[at].tobytes() for at in some)
+
+
+def wide_prompt(lane: Lane, tokens: Sequence[int]) -> None:
+    """Read a prompt in one forward of its own shape, which is wrong."""
+    shape, lane.shape = lane.shape, None
+    lane.feed(tokens)
+    lane.shape = shape
+
+
+def compare_wide_prompt(name: str, length: int, prompt: int) -> None:
+    """Print how many rows differ where a prompt is not read in blocks."""
+    text, model = text_of(length), build(name)
+    plain = kept_rows(model, text, (), prompt=prompt)
+    wide = kept_rows(model, text, (), prompt=prompt, feed=wide_prompt)
+    print(differing(plain, wide))  # noqa: T201
+
+
+def compare(names: Sequence[str], length: int, seeds: Sequence[int]) -> None:
+    """Print for each architecture how many rows differ: exactly, otherwise, of all."""
+    text = text_of(length)
+    for name in names:
+        model = build(name) if name in TINY_MODELS else census.build(name)
+        hooks = ModelHooks(model)
+        counts = []
+        for shape in (SHAPE, None):
+            plain = kept_rows(model, text, (), shape=shape)
+            drafted = [
+                kept_rows(model, text, rounds_of(seed, length), shape=shape)
+                for seed in seeds
+            ]
+            counts.append(sum(differing(plain, each) for each in drafted))
+        hooks.remove()
+        print(json.dumps([name, *counts, len(seeds) * len(plain)]))  # noqa: T201
+
+
+def compared(
+    names: Sequence[str], length: int, seeds: Sequence[int]
+) -> dict[str, tuple[int, int, int]]:
+    """Return what `compare` prints in a process that has OpenBLAS in front."""
+    lines = with_openblas_in_front(f"compare({list(names)}, {length}, {list(seeds)})")
+    rows = [json.loads(line) for line in lines]
+    return {name: (exact, control, rows) for name, exact, control, rows in rows}
+
+
+def with_openblas_in_front(call: str) -> list[str]:
+    """Return what a call of this module prints in a process that has OpenBLAS."""
+    code = (
+        "from mlx_speculation.blas import use_blas; use_blas('openblas'); "
+        "import mlx.core as mx; mx.set_default_device(mx.cpu); "
+        f"import support.fixed_shape as program; program.{call}"
+    )
+    tests = str(Path(__file__).resolve().parents[1])
+    paths = [tests, os.environ.get("PYTHONPATH", ""), *filter(None, sys.path)]
+    return run_python(code, PYTHONPATH=os.pathsep.join(filter(None, paths)))
+
+
+MODULES = {name: tiny.module for name, tiny in TINY_MODELS.items()}
