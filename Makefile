@@ -1,5 +1,6 @@
 # make demo       sets up .venv and runs the bundled models with and without a draft
-# make test       sets up .venv, then ruff, mypy, the documentation and pytest
+# make test       sets up .venv, then the documentation, ruff, mypy and pytest; says
+#                 which tests were slowest, and how long each stage took
 # make docs       builds the documentation into build/site; a warning is an error
 # make test-long  the slow tests too, and more examples for each property
 # make clean      removes .venv and what tools left behind
@@ -20,6 +21,9 @@ comma := ,
 INSTALL_EXTRAS := $(if $(EXTRAS),$(EXTRAS)$(comma)test,test)
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(INSTALL_EXTRAS))
 
+BUILD_DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+PYTEST := $(BIN)/pytest -n auto --dist worksteal --durations=10
+
 # Tests start some 40 processes, and each of them would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -30,16 +34,17 @@ demo: environment
 	$(BIN)/mlx-speculation demo
 
 docs: environment
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BUILD_DOCS)
 
-test: docs
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	$(BIN)/mypy
-	$(BIN)/pytest -n auto --dist worksteal
+test: environment
+	@sh scripts/run_stages.sh \
+		"docs: $(BUILD_DOCS)" \
+		"ruff: $(BIN)/ruff check && $(BIN)/ruff format --check" \
+		"mypy: $(BIN)/mypy" \
+		"pytest: $(PYTEST)"
 
 test-long: environment
-	$(BIN)/pytest -n auto --dist worksteal -m "slow or not slow" --hypothesis-profile=long
+	$(PYTEST) -m "slow or not slow" --hypothesis-profile=long
 
 environment: $(STAMP)
 

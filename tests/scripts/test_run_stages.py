@@ -1,0 +1,73 @@
+"""What `make test` runs its stages with."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(ROOT / "scripts" / "run_stages.sh")
+
+
+def run(*stages: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        ["sh", SCRIPT, *stages], capture_output=True, text=True, check=False
+    )
+
+
+def test_stages_run_in_order_and_their_times_come_last() -> None:
+    done = run("one: echo first: x", "two: sleep 1.1 && echo 'second'", "three: true")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    *said, last = done.stdout.splitlines()
+    assert said == ["first: x", "second"]
+    found = re.fullmatch(r"stages: one (\d+) s, two (\d+) s, three (\d+) s", last)
+    assert found is not None, last
+    assert int(found[2]) >= 1
+
+
+@pytest.mark.parametrize("status", [1, 5])
+def test_a_stage_that_fails_is_the_last_and_its_status_is_kept(status: int) -> None:
+    done = run("good: echo said", f"bad: exit {status}", "never: echo not me")
+    assert done.returncode == status
+    said, last = done.stdout.splitlines()
+    assert said == "said"
+    assert re.fullmatch(
+        rf"stages: good \d+ s, bad \d+ s \(failed with status {status}\)", last
+    )
+
+
+def test_ctrl_c_ends_the_stage_and_the_rest() -> None:
+    with subprocess.Popen(
+        ["sh", SCRIPT, "long: echo begun; exec sleep 60", "never: echo not me"],
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    ) as script:
+        assert script.stdout is not None
+        assert script.stdout.readline() == "begun\n"
+        started = time.monotonic()
+
+        os.killpg(script.pid, signal.SIGINT)
+        last = script.stdout.read()
+        assert script.wait() == 130
+        assert time.monotonic() - started < 30
+    assert re.fullmatch(r"stages: long \d+ s \(failed with status 130\)\n", last)
+
+
+def test_make_ends_with_the_stages() -> None:
+    """All four, with the slowest tests in the last; what make itself would run."""
+    shown = subprocess.run(
+        ["make", "--dry-run", "test"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    command = shown[shown.index("sh scripts/run_stages.sh") :]
+    assert re.findall(r'"(\w+): ', command) == ["docs", "ruff", "mypy", "pytest"]
+    assert "--durations=10" in command
