@@ -1,0 +1,31 @@
+"""CONTRIBUTING says what the slow tests are for."""
+
+import re
+from fnmatch import fnmatch
+
+from support.pages import ROOT
+
+TESTS = ROOT / "tests"
+# A folder, a file or a pattern; what is added, why it is slow, and minutes.
+LINE = re.compile(r"^\| `([\w/.*]+)` \| .+ \| .+ \|.*\|$", re.MULTILINE)
+
+
+def test_every_slow_test_is_in_the_table_and_each_line_has_some() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    lines = LINE.findall(text[text.index("## Quick and slow tests") :])
+    slow = [
+        path.relative_to(TESTS)
+        for path in TESTS.rglob("test_*.py")
+        if re.search(r"\bmark\.slow\b", path.read_text("utf-8"))
+    ]
+    found = {
+        line: [
+            path
+            for path in slow
+            if path.is_relative_to(line) or fnmatch(str(path), line)
+        ]
+        for line in lines
+    }
+    assert [line for line, paths in found.items() if not paths] == []
+    listed = {path for paths in found.values() for path in paths}
+    assert [str(path) for path in slow if path not in listed] == []
