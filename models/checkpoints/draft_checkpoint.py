@@ -1,6 +1,6 @@
 """What drafters in folders of their own share: arguments, tensors, and their checks."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -217,12 +217,22 @@ def quantize_like(module: nn.Module, weights: Weights) -> None:
 
 
 def check_shapes(
-    wanted: Mapping[str, tuple[int, ...]], weights: Weights, name: str
+    wanted: Mapping[str, tuple[int, ...]],
+    weights: Weights,
+    name: str,
+    file_name: Callable[[str], str] = str,
 ) -> None:
-    """Refuse weights of other names or shapes than a module has."""
+    """Refuse weights of other names or shapes than a module has.
+
+    Args:
+        wanted: the shapes of the module's parameters.
+        weights: the weights, under the names of parameters.
+        name: of the drafter, for messages.
+        file_name: makes what files call it of the name of a parameter.
+    """
 
     def some(found: set[str]) -> str:
-        shown = sorted(found)
+        shown = sorted(map(file_name, found))
         more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
         return ", ".join(shown[:_SHOWN]) + more
 
@@ -240,5 +250,5 @@ def check_shapes(
         )
     if problems:
         raise ModelFolderError(
-            f"The {name} {'; '.join(problems)}. Take a whole checkpoint of this kind."
+            f"The {name} {'; '.join(problems)}. Take a whole checkpoint of this model."
         )

@@ -107,17 +107,12 @@ class DFlashHead(JoinedHead):
         super().__init__(dim, eps, width, ends)
         self.hidden_norm = nn.RMSNorm(dim, eps=eps)
         self.layers = [DFlashLayer(settings, i) for i in range(len(settings.windows))]
-        self._settings = settings
-
-    @property
-    def settings(self) -> DFlashSettings:
-        """What config.json says."""
-        return self._settings
+        self.settings = settings
 
     @property
     def depth(self) -> int:
         """The most drafts that it is good for: a block without its first token."""
-        return self._settings.block - 1
+        return self.settings.block - 1
 
     def new_caches(self) -> list[Any]:
         """Return new caches, one for each layer."""

@@ -62,6 +62,8 @@ class EagleHead(JoinedHead):
         norms: which norms there are before `fc`: "each" layer's, the "joined" one.
     """
 
+    chained, depth = False, None  # its one layer makes all drafts, as many as wanted
+
     def __init__(
         self,
         settings: EagleSettings,
@@ -77,16 +79,6 @@ class EagleHead(JoinedHead):
             self.input_norm = nn.RMSNorm(features * width, eps=eps)
         self.midlayer = EagleLayer(settings)
         self._recycles_normed = settings.norm_output
-
-    @property
-    def chained(self) -> bool:
-        """Whether each layer makes one draft: it has one layer, which makes all."""
-        return False
-
-    @property
-    def depth(self) -> int | None:
-        """The most drafts that it is good for: any number."""
-        return None
 
     def new_caches(self) -> list[list[Any]]:
         """Return a new cache for its layer."""

@@ -79,12 +79,7 @@ class Assistant(nn.Module):
             self.masked_embedding = TokenGroups(
                 settings.centroids, dim, args.vocab_size
             )
-        self._settings = settings
-
-    @property
-    def settings(self) -> AssistantSettings:
-        """Its shape."""
-        return self._settings
+        self.settings = settings
 
     def step(
         self, embedded: mx.array, state: mx.array, read: Read, position: int

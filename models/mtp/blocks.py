@@ -45,6 +45,9 @@ class Block:
         return module(x, mask=mask, cache=cache)
 
 
+Build = Callable[[Any, Config, int], list[Block]]
+
+
 def _pair() -> CacheList:
     return CacheList(KVCache(), KVCache())
 
@@ -55,6 +58,22 @@ def _models(name: str) -> Any:
 
 def _module_of(args: Any) -> Any:
     return importlib.import_module(type(args).__module__)
+
+
+def one(layer: str, *, mask_array: bool = False, **changes: Any) -> Build:
+    """Return what makes one block, of a class beside the target's arguments.
+
+    Args:
+        layer: the name of the class.
+        mask_array: see `Block`.
+        changes: of the arguments.
+    """
+
+    def build(args: Any, config: Config, k: int) -> list[Block]:
+        kind = getattr(_module_of(args), layer)
+        return [Block(kind(replace(args, **changes), k), mask_array=mask_array)]
+
+    return build
 
 
 def qwen(args: Any, config: Config, k: int) -> list[Block]:
@@ -75,37 +94,16 @@ def qwen(args: Any, config: Config, k: int) -> list[Block]:
     return [Block(module.DecoderLayer(args, layer_idx=0))]
 
 
-def deepseek_v3(args: Any, config: Config, k: int) -> list[Block]:
-    """DeepSeek V3: an expert layer with latent attention."""
-    layer = _models("deepseek_v3").DeepseekV3DecoderLayer
-    return [Block(layer(_all_experts(args), k), mask_array=True)]
-
-
 def deepseek_v32(args: Any, config: Config, k: int) -> list[Block]:
-    """DeepSeek V3.2 and GLM-5: the same with an indexer, which has a cache too.
+    """DeepSeek V3.2 and GLM-5: latent attention with an indexer, which has a cache too.
 
     It chooses positions anew for each draft, also where the config has
     index_share_for_mtp_iteration: past index_topk positions drafts may differ from
     those of engines that keep the first draft's choice, and cost a little more.
     """
     layer = _models("deepseek_v32").DeepseekV32DecoderLayer
-    return [Block(layer(_all_experts(args), k), _pair, mask_array=True)]
-
-
-def glm4_moe(args: Any, config: Config, k: int) -> list[Block]:
-    """GLM-4.5 to 4.7: an expert layer."""
-    args = replace(args, first_k_dense_replace=0)
-    return [Block(_models("glm4_moe").DecoderLayer(args, k))]
-
-
-def glm4_moe_lite(args: Any, config: Config, k: int) -> list[Block]:
-    """GLM-4.7-Flash: an expert layer with latent attention."""
-    layer = _models("glm4_moe_lite").Glm4MoeLiteDecoderLayer
-    return [Block(layer(_all_experts(args), k), mask_array=True)]
-
-
-def _all_experts(args: Any) -> Any:
-    return replace(args, first_k_dense_replace=0, moe_layer_freq=1)
+    args = replace(args, first_k_dense_replace=0, moe_layer_freq=1)
+    return [Block(layer(args, k), _pair, mask_array=True)]
 
 
 def mimo(args: Any, config: Config, k: int) -> list[Block]:
@@ -122,12 +120,6 @@ def mimo_v2_flash(args: Any, config: Config, k: int) -> list[Block]:
 
 def _sliding(module: nn.Module, window: int) -> Block:
     return Block(module, lambda: RotatingKVCache(max_size=window), window)
-
-
-def ernie4_5_moe(args: Any, config: Config, k: int) -> list[Block]:
-    """Ernie 4.5: a dense layer."""
-    args = replace(args, moe_layer_end_index=-1)
-    return [Block(_models("ernie4_5_moe").Ernie4_5_DecoderLayer(args, 0))]
 
 
 class LongcatMtpBlock(nn.Module):

@@ -26,6 +26,7 @@ not known may mean anything, so that such a convention is ignored.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,9 @@ class SavedConventions:
             "scores": dict(scores),
         }
         for file in self._files:
-            if self._may_replace(file) and _write(file, value):
+            with suppress(_NotOursError, OSError):
+                _object(file)  # a file that is not ours is never written over
+                write_json(file, value)
                 return file
         return None
 
@@ -124,13 +127,6 @@ class SavedConventions:
         if convention.norms is None:
             raise _NotOursError("its convention does not say how norms are stored")
         return convention
-
-    def _may_replace(self, file: Path) -> bool:
-        try:
-            _object(file)
-        except _NotOursError:
-            return False
-        return True
 
 
 def _object(file: Path) -> dict[str, Any] | None:
@@ -149,15 +145,6 @@ def _object(file: Path) -> dict[str, Any] | None:
             f"{VERSION} with {len(_KEYS)} is known"
         )
     return value
-
-
-def _write(file: Path, value: dict[str, Any]) -> bool:
-    """Write a file as a whole, or leave everything as it was and return False."""
-    try:
-        write_json(file, value)
-    except OSError:
-        return False
-    return True
 
 
 RUNTIME = "mtplx_runtime.json"

@@ -9,68 +9,68 @@ from mlx_speculation.models.instance_hooks import plain_class
 from mlx_speculation.models.mtp import blocks
 from mlx_speculation.models.mtp.family import MtpFamily
 
-_QWEN_NAMES: dict[str, str | None] = {
-    "mtp.fc.": "layers.0.proj.",
-    "mtp.pre_fc_norm_embedding.": "layers.0.norm_e.",
-    "mtp.pre_fc_norm_hidden.": "layers.0.norm_h.",
-    "mtp.norm.": "layers.0.final.",
+Rules = dict[str, str | None]
+
+
+def _parts(begin: str, **names: str) -> Rules:
+    """Return the rules of a layer's parts, which files call `begin`, a name and "."."""
+    return {f"{begin}{name}.": f"layers.{{k}}.{part}." for part, name in names.items()}
+
+
+_NAMES = {"proj": "eh_proj", "norm_e": "enorm", "norm_h": "hnorm"}
+# Target's arguments that make every layer one of experts.
+_EXPERTS = {"first_k_dense_replace": 0, "moe_layer_freq": 1}
+_WHOLE_BLOCK: Rules = {"layers.{k}.": "layers.{k}.blocks.0."}
+
+_QWEN_NAMES: Rules = {
+    **_parts(
+        "mtp.",
+        proj="fc",
+        norm_e="pre_fc_norm_embedding",
+        norm_h="pre_fc_norm_hidden",
+        final="norm",
+    ),
     "mtp.layers.{k}.": "layers.0.blocks.{k}.",
 }
 
-_DEEPSEEK_NAMES: dict[str, str | None] = {
-    "layers.{k}.eh_proj.": "layers.{k}.proj.",
-    "layers.{k}.enorm.": "layers.{k}.norm_e.",
-    "layers.{k}.hnorm.": "layers.{k}.norm_h.",
-    "layers.{k}.shared_head.norm.": "layers.{k}.final.",
+_DEEPSEEK_NAMES: Rules = {
+    **_parts("layers.{k}.", **_NAMES, final="shared_head.norm"),
     "layers.{k}.shared_head.head.": None,
     "layers.{k}.embed_tokens.": None,
-    "layers.{k}.": "layers.{k}.blocks.0.",
+    **_WHOLE_BLOCK,
 }
 
 # A head of GLM inside of its target in the dialect of MTPLX,
-_GLM_NAMES: dict[str, str | None] = {
+_GLM_NAMES: Rules = {
     **_DEEPSEEK_NAMES,
-    "mtp.{k}.eh_proj.": "layers.{k}.proj.",
-    "mtp.{k}.enorm.": "layers.{k}.norm_e.",
-    "mtp.{k}.hnorm.": "layers.{k}.norm_h.",
-    "mtp.{k}.norm.": "layers.{k}.final.",
+    **_parts("mtp.{k}.", **_NAMES, final="norm"),
     "mtp.{k}.block.": "layers.{k}.blocks.0.",
 }
 # and in a folder of its own in that of mlx-vlm.
-_GLM_SPLIT: dict[str, str | None] = {
-    "eh_proj.": "layers.0.proj.",
-    "enorm.": "layers.0.norm_e.",
-    "hnorm.": "layers.0.norm_h.",
-    "shared_head_norm.": "layers.0.final.",
+_GLM_SPLIT: Rules = {
+    **_parts("", **_NAMES, final="shared_head_norm"),
     "mtp_block.": "layers.0.blocks.0.",
     "embed_tokens.": None,
     "lm_head.": None,
 }
 
-_BAILING_NAMES: dict[str, str | None] = {
-    "layers.{k}.eh_proj.": "layers.{k}.proj.",
-    "layers.{k}.enorm.": "layers.{k}.norm_e.",
-    "layers.{k}.hnorm.": "layers.{k}.norm_h.",
-    "layers.{k}.final_layernorm.": "layers.{k}.final.",
+_BAILING_NAMES: Rules = {
+    **_parts("layers.{k}.", **_NAMES, final="final_layernorm"),
     # Engines read the one above; transformers reads the names of DeepSeek.
     "layers.{k}.shared_head.norm.": "layers.{k}.final.",
     "layers.{k}.shared_head.head.": None,
     "layers.{k}.word_embeddings.": None,
     "layers.{k}.embed_tokens.": None,
 }
-_WHOLE_BLOCK: dict[str, str | None] = {"layers.{k}.": "layers.{k}.blocks.0."}
 
-_STEP_NAMES: dict[str, str | None] = {
-    "layers.{k}.eh_proj.": "layers.{k}.proj.",
-    "layers.{k}.enorm.": "layers.{k}.norm_e.",
-    "layers.{k}.hnorm.": "layers.{k}.norm_h.",
-    "layers.{k}.transformer.shared_head.norm.": "layers.{k}.final.",
-    "layers.{k}.transformer.shared_head.output.": "layers.{k}.output.",
+_STEP_ENDS = {"final": "shared_head.norm", "output": "shared_head.output"}
+_STEP_NAMES: Rules = {
+    **_parts("layers.{k}.", **_NAMES),
+    **_parts("layers.{k}.transformer.", **_STEP_ENDS),
     "layers.{k}.transformer.": "layers.{k}.blocks.0.",
-    "layers.{k}.shared_head.norm.": "layers.{k}.final.",
-    "layers.{k}.shared_head.output.": "layers.{k}.output.",
+    **_parts("layers.{k}.", **_STEP_ENDS),
     "layers.{k}.embed_tokens.": None,
-    "layers.{k}.": "layers.{k}.blocks.0.",
+    **_WHOLE_BLOCK,
 }
 
 FAMILIES: tuple[MtpFamily, ...] = (
@@ -86,7 +86,7 @@ FAMILIES: tuple[MtpFamily, ...] = (
         modules=("deepseek_v3",),
         rules=_DEEPSEEK_NAMES,
         after_trunk=True,
-        build=blocks.deepseek_v3,
+        build=blocks.one("DeepseekV3DecoderLayer", mask_array=True, **_EXPERTS),
     ),
     MtpFamily(
         name="DeepSeek V3.2 and GLM-5",
@@ -100,7 +100,7 @@ FAMILIES: tuple[MtpFamily, ...] = (
         modules=("glm4_moe",),
         rules=_GLM_NAMES,
         after_trunk=True,
-        build=blocks.glm4_moe,
+        build=blocks.one("DecoderLayer", first_k_dense_replace=0),
     ),
     MtpFamily(
         name="GLM-4.7-Flash",
@@ -108,16 +108,19 @@ FAMILIES: tuple[MtpFamily, ...] = (
         rules=_GLM_NAMES,
         split_rules=_GLM_SPLIT,
         after_trunk=True,
-        build=blocks.glm4_moe_lite,
+        build=blocks.one("Glm4MoeLiteDecoderLayer", mask_array=True, **_EXPERTS),
     ),
     MtpFamily(
         name="MiMo-7B",
         modules=("mimo",),
         rules={
-            "mtp_layers.{k}.input_proj.": "layers.{k}.proj.",
-            "mtp_layers.{k}.token_layernorm.": "layers.{k}.norm_e.",
-            "mtp_layers.{k}.hidden_layernorm.": "layers.{k}.norm_h.",
-            "mtp_layers.{k}.final_layernorm.": "layers.{k}.final.",
+            **_parts(
+                "mtp_layers.{k}.",
+                proj="input_proj",
+                norm_e="token_layernorm",
+                norm_h="hidden_layernorm",
+                final="final_layernorm",
+            ),
             "mtp_layers.{k}.": "layers.{k}.blocks.0.",
         },
         # Engines disagree on both states; these were measured, at one draft.
@@ -129,10 +132,7 @@ FAMILIES: tuple[MtpFamily, ...] = (
         name="MiMo-V2",
         modules=("mimo_v2_flash",),
         rules={
-            "mtp.layers.{k}.eh_proj.": "layers.{k}.proj.",
-            "mtp.layers.{k}.enorm.": "layers.{k}.norm_e.",
-            "mtp.layers.{k}.hnorm.": "layers.{k}.norm_h.",
-            "mtp.layers.{k}.final_layernorm.": "layers.{k}.final.",
+            **_parts("mtp.layers.{k}.", **_NAMES, final="final_layernorm"),
             "mtp.layers.{k}.pre_mlp_layernorm.": (
                 "layers.{k}.blocks.0.post_attention_layernorm."
             ),
@@ -154,7 +154,7 @@ FAMILIES: tuple[MtpFamily, ...] = (
         },
         # There is no final norm: logits and the next step take the block's output.
         convention=MtpConvention(recycled="before_norm"),
-        build=blocks.ernie4_5_moe,
+        build=blocks.one("Ernie4_5_DecoderLayer", moe_layer_end_index=-1),
     ),
     MtpFamily(
         name="LongCat-Flash",

@@ -13,12 +13,12 @@ head, `transforms` brings them into one form, and `head` runs them.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from mlx_speculation.models.checkpoints.convention import MtpConvention
-from mlx_speculation.models.mtp.blocks import Block
+from mlx_speculation.models.mtp.blocks import Build
 
 _MOST_HEADS = MtpConvention()
 
@@ -49,7 +49,7 @@ class MtpFamily:
     name: str
     modules: tuple[str, ...]
     rules: Mapping[str, str | None]
-    build: Callable[[Any, dict[str, Any], int], list[Block]]
+    build: Build
     convention: MtpConvention = _MOST_HEADS
     after_trunk: bool = False
     plus_one: bool = False

@@ -57,7 +57,7 @@ class MtpLayer(nn.Module):
         if embedding is not None:
             self.embedding = nn.Embedding(embedding, dim)
         self._blocks = tuple(blocks)
-        self._order = order
+        self.order = order
 
     def new_caches(self) -> list[Any]:
         """Return new caches for those blocks that have one."""
@@ -72,14 +72,10 @@ class MtpLayer(nn.Module):
             embedded: embeddings of the tokens one further, [batch, positions, dim].
         """
         pair = [self.norm_e(embedded), self.norm_h(hidden)]
-        if self._order == "hidden_first":
+        if self.order == "hidden_first":
             pair.reverse()
         out: mx.array = self.proj(mx.concatenate(pair, axis=-1))
         return out
-
-    def assume(self, order: str) -> None:
-        """Take this to come first in the concatenation from now on."""
-        self._order = order
 
     def run(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
         """Run the blocks over positions behind the caches', and write them there."""
@@ -110,30 +106,14 @@ class MtpHead(nn.Module):
     ) -> None:
         super().__init__()
         self.layers = layers
-        self._convention = convention
-        self._chained = chained
-        self._depth = len(layers) if chained else depth
-
-    @property
-    def chained(self) -> bool:
-        """Whether each layer makes one draft of a chain."""
-        return self._chained
-
-    @property
-    def depth(self) -> int | None:
-        """The most drafts that it is good for."""
-        return self._depth
-
-    @property
-    def convention(self) -> MtpConvention:
-        """What it is taken to be."""
-        return self._convention
+        self.convention, self.chained = convention, chained
+        self.depth = len(layers) if chained else depth
 
     def assume(self, convention: MtpConvention) -> None:
         """Take it to be another convention's from now on; norms stay as they are."""
-        self._convention = convention
+        self.convention = convention
         for layer in self.layers:
-            layer.assume(convention.order)
+            layer.order = convention.order
 
     def new_caches(self) -> list[list[Any]]:
         """Return new caches, a list for each layer."""

@@ -15,6 +15,7 @@ from mlx_speculation.errors import ModelFolderError, UnsupportedModelError
 from mlx_speculation.models.checkpoints.convention import MtpConvention, Norms
 from mlx_speculation.models.checkpoints.draft_checkpoint import (
     Weights,
+    check_shapes,
     quantize_like,
     shapes_of,
 )
@@ -38,7 +39,6 @@ _FLAG_PLACES = (
     ("mtp_norm_encoding",),
     ("mtplx_mtp_quantization", "norm_encoding"),
 )
-_SHOWN = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,31 +92,11 @@ def find_mtp_head(
         )
     config = read_config(folder)
     trunk = len(model.layers)
-    if split is not None:
+    if split is None:
+        files = find_head(folder, config, family, trunk)
+    else:
         files = find_split_head(split, family, trunk)
-        return FoundHead(folder, config, family, trunk, files, split)
-    files = find_head(folder, config, family, trunk)
-    return FoundHead(folder, config, family, trunk, files)
-
-
-def read_mtp_head(
-    folder: str | Path, model: nn.Module, *, convention: MtpConvention | None = None
-) -> MtpHead:
-    """Load a head in the precision in which it is stored, and try nothing.
-
-    Args:
-        folder: the target's folder.
-        model: the target, loaded from it.
-        convention: what the head was trained with; the family's when omitted.
-
-    Raises:
-        UnsupportedModelError: the target is of no family whose heads are known.
-        ModelFolderError: the folder has none, it is not complete, or how its norms
-            are stored cannot be told.
-    """
-    found = find_mtp_head(folder, model)
-    head, _ = build_mtp_head(found, model, decided(convention, found))
-    return head
+    return FoundHead(folder, config, family, trunk, files, split)
 
 
 def build_mtp_head(
@@ -142,7 +122,13 @@ def build_mtp_head(
     stored = norms_of(weights)
     weights |= with_ones(stored, norms)
     quantize_like(head, weights)
-    _check(head, weights, found.family, found.trunk, files)
+    name = f"MTP head in {files.source}, of the {found.family.name} family,"
+    check_shapes(
+        shapes_of(head),
+        weights,
+        name,
+        lambda one: found.family.file_name(one, found.trunk),
+    )
     head.load_weights(list(weights.items()))
     head.eval()
     mx.eval(head.parameters())
@@ -255,42 +241,3 @@ def _epsilon(args: Any) -> float:
         if hasattr(args, name):
             return float(getattr(args, name))
     raise AssertionError(f"{type(args)} has no epsilon of norms")
-
-
-def _check(
-    head: MtpHead,
-    weights: Weights,
-    family: MtpFamily,
-    trunk: int,
-    files: HeadFiles,
-) -> None:
-    """Refuse weights that are not all, or more than, what the head has."""
-    wanted = shapes_of(head)
-
-    def names(found: set[str]) -> str:
-        shown = sorted(family.file_name(name, trunk) for name in found)
-        more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-        return ", ".join(shown[:_SHOWN]) + more
-
-    missing, extra = wanted.keys() - weights.keys(), weights.keys() - wanted.keys()
-    wrong = {
-        name
-        for name in wanted.keys() & weights.keys()
-        if wanted[name] != weights[name].shape
-    }
-    problems = []
-    if missing:
-        problems.append(f"lacks {names(missing)}")
-    if extra:
-        problems.append(f"has tensors that are not known: {names(extra)}")
-    if wrong:
-        one = min(wrong)
-        problems.append(
-            f"has another shape than config.json says for {names(wrong)}: "
-            f"{weights[one].shape} instead of {wanted[one]} for the first"
-        )
-    if problems:
-        raise ModelFolderError(
-            f"The MTP head in {files.source}, of the {family.name} family, "
-            f"{'; '.join(problems)}. Take a whole checkpoint of this model."
-        )

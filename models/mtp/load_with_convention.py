@@ -8,7 +8,7 @@ Where that comes from, the first that there is:
     4. a probe finds it now, and it is saved
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from mlx_lm.utils import load_tokenizer
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.convention import MtpConvention
 from mlx_speculation.models.checkpoints.draft_checkpoint import Weights
+from mlx_speculation.models.checkpoints.probe import Score
 from mlx_speculation.models.checkpoints.probe_text import STARTS, OwnText
 from mlx_speculation.models.introspect.hidden_states import HiddenStates
 from mlx_speculation.models.mtp.convention_probe import (
@@ -77,13 +78,14 @@ def load_mtp_head(
     if convention is None and split is None:
         pack = pack_convention(found.folder, found.config)
         convention = pack if found.norms is not None else None
+    if convention is None:
+        head_folder = next(iter(found.files.tensors.values())).file.parent
+        pair = Pair(target_hash(found.folder), head_hash(found.files))
+        saved = SavedConventions(head_folder, pair)
+        kept = saved.find()
+        convention = None if kept is None else kept[0]
     if convention is not None:
         head, _ = build_mtp_head(found, model, decided(convention, found))
-        return _ready(head)
-    saved = SavedConventions(_folder_of(found), _pair(found))
-    kept = saved.find()
-    if kept is not None:
-        head, _ = build_mtp_head(found, model, decided(kept[0], found))
         return _ready(head)
     norms = found.norms
     usual = replace(pack or found.family.convention, norms=norms or "stored")
@@ -91,8 +93,10 @@ def load_mtp_head(
     head, stored = build_mtp_head(found, model, usual)
     head = _ready(head)
     free = free_fields(found, head, norms is not None) if pack is None else ["norms"]
-    result = _probed(found, model, head, stored, usual, free, tokenizer)
-    saved.save(result.convention, _scores(result))
+    starts, source = _starts(found, tokenizer), found.files.source
+    result = probe_mtp_head(head, stored, model, starts, usual, free, source=source)
+    first, second = _scores(result.first), _scores(result.second)
+    saved.save(result.convention, {"first draft": first, "second draft": second})
     return head
 
 
@@ -151,15 +155,8 @@ def probe_mtp_head(
         taps.remove()
 
 
-def _probed(
-    found: FoundHead,
-    model: nn.Module,
-    head: MtpHead,
-    stored: Weights,
-    usual: MtpConvention,
-    free: Sequence[str],
-    tokenizer: Any,
-) -> Probed:
+def _starts(found: FoundHead, tokenizer: Any) -> list[list[int]]:
+    """Return the starts of texts as token ids."""
     if tokenizer is None:
         try:
             tokenizer = load_tokenizer(found.folder)
@@ -169,10 +166,7 @@ def _probed(
                 f"text, and {str(found.folder)!r} has no tokenizer that can be read: "
                 f"{error}. Pass tokenizer=, or name the convention."
             ) from error
-    starts = [tokenizer.encode(text) for text in STARTS]
-    return probe_mtp_head(
-        head, stored, model, starts, usual, free, source=found.files.source
-    )
+    return [tokenizer.encode(text) for text in STARTS]
 
 
 def _ready(head: MtpHead) -> MtpHead:
@@ -181,20 +175,5 @@ def _ready(head: MtpHead) -> MtpHead:
     return head
 
 
-def _pair(found: FoundHead) -> Pair:
-    return Pair(target_hash(found.folder), head_hash(found.files))
-
-
-def _folder_of(found: FoundHead) -> Path:
-    return next(iter(found.files.tensors.values())).file.parent
-
-
-def _scores(result: Probed) -> dict[str, Any]:
-    def table(scores: Any) -> dict[str, str]:
-        return {_label(convention): str(score) for convention, score in scores.items()}
-
-    return {"first draft": table(result.first), "second draft": table(result.second)}
-
-
-def _label(convention: MtpConvention) -> str:
-    return f"{described(convention)}, recycled {convention.recycled}"
+def _scores(scores: Mapping[MtpConvention, Score]) -> dict[str, str]:
+    return {f"{described(c)}, recycled {c.recycled}": str(s) for c, s in scores.items()}

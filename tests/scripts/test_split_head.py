@@ -18,12 +18,18 @@ from mlx_lm.utils import load_model
 from mlx_speculation import SpeculativeGenerator, demo_models
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models import MtpConvention, load
-from mlx_speculation.models.mtp.load import read_mtp_head
 from mlx_speculation.models.mtp.split import SIDECAR, split_head
 from mlx_speculation.models.safetensors_layout import places_in
 from support.identity import prompt_of
 from support.models.demo_folders import copy_of
-from support.models.mtp_checkpoints import LAYOUTS, family, flat, save, write
+from support.models.mtp_checkpoints import (
+    LAYOUTS,
+    family,
+    flat,
+    read_mtp_head,
+    save,
+    write,
+)
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "split_head.py"
 

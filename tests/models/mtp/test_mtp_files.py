@@ -15,7 +15,6 @@ from mlx_speculation.models.mtp.families import family_of
 from mlx_speculation.models.mtp.family import MtpFamily, without_wrappers
 from mlx_speculation.models.mtp.files import HeadFiles, find_head
 from mlx_speculation.models.mtp.head import MtpHead
-from mlx_speculation.models.mtp.load import read_mtp_head
 from mlx_speculation.models.mtp.load_with_convention import load_mtp_head
 from support.models.mtp_checkpoints import (
     LAYOUTS,
@@ -23,6 +22,7 @@ from support.models.mtp_checkpoints import (
     flat,
     head_tensors,
     make,
+    read_mtp_head,
     save,
     trunk_tensors,
     write_folder,

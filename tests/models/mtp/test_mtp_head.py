@@ -33,7 +33,7 @@ def _built() -> Build:
     @cache
     def one(name: str) -> Mtp:
         _, target, head = make(name)
-        head._convention = family(LAYOUTS[name]).convention
+        head.convention = family(LAYOUTS[name]).convention
         return Mtp(head, HiddenStates(target, after_norm=True))
 
     return one

@@ -16,7 +16,6 @@ from mlx_speculation.errors import ModelFolderError, UnsupportedModelError
 from mlx_speculation.models import load
 from mlx_speculation.models.checkpoints.convention import MtpConvention
 from mlx_speculation.models.mtp.families import FAMILIES
-from mlx_speculation.models.mtp.load import read_mtp_head
 from mlx_speculation.models.mtp.load_with_convention import load_mtp_head
 from support.identity import plain_text, prompt_of
 from support.models import tiny_models
@@ -27,6 +26,7 @@ from support.models.mtp_checkpoints import (
     flat,
     head_tensors,
     make,
+    read_mtp_head,
     save,
     write,
     write_folder,

@@ -25,7 +25,6 @@ from mlx_lm.utils import load_model
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models import MtpConvention
 from mlx_speculation.models.checkpoints.draft_head import HeadOutput
-from mlx_speculation.models.mtp.load import read_mtp_head
 from support.drafters.mtp_bench import (
     SLOTS,
     Bench,
@@ -35,6 +34,7 @@ from support.drafters.mtp_bench import (
     make_bench,
     states,
 )
+from support.models.mtp_checkpoints import read_mtp_head
 from support.references.mtp.base import MtpRows
 from support.references.mtp.families import FAMILIES
 

@@ -10,7 +10,6 @@ import pytest
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.convention import MtpConvention
-from mlx_speculation.models.mtp.load import read_mtp_head
 from mlx_speculation.models.mtp.load_with_convention import load_mtp_head
 from mlx_speculation.models.mtp.transforms import (
     is_norm,
@@ -24,6 +23,7 @@ from support.models.mtp_checkpoints import (
     flat,
     head_tensors,
     make,
+    read_mtp_head,
     save,
     write_folder,
 )

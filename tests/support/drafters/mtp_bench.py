@@ -9,7 +9,7 @@ import numpy as np
 
 from mlx_speculation.models import HiddenStates, MtpConvention
 from mlx_speculation.models.mtp import Mtp
-from mlx_speculation.models.mtp.load import read_mtp_head
+from support.models.mtp_checkpoints import read_mtp_head
 from support.references.mtp.base import Family, MtpRows, rows
 from support.references.mtp.folders import MtpFolder, write_mtp_folder
 from support.references.numerics import Array, Ids

@@ -19,6 +19,7 @@ from mlx_speculation.models.checkpoints.convention import MtpConvention
 from mlx_speculation.models.mtp.families import arguments_of, family_of
 from mlx_speculation.models.mtp.family import MtpFamily
 from mlx_speculation.models.mtp.head import MtpHead, MtpLayer
+from mlx_speculation.models.mtp.load import build_mtp_head, decided, find_mtp_head
 from support.models import census, tiny_models
 from support.models.tiny_tokenizer import byte_tokenizer
 
@@ -275,6 +276,14 @@ def make_head(layout: Layout, target: nn.Module, config: dict[str, Any]) -> MtpH
         for k in range(layout.layers)
     ]
     return MtpHead(layers, MtpConvention())
+
+
+def read_mtp_head(
+    folder: Path, model: nn.Module, *, convention: MtpConvention | None = None
+) -> MtpHead:
+    """Read a head in the precision in which it is stored, and try no convention."""
+    found = find_mtp_head(folder, model)
+    return build_mtp_head(found, model, decided(convention, found))[0]
 
 
 def flat(module: nn.Module) -> Weights:
