@@ -4,6 +4,7 @@ A head has a KV cache of its own. Position m of it pairs the target's hidden sta
 m with token m + 1 of the text.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -38,49 +39,61 @@ class HeadOutput(NamedTuple):
     logits: mx.array
 
 
-class DraftHead(Protocol):
-    """What a cache needs to know of a head."""
+class HeadOnTarget(ABC):
+    """A head on its target: how positions of its cache are run.
 
-    @property
-    def chained(self) -> bool:
-        """Whether each layer makes one draft of a chain."""
-        ...
+    Attributes:
+        head: the head: `chained`, whether each of its layers makes one draft of a
+            chain; `depth`, the most drafts that it is good for, or None; `new_caches()`
+            makes a list of caches for each layer.
+    """
 
-    @property
-    def depth(self) -> int | None:
-        """The most drafts that it is good for."""
-        ...
-
-    def new_caches(self) -> list[list[Any]]:
-        """Return new caches, a list for each layer."""
-        ...
-
-
-class HeadOnTarget(Protocol):
-    """A head on its target: an `Mtp`, or what takes its place."""
-
-    @property
-    def head(self) -> DraftHead:
-        """The head."""
-        ...
+    head: Any
 
     def rows(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> HeadOutput:
-        """Run all positions to the end; see `Mtp.rows`."""
-        ...
+        """Run all positions to the end.
+
+        Args:
+            hidden: [batch, positions, dim]; at i the target's state at i, or the head's
+                own one.
+            tokens: ids [batch, positions]; position i has the token at i + 1, in a
+                chain that at i + 1 + layer.
+            caches: those of the layer; the positions are written to them.
+            layer: which layer of the head.
+        """
+        return self._output(layer, self._run(layer, hidden, tokens, caches))
 
     def step(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> HeadOutput:
-        """Run the last position to the end; see `Mtp.step`."""
-        ...
+        """Run the last position to the end, those before it for keys and values only.
+
+        Takes what `rows` takes, and returns one position.
+        """
+        if tokens.shape[1] > 1:
+            self.history(hidden[:, :-1], tokens[:, :-1], caches, layer)
+        return self.rows(hidden[:, -1:], tokens[:, -1:], caches, layer)
 
     def history(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> None:
-        """Write the keys and values of positions; see `Mtp.history`."""
-        ...
+        """Write the keys and values of positions; takes what `rows` takes.
+
+        What else is built is never evaluated.
+        """
+        self._run(layer, hidden, tokens, caches)
+
+    @abstractmethod
+    def _run(
+        self, layer: int, hidden: mx.array, tokens: mx.array, caches: Sequence[Any]
+    ) -> mx.array:
+        """Return the states of positions before the norm, and write to the caches."""
+
+    @abstractmethod
+    def _output(self, layer: int, states: mx.array) -> HeadOutput:
+        """Return what the head makes of states before the norm."""
 
 
 class HeadCache(Protocol):

@@ -24,6 +24,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_speculation.errors import ConventionError
+
 # Heads that read the wrong token agree in up to 0.11 of the places, right ones on the
 # hardest text in 0.48, as others have measured; see `Score.above_chance`.
 LEAST_AGREEMENT = 0.15
@@ -134,3 +136,35 @@ class Trials(Generic[Candidate]):
         if ranked and self.score(ranked[-1]).surely_above(self.score(usual)):
             return ranked[-1]
         return usual
+
+
+def ranked(
+    measure: Callable[[Candidate], Score],
+    usual: Candidate,
+    others: Iterable[Candidate],
+    advice: str,
+    shown: Callable[[Candidate], str] = repr,
+) -> dict[Candidate, Score]:
+    """Return the score of each candidate, the best first.
+
+    Args:
+        measure: see `Trials`.
+        usual: it is the best, unless another is surely better.
+        others: the other candidates.
+        advice: what the refusal ends with.
+        shown: returns what the refusal calls a candidate.
+
+    Raises:
+        ConventionError: the best one is not above chance.
+    """
+    trials = Trials(measure)
+    best = trials.best(usual, others)
+    scores = {best: trials.score(best), **trials.scores}
+    if not scores[best].above_chance:
+        said = "; ".join(f"{shown(each)} {score}" for each, score in scores.items())
+        raise ConventionError(
+            "The draft guesses what its target writes no better than by chance, "
+            f"whatever it is taken for: {said}. Choose the draft that belongs to this "
+            f"model, or {advice}."
+        )
+    return scores

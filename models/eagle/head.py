@@ -22,7 +22,11 @@ from mlx_lm.models import llama
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
-from mlx_speculation.models.checkpoints.draft_head import Ends, HeadOutput
+from mlx_speculation.models.checkpoints.draft_head import (
+    Ends,
+    HeadOnTarget,
+    HeadOutput,
+)
 from mlx_speculation.models.checkpoints.joined_head import JoinedHead, OwnEnds
 from mlx_speculation.models.eagle.config import EagleSettings
 from mlx_speculation.models.introspect.taps import States
@@ -105,8 +109,10 @@ class EagleHead(JoinedHead):
         return normed if self._recycles_normed else x, normed
 
 
-class Eagle:
-    """A head on its target, in the place of an `Mtp`.
+class Eagle(HeadOnTarget):
+    """A head on its target.
+
+    The state at i is what `states` made of position i, or the recycled one of i - 1.
 
     Args:
         head: the head.
@@ -116,48 +122,19 @@ class Eagle:
     """
 
     def __init__(self, head: EagleHead, target: Ends, layers: Sequence[int]) -> None:
-        self.head, self.layers = head, tuple(layers)
-        self._target = target
+        self.head: EagleHead = head
+        self.layers, self._target = tuple(layers), target
 
     def states(self, states: States) -> mx.array:
         """Return the state that positions begin with, [batch, positions, dim]."""
         return self.head.joined([states.layer(index) for index in self.layers])
 
-    def rows(
-        self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
-    ) -> HeadOutput:
-        """Run all positions to the end.
-
-        Args:
-            hidden: [batch, positions, dim]; at i what `states` made of position i, or
-                the recycled state of position i - 1.
-            tokens: ids [batch, positions]; position i has the token at i + 1.
-            caches: the head's; the positions are written to them.
-            layer: 0.
-        """
-        recycled, normed = self.head.ends(self._run(hidden, tokens, caches[layer]))
-        return HeadOutput(recycled, self.head.logits(normed, self._target))
-
-    def step(
-        self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
-    ) -> HeadOutput:
-        """Run the last position to the end, those before it for keys and values only.
-
-        Takes what `rows` takes, and returns one position.
-        """
-        if tokens.shape[1] > 1:
-            self.history(hidden[:, :-1], tokens[:, :-1], caches, layer)
-        return self.rows(hidden[:, -1:], tokens[:, -1:], caches, layer)
-
-    def history(
-        self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
-    ) -> None:
-        """Write the keys and values of positions; takes what `rows` takes.
-
-        What else is built is never evaluated.
-        """
-        self._run(hidden, tokens, caches[layer])
-
-    def _run(self, hidden: mx.array, tokens: mx.array, cache: Any) -> mx.array:
+    def _run(
+        self, layer: int, hidden: mx.array, tokens: mx.array, caches: Sequence[Any]
+    ) -> mx.array:
         embedded = self.head.embedded(tokens, self._target)
-        return self.head.midlayer.run(embedded, hidden, cache)
+        return self.head.midlayer.run(embedded, hidden, caches[layer])
+
+    def _output(self, layer: int, states: mx.array) -> HeadOutput:
+        recycled, normed = self.head.ends(states)
+        return HeadOutput(recycled, self.head.logits(normed, self._target))

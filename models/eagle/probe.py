@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.errors import ConventionError
-from mlx_speculation.models.checkpoints.probe import Score, Trials
+from mlx_speculation.models.checkpoints.probe import Score, ranked
 from mlx_speculation.models.checkpoints.probe_text import OwnText
-from mlx_speculation.models.eagle.config import NAME, LayerIds
+from mlx_speculation.models.eagle.config import LayerIds
 from mlx_speculation.models.eagle.head import Eagle, EagleHead
 from mlx_speculation.models.introspect.hidden_states import HiddenStates
 
@@ -42,24 +41,19 @@ def probe_layers(
     taps = HiddenStates(model, layers=layers, before_norm=True, after_norm=True)
     try:
         text = OwnText.of(model, taps, starts)
-        trials = Trials(EagleProbe(head, model, taps, text, readings).score)
         usual, *others = readings
-        best = trials.best(usual, others)
-        scores = {best: trials.score(best), **trials.scores}
+        advice = (
+            "name the reading: EagleDraft.from_folder(folder, model, "
+            f"layer_ids={usual!r})"
+        )
+        score = EagleProbe(head, model, taps, text, readings).score
+
+        def shown(reading: LayerIds) -> str:
+            return f"{reading!r} {list(readings[reading])}"
+
+        return ranked(score, usual, others, advice, shown)
     finally:
         taps.remove()
-    if not scores[best].above_chance:
-        said = "; ".join(
-            f"{reading!r} {list(readings[reading])} {score}"
-            for reading, score in scores.items()
-        )
-        raise ConventionError(
-            f"The {NAME} guesses what its target writes no better than by chance, "
-            f"whichever layers it reads: {said}. Choose the head that belongs to this "
-            "model, or name the reading: EagleDraft.from_folder(folder, model, "
-            f"layer_ids={usual!r})."
-        )
-    return scores
 
 
 class EagleProbe:

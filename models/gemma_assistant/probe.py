@@ -15,8 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_speculation.errors import ConventionError
-from mlx_speculation.models.checkpoints.probe import Score, Trials
+from mlx_speculation.models.checkpoints.probe import Score, ranked
 from mlx_speculation.models.checkpoints.probe_text import STARTS, OwnText
 from mlx_speculation.models.gemma_assistant.network import Assistant
 from mlx_speculation.models.gemma_assistant.shared_kv import SharedKv
@@ -56,32 +55,18 @@ def probe_anchor(
     taps = HiddenStates(model, before_norm=True, after_norm=True)
     try:
         trial = AssistantProbe(assistant, model, taps, OwnText.of(model, taps, starts))
-        trials = Trials(trial.score)
         others = [anchor for anchor in get_args(Anchor) if anchor != USUAL]
-        best = trials.best(USUAL, others)
+        advice = (
+            "name the anchor: AssistantDraft.from_folder(folder, model, "
+            f"anchor={USUAL!r})"
+        )
+        return ranked(trial.score, USUAL, others, advice)
     finally:
         taps.remove()
-    scores = {best: trials.scores[best], **trials.scores}
-    if not scores[best].above_chance:
-        said = "; ".join(f"{anchor!r} {score}" for anchor, score in scores.items())
-        raise ConventionError(
-            "The assistant guesses what its target writes no better than by chance, "
-            f"wherever it stands: {said}. Choose the assistant that belongs to this "
-            "model, or name the anchor: AssistantDraft.from_folder(folder, model, "
-            f"anchor={USUAL!r})."
-        )
-    return scores
 
 
 class AssistantProbe:
-    """An assistant on a text of its target.
-
-    Args:
-        assistant: the assistant.
-        model: the target.
-        taps: on it.
-        text: what it wrote.
-    """
+    """An assistant on a text that its target wrote."""
 
     def __init__(
         self,

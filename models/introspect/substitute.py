@@ -11,13 +11,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.errors import UnsupportedModelError
+from mlx_speculation.models.introspect.trace import Trace
 from mlx_speculation.models.observer import Observer, first_array, observing
 
 
 class _Instead(Observer):
-    """Gives an array for the result of one module."""
+    """Gives an array for the result of one module; None: ends the forward there."""
 
-    def __init__(self, module: nn.Module, array: mx.array) -> None:
+    def __init__(self, module: nn.Module, array: mx.array | None) -> None:
         self._module = module
         self._array = array
         self.given = False
@@ -27,40 +28,14 @@ class _Instead(Observer):
     ) -> mx.array | None:
         if module is not self._module or method != "__call__":
             return None
+        if self._array is None:
+            raise _ReachedError(first_array(values))
         self.given = True
         return self._array[...]  # the model may write into it
 
 
 class _ReachedError(Exception):
     """Ends a forward at a module, with what that was given."""
-
-
-class _Until(Observer):
-    """Ends a forward at one module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def enter(
-        self, module: nn.Module, method: str, values: tuple[Any, ...]
-    ) -> mx.array | None:
-        if module is self._module:
-            raise _ReachedError(first_array(values))
-        return None
-
-
-class _Result(Observer):
-    """Keeps the last result of one module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self.found: Any = None
-
-    def leave(
-        self, module: nn.Module, method: str, values: tuple[Any, ...], result: Any
-    ) -> None:
-        if module is self._module:
-            self.found = result
 
 
 def logits_of(
@@ -95,7 +70,7 @@ def input_of(model: nn.Module, module: nn.Module, tokens: mx.array) -> mx.array:
         tokens: ids [batch, positions].
     """
     try:
-        with observing(_Until(module), alone=True):
+        with observing(_Instead(module, None), alone=True):
             model(tokens)
     except _ReachedError as reached:
         found: mx.array = reached.args[0]
@@ -114,11 +89,13 @@ def tail_of(
         trunk: the module that runs the layers.
         hidden: [batch, positions, dim]
     """
-    instead, result = _Instead(layer, hidden), _Result(trunk)
-    with observing(instead, result, alone=True):
-        model(mx.zeros(hidden.shape[:2], mx.int32))
-    _check(instead.given and result.found is not None, model, trunk)
-    found: mx.array = result.found
+    ids = mx.zeros(hidden.shape[:2], mx.int32)
+    instead, seen = _Instead(layer, hidden), Trace(ids)
+    with observing(instead, seen, alone=True):
+        model(ids)
+    calls = seen.of([trunk])
+    _check(instead.given and bool(calls), model, trunk)
+    found: mx.array = calls[-1].result
     return found
 
 

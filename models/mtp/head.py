@@ -14,7 +14,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.models.checkpoints.convention import MtpConvention
-from mlx_speculation.models.checkpoints.draft_head import Ends, HeadOutput
+from mlx_speculation.models.checkpoints.draft_head import (
+    Ends,
+    HeadOnTarget,
+    HeadOutput,
+)
 from mlx_speculation.models.introspect.reduced_output import sliced
 from mlx_speculation.models.mtp.blocks import Block
 
@@ -120,7 +124,7 @@ class MtpHead(nn.Module):
         return [layer.new_caches() for layer in self.layers]
 
 
-class Mtp:
+class Mtp(HeadOnTarget):
     """A head on its target.
 
     Args:
@@ -134,7 +138,8 @@ class Mtp:
     def __init__(
         self, head: MtpHead, ends: Ends, *, ids: mx.array | None = None
     ) -> None:
-        self.head, self._ends = head, ends
+        self.head: MtpHead = head
+        self._ends = ends
         own: list[nn.Module | None] = [
             layer.output if "output" in layer else None for layer in head.layers
         ]
@@ -155,41 +160,21 @@ class Mtp:
         """
         self._outputs = [output if own is None else own for own in self._outputs]
 
-    def rows(
-        self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
-    ) -> HeadOutput:
-        """Run all positions to the end.
-
-        Args:
-            hidden: [batch, positions, dim]; at i the target's state at i, or the head's
-                own one.
-            tokens: ids [batch, positions]; position i has the token at i + 1, in a
-                chain that at i + 1 + layer.
-            caches: those of the layer; the positions are written to them.
-            layer: which layer of the head.
-        """
-        module = self.head.layers[layer]
-        return self._output(layer, module.run(self._x(module, hidden, tokens), caches))
-
     def step(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> HeadOutput:
-        """Run the last position to the end, those before it for keys and values only.
-
-        Takes what `rows` takes, and returns one position.
-        """
+        """See `HeadOnTarget`; all positions are joined at once."""
         module = self.head.layers[layer]
         x = self._x(module, hidden, tokens)
         if x.shape[1] > 1:
             module.run(x[:, :-1], caches)  # never evaluated but for keys and values
         return self._output(layer, module.run(x[:, -1:], caches))
 
-    def history(
-        self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
-    ) -> None:
-        """Write the keys and values of positions; takes what `rows` takes."""
+    def _run(
+        self, layer: int, hidden: mx.array, tokens: mx.array, caches: Sequence[Any]
+    ) -> mx.array:
         module = self.head.layers[layer]
-        module.run(self._x(module, hidden, tokens), caches)
+        return module.run(self._x(module, hidden, tokens), caches)
 
     def _x(self, layer: MtpLayer, hidden: mx.array, tokens: mx.array) -> mx.array:
         own = "embedding" in layer
