@@ -12,11 +12,7 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
-from mlx_speculation.engine.drafters.source import (
-    HeadSource,
-    check_drafted,
-    check_embedding,
-)
+from mlx_speculation.engine.drafters.source import HeadSource
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import HiddenStates, Lane
 from mlx_speculation.models.dflash import (
@@ -26,8 +22,6 @@ from mlx_speculation.models.dflash import (
     is_dflash,
     load_dflash,
 )
-
-NAME = "DFlash drafter"
 
 
 class DFlashDraft(HeadSource):
@@ -65,12 +59,6 @@ class DFlashDraft(HeadSource):
     ) -> "DFlashDraft":
         """Load a drafter; see `load_dflash`. The tokenizer is not needed."""
         return cls(model, *load_dflash(folder, model))
-
-    def check_ids(self, highest: int) -> None:
-        """Refuse a drafter of other token ids; see `HeadSource`."""
-        if "embed_tokens" in self.head:
-            check_embedding(self.head.embed_tokens, NAME, highest)
-        check_drafted(self.head.ids, NAME, highest)
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None

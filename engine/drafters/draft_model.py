@@ -21,7 +21,6 @@ from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import (
     Lane,
     LaneRound,
-    MtpConvention,
     ReducedOutput,
     check_same_ids,
     find_parts,
@@ -61,15 +60,9 @@ class ModelSource(FolderSource):
         return True
 
     @classmethod
-    def load(
-        cls,
-        folder: Path,
-        target: TargetInfo,
-        convention: MtpConvention | None = None,
-        trust_remote_code: bool = False,
-    ) -> "ModelSource":
+    def load(cls, folder: Path, target: TargetInfo) -> "ModelSource":
         """Load a model; see `FolderSource`."""
-        model, tokenizer = load(folder, trust_remote_code=trust_remote_code)
+        model, tokenizer = load(folder, trust_remote_code=target.trust_remote_code)
         check_same_ids(target.tokenizer, tokenizer)
         return cls(model)
 

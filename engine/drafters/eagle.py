@@ -12,11 +12,7 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
-from mlx_speculation.engine.drafters.source import (
-    HeadSource,
-    check_drafted,
-    check_embedding,
-)
+from mlx_speculation.engine.drafters.source import HeadSource
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import HiddenStates, Lane, find_parts, read_config
 from mlx_speculation.models.eagle import (
@@ -94,12 +90,6 @@ class EagleDraft(HeadSource):
             scores = probe_layers(head, model, readings, starts_for(tokenizer))
             layers = readings[next(iter(scores))]
         return cls(model, head, layers)
-
-    def check_ids(self, highest: int) -> None:
-        """Refuse a head of other token ids; see `HeadSource`."""
-        if "embed_tokens" in self.head:
-            check_embedding(self.head.embed_tokens, "EAGLE-3 head", highest)
-        check_drafted(self.head.ids, "EAGLE-3 head", highest)
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None

@@ -106,19 +106,13 @@ class MtpDraft(HeadSource):
         return cls(model, head)
 
     @classmethod
-    def load(
-        cls,
-        folder: Path,
-        target: TargetInfo,
-        convention: MtpConvention | None = None,
-        trust_remote_code: bool = False,
-    ) -> "MtpDraft":
+    def load(cls, folder: Path, target: TargetInfo) -> "MtpDraft":
         """Load a head out of the target's folder or one of its own."""
         own = target.folder or Path()
         return cls.from_folder(
             own,
             target.model,
-            convention=convention,
+            convention=target.convention,
             tokenizer=target.tokenizer,
             split=None if folder == own else folder,
         )
@@ -127,7 +121,7 @@ class MtpDraft(HeadSource):
         """Refuse a head of other token ids; see `HeadSource`."""
         for layer in self.head.layers:
             if "embedding" in layer:
-                check_embedding(layer.embedding, "MTP head", highest)
+                check_embedding(layer.embedding, highest)
 
     @property
     def reduced_rows(self) -> nn.Module | None:

@@ -197,10 +197,9 @@ def _loaded(named: NamedDraft, target: TargetInfo) -> Resolved:
     if named.loader is None:
         resolved = _offered(target)
     else:
-        folder = named.folder or target.folder or Path()
-        resolved = Resolved(
-            named.loader.load(folder, target, named.convention, named.trust_remote_code)
-        )
+        folder, trusted = named.folder or target.folder, named.trust_remote_code
+        target = replace(target, convention=named.convention, trust_remote_code=trusted)
+        resolved = Resolved(named.loader.load(folder or Path(), target))
     assert resolved.source is not None
     weights = resolved.source.own_weights
     if named.bits is not None and weights is not None:
@@ -252,12 +251,12 @@ def _of_pair(pair: PairFile, folder: Path, target: TargetInfo) -> Resolved:
     if pair.folder is not None:
         own, loader = draft_folder(pair.folder)
     _check_kind(pair, loader)
-    convention = None
     if pair.convention is not None:
         usual = usual_convention(target.model)
         convention = convention_of(pair.convention, str(pair.file), usual)
+        target = replace(target, convention=convention)
     try:
-        return Resolved(loader.load(own, target, convention), pair.draft_length)
+        return Resolved(loader.load(own, target), pair.draft_length)
     except ConventionError as error:
         why = f"there is no other draft that can be used. {error}"
         return _lookup(why, pair.draft_length)

@@ -34,6 +34,9 @@ class TargetInfo:
     tokenizer: Any  # its tokenizer
     folder: Path | None  # where it was loaded from; None: it is not known
     highest_id: int  # the largest token id that its text may hold
+    # What an MTP head of it was trained with, if somebody has named it
+    convention: MtpConvention | None = None
+    trust_remote_code: bool = False  # whether code in the folder of a draft may run
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -155,16 +158,8 @@ class FolderSource(DraftSource):
         raise NotImplementedError
 
     @classmethod
-    def load(
-        cls,
-        folder: Path,  # the draft's; for an MTP head perhaps the target's
-        target: TargetInfo,  # what it is to draft for
-        # What an MTP head was trained with, if somebody has named it
-        convention: MtpConvention | None = None,
-        # Whether code in the folder of a model may run
-        trust_remote_code: bool = False,
-    ) -> "FolderSource":
-        """Load it.
+    def load(cls, folder: Path, target: TargetInfo) -> "FolderSource":
+        """Load it; the folder of an MTP head may be the target's.
 
         Raises:
             ModelFolderError: the folder holds none, or not all of one.
@@ -201,13 +196,7 @@ class HeadSource(FolderSource):
         raise NotImplementedError
 
     @classmethod
-    def load(
-        cls,
-        folder: Path,
-        target: TargetInfo,
-        convention: MtpConvention | None = None,
-        trust_remote_code: bool = False,
-    ) -> "HeadSource":
+    def load(cls, folder: Path, target: TargetInfo) -> "HeadSource":
         """Load a head; see `FolderSource`."""
         return cls.from_folder(folder, target.model, tokenizer=target.tokenizer)
 
@@ -226,6 +215,15 @@ class HeadSource(FolderSource):
         Raises:
             InvalidRequestError: names both numbers.
         """
+        head: Any = self.head
+        if "embed_tokens" in head:
+            check_embedding(head.embed_tokens, highest)
+        drafted = 0 if head.ids is None else int(head.ids.max())
+        if drafted > highest:
+            raise InvalidRequestError(
+                f"The head drafts token ids up to {drafted}, and the target's go up to "
+                f"{highest}. Choose the head of this target."
+            )
 
     def following(
         self, lane: Lane, select: Callable[[States], mx.array]
@@ -236,22 +234,12 @@ class HeadSource(FolderSource):
         return committed
 
 
-def check_embedding(module: Any, name: str, highest: int) -> None:
+def check_embedding(module: Any, highest: int) -> None:
     """Refuse an embedding that lacks token ids; see `HeadSource.check_ids`."""
     rows = module.weight.shape[0]
     if rows <= highest:
         raise InvalidRequestError(
-            f"The {name} has {rows} embeddings, and the target's token ids go up to "
-            f"{highest}. Choose the head of this target."
-        )
-
-
-def check_drafted(ids: mx.array | None, name: str, highest: int) -> None:
-    """Refuse a reduced vocabulary that has ids which the target lacks."""
-    drafted = 0 if ids is None else int(ids.max())
-    if drafted > highest:
-        raise InvalidRequestError(
-            f"The {name} drafts token ids up to {drafted}, and the target's go up to "
+            f"The head has {rows} embeddings, and the target's token ids go up to "
             f"{highest}. Choose the head of this target."
         )
 
