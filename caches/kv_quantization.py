@@ -24,17 +24,11 @@ Replaced = list[tuple[int, Any]]
 
 @dataclass(frozen=True, slots=True)
 class KVQuantization:
-    """When and how the caches of one model are quantized.
+    """When and how the caches of one model are quantized."""
 
-    Attributes:
-        bits: of a number.
-        group_size: numbers that share a scale, along the last axis.
-        start: positions that a cache holds when it is quantized.
-    """
-
-    bits: int
-    group_size: int = 64
-    start: int = 0
+    bits: int  # of a number
+    group_size: int = 64  # numbers that share a scale, along the last axis
+    start: int = 0  # positions that a cache holds when it is quantized
 
     def room(self, caches: Sequence[Any]) -> int | None:
         """Return how many rows a forward may write; None: as many as it likes."""

@@ -21,20 +21,16 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(
-    file: Path,
+    file: Path,  # the file
     *,
-    most: int = LARGEST,
+    most: int = LARGEST,  # how many bytes it may have
+    # Refuse an object with a key twice. mlx-lm takes the last one of a config.json, and
+    # so do we where it reads the same file
     unique_keys: bool = False,
+    # What to do about a file that is refused
     advice: str = "Download it again, or correct it.",
 ) -> dict[str, Any]:
     """Return the object that a JSON file of a model folder holds.
-
-    Args:
-        file: the file.
-        most: how many bytes it may have.
-        unique_keys: refuse an object with a key twice. mlx-lm takes the last one of a
-            config.json, and so do we where it reads the same file.
-        advice: what to do about a file that is refused.
 
     Raises:
         ModelFolderError: it cannot be read, or is not an object.

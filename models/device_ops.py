@@ -19,18 +19,13 @@ from mlx_speculation.models.round_context import Device
 
 
 class RoundOp(NamedTuple):
-    """What a global name means in a layer's code, and what it is to mean in a round.
+    """What a global name means in a layer's code, and what it is to mean in a round."""
 
-    Attributes:
-        theirs: what the name has to mean for `ours` to take its place.
-        ours: asks for itself whether it serves, and calls `theirs` where it does not.
-        parts: of a module, those names of it that matter; empty: the name itself does.
-        within: where in the module they are, if not at its top.
-    """
-
-    theirs: Any
-    ours: Any
+    theirs: Any  # what the name has to mean for `ours` to take its place
+    ours: Any  # asks for itself whether it serves, and calls `theirs` where it does not
+    # Of a module, those names of it that matter; empty: the name itself does
     parts: frozenset[str] = frozenset()
+    # Where in the module they are, if not at its top
     within: frozenset[str] = frozenset()
 
 

@@ -31,17 +31,12 @@ import mlx.nn as nn
 
 
 class Hook(NamedTuple):
-    """How a class is made: `make(kind, *args)`.
+    """How a class is made: `make(kind, *args)`."""
 
-    Attributes:
-        rank: hooks of a lower rank are nearer to the plain class.
-        make: returns a class made by `derived`, the same one for the same arguments.
-        args: what else `make` gets.
-    """
-
-    rank: int
+    rank: int  # hooks of a lower rank are nearer to the plain class
+    # Returns a class made by `derived`, the same one for the same arguments
     make: Callable[..., type[nn.Module]]
-    args: tuple[Any, ...] = ()
+    args: tuple[Any, ...] = ()  # what else `make` gets
 
 
 OURS = "_mlx_speculation_"
@@ -60,19 +55,14 @@ _held: dict[int, tuple[nn.Module, dict[int, tuple[Hook, int]]]] = {}
 
 @dataclass(slots=True)
 class RoundHooks:
-    """The hooks of rounds in this process. Changed under `lock` only.
+    """The hooks of rounds in this process. Changed under `lock` only."""
 
-    Attributes:
-        modules: by id, modules with such a hook, and their classes with it and without.
-        on: whether they are on their modules.
-        forwards: how many forwards of rounds are being built, in all threads.
-    """
-
+    # By id, modules with such a hook, and their classes with it and without
     modules: dict[int, tuple[nn.Module, type[nn.Module], type[nn.Module]]] = field(
         default_factory=dict
     )
-    on: bool = False
-    forwards: int = 0
+    on: bool = False  # whether they are on their modules
+    forwards: int = 0  # how many forwards of rounds are being built, in all threads
 
     def turn(self, *, on: bool) -> None:
         """Put them all on their modules, or take them off."""

@@ -14,19 +14,12 @@ SHARDS = "model*.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """One tensor in a file.
+    """One tensor in a file."""
 
-    Attributes:
-        dtype: its name in the file, such as "BF16".
-        shape: its shape.
-        begin: the first byte, counted from the beginning of the file.
-        end: the byte after the last.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
+    dtype: str  # its name in the file, such as "BF16"
+    shape: tuple[int, ...]  # its shape
+    begin: int  # the first byte, counted from the beginning of the file
+    end: int  # the byte after the last
 
 
 def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:

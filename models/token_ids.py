@@ -19,13 +19,10 @@ class TokenIds:
     """The ids that a tokenizer has.
 
     Logits are often wider than that: a padded id has a column and no meaning.
-
-    Attributes:
-        width: one more than the largest id.
-        missing: ids below `width` that the tokenizer lacks, int32 [n], or None.
     """
 
-    width: int
+    width: int  # one more than the largest id
+    # Ids below `width` that the tokenizer lacks, int32 [n], or None
     missing: mx.array | None = None
 
     @classmethod

@@ -70,18 +70,12 @@ class Verified:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogProbs:
-    """Log-probabilities as mlx-lm has them: processed, but before filters and chance.
+    """Log-probabilities as mlx-lm has them: processed, before filters and chance."""
 
-    Attributes:
-        tokens: float32 [rows], of the chosen tokens.
-        top_ids: uint32 [rows, n], the most probable ids, most probable first.
-        top: float32 [rows, n], theirs.
-        rows: float32 [rows, ids], of all ids; None if not asked for.
-    """
-
-    tokens: mx.array
-    top_ids: mx.array
-    top: mx.array
+    tokens: mx.array  # float32 [rows], of the chosen tokens
+    top_ids: mx.array  # uint32 [rows, n], the most probable ids, most probable first
+    top: mx.array  # float32 [rows, n], theirs
+    # float32 [rows, ids], of all ids; None if not asked for
     rows: mx.array | None = None
 
     @property

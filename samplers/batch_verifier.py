@@ -24,20 +24,14 @@ from mlx_speculation.samplers.verifier import Verifier, reported, spread
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VerifyRequest:
-    """What is to be decided for one request.
+    """What is to be decided for one request."""
 
-    Attributes:
-        verifier: decides for it.
-        rows: what precedes its rows, one more than it has drafts.
-        drafted: uint32 [k], its drafted tokens; None for k = 0.
-        draft_probs: float32 [k, ids], what they were drawn from, if by chance.
-        top: report log-probabilities, and this many of the most probable ids.
-    """
-
-    verifier: Verifier
-    rows: Rows
-    drafted: mx.array | None = None
+    verifier: Verifier  # decides for it
+    rows: Rows  # what precedes its rows, one more than it has drafts
+    drafted: mx.array | None = None  # uint32 [k], its drafted tokens; None for k = 0
+    # float32 [k, ids], what they were drawn from, if by chance
     draft_probs: mx.array | None = None
+    # Report log-probabilities, and this many of the most probable ids
     top: int | None = None
 
     @property
@@ -48,30 +42,21 @@ class VerifyRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VerifiedGroup:
-    """Requests that were decided together.
+    """Requests that were decided together."""
 
-    Attributes:
-        members: which of those that asked.
-        width: how many rows each of them has in `verified`.
-        verified: their rows one after the other; `accepted` is int32 [members], or
-            None where nothing was drafted.
-    """
-
-    members: tuple[int, ...]
-    width: int
+    members: tuple[int, ...]  # which of those that asked
+    width: int  # how many rows each of them has in `verified`
+    # Their rows one after the other; `accepted` is int32 [members], or None where
+    # nothing was drafted
     verified: Verified
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchVerified:
-    """What was decided in a round.
+    """What was decided in a round."""
 
-    Attributes:
-        decided: of those requests that could be decided.
-        failed: what was raised for others, such as by a processor of their own.
-    """
-
-    decided: tuple[VerifiedGroup, ...]
+    decided: tuple[VerifiedGroup, ...]  # of those requests that could be decided
+    # What was raised for others, such as by a processor of their own
     failed: dict[int, Exception]
 
     @property

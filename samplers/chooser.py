@@ -26,22 +26,17 @@ from mlx_speculation.samplers.user_sampler import called_on_rows
 
 
 class Chooser:
-    """Chooses tokens for one request, for the target and for any drafter alike.
-
-    Args:
-        sampling: the request's options, with a seed.
-        width: the number of token ids, and of values in every draw of noise.
-        limit: ids from here on are never chosen, because the target has no row for
-            them; `width` when omitted. Logits may be wider or narrower.
-        missing: ids below `limit` that do not exist, int32 [n], or None.
-    """
+    """Chooses tokens for one request, for the target and for any drafter alike."""
 
     def __init__(
         self,
-        sampling: Sampling,
-        width: int,
+        sampling: Sampling,  # the request's options, with a seed
+        width: int,  # the number of token ids, and of values in every draw of noise
         *,
+        # Ids from here on are never chosen, because the target has no row for them;
+        # `width` when omitted. Logits may be wider or narrower
         limit: int | None = None,
+        # Ids below `limit` that do not exist, int32 [n], or None
         missing: mx.array | None = None,
     ) -> None:
         if sampling.seed is None:

@@ -16,12 +16,9 @@ class SeededSampler:
     There it is not called: tokens are chosen by its options, with noise that follows
     from a seed, and drafts share it. Anywhere else, as in mlx-lm, it can be called
     and draws from mlx's global generator.
-
-    Attributes:
-        sampling: its options.
     """
 
-    sampling: Sampling
+    sampling: Sampling  # its options
 
     def __call__(self, log_probs: mx.array) -> mx.array:
         """Draw one token per row of log-probabilities [rows, vocab], uint32 [rows]."""

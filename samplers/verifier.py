@@ -55,19 +55,14 @@ RULES: dict[str, Rule | None] = {
 
 
 class Verifier:
-    """Decides for one request; has no state that a round could change.
-
-    Args:
-        chooser: chooses by the request's options, with its noise.
-        acceptance: the rule.
-        whole_rows: let reports hold the log-probabilities of all ids too.
-    """
+    """Decides for one request; has no state that a round could change."""
 
     def __init__(
         self,
-        chooser: Chooser,
+        chooser: Chooser,  # chooses by the request's options, with its noise
         acceptance: Acceptance = "keyed",
         *,
+        # Let reports hold the log-probabilities of all ids too
         whole_rows: bool = False,
     ) -> None:
         self._chooser = chooser
@@ -149,23 +144,16 @@ class Verifier:
 
     def verify(
         self,
-        logits: mx.array,
-        rows: Rows,
-        drafted: mx.array | None = None,
+        logits: mx.array,  # [k + 1, vocab] of the target
+        rows: Rows,  # what precedes each row; the drafted tokens are `ahead`
+        drafted: mx.array | None = None,  # uint32 [k], or None for k = 0
+        # float32 [k, ids], what they were drawn from; None where chance took no part
         draft_probs: mx.array | None = None,
         *,
+        # Report log-probabilities, and this many of the most probable ids
         top: int | None = None,
     ) -> Verified:
-        """Decide which of k drafted tokens are accepted, and what follows them.
-
-        Args:
-            logits: [k + 1, vocab] of the target.
-            rows: what precedes each row; the drafted tokens are `ahead`.
-            drafted: uint32 [k], or None for k = 0.
-            draft_probs: float32 [k, ids], what they were drawn from; None
-                where chance took no part.
-            top: report log-probabilities, and this many of the most probable ids.
-        """
+        """Decide which of k drafted tokens are accepted, and what follows them."""
         processed = self._chooser.processed(logits, rows)
         return self._decide(processed, rows, drafted, draft_probs, None, top)
 

@@ -30,23 +30,15 @@ from mlx_speculation.errors import CacheFileError, InvalidRequestError
 
 @dataclass(frozen=True, slots=True)
 class LoadedCaches:
-    """What a file held.
+    """What a file held."""
 
-    Attributes:
-        caches: the target's caches.
-        draft_caches: the drafter's; None if there were none.
-        rows: the tokens of each row of the batch; None in mlx-lm's files.
-        draft_seen: how many of them the drafter's caches hold, for each row.
-        metadata: the texts that were saved with it.
-        layout: "mlx-speculation 1", "mlx-lm 0.32" or "mlx-lm 0.31".
-    """
-
-    caches: list[Any]
-    draft_caches: list[Any] | None
-    rows: Rows | None
+    caches: list[Any]  # the target's caches
+    draft_caches: list[Any] | None  # the drafter's; None if there were none
+    rows: Rows | None  # the tokens of each row of the batch; None in mlx-lm's files
+    # How many of them the drafter's caches hold, for each row
     draft_seen: tuple[int, ...] | None
-    metadata: dict[str, str]
-    layout: str
+    metadata: dict[str, str]  # the texts that were saved with it
+    layout: str  # "mlx-speculation 1", "mlx-lm 0.32" or "mlx-lm 0.31"
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -88,23 +80,18 @@ def load_caches(
 
 
 def load_into(
-    path: str | os.PathLike[str],
-    caches: Sequence[Any],
-    draft_caches: Sequence[Any] | None = None,
+    path: str | os.PathLike[str],  # the file
+    caches: Sequence[Any],  # the target's
+    draft_caches: Sequence[Any] | None = None,  # the drafter's; None: there are none
     *,
+    # Let floating point numbers take the dtype of those in `caches`, where these hold
+    # some: a model may have been loaded in another one since
     cast: bool = False,
 ) -> LoadedCaches:
     """Give existing caches the content of a file, all of them or none.
 
     The result names the same objects. Without `draft_caches`, those of the file are
     left out. Raises as `load_caches`; the caches are then as they were.
-
-    Args:
-        path: the file.
-        caches: the target's.
-        draft_caches: the drafter's; None: there are none.
-        cast: let floating point numbers take the dtype of those in `caches`, where
-            these hold some: a model may have been loaded in another one since.
     """
     content = _content(path, caches, draft_caches, cast=cast)
     pairs = list(pairs_of(content.target, caches))

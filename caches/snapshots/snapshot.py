@@ -60,19 +60,13 @@ class HeldLeaf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """What the caches of one model hold for the tokens [start, stop).
+    """What the caches of one model hold for the tokens [start, stop)."""
 
-    Attributes:
-        start: the first position.
-        stop: the position after the last; states are those after this many tokens.
-        leaves: one item for every leaf cache.
-        lags: of a batch, how many tokens each row is behind the furthest, whose
-            positions are meant; empty for one sequence.
-    """
-
-    start: int
-    stop: int
-    leaves: tuple[HeldLeaf, ...]
+    start: int  # the first position
+    stop: int  # the position after the last; states are those after this many tokens
+    leaves: tuple[HeldLeaf, ...]  # one item for every leaf cache
+    # Of a batch, how many tokens each row is behind the furthest, whose positions are
+    # meant; empty for one sequence
     lags: Lags = ()
 
     @property

@@ -42,19 +42,14 @@ NoteFault = Callable[[DrafterFault], None]
 
 
 class FaultGuard:
-    """A drafter of one stream, asked until its first fault.
-
-    Args:
-        inner: the drafter.
-        note: gets its fault.
-        target: the lane whose follower the drafter is, if it is one: it is let go of
-            with the drafter.
-    """
+    """A drafter of one stream, asked until its first fault."""
 
     def __init__(
         self,
         inner: Drafter,
-        note: NoteFault,
+        note: NoteFault,  # gets its fault
+        # The lane whose follower the drafter is, if it is one: it is let go of with the
+        # drafter
         target: Lane | None = None,
     ) -> None:
         self.inner = inner

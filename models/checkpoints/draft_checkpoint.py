@@ -217,19 +217,13 @@ def quantize_like(module: nn.Module, weights: Weights) -> None:
 
 
 def check_shapes(
-    wanted: Mapping[str, tuple[int, ...]],
-    weights: Weights,
-    name: str,
+    wanted: Mapping[str, tuple[int, ...]],  # the shapes of the module's parameters
+    weights: Weights,  # the weights, under the names of parameters
+    name: str,  # of the drafter, for messages
+    # Makes what files call it of the name of a parameter
     file_name: Callable[[str], str] = str,
 ) -> None:
-    """Refuse weights of other names or shapes than a module has.
-
-    Args:
-        wanted: the shapes of the module's parameters.
-        weights: the weights, under the names of parameters.
-        name: of the drafter, for messages.
-        file_name: makes what files call it of the name of a parameter.
-    """
+    """Refuse weights of other names or shapes than a module has."""
 
     def some(found: set[str]) -> str:
         shown = sorted(map(file_name, found))

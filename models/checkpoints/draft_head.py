@@ -28,15 +28,10 @@ class Ends(Protocol):
 
 
 class HeadOutput(NamedTuple):
-    """What a head makes of some positions of its cache.
+    """What a head makes of some positions of its cache."""
 
-    Attributes:
-        recycled: the states that go into its next step, [batch, positions, dim].
-        logits: for the token after next, [batch, positions, vocab].
-    """
-
-    recycled: mx.array
-    logits: mx.array
+    recycled: mx.array  # the states that go into its next step, [batch, positions, dim]
+    logits: mx.array  # for the token after next, [batch, positions, vocab]
 
 
 class HeadOnTarget(ABC):

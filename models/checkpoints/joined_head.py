@@ -17,17 +17,12 @@ from mlx_speculation.models.checkpoints.draft_head import Ends
 
 
 class OwnEnds(NamedTuple):
-    """Which ends a head has of its own.
+    """Which ends a head has of its own."""
 
-    Attributes:
-        ids: the target's ids of its logits, uint32 [n]; None: all, in their order.
-        output: columns of its output layer; None: the target's is used.
-        embedding: rows of its embedding; None: the target's is used.
-    """
-
+    # The target's ids of its logits, uint32 [n]; None: all, in their order
     ids: mx.array | None = None
-    output: int | None = None
-    embedding: int | None = None
+    output: int | None = None  # columns of its output layer; None: the target's is used
+    embedding: int | None = None  # rows of its embedding; None: the target's is used
 
 
 class JoinedHead(nn.Module):
@@ -130,21 +125,14 @@ def features_of(weights: Weights, name: str, target_dim: int) -> int | None:
 
 
 def check_layers(
-    layers: Sequence[int],
-    name: str,
+    layers: Sequence[int],  # counted from 0
+    name: str,  # of the head, for messages
     *,
-    trunk: int,
-    features: int | None = None,
-    advice: str = "",
+    trunk: int,  # how many layers the target has
+    features: int | None = None,  # how many of them `fc` takes; None: not known
+    advice: str = "",  # what may help where the target lacks one, after a comma
 ) -> tuple[int, ...]:
     """Return layers of the target that a head reads, after checking them.
-
-    Args:
-        layers: counted from 0.
-        name: of the head, for messages.
-        trunk: how many layers the target has.
-        features: how many of them `fc` takes; None: not known.
-        advice: what may help where the target lacks one, after a comma.
 
     Raises:
         ModelFolderError: the target lacks one, or `fc` takes another number of them.

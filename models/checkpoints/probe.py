@@ -42,17 +42,11 @@ Candidate = TypeVar("Candidate", bound=Hashable)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Score:
-    """How well a candidate guesses a text.
+    """How well a candidate guesses a text."""
 
-    Attributes:
-        values: float64 [places], expected log-probabilities in nats.
-        agreement: the share of places where its most probable token is the text's.
-        chance: the share by chance.
-    """
-
-    values: NDArray[np.float64]
-    agreement: float
-    chance: float
+    values: NDArray[np.float64]  # float64 [places], expected log-probabilities in nats
+    agreement: float  # the share of places where its most probable token is the text's
+    chance: float  # the share by chance
 
     @classmethod
     def of(
@@ -139,20 +133,13 @@ class Trials(Generic[Candidate]):
 
 
 def ranked(
-    measure: Callable[[Candidate], Score],
-    usual: Candidate,
+    measure: Callable[[Candidate], Score],  # see `Trials`
+    usual: Candidate,  # it is the best, unless another is surely better
     others: Iterable[Candidate],
-    advice: str,
-    shown: Callable[[Candidate], str] = repr,
+    advice: str,  # what the refusal ends with
+    shown: Callable[[Candidate], str] = repr,  # what the refusal calls a candidate
 ) -> dict[Candidate, Score]:
     """Return the score of each candidate, the best first.
-
-    Args:
-        measure: see `Trials`.
-        usual: it is the best, unless another is surely better.
-        others: the other candidates.
-        advice: what the refusal ends with.
-        shown: returns what the refusal calls a candidate.
 
     Raises:
         ConventionError: the best one is not above chance.

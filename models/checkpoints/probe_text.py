@@ -28,40 +28,26 @@ STEPS = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnText:
-    """A text in rows of one length.
+    """A text in rows of one length."""
 
-    Attributes:
-        tokens: ids [rows, positions].
-        own: the first position that the target wrote.
-        target_log_probs: its log-probabilities there, float32 [rows, positions - own,
-            vocab].
-        after_norm: its states at all positions but the last, [rows, positions - 1,
-            dim].
-        before_norm: likewise.
-    """
-
-    tokens: mx.array
-    own: int
+    tokens: mx.array  # ids [rows, positions]
+    own: int  # the first position that the target wrote
+    # Its log-probabilities there, float32 [rows, positions - own, vocab]
     target_log_probs: mx.array
+    # Its states at all positions but the last, [rows, positions - 1, dim]
     after_norm: mx.array
-    before_norm: mx.array
+    before_norm: mx.array  # likewise
 
     @classmethod
     def of(
         cls,
-        model: nn.Module,
-        taps: HiddenStates,
+        model: nn.Module,  # the target; caches are made for it here, and dropped
+        taps: HiddenStates,  # on it, before and after its norm
+        # Token ids; all are cut to the length of the shortest
         starts: Sequence[Sequence[int]],
-        steps: int = STEPS,
+        steps: int = STEPS,  # how many tokens to write in each row
     ) -> "OwnText":
-        """Let a target write.
-
-        Args:
-            model: the target; caches are made for it here, and dropped.
-            taps: on it, before and after its norm.
-            starts: token ids; all are cut to the length of the shortest.
-            steps: how many tokens to write in each row.
-        """
+        """Let a target write."""
         own = min(len(start) for start in starts)
         rows = mx.array([list(start[:own]) for start in starts], mx.uint32)
         target: Any = model

@@ -30,22 +30,15 @@ _ADVICE = "Correct it, or pass draft= something else than 'auto'."
 
 @dataclass(frozen=True, slots=True)
 class PairFile:
-    """What the file says.
+    """What the file says."""
 
-    Attributes:
-        file: the file itself.
-        draft: "mtp", "lookup", or the draft's folder as it is written there.
-        folder: the draft's folder; None where the draft is named.
-        kind: the kind of draft, if it is named.
-        convention: the fields of a convention, checked; None: it names none.
-        draft_length: how many tokens to draft in a round, if it says so.
-    """
-
-    file: Path
-    draft: str
-    folder: Path | None = None
-    kind: str | None = None
+    file: Path  # the file itself
+    draft: str  # "mtp", "lookup", or the draft's folder as it is written there
+    folder: Path | None = None  # the draft's folder; None where the draft is named
+    kind: str | None = None  # the kind of draft, if it is named
+    # The fields of a convention, checked; None: it names none
     convention: Mapping[str, Any] | None = None
+    # How many tokens to draft in a round, if it says so
     draft_length: int | None = None
 
 

@@ -134,26 +134,16 @@ _tables = _Tables()
 
 
 def rope(
-    x: mx.array,
-    dims: int,
+    x: mx.array,  # [..., rows, width]
+    dims: int,  # how many of a row are turned
     *,
-    traditional: bool,
-    base: float | None,
-    scale: float,
-    offset: Any,
-    freqs: mx.array | None = None,
+    traditional: bool,  # turn neighbours and not halves; mlx does so then
+    base: float | None,  # of the frequencies, if `freqs` is None
+    scale: float,  # of the positions
+    offset: Any,  # of the first row; mlx's own function takes arrays
+    freqs: mx.array | None = None,  # the reciprocals of the frequencies, [dims / 2]
 ) -> mx.array:
-    """Do what `mx.fast.rope` does.
-
-    Args:
-        x: [..., rows, width].
-        dims: how many of a row are turned.
-        traditional: turn neighbours and not halves; mlx does so then.
-        base: of the frequencies, if `freqs` is None.
-        scale: of the positions.
-        offset: of the first row; mlx's own function takes arrays.
-        freqs: the reciprocals of the frequencies, [dims / 2].
-    """
+    """Do what `mx.fast.rope` does."""
     rows, width = x.shape[-2:]
     ours = rows > 1 and x.dtype == mx.float32 and isinstance(offset, int)
     how: dict[str, Any] = {"traditional": traditional, "base": base, "scale": scale}

@@ -106,21 +106,13 @@ def _run(
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """A block that was run.
+    """A block that was run."""
 
-    Attributes:
-        y: what the scan returns for each row, [batch, rows, heads, Dv].
-        last: the state behind all rows, [batch, heads, Dv, Dk].
-        inputs: q, k, v, g and beta of the rows.
-        start: the state before them.
-        mask: bool [batch, rows], or None.
-    """
-
-    y: mx.array
-    last: mx.array
-    inputs: tuple[mx.array, ...]
-    start: mx.array
-    mask: mx.array | None
+    y: mx.array  # what the scan returns for each row, [batch, rows, heads, Dv]
+    last: mx.array  # the state behind all rows, [batch, heads, Dv, Dk]
+    inputs: tuple[mx.array, ...]  # q, k, v, g and beta of the rows
+    start: mx.array  # the state before them
+    mask: mx.array | None  # bool [batch, rows], or None
 
     def after(self, keep: int) -> mx.array:
         """Return the state after the first `keep` rows, from 1, like `start`."""
@@ -139,26 +131,19 @@ def serves(q: mx.array, v: mx.array) -> bool:
 
 
 def run_steps(
-    q: mx.array,
-    k: mx.array,
+    q: mx.array,  # [batch, rows, key heads, Dk], scaled
+    k: mx.array,  # the same shape, normalized
+    # [batch, rows, heads, Dv]; key head h serves the heads from h * ratio on, where
+    # ratio is heads / key heads
     v: mx.array,
+    # Decays in [0, 1], [batch, rows, heads], or for each channel with Dk behind
     g: mx.array,
-    beta: mx.array,
+    beta: mx.array,  # [batch, rows, heads]
+    # Before the block, [batch, heads, Dv, Dk]; None: zeros, float32
     state: mx.array | None = None,
-    mask: mx.array | None = None,
+    mask: mx.array | None = None,  # bool [batch, rows]
 ) -> Steps:
-    """Run a block of gated delta steps on CUDA, where the kernel `serves`.
-
-    Args:
-        q: [batch, rows, key heads, Dk], scaled.
-        k: the same shape, normalized.
-        v: [batch, rows, heads, Dv]; key head h serves the heads from h * ratio on,
-            where ratio is heads / key heads.
-        g: decays in [0, 1], [batch, rows, heads], or for each channel with Dk behind.
-        beta: [batch, rows, heads].
-        state: before the block, [batch, heads, Dv, Dk]; None: zeros, float32.
-        mask: bool [batch, rows].
-    """
+    """Run a block of gated delta steps on CUDA, where the kernel `serves`."""
     if state is None:
         batch, heads, width = q.shape[0], *v.shape[2:]
         state = mx.zeros((batch, heads, width, q.shape[-1]), mx.float32)

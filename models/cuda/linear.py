@@ -85,17 +85,11 @@ def quantized_weight(layer: Any, x: mx.array) -> Weight | None:
 
 
 class _Way(NamedTuple):
-    """How a layer is asked.
+    """How a layer is asked."""
 
-    Attributes:
-        method: which multiplies.
-        weight_of: what it multiplies by.
-        summed: whether products of all ranks of its group are added up.
-    """
-
-    method: str
-    weight_of: WeightOf
-    summed: bool = False
+    method: str  # which multiplies
+    weight_of: WeightOf  # what it multiplies by
+    summed: bool = False  # whether products of all ranks of its group are added up
 
 
 _LAYERS: dict[type[nn.Module], _Way] = {

@@ -56,22 +56,15 @@ class DFlashContext:
 
     def draft(
         self,
-        hidden: mx.array,
-        stop: int,
-        tokens_of: TokensOf,
+        hidden: mx.array,  # of positions [end, stop), at least one
+        stop: int,  # the position of the newest token
+        tokens_of: TokensOf,  # gives the newest token
+        # Gets logits [1, vocab] for the next draft, returns it, [1], and whether
+        # another one is wanted
         choose: ChooseNext,
-        count: int,
+        count: int,  # how many drafts to make at most; no more than the head's depth
     ) -> None:
-        """Open a round: write context of committed text, and draft behind it.
-
-        Args:
-            hidden: of positions [end, stop), at least one.
-            stop: the position of the newest token.
-            tokens_of: gives the newest token.
-            choose: gets logits [1, vocab] for the next draft, returns it, [1], and
-                whether another one is wanted.
-            count: how many drafts to make at most; no more than the head's depth.
-        """
+        """Open a round: write context of committed text, and draft behind it."""
         self._before, self._after = self.end, stop
         self._round = Speculation(self._caches)
         newest = tokens_of(0, stop - 1, 1)

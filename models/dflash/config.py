@@ -26,21 +26,14 @@ _KINDS = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True, slots=True)
 class DFlashSettings:
-    """A DFlash drafter's config.json.
+    """A DFlash drafter's config.json."""
 
-    Attributes:
-        layers: the arguments of its decoder layers, as mlx-lm takes them.
-        block: the tokens of a block, the known one in front included.
-        mask_token: the id that stands for tokens that are to be drafted.
-        windows: for each layer how many positions it sees; None: all.
-        causal: whether a layer with a window sees no later positions of the block.
-    """
-
-    layers: qwen3.ModelArgs
-    block: int
-    mask_token: int
+    layers: qwen3.ModelArgs  # the arguments of its decoder layers, as mlx-lm takes them
+    block: int  # the tokens of a block, the known one in front included
+    mask_token: int  # the id that stands for tokens that are to be drafted
+    # For each layer how many positions it sees; None: all
     windows: tuple[int | None, ...]
-    causal: bool
+    causal: bool  # whether a layer with a window sees no later positions of the block
 
 
 def is_dflash(config: Config) -> bool:

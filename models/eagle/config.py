@@ -32,23 +32,15 @@ _LIST = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True, slots=True)
 class EagleSettings:
-    """An EAGLE-3 head's config.json.
+    """An EAGLE-3 head's config.json."""
 
-    Attributes:
-        layer: the arguments of its decoder layer, as mlx-lm takes them.
-        target_dim: the hidden size of the target.
-        draft_vocab: how many ids it drafts from; None: config.json does not say.
-        norm_before_residual: whether the normed state is added to, not the state.
-        norm_before_fc: whether it says that the joined states are normed.
-        norm_output: whether the state after the norm is recycled.
-    """
-
-    layer: llama.ModelArgs
-    target_dim: int
+    layer: llama.ModelArgs  # the arguments of its decoder layer, as mlx-lm takes them
+    target_dim: int  # the hidden size of the target
+    # How many ids it drafts from; None: config.json does not say
     draft_vocab: int | None
-    norm_before_residual: bool
-    norm_before_fc: bool
-    norm_output: bool
+    norm_before_residual: bool  # whether the normed state is added to, not the state
+    norm_before_fc: bool  # whether it says that the joined states are normed
+    norm_output: bool  # whether the state after the norm is recycled
 
 
 def is_eagle(config: Config) -> bool:

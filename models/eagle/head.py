@@ -57,22 +57,16 @@ class EagleLayer(llama.TransformerBlock):
 
 
 class EagleHead(JoinedHead):
-    """A head.
-
-    Args:
-        settings: what config.json says.
-        features: how many layers of the target it reads.
-        ends: those of its own.
-        norms: which norms there are before `fc`: "each" layer's, the "joined" one.
-    """
+    """A head."""
 
     chained, depth = False, None  # its one layer makes all drafts, as many as wanted
 
     def __init__(
         self,
-        settings: EagleSettings,
-        features: int,
-        ends: OwnEnds,
+        settings: EagleSettings,  # what config.json says
+        features: int,  # how many layers of the target it reads
+        ends: OwnEnds,  # those of its own
+        # Which norms there are before `fc`: "each" layer's, the "joined" one
         norms: frozenset[str] = frozenset(),
     ) -> None:
         width, eps = settings.target_dim, settings.layer.rms_norm_eps

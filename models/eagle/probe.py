@@ -18,17 +18,12 @@ from mlx_speculation.models.introspect.hidden_states import HiddenStates
 
 def probe_layers(
     head: EagleHead,
-    model: nn.Module,
+    model: nn.Module,  # its target, which is left as it was
+    # The layers of each reading, the usual one first
     readings: Mapping[LayerIds, tuple[int, ...]],
-    starts: Sequence[Sequence[int]],
+    starts: Sequence[Sequence[int]],  # token ids of a few texts, two at least in each
 ) -> dict[LayerIds, Score]:
     """Find the layers that a head reads.
-
-    Args:
-        head: the head.
-        model: its target, which is left as it was.
-        readings: the layers of each reading, the usual one first.
-        starts: token ids of a few texts, two at least in each.
 
     Returns:
         The score of each reading, the best first; the usual one is, unless another is
@@ -57,23 +52,15 @@ def probe_layers(
 
 
 class EagleProbe:
-    """A head on a text of its target.
-
-    Args:
-        head: the head.
-        model: the target.
-        taps: on it, at all layers of the readings.
-        text: what it wrote.
-        readings: the layers of each reading.
-    """
+    """A head on a text of its target."""
 
     def __init__(
         self,
         head: EagleHead,
-        model: nn.Module,
-        taps: HiddenStates,
-        text: OwnText,
-        readings: Mapping[LayerIds, tuple[int, ...]],
+        model: nn.Module,  # the target
+        taps: HiddenStates,  # on it, at all layers of the readings
+        text: OwnText,  # what it wrote
+        readings: Mapping[LayerIds, tuple[int, ...]],  # the layers of each reading
     ) -> None:
         self._head, self._taps, self._text = head, taps, text
         self._readings = readings

@@ -16,30 +16,19 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 @dataclass(frozen=True, slots=True)
 class Centroids:
-    """An output layer that looks among the tokens of a few groups only.
+    """An output layer that looks among the tokens of a few groups only."""
 
-    Attributes:
-        groups: how many there are, of equally many tokens.
-        chosen: in how many of them it looks.
-    """
-
-    groups: int
-    chosen: int
+    groups: int  # how many there are, of equally many tokens
+    chosen: int  # in how many of them it looks
 
 
 @dataclass(frozen=True, slots=True)
 class AssistantSettings:
-    """The shape of an assistant.
+    """The shape of an assistant."""
 
-    Attributes:
-        target_dim: the hidden size of its target.
-        layers: the arguments of its layers, as mlx-lm takes them.
-        centroids: of its output layer; None: it looks at every token.
-    """
-
-    target_dim: int
-    layers: gemma4_text.ModelArgs
-    centroids: Centroids | None
+    target_dim: int  # the hidden size of its target
+    layers: gemma4_text.ModelArgs  # the arguments of its layers, as mlx-lm takes them
+    centroids: Centroids | None  # of its output layer; None: it looks at every token
 
 
 def is_assistant(config: Config) -> bool:

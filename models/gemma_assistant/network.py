@@ -22,17 +22,11 @@ Read = Mapping[str, tuple[mx.array, mx.array]]
 
 
 class AssistantOutput(NamedTuple):
-    """What a step makes.
+    """What a step makes."""
 
-    Attributes:
-        state: goes into the next step, [1, 1, target's dim].
-        logits: for the next token, [1, n].
-        ids: the tokens of the columns, uint32 [n]; None: all, in order.
-    """
-
-    state: mx.array
-    logits: mx.array
-    ids: mx.array | None
+    state: mx.array  # goes into the next step, [1, 1, target's dim]
+    logits: mx.array  # for the next token, [1, n]
+    ids: mx.array | None  # the tokens of the columns, uint32 [n]; None: all, in order
 
 
 class TokenGroups(nn.Module):

@@ -23,17 +23,11 @@ class _MissingError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """The last steps of a forward before the head.
+    """The last steps of a forward before the head."""
 
-    Attributes:
-        norm: the last call of the final norm; None: it has no weights.
-        trunk: the outermost call that returned `hidden`, if any.
-        hidden: what the head is given.
-    """
-
-    norm: ModuleCall | None
-    trunk: ModuleCall | None
-    hidden: mx.array
+    norm: ModuleCall | None  # the last call of the final norm; None: it has no weights
+    trunk: ModuleCall | None  # the outermost call that returned `hidden`, if any
+    hidden: mx.array  # what the head is given
 
 
 def find_parts(model: nn.Module) -> Parts:

@@ -48,12 +48,6 @@ from mlx_speculation.models.observer import OBSERVED, Observer, observing
 class HiddenStates:
     """Taps on one model, for the life of a drafter.
 
-    Args:
-        model: an mlx-lm model. Its modules stay the ones they are from here on.
-        layers: the decoder layers whose output is collected, from 0.
-        before_norm: whether what the final norm is given is collected.
-        after_norm: whether what it returns is collected.
-
     Raises:
         UnsupportedModelError: the model does not show what is asked for.
         InvalidRequestError: it has no such layer.
@@ -61,11 +55,13 @@ class HiddenStates:
 
     def __init__(
         self,
+        # An mlx-lm model. Its modules stay the ones they are from here on
         model: nn.Module,
         *,
+        # The decoder layers whose output is collected, from 0
         layers: Sequence[int] = (),
-        before_norm: bool = False,
-        after_norm: bool = False,
+        before_norm: bool = False,  # whether what the final norm is given is collected
+        after_norm: bool = False,  # whether what it returns is collected
     ) -> None:
         self.parts = parts = find_parts(model)
         parts.require("norm", *(["layers"] if layers else []))

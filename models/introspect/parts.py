@@ -32,36 +32,27 @@ from mlx_speculation.errors import UnsupportedModelError
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a model, as far as they were found.
-
-    Attributes:
-        model: the model.
-        dim: the size of a hidden state; 0: no final norm was found.
-        norm: the final norm; None: it has no weights, or was not found.
-        norm_calls: how often a forward calls it; the last call is the one that counts.
-        trunk: the module that returns what the head is given; None: the head is
-            inside of the module that runs the layers.
-        layers: the decoder layers.
-        entry: the first layer, if it is given one hidden state per position.
-        embedding: the token embedding.
-        output: the module whose product with the hidden state the logits are; None:
-            no module, but a bare array.
-        tied: whether that is the embedding.
-        bare: whether nothing is done to its result: no scale, no soft cap.
-        missing: what was not found -> why.
-    """
+    """The parts of a model, as far as they were found."""
 
     model: nn.Module
-    dim: int = 0
+    dim: int = 0  # the size of a hidden state; 0: no final norm was found
+    # The final norm; None: it has no weights, or was not found
     norm: nn.Module | None = None
+    # How often a forward calls it; the last call is the one that counts
     norm_calls: int = 0
+    # The module that returns what the head is given; None: the head is inside of the
+    # module that runs the layers
     trunk: nn.Module | None = None
     layers: tuple[nn.Module, ...] = ()
+    # The first layer, if it is given one hidden state per position
     entry: nn.Module | None = None
     embedding: nn.Module | None = None
+    # The module whose product with the hidden state the logits are; None: no module,
+    # but a bare array
     output: nn.Module | None = None
-    tied: bool = False
-    bare: bool = False
+    tied: bool = False  # whether that is the embedding
+    bare: bool = False  # whether nothing is done to its result: no scale, no soft cap
+    # What was not found -> why
     missing: Mapping[str, str] = field(default_factory=dict)
 
     def require(self, *names: str) -> None:

@@ -39,20 +39,14 @@ class _ReachedError(Exception):
 
 
 def logits_of(
-    model: nn.Module,
+    model: nn.Module,  # the model; `module` is observed
+    # The trunk or the final norm. What a forward does before it is built and thrown
+    # away, and never evaluated; before a trunk that is nothing
     module: nn.Module,
-    result: mx.array,
-    also: Observer | None = None,
+    result: mx.array,  # [batch, positions, dim]
+    also: Observer | None = None,  # who else observes what is done to it
 ) -> mx.array:
-    """Return the logits that a model makes when a module returns `result`.
-
-    Args:
-        model: the model; `module` is observed.
-        module: the trunk or the final norm. What a forward does before it is built
-            and thrown away, and never evaluated; before a trunk that is nothing.
-        result: [batch, positions, dim]
-        also: who else observes what is done to it.
-    """
+    """Return the logits that a model makes when a module returns `result`."""
     instead = _Instead(module, result)
     others = () if also is None else (also,)
     with observing(instead, *others, alone=True):

@@ -15,19 +15,12 @@ BEFORE, AFTER = "before_norm", "after_norm"
 
 
 class Tap(NamedTuple):
-    """Where a hidden state is seen.
+    """Where a hidden state is seen."""
 
-    Attributes:
-        key: its name; a number is a layer's.
-        module: whose call shows it.
-        entering: whether in what the call is given, not in what it returns.
-        calls: how often a forward calls it; the last one counts.
-    """
-
-    key: Key
-    module: nn.Module
-    entering: bool = False
-    calls: int = 1
+    key: Key  # its name; a number is a layer's
+    module: nn.Module  # whose call shows it
+    entering: bool = False  # whether in what the call is given, not in what it returns
+    calls: int = 1  # how often a forward calls it; the last one counts
 
 
 def tap_for(parts: Parts, key: Key) -> Tap:

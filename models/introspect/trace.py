@@ -22,25 +22,15 @@ POSITIONS = 2  # two, so that a lost or swapped axis shows
 
 @dataclass(eq=False, slots=True)
 class ModuleCall:
-    """One call of a module's method.
+    """One call of a module's method."""
 
-    Attributes:
-        module: whose it is.
-        method: "__call__", or "as_linear" of an embedding.
-        values: the arguments, positional ones first.
-        start: when it began, in beginnings and ends of calls.
-        caller: the call that it was made in.
-        stop: when it ended.
-        result: what it returned.
-    """
-
-    module: nn.Module
-    method: str
-    values: tuple[Any, ...]
-    start: int
-    caller: "ModuleCall | None"
-    stop: int = 0
-    result: Any = None
+    module: nn.Module  # whose it is
+    method: str  # "__call__", or "as_linear" of an embedding
+    values: tuple[Any, ...]  # the arguments, positional ones first
+    start: int  # when it began, in beginnings and ends of calls
+    caller: "ModuleCall | None"  # the call that it was made in
+    stop: int = 0  # when it ended
+    result: Any = None  # what it returned
 
     def contains(self, other: "ModuleCall") -> bool:
         """Return whether another call was made in this one, directly or not."""
@@ -53,14 +43,10 @@ class ModuleCall:
 
 @dataclass(eq=False, slots=True)
 class Trace(Observer):
-    """The calls of one forward, in the order in which they began.
+    """The calls of one forward, in the order in which they began."""
 
-    Attributes:
-        ids: what the model was fed, [1, POSITIONS].
-        calls: the calls; the first one is the model's.
-    """
-
-    ids: mx.array
+    ids: mx.array  # what the model was fed, [1, POSITIONS]
+    # The calls; the first one is the model's
     calls: list[ModuleCall] = field(default_factory=list)
     _open: list[ModuleCall] = field(default_factory=list)
     _clock: int = 0

@@ -19,19 +19,12 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A decoder block, and what it needs to be called.
+    """A decoder block, and what it needs to be called."""
 
-    Attributes:
-        module: called with x [batch, positions, dim], mask and cache.
-        new_cache: makes its cache; None: it has none.
-        window: the size of its sliding window, if it has one.
-        mask_array: whether its mask has to be an array.
-    """
-
-    module: nn.Module
-    new_cache: Callable[[], Any] | None = KVCache
-    window: int | None = None
-    mask_array: bool = False
+    module: nn.Module  # called with x [batch, positions, dim], mask and cache
+    new_cache: Callable[[], Any] | None = KVCache  # makes its cache; None: it has none
+    window: int | None = None  # the size of its sliding window, if it has one
+    mask_array: bool = False  # whether its mask has to be an array
 
     def __call__(self, x: mx.array, cache: Any) -> mx.array:
         """Run the block over rows [batch, positions, dim] that follow the cache's."""

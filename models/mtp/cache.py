@@ -31,15 +31,11 @@ from mlx_speculation.models.checkpoints.draft_head import (
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What the caches hold.
+    """What the caches hold."""
 
-    Attributes:
-        ends: for each layer, the position that comes next.
-        waiting: for each layer, what the layer before made of positions from there to
-            its own end, [1, positions, dim]; None: no positions.
-    """
-
-    ends: tuple[int, ...]
+    ends: tuple[int, ...]  # for each layer, the position that comes next
+    # For each layer, what the layer before made of positions from there to its own end,
+    # [1, positions, dim]; None: no positions
     waiting: tuple[mx.array | None, ...]
 
 

@@ -144,20 +144,14 @@ class HeadProbe:
 
 
 def probe(
-    trial: HeadProbe,
+    trial: HeadProbe,  # the head on a text
+    # What it is taken to be unless another is surely better; its norms are decided
     usual: MtpConvention,
-    free: Sequence[str],
+    free: Sequence[str],  # the fields that are not known
     *,
-    source: str,
+    source: str,  # where the head is, for messages
 ) -> Probed:
     """Find the convention of a head, and leave the head with it.
-
-    Args:
-        trial: the head on a text.
-        usual: what it is taken to be unless another is surely better; its norms are
-            decided.
-        free: the fields that are not known.
-        source: where the head is, for messages.
 
     Raises:
         ConventionError: no candidate is above chance.

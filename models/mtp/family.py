@@ -97,15 +97,10 @@ class MtpFamily:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor belongs.
+    """Where a tensor belongs."""
 
-    Attributes:
-        name: its name in `MtpHead`; None: a copy that is not read.
-        layer: the layer of the head that it belongs to.
-    """
-
-    name: str | None
-    layer: int
+    name: str | None  # its name in `MtpHead`; None: a copy that is not read
+    layer: int  # the layer of the head that it belongs to
 
 
 def _pattern(begin: str) -> re.Pattern[str]:

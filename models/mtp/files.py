@@ -47,20 +47,14 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class HeadFiles:
-    """Where the tensors of a head are.
+    """Where the tensors of a head are."""
 
-    Attributes:
-        tensors: name in `MtpHead` -> where it is stored.
-        skipped: names that belong to a head and are not read: copies of the target's
-            tensors, and layers that are not used.
-        in_shards: whether they are in the target's own shards.
-        source: where they are, for messages.
-    """
-
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, Stored]  # name in `MtpHead` -> where it is stored
+    # Names that belong to a head and are not read: copies of the target's tensors, and
+    # layers that are not used
     skipped: tuple[str, ...]
-    in_shards: bool
-    source: str
+    in_shards: bool  # whether they are in the target's own shards
+    source: str  # where they are, for messages
 
     @property
     def layers(self) -> int:
@@ -214,21 +208,13 @@ def _shards_with_head(folder: Path, family: MtpFamily, trunk: int) -> list[Path]
 
 def _held(
     files: Iterable[Path],
-    family: MtpFamily,
-    trunk: int,
+    family: MtpFamily,  # the target's
+    trunk: int,  # how many layers the target has
     *,
-    bare: bool = False,
-    split: bool = False,
+    bare: bool = False,  # whether names may lack their first part, "mtp."
+    split: bool = False,  # whether the family's names in split folders count
 ) -> _Found:
-    """Return what of a head some files hold.
-
-    Args:
-        files: the files.
-        family: the target's.
-        trunk: how many layers the target has.
-        bare: whether names may lack their first part, "mtp.".
-        split: whether the family's names in split folders count.
-    """
+    """Return what of a head some files hold."""
     found = _Found()
     for file in files:
         shapes = header(file)[0]

@@ -24,30 +24,21 @@ from mlx_speculation.models.mtp.blocks import Block
 
 
 class MtpLayer(nn.Module):
-    """One layer of a head: a projection, blocks, and perhaps ends of its own.
-
-    Args:
-        dim: the hidden size.
-        eps: of the norms.
-        blocks: the decoder blocks.
-        order: what comes first in the concatenation, see `MtpConvention`.
-        bias: whether the projection has one.
-        final: whether there is a norm after the blocks.
-        output: columns of an output layer of its own, if it has one.
-        embedding: rows of an embedding of its own, if it has one.
-    """
+    """One layer of a head: a projection, blocks, and perhaps ends of its own."""
 
     def __init__(
         self,
-        dim: int,
-        eps: float,
+        dim: int,  # the hidden size
+        eps: float,  # of the norms
         blocks: Sequence[Block],
         *,
+        # What comes first in the concatenation, see `MtpConvention`
         order: str = "embedding_first",
-        bias: bool = False,
-        final: bool = True,
+        bias: bool = False,  # whether the projection has one
+        final: bool = True,  # whether there is a norm after the blocks
+        # Columns of an output layer of its own, if it has one
         output: int | None = None,
-        embedding: int | None = None,
+        embedding: int | None = None,  # rows of an embedding of its own, if it has one
     ) -> None:
         super().__init__()
         self.norm_e = nn.RMSNorm(dim, eps=eps)
@@ -90,22 +81,17 @@ class MtpLayer(nn.Module):
 
 
 class MtpHead(nn.Module):
-    """The layers of a head.
-
-    Args:
-        layers: one, or more where each makes one draft of a chain.
-        convention: which of its states is recycled, among others.
-        chained: whether layer k makes draft k, from the output of layer k - 1 at the
-            same position. Otherwise the first layer makes them all.
-        depth: the most drafts that it is good for; None: any number.
-    """
+    """The layers of a head."""
 
     def __init__(
         self,
-        layers: list[MtpLayer],
-        convention: MtpConvention,
+        layers: list[MtpLayer],  # one, or more where each makes one draft of a chain
+        convention: MtpConvention,  # which of its states is recycled, among others
         *,
+        # Whether layer k makes draft k, from the output of layer k - 1 at the same
+        # position. Otherwise the first layer makes them all
         chained: bool = False,
+        # The most drafts that it is good for; None: any number
         depth: int | None = None,
     ) -> None:
         super().__init__()

@@ -43,23 +43,14 @@ _FLAG_PLACES = (
 
 @dataclass(frozen=True, slots=True)
 class FoundHead:
-    """A head in a folder, not read yet.
+    """A head in a folder, not read yet."""
 
-    Attributes:
-        folder: the target's.
-        config: what its config.json holds.
-        family: the target's.
-        trunk: how many layers the target has.
-        files: where the tensors are.
-        split: the head's own folder, if it has one.
-    """
-
-    folder: Path
-    config: dict[str, Any]
-    family: MtpFamily
-    trunk: int
-    files: HeadFiles
-    split: Path | None = None
+    folder: Path  # the target's
+    config: dict[str, Any]  # what its config.json holds
+    family: MtpFamily  # the target's
+    trunk: int  # how many layers the target has
+    files: HeadFiles  # where the tensors are
+    split: Path | None = None  # the head's own folder, if it has one
 
     @property
     def norms(self) -> Norms | None:

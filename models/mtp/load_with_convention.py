@@ -125,24 +125,17 @@ def free_fields(found: FoundHead, head: MtpHead, norms: bool) -> list[str]:
 
 def probe_mtp_head(
     head: MtpHead,
-    stored: Weights,
-    model: nn.Module,
+    stored: Weights,  # the weights of its norms as they are stored
+    model: nn.Module,  # the target, which is left as it was
+    # Token ids of a few texts, for the target to go on with
     starts: Sequence[Sequence[int]],
+    # What the convention is taken to be unless another is surely better
     usual: MtpConvention,
-    free: Sequence[str],
+    free: Sequence[str],  # the fields that are not known
     *,
-    source: str,
+    source: str,  # where the head is, for messages
 ) -> Probed:
     """Find the convention of a head, and leave the head with it.
-
-    Args:
-        head: the head.
-        stored: the weights of its norms as they are stored.
-        model: the target, which is left as it was.
-        starts: token ids of a few texts, for the target to go on with.
-        usual: what the convention is taken to be unless another is surely better.
-        free: the fields that are not known.
-        source: where the head is, for messages.
 
     Raises:
         ConventionError: no convention is above chance.

@@ -41,18 +41,12 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What was written.
+    """What was written."""
 
-    Attributes:
-        folder: where.
-        head: the names of the tensors in the file of the head.
-        trunk: how many tensors the shards hold.
-        norms: what config.json now says of the head's norms, if that is known.
-    """
-
-    folder: Path
-    head: tuple[str, ...]
-    trunk: int
+    folder: Path  # where
+    head: tuple[str, ...]  # the names of the tensors in the file of the head
+    trunk: int  # how many tensors the shards hold
+    # What config.json now says of the head's norms, if that is known
     norms: Norms | None
 
 

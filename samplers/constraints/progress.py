@@ -46,20 +46,14 @@ class Followed:
 
 
 class Constrained:
-    """The text of one generation under its constraint.
-
-    Args:
-        constraint: what the text has to follow.
-        usable: the ids that can be chosen at all, bool [ids].
-        ends: end-of-text ids. They are no part of the text.
-    """
+    """The text of one generation under its constraint."""
 
     def __init__(
         self,
-        constraint: Constraint,
+        constraint: Constraint,  # what the text has to follow
         *,
-        usable: NDArray[np.bool_],
-        ends: Collection[int],
+        usable: NDArray[np.bool_],  # the ids that can be chosen at all, bool [ids]
+        ends: Collection[int],  # end-of-text ids. They are no part of the text
     ) -> None:
         self._usable = usable
         self._ends = frozenset(ends)

@@ -47,23 +47,18 @@ class Odds:
 
 
 def judged(
+    # Of the rule, from target, draft (see `draft_distributions`) and drafted
     odds: Callable[[mx.array, mx.array, mx.array], Odds],
+    # Of the rule: how many are accepted, integer [...], by which coins have passed,
+    # bool [..., k]
     count: Callable[[mx.array], mx.array],
-    target_probs: mx.array,
+    target_probs: mx.array,  # [..., k + 1, vocab]
+    # [..., k, vocab], or None for tokens chosen without chance
     draft_probs: mx.array | None,
-    drafted: mx.array,
-    coins: mx.array,
+    drafted: mx.array,  # integer [..., k]
+    coins: mx.array,  # [..., k], uniform in [0, 1), independent of the drafted tokens
 ) -> RuleOutcome:
     """Decide by a rule how many drafted tokens are accepted, and what follows them.
-
-    Args:
-        odds: of the rule, from target, draft (see `draft_distributions`) and drafted.
-        count: of the rule: how many are accepted, integer [...], by which coins have
-            passed, bool [..., k].
-        target_probs: [..., k + 1, vocab].
-        draft_probs: [..., k, vocab], or None for tokens chosen without chance.
-        drafted: integer [..., k].
-        coins: [..., k], uniform in [0, 1), independent of the drafted tokens.
 
     Raises:
         InvalidRequestError: the shapes do not fit.

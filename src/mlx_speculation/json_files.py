@@ -27,20 +27,14 @@ class JsonFlawError(ValueError):
 
 
 def parse_json(
-    text: str | bytes,
+    text: str | bytes,  # as characters, or as UTF-8
     *,
+    # Refuse an object with a key twice, of which the last one would count
     unique_keys: bool = False,
-    finite: bool = False,
-    deepest: int = DEEPEST,
+    finite: bool = False,  # refuse NaN and infinity, which Python reads and JSON lacks
+    deepest: int = DEEPEST,  # how many levels of arrays and objects there may be
 ) -> Any:
     """Return what a JSON text says.
-
-    Args:
-        text: as characters, or as UTF-8.
-        unique_keys: refuse an object with a key twice, of which the last one would
-            count.
-        finite: refuse NaN and infinity, which Python reads and JSON lacks.
-        deepest: how many levels of arrays and objects there may be.
 
     Raises:
         JsonFlawError: it is not JSON, or nested too deep, or refused by an option.

@@ -18,16 +18,10 @@ _MODELS = (*DEMO_TARGETS, "draft", "assistant", "eagle")
 
 @dataclass(frozen=True, slots=True)
 class DemoPrompt:
-    """One bundled prompt.
+    """One bundled prompt."""
 
-    Attributes:
-        group: The kind of text: "code", "prose" or "edit".
-        source: Where the text was taken from.
-        text: The prompt.
-    """
-
-    group: str
-    source: str
+    group: str  # The kind of text: "code", "prose" or "edit"
+    source: str  # Where the text was taken from
     text: str
 
 

@@ -17,25 +17,18 @@ RETRY_SECONDS = 1
 
 
 class ApiError(Exception):
-    """An answer that says what is wrong.
-
-    Args:
-        status: of HTTP.
-        message: for people.
-        type: a word for programs; by default what the status stands for.
-        param: the field of the request that is meant.
-        code: a closer word for programs.
-        retry: whether the same request may go well later; None: unsaid.
-    """
+    """An answer that says what is wrong."""
 
     def __init__(
         self,
-        status: int,
-        message: str,
+        status: int,  # of HTTP
+        message: str,  # for people
         *,
+        # A word for programs; by default what the status stands for
         type: str | None = None,
-        param: str | None = None,
-        code: str | None = None,
+        param: str | None = None,  # the field of the request that is meant
+        code: str | None = None,  # a closer word for programs
+        # Whether the same request may go well later; None: unsaid
         retry: bool | None = None,
     ) -> None:
         super().__init__(message)

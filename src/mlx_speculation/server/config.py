@@ -87,27 +87,18 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything but the models.
+    """Everything but the models."""
 
-    Attributes:
-        names: of the model; the first is the one that is shown, and requests may use
-            all of them.
-        draft: the name of what drafts; None: nothing does.
-        api_key: what clients have to show; None: nothing.
-        allowed_origins: of web pages that may use the server; "*": all.
-        max_rows: requests that are decoded together.
-        prefill_step: tokens of prompts that are read at once, and between two rounds.
-        chat_template_args: keywords for every chat template.
-        defaults: see `Defaults`.
-        limits: see `Limits`.
-    """
-
+    # Of the model; the first is the one that is shown, and requests may use all of them
     names: tuple[str, ...]
-    draft: str | None = None
-    api_key: str | None = None
+    draft: str | None = None  # the name of what drafts; None: nothing does
+    api_key: str | None = None  # what clients have to show; None: nothing
+    # Of web pages that may use the server; "*": all
     allowed_origins: tuple[str, ...] = ()
-    max_rows: int = 32
+    max_rows: int = 32  # requests that are decoded together
+    # Tokens of prompts that are read at once, and between two rounds
     prefill_step: int = 2048
+    # Keywords for every chat template
     chat_template_args: dict[str, Any] = field(default_factory=dict)
     defaults: Defaults = Defaults()
     limits: Limits = Limits()

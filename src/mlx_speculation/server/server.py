@@ -104,14 +104,6 @@ class Server:
         with Server(settings, make_generator) as server:
             print(server.url)
 
-    Args:
-        settings: see `Settings`.
-        make_generator: loads the models; called in the thread that will run them, with
-            `prefixes`.
-        prefixes: kept between requests; None: every prompt is read anew.
-        host: the address to listen at.
-        port: 0 takes a free one.
-
     Raises:
         InvalidRequestError: the address cannot be used.
         MissingLibraryError: prometheus-client is not installed.
@@ -119,12 +111,14 @@ class Server:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: Settings,  # see `Settings`
+        # Loads the models; called in the thread that will run them, with `prefixes`
         make_generator: MakeGenerator,
         *,
+        # Kept between requests; None: every prompt is read anew
         prefixes: "PrefixCache | None" = None,
-        host: str = "127.0.0.1",
-        port: int = 0,
+        host: str = "127.0.0.1",  # the address to listen at
+        port: int = 0,  # 0 takes a free one
     ) -> None:
         self.metrics = Metrics(settings.names[0])
         self._ended = self._engine_ended = False

@@ -24,25 +24,20 @@ MASK, FAILED = b"m", b"f"
 class SchemaConstraint:
     """A schema that was compiled; see `Constraint`.
 
-    Args:
-        channel: to the process that has compiled it.
-        first: its answer: the place before the first token.
-        end: the number of token ids.
-        seconds: after which a step is given up; the process ends itself before that.
-        leave: called once, to end the process, with whether it was still needed;
-            returns what is wrong then.
-
     Raises:
         ConstraintError: what may come first is not known.
     """
 
     def __init__(
         self,
-        channel: Connection,
-        first: bytes,
-        end: int,
+        channel: Connection,  # to the process that has compiled it
+        first: bytes,  # its answer: the place before the first token
+        end: int,  # the number of token ids
         *,
+        # After which a step is given up; the process ends itself before that
         seconds: float,
+        # Called once, to end the process, with whether it was still needed; returns
+        # what is wrong then
         leave: Callable[[bool], str],
     ) -> None:
         self._channel, self._end, self._seconds = channel, end, seconds
@@ -104,22 +99,15 @@ class SchemaConstraint:
 
 
 class Place:
-    """A place that the process keeps until this is deleted.
-
-    Args:
-        schema: whose.
-        number: what the process knows it by.
-        mask: which ids may come next, bool [ids].
-        may_end: whether the text may end here.
-    """
+    """A place that the process keeps until this is deleted."""
 
     def __init__(
         self,
         schema: SchemaConstraint,
-        number: int,
-        mask: NDArray[np.bool_],
+        number: int,  # what the process knows it by
+        mask: NDArray[np.bool_],  # which ids may come next, bool [ids]
         *,
-        may_end: bool,
+        may_end: bool,  # whether the text may end here
     ) -> None:
         self._schema, self.number = schema, number
         self.mask, self.may_end = mask, may_end
