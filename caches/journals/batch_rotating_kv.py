@@ -46,9 +46,7 @@ class PresentedBatchRing(ListenedTo["BatchRotatingJournal"], BatchRotatingKVCach
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """Note the state before the write, then write as the native ring does.
 
-        Args:
-            keys: [batch, heads, positions, key dim].
-            values: [batch, heads, positions, value dim].
+        Keys and values are [batch, heads, positions, dim], each with a dim of its own.
         """
         self.journal.note(keys, values)
         shown = super().update_and_fetch(keys, values)

@@ -102,11 +102,7 @@ class RecordingLayerCache(LayerCache):
     writes: list[LayerWrite]
 
     def update_window(self, kv: mx.array) -> mx.array:
-        """Note the state before the write, then write as natively.
-
-        Args:
-            kv: [batch, n, dim].
-        """
+        """Note the state before a write of kv [batch, n, dim], then write natively."""
         self.writes.append(LayerWrite(copied(self), kv))
         return super().update_window(kv)
 

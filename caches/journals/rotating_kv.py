@@ -30,9 +30,7 @@ class PresentedRing(ListenedTo["RotatingJournal"], RotatingKVCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """Note the state before the write, then write as the native ring does.
 
-        Args:
-            keys: [batch, heads, rows, key dim].
-            values: [batch, heads, rows, value dim].
+        Keys and values are [batch, heads, rows, dim], each with a dim of its own.
         """
         self.journal.note(keys, values)
         return super().update_and_fetch(keys, values)

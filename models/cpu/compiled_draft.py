@@ -81,11 +81,7 @@ class FixedKeys:
 
 
 class CompiledSteps:
-    """The compiled forward of one model.
-
-    Args:
-        model: a model all of whose caches are `KVCache`.
-    """
+    """The compiled forward of one model, all of whose caches are `KVCache`."""
 
     def __init__(self, model: nn.Module) -> None:
         def step(

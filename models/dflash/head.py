@@ -119,11 +119,7 @@ class DFlashHead(JoinedHead):
         return [KVCache() for _ in self.layers]
 
     def joined(self, outputs: Sequence[mx.array]) -> mx.array:
-        """Return the context that layers read, [1, positions, dim].
-
-        Args:
-            outputs: of the target's layers, in order, [1, positions, target_dim] each.
-        """
+        """Return the context, [1, positions, dim], of layers' [1, positions, width]."""
         parts = [each.astype(self.dtype) for each in outputs]
         wide = mx.concatenate(parts, axis=-1)
         out: mx.array = self.hidden_norm(self.fc(wide))

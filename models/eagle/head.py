@@ -85,8 +85,7 @@ class EagleHead(JoinedHead):
     def joined(self, outputs: Sequence[mx.array]) -> mx.array:
         """Return the state that positions begin with, [batch, positions, dim].
 
-        Args:
-            outputs: of the target's layers, in order, [batch, positions, target_dim].
+        It is made of the target's layers, in order, [batch, positions, target_dim].
         """
         parts = [each.astype(self.dtype) for each in outputs]
         if "fc_norm" in self:

@@ -53,11 +53,7 @@ class TokenGroups(nn.Module):
 
 
 class Assistant(nn.Module):
-    """An assistant.
-
-    Args:
-        settings: its shape.
-    """
+    """An assistant."""
 
     def __init__(self, settings: AssistantSettings) -> None:
         super().__init__()

@@ -22,10 +22,6 @@ _KINDS = {SLIDING: RotatingKVCache, FULL: KVCache}
 class SharedKv:
     """Where in the caches of a target an assistant reads.
 
-    Args:
-        model: the target.
-        assistant: the assistant.
-
     Raises:
         UnsupportedModelError: the target has no layer of a kind that is read, or one
             whose keys and values have another shape than the assistant's queries.

@@ -37,11 +37,7 @@ def tap_for(parts: Parts, key: Key) -> Tap:
 
 
 class States:
-    """The hidden states of one forward or several, in order, joined by position.
-
-    Args:
-        keys: what is collected.
-    """
+    """The hidden states of one forward or several, in order, joined by position."""
 
     def __init__(self, keys: Sequence[Key]) -> None:
         self._keys = tuple(keys)

@@ -29,9 +29,6 @@ from mlx_speculation.models.mtp.cache import MtpCache
 class BatchMtpCache:
     """The caches of a head of one layer for several rows.
 
-    Args:
-        mtp: the head on its target.
-
     Attributes:
         ends: for each row, the position that comes next.
     """

@@ -62,12 +62,7 @@ class _NotOursError(ValueError):
 
 
 class SavedConventions:
-    """The files in which the convention of one head may be kept.
-
-    Args:
-        folder: where the head is.
-        pair: the hashes that count.
-    """
+    """The files in which the convention of the head in a folder may be kept."""
 
     def __init__(self, folder: Path, pair: Pair) -> None:
         self._pair = pair
@@ -168,12 +163,7 @@ _NOT_READ = (
 
 
 def pack_convention(folder: Path, config: dict[str, Any]) -> MtpConvention | None:
-    """Return the convention that a pack says, and say that it is taken; None: no such.
-
-    Args:
-        folder: the target's.
-        config: what its config.json holds.
-    """
+    """Return the convention that a pack says, and say that it is taken, or None."""
     where, fields = (
         f"config.json of {str(folder)!r}",
         config.get("mtplx_mtp_contract"),

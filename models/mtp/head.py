@@ -139,11 +139,7 @@ class Mtp(HeadOnTarget):
         return None in self._outputs
 
     def take_output(self, output: nn.Module) -> None:
-        """Make logits with a copy of the target's output layer in its place.
-
-        Args:
-            output: takes states [batch, positions, dim], and returns all logits.
-        """
+        """Make logits with this copy of the target's output layer in its place."""
         self._outputs = [output if own is None else own for own in self._outputs]
 
     def step(

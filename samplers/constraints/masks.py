@@ -13,11 +13,7 @@ from mlx_speculation.samplers import Constrained, Rows
 
 
 class Masks:
-    """The masks of one generation.
-
-    Attributes:
-        text: as passed.
-    """
+    """The masks of one generation."""
 
     def __init__(self, text: Constrained) -> None:
         self.text = text
