@@ -1,5 +1,6 @@
 """What drafts for the rows of a batch: the protocol, and what its kinds share."""
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -181,15 +182,8 @@ class BatchChain:
         return asked
 
 
-def rectangle(
-    drafts: Sequence[Draft], width: int, chain: BatchChain | None, places: list[int]
-) -> mx.array:
-    """Return drafted tokens uint32 [rows, width], shorter ones padded with 0.
-
-    At once where a chain has chosen them for all rows; `places` are those of its rows.
-    """
-    if chain is not None and places == list(range(len(drafts))):
-        return chain.tokens[:, :width]
+def rectangle(drafts: Sequence[Draft], width: int) -> mx.array:
+    """Return drafted tokens uint32 [rows, width], shorter ones padded with 0."""
     rows = [
         mx.pad(draft.tokens, (0, width - draft.length))
         if draft.length < width
@@ -197,3 +191,50 @@ def rectangle(
         for draft in drafts
     ]
     return mx.stack(rows)
+
+
+class SharedDrafter(BatchDrafter):
+    """What drafts for many rows with caches of its own, which hold them together."""
+
+    def __init__(self) -> None:
+        self._rows: list[BatchRequest] = []  # those in the caches, in their order
+        self._places: list[int] = []  # where they stand in the batch
+        self._round: Any = None
+        self._before: Any = None  # what it held beside the caches, before it settled
+        self._chain: BatchChain | None = None
+
+    def rectangle(self, drafts: Sequence[Draft], width: int) -> mx.array:
+        """Return them as they were chosen, if all rows drafted and in their order."""
+        if self._chain is not None and self._places == list(range(len(drafts))):
+            return self._chain.tokens[:, :width]
+        return rectangle(drafts, width)
+
+    def discard(self) -> None:
+        """Undo the round, also after it was settled."""
+        if self._round is not None:
+            self._round.rollback()
+        if self._before is not None:
+            self._restore(self._before)
+        self.done()
+
+    def done(self) -> None:
+        """Let go of the round, and of the states that it began with."""
+        self._round = self._before = self._chain = None
+
+    @abstractmethod
+    def _restore(self, before: Any) -> None:
+        """Hold again what was held before the round settled."""
+
+    def _place(self, rows: Sequence[BatchRequest]) -> None:
+        """Find where its rows stand in the batch."""
+        order = {row.uid: place for place, row in enumerate(rows)}
+        self._places = [order[row.uid] for row in self._rows]
+
+    def _staying(self, gone: Sequence[BatchRequest]) -> list[int]:
+        """Return which of its rows are not gone, and have a drafter still."""
+        lost = {row.uid for row in gone}
+        return [
+            place
+            for place, row in enumerate(self._rows)
+            if row.uid not in lost and not row.drafter_disabled
+        ]

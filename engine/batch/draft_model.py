@@ -20,12 +20,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_speculation.engine.batch.base import (
-    BatchChain,
-    BatchDrafter,
-    disabling,
-    rectangle,
-)
+from mlx_speculation.engine.batch.base import BatchChain, SharedDrafter, disabling
 from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.drafters.base import NOTHING, Draft
@@ -35,17 +30,14 @@ from mlx_speculation.models import BatchLane, BatchRound
 LAG = 2
 
 
-class BatchDraftModel(BatchDrafter):
+class BatchDraftModel(SharedDrafter):
     """Drafts for the rows of a batch with one model, whose lane is empty at first."""
 
     def __init__(self, lane: BatchLane) -> None:
+        super().__init__()
         self.lane = lane
-        self._rows: list[BatchRequest] = []  # those in the lane, in its order
         self._seen: dict[int, int] = {}  # how many of a row's tokens the lane holds
         self._round: BatchRound | None = None
-        self._before: dict[int, int] | None = None  # what was seen, before it settled
-        self._places: list[int] = []  # of the lane's rows in the batch
-        self._chain: BatchChain | None = None
 
     @property
     def nbytes(self) -> int:
@@ -73,8 +65,7 @@ class BatchDraftModel(BatchDrafter):
         assert ahead == 0
         found = [NOTHING] * len(rows)
         with disabling(self, "propose", rows):
-            order = {row.uid: place for place, row in enumerate(rows)}
-            self._places = [order[row.uid] for row in self._rows]
+            self._place(rows)
             most = [max(0, limits[place]) for place in self._places]
             if any(most) and self._lag() <= LONGEST_LAG:
                 if self.lane.size is not None:
@@ -82,10 +73,6 @@ class BatchDraftModel(BatchDrafter):
                 for place, draft in zip(self._places, self._drafted(most), strict=True):
                     found[place] = draft
         return found
-
-    def rectangle(self, drafts: Sequence[Draft], width: int) -> mx.array:
-        """Return them as they were chosen, if all rows drafted and in their order."""
-        return rectangle(drafts, width, self._chain, self._places)
 
     def settle(self, accepted: Sequence[int | None]) -> None:
         """Keep what was accepted of each row, but its last two known tokens."""
@@ -102,28 +89,17 @@ class BatchDraftModel(BatchDrafter):
             for row, count in zip(self._rows, kept, strict=True):
                 self._seen[row.uid] += lag - 1 + count
 
-    def discard(self) -> None:
-        """Undo the round, also after it was settled."""
-        if self._round is not None:
-            self._round.rollback()
-        if self._before is not None:
-            self._seen = self._before
-        self.done()
-
-    def done(self) -> None:
-        """Let go of the round, and of the states that it began with."""
-        self._round = self._before = self._chain = None
-
     def leave(self, gone: Sequence[BatchRequest]) -> None:
         """Let go of rows, and of those whose drafter is disabled."""
-        lost = {row.uid for row in gone}
-        lost |= {row.uid for row in self._rows if row.drafter_disabled}
-        stay = [i for i, row in enumerate(self._rows) if row.uid not in lost]
+        stay = self._staying(gone)
         if len(stay) < len(self._rows):
             self.lane.leave(stay)
             self._rows = [self._rows[index] for index in stay]
-        for uid in lost:
-            self._seen.pop(uid, None)
+        uids = {row.uid for row in self._rows}
+        self._seen = {uid: n for uid, n in self._seen.items() if uid in uids}
+
+    def _restore(self, before: dict[int, int]) -> None:
+        self._seen = before
 
     def _lag(self) -> int:
         """Return how many known tokens of each row the lane does not hold."""

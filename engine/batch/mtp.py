@@ -23,12 +23,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_speculation.caches import array_bytes
-from mlx_speculation.engine.batch.base import (
-    BatchChain,
-    BatchDrafter,
-    disabling,
-    rectangle,
-)
+from mlx_speculation.engine.batch.base import BatchChain, SharedDrafter, disabling
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.drafters.base import NOTHING, Draft
 from mlx_speculation.engine.drafters.mtp import LONGEST_LAG, MtpDrafter
@@ -38,18 +33,15 @@ from mlx_speculation.models.mtp import BatchMtpCache, BatchMtpRound, MtpCache
 Handed = tuple[MtpCache, mx.array | None]
 
 
-class BatchMtpDrafter(BatchDrafter):
+class BatchMtpDrafter(SharedDrafter):
     """Drafts for the rows of a batch with one head, which follows the target's lane."""
 
     def __init__(self, target: BatchLane) -> None:
+        super().__init__()
         self._target = target
         self._cache: BatchMtpCache | None = None
         self._states: BatchStates | None = None
-        self._rows: list[BatchRequest] = []  # those in the cache, in its order
-        self._places: list[int] = []  # where they stand in the batch
         self._round: BatchMtpRound | None = None
-        self._before: Unread | None = None  # what was not read, before it settled
-        self._chain: BatchChain | None = None
 
     @property
     def nbytes(self) -> int:
@@ -65,8 +57,7 @@ class BatchMtpDrafter(BatchDrafter):
             self.leave([])  # those that are disabled
             self._take_in(rows)
             if self._states is not None:
-                order = {row.uid: place for place, row in enumerate(rows)}
-                self._places = [order[row.uid] for row in self._rows]
+                self._place(rows)
                 self._states.rows = self._places
                 if max(self._states.held.counts, default=0) > LONGEST_LAG:
                     self._catch_up(self._states)
@@ -93,10 +84,6 @@ class BatchMtpDrafter(BatchDrafter):
                     found[place] = draft
         return found
 
-    def rectangle(self, drafts: Sequence[Draft], width: int) -> mx.array:
-        """Return them as they were chosen, if all rows drafted and in their order."""
-        return rectangle(drafts, width, self._chain, self._places)
-
     def settle(self, accepted: Sequence[int | None]) -> None:
         """Keep the positions of committed text; those of drafts never stay."""
         states, head_round, chain = self._states, self._round, self._chain
@@ -107,26 +94,9 @@ class BatchMtpDrafter(BatchDrafter):
             head_round.commit([min(1, count) for count in states.held.counts])
             self._before, states.held = states.held, Unread(len(self._rows))
 
-    def discard(self) -> None:
-        """Undo the round, also after it was settled."""
-        if self._round is not None:
-            self._round.rollback()
-        if self._before is not None and self._states is not None:
-            self._states.held = self._before
-        self.done()
-
-    def done(self) -> None:
-        """Let go of the round, and of the states that it began with."""
-        self._round = self._before = self._chain = None
-
     def leave(self, gone: Sequence[BatchRequest]) -> None:
         """Let go of rows, and of those whose drafter is disabled."""
-        lost = {row.uid for row in gone}
-        stay = [
-            place
-            for place, row in enumerate(self._rows)
-            if row.uid not in lost and not row.drafter_disabled
-        ]
+        stay = self._staying(gone)
         if len(stay) == len(self._rows):
             return
         if stay and self._cache is not None and self._states is not None:
@@ -135,6 +105,10 @@ class BatchMtpDrafter(BatchDrafter):
         else:
             self._cache = self._states = self._target.follower = None
         self._rows = [self._rows[place] for place in stay]
+
+    def _restore(self, before: Unread) -> None:
+        if self._states is not None:
+            self._states.held = before
 
     def _take_in(self, rows: Sequence[BatchRequest]) -> None:
         """Let those rows join that are not followed yet, and may draft at all."""

@@ -80,7 +80,7 @@ class PerRequestDrafters(BatchDrafter):
 
     def rectangle(self, drafts: Sequence[Draft], width: int) -> mx.array:
         """Put them together."""
-        return rectangle(drafts, width, None, [])
+        return rectangle(drafts, width)
 
     def settle(self, accepted: Sequence[int | None]) -> None:
         """Let each drafter keep its own."""
