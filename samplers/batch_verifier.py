@@ -212,7 +212,9 @@ def _together(
     normals = peaks(processed) if top is None else normalizers(processed)
     report = None
     if top is not None:
-        report = reported(first.verifier, processed, normals, tokens, top)
+        report = reported(
+            processed, normals, tokens, top, whole=first.verifier.whole_rows
+        )
     return VerifiedGroup(
         tuple(members), width, Verified(tokens, accepted, normals, report)
     )

@@ -26,7 +26,11 @@ from mlx_speculation.samplers.user_sampler import called_on_rows
 
 
 class Chooser:
-    """Chooses tokens for one request, for the target and for any drafter alike."""
+    """Chooses tokens for one request, for the target and for any drafter alike.
+
+    In its methods `logits` are [rows, vocab], `processed` is what `processed` returned
+    for these rows, and `rows` says what precedes each row.
+    """
 
     def __init__(
         self,
@@ -44,8 +48,8 @@ class Chooser:
         self.sampling = sampling
         self._greedy = sampling.greedy
         self.processors = Processors(sampling, width if limit is None else limit)
-        self._width = width
-        self._limit = width if limit is None else min(limit, width)
+        self.width = width
+        self.limit = width if limit is None else min(limit, width)
         self._exists: mx.array | None = None
         if missing is not None:
             ids = mx.arange(width)[:, None]
@@ -65,25 +69,10 @@ class Chooser:
         other._greedy = other.sampling.greedy
         return other
 
-    @property
-    def width(self) -> int:
-        """The number of token ids, and of values in every draw of noise."""
-        return self._width
-
-    @property
-    def limit(self) -> int:
-        """Ids from here on are never chosen."""
-        return self._limit
-
     def choose(self, logits: mx.array, rows: Rows) -> mx.array:
-        """Choose one token per row. Legal where `processors.parallel`.
+        """Choose one token per row, uint32 [rows]. Legal where `processors.parallel`.
 
-        Args:
-            logits: [rows, vocab]; columns at and past `limit` are ignored.
-            rows: what precedes each row.
-
-        Returns:
-            uint32 [rows].
+        Columns at and past `limit` are ignored.
         """
         return self.pick(self.processed(logits, rows), rows)
 
@@ -92,10 +81,6 @@ class Chooser:
 
         Where top-k leaves few of many ids, noise is drawn for those only, to the same
         effect.
-
-        Args:
-            processed: what `processed` returned for these rows.
-            rows: what precedes each row.
         """
         if self.sampling.sampler is not None:
             return called_on_rows(self.sampling.sampler, processed)
@@ -112,12 +97,7 @@ class Chooser:
         return mx.take_along_axis(ids, best[..., None], axis=-1)[..., 0]
 
     def scores(self, processed: mx.array, rows: Rows) -> mx.array:
-        """Return what the choice maximizes, [rows, ids]; float32 unless greedy.
-
-        Args:
-            processed: what `processed` returned for these rows.
-            rows: what precedes each row.
-        """
+        """Return what the choice maximizes, [rows, ids]; float32 unless greedy."""
         if self._greedy:
             return processed
         log_probs = self.log_probs(processed, rows)
@@ -131,10 +111,6 @@ class Chooser:
 
         XTC's coins depend on the position alone, so they are part of the distribution
         there: the same for draft and target, and for every round that comes to it.
-
-        Args:
-            processed: what `processed` returned for these rows.
-            rows: what precedes each row.
         """
         return tempered(processed, self.sampling, self.coins(rows.positions))
 
@@ -156,17 +132,10 @@ class Chooser:
     ) -> mx.array:
         """Return logits as the request has them, after its processors.
 
-        Ids that may not come are -inf. Legal where `processors.parallel`, or for a
-        draft.
-
-        Args:
-            logits: [rows, vocab].
-            rows: what precedes each row.
-            for_draft: leave the state of processors as it was, and pass over those
-                that cannot be called for a draft; see `Processors.for_draft`.
-
-        Returns:
-            [rows, ids], `limit` of them, or fewer where the logits have fewer.
+        They are [rows, ids], `limit` of them, or fewer where the logits have fewer; ids
+        that may not come are -inf. Legal where `processors.parallel`, or for a draft,
+        which leaves the state of processors as it was and passes over those that cannot
+        be called for it; see `Processors.for_draft`.
         """
         if self.processors.active:
             own = self.processors
@@ -174,14 +143,9 @@ class Chooser:
         return self.usable(logits, rows)
 
     def usable(self, logits: mx.array, rows: Rows) -> mx.array:
-        """Return processed logits with -inf for ids that may not come.
-
-        Args:
-            logits: [rows, vocab].
-            rows: what precedes each row.
-        """
-        if logits.shape[-1] > self._limit:
-            logits = logits[:, : self._limit]
+        """Return processed logits with -inf for ids that may not come."""
+        if logits.shape[-1] > self.limit:
+            logits = logits[:, : self.limit]
         for mask in (self._exists, rows.allowed):
             if mask is not None:
                 nothing = mx.array(-mx.inf, logits.dtype)

@@ -65,17 +65,14 @@ class Verifier:
         # Let reports hold the log-probabilities of all ids too
         whole_rows: bool = False,
     ) -> None:
-        self._chooser = chooser
+        self.chooser = chooser  # for the target
         self._draft_chooser = chooser.for_drafts()
         self._rule = None if chooser.sampling.greedy else RULES[acceptance]
-        self._whole_rows = whole_rows
-        self._shared = self._in_common()
+        self.whole_rows = whole_rows
+        # What requests have in common whose rows one call decides. None: it is decided
+        # by itself, as its rule or its sampler draws, or processors look at its tokens
+        self.shared = self._in_common()
         self._streams: dict[int, mx.array] = {}
-
-    @property
-    def chooser(self) -> Chooser:
-        """What chooses for the target."""
-        return self._chooser
 
     @property
     def indifferent(self) -> bool:
@@ -84,39 +81,26 @@ class Verifier:
         It is then a token like any other. Where `draft_probs` are kept they would be
         NaN too, and a logits processor of the user's would see it.
         """
-        return self._rule is None and not self._chooser.processors.active
-
-    @property
-    def shared(self) -> tuple[Sampling, bool] | None:
-        """What requests have in common whose rows one call decides.
-
-        None where a request is decided by itself: its rule or its sampler draws, or
-        processors look at its tokens.
-        """
-        return self._shared
+        return self._rule is None and not self.chooser.processors.active
 
     def _in_common(self) -> tuple[Sampling, bool] | None:
-        sampling, processors = self._chooser.sampling, self._chooser.processors
+        sampling, processors = self.chooser.sampling, self.chooser.processors
         if self._rule is not None or sampling.sampler is not None or processors.active:
             return None
         plain = replace(sampling, seed=None)
         if sampling.greedy:
             plain = Sampling(draft_temperature=sampling.draft_temperature)
-        return plain, self._whole_rows
+        return plain, self.whole_rows
 
     def probs(
         self, logits: mx.array, rows: Rows, *, for_draft: bool = False
     ) -> mx.array:
         """Return the probabilities of each choice, float32 [rows, width].
 
-        They are the same under every rule. Legal where `processors.parallel`.
-
-        Args:
-            logits: [rows, vocab].
-            rows: what precedes each row.
-            for_draft: those of a proposal, with the draft's temperature.
+        They are the same under every rule; for a draft those of a proposal, with its
+        temperature. Logits are [rows, vocab]. Legal where `processors.parallel`.
         """
-        chooser = self._draft_chooser if for_draft else self._chooser
+        chooser = self._draft_chooser if for_draft else self.chooser
         processed = chooser.processed(logits, rows, for_draft=for_draft)
         return self._probs(chooser, processed, rows)
 
@@ -154,7 +138,7 @@ class Verifier:
         top: int | None = None,
     ) -> Verified:
         """Decide which of k drafted tokens are accepted, and what follows them."""
-        processed = self._chooser.processed(logits, rows)
+        processed = self.chooser.processed(logits, rows)
         return self._decide(processed, rows, drafted, draft_probs, None, top)
 
     def in_turn(
@@ -178,8 +162,8 @@ class Verifier:
         """
         k = 0 if drafted is None else len(drafted)
         start = rows.positions[0]
-        for index, row in enumerate(self._chooser.processors.serial(logits, rows)):
-            processed = self._chooser.usable(row, rows.some(index))
+        for index, row in enumerate(self.chooser.processors.serial(logits, rows)):
+            processed = self.chooser.usable(row, rows.some(index))
             if drafted is None or index == k:
                 yield self._decide(processed, rows.some(index), None, None, start, top)
                 continue
@@ -204,16 +188,16 @@ class Verifier:
         None: the round begins with these rows.
         """
         if self._rule is None:
-            tokens = self._chooser.pick(processed, rows)
+            tokens = self.chooser.pick(processed, rows)
             accepted = None if drafted is None else count_accepted(drafted, tokens)
         else:
             tokens, accepted = self._judge(processed, rows, drafted, draft_probs, start)
         normals = peaks(processed) if top is None else normalizers(processed)
-        if self._chooser.sampling.sampler is not None:
+        if self.chooser.sampling.sampler is not None:
             tokens, normals = within(tokens, normals, processed.shape[-1])
         report = None
         if top is not None:
-            report = _report(processed, normals, tokens, top, whole=self._whole_rows)
+            report = reported(processed, normals, tokens, top, whole=self.whole_rows)
         return Verified(tokens, accepted, normals, report)
 
     def _judge(
@@ -225,7 +209,7 @@ class Verifier:
         start: int | None,
     ) -> tuple[mx.array, mx.array | None]:
         """Accept by the rule, and draw the correction or bonus."""
-        probs = self._probs(self._chooser, processed, rows)
+        probs = self._probs(self.chooser, processed, rows)
         first = mx.array([rows.positions[0] if start is None else start])
         if drafted is None:
             return self._draw(probs, first, mx.array(list(rows.positions))), None
@@ -251,7 +235,7 @@ class Verifier:
 
     def _stream(self, purpose: int) -> mx.array:
         if purpose not in self._streams:
-            seed = self._chooser.sampling.seed
+            seed = self.chooser.sampling.seed
             assert seed is not None
             self._streams[purpose] = stream_key(seed, purpose)
         return self._streams[purpose]
@@ -268,17 +252,6 @@ def spread(logits: mx.array, ids: mx.array, width: int) -> mx.array:
 
 
 def reported(
-    verifier: Verifier,
-    processed: mx.array,
-    normals: mx.array,
-    tokens: mx.array,
-    top: int,
-) -> LogProbs:
-    """Return the report that a verifier makes of rows which others have decided."""
-    return _report(processed, normals, tokens, top, whole=verifier._whole_rows)
-
-
-def _report(
     processed: mx.array,
     normals: mx.array,
     tokens: mx.array,

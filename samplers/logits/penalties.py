@@ -14,9 +14,6 @@ from mlx_speculation.samplers.sampling import Sampling
 class Penalties:
     """The request's logit bias and penalties, in mlx-lm's order.
 
-    Args:
-        sampling: the request's options.
-
     Attributes:
         active: whether there is anything to do.
     """
@@ -32,10 +29,8 @@ class Penalties:
     ) -> mx.array:
         """Return the logits [rows, vocab] with bias and penalties, of their dtype.
 
-        Args:
-            logits: [rows, vocab]. Ids from `vocab` on are passed over.
-            rows: what precedes each row.
-            held: makes windows over the whole text cheap.
+        Ids from `vocab` on are passed over. `held` makes windows over a whole text
+        cheap.
         """
         options = self._sampling
         if options.biases:

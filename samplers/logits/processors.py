@@ -89,16 +89,9 @@ class Processors:
         return bool(self._forkable) or not self.parallel
 
     def apply(self, logits: mx.array, rows: Rows) -> mx.array:
-        """Process all rows. Legal where `parallel`.
+        """Process all rows, [rows, vocab], which stay. Legal where `parallel`.
 
         The state is then that after the last row; `keep` or `restore` follow.
-
-        Args:
-            logits: [rows, vocab], left as they are.
-            rows: what precedes each row.
-
-        Returns:
-            [rows, vocab].
         """
         assert self.parallel, "serial processors go row by row"
         self._begin(rows)
@@ -132,14 +125,8 @@ class Processors:
         the text. Rows whose round failed after their calls are not called again when
         the round is run again: what the calls gave has been kept.
 
-        The drafts are read, once.
-
-        Args:
-            logits: [rows, vocab], left as they are.
-            rows: what precedes each row: at least all known tokens.
-
-        Yields:
-            [1, vocab] for each row.
+        The drafts are read, once. Logits [rows, vocab] stay; [1, vocab] is yielded for
+        each row. What precedes a row is at least all known tokens.
         """
         drafted: Any = [] if rows.ahead is None else rows.ahead.tolist()
         self._forget_committed(rows.known)
