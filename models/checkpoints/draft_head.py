@@ -116,7 +116,13 @@ class HeadCache(Protocol):
         ...
 
     def feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
-        """Write positions of committed text, and keep them."""
+        """Write positions of committed text, and keep them, or none.
+
+        Args:
+            hidden: what is read of positions [end, stop), [1, stop - end, dim].
+            stop: where they end.
+            tokens_of: the tokens that they are paired with.
+        """
         ...
 
     def draft(
@@ -127,7 +133,18 @@ class HeadCache(Protocol):
         choose: ChooseNext,
         count: int,
     ) -> None:
-        """Open a round: write positions of committed text, and draft behind them."""
+        """Open a round: write positions of committed text, and draft behind them.
+
+        Args:
+            hidden: what is read of positions [end, stop), at least one.
+            stop: where they end: the position of the newest token.
+            tokens_of: the tokens that they are paired with; for a layer of a chain,
+                the drafts that were chosen before among them.
+            choose: gets logits [1, vocab] for the next draft, returns it, [1], and
+                whether another one is wanted; of a chain all are made.
+            count: how many drafts to make at most; at least 1, and no more than the
+                head's depth.
+        """
         ...
 
     def commit(self) -> None:

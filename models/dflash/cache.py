@@ -40,13 +40,7 @@ class DFlashContext:
         return self._caches
 
     def feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
-        """Write context of committed text, and keep it.
-
-        Args:
-            hidden: of positions [end, stop), [1, stop - end, dim].
-            stop: where they end.
-            tokens_of: not asked.
-        """
+        """Write context of committed text, and keep it; see `HeadCache`."""
         with Speculation(self._caches, whole=True) as speculation:
             self._dflash.history(hidden, speculation.caches)
             speculation.commit(stop - self.end)
@@ -64,7 +58,7 @@ class DFlashContext:
         choose: ChooseNext,
         count: int,  # how many drafts to make at most; no more than the head's depth
     ) -> None:
-        """Open a round: write context of committed text, and draft behind it."""
+        """Open a round: write context, and draft behind it; see `HeadCache`."""
         self._before, self._after = self.end, stop
         self._round = Speculation(self._caches)
         newest = tokens_of(0, stop - 1, 1)

@@ -80,13 +80,7 @@ class MtpCache:
         return [self._caches, self._held.waiting]
 
     def feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
-        """Write positions of committed text to all layers, and keep them, or none.
-
-        Args:
-            hidden: the target's states at positions [end, stop), [1, stop - end, dim].
-            stop: where they end.
-            tokens_of: their tokens.
-        """
+        """Write positions to all layers, and keep them, or none; see `HeadCache`."""
         try:
             self._feed(hidden, stop, tokens_of)
         except BaseException:
@@ -131,18 +125,7 @@ class MtpCache:
         choose: ChooseNext,
         count: int,
     ) -> None:
-        """Open a round: write positions of committed text, and draft behind them.
-
-        Args:
-            hidden: the target's states at positions [end, stop), at least one.
-            stop: where they end.
-            tokens_of: the tokens that they are paired with; for a layer of a chain,
-                the drafts that were chosen before among them.
-            choose: gets logits [1, vocab] for the next draft, returns it, [1], and
-                whether another one is wanted; of a chain all are made.
-            count: how many drafts to make at most; at least 1, and no more than the
-                head's depth.
-        """
+        """Open a round; see `HeadCache`."""
         held, head = self._held, self.mtp.head
         ends, waiting = list(held.ends), list(held.waiting)
         layers = count if head.chained else 1
