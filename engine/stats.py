@@ -7,34 +7,21 @@ from mlx_speculation.engine.timing import RoundSeconds
 
 @dataclass(slots=True)
 class SourceCounts:
-    """What one kind of drafter drafted.
+    """What one kind of drafter drafted."""
 
-    Attributes:
-        drafts: rounds with its drafts.
-        drafted: its tokens.
-        accepted: those accepted.
-    """
-
-    drafts: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    drafts: int = 0  # rounds with its drafts
+    drafted: int = 0  # its tokens
+    accepted: int = 0  # those accepted
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterFault:
-    """Why a drafter is disabled for the rest of a stream.
+    """Why a drafter is disabled for the rest of a stream."""
 
-    Attributes:
-        drafter: the name of its class.
-        call: "begin", "propose", "settle" or "discard".
-        reason: what was raised, or what is wrong with its draft, in a line.
-        details: the traceback, or again the reason.
-    """
-
-    drafter: str
-    call: str
-    reason: str
-    details: str
+    drafter: str  # the name of its class
+    call: str  # "begin", "propose", "settle" or "discard"
+    reason: str  # what was raised, or what is wrong with its draft, in a line
+    details: str  # the traceback, or again the reason
 
     def __str__(self) -> str:
         return (

@@ -60,12 +60,8 @@ class PrefixTree:
 
     def __init__(self, empty: Snapshot) -> None:
         self._root = Node((), empty.ranges, None)
-        self._stateful = any(leaf.whole for leaf in empty.leaves)
-
-    @property
-    def stateful(self) -> bool:
-        """Whether requests are resumed at restore points only."""
-        return self._stateful
+        # Whether requests are resumed at restore points only
+        self.stateful = any(leaf.whole for leaf in empty.leaves)
 
     def nodes(self) -> Iterator[Node]:
         """Yield every node but the root."""
@@ -96,7 +92,7 @@ class PrefixTree:
     def longest(self, tokens: Tokens) -> tuple[Snapshot | None, list[Node]]:
         """Return the longest reusable beginning of `tokens`, and the nodes it is of."""
         nodes, matched = self.path(tokens)
-        if self._stateful:
+        if self.stateful:
             while nodes and (nodes[-1].stop > matched or nodes[-1].states is None):
                 nodes.pop()
         if matched == 0 or not nodes:
@@ -135,7 +131,7 @@ class PrefixTree:
             parent = node.parent
             del parent.children[node.tokens[0]]
             freed += node.nbytes
-            useful = not self._stateful or parent.states is not None or parent.children
+            useful = not self.stateful or parent.states is not None or parent.children
             if useful or parent is keep:
                 break
             node = parent

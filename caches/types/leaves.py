@@ -38,20 +38,13 @@ def leaves(caches: Sequence[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def checked_leaves(
-    caches: Sequence[Any],
-    known: Callable[[Any], bool],
-    can: str,
-    kinds: Iterable[str],
-    whose: str = "The cache",
+    caches: Sequence[Any],  # one per layer
+    known: Callable[[Any], bool],  # whether a leaf is of a kind that can be taken
+    can: str,  # what can be done with these kinds, for a message
+    kinds: Iterable[str],  # their names
+    whose: str = "The cache",  # whose caches they are
 ) -> list[tuple[str, Any]]:
     """Return every leaf with its place. Touches nothing.
-
-    Args:
-        caches: one per layer.
-        known: whether a leaf is of a kind that can be taken.
-        can: what can be done with these kinds, for a message.
-        kinds: their names.
-        whose: whose caches they are.
 
     Raises:
         InvalidRequestError: there is no cache, or one object stands in two places.

@@ -25,26 +25,16 @@ from mlx_speculation.samplers import Constrained, Verified
 
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
-    """The tokens that a round emits, and where they end.
+    """The tokens that a round emits, and where they end."""
 
-    Attributes:
-        tokens: the accepted tokens, then the correction or the bonus.
-        origins: who wrote each of them.
-        drafted: how many tokens were drafted.
-        accepted: how many of them were accepted, before a cut.
-        log_probs: of each token; empty if not asked for.
-        first: how many of the tokens are a plain step's that came before, 0 or 1.
-        complete: whether a constraint ends the text with the last one.
-        reason: "stop" or "length" where the generation ends with them, else None.
-    """
-
-    tokens: list[int]
-    origins: list[Origin]
-    drafted: int = 0
-    accepted: int = 0
-    log_probs: Sequence[LogProb] = ()
-    first: int = 0
-    complete: bool = False
+    tokens: list[int]  # the accepted tokens, then the correction or the bonus
+    origins: list[Origin]  # who wrote each of them
+    drafted: int = 0  # how many tokens were drafted
+    accepted: int = 0  # how many of them were accepted, before a cut
+    log_probs: Sequence[LogProb] = ()  # of each token; empty if not asked for
+    first: int = 0  # how many of the tokens are a plain step's that came before, 0 or 1
+    complete: bool = False  # whether a constraint ends the text with the last one
+    # "stop" or "length" where the generation ends with them, else None
     reason: str | None = None
 
     def until(self, keep: int, reason: str | None = None) -> "RoundOutcome":
@@ -102,20 +92,15 @@ Cut = Callable[[RoundOutcome], RoundOutcome]
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A forward of the target that was submitted and is not read.
+    """A forward of the target that was submitted and is not read."""
 
-    Attributes:
-        lane_round: the transaction; committed already where there are no drafts.
-        fed: how many tokens it was fed before a draft.
-        logits: what it verifies, where they were submitted before it; None: with it,
-            and so they are there when it is.
-        verified: what the target makes of its rows.
-    """
-
+    # The transaction; committed already where there are no drafts
     lane_round: LaneRound
-    fed: int
+    fed: int  # how many tokens it was fed before a draft
+    # What it verifies, where they were submitted before it; None: with it, and so they
+    # are there when it is
     logits: mx.array | None
-    verified: Verified
+    verified: Verified  # what the target makes of its rows
 
     def wait(self, clock: RoundClock) -> None:
         """Wait for the logits, then for what is made of them."""

@@ -50,36 +50,26 @@ class Decisions(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Request:
-    """One request, as its decoder and a batch see it.
+    """One request, as its decoder and a batch see it."""
 
-    Attributes:
-        target: the target's lane; `sequence.tokens[target.seen:]` is to be fed.
-        sequence: the known tokens; grows with every round.
-        verifier: decides for the request.
-        drafter: proposes what can be verified as it is, see
-            `engine.drafters.fault_guard`; None for plain decoding.
-        policy: decides how many tokens to propose in a round.
-        decisions: decides in the place of the verifier; None: that does.
-        masks: what its constraint allows, if it has one.
-        top: report log-probabilities, and this many of the most probable ids; None:
-            report nothing.
-        explain: keep each round's plan and what became of it, and divide its time
-            exactly, see `engine.timing`.
-        statistics: what is counted.
-        clock: of the round that is running.
-    """
-
-    target: Lane
-    sequence: Sequence
-    verifier: Verifier
+    target: Lane  # the target's lane; `sequence.tokens[target.seen:]` is to be fed
+    sequence: Sequence  # the known tokens; grows with every round
+    verifier: Verifier  # decides for the request
+    # Proposes what can be verified as it is, see `engine.drafters.fault_guard`; None
+    # for plain decoding
     drafter: Drafter | None
-    policy: DraftLengthPolicy
+    policy: DraftLengthPolicy  # decides how many tokens to propose in a round
+    # Decides in the place of the verifier; None: that does
     decisions: Decisions | None = None
-    masks: Masks | None = None
+    masks: Masks | None = None  # what its constraint allows, if it has one
+    # Report log-probabilities, and this many of the most probable ids; None: report
+    # nothing
     top: int | None = None
+    # Keep each round's plan and what became of it, and divide its time exactly, see
+    # `engine.timing`
     explain: bool = False
-    statistics: Statistics = field(default_factory=Statistics)
-    clock: RoundClock = field(default_factory=_clock)
+    statistics: Statistics = field(default_factory=Statistics)  # what is counted
+    clock: RoundClock = field(default_factory=_clock)  # of the round that is running
 
     @property
     def text(self) -> Constrained | None:

@@ -30,15 +30,11 @@ Part = tuple[mx.array, tuple[int, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Unread:
-    """States of several rows, those of each in the order of its positions.
+    """States of several rows, those of each in the order of its positions."""
 
-    Attributes:
-        rows: how many rows.
-        parts: arrays [rows, n, dim], and how many of the n states each row has, from
-            the first one on.
-    """
-
-    rows: int = 0
+    rows: int = 0  # how many rows
+    # Arrays [rows, n, dim], and how many of the n states each row has, from the first
+    # one on
     parts: tuple[Part, ...] = ()
 
     @classmethod

@@ -41,21 +41,13 @@ LONGEST = 32
 
 
 class _Block(NamedTuple):
-    """What `_run` returns; heads are [key heads, value heads for each of them].
+    """What `_run` returns; heads are [key heads, value heads for each of them]."""
 
-    Attributes:
-        y: [batch, rows, value heads, Dv], float32.
-        updates: the u_t that later rows see, [batch, *heads, rows, Dv].
-        decays: R_ti, and 1 where i > t, [batch, *heads, rows, rows].
-        total: R_t, [batch, *heads, rows, 1].
-        keys: [batch, key heads, 1, rows, Dk].
-    """
-
-    y: mx.array
-    updates: mx.array
-    decays: mx.array
-    total: mx.array
-    keys: mx.array
+    y: mx.array  # [batch, rows, value heads, Dv], float32
+    updates: mx.array  # the u_t that later rows see, [batch, *heads, rows, Dv]
+    decays: mx.array  # R_ti, and 1 where i > t, [batch, *heads, rows, rows]
+    total: mx.array  # R_t, [batch, *heads, rows, 1]
+    keys: mx.array  # [batch, key heads, 1, rows, Dk]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,27 +75,20 @@ class Chunk:
 
 
 def run_chunk(
-    q: mx.array,
-    k: mx.array,
+    q: mx.array,  # [batch, rows, key heads, Dk], scaled
+    k: mx.array,  # the same shape, normalized
+    # [batch, rows, value heads, Dv]; key head h serves the value heads from h * ratio
+    # on, where ratio is value heads / key heads
     v: mx.array,
-    g: mx.array,
-    beta: mx.array,
+    g: mx.array,  # decays in [0, 1], [batch, rows, value heads]
+    beta: mx.array,  # [batch, rows, value heads]
+    # Before the block, [batch, value heads, Dv, Dk]; None: zeros, float32
     state: mx.array | None = None,
+    # Bool [batch, rows]; a row without it returns what it would return, and leaves the
+    # state to others as it was
     mask: mx.array | None = None,
 ) -> Chunk:
-    """Run a block of gated delta steps.
-
-    Args:
-        q: [batch, rows, key heads, Dk], scaled.
-        k: the same shape, normalized.
-        v: [batch, rows, value heads, Dv]; key head h serves the value heads from
-            h * ratio on, where ratio is value heads / key heads.
-        g: decays in [0, 1], [batch, rows, value heads].
-        beta: [batch, rows, value heads].
-        state: before the block, [batch, value heads, Dv, Dk]; None: zeros, float32.
-        mask: bool [batch, rows]; a row without it returns what it would return, and
-            leaves the state to others as it was.
-    """
+    """Run a block of gated delta steps."""
     batch, rows, key_heads, dim = k.shape
     heads, width = v.shape[2:]
     if state is None:
@@ -123,16 +108,11 @@ def run_chunk(
 
 
 class _Pairs(NamedTuple):
-    """Which of all pairs of rows (t, i), [rows, rows].
+    """Which of all pairs of rows (t, i), [rows, rows]."""
 
-    Attributes:
-        below: i < t, bool.
-        diagonal: 1 where i = t, float32.
-        levels: bool; level n has those between the halves of each 2 ** (n + 1) rows.
-    """
-
-    below: mx.array
-    diagonal: mx.array
+    below: mx.array  # i < t, bool
+    diagonal: mx.array  # 1 where i = t, float32
+    # Bool; level n has those between the halves of each 2 ** (n + 1) rows
     levels: list[mx.array]
 
 

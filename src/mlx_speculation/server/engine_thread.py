@@ -48,7 +48,7 @@ class Worker(EngineThread):
         self._settings, self._metrics = settings, metrics
         self._make_generator, self._prefixes = make_generator, prefixes
         self._arrived: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self._taken = 0  # requests that are not answered yet
+        self.taken = 0  # requests that have not ended
         self._lock = threading.Lock()
         self._closed: str | None = None
         self._left_behind = False  # it hangs, and nobody waits for it
@@ -66,11 +66,6 @@ class Worker(EngineThread):
         """Whether requests are taken."""
         return self._closed is None and self.loaded.done() and self.alive
 
-    @property
-    def taken(self) -> int:
-        """Requests that were taken and have not ended."""
-        return self._taken
-
     def refuse(self, why: str) -> None:
         """Take no more requests."""
         self._closed = why
@@ -86,15 +81,15 @@ class Worker(EngineThread):
             if not self.ready:
                 why = self._closed or "The engine is not there."
                 raise unavailable(why)
-            if self._taken >= most:
+            if self.taken >= most:
                 raise ApiError(
                     429,
-                    f"{self._taken} requests are not answered yet, and {most} may be "
+                    f"{self.taken} requests are not answered yet, and {most} may be "
                     "taken. Try again later.",
                     code="queue_full",
                     retry=True,
                 )
-            self._taken += 1
+            self.taken += 1
 
     def submit(self, job: Job) -> None:
         """Let the engine answer a request that was taken."""
@@ -103,7 +98,7 @@ class Worker(EngineThread):
     def done(self) -> None:
         """Count a request no more: it is answered, or was taken and not submitted."""
         with self._lock:
-            self._taken = max(0, self._taken - 1)  # a leaving engine counts none
+            self.taken = max(0, self.taken - 1)  # a leaving engine counts none
 
     def check_alive(self) -> None:
         """Raise where nobody would answer any more."""
@@ -223,7 +218,7 @@ class Worker(EngineThread):
             self._arrived.get().put(end)
         for rows in self._rows.values():
             rows.end(end)
-        self._taken = 0
+        self.taken = 0
         self._rows.clear()
         gc.collect()
 
@@ -232,7 +227,7 @@ class Worker(EngineThread):
         cached = 0 if self._prefixes is None else self._prefixes.nbytes
         self._metrics.level(
             running=running,
-            waiting=max(0, self._taken - running),
+            waiting=max(0, self.taken - running),
             cached=cached,
             active=mx.get_active_memory(),
         )

@@ -41,15 +41,10 @@ class Listener(ThreadingHTTPServer):
     ) -> None:
         self.address_family = family
         self._settings, self._metrics = settings, metrics
-        self._open = 0
+        self.open = 0  # connections
         self._lock = threading.Lock()
         self.worker: Worker | None = None
         super().__init__(address, self._handler)
-
-    @property
-    def open(self) -> int:
-        """The number of connections."""
-        return self._open
 
     def _handler(self, *arguments: Any) -> Handler:
         assert self.worker is not None
@@ -63,8 +58,8 @@ class Listener(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Give a connection a thread, if there may be one more."""
         with self._lock:
-            full = self._open >= self._settings.limits.connections
-            self._open += not full
+            full = self.open >= self._settings.limits.connections
+            self.open += not full
         if full:
             self._turn_away(request)
         else:
@@ -76,7 +71,7 @@ class Listener(ThreadingHTTPServer):
             super().process_request_thread(request, client_address)
         finally:
             with self._lock:
-                self._open -= 1
+                self.open -= 1
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log what no handler has caught."""
@@ -85,7 +80,7 @@ class Listener(ThreadingHTTPServer):
     def _turn_away(self, request: Any) -> None:
         error = ApiError(
             503,
-            f"There are {self._open} connections, and no more may be. Try again later.",
+            f"There are {self.open} connections, and no more may be. Try again later.",
             code="too_many_connections",
             retry=True,
         )

@@ -54,7 +54,8 @@ class Template:
         limits: dict[str, Any],
         check: Callable[[], None],
     ) -> None:
-        self._lock, self._end_token = threading.Lock(), vocabulary.end
+        self._lock = threading.Lock()
+        self.end_token = vocabulary.end  # that of a text, the largest id
         self._control, other = socket.socketpair()
         with other:
             # Nothing of this process but its Python is needed there, such as a BLAS.
@@ -73,11 +74,6 @@ class Template:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def end_token(self) -> int:
-        """The id that stands for the end of a text, the largest."""
-        return self._end_token
 
     @property
     def alive(self) -> bool:
