@@ -1,0 +1,140 @@
+"""What surrounds the code: workflows, templates, hooks, and what is published."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+GITHUB = ROOT / ".github"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+HOME = "https://github.com/mlx-speculation/mlx-speculation"
+
+
+def read(path: Path) -> Any:
+    """Return a YAML file; the key "on" of a workflow is read as a truth value."""
+    return yaml.safe_load(path.read_text("utf-8"))
+
+
+def steps(job: dict[str, Any]) -> str:
+    """Return the commands of a job."""
+    return "\n".join(step.get("run", "") for step in job["steps"])
+
+
+def test_hooks_have_the_versions_of_the_tests() -> None:
+    hooks = read(ROOT / ".pre-commit-config.yaml")["repos"][0]["hooks"]
+    pinned = {pin for hook in hooks for pin in hook["additional_dependencies"]}
+    tools = ("ruff", "mypy")
+    assert pinned == {pin for pin in EXTRAS["test"] if pin.startswith(tools)}
+    assert len(pinned) == len(tools)
+    assert {hook["entry"].split()[0] for hook in hooks} == set(tools)
+
+
+def test_the_workflow_tests_on_linux_and_on_apple_silicon() -> None:
+    job = read(GITHUB / "workflows/test.yml")["jobs"]["test"]
+    systems = {each["os"] for each in job["strategy"]["matrix"]["include"]}
+    assert {system.split("-")[0] for system in systems} == {"ubuntu", "macos"}
+    assert re.search(r"^make test PYTHON=", steps(job), re.MULTILINE)
+    versions = {each["python"] for each in job["strategy"]["matrix"]["include"]}
+    named = {
+        line.rpartition(" ")[2]
+        for line in PROJECT["classifiers"]
+        if re.search(r":: 3\.\d+$", line)
+    }
+    assert versions <= named
+
+
+def test_the_long_suite_runs_weekly() -> None:
+    workflow = read(GITHUB / "workflows/long.yml")
+    minute, hour, day, month, weekday = workflow[True]["schedule"][0]["cron"].split()
+    assert (day, month) == ("*", "*")
+    assert all(field.isdigit() for field in (minute, hour, weekday))
+    assert "make test-long" in steps(workflow["jobs"]["test-long"])
+
+
+def test_a_release_is_built_checked_and_published_without_a_password() -> None:
+    jobs = read(GITHUB / "workflows/release.yml")["jobs"]
+    for command in ("-m build", "twine check --strict", "check-wheel-contents"):
+        assert command in steps(jobs["build"])
+    publish = jobs["publish"]
+    assert publish["needs"] == "build"
+    assert publish["permissions"] == {"id-token": "write"}
+    uses = [step["uses"] for step in publish["steps"]]
+    assert any(use.startswith("pypa/gh-action-pypi-publish@") for use in uses)
+    assert "secrets." not in (GITHUB / "workflows/release.yml").read_text("utf-8")
+
+
+def test_workflows_say_that_their_authors_have_not_run_them() -> None:
+    for path in (GITHUB / "workflows").glob("*.yml"):
+        said = re.sub(r"\s*\n#\s*", " ", path.read_text("utf-8"))
+        assert re.search(r"not (been )?run (by them|this file on GitHub)", said), path
+        assert read(path)["permissions"] == {"contents": "read"}
+
+
+def test_templates_ask_for_what_doctor_says() -> None:
+    forms = [*(GITHUB / "ISSUE_TEMPLATE").glob("*.yml")]
+    texts = [form.read_text("utf-8") for form in forms if form.name != "config.yml"] + [
+        (GITHUB / "pull_request_template.md").read_text("utf-8")
+    ]
+    assert len(texts) == 4
+    for text in texts:
+        assert "mlx-speculation doctor --json" in text
+    for form in forms:
+        assert read(form)
+
+
+def test_the_project_says_where_it_is() -> None:
+    urls = PROJECT["urls"]
+    assert set(urls) == {"Homepage", "Documentation", "Issues", "Changelog"}
+    assert all(url.startswith(HOME) for url in urls.values())
+    for name in ("Documentation", "Changelog"):
+        path = urls[name].removeprefix(f"{HOME}/blob/main/")
+        assert (ROOT / path).is_file()
+
+
+def test_all_extras_are_what_a_user_may_want() -> None:
+    (everything,) = EXTRAS["all"]
+    named = re.fullmatch(r"mlx-speculation\[([\w,]+)\]", everything)
+    assert named is not None
+    backends, own = {"cpu", "cuda13"}, {"docs", "mutation", "reference", "test"}
+    assert set(named[1].split(",")) == EXTRAS.keys() - backends - own - {"all"}
+
+
+@pytest.mark.slow
+def test_the_source_archive_is_the_package_and_nothing_by_halves(
+    tmp_path: Path,
+) -> None:
+    """Tests, documentation and examples are left out whole: they need the checkout."""
+    copy = tmp_path / "copy"
+    ignored = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", ".*_cache")
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
+    build = "from setuptools import build_meta; build_meta.build_sdist('made')"
+    subprocess.run(
+        [sys.executable, "-c", build], cwd=copy, check=True, capture_output=True
+    )
+    (archive,) = (copy / "made").glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        names = {name.partition("/")[2] for name in files.getnames()}
+    tops = {name.partition("/")[0] for name in names if "/" in name}
+    assert tops == {"src"}
+    expected = [
+        *(ROOT / "src/mlx_speculation").rglob("*.py"),
+        *(
+            file
+            for folder in ("engine", "models", "caches", "samplers")
+            for file in (ROOT / folder).rglob("*.py")
+        ),
+    ]
+    for file in expected:
+        path = file.relative_to(ROOT)
+        inside = path if path.parts[0] == "src" else "src/mlx_speculation" / path
+        assert str(inside) in names
+    assert {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml"} <= names
