@@ -27,14 +27,14 @@ mlx-speculation doctor --json
 ```
 
 A model is a folder in mlx-lm's layout or the name of a repository. `python -m
-mlx_speculation` is the same program. Options of sampling, adapters and caches have the
-names that mlx-lm gives them.
+mlx_speculation` is the same program; `mlx-speculation --version` prints its version.
+Options of sampling, adapters and caches have the names that mlx-lm gives them.
 
 | status | when |
 |---|---|
 | 0 | done |
 | 1 | an error, in one line on standard error; or texts differ |
-| 2 | wrong usage |
+| 2 | wrong usage: an option that is unknown, out of range, or does not fit another |
 | 130 | Ctrl-C; what there is was kept and printed |
 | 141 | the reader of the output has left, as in `\\| head` |
 
