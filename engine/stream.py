@@ -10,7 +10,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from types import TracebackType
 
 from mlx_speculation.engine.detokenizer import TextDetokenizer
 from mlx_speculation.engine.distributed import ClosedByLeaderError, RankSession
@@ -261,14 +260,9 @@ class Stream:
     def __enter__(self) -> "Stream":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         follows = self._session is not None and not self._session.leads
-        if error is not None and follows and self._result is None:
+        if kind is not None and follows and self._result is None:
             self.end("error", hold_all=False)  # by this rank 0 knows of it
         else:
             self.close()

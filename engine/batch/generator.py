@@ -13,7 +13,6 @@ options and seed alone.
 
 from collections import deque
 from contextlib import ExitStack
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mlx_speculation.caches import array_bytes
@@ -223,12 +222,7 @@ class BatchGenerator:
     def __enter__(self) -> "BatchGenerator":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _row(self, uid: int) -> BatchRequest:
