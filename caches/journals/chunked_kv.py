@@ -20,12 +20,8 @@ from typing import Any
 
 from mlx_lm.models.cache import ChunkedKVCache
 
-from mlx_speculation.caches.journals.kv import even_out
-from mlx_speculation.caches.journals.live import (
-    ListenedTo,
-    LiveJournal,
-    listened_to_by,
-)
+from mlx_speculation.caches.journals.kv import KVJournal
+from mlx_speculation.caches.journals.live import ListenedTo, listened_to_by
 
 
 class PresentedChunk(ListenedTo["ChunkedJournal"], ChunkedKVCache):
@@ -39,21 +35,14 @@ class PresentedChunk(ListenedTo["ChunkedJournal"], ChunkedKVCache):
         super().maybe_trim_front()
 
 
-class ChunkedJournal(LiveJournal):
+class ChunkedJournal(KVJournal):
     """Journal of one `ChunkedKVCache`."""
 
     def __init__(self, cache: ChunkedKVCache, whole: bool = False) -> None:
-        self._cache: Any = cache
-        self._start = cache.offset
-        self._was_empty = cache.keys is None
+        super().__init__(cache)
         # The fields before each drop of old rows.
         self._trims: list[dict[str, Any]] = []
         self.presented = listened_to_by(self, PresentedChunk, cache)
-
-    @property
-    def written(self) -> int:
-        """Rows appended since the journal was opened."""
-        return int(self._cache.offset - self._start)
 
     def note(self) -> None:
         """Record the state before a trim of the front, if there will be one."""
@@ -65,19 +54,13 @@ class ChunkedJournal(LiveJournal):
     def commit(self, keep: int) -> None:
         """Undo the trims past the kept rows, then move the offset to their end."""
         if self.written:
-            end = self._start + keep
-            self._undo_trims(end)
-            self._cache.offset = end
+            self._undo_trims(self._start + keep)
+            super().commit(keep)
 
     def rollback(self) -> None:
         """Undo every trim and move the offset back; an empty cache is so again."""
-        cache = self._cache
         self._undo_trims(self._start)
-        cache.offset = self._start
-        if self._was_empty:
-            cache.keys = cache.values = None
-        elif cache.keys is not None:
-            even_out(cache)
+        super().rollback()
 
     def _undo_trims(self, end: int) -> None:
         """Undo the trims that came at offset `end` or later, the last one first."""

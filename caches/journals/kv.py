@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
+from mlx_lm.models.cache import KVCache
 
 from mlx_speculation.caches.journals.live import LiveJournal
 from mlx_speculation.caches.types.fixed_view import FixedShape, in_fixed_view
@@ -37,7 +37,7 @@ class KVJournal(LiveJournal):
 
     def __init__(
         self,
-        cache: KVCache | QuantizedKVCache,
+        cache: Any,  # one whose rows are [0, offset)
         whole: bool = False,
         steps: KeySteps | None = None,
         shape: FixedShape | None = None,
@@ -70,11 +70,10 @@ class KVJournal(LiveJournal):
 
     def rollback(self) -> None:
         """Move the offset back; an empty cache becomes empty again."""
-        cache: Any = self._cache
+        cache = self._cache
         cache.offset = self._start
         if self._was_empty:
-            cache.keys = None
-            cache.values = None
+            cache.keys = cache.values = None
         elif cache.keys is not None:
             even_out(cache)
 

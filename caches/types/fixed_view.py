@@ -42,16 +42,12 @@ STEP = 256
 class FixedShape:
     """The shape of every forward in exact mode.
 
-    Attributes:
-        rows: of a forward: the last token, drafts and padding. From 2 to 64.
-        step: by how many rows the view of the keys grows, from `rows` on.
-
     Raises:
         InvalidRequestError: one of them is out of its range.
     """
 
-    rows: int = ROWS
-    step: int = STEP
+    rows: int = ROWS  # of a forward: the last token, drafts and padding. From 2 to 64
+    step: int = STEP  # by how many rows the view of the keys grows, from `rows` on
 
     def __post_init__(self) -> None:
         """Check both."""

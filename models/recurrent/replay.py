@@ -60,27 +60,19 @@ class NotedCall(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """A function that turns inputs with positions and a state into the next state.
+    """A function that turns inputs with positions and a state into the next state."""
 
-    Attributes:
-        module: where it is defined.
-        name: its name, there and in the module of the mixer.
-        slot: where the cache keeps the state.
-        state: the argument that takes the state; the result's second item is the next.
-        rows: the arguments with positions, and on which axis.
-        called_in: the method of the mixer that calls it.
-        lengths: the argument that takes the rows' lengths, if there is one.
-        in_chunks: does the same for a block at once, where that serves; it takes what
-            the scan takes, and returns None where the scan is to run.
-    """
-
-    module: str
-    name: str
-    slot: int
+    module: str  # where it is defined
+    name: str  # its name, there and in the module of the mixer
+    slot: int  # where the cache keeps the state
+    # The argument that takes the state; the result's second item is the next
     state: str
-    rows: Mapping[str, int]
-    called_in: str = "__call__"
+    rows: Mapping[str, int]  # the arguments with positions, and on which axis
+    called_in: str = "__call__"  # the method of the mixer that calls it
+    # The argument that takes the rows' lengths, if there is one
     lengths: str | None = None
+    # Does the same for a block at once, where that serves; it takes what the scan
+    # takes, and returns None where the scan is to run
     in_chunks: Callable[..., Block | None] | None = None
 
     @property
@@ -91,19 +83,12 @@ class Scan:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What is noted: paths of parts, names of methods, a scan.
+    """What is noted: paths of parts, names of methods, a scan."""
 
-    Attributes:
-        inputs: parts of the mixer whose first array is noted.
-        outputs: parts whose result is noted.
-        methods: methods whose first array is noted.
-        scan: the scan whose arguments are noted.
-    """
-
-    inputs: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
-    methods: tuple[str, ...] = ()
-    scan: Scan | None = None
+    inputs: tuple[str, ...] = ()  # parts of the mixer whose first array is noted
+    outputs: tuple[str, ...] = ()  # parts whose result is noted
+    methods: tuple[str, ...] = ()  # methods whose first array is noted
+    scan: Scan | None = None  # the scan whose arguments are noted
 
 
 class Recipe(Protocol):
@@ -153,18 +138,12 @@ class ScanCall:
 
     Arrays are noted by reference. An array of lengths is changed in place by the
     cache later on, so it is never read from here.
-
-    Attributes:
-        function: the scan.
-        args: what it was given.
-        kwargs: what it was given by name.
-        chunk: what was done in its place, if that was so.
     """
 
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    chunk: Block | None = None
+    function: Callable[..., Any]  # the scan
+    args: tuple[Any, ...]  # what it was given
+    kwargs: dict[str, Any]  # what it was given by name
+    chunk: Block | None = None  # what was done in its place, if that was so
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that were given, by name."""
@@ -179,18 +158,14 @@ class ConvsAndScan:
     Worked example: K = 4 and a block of 5. A convolution was given 3 + 5 rows, of
     which the first 3 are its old state. After `keep` = 2 rows its state is rows
     [2, 5): the last old one and the two that are kept.
-
-    Attributes:
-        convs: path of each convolution, and its slot.
-        scan: the scan, if there is one.
-        ends: the state of a row whose length ends inside the block is taken there.
-        advances: the mixer moves the lengths and paddings of the cache on.
     """
 
+    # Path of each convolution, and its slot
     convs: Mapping[str, int] = field(default_factory=dict)
-    scan: Scan | None = None
+    scan: Scan | None = None  # the scan, if there is one
+    # The state of a row whose length ends inside the block is taken there
     ends: bool = True
-    advances: bool = True
+    advances: bool = True  # the mixer moves the lengths and paddings of the cache on
     runs_again: bool = True
 
     @property

@@ -18,15 +18,10 @@ from mlx_speculation.models.recurrent.replay import Scan, ScanCall
 
 @dataclass(frozen=True, slots=True)
 class RowByRow:
-    """A block of rows that was run row by row; a `Block` of `models.device_ops`.
+    """A block of rows that was run row by row; a `Block` of `models.device_ops`."""
 
-    Attributes:
-        y: what the scan returns for each row, zeros for padding.
-        states: after each row that is no padding.
-    """
-
-    y: mx.array
-    states: Sequence[mx.array]
+    y: mx.array  # what the scan returns for each row, zeros for padding
+    states: Sequence[mx.array]  # after each row that is no padding
 
     def after(self, keep: int) -> mx.array:
         """Return the state after the first `keep` rows; padding changes none."""
@@ -34,21 +29,13 @@ class RowByRow:
 
 
 def run_by_row(
-    scan: Scan,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    rows: int,
+    scan: Scan,  # where its rows and its state stand
+    function: Callable[..., Any],  # the scan
+    args: tuple[Any, ...],  # what it was given
+    kwargs: dict[str, Any],  # what it was given by name
+    rows: int,  # how many of the rows are no padding, from 1
 ) -> RowByRow:
-    """Run a scan one row at a time.
-
-    Args:
-        scan: where its rows and its state stand.
-        function: the scan.
-        args: what it was given.
-        kwargs: what it was given by name.
-        rows: how many of the rows are no padding, from 1.
-    """
+    """Run a scan one row at a time."""
     given = ScanCall(function, args, kwargs).arguments()
     lined = {
         name: axis for name, axis in scan.rows.items() if given.get(name) is not None
