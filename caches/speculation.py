@@ -11,7 +11,6 @@ keeps 3, 0 and 5 positions of rows 0, 1 and 2. It knows nothing about tokens or 
 """
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, NoReturn
 
 from mlx_speculation.caches.journal import Journal, Keep
@@ -259,12 +258,7 @@ class Speculation:
             self._refuse("with")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.open:
             self.rollback()
 

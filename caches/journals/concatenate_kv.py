@@ -7,15 +7,13 @@ offset and leaves the rows, and the next write then follows the rows that were
 trimmed. A cache that was trimmed that way is refused.
 """
 
-from typing import Any
-
 from mlx_lm.models.cache import ConcatenateKVCache
 
-from mlx_speculation.caches.journals.live import LiveJournal
+from mlx_speculation.caches.journals.kv import KVJournal
 from mlx_speculation.errors import UnsupportedCacheError
 
 
-class ConcatenateJournal(LiveJournal):
+class ConcatenateJournal(KVJournal):
     """Journal of one `ConcatenateKVCache`; the model sees the live cache itself.
 
     Raises:
@@ -30,15 +28,8 @@ class ConcatenateJournal(LiveJournal):
                 f"{cache.offset}: its trim() leaves the rows, which then count again. "
                 "Feed the kept tokens to a new KVCache."
             )
-        self._cache: Any = cache
-        self.presented = cache
-        self._start = rows
+        super().__init__(cache)
         self._before = (cache.keys, cache.values)
-
-    @property
-    def written(self) -> int:
-        """Rows appended since the journal was opened."""
-        return int(self._cache.offset - self._start)
 
     def commit(self, keep: int) -> None:
         """Slice the kept rows; nothing changes if the model wrote none."""
