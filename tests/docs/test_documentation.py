@@ -11,6 +11,7 @@ import typer
 
 import mlx_speculation
 from mlx_speculation.cli.app import app
+from mlx_speculation.engine.stream import Stream
 from support import command_line_page
 from support.import_order import mlx_comes_first
 from support.pages import DOCS, PAGES, README, ROOT, TEXTS, blocks, name_of
@@ -43,6 +44,24 @@ def test_every_page_is_in_the_navigation() -> None:
     nav = (ROOT / "mkdocs.yml").read_text("utf-8").split("\nnav:")[1]
     listed = re.findall(r"^ +- .+: ([\w/]+\.md)$", nav, flags=re.MULTILINE)
     assert sorted(listed) == [str(page.relative_to(DOCS)) for page in PAGES]
+
+
+def test_pages_can_be_searched_without_a_server_or_a_network() -> None:
+    """With the plugin, and what it would fetch beside the pages."""
+    text = (ROOT / "mkdocs.yml").read_text("utf-8")
+    assert re.search(r"^  - offline\b", text, re.MULTILINE)
+    (polyfill,) = re.findall(r"polyfills: \[(\S+)\]", text)
+    assert "iframe-worker" in polyfill  # by this the plugin knows it
+    assert (DOCS / polyfill).is_file()
+    assert "https://" not in re.sub(r"#.*", "", text)
+
+
+def test_the_api_page_names_members_of_a_stream_that_there_are() -> None:
+    text = (DOCS / "api.md").read_text("utf-8")
+    (named,) = re.findall(r"stream\.Stream\n.*\n +members: \[(.*)\]", text)
+    members = set(named.split(", "))
+    assert members >= {"result", "close", "stats"}
+    assert not [each for each in members if not hasattr(Stream, each)]
 
 
 def test_pages_can_be_read_in_one_sitting() -> None:
