@@ -47,6 +47,7 @@ class Chooser:
             raise InvalidRequestError("The seed is None. Call sampling.with_seed().")
         self.sampling = sampling
         self._greedy = sampling.greedy
+        self._rows: int | None = None
         self.processors = Processors(sampling, width if limit is None else limit)
         self.width = width
         self.limit = width if limit is None else min(limit, width)
@@ -68,6 +69,26 @@ class Chooser:
         other.sampling = self.sampling.for_drafts
         other._greedy = other.sampling.greedy
         return other
+
+    def in_fixed_shape(self, rows: int) -> "Chooser":
+        """Return one whose filters and log-probabilities see `rows` rows at a time.
+
+        Processors and noise are shared as objects.
+        """
+        other = copy(self)
+        other._rows = rows
+        return other
+
+    def filled_up(self, rows: mx.array) -> mx.array:
+        """Return an array [n, ...] with as many rows as `in_fixed_shape` says.
+
+        What is added repeats the last row, and is to be cut off again.
+        """
+        missing = 0 if self._rows is None else self._rows - len(rows)
+        if missing <= 0:
+            return rows
+        more = mx.broadcast_to(rows[-1:], (missing, *rows.shape[1:]))
+        return mx.concatenate([rows, more])
 
     def choose(self, logits: mx.array, rows: Rows) -> mx.array:
         """Choose one token per row, uint32 [rows]. Legal where `processors.parallel`.
@@ -112,7 +133,12 @@ class Chooser:
         XTC's coins depend on the position alone, so they are part of the distribution
         there: the same for draft and target, and for every round that comes to it.
         """
-        return tempered(processed, self.sampling, self.coins(rows.positions))
+        thrown = self.coins(rows.positions)
+        if self._rows is None or not self.sampling.filters:
+            return tempered(processed, self.sampling, thrown)
+        thrown = None if thrown is None else self.filled_up(thrown)
+        found = tempered(self.filled_up(processed), self.sampling, thrown)
+        return found[: len(processed)]
 
     def coins(self, positions: Sequence[int]) -> mx.array | None:
         """Return XTC's coins of these positions, float32 [rows]; None where it is off.

@@ -64,8 +64,10 @@ class Verifier:
         *,
         # Let reports hold the log-probabilities of all ids too
         whole_rows: bool = False,
+        rows: int | None = None,  # that are decided at a time in exact mode, or padding
     ) -> None:
-        self.chooser = chooser  # for the target
+        # For the target
+        self.chooser = chooser if rows is None else chooser.in_fixed_shape(rows)
         self._draft_chooser = chooser.for_drafts()
         self._rule = None if chooser.sampling.greedy else RULES[acceptance]
         self.whole_rows = whole_rows
@@ -192,7 +194,11 @@ class Verifier:
             accepted = None if drafted is None else count_accepted(drafted, tokens)
         else:
             tokens, accepted = self._judge(processed, rows, drafted, draft_probs, start)
-        normals = peaks(processed) if top is None else normalizers(processed)
+        if top is None:
+            normals = peaks(processed)
+        else:
+            filled = self.chooser.filled_up(processed)
+            normals = normalizers(filled)[: len(processed)]
         if self.chooser.sampling.sampler is not None:
             tokens, normals = within(tokens, normals, processed.shape[-1])
         report = None
