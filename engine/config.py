@@ -9,8 +9,8 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_speculation.caches import PrefixCache
-from mlx_speculation.engine.argument_checks import checked_choice
+from mlx_speculation.caches import FixedShape, PrefixCache
+from mlx_speculation.engine.argument_checks import checked_choice, checked_exact
 from mlx_speculation.engine.distributed import RankedTarget, all_or_none
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
 from mlx_speculation.engine.drafters.reduced_vocabulary import checked_vocabulary
@@ -31,6 +31,7 @@ from mlx_speculation.models import (
     Sliding,
     TokenIds,
     check_causal,
+    check_fixed_shape,
     check_resumable,
     compiled_steps,
     context_length,
@@ -62,6 +63,7 @@ class GeneratorConfig:
     sliding: Sliding  # what stands for sliding windows in the caches made here
     # What requests leave for later ones; None: nothing
     prefix_cache: PrefixCache | None
+    shape: FixedShape | None  # of every forward of the target; None: not in exact mode
 
     @property
     def decides(self) -> bool:
@@ -87,6 +89,7 @@ def checked_setup(
     draft_vocabulary: Iterable[int] | None,
     compile_draft: bool,
     group: Group | None,
+    exact: bool | int,
 ) -> GeneratorConfig:
     """Check what a generator is made with; see `SpeculativeGenerator`.
 
@@ -95,6 +98,7 @@ def checked_setup(
         SpeculationError: whatever else the constructor of a generator names.
     """
     _check_kinds(model, acceptance, sliding)
+    shape = checked_exact(exact)
     ranked = RankedTarget.of(model, group)
     with all_or_none(ranked):
         leads = ranked is None or ranked.leads
@@ -105,6 +109,8 @@ def checked_setup(
         source = found.source
         if draft is not None:
             check_causal(model)
+        if shape is not None:
+            _check_exact(model, acceptance, sliding, ranked, shape)
         if ranked is not None:
             source = ranked.own_draft(source, prefix_cache)
             if not ranked.leads:
@@ -119,9 +125,10 @@ def checked_setup(
             found.length if draft_length is None else draft_length,
             compiled=compile_draft,
             early=not draft_confidence,  # or the caller has said where they do
+            shape=shape,
         )
-        for module in (model, *models):
-            Lane(module, sliding=sliding)  # refuses unknown caches, not in a stream
+        for module in (model, *models):  # refuses unknown caches, not in a stream
+            Lane(module, sliding=sliding, shape=shape if module is model else None)
         if source is not None:
             source.check(target)
         options = DraftOptions(
@@ -131,7 +138,7 @@ def checked_setup(
             compiled=compiled_steps if compile_draft else None,
         )
         if prefix_cache is not None:
-            _bind(prefix_cache, [model, *models], sliding)
+            _bind(prefix_cache, [model, *models], sliding, shape)
         with ExitStack() as hooks:
             for module in (model, *models):
                 hooks.callback(ModelHooks(module).remove)
@@ -148,6 +155,7 @@ def checked_setup(
                 acceptance=acceptance,
                 sliding=sliding,
                 prefix_cache=prefix_cache,
+                shape=shape,
             )
             # For streams in other threads; the checks have built their forwards by now.
             heads = [each for each in members_of(setup.draft) if each.follows]
@@ -165,6 +173,36 @@ def _check_kinds(model: Any, acceptance: Any, sliding: Any) -> None:
             f"model is a {type(model).__name__}, and an mlx-lm model is needed. "
             "Load one with mlx_speculation.load(path)."
         )
+
+
+def _check_exact(
+    model: nn.Module,
+    acceptance: Acceptance,
+    sliding: Sliding,
+    ranked: RankedTarget | None,
+    shape: FixedShape,
+) -> None:
+    """Refuse what cannot keep the promise of exact mode.
+
+    Raises:
+        InvalidRequestError: of two options that do not go together.
+        UnsupportedModelError: the model was not tried in a fixed shape.
+    """
+    refused = {
+        f"acceptance={acceptance!r}, under which a draft changes the text of a seed": (
+            acceptance != "keyed"
+        ),
+        "sliding='native', whose rings are not read in order": sliding == "native",
+        "a target that is spread over ranks, whose sums depend on them": (
+            ranked is not None
+        ),
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            raise InvalidRequestError(
+                f"exact={shape.rows} was passed, and {what}. Leave one of them out."
+            )
+    check_fixed_shape(model)
 
 
 def _check_compiled(
@@ -220,8 +258,14 @@ def _vocabulary(
     return found
 
 
-def _bind(cache: PrefixCache, models: list[nn.Module], sliding: Sliding) -> None:
+def _bind(
+    cache: PrefixCache,
+    models: list[nn.Module],
+    sliding: Sliding,
+    shape: FixedShape | None,
+) -> None:
     """Let a prefix cache belong to the target and the draft models."""
     for module in models:
         check_resumable(module)
-    cache.bind(models, [Lane(module, sliding=sliding).caches for module in models])
+    empty = [Lane(module, sliding=sliding).caches for module in models]
+    cache.bind(models, empty, shape)

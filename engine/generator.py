@@ -59,21 +59,18 @@ class SpeculativeGenerator:
             a source such as `MtpDraft`, `LookupDrafter` or `Cascade`; a `Drafter` of
             your own; or None for plain decoding. The target keeps what is loaded.
         draft_length: tokens drafted in a round; 0 is plain decoding. None: as many as
-            pay, by what rounds cost here and what is accepted, see `calibrate`. The
-            timing of rounds then decides where drafts end: with `acceptance="keyed"`
-            that changes nothing else, with the other rules the text of a seed.
+            pay, by what rounds cost here and what is accepted, see `calibrate`. With
+            other rules than "keyed" the timing of rounds then changes a seed's text.
         draft_confidence: a draft model stops before a token where the product of its
             largest probabilities falls below this; 0: never. See `DraftModel`.
         acceptance: "keyed", the rule under which the draft cannot change the text of
             a seed; "rejection" and "block" keep the distribution of the text, but not
             the text, and accept more where tokens are drawn by chance.
         sliding: what stands for sliding windows in the caches made here: "slack", the
-            faster `SlidingKVCache`, or "native", mlx-lm's `RotatingKVCache`, which
-            adds up one-row steps in another order. A passed `prompt_cache` stays as
-            it is; `mlx_speculation.caches.with_slack` and `as_native` convert one.
-        prefix_cache: keeps what requests leave in the caches, for later ones that
-            begin alike; a `PrefixCache` of this target and draft only. Requests with
-            a `prompt_cache` of their own pass it by.
+            faster `SlidingKVCache`, or "native", mlx-lm's `RotatingKVCache`. A passed
+            `prompt_cache` stays as it is; see `with_slack` and `as_native` of caches.
+        prefix_cache: a `PrefixCache` of this target and draft only, for requests that
+            begin alike. Those with a `prompt_cache` of their own pass it by.
         draft_vocabulary: token ids that a draft model or an MTP head drafts from, see
             `reduced_vocabulary`; the text may hold every other one. None: all.
         compile_draft: compile the steps of a draft model, which takes 16 seconds once
@@ -81,6 +78,8 @@ class SpeculativeGenerator:
         group: the ranks of `mx.distributed` that the target is spread over; every
             rank makes the generator and the streams, with the same options, and gets
             the same chunks. Rank 0 alone drafts. None: the target is whole.
+        exact: the rows of every forward, 8 for True, so that no draft changes a bit
+            of a text. What it costs, and what is refused: docs/exactness.md.
 
     Raises:
         InvalidRequestError: an argument is out of range or of the wrong kind.
@@ -104,6 +103,7 @@ class SpeculativeGenerator:
         draft_vocabulary: Iterable[int] | None = None,
         compile_draft: bool = False,
         group: Group | None = None,
+        exact: bool | int = False,
     ) -> None:
         self._setup = checked_setup(
             model,
@@ -117,6 +117,7 @@ class SpeculativeGenerator:
             draft_vocabulary=draft_vocabulary,
             compile_draft=compile_draft,
             group=group,
+            exact=exact,
         )
         self._streams = StreamFactory(self._setup)
 
@@ -139,6 +140,7 @@ class SpeculativeGenerator:
         trust_remote_code: bool = False,
         group: Group | None = None,
         parallel: Parallel = "tensor",
+        exact: bool | int = False,
     ) -> "SpeculativeGenerator":
         """Load a target, and a draft model where `draft` names one.
 
@@ -156,6 +158,7 @@ class SpeculativeGenerator:
             trust_remote_code: let code in the folders of target and draft model run.
             group: spread the target over its ranks, see the constructor. A draft
                 model is read on rank 0 alone.
+            exact: see the constructor.
             parallel: how it is spread: "tensor" or "pipeline".
 
         Raises:
@@ -191,6 +194,7 @@ class SpeculativeGenerator:
             draft_vocabulary=draft_vocabulary,
             compile_draft=compile_draft,
             group=group,
+            exact=exact,
         )
 
     @property
@@ -222,6 +226,11 @@ class SpeculativeGenerator:
     def ranks(self) -> int:
         """How many ranks the target is spread over."""
         return 1 if self._setup.ranked is None else self._setup.ranked.group.size
+
+    @property
+    def exact(self) -> int | None:
+        """The rows of every forward in exact mode; None: it is not in that."""
+        return None if self._setup.shape is None else self._setup.shape.rows
 
     @property
     def draft_length(self) -> int | None:
@@ -257,16 +266,13 @@ class SpeculativeGenerator:
     ) -> CostTable:
         """Measure what rounds cost here, by draft length, and keep it in a file.
 
-        It measures whole rounds: plain steps, and drafting, the head's refresh and the
-        verify together for each length up to 8 and every fourth beyond; `round_parts`
-        has the parts. It takes 86 rounds for each context; more, and 300 at most, where
-        the draft is shorter than it was asked for. Without it the first stream measures
-        what it needs in its own rounds, at the price of some speed.
+        It measures whole rounds: plain steps, and drafted ones of each length up to 8
+        and every fourth beyond; `round_parts` has the parts. It takes 86 rounds for
+        each context, 300 at most. Without it the first streams measure what they need.
 
         Args:
             contexts: numbers of tokens in the caches to measure at. Costs between 512,
-                1,024, 2,048 ... tokens are taken for equal, and those of a context
-                that was never met for those of the nearest.
+                1,024, 2,048 ... tokens are taken for equal.
             progress: called with the number of measured rounds, and of all.
 
         Returns:
@@ -290,19 +296,16 @@ class SpeculativeGenerator:
     ) -> dict[int, CostTable]:
         """Measure what rounds of a batch cost here, and keep it in files.
 
-        As `calibrate`, for rounds of so many rows together. Without it a batch measures
-        what it needs in its own rounds, which rows that end early repeat for each
-        number of rows; what is known of one number is a guess for the others.
+        As `calibrate`, for rounds of so many rows together. What is known of one number
+        of rows is a guess for the others.
 
         Args:
-            rows: numbers of rows. Those between powers of two share their costs, or
-                those between the sizes that the target is shown.
+            rows: numbers of rows. Those between powers of two share their costs.
             contexts: as `calibrate` has them, of the longest row.
             progress: likewise.
 
         Returns:
-            For each number of rows, as costs are kept under it, what `calibrate`
-            returns.
+            For each number of rows that has costs, what `calibrate` returns.
 
         Raises:
             InvalidRequestError: there is no draft, a number is not at least 1, rows of
@@ -330,9 +333,8 @@ class SpeculativeGenerator:
         Args:
             prompts: what `stream` takes, one for each text.
             max_rows: how many run at once.
-            options: what `stream` takes. A list has one value for each prompt;
-                anything else is for all. Where one `sampling` with a seed is for all,
-                prompt i is sampled with `derived_seed(seed, i)`.
+            options: what `stream` takes; a list has one value for each prompt. Of one
+                `sampling` with a seed for all, prompt i has `derived_seed(seed, i)`.
 
         Returns:
             The results, in the order of the prompts.

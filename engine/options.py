@@ -101,6 +101,16 @@ def check_rule(acceptance: Acceptance, chooser: Chooser) -> None:
         )
 
 
+def check_own_choice(sampling: Sampling) -> None:
+    """Refuse a sampler in exact mode: a text of a seed needs noise by position."""
+    if sampling.sampler is not None:
+        raise InvalidRequestError(
+            "exact was passed, and a sampler, which draws for each row that a draft "
+            "brings. Give its options in Sampling, or make it with "
+            "mlx_speculation.make_sampler."
+        )
+
+
 def checked_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
     """Return the stop strings; none is empty."""
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())

@@ -29,6 +29,7 @@ from mlx_speculation.engine.options import (
     GenerateOptions,
     check_constraint,
     check_counts,
+    check_own_choice,
     check_rule,
     checked_stops,
 )
@@ -83,7 +84,13 @@ class StreamFactory:
         sequence, seen = setup.prompts.sequence(
             prompt, options.prompt_cache, options.cached_tokens
         )
-        target = Lane(setup.model, options.prompt_cache, seen, sliding=setup.sliding)
+        target = Lane(
+            setup.model,
+            options.prompt_cache,
+            seen,
+            sliding=setup.sliding,
+            shape=setup.shape,
+        )
         target.prefill_step = options.prefill_step_size
         target.prefill_progress = options.prompt_progress
         target.quantization = options.kv_quantization
@@ -100,7 +107,12 @@ class StreamFactory:
             drafter, CascadeDrafter
         ):
             drafter.turns = lengths.turns
-        verifier = Verifier(chooser, setup.acceptance, whole_rows=options.logprob_rows)
+        verifier = Verifier(
+            chooser,
+            setup.acceptance,
+            whole_rows=options.logprob_rows,
+            rows=None if setup.shape is None else setup.shape.rows,
+        )
         request = Request(
             target=target,
             sequence=sequence,
@@ -156,6 +168,8 @@ class StreamFactory:
 
         chooser = make(sampling)
         check_rule(setup.acceptance, chooser)
+        if setup.shape is not None:
+            check_own_choice(sampling)
         return chooser if setup.decides else make(never_called(chooser))
 
     def _end_ids(self, stop_tokens: Collection[int] | None) -> frozenset[int]:

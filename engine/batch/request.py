@@ -170,6 +170,7 @@ def reason_alone(
     first = len(request.sequence.tokens) == 1 and target.seen == 0
     own = (options.get("prompt_cache"), options.get("draft_cache"))
     reasons = {
+        "it is exact, and other rows would change its bits": target.shape is not None,
         "it writes to caches of the caller's": any(c is not None for c in own),
         "its constraint is asked token by token": request.masks is not None,
         "its logits processors have a state": processors.has_state,

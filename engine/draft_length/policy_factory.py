@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.nn as nn
 
+from mlx_speculation.caches import FixedShape
 from mlx_speculation.engine.argument_checks import checked_count
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.adaptive import AdaptiveLengths
@@ -77,7 +78,8 @@ class PolicyFactory:
     """Makes a policy for each stream.
 
     `usual` is the length of streams that name none, None an adaptive one, and `early`
-    says whether drafts of that may end early, see `engine.drafters.early_stop`.
+    says whether drafts of that may end early, see `engine.drafters.early_stop`. A
+    `shape` of exact mode limits drafts, and has costs of its own.
 
     Raises:
         InvalidRequestError: the usual length is not a number of tokens.
@@ -92,11 +94,12 @@ class PolicyFactory:
         *,
         compiled: bool = False,
         early: bool = True,
+        shape: FixedShape | None = None,
     ) -> None:
         self.usual = _checked(usual, "draft_length")
         self._model, self._draft, self._sliding = model, draft, sliding
-        self._compiled = compiled
-        self.longest = LONGEST
+        self._compiled, self._shape = compiled, shape
+        self.longest = LONGEST if shape is None else min(LONGEST, shape.rows - 1)
         self._each = members_of(draft)
         self._known: dict[int, Known] = {}
         self._batches: dict[int, Known] = {}
@@ -284,7 +287,9 @@ class PolicyFactory:
             "target": shape_of(self._model),
             "draft": names,
             "sliding": self._sliding,
-        } | ({"compiled": True} if self._compiled else {})
+            **({"compiled": True} if self._compiled else {}),
+            **({"exact": self._shape.rows} if self._shape else {}),
+        }
 
 
 def _checked(length: Any, name: str) -> int | None:

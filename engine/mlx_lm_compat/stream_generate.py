@@ -62,6 +62,7 @@ def stream_generate(
     prompt_progress_callback: Callable[[int, int], Any] | None = None,
     input_embeddings: mx.array | None = None,
     seed: int | None = None,
+    exact: bool | int = False,
     **unknown: Any,
 ) -> Responses:
     """Generate as `mlx_lm.stream_generate` does, faster where a draft helps.
@@ -103,6 +104,8 @@ def stream_generate(
         seed: decides the text above temperature 0, with a sampler of `make_sampler`.
             None: drawn from mlx's global generator, so that `mx.random.seed(n)` before
             the call repeats the text.
+        exact: see `SpeculativeGenerator`. A sampler of `make_sampler`, or none, is
+            needed, and `max_kv_size` is refused.
         unknown: refused.
 
     Raises:
@@ -120,6 +123,7 @@ def stream_generate(
         tokenizer,
         draft=draft_model,
         draft_length=0 if draft_model is None else num_draft_tokens,
+        exact=exact,
     )
     ids: Any = prompt
     tokens = generator.encode(ids)
@@ -209,7 +213,7 @@ def _check_keywords(unknown: dict[str, Any], embeddings: Any) -> None:
     if unknown:
         raise TypeError(
             f"stream_generate() takes no keyword {', '.join(map(repr, unknown))}. It "
-            "takes those of mlx_lm.stream_generate, and seed; for others use "
+            "takes those of mlx_lm.stream_generate, seed and exact; for others use "
             "mlx_speculation.SpeculativeGenerator."
         )
     if embeddings is not None:

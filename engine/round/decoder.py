@@ -64,7 +64,7 @@ class Decoder:
         behind = before.in_flight is not None
         # 1. The policy picks k, within the budget and what the caches have room for.
         limit = budget - 1 - behind  # a step's token is emitted too, and not known yet
-        if request.target.quantization is not None:
+        if request.target.quantization or request.target.shape:
             limit = min(limit, request.target.room - max(1, before.known - context))
         started = time.perf_counter()
         if self._plan is None:  # else it was made before, or its round has failed
