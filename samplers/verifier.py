@@ -64,7 +64,7 @@ class Verifier:
         *,
         # Let reports hold the log-probabilities of all ids too
         whole_rows: bool = False,
-        rows: int | None = None,  # that are decided at a time in exact mode, or padding
+        rows: int | None = None,  # of a decision, padding included; None: any number
     ) -> None:
         # For the target
         self.chooser = chooser if rows is None else chooser.in_fixed_shape(rows)
