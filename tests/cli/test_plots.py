@@ -23,12 +23,19 @@ from mlx_speculation.errors import InvalidRequestError
 
 FAR = Spread(220.0, 180.0, 230.0)
 NEAR_AND_FAR = {1: Spread(130.0, 120.0, 135.0), 4: FAR}
-MODEL = Curve("model", NEAR_AND_FAR, {0: 100.0, 1: 140.0, 4: 210.0}, 205.0, (0.9, 0.5))
+MODEL = Curve(
+    "model",
+    NEAR_AND_FAR,
+    {0: 100.0, 1: 140.0, 4: 210.0},
+    Spread(205.0, 201.0, 207.0),
+    (0.9, 0.5),
+)
 LOOKUP = Curve("lookup", {4: FAR}, {}, None, (0.25,))
 
 
 def panel(title: str, plain: float, *curves: Curve) -> Panel:
-    return Panel(title, plain, curves, {"other": plain / 2})
+    level, half = (Spread(x, 0.9 * x, 1.1 * x) for x in (plain, plain / 2))
+    return Panel(title, level, curves, {"other": half})
 
 
 def points(line: Any) -> list[tuple[float, float]]:
@@ -39,9 +46,13 @@ def test_measured_predicted_and_levels_stand_where_they_belong() -> None:
     figure = draw([panel("one", 110.0, MODEL)], title="all")
     speeds, accepted = figure.axes
     assert speeds.get_title() == "one"
-    (bars,) = speeds.containers
-    marks, _, (ends,) = bars
+    fixed, adaptive = speeds.containers
+    marks, _, (ends,) = fixed
     assert points(marks) == [(1, 130), (4, 220)]
+    mark, _, (end,) = adaptive
+    assert points(mark) == [(5, 205)]  # right of the longest
+    assert [(x, y) for x, y in end.get_segments()[0]] == [(5, 201), (5, 207)]
+    assert speeds.get_ylim() == (0, pytest.approx(1.08 * 230))
     assert [[(x, y) for x, y in each] for each in ends.get_segments()] == [
         [(1, 120), (1, 135)],
         [(4, 180), (4, 230)],
@@ -49,7 +60,6 @@ def test_measured_predicted_and_levels_stand_where_they_belong() -> None:
     lines = {str(line.get_linestyle()): points(line) for line in speeds.lines}
     assert lines["--"][:3] == [(0, 100), (1, 140), (4, 210)]
     drawn = [points(line) for line in speeds.lines]
-    assert [(5, 205)] in drawn  # by measurement, right of the longest
     assert [(0, 110), (1, 110)] in drawn
     assert [(0, 55), (1, 55)] in drawn
     assert points(accepted.lines[0]) == [(1, 90), (2, 50)]
@@ -57,6 +67,7 @@ def test_measured_predicted_and_levels_stand_where_they_belong() -> None:
         "model",
         "plain",
         "other",
+        "bars and bands: slowest to fastest pass",
         "predicted by costs and acceptance",
     ]
 

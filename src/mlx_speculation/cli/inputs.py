@@ -70,6 +70,34 @@ def read_json_file(option: str, path: Path) -> Any:
     return parsed_json(f"{option} {str(path)!r}", decoded(f"{str(path)!r}", held))
 
 
+def read_prompts(option: str, path: Path) -> list[str]:
+    """Return the prompts of a file of JSON lines, as Spec-Bench's are.
+
+    A line is a text, or an object with the text under "prompt" or with "turns", of
+    which the first is taken.
+    """
+    check_input(option, path)
+    lines = decoded(f"{option} {str(path)!r}", path.read_bytes()).splitlines()
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        held = parsed_json(f"Line {number} of {option} {str(path)!r}", line)
+        if isinstance(held, dict):
+            turns = held.get("turns")
+            first = turns[0] if isinstance(turns, list) and turns else None
+            held = held.get("prompt", first)
+        if not isinstance(held, str) or not held:
+            raise InvalidRequestError(
+                f"Line {number} of {option} {str(path)!r} holds no prompt. It needs a "
+                "text under 'prompt', or a list of texts under 'turns'."
+            )
+        found.append(held)
+    if not found:
+        raise InvalidRequestError(f"{option} {str(path)!r} holds 0 prompts.")
+    return found
+
+
 def check_input(option: str, path: Path) -> None:
     """Refuse a file that cannot be read, before anything is loaded for it."""
     try:

@@ -59,6 +59,27 @@ def open_pair(
         )
 
 
+def beside(
+    generator: "SpeculativeGenerator", pair: PairOptions
+) -> "SpeculativeGenerator":
+    """Return a generator of the same target with the draft of another pair."""
+    from mlx_speculation import SpeculativeGenerator
+    from mlx_speculation.engine.drafters.resolve import find_draft
+
+    bits = None if pair.draft == "lookup" else pair.quantize_draft
+    return SpeculativeGenerator(
+        generator.model,
+        generator.tokenizer,
+        draft=find_draft(
+            pair.draft,
+            quantize_draft=bits,
+            target=pair.model,
+            trust_remote_code=pair.trust_remote_code,
+        ),
+        draft_length=pair.draft_length,
+    )
+
+
 def prefix_cache(gigabytes: float) -> "PrefixCache | None":
     """Return a prefix cache of this size; None of 0."""
     from mlx_speculation import PrefixCache

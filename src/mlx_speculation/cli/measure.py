@@ -40,6 +40,7 @@ class Arm:
 
     name: str  # in the table
     length: int | None  # tokens drafted in a round; 0: plain, None: adaptive
+    draft: int = 0  # which of the generators runs it
     speeds: list[float] = field(default_factory=list)  # tokens per second of each pass
     totals: "Statistics | None" = None  # its counts over all passes; None for mlx-lm's
     # Where its texts part from plain decoding's.
@@ -87,17 +88,18 @@ class Compared:
         return self.parting is None or self.parting.near_tie
 
 
-def arms_of(lengths: Sequence[int | None]) -> list[Arm]:
-    """Return the arms: both plain ones first."""
+def arms_of(drafts: Sequence[str], lengths: Sequence[int | None]) -> list[Arm]:
+    """Return the arms: both plain ones first, then every draft at every length."""
     drafted = [
-        Arm("adaptive k" if length is None else f"k={length}", length)
+        Arm(f"{name} {'auto' if length is None else f'k={length}'}", length, draft)
+        for draft, name in enumerate(drafts)
         for length in lengths
     ]
     return [Arm("plain", 0), Arm(MLX_LM, 0), *drafted]
 
 
 def measure(
-    generator: "SpeculativeGenerator",
+    generators: "Sequence[SpeculativeGenerator]",
     arms: Sequence[Arm],
     prompts: Sequence[list[int]],
     *,
@@ -108,21 +110,30 @@ def measure(
 ) -> int:
     """Run all passes, and fill the arms; return how many were done before Ctrl-C.
 
+    The generators have one target, and each a draft of its own. All arms generate as
+    many tokens as a prompt's plain text has, `tokens` at most, and go on past its end.
     `report` is called with the number of runs that are done, and that of all.
     """
-    done = 0
+    done, sizes = 0, dict[int, int]()
     try:
         for arm in arms:
-            _run(generator, sampling, arm, prompts[0], min(tokens, WARM_UP_TOKENS))
+            short = min(tokens, WARM_UP_TOKENS)
+            _run(generators[arm.draft], sampling, arm, prompts[0], short)
         for number in range(passes):
-            prompt, runs = prompts[number % len(prompts)], {}
+            which, runs = number % len(prompts), {}
+            prompt = prompts[which]
+            if which not in sizes:
+                sizes[which] = _size(generators[0], sampling, prompt, tokens)
             first = number % len(arms)
             for arm in [*arms[first:], *arms[:first]]:
-                runs[arm.name] = _run(generator, sampling, arm, prompt, tokens)
+                own = generators[arm.draft]
+                runs[arm.name] = _run(own, sampling, arm, prompt, sizes[which])
                 report(number * len(arms) + len(runs), passes * len(arms))
             results = {name: result for name, (_, result) in runs.items()}
             partings = {
-                name: _parting(generator, sampling, prompt, results["plain"], result)
+                name: _parting(
+                    generators[0], sampling, prompt, results["plain"], result
+                )
                 for name, result in results.items()
             }
             for arm in arms:  # of whole passes only
@@ -133,6 +144,19 @@ def measure(
     except KeyboardInterrupt:
         pass
     return done
+
+
+def _size(
+    generator: "SpeculativeGenerator",
+    sampling: "Sampling",
+    prompt: list[int],
+    most: int,
+) -> int:
+    """Return how many tokens a prompt's text has, at least two."""
+    result = generator.generate(
+        prompt, max_tokens=most, draft_length=0, sampling=sampling
+    )
+    return max(2, len(result.tokens))
 
 
 def _run(

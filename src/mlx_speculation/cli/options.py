@@ -68,18 +68,10 @@ TrustRemoteCode = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairOptions:
-    """A target with its draft, and what they run on."""
+class TargetOptions:
+    """A target, how it drafts, and what they run on."""
 
     model: Model
-    draft: str | None = option(
-        None,
-        "Folder or repository of a draft, 'mtp', 'lookup', or 'auto': the draft that "
-        "the target's folder offers.",
-        "--draft",
-        "--draft-model",
-        panel=DRAFT,
-    )
     draft_length: DraftLength = None
     draft_confidence: float = option(
         0.0,
@@ -98,6 +90,40 @@ class PairOptions:
     adapter_path: AdapterPath = None
     trust_remote_code: TrustRemoteCode = False
     blas: Blas = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairOptions(TargetOptions):
+    """A target with its draft, and what they run on."""
+
+    draft: str | None = option(
+        None,
+        "Folder or repository of a draft, 'mtp', 'lookup', or 'auto': the draft that "
+        "the target's folder offers.",
+        "--draft",
+        "--draft-model",
+        panel=DRAFT,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftsOptions(TargetOptions):
+    """A target with several drafts, and what they run on."""
+
+    draft: list[str] | None = option(
+        None,
+        "Folder or repository of a draft, 'mtp', 'lookup', or 'auto': the draft that "
+        "the target's folder offers. Repeatable.",
+        "--draft",
+        "--draft-model",
+        panel=DRAFT,
+    )
+
+    def pairs(self) -> list[PairOptions]:
+        """Return the target with each of its drafts."""
+        shared = {one.name: getattr(self, one.name) for one in fields(TargetOptions)}
+        names = dict.fromkeys(self.draft or ())
+        return [PairOptions(**shared, draft=name) for name in names]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

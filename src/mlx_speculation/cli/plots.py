@@ -7,7 +7,7 @@ Figures are those of one group of prompts, one panel each. A curve is one drafte
 
     measured    tokens per second at fixed draft lengths, with their spread
     predicted   what costs by length and the acceptance by position let expect; dashed
-    adaptive    tokens per second at the adaptive draft length; a line at the right
+    adaptive    the same at the adaptive draft length, at the right
     accepted    the share of drafts in which position i was accepted
 """
 
@@ -39,7 +39,7 @@ class Curve:
     measured: Mapping[int, Spread]  # tokens per second by fixed draft length, in order
     predicted: Mapping[int, float]  # tokens per second by draft length
     # Tokens per second at the adaptive draft length; None: not measured.
-    adaptive: float | None
+    adaptive: Spread | None
     # The share of drafts in which position i was accepted, from 0 to 1.
     accepted: Sequence[float]
 
@@ -49,9 +49,9 @@ class Panel:
     """One group of prompts at one temperature."""
 
     title: str  # above it
-    plain: float  # tokens per second of plain decoding
+    plain: Spread  # tokens per second of plain decoding
     curves: Sequence[Curve]  # one for each drafter
-    others: Mapping[str, float]  # tokens per second of other programs, by name
+    others: Mapping[str, Spread]  # tokens per second of other programs, by name
 
 
 def check_plot(path: str | Path) -> None:
@@ -140,45 +140,56 @@ def _styles(panels: Sequence[Panel]) -> dict[str, dict[str, Any]]:
 def _draw_speeds(axes: "Axes", panel: Panel, styles: Mapping[str, Any]) -> None:
     """Draw measured points with bars, predicted lines, and levels of the others."""
     longest = max([n for c in panel.curves for n in (*c.measured, *c.predicted)] + [1])
-    axes.axhline(panel.plain, **styles["plain"])
-    for name, speed in panel.others.items():
-        axes.axhline(speed, **styles[name])
+    for name, level in {"plain": panel.plain, **panel.others}.items():
+        axes.axhline(level.median, **styles[name])
+        axes.axhspan(level.low, level.high, color="0.5", alpha=0.12, linewidth=0)
     shift = 0.09  # so that bars of several drafters stand beside each other
     for index, curve in enumerate(panel.curves):
         style = styles[curve.name]
         offset = shift * (index - (len(panel.curves) - 1) / 2)
-        axes.errorbar(
-            [length + offset for length in curve.measured],
-            [speed.median for speed in curve.measured.values()],
-            yerr=[
-                [speed.median - speed.low for speed in curve.measured.values()],
-                [speed.high - speed.median for speed in curve.measured.values()],
-            ],
-            linestyle="none",
-            elinewidth=1,
-            markersize=5,
-            **style,
-        )
+        speeds = list(curve.measured.values())
+        places = [length + offset for length in curve.measured]
+        _draw_bars(axes, places, speeds, markersize=5, **style)
         lengths = sorted(curve.predicted)
-        speeds = [curve.predicted[length] for length in lengths]
-        axes.plot(lengths, speeds, linestyle="--", linewidth=1.2, color=style["color"])
+        predicted = [curve.predicted[length] for length in lengths]
+        axes.plot(
+            lengths, predicted, linestyle="--", linewidth=1.2, color=style["color"]
+        )
         if curve.adaptive is not None:
-            axes.plot(
-                longest + 1,
-                curve.adaptive,
-                markersize=9,
-                markeredgecolor="black",
-                **style,
-            )
+            edge = {"markersize": 9, "markeredgecolor": "black"}
+            _draw_bars(axes, [longest + 1 + offset], [curve.adaptive], **edge, **style)
     axes.axvline(longest + 0.5, color="0.85", linewidth=1)
     axes.set_xticks(
         [*range(longest + 1), longest + 1], [*map(str, range(longest + 1)), "auto"]
     )
     axes.set_xlim(-0.4, longest + 1.5)
-    axes.set_ylim(bottom=0)
+    ends = [speed.high for each in panel.curves for speed in _speeds(each)]
+    levels = [each.high for each in (panel.plain, *panel.others.values())]
+    axes.set_ylim(0, 1.08 * max(*ends, *levels))
     axes.set_title(panel.title, fontsize=11)
     axes.set_xlabel("draft length")
     axes.set_ylabel("tokens per second")
+
+
+def _speeds(curve: Curve) -> list[Spread]:
+    return [*curve.measured.values(), *([curve.adaptive] if curve.adaptive else [])]
+
+
+def _draw_bars(
+    axes: "Axes", places: Sequence[float], speeds: Sequence[Spread], **style: Any
+) -> None:
+    """Draw medians, and bars from the slowest to the fastest pass."""
+    axes.errorbar(
+        places,
+        [speed.median for speed in speeds],
+        yerr=[
+            [speed.median - speed.low for speed in speeds],
+            [speed.high - speed.median for speed in speeds],
+        ],
+        linestyle="none",
+        elinewidth=1,
+        **style,
+    )
 
 
 def _draw_acceptance(axes: "Axes", panel: Panel, styles: Mapping[str, Any]) -> None:
@@ -200,6 +211,8 @@ def _legend(styles: Mapping[str, Any], panels: Sequence[Panel]) -> list[Any]:
     from matplotlib.lines import Line2D
 
     shown = [Line2D([], [], label=name, **style) for name, style in styles.items()]
+    spread = "bars and bands: slowest to fastest pass"
+    shown.append(Line2D([], [], linestyle="none", label=spread))
     if any(curve.predicted for panel in panels for curve in panel.curves):
         label = "predicted by costs and acceptance"
         shown.append(Line2D([], [], linestyle="--", color="0.3", label=label))

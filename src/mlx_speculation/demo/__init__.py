@@ -20,8 +20,8 @@ _MODELS = (*DEMO_TARGETS, "draft", "assistant", "eagle")
 class DemoPrompt:
     """One bundled prompt."""
 
-    group: str  # The kind of text: "code", "prose" or "edit"
-    source: str  # Where the text was taken from
+    group: str  # The kind of text, such as "code"
+    source: str  # Where the text was taken from; empty: it was written for this
     text: str
 
 
@@ -54,14 +54,27 @@ def demo_prompts() -> list[DemoPrompt]:
     Raises:
         DemoModelsMissingError: The file is not in this installation.
     """
-    path = _FOLDER / "prompts.json"
+    return _prompts("prompts.json")
+
+
+def chat_prompts() -> list[DemoPrompt]:
+    """Return the bundled messages for chat models, one of each group.
+
+    Raises:
+        DemoModelsMissingError: The file is not in this installation.
+    """
+    return _prompts("chat_prompts.json")
+
+
+def _prompts(name: str) -> list[DemoPrompt]:
+    path = _FOLDER / name
     if not path.is_file():
         raise DemoModelsMissingError(
             f"the demonstration prompts are missing: no file {path}; reinstall "
             "mlx-speculation"
         )
     return [
-        DemoPrompt(group=row["group"], source=row["source"], text=row["text"])
+        DemoPrompt(group=row["group"], source=row.get("source", ""), text=row["text"])
         for row in json.loads(path.read_text(encoding="utf-8"))
     ]
 

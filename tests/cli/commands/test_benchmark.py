@@ -1,5 +1,6 @@
 """`benchmark`: the arms, their texts, the plot, and what is refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from mlx_speculation import SpeculativeGenerator, demo_models
 from mlx_speculation.cli import measure
 from mlx_speculation.engine.equivalence.texts import Parting
+from support.models.demo_folders import copy_of
 from support.processes.commands import Commands
 
 DRAFT = str(demo_models()["draft"])
@@ -27,7 +29,13 @@ def test_all_arms_are_measured_and_their_texts_compared(
     options = ["--compare-length", "3", "--compare-length", "1", "--plot", str(plot)]
     found = commands.object(*SHORT, *options)
     arms = {arm["name"]: arm for arm in found["arms"]}
-    assert list(arms) == ["plain", "mlx-lm plain", "k=2", "k=1", "k=3"]
+    assert list(arms) == [
+        "plain",
+        "mlx-lm plain",
+        "draft k=2",
+        "draft k=1",
+        "draft k=3",
+    ]
     assert found["plain"] in ("plain", "mlx-lm plain")
     assert (found["same"], found["passes"], found["tokens"]) == (True, 2, 6)
     for arm in arms.values():
@@ -45,7 +53,7 @@ def test_all_arms_are_measured_and_their_texts_compared(
         assert arm["over_plain"]["low"] == pytest.approx(min(ratios))
     assert arms[found["plain"]]["over_plain"]["median"] == 1
     assert arms["mlx-lm plain"]["statistics"] is None
-    counted = arms["k=3"]["statistics"]
+    counted = arms["draft k=3"]["statistics"]
     assert counted["emitted"] == 12
     assert counted["accepted"] == counted["drafted"] > 0  # it drafts for itself
     assert len(counted["accepted_per_position"]) == 3
@@ -55,7 +63,10 @@ def test_all_arms_are_measured_and_their_texts_compared(
     done = commands(*SHORT)
     assert done.exit_code == 0
     assert "x plain" in done.stdout
-    assert done.stdout.splitlines()[-1] == "All texts are those of plain decoding."
+    verdict, advice = done.stdout.splitlines()[-2:]
+    assert verdict == "All texts are those of plain decoding."
+    assert advice.startswith(("Best here: --draft /", "No draft pays here: the best, "))
+    assert found["advice"].startswith(("Best here", "No draft pays"))
 
 
 def test_lengths_by_measurement_are_calibrated_first(
@@ -64,8 +75,60 @@ def test_lengths_by_measurement_are_calibrated_first(
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
     options = ["-p", "def f", "-m", "4", "--passes", "1"]
     found = commands.object("benchmark", DRAFT, "--draft", "lookup", *options)
-    assert [arm["draft_length"] for arm in found["arms"]] == [0, 0, None]
+    lengths = [arm["draft_length"] for arm in found["arms"]]
+    assert lengths == [0, 0, None, 1, 2, 4, 8]
     assert len(list((tmp_path / "costs").glob("*.json"))) == 1
+
+
+def test_several_drafts_run_on_the_messages_of_a_file(
+    commands: Commands, tmp_path: Path
+) -> None:
+    folder = copy_of("draft", tmp_path / "chat")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    file = tmp_path / "questions.jsonl"
+    lines = [
+        '{"turns": ["def f(x):", "next"]}',
+        "",
+        '{"prompt": "class A"}',
+        '"import"',
+    ]
+    file.write_text("\n".join(lines))
+    drafts = ["--draft", DRAFT, "--draft", "lookup", "--draft-length", "2"]
+    asked = ["benchmark", folder, *drafts, "-m", "6", "--passes", "3"]
+    found = commands.object(*asked, "--prompts-file", file)
+    assert [arm["name"] for arm in found["arms"]] == [
+        *("plain", "mlx-lm plain", "draft k=2", "lookup k=2")
+    ]
+    assert found["drafts"] == [DRAFT, "lookup"]
+    assert (found["chat"], found["same"], found["passes"]) == (True, True, 3)
+    generator = SpeculativeGenerator.from_pretrained(folder)
+    expected = sum(
+        max(2, len(generator.generate(f"<{text}>", max_tokens=6).tokens))
+        for text in ("def f(x):", "class A", "import")
+    )
+    for arm in found["arms"][2:]:
+        assert arm["statistics"]["emitted"] == expected
+    raw = commands.object(*asked, "--prompts-file", file, "--ignore-chat-template")
+    assert raw["chat"] is False
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("\n", "holds 0 prompts"),
+        ('{"turns": []}', "Line 1 of --prompts-file"),
+        ('"x"\n{"text": "y"}', "Line 2 of --prompts-file"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_a_file_without_prompts_is_refused(
+    commands: Commands, tmp_path: Path, lines: str, said: str
+) -> None:
+    file = tmp_path / "questions.jsonl"
+    file.write_text(lines)
+    assert said in commands.refused(*PAIR, "--prompts-file", file)
 
 
 @pytest.mark.parametrize("near", [True, False])
@@ -89,7 +152,7 @@ def test_a_text_that_differs_fails_unless_rounding_decides(
     monkeypatch.setattr(measure, "parting_of", parted)
     done = commands(*SHORT)
     assert done.exit_code == (0 if near else 1)
-    last = done.stdout.splitlines()[-1]
+    last = done.stdout.splitlines()[-2]
     if near:
         assert last == "All texts are those of plain decoding, with 2 near-ties."
     else:

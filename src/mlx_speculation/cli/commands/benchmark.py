@@ -1,4 +1,4 @@
-"""`benchmark`: what a draft gains over plain decoding, for a pair of one's own."""
+"""`benchmark`: what drafts gain over plain decoding, for models of one's own."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -8,58 +8,105 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.table import Table
 
-from mlx_speculation.cli.chat_template import encode
+from mlx_speculation.cli.chat_template import TemplateOptions, encode
 from mlx_speculation.cli.console import Screen, number, percent
-from mlx_speculation.cli.inputs import check_output, sound_text, writing
-from mlx_speculation.cli.load_pair import as_object, begin, open_pair
+from mlx_speculation.cli.inputs import (
+    check_output,
+    read_prompts,
+    sound_text,
+    writing,
+)
+from mlx_speculation.cli.load_pair import as_object, begin, beside, open_pair
 from mlx_speculation.cli.measure import MLX_LM, Arm, Spread, arms_of, measure
-from mlx_speculation.cli.options import Json, PairOptions, SamplingOptions
+from mlx_speculation.cli.options import (
+    DRAFT,
+    TEMPLATE,
+    DraftsOptions,
+    Json,
+    PairOptions,
+    SamplingOptions,
+)
 from mlx_speculation.cli.run_app import FAILED, INTERRUPTED
-from mlx_speculation.demo import one_prompt_per_group
+from mlx_speculation.demo import chat_prompts, one_prompt_per_group
 from mlx_speculation.environment import machine, versions
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
-    from mlx_speculation.cli.plots import Panel
+    from mlx_speculation.cli.plots import Curve, Panel
     from mlx_speculation.engine import Statistics
 
 
+LENGTHS = (1, 2, 4, 8)
+LEAST_GAIN = 1.02  # below it a draft is not recommended
+
+
 def benchmark(
-    pair: PairOptions,
+    drafts: DraftsOptions,
+    template: TemplateOptions,
     sampling: SamplingOptions,
+    compare_length: list[int] | None = option(
+        None,
+        "Also measure this draft length. Repeatable. Without it and --draft-length: "
+        "1, 2, 4, 8 and adaptive.",
+        panel=DRAFT,
+        min=1,
+        max=64,
+    ),
     prompt: list[str] | None = option(
-        None, "Prompt. Repeatable. Default: three bundled ones.", "--prompt", "-p"
+        None,
+        "Prompt. Repeatable. Default: bundled ones, messages for a chat model.",
+        "--prompt",
+        "-p",
+        panel=TEMPLATE,
+    ),
+    prompts_file: Path | None = option(
+        None,
+        "JSON lines with prompts: a text under 'prompt', or 'turns' as in Spec-Bench, "
+        "of which the first is taken.",
+        panel=TEMPLATE,
     ),
     tokens: int = option(128, "Tokens per run.", "--max-tokens", "-m", min=2),
-    passes: int = option(5, "Number of passes; each takes the next prompt.", min=1),
-    compare_length: list[int] | None = option(
-        None, "Also measure this draft length. Repeatable.", min=1, max=64
+    passes: int | None = option(
+        None,
+        "Number of passes; each takes the next prompt. Default: each prompt once, 5 at "
+        "least.",
+        min=1,
     ),
     plot: Path | None = option(None, "Save a plot of the results to this file."),
     json: Json = False,
 ) -> None:
-    """Measure what a draft gains over plain decoding, for a pair of your own.
+    """Measure what drafts gain over plain decoding, for models of your own.
 
     Plain is the faster of mlx-lm's loop and ours. All arms run by turns, and every text
     is compared with plain decoding's: the status is 1 where one really differs.
     """
     screen = Screen(json=json)
-    _check(pair, prompt, plot)
-    blas = begin(pair.blas, screen)
+    pairs = drafts.pairs()
+    _check(pairs, prompt, plot)
+    template.check()
+    given = [sound_text("--prompt", text) for text in prompt or ()]
+    if prompts_file is not None:
+        given += read_prompts("--prompts-file", prompts_file)
+    blas = begin(drafts.blas, screen)
     sampling.check()
-    generator = open_pair(pair, screen)
-    if pair.draft_length is None:
+    names = [str(pair.draft) for pair in pairs]
+    lengths = _lengths(drafts.draft_length, compare_length or ())
+    generators = [open_pair(pairs[0], screen)]
+    generators += [beside(generators[0], pair) for pair in pairs[1:]]
+    for generator in generators if None in lengths else ():
         with screen.progress("calibrating") as report:
             generator.calibrate(progress=report)
-    chance = sampling.sampling(generator.tokenizer).with_seed()
-    given = [sound_text("--prompt", text) for text in prompt or ()]
-    texts = given or [each.text for each in reversed(one_prompt_per_group())]
-    prompts = [encode(generator.tokenizer, text, rendered=False) for text in texts]
-    arms = arms_of([pair.draft_length, *sorted(set(compare_length or ()))])
+    tokenizer = generators[0].tokenizer
+    chance = sampling.sampling(tokenizer).with_seed()
+    chat = template.applies(tokenizer)
+    texts = given or _bundled(chat=chat)
+    prompts = [_encoded(tokenizer, template, text, chat=chat) for text in texts]
+    passes = passes or max(5, len(prompts))
+    arms = arms_of([_label(name) for name in names], lengths)
     with screen.progress("measuring") as report:
         done = measure(
-            generator,
+            generators,
             arms,
             prompts,
             tokens=tokens,
@@ -70,23 +117,27 @@ def benchmark(
     if not done:
         raise KeyboardInterrupt
     plain = _plain(arms)
-    screen.table(_table(arms, plain, f"{done} passes of {tokens} tokens"))
     same = all(arm.same for arm in arms)
-    screen.text(_result(arms, same) + "\n")
+    kind = "chat messages" if chat else "texts"
+    title = f"{done} passes over {len(prompts)} {kind}, up to {tokens} tokens"
+    screen.table(_table(arms, plain, title))
+    screen.text(f"{_result(arms, same)}\n{_advice(arms, plain, names)}\n")
     screen.object(
         command="benchmark",
-        model=pair.model,
-        draft=pair.draft,
+        model=drafts.model,
+        drafts=names,
         passes=done,
         tokens=tokens,
+        chat=chat,
         sampling={
             "temperature": chance.temperature,
             "seed": chance.seed,
         },
         plain=plain.name,
         arms=[_object(arm, plain) for arm in arms],
+        advice=_advice(arms, plain, names),
         same=same,
-        notices=generator.notices,
+        notices=[said for each in generators for said in each.notices],
         machine=machine(),
         blas=blas,
         versions=versions(),
@@ -95,7 +146,7 @@ def benchmark(
         from mlx_speculation.cli.plots import save_plot
 
         with writing("--plot", plot):
-            save_plot([_panel(pair, arms, plain)], plot)
+            save_plot([_panel(drafts.model, names, arms, plain)], plot)
         screen.say(f"the plot is {plot}")
     if done < passes:
         raise typer.Exit(INTERRUPTED)
@@ -103,14 +154,16 @@ def benchmark(
         raise typer.Exit(FAILED)
 
 
-def _check(pair: PairOptions, prompts: Sequence[str] | None, plot: Path | None) -> None:
+def _check(
+    pairs: Sequence[PairOptions], prompts: Sequence[str] | None, plot: Path | None
+) -> None:
     """Refuse what could not be measured or drawn, before anything is loaded."""
-    if pair.draft is None:
+    if not pairs:
         raise InvalidRequestError(
             "There is no draft to measure. Give --draft a folder, 'mtp', 'lookup' or "
             "'auto'."
         )
-    if pair.draft_length == 0:
+    if pairs[0].draft_length == 0:
         raise InvalidRequestError(
             "--draft-length is 0, which is plain decoding. Leave it out, or give 1 or "
             "more."
@@ -124,6 +177,46 @@ def _check(pair: PairOptions, prompts: Sequence[str] | None, plot: Path | None) 
 
         check_output("--plot", plot)
         check_plot(plot)
+
+
+def _lengths(given: int | None, others: Sequence[int]) -> list[int | None]:
+    """Return the draft lengths to measure; None: the adaptive one."""
+    if given is None and not others:
+        others = LENGTHS
+    return [given, *sorted(set(others) - {given})]
+
+
+def _bundled(*, chat: bool) -> list[str]:
+    """Return the bundled messages for a chat model, and texts for another."""
+    found = chat_prompts() if chat else reversed(one_prompt_per_group())
+    return [each.text for each in found]
+
+
+def _encoded(
+    tokenizer: Any, template: TemplateOptions, text: str, *, chat: bool
+) -> list[int]:
+    """Return the ids of a prompt, or of a chat that begins with it."""
+    if chat:
+        text = template.render(tokenizer, [{"role": "user", "content": text}])
+    return encode(tokenizer, text, rendered=chat)
+
+
+def _label(name: str) -> str:
+    """Return how a draft is called in the table: a folder by its last part."""
+    return Path(name).name or name
+
+
+def _advice(arms: Sequence[Arm], plain: Arm, names: Sequence[str]) -> str:
+    """Return in a line which draft pays here, and how long it should be."""
+    best = max(arms[2:], key=lambda arm: arm.over(plain.speeds).median)
+    gain = best.over(plain.speeds).median
+    if gain < LEAST_GAIN:
+        return (
+            f"No draft pays here: the best, {best.name}, is {gain:.2f} times as fast "
+            "as plain decoding."
+        )
+    length = "" if best.length is None else f" --draft-length {best.length}"
+    return f"Best here: --draft {names[best.draft]}{length}, {gain:.2f} times plain."
 
 
 def _plain(arms: Sequence[Arm]) -> Arm:
@@ -184,33 +277,43 @@ def _counts(totals: "Statistics") -> dict[str, Any]:
     }
 
 
-def _panel(pair: PairOptions, arms: Sequence[Arm], plain: Arm) -> "Panel":
+def _panel(
+    model: str, names: Sequence[str], arms: Sequence[Arm], plain: Arm
+) -> "Panel":
     """Return the figures as a plot takes them."""
-    from mlx_speculation.cli.plots import Curve, Panel
+    from mlx_speculation.cli.plots import Panel
 
-    drafted = arms[2:]
-    spreads = [(arm, Spread.of(arm.speeds)) for arm in drafted]
-    totals = [
-        (len(arm.totals.reached), arm.length is not None, arm.totals)
-        for arm in drafted
-        if arm.totals is not None
+    curves = [
+        _curve(_label(name), [arm for arm in arms[2:] if arm.draft == index])
+        for index, name in enumerate(names)
     ]
-    # Of the longest drafts; adaptive ones end at many lengths.
-    most = max(totals, key=lambda each: each[:2])[2]
-    adaptive = [each.median for arm, each in spreads if arm.length is None]
-    curve = Curve(
-        name=Path(str(pair.draft)).name,
-        measured={arm.length: each for arm, each in spreads if arm.length is not None},
-        predicted={},
-        adaptive=adaptive[0] if adaptive else None,
-        accepted=most.accepted_per_position if most.drafts else (),
-    )
-    others = {arm.name: Spread.of(arm.speeds).median for arm in arms[:2]}
+    others = {arm.name: Spread.of(arm.speeds) for arm in arms[:2]}
     del others[plain.name]
     shown = {MLX_LM: "mlx-lm, plain", "plain": "ours, plain"}
     return Panel(
-        title=Path(pair.model).name,
-        plain=Spread.of(plain.speeds).median,
-        curves=[curve],
+        title=Path(model).name,
+        plain=Spread.of(plain.speeds),
+        curves=curves,
         others={shown[name]: speed for name, speed in others.items()},
+    )
+
+
+def _curve(name: str, arms: Sequence[Arm]) -> "Curve":
+    """Return what one draft has brought, at all its lengths."""
+    from mlx_speculation.cli.plots import Curve
+
+    # Of the longest drafts; adaptive ones end at many lengths.
+    totals = [
+        (len(arm.totals.reached), arm.length is not None, arm.totals)
+        for arm in arms
+        if arm.totals is not None
+    ]
+    most = max(totals, key=lambda each: each[:2])[2]
+    speeds = {arm.length: Spread.of(arm.speeds) for arm in arms}
+    return Curve(
+        name=name,
+        measured={n: each for n, each in speeds.items() if n is not None},
+        predicted={},
+        adaptive=speeds.get(None),
+        accepted=most.accepted_per_position if most.drafts else (),
     )
