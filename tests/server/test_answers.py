@@ -32,6 +32,13 @@ def _server() -> Iterator[Server]:
         yield server
 
 
+def test_the_root_says_what_this_is(server: Server) -> None:
+    page = get(server, "/").json
+    assert page["server"].startswith("mlx-speculation-")
+    for path in page["paths"]:
+        assert get(server, path).status in (200, 404)  # 404: it is asked by POST
+
+
 @pytest.fixture(name="client", scope="module")
 def _client(server: Server) -> Iterator[openai.OpenAI]:
     with client_of(server) as client:

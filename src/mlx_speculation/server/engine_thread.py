@@ -185,12 +185,13 @@ class Worker(EngineThread):
                 "messages" if checked.chat else "prompt",
                 code="context_length_exceeded",
             )
-        if checked.schema is not None and state != "normal":
+        if job.constraint is not None and state != "normal":
+            field = "tool_choice" if checked.calls else "response_format"
             raise invalid(
-                "response_format was given, and the chat template lets the model think "
+                f"{field} was given, and the chat template lets the model think "
                 "first. Switch that off, for example with chat_template_kwargs "
                 '{"enable_thinking": false}.',
-                "response_format",
+                field,
             )
         rows.insert(job, prompt)
         job.put(self.context(prompt, state))

@@ -29,7 +29,7 @@ from mlx_speculation.server.request import (
     read_body,
     read_request,
 )
-from mlx_speculation.server.schemas import SchemaConstraint
+from mlx_speculation.server.schemas import SchemaConstraint, call_grammar
 from mlx_speculation.server.sockets import (
     LateError,
     TimedReader,
@@ -42,6 +42,11 @@ FINGERPRINT = f"mlx-speculation-{__version__}"
 CHATS = ("/v1/chat/completions", "/chat/completions")
 TEXTS = ("/v1/completions",)
 MODELS = "/v1/models"
+WELCOME = {
+    "server": FINGERPRINT,
+    "api": "OpenAI's, of chats and completions, at /v1",
+    "paths": [*CHATS[:1], *TEXTS, MODELS, "/health", "/metrics"],
+}
 
 
 class Handler(ChatHandler):
@@ -146,7 +151,11 @@ class Handler(ChatHandler):
 
     def _constraint(self, job: Job, held: ExitStack) -> SchemaConstraint | None:
         """Compile what the text has to fit, beside the engine; `held` ends it."""
-        if job.checked.schema is None:
+        checked, tokenizer = job.checked, self._worker.model_provider.tokenizer
+        wanted: Any = checked.schema
+        if checked.calls is not None:
+            wanted = call_grammar(checked.calls, tokenizer)
+        if wanted is None:
             return None
 
         def check() -> None:
@@ -154,9 +163,7 @@ class Handler(ChatHandler):
             if job.late:
                 raise late(self._settings.limits.seconds, began=False)
 
-        constraint = self._worker.schemas.compile(
-            job.checked.schema, self._worker.model_provider.tokenizer, check
-        )
+        constraint = self._worker.schemas.compile(wanted, tokenizer, check)
         held.callback(constraint.close)
         return constraint
 
@@ -225,6 +232,9 @@ class Handler(ChatHandler):
             ready = self._worker.ready
             status = {"status": "ok" if ready else "unavailable"}
             self._send(200 if ready else 503, json.dumps(status).encode())
+            return
+        if path == "/":
+            self._send(200, json.dumps(WELCOME).encode())
             return
         check_permission(self.headers, self._settings)
         if path == "/metrics":

@@ -8,11 +8,14 @@ from typing import Any
 import openai
 import pytest
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
+from mlx_lm.tool_parsers import pythonic
 from mlx_lm.tool_parsers.json_tools import parse_tool_call
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_speculation import PrefixCache, SpeculativeGenerator
+from mlx_speculation.server.api_errors import ApiError
+from mlx_speculation.server.schemas import call_grammar
 from support.models.tiny_models import build
 from support.processes.servers import NAME, client_of, get, serving
 
@@ -173,3 +176,107 @@ def test_a_schema_is_refused_where_the_model_thinks_first(
     assert chat(max_tokens=1, extra_body=thinks).usage.prompt_tokens > 10
     with pytest.raises(openai.BadRequestError, match="lets the model think"):
         chat(response_format=FORMAT, extra_body=thinks)
+
+
+NUMBER = {
+    "type": "object",
+    "properties": {"n": {"enum": [1, 22]}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": parameters}}
+    for name, parameters in (("add", NUMBER), ("stop", NOTHING))
+]
+NAMED: Any = {"type": "function", "function": {"name": "stop"}}
+
+
+def test_a_call_that_is_required_is_made(chat: Callable[..., Any]) -> None:
+    """A tiny model of random weights would never call anything by itself."""
+    names = set()
+    for seed in range(8):
+        drawn = {"temperature": 1, "seed": seed, "max_tokens": 150}
+        choice = chat(tools=TOOLS[:1], tool_choice="required", **drawn).choices[0]
+        assert choice.finish_reason == "tool_calls"
+        (call,) = choice.message.tool_calls
+        assert call.function.name == "add"
+        assert json.loads(call.function.arguments)["n"] in (1, 22)
+        assert not choice.message.content
+        either = chat(tools=TOOLS, tool_choice="required", **drawn).choices[0]
+        names.add(either.message.tool_calls[0].function.name)
+    assert names == {"add", "stop"}
+
+
+def test_a_call_that_is_named_is_made(chat: Callable[..., Any]) -> None:
+    for seed in range(3):
+        drawn = {"temperature": 1, "seed": seed, "max_tokens": 60}
+        choice = chat(tools=TOOLS, tool_choice=NAMED, **drawn).choices[0]
+        (call,) = choice.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("stop", "{}")
+        assert choice.finish_reason == "tool_calls"
+        assert not choice.message.content
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tool_choice": "required"}, "tool_choice is 'required', and the tools are: "),
+        ({"tool_choice": "some", "tools": TOOLS}, "tool_choice is 'some', and 'auto'"),
+        (
+            {
+                "tool_choice": {"type": "function", "function": {"name": "jump"}},
+                "tools": TOOLS,
+            },
+            "the tools are: 'add', 'stop'",
+        ),
+        (
+            {"tool_choice": NAMED, "tools": TOOLS, "response_format": FORMAT},
+            "Leave one of them out",
+        ),
+        (
+            {
+                "tool_choice": "required",
+                "tools": TOOLS,
+                "extra_body": {"chat_template_kwargs": {"thinks": True}},
+            },
+            "tool_choice was given, and the chat template lets the model think",
+        ),
+    ],
+)
+def test_a_call_that_cannot_be_asked_for_is_refused(
+    chat: Callable[..., Any], options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(**options)
+    assert said in str(refused.value)
+    assert refused.value.param in ("tool_choice",)
+
+
+def test_calls_that_are_no_json_are_not_forced() -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer._tool_parser = pythonic.parse_tool_call
+    with pytest.raises(ApiError, match="its calls are of kind 'pythonic'"):
+        call_grammar([TOOL["function"]], tokenizer)
+
+
+def test_special_marks_are_special_in_the_grammar() -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer._tokenizer.add_tokens([AddedToken("<tool_call>", special=True)])
+    grammar = call_grammar([TOOL["function"]], tokenizer)
+    assert grammar.startswith('lark:start: <tool_call> "\\n" call "\\n" "</tool_call>"')
+
+
+def test_hints_of_openais_are_passed_over_with_a_line(
+    chat: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = chat(max_tokens=4).choices[0].message.content
+    hints = {
+        "verbosity": "low",
+        "reasoning_effort": "high",
+        "prediction": {"type": "content", "content": "x"},
+    }
+    with caplog.at_level("WARNING", "mlx_speculation.server"):
+        assert chat(max_tokens=4, **hints).choices[0].message.content == expected
+    for name in hints:
+        assert f"{name} is given, and is not followed here" in caplog.text

@@ -1,5 +1,6 @@
 """The messages and tools of a chat, in the form that chat templates take."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from mlx_speculation.server.api_errors import invalid
@@ -72,12 +73,51 @@ def _tool_call(given: Any, where: str) -> dict[str, Any]:
     return {**given, "function": function}
 
 
-def checked_tools(fields: Fields) -> list[dict[str, Any]] | None:
-    """Return the tools that the model may call; None: none."""
-    tools = fields.list("tools")
-    choice = fields.only("tool_choice", "auto", "none")
-    for i, tool in enumerate(tools or ()):
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What the model may call, and what it has to call."""
+
+    offered: list[dict[str, Any]] | None  # for the chat template; None: nothing
+    # The functions of which one has to be called; None: the model is free.
+    needed: tuple[dict[str, Any], ...] | None
+
+
+def checked_tools(fields: Fields) -> Tools:
+    """Return the tools of a chat, and those that `tool_choice` asks for."""
+    tools = fields.list("tools") or []
+    functions = []
+    for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise invalid(f"tools[{i}] is no function with a name.", f"tools[{i}]")
-    return None if choice == "none" else tools or None
+        if not isinstance(function.get("parameters") or {}, dict):
+            raise invalid(
+                f"The parameters of tools[{i}] are no JSON schema.", f"tools[{i}]"
+            )
+        functions.append(function)
+    choice = fields.take("tool_choice", "auto")
+    if choice == "none":
+        return Tools(None, None)
+    if choice == "auto":
+        return Tools(tools or None, None)
+    wanted = functions
+    if choice != "required":
+        name = _chosen(fields, choice)
+        wanted = [each for each in functions if each["name"] == name]
+    if not wanted:
+        names = ", ".join(repr(each["name"]) for each in functions) or "none"
+        raise invalid(
+            f"tool_choice is {choice!r}, and the tools are: {names}.", "tool_choice"
+        )
+    return Tools(tools, tuple(wanted))
+
+
+def _chosen(fields: Fields, choice: Any) -> str:
+    """Return the name of the function that has to be called."""
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or choice.get("type") != "function":
+        raise fields.wrong(
+            "tool_choice", choice, "'auto', 'none', 'required' or a function's name"
+        )
+    return name

@@ -1,11 +1,13 @@
 """Taking fields out of a JSON object, each with its kind and its range."""
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from mlx_speculation.server.api_errors import ApiError, invalid
 
+LOG = logging.getLogger("mlx_speculation.server")
 T = TypeVar("T")
 
 
@@ -79,6 +81,14 @@ class Fields:
         """Pass over fields that change nothing here."""
         for name in names:
             self.take(name)
+
+    def ignore(self, *names: str) -> None:
+        """Pass over hints of OpenAI's that are not followed, with a line in the log."""
+        for name in names:
+            if self.take(name) is not None:
+                LOG.warning(
+                    "%s%s is given, and is not followed here", self._where, name
+                )
 
     def only(self, name: str, *allowed: Any) -> Any:
         """Return a field that has few values here; None: it is not given."""

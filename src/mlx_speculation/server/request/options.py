@@ -95,8 +95,8 @@ def text_logprobs(fields: Fields) -> int | None:
     return Fields({"logprobs": given}).whole("logprobs", None, 0, MOST_ALTERNATIVES)
 
 
-def schema(fields: Fields) -> dict[str, Any] | None:
-    """Return the JSON schema that the text has to fit."""
+def schema(fields: Fields, *, calls: bool) -> dict[str, Any] | None:
+    """Return the JSON schema that the text has to fit, unless it is a tool call."""
     given = fields.object("response_format")
     if given is None:
         return None
@@ -108,6 +108,12 @@ def schema(fields: Fields) -> dict[str, Any] | None:
     inner.end()
     if kind == "text":
         return None
+    if calls:
+        raise invalid(
+            "response_format asks for JSON, and tool_choice for a call. Leave one of "
+            "them out.",
+            "tool_choice",
+        )
     if kind == "json_object":
         return {"type": "object"}
     if described is None:

@@ -40,6 +40,8 @@ class CheckedRequest:
     # How many alternatives to report beside each token; None: nothing.
     logprobs: int | None
     schema: dict[str, Any] | None  # that the text has to fit; None: any text
+    # The functions of which one has to be called; None: the model is free.
+    calls: tuple[dict[str, Any], ...] | None
     draft: str | None  # the name of what drafts; None: the server's own
     draft_length: int | None  # tokens drafted in each round; None: as many as pay
     # Tokens drafted in a round at most; None: no limit of its own.
@@ -58,11 +60,12 @@ def read_request(
     body: dict[str, Any] = {"model": _model(fields, settings)}
     body["stream"] = stream = fields.flag("stream")
     body["stream_options"] = _stream_options(fields, stream)
-    prompt = None
+    prompt = calls = None
     template_args = None
     if chat:
         body["messages"] = checked_messages(fields)
-        body["tools"] = checked_tools(fields)
+        tools = checked_tools(fields)
+        body["tools"], calls = tools.offered, tools.needed
         template_args = _template_args(fields)
     else:
         prompt = _prompt(fields)
@@ -80,7 +83,8 @@ def read_request(
         logprobs=options.chat_logprobs(fields)
         if chat
         else options.text_logprobs(fields),
-        schema=options.schema(fields),
+        schema=options.schema(fields, calls=calls is not None),
+        calls=calls,
         draft=draft,
         draft_length=length,
         max_draft=max_draft,
@@ -163,6 +167,7 @@ def _refuse_the_rest(fields: Fields) -> None:
         "prompt_cache_retention",
         "parallel_tool_calls",
     )
+    fields.ignore("verbosity", "prediction", "reasoning_effort")
     for name in ("adapters", "suffix", "functions", "function_call", "audio"):
         fields.only(name)
     fields.end()

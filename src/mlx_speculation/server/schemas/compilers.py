@@ -37,6 +37,7 @@ STEP_SECONDS = 0.02
 OVERDUE_SECONDS = 1.0
 OUT_OF_MEMORY = 3 << 8  # as waitpid says it; the status is template_process's
 UNUSABLE, NOT_ENFORCED = b"u", b"w"
+LARK = "lark:"  # before a grammar; as in template_process, which cannot be imported
 FIELD, CODE = "response_format", "schema_limit"
 CLOSING = "The server is shutting down."
 LOST = "The process that compiles schemas has ended. Try again."
@@ -54,9 +55,14 @@ class SchemaCompilers:
         self._closed = False
 
     def compile(
-        self, schema: dict[str, Any], tokenizer: Any, check: Callable[[], None]
+        self, schema: dict[str, Any] | str, tokenizer: Any, check: Callable[[], None]
     ) -> SchemaConstraint:
         """Return a constraint, which has to be closed.
+
+        Args:
+            schema: a JSON schema, or `LARK` and a grammar in llguidance's syntax.
+            tokenizer: of the text.
+            check: called while it waits; raises where waiting is of no use.
 
         Raises:
             ApiError: a limit was hit, or there is no process.
@@ -74,7 +80,8 @@ class SchemaCompilers:
         try:
             _take(self._compiling, waiting)
             try:
-                return self._compiled(json.dumps(schema), tokenizer, waiting)
+                text = schema if isinstance(schema, str) else json.dumps(schema)
+                return self._compiled(text, tokenizer, waiting)
             finally:
                 self._compiling.release()
         except BaseException:

@@ -34,6 +34,7 @@ OUT_OF_MEMORY = 3  # the exit status
 WATCH_SECONDS = 0.05
 NICE = 10
 MASK, FAILED, UNUSABLE, NOT_ENFORCED = b"m", b"f", b"u", b"w"
+LARK = "lark:"  # before what is a grammar, and no JSON schema
 # Small models write whitespace without end where they may.
 COMPACT: Any = {"whitespace_flexible": False}
 
@@ -65,9 +66,11 @@ class Child:
             self._channel.send_bytes(self._timed_step(self._channel.recv_bytes()))
 
     def _compiled(self, schema: str) -> bytes:
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(
-            schema, overrides=COMPACT
-        )
+        library = llguidance.LLMatcher
+        if schema.startswith(LARK):
+            grammar = library.grammar_from_lark(schema.removeprefix(LARK))
+        else:
+            grammar = library.grammar_from_json_schema(schema, overrides=COMPACT)
         limits = llguidance.LLParserLimits(verbose_errors=False)
         matcher = llguidance.LLMatcher(
             self._tokens, grammar, log_level=0, limits=limits
