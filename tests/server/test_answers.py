@@ -8,7 +8,12 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlx_speculation import PrefixCache, Sampling, SpeculativeGenerator
+from mlx_speculation import (
+    PrefixCache,
+    Sampling,
+    SpeculativeGenerator,
+    derived_seed,
+)
 from mlx_speculation.engine.result import Result
 from mlx_speculation.server import Server
 from support.processes.servers import (
@@ -22,6 +27,7 @@ from support.processes.servers import (
     wrapped_letters,
 )
 
+OTHER = "LAZYDOG"
 PROMPT = "THEQUICKBROWNFOX"
 DRAWN: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "temperature": 0.8, "seed": 5}
 
@@ -287,3 +293,88 @@ def test_a_stream_tells_how_much_of_its_prompt_was_read(server: Server) -> None:
     assert lines
     assert all(line.endswith(b"/81") for line in lines)
     assert lines[-1] == b": keepalive 80/81"
+
+
+def several(client: openai.OpenAI, **options: Any) -> dict[int, str]:
+    """Return the texts of a request by the index of their choice, streamed or not."""
+    options = {**DRAWN, "max_tokens": 9, **options}
+    texts: dict[int, str] = {}
+    if not options.get("stream"):
+        answer = client.completions.create(**options)
+        assert [choice.index for choice in answer.choices] == list(
+            range(len(answer.choices))
+        )
+        return {choice.index: choice.text for choice in answer.choices}
+    for piece in client.completions.create(**options):
+        for choice in piece.choices:
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+    return texts
+
+
+def test_several_texts_are_those_of_requests_of_their_own(
+    client: openai.OpenAI,
+) -> None:
+    seeds = [5, derived_seed(5, 1), derived_seed(5, 2), derived_seed(5, 3)]
+    prompts = [PROMPT, PROMPT, OTHER, OTHER]
+    alone = [
+        several(client, prompt=prompt, seed=seed)[0]
+        for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
+    assert len(set(alone)) == 4
+    expected = dict(enumerate(alone))
+    both = [PROMPT, OTHER]
+    for stream in (False, True):
+        assert several(client, prompt=both, n=2, stream=stream) == expected
+        ids = [letters(text) for text in both]
+        assert several(client, prompt=ids, n=2, stream=stream) == expected
+        two = several(client, n=2, stream=stream)
+        assert two == {0: alone[0], 1: alone[1]}
+        again = several(client, prompt=both, temperature=0, stream=stream)
+        assert again == {
+            i: several(client, prompt=prompt, temperature=0)[0]
+            for i, prompt in enumerate(both)
+        }
+
+
+def test_several_texts_are_counted_together(client: openai.OpenAI) -> None:
+    asked = {**DRAWN, "prompt": [PROMPT, OTHER], "n": 3, "max_tokens": 8}
+    usage = client.completions.create(**asked).usage
+    counted = {"stream": True, "stream_options": {"include_usage": True}}
+    pieces = list(client.completions.create(**asked, **counted))
+    assert [piece.usage for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    for each in (usage, pieces[-1].usage):
+        assert each is not None
+        assert each.prompt_tokens == len(PROMPT) + len(OTHER)
+        assert each.completion_tokens == 48
+        assert each.total_tokens == each.prompt_tokens + 48
+        own = each.model_extra["speculative"]
+        assert 0 < own["rounds"] <= 48
+        assert own["acceptance_rate"] == own["accepted"] / own["drafted"]
+        summed = sum(own["accepted_per_position"]) * own["drafts"]
+        assert summed == pytest.approx(own["accepted"])
+
+
+def test_a_chat_of_several_answers_through_the_real_client() -> None:
+    with serving() as server, client_of(server) as client:
+        chat = {"model": NAME, "messages": [{"role": "user", "content": "HELLO"}]}
+        drawn = {"temperature": 0.8, "seed": 3, "max_tokens": 6}
+        answer = client.chat.completions.create(**chat, **drawn, n=3)
+        contents = [choice.message.content for choice in answer.choices]
+        one = client.chat.completions.create(**chat, **drawn)
+        assert one.choices[0].message.content == contents[0]
+        texts = ["", "", ""]
+        for piece in client.chat.completions.create(**chat, **drawn, n=3, stream=True):
+            for choice in piece.choices:
+                texts[choice.index] += choice.delta.content or ""
+        assert texts == contents
+        assert len(set(contents)) > 1
+
+
+def test_an_error_of_one_text_is_that_of_the_request(client: openai.OpenAI) -> None:
+    too_long = [PROMPT, "A" * 300]
+    for stream in (False, True):
+        with pytest.raises((openai.BadRequestError, openai.APIError), match="300"):
+            several(client, prompt=too_long, stream=stream)
+    assert several(client)  # and it goes on
+    with pytest.raises(openai.BadRequestError, match="64 texts are asked for at once"):
+        several(client, n=64)

@@ -3,7 +3,7 @@
 import io
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from http import HTTPStatus
 from typing import Any
@@ -42,11 +42,27 @@ FINGERPRINT = f"mlx-speculation-{__version__}"
 CHATS = ("/v1/chat/completions", "/chat/completions")
 TEXTS = ("/v1/completions",)
 MODELS = "/v1/models"
+END = b"data: [DONE]\n\n"  # as mlx-lm's server ends a stream
 WELCOME = {
     "server": FINGERPRINT,
     "api": "OpenAI's, of chats and completions, at /v1",
     "paths": [*CHATS[:1], *TEXTS, MODELS, "/health", "/metrics"],
 }
+
+
+class WithoutEnd:
+    """A stream of events that goes on after what mlx-lm's server takes for its end."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, data: bytes) -> int:
+        """Write an event, unless it is the end."""
+        return len(data) if data == END else int(self._file.write(data))
+
+    def flush(self) -> None:
+        """Send what was written."""
+        self._file.flush()
 
 
 class Handler(ChatHandler):
@@ -67,6 +83,9 @@ class Handler(ChatHandler):
         self._result: Any = None
         self._unsent: list[Token] = []
         self._characters = 0  # of the tokens whose probabilities were sent
+        self._choice = 0  # which of the texts is answered
+        self._usages: list[dict[str, Any]] = []  # of the texts that have ended
+        self._packet: dict[str, Any] = {}  # the last one that was formed
         super().__init__(worker, FINGERPRINT, *arguments)
 
     def setup(self) -> None:
@@ -101,7 +120,10 @@ class Handler(ChatHandler):
         self._send_refusal(ApiError(status, message or HTTPStatus(status).phrase))
 
     def end_headers(self) -> None:
-        """Send the headers."""
+        """Send the headers; once for all texts of a stream."""
+        if self._sent:
+            self.forget_headers()
+            return
         super().end_headers()
         self._sent = True
 
@@ -114,18 +136,66 @@ class Handler(ChatHandler):
     ) -> None:
         """Hand a request to the engine, and send what comes back."""
         assert self._checked is not None
-        self._job = job = Job(self._checked, request, self._settings.limits.seconds)
-        self._worker.take()
         with ExitStack() as held:
+            jobs = [
+                self._submitted(one, request, held) for one in self._checked.texts()
+            ]
+            if len(jobs) == 1:
+                self._answer(request, jobs[0])
+            elif self._checked.stream:
+                self._stream_all(request, jobs)
+            else:
+                self._answer_all(request, jobs)
+
+    def _submitted(
+        self, checked: CheckedRequest, request: CompletionRequest, held: ExitStack
+    ) -> Job:
+        """Let the engine begin with one text; `held` ends it."""
+        job = Job(checked, request, self._settings.limits.seconds)
+        self._worker.take()
+        try:
+            job.constraint = self._constraint(job, held)
+        except BaseException:
+            self._worker.done()
+            raise
+        held.callback(job.cancel)
+        self._worker.submit(job)
+        return job
+
+    def _answer(self, request: CompletionRequest, job: Job, choice: int = 0) -> None:
+        """Send one text as it comes."""
+        self._job, self._choice = job, choice
+        self._result, self._unsent, self._characters = None, [], 0
+        self._called_tool = False
+        context = job.wait(self._check)
+        self.send_answer(request, context, self._responses(job))
+
+    def _stream_all(self, request: CompletionRequest, jobs: Sequence[Job]) -> None:
+        """Stream texts one after the other; all of them are generated meanwhile."""
+        options, file = self.stream_options, self.wfile
+        for choice, job in enumerate(jobs):
+            last = job is jobs[-1]
+            self.stream_options = options if last else None
+            self.wfile = file if last else WithoutEnd(file)
+            self._answer(request, job, choice)
+
+    def _answer_all(self, request: CompletionRequest, jobs: Sequence[Job]) -> None:
+        """Send all texts as one answer, of which mlx-lm's server forms each."""
+        answer, file = None, self.wfile
+        for choice, job in enumerate(jobs):
+            self.wfile = io.BytesIO()
             try:
-                job.constraint = self._constraint(job, held)
-            except BaseException:
-                self._worker.done()
-                raise
-            held.callback(job.cancel)
-            self._worker.submit(job)
-            context = job.wait(self._check)
-            self.send_answer(request, context, self._responses(job))
+                self._answer(request, job, choice)
+            finally:
+                self.wfile, self._sent = file, False
+                self.forget_headers()
+            if answer is None:
+                answer = self._packet
+            else:
+                answer["choices"] += self._packet["choices"]
+        assert answer is not None
+        answer["usage"] = replies.total(self._usages)
+        self._send(200, json.dumps(answer).encode())
 
     def generate_response(
         self, text: str, finish_reason: Any, *more: Any, **options: Any
@@ -136,17 +206,20 @@ class Handler(ChatHandler):
         )
         self._called_tool |= bool(options.get("tool_calls"))
         choice = packet["choices"][0]
+        choice["index"], self._packet = self._choice, packet
         choice["logprobs"] = self._logprobs()
         if finish_reason is not None:
             choice["finish_reason"] = self._reason()
+            self._usages.append(self._usage())
         if "usage" in packet:
-            packet["usage"] = self._usage()
+            packet["usage"] = self._usages[-1]
         return packet
 
     def completion_usage_response(self, *counts: Any) -> dict[str, Any]:
         """Return the packet that ends a stream with its usage."""
         packet: dict[str, Any] = super().completion_usage_response(*counts)
-        packet["object"], packet["usage"] = self.object_type, self._usage()
+        packet["object"] = self.object_type
+        packet["usage"] = replies.total(self._usages)
         return packet
 
     def _constraint(self, job: Job, held: ExitStack) -> SchemaConstraint | None:
@@ -211,7 +284,10 @@ class Handler(ChatHandler):
         assert self._checked is not None
         assert self._job is not None
         draft = self._checked.draft or self._settings.draft
-        return replies.usage(self._result, self._job.prompt_tokens, draft)
+        # A prompt of several texts is read once, or its caches are copied.
+        again = self._choice % self._checked.count > 0
+        read = 0 if again else self._job.prompt_tokens
+        return replies.usage(self._result, read, draft)
 
     def _post(self) -> None:
         check_framing(self.headers)

@@ -42,6 +42,47 @@ def usage(result: "Result", prompt_tokens: int, draft: str | None) -> dict[str, 
     }
 
 
+def total(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what several texts have cost together."""
+    if len(usages) == 1:
+        return usages[0]
+    own = [usage["speculative"] for usage in usages]
+    counts = {
+        name: sum(each[name] for each in own)
+        for name in ("rounds", "drafts", "drafted", "accepted", "drafter_faults")
+    }
+    drafts, drafted = counts["drafts"], counts["drafted"]
+    width = max(len(each["accepted_per_position"]) for each in own)
+    reached = [
+        sum(
+            each["drafts"] * (*each["accepted_per_position"], *[0.0] * width)[place]
+            for each in own
+        )
+        for place in range(width)
+    ]
+    return {
+        **_sums(usages),
+        "speculative": {
+            **own[0],
+            **counts,
+            "acceptance_rate": counts["accepted"] / drafted if drafted else 0.0,
+            "mean_accepted_length": 1 + (counts["accepted"] / drafts if drafts else 0),
+            "accepted_per_position": [one / drafts for one in reached],
+        },
+    }
+
+
+def _sums(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the sums of all counts of tokens."""
+    return {
+        name: _sums([usage[name] for usage in usages])
+        if isinstance(value, dict)
+        else sum(usage[name] for usage in usages)
+        for name, value in usages[0].items()
+        if name != "speculative"
+    }
+
+
 def chat_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
     """Return log-probabilities as chats have them."""
     return {

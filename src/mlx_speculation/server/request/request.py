@@ -4,9 +4,10 @@ Fields that would change the text and are not offered are refused, not passed ov
 is every name that is not known.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from mlx_speculation.samplers import derived_seed
 from mlx_speculation.server.api_errors import ApiError, invalid
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.request import options
@@ -31,7 +32,9 @@ class CheckedRequest:
 
     chat: bool  # whether it came to the chat's path
     body: dict[str, Any]  # what mlx-lm's server has to know of it
-    prompt: str | list[int] | None  # of a completion, text or token ids; None: a chat
+    # Of a completion, texts or token ids; empty: a chat.
+    prompts: tuple[str | list[int], ...]
+    count: int  # texts for each prompt
     template_args: dict[str, Any] | None  # keywords for the chat template
     stream: bool  # whether the answer comes in pieces
     max_tokens: int  # of the text
@@ -47,6 +50,24 @@ class CheckedRequest:
     # Tokens drafted in a round at most; None: no limit of its own.
     max_draft: int | None
 
+    @property
+    def prompt(self) -> str | list[int] | None:
+        """The prompt of one text of a completion; None: a chat."""
+        return self.prompts[0] if self.prompts else None
+
+    def texts(self) -> list["CheckedRequest"]:
+        """Return a request for each text, in the order of the answer's choices.
+
+        With a seed the first text is that of the seed alone.
+        """
+        prompts = [(one,) for one in self.prompts] or [()]
+        seed, found = self.sampling["seed"], []
+        for index, prompt in enumerate(p for p in prompts for _ in range(self.count)):
+            own = seed if seed is None or index == 0 else derived_seed(seed, index)
+            sampling = {**self.sampling, "seed": own}
+            found.append(replace(self, prompts=prompt, count=1, sampling=sampling))
+        return found
+
 
 def read_request(
     given: dict[str, Any], settings: Settings, *, chat: bool
@@ -60,21 +81,22 @@ def read_request(
     body: dict[str, Any] = {"model": _model(fields, settings)}
     body["stream"] = stream = fields.flag("stream")
     body["stream_options"] = _stream_options(fields, stream)
-    prompt = calls = None
-    template_args = None
+    prompts: tuple[str | list[int], ...] = ()
+    template_args = calls = None
     if chat:
         body["messages"] = checked_messages(fields)
         tools = checked_tools(fields)
         body["tools"], calls = tools.offered, tools.needed
         template_args = _template_args(fields)
     else:
-        prompt = _prompt(fields)
+        prompts = _prompts(fields)
         body["prompt"] = ""
     draft, length, max_draft = options.speculative(fields, settings)
     checked = CheckedRequest(
         chat=chat,
         body=body,
-        prompt=prompt,
+        prompts=prompts,
+        count=_count(fields, max(1, len(prompts)), settings),
         template_args=template_args,
         stream=stream,
         max_tokens=_max_tokens(fields, settings),
@@ -119,17 +141,35 @@ def _stream_options(fields: Fields, stream: bool) -> dict[str, bool] | None:
     return {"include_usage": usage}
 
 
-def _prompt(fields: Fields) -> str | list[int]:
-    prompt = fields.take("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, list) and all(
-        isinstance(token, int) and not isinstance(token, bool) for token in prompt
-    ):
-        return prompt
-    raise fields.wrong("prompt", prompt, "one text or one list of token ids")
+def _prompts(fields: Fields) -> tuple[str | list[int], ...]:
+    """Return one prompt, or several: texts, or lists of token ids."""
+    given = fields.take("prompt")
+    several = isinstance(given, list) and given and _is_prompt(given[0])
+    prompts = given if several else [given]
+    if all(map(_is_prompt, prompts)):
+        return tuple(prompts)
+    raise fields.wrong(
+        "prompt", given, "a text, a list of token ids, or a list of them"
+    )
+
+
+def _is_prompt(value: Any) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, list)
+        and all(isinstance(one, int) and not isinstance(one, bool) for one in value)
+    )
+
+
+def _count(fields: Fields, prompts: int, settings: Settings) -> int:
+    """Return how many texts each prompt gets; all of them are rows at once."""
+    count = fields.whole("n", 1, 1) or 1
+    if count * prompts > settings.max_rows:
+        raise invalid(
+            f"{count * prompts} texts are asked for at once, and {settings.max_rows} "
+            "may be.",
+            "n" if count > 1 else "prompt",
+        )
+    return count
 
 
 def _template_args(fields: Fields) -> dict[str, Any] | None:
@@ -153,7 +193,6 @@ def _max_tokens(fields: Fields, settings: Settings) -> int:
 
 
 def _refuse_the_rest(fields: Fields) -> None:
-    fields.only("n", 1)
     fields.only("best_of", 1)
     fields.only("echo", False)
     fields.only("modalities", ["text"])
