@@ -73,6 +73,32 @@ class Caches:
             self.passed[:] = [*(self.target or ()), *(self.draft or ())]
 
 
+def limited(
+    model: nn.Module,
+    reach: int,
+    passed: list[Any] | None = None,
+    *,
+    max_kv_size: int | None,
+    kv_bits: int | None,
+    kv_group_size: int,
+    quantized_kv_start: int,
+) -> tuple[Caches, KVQuantization | None]:
+    """Return the caches of a text of so many positions, and how they are quantized.
+
+    Raises:
+        InvalidRequestError: the caches cannot be limited so.
+    """
+    caches = Caches.of(model, (), passed, max_kv_size)
+    return caches, checked_quantization(
+        model,
+        caches,
+        caches.held + reach,
+        kv_bits,
+        kv_group_size,
+        quantized_kv_start,
+    )
+
+
 def checked_quantization(
     model: nn.Module,
     caches: Caches,

@@ -3,8 +3,8 @@
 The command line reads them; where they stand, nothing has to know it.
 """
 
-from dataclasses import field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 
 def option(
@@ -21,3 +21,25 @@ def option(
     """
     given = {"names": names, "help": help, "panel": panel, **more}
     return field(default=default, metadata={"option": given})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvLimits:
+    """How large the target's caches may be, and how precise; as mlx-lm names it."""
+
+    panel: ClassVar[str] = "Key-value caches, as mlx-lm names it"
+
+    max_kv_size: int | None = option(
+        None, "Maximum number of positions in the target's caches.", min=1
+    )
+    kv_bits: int | None = option(
+        None, "Quantize the target's KV caches to this many bits.", min=1
+    )
+    kv_group_size: int = option(64, "Group size of the quantized KV caches.", min=1)
+    quantized_kv_start: int = option(
+        5000, "Quantize the KV caches from this position on.", min=0
+    )
+
+    def limits(self) -> dict[str, Any]:
+        """Return these four by name."""
+        return {one.name: getattr(self, one.name) for one in fields(KvLimits)}

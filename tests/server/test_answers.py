@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
+from string import ascii_uppercase as ALPHABET  # noqa: N812
 from typing import Any
 
 import openai
@@ -9,13 +11,17 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlx_speculation import (
+    InvalidRequestError,
     PrefixCache,
     Sampling,
     SpeculativeGenerator,
     derived_seed,
 )
+from mlx_speculation.engine.mlx_lm_compat.prompt_cache import limited
 from mlx_speculation.engine.result import Result
+from mlx_speculation.option_fields import KvLimits
 from mlx_speculation.server import Server
+from support.models.tiny_models import TINY_MODELS, build_tiny
 from support.processes.servers import (
     NAME,
     client_of,
@@ -309,6 +315,45 @@ def several(client: openai.OpenAI, **options: Any) -> dict[int, str]:
         for choice in piece.choices:
             texts[choice.index] = texts.get(choice.index, "") + choice.text
     return texts
+
+
+@pytest.mark.parametrize(
+    "kv",
+    [
+        KvLimits(max_kv_size=12),
+        KvLimits(kv_bits=8, kv_group_size=32, quantized_kv_start=0),
+    ],
+)
+def test_caches_can_be_smaller_than_the_text(kv: KvLimits) -> None:
+    tiny = TINY_MODELS["llama"]
+    wide = replace(tiny, args={**tiny.args, "head_dim": 32})
+    target = build_tiny(wide, vocab=len(ALPHABET))
+
+    def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
+        return SpeculativeGenerator(target, wrapped_letters(), draft="lookup")
+
+    asked = {**DRAWN, "max_tokens": 12}
+    with (
+        serving(make, draft="lookup", kv=kv) as server,
+        client_of(server) as client,
+    ):
+        text = client.completions.create(**asked).choices[0].text
+    generator = SpeculativeGenerator(target, wrapped_letters())
+    caches, quantization = limited(target, 100, **kv.limits())
+    result = generator.generate(
+        letters(PROMPT),
+        max_tokens=12,
+        sampling=Sampling(temperature=0.8, seed=5, top_p=1.0),
+        prompt_cache=caches.target,
+        kv_quantization=quantization,
+    )
+    assert text == result.text
+
+
+def test_caches_that_cannot_be_so_are_refused_at_the_start() -> None:
+    limits = KvLimits(kv_bits=7, quantized_kv_start=0)
+    with pytest.raises(InvalidRequestError, match="kv_bits is 7"), serving(kv=limits):
+        pass
 
 
 def test_several_texts_are_those_of_requests_of_their_own(

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from mlx_speculation.cli.inputs import check_input
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.option_fields import option
+from mlx_speculation.option_fields import KvLimits, option
 
 if TYPE_CHECKING:
     from mlx_speculation import SpeculativeGenerator
@@ -15,21 +15,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KvOptions:
+class KvOptions(KvLimits):
     """How the prompt is read, and how much of it is kept."""
 
-    panel: ClassVar[str] = "Key-value caches, as mlx-lm names it"
-
-    max_kv_size: int | None = option(
-        None, "Maximum number of positions in the target's caches.", min=1
-    )
-    kv_bits: int | None = option(
-        None, "Quantize the target's KV caches to this many bits.", min=1
-    )
-    kv_group_size: int = option(64, "Group size of the quantized KV caches.", min=1)
-    quantized_kv_start: int = option(
-        5000, "Quantize the KV caches from this position on.", min=0
-    )
     prefill_step_size: int = option(2048, "Prompt tokens per prefill chunk.", min=1)
     prompt_cache_file: Path | None = option(
         None,
@@ -79,22 +67,10 @@ class KvOptions:
         prefill_progress: Callable[[int], None],
     ) -> dict[str, Any]:
         """Return what a stream takes of these, of at most `reach` positions."""
-        from mlx_speculation.engine.mlx_lm_compat.prompt_cache import (
-            Caches,
-            checked_quantization,
-        )
+        from mlx_speculation.engine.mlx_lm_compat.prompt_cache import limited
 
-        model = generator.model
         held = None if loaded is None else loaded.caches
-        caches = Caches.of(model, (), held, self.max_kv_size)
-        quantization = checked_quantization(
-            model,
-            caches,
-            caches.held + reach,
-            self.kv_bits,
-            self.kv_group_size,
-            self.quantized_kv_start,
-        )
+        caches, quantization = limited(generator.model, reach, held, **self.limits())
         known = None if loaded is None or loaded.rows is None else loaded.tokens
         return {
             "prompt_cache": caches.target,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_speculation.engine import SpeculativeGenerator
 from mlx_speculation.engine.batch.generator import BatchGenerator
+from mlx_speculation.engine.mlx_lm_compat.prompt_cache import limited
 from mlx_speculation.samplers import Sampling
 from mlx_speculation.server.api_errors import ApiError, as_api_error, late
 from mlx_speculation.server.config import Settings
@@ -35,6 +36,8 @@ class Rows:
         self._settings, self._metrics, self._done = settings, metrics, done
         own = settings.limits.model_len or generator.context_length
         self.longest = own or sys.maxsize  # tokens of prompt and text together
+        self._kv = settings.kv.limits()
+        limited(generator.model, sys.maxsize, **self._kv)  # refuses before a request
         self._batch = BatchGenerator(generator, max_rows=settings.max_rows)
         self._jobs: dict[int, Job] = {}
 
@@ -50,7 +53,15 @@ class Rows:
     def insert(self, job: Job, prompt: list[int]) -> None:
         """Give a request a row."""
         room = self.longest - len(prompt)
-        uid = self._batch.insert(prompt, **self._options(job, room))
+        options = self._options(job, room)
+        reach = len(prompt) + options["max_tokens"]
+        caches, quantization = limited(self.generator.model, reach, **self._kv)
+        uid = self._batch.insert(
+            prompt,
+            prompt_cache=caches.target,
+            kv_quantization=quantization,
+            **options,
+        )
         self._jobs[uid] = job
         job.prompt_tokens = len(prompt)
         if (reason := self._batch.why_alone(uid)) is not None:

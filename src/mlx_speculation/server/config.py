@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.option_fields import option
+from mlx_speculation.option_fields import KvLimits, option
 
 
 def _limit(default: float, help: str, name: str, least: float) -> Any:
@@ -102,6 +102,8 @@ class Settings:
     chat_template_args: dict[str, Any] = field(default_factory=dict)
     defaults: Defaults = Defaults()
     limits: Limits = Limits()
+    # A request whose caches are limited so runs alone
+    kv: KvLimits = field(default_factory=KvLimits)
 
     def __post_init__(self) -> None:
         """Refuse a key that is none, and defaults above the limits."""

@@ -15,7 +15,7 @@ from mlx_speculation.cli.load_pair import begin, open_pair, prefix_cache
 from mlx_speculation.cli.options import PairOptions
 from mlx_speculation.cli.run_app import note
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.option_fields import option
+from mlx_speculation.option_fields import KvLimits, option
 from mlx_speculation.server.config import Defaults, Limits, Settings
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def serve(
     access: AccessOptions,
     limits: Limits,
     defaults: Defaults,
+    kv: KvLimits,
     max_rows: int = option(
         32,
         "Requests decoded at once.",
@@ -119,6 +120,7 @@ def serve(
         chat_template_args=template_args,
         defaults=defaults,
         limits=limits,
+        kv=kv,
     )
 
     def load(prefixes: "PrefixCache | None") -> "SpeculativeGenerator":
