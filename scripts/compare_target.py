@@ -136,10 +136,10 @@ class Compared:
         ):
             best = best_of(survey, engine)
             if best is not None:
-                others[name] = Spread.of(best.speeds).median
+                others[name] = Spread.of(best.speeds)
         return Panel(
             title=str(survey),
-            plain=Spread.of(survey.plain.speeds).median,
+            plain=Spread.of(survey.plain.speeds),
             curves=[self._curve(survey, drafter) for drafter in self.costs],
             others=others,
         )
@@ -155,7 +155,7 @@ class Compared:
             name=drafter,
             measured={one.arm.draft_length: Spread.of(one.speeds) for one in fixed},
             predicted=predicted_speeds(self.costs[drafter], accepted, drafting),
-            adaptive=Spread.of(auto.speeds).median,
+            adaptive=Spread.of(auto.speeds),
             accepted=accepted,
         )
 
