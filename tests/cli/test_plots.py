@@ -52,7 +52,7 @@ def test_measured_predicted_and_levels_stand_where_they_belong() -> None:
     mark, _, (end,) = adaptive
     assert points(mark) == [(5, 205)]  # right of the longest
     assert [(x, y) for x, y in end.get_segments()[0]] == [(5, 201), (5, 207)]
-    assert speeds.get_ylim() == (0, pytest.approx(1.08 * 230))
+    assert speeds.get_ylim() == pytest.approx((0, 1.08 * 230))
     assert [[(x, y) for x, y in each] for each in ends.get_segments()] == [
         [(1, 120), (1, 135)],
         [(4, 180), (4, 230)],

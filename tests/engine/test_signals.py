@@ -5,7 +5,7 @@ at random moments, and once at each of many opcodes in turn. It raises only in f
 that this package's calls are on: what the caller's own frame loses between two
 bytecodes no library can know. Nor does it raise in finalizers, weak references and the
 garbage collector's callbacks, as Hypothesis has one: what is raised there Python drops,
-which tests/test_interrupts.py is about.
+which tests/test_deferred_signals.py is about.
 """
 
 import gc

@@ -384,7 +384,10 @@ def test_several_texts_are_those_of_requests_of_their_own(
 def test_several_texts_are_counted_together(client: openai.OpenAI) -> None:
     asked = {**DRAWN, "prompt": [PROMPT, OTHER], "n": 3, "max_tokens": 8}
     usage = client.completions.create(**asked).usage
-    counted = {"stream": True, "stream_options": {"include_usage": True}}
+    counted: dict[str, Any] = {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     pieces = list(client.completions.create(**asked, **counted))
     assert [piece.usage for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
     for each in (usage, pieces[-1].usage):
@@ -401,8 +404,9 @@ def test_several_texts_are_counted_together(client: openai.OpenAI) -> None:
 
 def test_a_chat_of_several_answers_through_the_real_client() -> None:
     with serving() as server, client_of(server) as client:
-        chat = {"model": NAME, "messages": [{"role": "user", "content": "HELLO"}]}
-        drawn = {"temperature": 0.8, "seed": 3, "max_tokens": 6}
+        chat: dict[str, Any] = {"model": NAME}
+        chat["messages"] = [{"role": "user", "content": "HELLO"}]
+        drawn: dict[str, Any] = {"temperature": 0.8, "seed": 3, "max_tokens": 6}
         answer = client.chat.completions.create(**chat, **drawn, n=3)
         contents = [choice.message.content for choice in answer.choices]
         one = client.chat.completions.create(**chat, **drawn)

@@ -173,10 +173,11 @@ class Handler(ChatHandler):
     def _stream_all(self, request: CompletionRequest, jobs: Sequence[Job]) -> None:
         """Stream texts one after the other; all of them are generated meanwhile."""
         options, file = self.stream_options, self.wfile
+        cut: Any = WithoutEnd(file)
         for choice, job in enumerate(jobs):
             last = job is jobs[-1]
             self.stream_options = options if last else None
-            self.wfile = file if last else WithoutEnd(file)
+            self.wfile = file if last else cut
             self._answer(request, job, choice)
 
     def _answer_all(self, request: CompletionRequest, jobs: Sequence[Job]) -> None:

@@ -60,7 +60,7 @@ class CheckedRequest:
 
         With a seed the first text is that of the seed alone.
         """
-        prompts = [(one,) for one in self.prompts] or [()]
+        prompts = [self.prompts[i : i + 1] for i in range(max(1, len(self.prompts)))]
         seed, found = self.sampling["seed"], []
         for index, prompt in enumerate(p for p in prompts for _ in range(self.count)):
             own = seed if seed is None or index == 0 else derived_seed(seed, index)
