@@ -18,8 +18,10 @@ else
 EXTRAS ?= cpu
 endif
 comma := ,
-INSTALL_EXTRAS := $(if $(EXTRAS),$(EXTRAS)$(comma)test,test)
-STAMP := $(VENV)/.installed-$(subst $(comma),-,$(INSTALL_EXTRAS))
+BACKEND := $(or $(subst $(comma),-,$(EXTRAS)),metal)
+RUN_STAMP := $(VENV)/.installed-$(BACKEND)
+TEST_STAMP := $(RUN_STAMP)-test
+PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -e
 
 BUILD_DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 PYTEST := $(BIN)/pytest -n auto --dist worksteal --durations=10
@@ -30,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo docs test test-long clean system environment
 .DEFAULT_GOAL := test
 
-demo: environment
+demo: $(RUN_STAMP)
 	$(BIN)/mlx-speculation demo
 
 docs: environment
@@ -46,17 +48,24 @@ test: environment
 test-long: environment
 	$(PYTEST) -m "slow or not slow" --hypothesis-profile=long
 
-environment: $(STAMP)
+environment: $(TEST_STAMP)
 
-# Two backends of mlx overwrite each other's files, so another EXTRAS starts afresh.
-$(STAMP): pyproject.toml | system
-	@if ls $(VENV)/.installed-* >/dev/null 2>&1 && [ ! -e $@ ]; then rm -rf $(VENV); fi
+# What a demo needs, without torch, mypy and the like. Two backends of mlx overwrite each
+# other's files, so another EXTRAS starts afresh.
+$(RUN_STAMP): pyproject.toml | system
+	@others="$(filter-out $(RUN_STAMP) $(TEST_STAMP),$(wildcard $(VENV)/.installed-*))"; \
+	if [ -n "$$others" ]; then rm -rf $(VENV); fi
 	@if [ ! -x $(BIN)/python ]; then \
 		python=$$(sh scripts/find_python.sh $(PYTHON)) && \
 		echo "making $(VENV) with $$python" && "$$python" -m venv $(VENV); \
 	fi
-	@echo "installing mlx-speculation[$(INSTALL_EXTRAS)] into $(VENV)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[$(INSTALL_EXTRAS)]'
+	@echo "installing mlx-speculation[$(EXTRAS)] into $(VENV)"
+	@$(PIP_INSTALL) '.$(if $(EXTRAS),[$(EXTRAS)])'
+	@touch $@
+
+$(TEST_STAMP): $(RUN_STAMP)
+	@echo "installing what tests need into $(VENV)"
+	@$(PIP_INSTALL) '.[$(if $(EXTRAS),$(EXTRAS)$(comma))test]'
 	@touch $@
 
 system:

@@ -26,7 +26,6 @@ from mlx_speculation.engine.result import Result
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.engine.stream_factory import StreamFactory
 from mlx_speculation.models import (
-    PREFILL_STEP,
     Group,
     MtpConvention,
     Parallel,
@@ -361,7 +360,7 @@ class SpeculativeGenerator:
         logprobs: int | None = None,
         constraint: Constraint | None = None,
         explain: bool = False,
-        prefill_step_size: int = PREFILL_STEP,
+        prefill_step_size: int | None = None,
         prompt_progress: Callable[[int], None] | None = None,
         kv_quantization: KVQuantization | None = None,
         logprob_rows: bool = False,

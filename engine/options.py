@@ -8,7 +8,7 @@ from mlx_speculation.caches import KVQuantization
 from mlx_speculation.engine.argument_checks import checked_count
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import PREFILL_STEP
+from mlx_speculation.models import usual_prefill_step
 from mlx_speculation.samplers import Acceptance, Chooser, Constraint, Sampling
 
 
@@ -40,7 +40,8 @@ class GenerateOptions:
         explain: keep each round's draft length, what it was chosen by, and the
             parts of its time, in `stream.decisions`. The parts are exact then, and
             rounds some 1 % slower, see `engine.timing`.
-        prefill_step_size: how many tokens of a prompt are fed at once.
+        prefill_step_size: how many tokens of a prompt are fed at once; None: 2048,
+            and 256 on a CPU, where Ctrl-C would wait long for more.
         prompt_progress: called with the number of tokens of every chunk of the
             prompt that the target has read.
         kv_quantization: when the target's caches are quantized; None: never.
@@ -64,12 +65,17 @@ class GenerateOptions:
     logprobs: int | None = None
     constraint: Constraint | None = None
     explain: bool = False
-    prefill_step_size: int = PREFILL_STEP
+    prefill_step_size: int | None = None
     prompt_progress: Callable[[int], None] | None = None
     kv_quantization: KVQuantization | None = None
     logprob_rows: bool = False
     yielded_only: bool = False
     level_draft: bool = False
+
+    @property
+    def prefill_step(self) -> int:
+        """How many tokens of a prompt are fed at once here."""
+        return self.prefill_step_size or usual_prefill_step()
 
     @property
     def own_caches(self) -> bool:

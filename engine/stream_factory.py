@@ -91,7 +91,7 @@ class StreamFactory:
             sliding=setup.sliding,
             shape=setup.shape,
         )
-        target.prefill_step = options.prefill_step_size
+        target.prefill_step = options.prefill_step
         target.prefill_progress = options.prompt_progress
         target.quantization = options.kv_quantization
         statistics = Statistics()
@@ -210,7 +210,7 @@ class StreamFactory:
             "max_draft": options.max_draft,
             "acceptance": setup.acceptance,
             "constraint": options.constraint,
-            "prefill_step_size": options.prefill_step_size,
+            "prefill_step_size": options.prefill_step,
             "kv_quantization": options.kv_quantization,
             "yielded_only": options.yielded_only,
         }

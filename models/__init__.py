@@ -29,6 +29,7 @@ from mlx_speculation.models.lanes import (
     Sliding,
     Unread,
     check_fixed_shape,
+    usual_prefill_step,
 )
 from mlx_speculation.models.load_model import load
 from mlx_speculation.models.model_folder import (
@@ -112,6 +113,7 @@ __all__ = [
     "row_size",
     "spread_as",
     "stream_resources",
+    "usual_prefill_step",
     "why_alone",
     "wired",
     "wrapped",

@@ -44,10 +44,18 @@ from mlx_speculation.models.round_context import (
 )
 
 PREFILL_STEP = 2048
+# On a CPU a chunk of 2048 takes half a minute, and Ctrl-C waits for its end.
+CPU_PREFILL_STEP = 256
 COUNTED_EVERY = 64  # rounds; to look at one takes some ten microseconds a layer
 
 Replaced = list[tuple[int, Any]]
 Sliding = Literal["slack", "native"]
+
+
+def usual_prefill_step() -> int:
+    """Return how many tokens of a prompt are read at once where nobody says it."""
+    on_cpu = mx.default_device() == mx.cpu
+    return CPU_PREFILL_STEP if on_cpu else PREFILL_STEP
 
 
 class Lane:

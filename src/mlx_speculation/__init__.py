@@ -176,7 +176,13 @@ def __getattr__(name: str) -> object:
     if name == "__version__":
         value = import_module("importlib.metadata").version("mlx-speculation")
     elif name in _HOMES:
-        value = getattr(import_module(_HOMES[name]), name)
+        try:
+            value = getattr(import_module(_HOMES[name]), name)
+        except ImportError as error:
+            said = import_module("mlx_speculation.environment").missing_backend(error)
+            if said is None:
+                raise
+            raise MissingLibraryError(said) from error
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value  # The next access does not come here.

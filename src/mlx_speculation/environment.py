@@ -33,6 +33,18 @@ def versions() -> dict[str, str]:
     }
 
 
+def missing_backend(error: ImportError) -> str | None:
+    """Return what to do about an mlx that cannot be imported; None: it is not mlx."""
+    if (error.name or "").partition(".")[0] != "mlx" and "libmlx" not in str(error):
+        return None
+    extra = "" if sys.platform == "darwin" else "[cpu]"
+    gpu = "" if sys.platform == "darwin" else " or '.[cuda13]' with an NVIDIA GPU"
+    return (
+        f"mlx cannot be imported ({error}). It needs a backend: install "
+        f"'mlx-speculation{extra}' (from a checkout: pip install '.{extra}'){gpu}."
+    )
+
+
 def installed(package: str) -> str | None:
     """Return the version of a package; None: it is not installed."""
     try:

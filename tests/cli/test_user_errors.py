@@ -353,6 +353,18 @@ def test_mlx_without_a_backend_is_a_line(tmp_path: Path) -> None:
     said = done.stderr.splitlines()[-1]
     assert said.startswith("error: mlx cannot be imported (libmlx.so: cannot open")
     assert "pip install" in said
+    code = code.replace(
+        "from mlx_speculation.cli import main", "import mlx_speculation"
+    )
+    in_python = subprocess.run(
+        [sys.executable, "-c", code.replace("main()", "mlx_speculation.load")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    last = in_python.stderr.splitlines()[-1]
+    assert last.startswith("mlx_speculation.errors.MissingLibraryError: mlx cannot be ")
+    assert last.endswith(said.removeprefix("error: mlx cannot be "))
 
 
 VALUES = st.one_of(

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 class KvOptions(KvLimits):
     """How the prompt is read, and how much of it is kept."""
 
-    prefill_step_size: int = option(2048, "Prompt tokens per prefill chunk.", min=1)
+    prefill_step_size: int | None = option(
+        None, "Prompt tokens per prefill chunk. Default: 2048, and 256 on a CPU.", min=1
+    )
     prompt_cache_file: Path | None = option(
         None,
         "Continue from this file of mlx_lm.cache_prompt or save_caches; the file is "

@@ -24,6 +24,7 @@ from typing import Any, TextIO
 
 import typer
 
+from mlx_speculation.environment import missing_backend
 from mlx_speculation.errors import (
     ContextLengthNotice,
     CostFileWarning,
@@ -111,11 +112,9 @@ def _ending(leave: Callable[[int], Exception | SystemExit]) -> Iterator[None]:
             _drop_output()
             raise leave(READER_LEFT) from error
         except ImportError as error:
-            if (error.name or "").partition(".")[0] != "mlx" and "libmlx" not in str(
-                error
-            ):
+            if (said := missing_backend(error)) is None:
                 raise
-            fail(_no_mlx(error))
+            fail(said)
             raise leave(FAILED) from error
 
 
@@ -127,15 +126,6 @@ def fail(message: str) -> None:
 def note(message: str) -> None:
     """Print what a user should know, as one line."""
     typer.secho(f"note: {message}", err=True, fg=typer.colors.YELLOW)
-
-
-def _no_mlx(error: ImportError) -> str:
-    extra = "" if sys.platform == "darwin" else "[cpu]"
-    gpu = "" if sys.platform == "darwin" else " or '.[cuda13]' with an NVIDIA GPU"
-    return (
-        f"mlx cannot be imported ({error}). It needs a backend: install "
-        f"'mlx-speculation{extra}' (from a checkout: pip install '.{extra}'){gpu}."
-    )
 
 
 def _drop_output() -> None:

@@ -96,8 +96,9 @@ class Settings:
     # Of web pages that may use the server; "*": all
     allowed_origins: tuple[str, ...] = ()
     max_rows: int = 32  # requests that are decoded together
-    # Tokens of prompts that are read at once, and between two rounds
-    prefill_step: int = 2048
+    # Tokens of prompts that are read at once, and between two rounds; None: 2048, and
+    # 256 on a CPU
+    prefill_step: int | None = None
     # Keywords for every chat template
     chat_template_args: dict[str, Any] = field(default_factory=dict)
     defaults: Defaults = Defaults()

@@ -87,8 +87,11 @@ def serve(
         panel=Limits.panel,
         min=1,
     ),
-    prefill_step_size: int = option(
-        2048, "Prompt tokens read between two rounds.", panel=Limits.panel, min=1
+    prefill_step_size: int | None = option(
+        None,
+        "Prompt tokens read between two rounds. Default: 2048, and 256 on a CPU.",
+        panel=Limits.panel,
+        min=1,
     ),
     chat_template_args: str = option(
         "{}",
