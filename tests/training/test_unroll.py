@@ -1,0 +1,146 @@
+"""Unrolled heads against drafting step by step from every slot.
+
+Faults that were made by hand, and found here:
+    keys of other slots at the depths behind the first are seen
+    a depth is rotated as the one before; a depth's own keys are left out
+    tokens are shifted by one too many; the state after the norm is recycled or not
+"""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_speculation.engine import EagleDraft
+from mlx_speculation.models import HiddenStates
+from mlx_speculation.models.mtp import Mtp
+from mlx_speculation.training.unroll import attend_split, unroll
+from support.identity import prompt_of
+from support.models import mtp_checkpoints
+from support.references import eagle3
+from support.references.reference_target import tables, target
+
+SLOTS, DEPTHS = 9, 4
+HEADS: dict[str, dict[str, Any]] = {
+    "specforge": {"layer_ids": [0, 3, 6]},
+    "vllm": {"convention": "vllm", "layer_ids": [1, 2, 6], "own_embedding": True},
+    "normed residual": {"norm_before_residual": True},
+    "eagle 3.1": {"feature_norms": True, "norm_output": True},
+    "whole vocabulary": {"draft_vocab": None, "own_head": False},
+}
+
+
+def logits_of(
+    model: Any, hidden: mx.array, tokens: mx.array, **options: Any
+) -> list[mx.array]:
+    def read(depth: int, logits: mx.array) -> mx.array:
+        return logits
+
+    return unroll(model, hidden, tokens, DEPTHS, read, **options)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("case", HEADS)
+def test_every_slot_drafts_as_the_reference_does(
+    case: str, split: bool, tmp_path: Path
+) -> None:
+    tensors, config = eagle3.write_tiny(tmp_path, seed=3, **HEADS[case])
+    eagle = EagleDraft.from_folder(tmp_path, target()).eagle
+    if split:
+        attend_split(eagle.head.midlayer.self_attn)
+    tokens = prompt_of(SLOTS + DEPTHS + 1)
+    taps = HiddenStates(target(), layers=eagle.layers)
+    with taps.collect() as states:
+        target()(mx.array([tokens[:SLOTS]]))
+    features = np.concatenate(
+        [np.array(states.layer(i)[0], np.float64) for i in eagle.layers], axis=-1
+    )
+    begun = eagle3.project(tensors, config, features)
+    found = logits_of(eagle, eagle.states(states), mx.array([tokens[1:]]))
+    for slot in range(SLOTS):
+        history, paired = begun[: slot + 1], np.array(tokens[1 : slot + 2])
+        for depth in range(DEPTHS):
+            out = eagle3.rows(tensors, config, history, paired, **tables())
+            expected = out.logits[-1]
+            got = np.array(found[depth][0, slot], np.float64)
+            assert np.abs(got - expected).max() < 1e-4 * max(1, np.abs(expected).max())
+            history = np.concatenate([history, out.recycled[-1:]])
+            paired = np.append(paired, tokens[slot + 2 + depth])
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mimo", "deepseek_v3", "step3p5"])
+def test_an_mtp_head_is_unrolled_as_it_drafts(name: str) -> None:
+    """Chained layers too: layer k of "step3p5" makes draft k."""
+    _, model, head = mtp_checkpoints.make(name)
+    layout = mtp_checkpoints.LAYOUTS[name]
+    head._chained = mtp_checkpoints.family(layout).layers == "chained"
+    depths = len(head.layers) if head.chained else 3
+    mtp = Mtp(head, HiddenStates(model, after_norm=True))
+    dim = head.layers[0].norm_h.weight.shape[0]
+    hidden = mx.random.normal((1, SLOTS, dim), key=mx.random.key(5))
+    tokens = mx.array([prompt_of(SLOTS + DEPTHS)])
+    found = unroll(mtp, hidden, tokens, depths, lambda depth, logits: logits)
+    for slot in range(SLOTS):
+        caches = head.new_caches()
+        state = hidden[:, : slot + 1]
+        given = tokens[:, : slot + 1]
+        for depth in range(depths):
+            layer = depth if head.chained else 0
+            out = mtp.rows(state, given, caches[layer], layer)
+            got, expected = found[depth][0, slot], out.logits[0, -1]
+            assert mx.abs(got - expected).max() < 1e-4 * mx.abs(expected).max()
+            if head.chained:
+                state, given = out.recycled, tokens[:, depth + 1 : depth + slot + 2]
+            else:
+                state, given = out.recycled[:, -1:], tokens[:, slot + depth + 1][None]
+
+
+def test_a_window_of_the_head_is_kept() -> None:
+    _, model, head = mtp_checkpoints.make("mimo_v2_flash")
+    mtp = Mtp(head, HiddenStates(model, after_norm=True))
+    window = head.layers[0]._blocks[0].window
+    assert window is not None
+    slots = window + 6
+    dim = head.layers[0].norm_h.weight.shape[0]
+    hidden = mx.random.normal((1, slots, dim), key=mx.random.key(5))
+    tokens = mx.array([prompt_of(slots + 3)])
+    found = unroll(mtp, hidden, tokens, 3, lambda depth, logits: logits)
+    for slot in (2, window - 2, window - 1, window, slots - 1):
+        caches = head.new_caches()[0]
+        out = mtp.rows(hidden[:, : slot + 1], tokens[:, : slot + 1], caches)
+        for depth in range(3):
+            got, expected = found[depth][0, slot], out.logits[0, -1]
+            assert mx.abs(got - expected).max() < 1e-4 * mx.abs(expected).max()
+            given = tokens[:, slot + depth + 1][None]
+            out = mtp.rows(out.recycled[:, -1:], given, caches)
+
+
+def test_checkpoints_change_no_gradient(tmp_path: Path) -> None:
+    eagle3.write_tiny(tmp_path, seed=3, layer_ids=[0, 3, 6])
+    eagle = EagleDraft.from_folder(tmp_path, target()).eagle
+    hidden = mx.random.normal((2, SLOTS, 64), key=mx.random.key(5))
+    tokens = mx.array([prompt_of(SLOTS + DEPTHS), prompt_of(SLOTS + DEPTHS)[::-1]])
+
+    def loss(parameters: Any, checkpoint: bool) -> mx.array:
+        eagle.head.update(parameters)
+        made = unroll(
+            eagle,
+            hidden,
+            tokens,
+            DEPTHS,
+            lambda depth, logits: mx.square(logits).sum() / (1 + depth),
+            checkpoint=checkpoint,
+        )
+        return mx.stack(made).sum()
+
+    head: Any = eagle.head
+    parameters = head.trainable_parameters()
+    gradients: Any = [
+        dict(tree_flatten(mx.grad(loss)(parameters, checkpoint)))
+        for checkpoint in (False, True)
+    ]
+    for name, value in gradients[0].items():
+        assert mx.allclose(value, gradients[1][name], rtol=1e-5, atol=1e-6), name
