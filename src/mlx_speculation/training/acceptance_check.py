@@ -1,0 +1,196 @@
+"""How many drafts of recorded text a target would accept.
+
+The text is the target's own, so a draft is right where it is the recorded token: of
+greedy text this is what greedy decoding accepts. Of sampled text the probability of
+acceptance is taken, sum_v min(P, q), of the recorded tokens before.
+
+    position d   the share of slots in which drafts 1 to d are all accepted
+    length       tokens a round brings, the bonus included, of k drafts
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_speculation.engine import LookupDrafter
+from mlx_speculation.engine import Sequence as Known
+from mlx_speculation.training.data.dialogues import Dialogue
+from mlx_speculation.training.kinds.trainee import Trainee, slots_of
+from mlx_speculation.training.teacher import TargetModel
+
+ROUND = 4  # drafts of a round, for mean lengths
+_ROUNDED = 64  # rows are filled up to a multiple of so many tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What of drafts is accepted.
+
+    Attributes:
+        positions: by depth, how often it and all before it are.
+        length: mean tokens of a round of `ROUND` drafts.
+        rounds: over how many rounds or slots.
+    """
+
+    positions: tuple[float, ...]
+    length: float
+    rounds: int
+
+
+def check_acceptance(
+    trainee: Trainee,
+    target: TargetModel,
+    dialogues: Sequence[Dialogue],
+    *,
+    rows: int,
+    depths: int = ROUND,
+    longest: int,
+) -> dict[str, Acceptance]:
+    """Return what is accepted of greedy text, and of sampled text.
+
+    Args:
+        trainee: the drafter.
+        target: what wrote the text.
+        dialogues: those to evaluate on.
+        rows: dialogues at once.
+        depths: how many tokens are drafted.
+        longest: tokens of a dialogue; longer ones are cut.
+
+    Returns:
+        "greedy" and "sampled", those of which there are dialogues.
+    """
+    found: dict[str, list[NDArray[np.float64]]] = {"greedy": [], "sampled": []}
+    for group in _groups(dialogues, rows):
+        temperature = group[0].temperature
+        shares = _shares(trainee, target, group, temperature, depths, longest)
+        for dialogue, own in zip(group, shares, strict=True):
+            part = _counting(dialogue, own, trainee.first, longest)
+            found["sampled" if temperature else "greedy"].append(part)
+    return {
+        name: _summed(parts, walk=name == "greedy")
+        for name, parts in found.items()
+        if any(map(len, parts))
+    }
+
+
+def lookup_acceptance(
+    dialogues: Sequence[Dialogue], depths: int = ROUND
+) -> dict[str, Acceptance]:
+    """Return the same of prompt lookup, at rounds that follow each other."""
+    found: dict[str, list[list[int]]] = {"greedy": [], "sampled": []}
+    for dialogue in dialogues:
+        tokens = dialogue.tokens.tolist()
+        at = int(np.argmax(dialogue.counts)) + 1
+        drafter, known = LookupDrafter(), Known(tokens[:at])
+        drafter.begin(known)
+        own = found["sampled" if dialogue.temperature else "greedy"]
+        while at < len(tokens):
+            known.tokens[:] = tokens[:at]
+            drafted: Any = drafter.propose(known, depths, _no_choice).tokens.tolist()
+            right = 0
+            for token, recorded in zip(drafted, tokens[at:], strict=False):
+                if token != recorded:
+                    break
+                right += 1
+            own.append([int(depth < right) for depth in range(depths)])
+            at += right + 1
+    return {
+        name: _summed([np.array(rounds, np.float64)], walk=False)
+        for name, rounds in found.items()
+        if rounds
+    }
+
+
+def _no_choice(logits: mx.array, rows: Any, ids: mx.array | None = None) -> Any:
+    raise AssertionError("a lookup chooses nothing")
+
+
+def _groups(dialogues: Sequence[Dialogue], rows: int) -> Iterator[list[Dialogue]]:
+    """Yield dialogues of one temperature and of about one length."""
+    for temperature in sorted({each.temperature for each in dialogues}):
+        own = [each for each in dialogues if each.temperature == temperature]
+        own.sort(key=lambda each: len(each.tokens))
+        for begin in range(0, len(own), rows):
+            yield own[begin : begin + rows]
+
+
+def _shares(
+    trainee: Trainee,
+    target: TargetModel,
+    group: Sequence[Dialogue],
+    temperature: float,
+    depths: int,
+    longest: int,
+) -> NDArray[np.float64]:
+    """Return the acceptance of each draft alone, [rows, slots, depths]."""
+    least = depths + trainee.first  # at least one slot
+    length = max(least, *(min(longest, len(each.tokens)) for each in group))
+    length += -length % _ROUNDED
+    filled = np.zeros((len(group), length), np.uint32)
+    for row, each in zip(filled, group, strict=True):
+        part = each.tokens[:length]
+        row[: len(part)] = part
+    tokens = mx.array(filled)
+    lesson = target.lesson(tokens)
+    mx.eval(lesson.inputs, lesson.logits)
+    n, ids = slots_of(trainee, tokens, depths), trainee.ids
+
+    def right(depth: int, logits: mx.array) -> mx.array:
+        column = mx.argmax(logits, axis=-1)
+        drafted = column if ids is None else ids[column]
+        after = depth + trainee.first
+        found = drafted == tokens[:, after : after + n]
+        return _evaluated(found)
+
+    def overlap(depth: int, logits: mx.array) -> mx.array:
+        after = depth + trainee.first - 1
+        theirs = lesson.logits[:, after : after + n].astype(mx.float32) / temperature
+        probs = mx.softmax(theirs, axis=-1)
+        probs = probs if ids is None else mx.take(probs, ids, axis=-1)
+        own = mx.softmax(logits.astype(mx.float32) / temperature, axis=-1)
+        return _evaluated(mx.minimum(probs, own).sum(axis=-1))
+
+    read: Callable[[int, mx.array], mx.array] = overlap if temperature else right
+    made = trainee.run(lesson.inputs, tokens, depths, read)
+    return np.stack([np.array(each).astype(np.float64) for each in made], axis=-1)
+
+
+def _evaluated(array: mx.array) -> mx.array:
+    """Evaluate at once, so that the logits of one depth alone are held."""
+    mx.eval(array)
+    return array
+
+
+def _counting(
+    dialogue: Dialogue, shares: NDArray[np.float64], first: int, longest: int
+) -> NDArray[np.float64]:
+    """Return the slots whose drafts are all of the answer, [slots, depths].
+
+    A round can begin once the answer's first token is known, and drafts the next.
+    """
+    depths = shares.shape[-1]
+    begin = int(np.argmax(dialogue.counts)) + 1 - first
+    end = min(longest, len(dialogue.tokens)) - first - depths + 1
+    return shares[max(0, begin) : max(0, begin, end)]
+
+
+def _summed(parts: Sequence[NDArray[np.float64]], *, walk: bool) -> Acceptance:
+    """Return what is accepted of [slots, depths], by slots or by rounds in a row."""
+    all_right = [np.cumprod(part, axis=-1) for part in parts if len(part)]
+    lengths = []
+    for part in all_right:
+        tokens = 1 + part[:, :ROUND].sum(axis=-1)
+        at = 0
+        while at < len(tokens):
+            lengths.append(tokens[at])
+            at += int(tokens[at]) if walk else 1
+    positions = np.concatenate(all_right).mean(axis=0)
+    return Acceptance(
+        tuple(round(float(share), 4) for share in positions),
+        round(float(np.mean(lengths)), 4),
+        len(lengths),
+    )

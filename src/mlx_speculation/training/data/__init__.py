@@ -1,0 +1,12 @@
+"""The texts of a training: prompts, the target's answers, and rows cut from them.
+
+    prompts       a file of prompts, each as messages
+    own_prompts   prompts that the target writes itself
+    answers       what the target writes in batches, as token ids
+    dialogues     the file of token ids, which a later run extends
+    collect       fills that file
+    row_batches   rows of one shape, in an order that a seed decides
+    draft_ids     the token ids that a draft needs most
+
+Drafters and optimizers are not known here.
+"""

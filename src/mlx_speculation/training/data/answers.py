@@ -1,0 +1,79 @@
+"""What a target writes behind prompts: many at once, as token ids."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import BatchGenerator
+
+Report = Callable[[int, int], None]  # how much is done, of how much
+
+
+def write_answers(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    most: int,
+    temperature: float,
+    ends: Sequence[int],
+    seed: int,
+    min_p: float = 0.0,
+    report: Report | None = None,
+) -> list[list[int]]:
+    """Return the target's continuation of each prompt.
+
+    Args:
+        model: the target.
+        prompts: token ids, at least one in each.
+        most: tokens of an answer.
+        temperature: 0: greedy.
+        ends: ids that end an answer; the one that did is its last token.
+        seed: decides the draws.
+        min_p: drops tokens less likely than this share of the likeliest one's.
+        report: called with how many answers have ended.
+    """
+    generator = BatchGenerator(
+        model,
+        max_tokens=most,
+        stop_tokens=[[end] for end in ends],
+        sampler=_sampler(temperature, min_p, seed),
+        completion_batch_size=len(prompts),
+        prefill_batch_size=len(prompts),
+    )
+    try:
+        numbers = generator.insert([list(prompt) for prompt in prompts])
+        found: dict[int, list[int]] = {number: [] for number in numbers}
+        ended = 0
+        while ended < len(prompts):
+            for each in generator.next_generated():
+                found[each.uid].append(each.token)
+                ended += each.finish_reason is not None
+            if report is not None:
+                report(ended, len(prompts))
+    finally:
+        generator.close()
+    return list(found.values())
+
+
+def _sampler(temperature: float, min_p: float, seed: int) -> Callable[..., mx.array]:
+    """Return a sampler of its own random numbers."""
+    key = mx.random.key(seed)
+
+    def sample(logprobs: mx.array) -> mx.array:
+        nonlocal key
+        if temperature == 0:
+            return mx.argmax(logprobs, axis=-1)
+        key, own = mx.random.split(key)
+        if min_p:
+            best = logprobs.max(axis=-1, keepdims=True)
+            least = best + mx.log(mx.array(min_p, logprobs.dtype))
+            logprobs = mx.where(logprobs < least, -mx.inf, logprobs)
+        return mx.random.categorical(logprobs * (1 / temperature), key=own)
+
+    return sample
+
+
+def end_ids(tokenizer: Any) -> list[int]:
+    """Return the ids that end an answer."""
+    return sorted(int(end) for end in tokenizer.eos_token_ids if end is not None)

@@ -1,0 +1,194 @@
+"""Has the target write dialogues until there are enough.
+
+They come in batches, each of one temperature: first those to evaluate on, half of them
+greedy, then those to learn from. What a batch holds follows from its number, so that a
+run that was interrupted goes on with the same texts.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.nn as nn
+import numpy as np
+
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.interrupts import DeferredSignals
+from mlx_speculation.training.data.answers import Report, end_ids, write_answers
+from mlx_speculation.training.data.dialogues import Dialogue, Dialogues
+from mlx_speculation.training.data.own_prompts import write_prompts
+from mlx_speculation.training.data.prompts import Messages
+from mlx_speculation.training.options import TrainOptions
+
+TEMPERATURES = (0.0, 0.8)
+_FRUITLESS = 3  # batches without any prompt that end it
+
+
+class Collector:
+    """Writes dialogues of a target.
+
+    Args:
+        model: the target.
+        tokenizer: its tokenizer.
+        options: of the training.
+        prompts: those of a file; none: the target writes them itself.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        options: TrainOptions,
+        prompts: Sequence[Messages],
+    ) -> None:
+        self._model, self._tokenizer, self._options = model, tokenizer, options
+        self._prompts = list(prompts)
+        random.Random(options.seed).shuffle(self._prompts)
+        self._ends = end_ids(tokenizer)
+
+    def fill(
+        self,
+        dialogues: Dialogues,
+        report: Report,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Add batches until there are as many dialogues as the options say.
+
+        Args:
+            dialogues: to add to.
+            report: called with how many there are.
+            stop: asked before each batch of those to learn from, once there are some.
+
+        Raises:
+            InvalidRequestError: the target writes no prompts.
+        """
+        wanted = self._options.dialogues + self._options.held_out
+        fruitless = 0
+        while True:
+            held, count = self._next(dialogues)
+            if not count or (not held and dialogues.training and stop()):
+                return
+            report(len(dialogues.found), wanted)
+            more, used = self._batch(dialogues, held, count, report)
+            with DeferredSignals():
+                dialogues.add(more, used)
+            fruitless = 0 if more else fruitless + 1
+            if fruitless == _FRUITLESS:
+                raise InvalidRequestError(
+                    f"The target wrote {fruitless * count} prompts, and none of them "
+                    "has a few tokens. Pass a file of prompts."
+                )
+
+    def _next(self, dialogues: Dialogues) -> tuple[bool, int]:
+        """Return whether the next batch is to evaluate on, and how many it has."""
+        most = self._options.batch
+        if self._options.own_share == 0:
+            most = min(most, len(self._prompts) - dialogues.used)
+        half = -(-self._options.held_out // 2)
+        held = dialogues.held_out
+        for temperature in TEMPERATURES:
+            missing = half - sum(each.temperature == temperature for each in held)
+            if missing > 0 and most > 0:
+                return True, min(most, missing)
+        missing = self._options.dialogues - len(dialogues.training)
+        return False, max(0, min(most, missing))
+
+    def _batch(
+        self, dialogues: Dialogues, held: bool, count: int, report: Report
+    ) -> tuple[list[Dialogue], int]:
+        """Return a batch of dialogues, and how many prompts of the file it took."""
+        number = dialogues.batches
+        temperature = TEMPERATURES[number % 2]
+        if held:
+            greedy = sum(each.temperature == 0 for each in dialogues.held_out)
+            temperature = TEMPERATURES[greedy >= -(-self._options.held_out // 2)]
+        seed = (self._options.seed << 20) + number
+        own = round(count * self._options.own_share)
+        prompts: list[list[int]] = []
+        if own:
+            prompts = write_prompts(
+                self._model,
+                self._tokenizer,
+                own,
+                most=self._options.prompt_tokens,
+                seed=seed,
+            )
+        done, whole = len(dialogues.found), len(dialogues.found) + count
+        found = [
+            self._dialogue(prompt, answer, held, True, temperature)
+            for prompt, answer in zip(
+                prompts, self._answers(prompts, temperature, seed + 1), strict=True
+            )
+        ]
+        used = count - own
+        taken = [
+            self._prompts[(dialogues.used + i) % len(self._prompts)]
+            for i in range(used)
+        ]
+        found += self._conversations(taken, held, temperature, seed)
+        report(done + len(found), max(whole, done + len(found)))
+        return found, used
+
+    def _conversations(
+        self, asked: Sequence[Messages], held: bool, temperature: float, seed: int
+    ) -> list[Dialogue]:
+        """Answer conversations turn by turn; each turn is a dialogue of its own."""
+        found = []
+        histories: list[Messages] = [[] for _ in asked]
+        remaining = [list(messages) for messages in asked]
+        turn = 0
+        while any(remaining):
+            for history, rest in zip(histories, remaining, strict=True):
+                while rest:
+                    history.append(rest.pop(0))
+                    if history[-1]["role"] == "user":
+                        break
+            live = [
+                h for h in histories if h and h[-1]["role"] == "user"
+            ]  # others have ended
+            prompts = [self._encoded(history) for history in live]
+            answers = self._answers(prompts, temperature, seed + 2 + turn)
+            for history, prompt, answer in zip(live, prompts, answers, strict=True):
+                found.append(self._dialogue(prompt, answer, held, False, temperature))
+                text = self._tokenizer.decode(
+                    [token for token in answer if token not in self._ends]
+                )
+                history.append({"role": "assistant", "content": text})
+            turn += 1
+        return found
+
+    def _encoded(self, messages: Messages) -> list[int]:
+        tokenizer = self._tokenizer
+        if not getattr(tokenizer, "has_chat_template", False):
+            text = "\n".join(each["content"] for each in messages)
+            return list(tokenizer.encode(text))
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    def _answers(
+        self, prompts: Sequence[list[int]], temperature: float, seed: int
+    ) -> list[list[int]]:
+        if not prompts:
+            return []
+        return write_answers(
+            self._model,
+            prompts,
+            most=self._options.answer_tokens,
+            temperature=temperature,
+            ends=self._ends,
+            seed=seed,
+        )
+
+    def _dialogue(
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        held: bool,
+        own: bool,
+        temperature: float,
+    ) -> Dialogue:
+        tokens = np.array([*prompt, *answer], np.uint32)
+        counts = np.arange(len(tokens)) >= (0 if own and not held else len(prompt))
+        return Dialogue(tokens, counts, held, own, temperature)

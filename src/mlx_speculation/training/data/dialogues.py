@@ -1,0 +1,159 @@
+"""Dialogues as token ids, in one safetensors file that grows.
+
+    tokens        uint32 [n], of all dialogues, one after the other
+    counts        uint8 [n], whether a token is one to learn
+    ends          int64 [dialogues], where each one ends in them
+    held          uint8 [dialogues], whether it is to evaluate on
+    own           uint8 [dialogues], whether the target wrote the prompt too
+    temperature   float32 [dialogues], of the answer
+
+Its metadata name the target, how many batches were written, and how many prompts of a
+file were used. It is written as a whole or not at all.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from mlx_speculation.errors import InvalidRequestError
+
+FORMAT = "mlx-speculation dialogues 1"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dialogue:
+    """A prompt and its answer.
+
+    Attributes:
+        tokens: uint32 [n].
+        counts: bool [n], whether a token is one to learn: those of answers, and of
+            prompts that the target wrote.
+        held: whether it is to evaluate on.
+        own: whether the target wrote the prompt too.
+        temperature: of the answer.
+    """
+
+    tokens: NDArray[np.uint32]
+    counts: NDArray[np.bool_]
+    held: bool
+    own: bool
+    temperature: float
+
+
+@dataclass(slots=True)
+class Dialogues:
+    """The dialogues in a file.
+
+    Attributes:
+        file: where they are kept.
+        target: names the target that wrote them.
+        found: the dialogues.
+        batches: how many batches were written.
+        used: how many prompts of a file were used.
+    """
+
+    file: Path
+    target: str
+    found: list[Dialogue] = field(default_factory=list)
+    batches: int = 0
+    used: int = 0
+
+    @classmethod
+    def open(cls, file: Path, target: str) -> "Dialogues":
+        """Return what a file holds; nothing where there is none.
+
+        Raises:
+            InvalidRequestError: it is no such file, or another target's.
+        """
+        if not file.exists():
+            return cls(file, target)
+        try:
+            with safe_open(file, "np") as opened:
+                said = opened.metadata() or {}
+                held = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise InvalidRequestError(
+                f"{str(file)!r} cannot be read: {error}. Name another file of data."
+            ) from error
+        if said.get("format") != FORMAT:
+            raise InvalidRequestError(
+                f"{str(file)!r} holds no dialogues of a training. Name another file."
+            )
+        if said.get("target") != target:
+            raise InvalidRequestError(
+                f"The dialogues in {str(file)!r} were written by another target, "
+                f"{said.get('target')!r}, and this one is {target!r}. Name another "
+                "file."
+            )
+        return cls(file, target, _parted(held), int(said["batches"]), int(said["used"]))
+
+    @property
+    def training(self) -> list[Dialogue]:
+        """Those to learn from."""
+        return [each for each in self.found if not each.held]
+
+    @property
+    def held_out(self) -> list[Dialogue]:
+        """Those to evaluate on."""
+        return [each for each in self.found if each.held]
+
+    def add(self, more: Iterable[Dialogue], used: int) -> None:
+        """Add a batch, and write the file anew.
+
+        Args:
+            more: the dialogues.
+            used: how many prompts of a file they took.
+        """
+        self.found.extend(more)
+        self.batches += 1
+        self.used += used
+        self._save()
+
+    def _save(self) -> None:
+        ends = np.cumsum([len(each.tokens) for each in self.found])
+        arrays = {
+            "tokens": np.concatenate([each.tokens for each in self.found]),
+            "counts": np.concatenate([each.counts for each in self.found]),
+            "ends": ends.astype(np.int64),
+            "held": np.array([each.held for each in self.found]),
+            "own": np.array([each.own for each in self.found]),
+        }
+        arrays = {
+            name: value.astype(np.uint8) if value.dtype == np.bool_ else value
+            for name, value in arrays.items()
+        }
+        arrays["temperature"] = np.array(
+            [each.temperature for each in self.found], np.float32
+        )
+        metadata = {
+            "format": FORMAT,
+            "target": self.target,
+            "batches": str(self.batches),
+            "used": str(self.used),
+        }
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.file.with_name(f".{self.file.name}.partial")
+        save_file(arrays, partial, metadata)
+        partial.replace(self.file)
+
+
+def _parted(held: dict[str, Any]) -> list[Dialogue]:
+    found, begin = [], 0
+    for number, end in enumerate(held["ends"].tolist()):
+        found.append(
+            Dialogue(
+                held["tokens"][begin:end],
+                held["counts"][begin:end].astype(np.bool_),
+                bool(held["held"][number]),
+                bool(held["own"][number]),
+                float(held["temperature"][number]),
+            )
+        )
+        begin = end
+    return found

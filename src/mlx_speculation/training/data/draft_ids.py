@@ -1,0 +1,46 @@
+"""The token ids that a draft is to know: those that the target writes most."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_speculation.training.data.dialogues import Dialogue
+
+_MOST_SPECIAL = 256
+
+
+def choose_ids(
+    dialogues: Sequence[Dialogue], size: int, width: int, always: Sequence[int]
+) -> NDArray[np.int64]:
+    """Return the ids that are used most among tokens to learn, in order.
+
+    Args:
+        dialogues: to count in.
+        size: how many ids.
+        width: how many ids there are.
+        always: ids that are taken whatever their count.
+    """
+    counts = np.zeros(width, np.int64)
+    for each in dialogues:
+        counts += np.bincount(each.tokens[each.counts], minlength=width)
+    counts[[token for token in always if token < width]] += counts.sum() + 1
+    # Ids that are never used fill up what is left, the lowest first.
+    order = np.lexsort((np.arange(width), -counts))
+    return np.sort(order[: min(size, width)]).astype(np.int64)
+
+
+def needed_ids(tokenizer: Any) -> list[int]:
+    """Return ids without which texts cannot end, or be laid out."""
+    found = [int(end) for end in tokenizer.eos_token_ids if end is not None]
+    for text in ("\n", "\n\n", " ", *"0123456789"):
+        found += tokenizer.encode(text, add_special_tokens=False)[:1]
+    added = sorted(getattr(tokenizer, "added_tokens_decoder", {}))
+    return [*found, *added[:_MOST_SPECIAL]]
+
+
+def coverage(dialogues: Sequence[Dialogue], ids: NDArray[np.int64]) -> float:
+    """Return the share of tokens to learn that are among the ids."""
+    tokens = np.concatenate([each.tokens[each.counts] for each in dialogues])
+    return float(np.isin(tokens, ids).mean()) if tokens.size else 0.0

@@ -1,0 +1,162 @@
+"""Prompts that a target writes itself (Magpie, arXiv 2406.08464).
+
+A chat model is fed its template up to where a user's text stands, perhaps with a few
+words to begin with, and goes on as a user of the kind that it was trained on.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.training.data.answers import end_ids, write_answers
+
+_MARK = "\u241fuser\u241f"
+_SHORTEST = 4  # tokens of a user's text
+_WORD_BY_WORD = 0.02  # what is less likely by this factor makes no text
+# How users begin. A draft is as good on a kind of request as it has seen of it.
+SEEDS = (
+    "",
+    "",
+    "",
+    "Explain",
+    "What is the difference between",
+    "How do I",
+    "Why does",
+    "Can you",
+    "Write a Python function that",
+    "Write a SQL query that",
+    "Fix the bug in this code:\n",
+    "Write a short story about",
+    "Write a poem about",
+    "Write an email to",
+    "Write a product description for",
+    "Write a blog post about",
+    "Write a persuasive essay on",
+    "Imagine you are",
+    "Pretend that you are",
+    "Suggest",
+    "Give me a list of",
+    "List five",
+    "Compare",
+    "Describe",
+    "Summarize the following text:\n",
+    "Summarize this article in three sentences:\n",
+    "Rewrite this paragraph so that it is shorter:\n",
+    "Edit the following paragraph for grammar:\n",
+    "Translate the following sentence into English:\n",
+    "Translate German to English:",
+    "Translate the following into French:\n",
+    "Answer the question with the help of this text:\n",
+    "Based on the passage below, answer:\n",
+    "Extract the names and dates from this text:\n",
+    "Classify the sentiment of this review:\n",
+    "who wrote the",
+    "who is the",
+    "when did the",
+    "where is the",
+    "how many",
+    "what is the name of",
+    "A train leaves",
+    "If a store sells",
+    "Tom has 5 apples and",
+    "There are 24 students in a class.",
+    "Lisa bought",
+    "The sum of two numbers is",
+    "Solve for x:",
+    "What is the probability that",
+    "Plan a",
+    "Give me a recipe for",
+    "What are the benefits of",
+    "Act as a",
+    "Convert the following to JSON:\n",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What stands around a user's text.
+
+    Attributes:
+        before: token ids; none where there is no chat template.
+        after: token ids up to where the answer begins.
+    """
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+def frame_of(tokenizer: Any) -> Frame:
+    """Return what a chat template puts around a user's text.
+
+    Raises:
+        InvalidRequestError: the text does not stand in it as it is.
+    """
+    if not getattr(tokenizer, "has_chat_template", False):
+        begin = tokenizer.encode("")
+        return Frame(tuple(begin) or tuple(end_ids(tokenizer)[:1]), ())
+    whole = tokenizer.apply_chat_template(
+        [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
+    )
+    before, mark, after = whole.partition(_MARK)
+    if not mark:
+        raise InvalidRequestError(
+            "The chat template does not repeat a user's text as it is, so the target "
+            "cannot write prompts itself. Pass a file of prompts."
+        )
+    ids = [tokenizer.encode(part, add_special_tokens=False) for part in (before, after)]
+    return Frame(tuple(ids[0]), tuple(ids[1]))
+
+
+def write_prompts(
+    model: nn.Module, tokenizer: Any, count: int, *, most: int, seed: int
+) -> list[list[int]]:
+    """Return prompts that end where an answer begins, as token ids.
+
+    Those that came out very short, or twice, are left out, so there may be fewer.
+
+    Args:
+        model: the target.
+        tokenizer: its tokenizer.
+        count: how many to write.
+        most: tokens of a user's text, without the words that it begins with.
+        seed: decides the draws.
+
+    Raises:
+        InvalidRequestError: there is nothing to begin with.
+    """
+    frame, draw = frame_of(tokenizer), random.Random(seed)
+    begun = [
+        tokenizer.encode(draw.choice(SEEDS), add_special_tokens=False)
+        for _ in range(count)
+    ]
+    starts = [[*frame.before, *words] for words in begun]
+    if not all(starts):
+        raise InvalidRequestError(
+            "The tokenizer has neither a chat template nor a token that begins a text, "
+            "so the target cannot write prompts itself. Pass a file of prompts."
+        )
+    ends = sorted({*end_ids(tokenizer), *frame.after[:1]})
+    written = write_answers(
+        model,
+        starts,
+        most=most,
+        temperature=1.0,
+        ends=ends,
+        seed=seed,
+        min_p=_WORD_BY_WORD,
+    )
+    found: dict[tuple[int, ...], None] = {}
+    for words, more in zip(begun, written, strict=True):
+        text = [*words, *_without(more, ends)]
+        if len(text) >= _SHORTEST:
+            found[(*frame.before, *text, *frame.after)] = None
+    return [list(each) for each in found]
+
+
+def _without(tokens: Sequence[int], ends: Sequence[int]) -> Sequence[int]:
+    """Return tokens without the one that ended them."""
+    return tokens[:-1] if tokens and tokens[-1] in ends else tokens

@@ -1,0 +1,85 @@
+"""Rows of one shape, cut from dialogues in an order that a seed decides.
+
+The dialogues of a pass are shuffled and joined, and rows are cut from that, so all
+tokens of a row count. A row shares its last tokens with the next one: they are what its
+last slots draft, and each slot is one row's.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_speculation.training.data.dialogues import Dialogue
+
+
+class RowBatch(NamedTuple):
+    """Rows of tokens.
+
+    Attributes:
+        tokens: uint32 [rows, tokens].
+        counts: bool [rows, tokens], whether a token is one to learn.
+    """
+
+    tokens: NDArray[np.uint32]
+    counts: NDArray[np.bool_]
+
+
+class RowBatches:
+    """All batches of a training, by number.
+
+    Args:
+        dialogues: to learn from.
+        rows: of a batch.
+        slots: by which rows are apart.
+        more: tokens of a row behind its slots.
+        seed: decides the order.
+    """
+
+    def __init__(
+        self,
+        dialogues: Sequence[Dialogue],
+        rows: int,
+        slots: int,
+        more: int,
+        seed: int,
+    ) -> None:
+        self._dialogues, self._rows, self._slots = dialogues, rows, slots
+        self._more, self._seed = more, seed
+        total = sum(len(each.tokens) for each in dialogues)
+        # Of few dialogues rows are cut that overlap.
+        self._count = max(rows, (total - more) // slots)
+        self._joined: tuple[int, RowBatch] | None = None
+
+    @property
+    def per_pass(self) -> int:
+        """How many batches a pass over the dialogues has."""
+        return self._count // self._rows
+
+    def batch(self, number: int) -> RowBatch:
+        """Return a batch, from 0 on."""
+        epoch, place = divmod(number, self.per_pass)
+        stream = self._stream(epoch)
+        length = self._slots + self._more
+        last = max(0, len(stream.tokens) - length)
+        starts = (place * self._rows + np.arange(self._rows)) * self._slots
+        index = np.minimum(starts, last)[:, None] + np.arange(length)
+        index %= len(stream.tokens)
+        return RowBatch(stream.tokens[index], stream.counts[index])
+
+    def _stream(self, epoch: int) -> RowBatch:
+        """Return all tokens of a pass."""
+        if self._joined is None or self._joined[0] != epoch:
+            order = np.random.default_rng([self._seed, epoch]).permutation(
+                len(self._dialogues)
+            )
+            found = [self._dialogues[number] for number in order]
+            tokens = np.concatenate([each.tokens for each in found])
+            counts = np.concatenate([each.counts for each in found])
+            # What a pass leaves over at its end is another text in each pass.
+            shift = int(np.random.default_rng([self._seed, epoch, 1]).integers(1 << 30))
+            shift %= len(tokens)
+            joined = RowBatch(np.roll(tokens, -shift), np.roll(counts, -shift))
+            self._joined = epoch, joined
+        return self._joined[1]

@@ -1,0 +1,79 @@
+"""What the training needs to know of a drafter."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation.models import HiddenStates, States
+from mlx_speculation.training.unroll import Made, Read
+
+
+class Trainee(Protocol):
+    """A drafter that is trained.
+
+    Attributes:
+        kind: "eagle", "mtp" or "draft".
+        first: slot i at depth 0 drafts token i + `first`.
+    """
+
+    kind: str
+    first: int
+
+    @property
+    def module(self) -> nn.Module:
+        """Holds the weights that are trained, and perhaps frozen ones."""
+        ...
+
+    @property
+    def taps(self) -> HiddenStates | None:
+        """On the target, for what the drafter reads; None: it reads nothing."""
+        ...
+
+    @property
+    def ids(self) -> mx.array | None:
+        """The target's ids of its logits, uint32 [n]; None: all."""
+        ...
+
+    def read(self, states: States) -> list[mx.array]:
+        """Return what it reads of a forward, each [rows, positions, dim]."""
+        ...
+
+    def run(
+        self,
+        inputs: list[mx.array],
+        tokens: mx.array,
+        depths: int,
+        read: Read[Made],
+        *,
+        checkpoint: bool = False,
+    ) -> list[Made]:
+        """Draft from all slots of recorded text; see `unroll`.
+
+        Args:
+            inputs: what `read` returned, for at least the slots.
+            tokens: ids [rows, slots + depths + first - 1].
+            depths: how many tokens are drafted.
+            read: called with each depth and its logits [rows, slots, ids].
+            checkpoint: whether gradients compute each depth again.
+        """
+        ...
+
+    def save(self, folder: Path, bits: int | None) -> None:
+        """Write its files, as those who draft with it load them.
+
+        Args:
+            folder: exists; files of the same names are replaced.
+            bits: of its matrices; None: as 16-bit numbers.
+        """
+        ...
+
+    def source(self, folder: Path) -> Any:
+        """Return what a generator takes as its draft, from the files in a folder."""
+        ...
+
+
+def slots_of(trainee: Trainee, tokens: mx.array, depths: int) -> int:
+    """Return how many slots rows of tokens have."""
+    return int(tokens.shape[1]) - depths - trainee.first + 1

@@ -1,0 +1,179 @@
+"""The loop: steps, evaluations, what is kept, and when it ends.
+
+It ends when all steps are taken, when evaluations no longer gain, when the time is up,
+or at Ctrl-C; the last two leave a state from which the same steps follow.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers as optim
+from mlx.utils import tree_map
+
+from mlx_speculation.interrupts import DeferredSignals, checkpoint
+from mlx_speculation.training.acceptance_check import Acceptance
+from mlx_speculation.training.data.row_batches import RowBatches
+from mlx_speculation.training.kinds.trainee import Trainee
+from mlx_speculation.training.state import Progress, save_state
+from mlx_speculation.training.step import TrainingStep
+
+_GAIN = 0.002  # of the mean length: less is no gain
+_SAVED = 120.0  # seconds between states at most
+_LOOKED = 10  # steps between losses that are read
+
+Evaluate = Callable[[], dict[str, Acceptance]]
+Ended = str
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Who is told what the loop does.
+
+    Attributes:
+        step: called with the progress and the newest mean loss.
+        evaluated: called with the progress after each evaluation.
+    """
+
+    step: Callable[[Progress, float], None]
+    evaluated: Callable[[Progress], None]
+
+
+@dataclass(slots=True)
+class TrainingLoop:
+    """One training.
+
+    Attributes:
+        trainee: what is trained.
+        stepper: makes gradients and applies them.
+        optimizer: with its state.
+        batches: of rows.
+        progress: where it stands.
+        options: what has to be the same when it is resumed.
+        folder: where its state is kept.
+        evaluate: measures acceptance on held-out text.
+        keep: writes the draft's files, after an evaluation that gained.
+        watch: who is told.
+        accumulate: batches of a step.
+        between: steps between evaluations.
+        patience: evaluations without gain that end it; 0: never.
+        deadline: when to stop, of `time.monotonic`; None: never.
+    """
+
+    trainee: Trainee
+    stepper: TrainingStep
+    optimizer: optim.Optimizer
+    batches: RowBatches
+    progress: Progress
+    options: dict[str, Any]
+    folder: Path
+    evaluate: Evaluate
+    keep: Callable[[], None]
+    watch: Watch
+    accumulate: int
+    between: int
+    patience: int
+    deadline: float | None = None
+
+    def run(self) -> Ended:
+        """Train; return why it has ended: "steps", "stale", "time" or "interrupt"."""
+        progress = self.progress
+        if not progress.history:
+            self._evaluated()
+        saved = time.monotonic()
+        try:
+            while not progress.done:
+                if self.deadline is not None and time.monotonic() >= self.deadline:
+                    self._save()
+                    return "time"
+                with DeferredSignals(checkpoints=True):
+                    self._steps()
+                    if progress.step % self.between == 0 or self._last:
+                        self._evaluated()
+                        saved = time.monotonic()
+                    elif time.monotonic() - saved > _SAVED:
+                        self._save()
+                        saved = time.monotonic()
+                    checkpoint()
+        except KeyboardInterrupt:
+            self._save()
+            return "interrupt"
+        return "steps" if self._last else "stale"
+
+    @property
+    def _last(self) -> bool:
+        return self.progress.step >= self.progress.steps
+
+    def _steps(self) -> None:
+        """Take a few steps, up to the next evaluation at most."""
+        progress, began = self.progress, time.monotonic()
+        stop = min(
+            progress.steps,
+            progress.step + _LOOKED,
+            (progress.step // self.between + 1) * self.between,
+        )
+        losses: list[mx.array] = []
+        while progress.step < stop:
+            losses.append(self._step())
+            # One step is computed while the next is built.
+            mx.async_eval(losses[-1], self.trainee.module.state, self.optimizer.state)
+            if len(losses) > 1:
+                mx.eval(losses[-2])
+            progress.step += 1
+        mx.eval(losses, self.trainee.module.state, self.optimizer.state)
+        progress.seconds += time.monotonic() - began
+        loss = float(mx.stack(losses).mean())
+        progress.losses.append((progress.step, round(loss, 5)))
+        self.watch.step(progress, loss)
+
+    def _step(self) -> mx.array:
+        loss, gradients = self._gradients(self.progress.step * self.accumulate)
+        for more in range(1, self.accumulate):
+            own, added = self._gradients(self.progress.step * self.accumulate + more)
+            gradients = tree_map(mx.add, gradients, added)
+            loss = loss + own
+            mx.eval(gradients, loss)
+        scale = 1 / self.accumulate
+        if self.accumulate > 1:
+            gradients = tree_map(lambda value: value * scale, gradients)
+        self.stepper.apply(self.optimizer, gradients)
+        return loss * scale
+
+    def _gradients(self, number: int) -> tuple[mx.array, Any]:
+        batch = self.batches.batch(number)
+        return self.stepper.gradients(mx.array(batch.tokens), mx.array(batch.counts))
+
+    def _evaluated(self) -> None:
+        """Evaluate, keep what is better, and save the state."""
+        progress = self.progress
+        found = self.evaluate()
+        lengths = [each.length for each in found.values()]
+        length = sum(lengths) / len(lengths)
+        progress.history.append(
+            {
+                "step": progress.step,
+                "seconds": round(progress.seconds, 1),
+                "acceptance": {name: asdict(each) for name, each in found.items()},
+            }
+        )
+        if length > progress.best[0] + _GAIN or not progress.step:
+            progress.best, progress.stale = (length, progress.step), 0
+            self.keep()
+        else:
+            progress.stale += 1
+        stale = self.patience and progress.stale >= self.patience
+        progress.done = bool(self._last or stale)
+        self._save()
+        self.watch.evaluated(progress)
+
+    def _save(self) -> None:
+        save_state(
+            self.folder,
+            self.progress,
+            self.options,
+            self.trainee.module,
+            self.optimizer,
+        )

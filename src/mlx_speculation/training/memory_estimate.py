@@ -1,0 +1,110 @@
+"""How much memory a training takes, before it begins.
+
+An estimate: the target's weights, four float32 arrays of the trained ones (weight,
+gradient, two moments), and what a batch leaves for its gradients. It is within a half
+of what was measured.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models.quantize import weight_bytes
+
+_SHARE = 0.9  # of the memory, at most
+_GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """The sizes that decide what a batch takes.
+
+    Attributes:
+        tokens: of a batch.
+        slots: of a row.
+        dim: the hidden size.
+        heads: of the drafter's attention.
+        ids: of the drafter's logits.
+        vocab: of the target's.
+        depths: how many tokens are drafted.
+        item: bytes of a number.
+    """
+
+    tokens: int
+    slots: int
+    dim: int
+    heads: int
+    ids: int
+    vocab: int
+    depths: int
+    item: int
+
+    def bytes(self, checkpoint: bool) -> int:
+        """Return what gradients of a batch hold."""
+        # Logits and their gradient, scores and weights of attention, the layer.
+        depth = self.tokens * (
+            2 * self.ids * self.item
+            + self.heads * self.slots * (4 + self.item)
+            + 24 * self.dim * self.item
+        )
+        kept = self.tokens * 6 * self.dim * self.item
+        held = depth + self.depths * kept if checkpoint else self.depths * depth
+        teacher = self.tokens * (self.vocab + self.ids) * self.item
+        return held + teacher + depth
+
+
+def choose_checkpoint(
+    model: nn.Module, trained: nn.Module, shape: BatchShape, asked: bool
+) -> tuple[bool, int]:
+    """Return whether depths are computed again for gradients, and the bytes needed.
+
+    Args:
+        model: the target.
+        trained: what is trained.
+        shape: of a batch.
+        asked: whether they are even where the memory would be enough without.
+
+    Raises:
+        InvalidRequestError: the memory is not enough.
+    """
+    fixed = weight_bytes(model) + 4 * trained_bytes(trained)
+    known = available()
+    if known is None:
+        return asked, fixed + shape.bytes(asked)
+    most = _SHARE * known
+    choices = (True,) if asked else (False, True)
+    needed = 0
+    for checkpoint in choices:
+        needed = fixed + shape.bytes(checkpoint)
+        if needed <= most:
+            return checkpoint, needed
+    raise InvalidRequestError(
+        f"The training needs about {needed / _GB:.1f} GB, and {most / _GB:.1f} GB of "
+        "this machine's memory can be used. Take fewer --rows with --accumulate, "
+        "shorter --slots, a smaller --draft-vocab, or fewer --depths."
+    )
+
+
+def trained_bytes(module: nn.Module) -> int:
+    """Return the bytes of the weights that are trained, as float32."""
+    flat: Any = tree_flatten(module.trainable_parameters())
+    return sum(4 * value.size for _, value in flat)
+
+
+def available() -> int | None:
+    """Return how many bytes may be used, of the GPU if there is one; None: unknown."""
+    if mx.default_device() == mx.gpu:
+        info = mx.device_info()
+        for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
+            if info.get(key):
+                return int(info[key])
+        return None
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None

@@ -1,0 +1,53 @@
+"""The plot of a training: its loss, and what is accepted on held-out text."""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from mlx_speculation.training.acceptance_check import ROUND, Acceptance
+from mlx_speculation.training.state import Progress
+
+PLOT = "training.png"
+_COLOURS = {"greedy": "#1f77b4", "sampled": "#d62728"}
+
+
+def draw_curves(
+    file: Path, progress: Progress, lookup: Mapping[str, Acceptance]
+) -> bool:
+    """Draw the plot; return whether matplotlib, which is optional, is there.
+
+    Args:
+        file: a picture; its ending decides the format.
+        progress: holds losses and evaluations.
+        lookup: what prompt lookup accepts on the same text.
+    """
+    if find_spec("matplotlib") is None:
+        return False
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    if progress.losses:
+        left.plot(*zip(*progress.losses, strict=True), color="0.3", linewidth=1)
+    left.set_xlabel("step")
+    left.set_ylabel("loss")
+    steps = [each["step"] for each in progress.history]
+    for name, colour in _COLOURS.items():
+        own = [each["acceptance"].get(name) for each in progress.history]
+        lengths = [each["length"] for each in own if each is not None]
+        if len(lengths) == len(steps):
+            right.plot(
+                steps, lengths, color=colour, marker="o", markersize=3, label=name
+            )
+        if name in lookup:
+            right.axhline(
+                lookup[name].length,
+                color=colour,
+                linestyle=":",
+                label=f"{name}, lookup",
+            )
+    right.set_xlabel("step")
+    right.set_ylabel(f"mean accepted length of {ROUND} drafts")
+    right.legend(frameon=False, fontsize=8)
+    figure.savefig(file, dpi=110)
+    return True

@@ -1,0 +1,118 @@
+"""training.json, which repeats a training, and README.md, the card of its draft."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mlx_speculation.environment import machine, versions
+from mlx_speculation.json_files import write_json
+from mlx_speculation.training.acceptance_check import ROUND, Acceptance
+from mlx_speculation.training.output.speeds import Speeds
+from mlx_speculation.training.state import Progress
+
+RECORD = "training.json"
+_NAMES = {
+    "eagle": "EAGLE-3 head",
+    "mtp": "MTP head, fine-tuned",
+    "draft": "draft model, distilled",
+}
+
+
+def write_record(
+    folder: Path,
+    *,
+    target: str,
+    options: Mapping[str, Any],
+    progress: Progress,
+    data: Mapping[str, Any],
+    lookup: Mapping[str, Acceptance],
+    speeds: Speeds | None,
+    ended: str,
+) -> dict[str, Any]:
+    """Write training.json and README.md, and return what the first holds.
+
+    Args:
+        folder: the draft's.
+        target: its name.
+        options: of the training, as they have to be given again.
+        progress: where it stands.
+        data: counts of the texts.
+        lookup: what prompt lookup accepts on the same text.
+        speeds: measured here; None: they were not.
+        ended: why it has ended.
+    """
+    record = {
+        "target": target,
+        "options": dict(options),
+        "steps": {"planned": progress.steps, "taken": progress.step},
+        "ended": ended,
+        "data": dict(data),
+        "best": {"length": progress.best[0], "step": progress.best[1]},
+        "evaluations": progress.history,
+        "losses": progress.losses,
+        "lookup": {name: asdict(each) for name, each in lookup.items()},
+        "speeds": None if speeds is None else asdict(speeds),
+        "seconds": round(progress.seconds, 1),
+        "machine": machine(),
+        "versions": versions(),
+    }
+    write_json(folder / RECORD, record)
+    (folder / "README.md").write_text(_card(record), encoding="utf-8")
+    return record
+
+
+def best_evaluation(progress: Progress) -> dict[str, Any]:
+    """Return the evaluation of the draft that was kept."""
+    return next(each for each in progress.history if each["step"] == progress.best[1])
+
+
+def _card(record: dict[str, Any]) -> str:
+    options, data = record["options"], record["data"]
+    kept = next(
+        each for each in record["evaluations"] if each["step"] == record["best"]["step"]
+    )
+    rows = []
+    for name, own in kept["acceptance"].items():
+        shares = " ".join(f"{share:.2f}" for share in own["positions"])
+        lookup = record["lookup"].get(name)
+        beside = "-" if lookup is None else f"{lookup['length']:.2f}"
+        rows.append(f"| {name} | {own['length']:.2f} | {shares} | {beside} |")
+    speeds = record["speeds"]
+    measured = (
+        "Speed was not measured."
+        if speeds is None
+        else f"Measured when it was made, greedy, on "
+        f"{record['machine']['device_name'] or record['machine']['cpu']}: "
+        f"{speeds['drafted']:.1f} tokens per second with it, {speeds['plain']:.1f} "
+        f"without; {speeds['equal']} of {speeds['texts']} texts are the same."
+    )
+    taken = record["steps"]["taken"]
+    table = "\n".join(rows)
+    return f"""---
+tags:
+- speculative-decoding
+- mlx
+base_model: {record["target"]}
+---
+
+# {_NAMES[options["kind"]]} for {record["target"]}
+
+It drafts for that model alone, and was trained on what the model wrote itself:
+{data["dialogues"]} dialogues, {data["tokens"]} tokens, {data["own"]} of them with a
+prompt that the model wrote too. Its licence is that of the model.
+
+    mlx-speculation generate {record["target"]} --draft FOLDER --prompt "..."
+
+Accepted on {data["held_out"]} held-out dialogues, teacher-forced, of {ROUND} drafts:
+
+| text | mean accepted length | by position | prompt lookup |
+|---|---|---|---|
+{table}
+
+{measured}
+
+Trained by `mlx-speculation train`, {taken} steps in {record["seconds"]:.0f} s; the kept
+weights are those of step {record["best"]["step"]}. `{RECORD}` holds all options,
+losses and evaluations.
+"""

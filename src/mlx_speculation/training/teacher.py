@@ -1,0 +1,59 @@
+"""The target as the teacher: what its drafter reads, and what it is to learn.
+
+It runs outside of what is differentiated, so that it keeps its fast kernels and leaves
+no graph.
+"""
+
+from typing import NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation.training.kinds.trainee import Trainee
+from mlx_speculation.training.loss import Teacher
+
+
+class Lesson(NamedTuple):
+    """What a forward of the target shows.
+
+    Attributes:
+        inputs: what the drafter reads, each [rows, positions, dim].
+        logits: of all ids, [rows, positions, vocab].
+    """
+
+    inputs: list[mx.array]
+    logits: mx.array
+
+
+class TargetModel:
+    """A target that is left as it is.
+
+    Args:
+        model: the target.
+        trainee: what reads it.
+    """
+
+    def __init__(self, model: nn.Module, trainee: Trainee) -> None:
+        self._model, self._trainee = model, trainee
+        self._columns: mx.array | None = None
+
+    def lesson(self, tokens: mx.array) -> Lesson:
+        """Run the target over rows of ids [rows, positions]."""
+        model, taps = self._model, self._trainee.taps
+        if taps is None:
+            return Lesson([], model(tokens))
+        with taps.collect() as states:
+            logits = model(tokens)
+        return Lesson(self._trainee.read(states), logits)
+
+    def teacher(self, logits: mx.array) -> Teacher:
+        """Return what the drafter is to learn of logits of all ids."""
+        likeliest = mx.argmax(logits, axis=-1).astype(mx.int32)
+        ids = self._trainee.ids
+        if ids is None:
+            return Teacher(logits, likeliest)
+        if self._columns is None:
+            columns = mx.full((logits.shape[-1],), -1, mx.int32)
+            columns[ids] = mx.arange(ids.size, dtype=mx.int32)
+            self._columns = columns
+        return Teacher(mx.take(logits, ids, axis=-1), self._columns[likeliest])

@@ -1,0 +1,193 @@
+"""Trainings from beginning to end, on tiny targets, on a CPU.
+
+Faults that were made by hand, and found here:
+    the optimizer's state, the step or the order of rows is not taken up again
+    an interrupted step is half applied; the draft is kept of a worse evaluation
+"""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_speculation import SpeculativeGenerator
+from mlx_speculation.engine import EagleDraft
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models import load
+from mlx_speculation.training import memory_estimate
+from mlx_speculation.training.options import TrainOptions
+from mlx_speculation.training.state import Progress
+from mlx_speculation.training.training_run import Reports, TrainingResult, train
+from support.models.chat_folders import chat_folder
+
+OPTIONS = TrainOptions(
+    dialogues=12,
+    held_out=6,
+    answer_tokens=24,
+    prompt_tokens=8,
+    batch=12,
+    steps=18,
+    rows=2,
+    slots=48,
+    depths=3,
+    draft_vocab=128,
+    evaluations=3,
+    rate=5e-3,
+    skip_speed=True,
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_folder(tmp_path_factory.mktemp("target"))
+
+
+def lengths(result: TrainingResult) -> list[float]:
+    """Return the mean accepted lengths of all evaluations, over both kinds of text."""
+    return [
+        sum(own["length"] for own in each["acceptance"].values())
+        / len(each["acceptance"])
+        for each in result.record["evaluations"]
+    ]
+
+
+def weights(out: Path) -> dict[str, Any]:
+    """Return the trained weights and the optimizer's state, as they are saved."""
+    file = json.loads((out / "run" / "state.json").read_text())["weights"]
+    found: Any = mx.load(str(out / "run" / file))
+    return dict(found)
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(
+        mx.array_equal(value, other[name]) for name, value in one.items()
+    )
+
+
+class KilledError(Exception):
+    """Ends a run where it stands, as a kill does: nothing is saved."""
+
+
+@pytest.fixture(scope="module")
+def trained(
+    target: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, TrainingResult]:
+    """Return a training that was not interrupted."""
+    out = tmp_path_factory.mktemp("trained") / "head"
+    return out, train(target, out, OPTIONS)
+
+
+def test_a_head_learns_to_draft(
+    target: Path, trained: tuple[Path, TrainingResult]
+) -> None:
+    out, result = trained
+    untrained, *_, last = lengths(result)
+    assert result.ended == "steps"
+    assert last > untrained + 0.05
+    record = json.loads((out / "training.json").read_text())
+    assert record["steps"] == {"planned": 18, "taken": 18}
+    assert (out / "README.md").is_file()
+    model, tokenizer = load(target)
+    draft = EagleDraft.from_folder(out, model)
+    generator = SpeculativeGenerator(model, tokenizer, draft=draft, draft_length=3)
+    plain = SpeculativeGenerator(model, tokenizer)
+    drafted = generator.generate([1, 2, 3], max_tokens=24)
+    assert drafted.tokens == plain.generate([1, 2, 3], max_tokens=24).tokens
+    assert drafted.stats.drafted > 0
+
+
+@pytest.mark.parametrize(
+    ("how", "at"),
+    [
+        ("Ctrl-C", 12),
+        pytest.param("Ctrl-C", 6, marks=pytest.mark.slow),
+        pytest.param("killed", 12, marks=pytest.mark.slow),
+        pytest.param("killed", 6, marks=pytest.mark.slow),
+    ],
+)
+def test_an_interrupted_training_comes_to_the_same_weights(
+    how: str,
+    at: int,
+    target: Path,
+    trained: tuple[Path, TrainingResult],
+    tmp_path: Path,
+) -> None:
+    whole, result = trained
+
+    def stop(progress: Progress, loss: float) -> None:
+        if progress.step == at:
+            if how == "killed":
+                raise KilledError
+            os.kill(os.getpid(), signal.SIGINT)
+
+    out = tmp_path / "head"
+    if how == "killed":
+        with pytest.raises(KilledError):
+            train(target, out, OPTIONS, reports=Reports(step=stop))
+    else:
+        assert train(target, out, OPTIONS, reports=Reports(step=stop)).ended == (
+            "interrupt"
+        )
+        assert json.loads((out / "training.json").read_text())["ended"] == "interrupt"
+    resumed = train(target, out, OPTIONS)
+    assert resumed.ended == "steps"
+    assert same(weights(out), weights(whole))
+    assert (out / "model.safetensors").read_bytes() == (
+        whole / "model.safetensors"
+    ).read_bytes()
+    assert resumed.record["losses"] == result.record["losses"]
+    assert lengths(resumed) == lengths(result)
+
+
+@pytest.mark.slow
+def test_dialogues_of_a_killed_run_are_taken_up(
+    target: Path, trained: tuple[Path, TrainingResult], tmp_path: Path
+) -> None:
+    def stop(done: int, whole: int) -> None:
+        if done >= 6:
+            raise KilledError
+
+    out = tmp_path / "head"
+    with pytest.raises(KilledError):
+        train(target, out, OPTIONS, reports=Reports(data=stop))
+    file = out / "run" / "dialogues.safetensors"
+    assert file.is_file()
+    train(target, out, OPTIONS)
+    assert same(weights(out), weights(trained[0]))
+
+
+def test_a_finished_training_takes_no_further_step(
+    target: Path, trained: tuple[Path, TrainingResult]
+) -> None:
+    before = weights(trained[0])
+    again = train(target, trained[0], OPTIONS)
+    assert again.ended == "steps"
+    assert same(weights(trained[0]), before)
+
+
+def test_other_options_are_refused(
+    target: Path, trained: tuple[Path, TrainingResult]
+) -> None:
+    with pytest.raises(InvalidRequestError, match=r"began with depths = 3"):
+        train(target, trained[0], replace(OPTIONS, depths=4))
+
+
+def test_a_folder_of_something_else_is_refused(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("Dear reader")
+    with pytest.raises(InvalidRequestError, match=r"'letter.txt' and no training"):
+        train(target, tmp_path, OPTIONS)
+    with pytest.raises(InvalidRequestError, match="is a file"):
+        train(target, tmp_path / "letter.txt", OPTIONS)
+
+
+def test_too_little_memory_is_refused(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_estimate, "available", lambda: 1_000_000)
+    with pytest.raises(InvalidRequestError, match=r"needs about .* GB, and 0\.0 GB"):
+        train(target, tmp_path / "head", OPTIONS)
