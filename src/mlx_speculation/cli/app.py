@@ -13,6 +13,7 @@ from mlx_speculation.cli.commands.doctor import doctor
 from mlx_speculation.cli.commands.generate import generate
 from mlx_speculation.cli.commands.pair import pair
 from mlx_speculation.cli.commands.serve import serve
+from mlx_speculation.cli.commands.train import train
 from mlx_speculation.cli.option_groups import flattened
 from mlx_speculation.cli.run_app import guarded
 
@@ -42,6 +43,17 @@ app = typer.Typer(
     add_completion=False,
 )
 app.callback(help=app.info.help)(_common)
-COMMANDS = (generate, chat, serve, benchmark, check, calibrate, pair, doctor, demo)
+COMMANDS = (
+    generate,
+    chat,
+    serve,
+    benchmark,
+    check,
+    calibrate,
+    pair,
+    train,
+    doctor,
+    demo,
+)
 for command in COMMANDS:
     app.command()(guarded(flattened(command)))

@@ -1,0 +1,150 @@
+"""`train`: trains a draft for a target."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from mlx_speculation.cli.console import Screen
+from mlx_speculation.cli.load_pair import begin
+from mlx_speculation.cli.options import Blas, Json, Model, TrustRemoteCode
+from mlx_speculation.environment import versions
+from mlx_speculation.option_fields import option
+from mlx_speculation.training.options import TrainOptions
+
+if TYPE_CHECKING:
+    from mlx_speculation.training.training_run import Reports, TrainingResult
+
+
+def train(
+    model: Model,
+    options: TrainOptions,
+    out: Path = option(MISSING, "Folder for the draft; made, or resumed."),
+    trust_remote_code: TrustRemoteCode = False,
+    blas: Blas = "auto",
+    json: Json = False,
+) -> None:
+    """Train a draft for a target, on what the target itself writes.
+
+    The same command resumes a training that was interrupted.
+    """
+    screen = Screen(json=json)
+    options.check()
+    chosen = begin(blas, screen)
+    from mlx_speculation.training.training_run import train as run
+
+    with _shown(screen) as reports:
+        result = run(
+            model, out, options, reports=reports, trust_remote_code=trust_remote_code
+        )
+    screen.table(_table(result))
+    for line in _closing(result):
+        screen.say(line)
+    screen.object(
+        command="train",
+        model=model,
+        out=out,
+        ended=result.ended,
+        record=result.record,
+        pairing=result.pairing,
+        blas=chosen,
+        versions=versions(),
+    )
+
+
+@contextmanager
+def _shown(screen: Screen) -> Iterator["Reports"]:
+    """Show two bars on a terminal, and a line for each evaluation everywhere."""
+    from mlx_speculation.training.training_run import Reports
+
+    bars = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TextColumn("{task.fields[more]}"),
+        TimeRemainingColumn(),
+        console=screen.notes,
+        transient=True,
+        disable=not screen.notes.is_terminal,
+    )
+    with bars:
+        tasks: dict[str, Any] = {}
+
+        def update(name: str, done: int, total: int, more: str = "") -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=total, more="")
+            bars.update(tasks[name], completed=done, total=total, more=more)
+
+        yield Reports(
+            say=screen.say,
+            data=lambda done, whole: update("dialogues", done, whole),
+            step=lambda progress, loss: update(
+                "steps", progress.step, progress.steps, f"loss {loss:.3f}"
+            ),
+            evaluated=_line(screen.say),
+        )
+
+
+def _line(say: Callable[[str], None]) -> Callable[[Any], None]:
+    def evaluated(progress: Any) -> None:
+        newest = progress.history[-1]
+        loss = f", loss {progress.losses[-1][1]:.3f}" if progress.losses else ""
+        parts = [
+            f"{name} {own['length']:.3f} ("
+            + " ".join(f"{share:.2f}" for share in own["positions"])
+            + ")"
+            for name, own in newest["acceptance"].items()
+        ]
+        say(
+            f"step {newest['step']}, {newest['seconds']:.0f} s{loss}: "
+            f"{', '.join(parts)}"
+        )
+
+    return evaluated
+
+
+def _table(result: "TrainingResult") -> Table:
+    """Return what is accepted on held-out text."""
+    record = result.record
+    kept = next(
+        each for each in record["evaluations"] if each["step"] == record["best"]["step"]
+    )
+    table = Table(
+        "text",
+        "mean accepted length",
+        "by position",
+        "lookup",
+        title=f"Held-out text, step {record['best']['step']}",
+    )
+    for name, own in kept["acceptance"].items():
+        lookup = record["lookup"].get(name)
+        table.add_row(
+            name,
+            f"{own['length']:.2f}",
+            " ".join(f"{share:.2f}" for share in own["positions"]),
+            "-" if lookup is None else f"{lookup['length']:.2f}",
+        )
+    return table
+
+
+def _closing(result: "TrainingResult") -> Iterator[str]:
+    why = {
+        "steps": "All steps were taken.",
+        "stale": "It ended early: evaluations no longer gained.",
+        "time": "The time is up; the same command goes on from here.",
+        "interrupt": "Interrupted; the same command goes on from here.",
+    }
+    yield why[result.ended]
+    if result.speeds is not None:
+        yield (
+            f"{result.speeds.drafted:.1f} tokens/s with it and "
+            f"{result.speeds.plain:.1f} without, "
+            f"{result.speeds.length:.2f} tokens a round; "
+            f"{result.speeds.equal} of {result.speeds.texts} texts are the same."
+        )
+    if result.pairing:
+        yield result.pairing
