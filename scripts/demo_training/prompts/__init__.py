@@ -1,0 +1,1 @@
+"""Prompts for a training, made of texts that are on this machine."""
