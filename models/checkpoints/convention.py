@@ -5,7 +5,7 @@ every field checked.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from mlx_speculation.errors import InvalidRequestError, ModelFolderError
@@ -76,11 +76,8 @@ FIELDS = ("hidden", "recycled", "order", "norms")
 def fields_of(convention: MtpConvention) -> dict[str, Any]:
     """Return a convention as an object of JSON."""
     norms = convention.norms
-    return {
-        "hidden": convention.hidden,
-        "recycled": convention.recycled,
-        "order": convention.order,
-        "norms": list(norms) if isinstance(norms, tuple) else norms,
+    return asdict(convention) | {
+        "norms": list(norms) if isinstance(norms, tuple) else norms
     }
 
 

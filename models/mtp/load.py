@@ -54,10 +54,20 @@ class FoundHead:
 
     @property
     def norms(self) -> Norms | None:
-        """How its norms are stored, if that is known."""
-        if self.split is not None and _of_mlx(self.split):
+        """How its norms are stored, if that is known.
+
+        Norms lack their one in the original checkpoint, which shows by its convolutions
+        [channels, 1, kernel] (Qwen) or by names that conversions change (Step). In
+        other files only a flag tells.
+        """
+        converted = self.split is not None and _of_mlx(self.split)
+        if converted or not self.family.plus_one:
             return "stored"
-        return stored_norms(self.folder, self.config, self.family, self.files)
+        said = (nested(self.config, *place) for place in _FLAG_PLACES)
+        original = self.files.in_shards and _original(self.folder)
+        if original or any(flag in _PLUS_ONE_FLAGS for flag in said):
+            return "plus_one"
+        return None
 
 
 def find_mtp_head(
@@ -147,24 +157,6 @@ def decided(convention: MtpConvention | None, found: FoundHead) -> MtpConvention
             'family are "stored". Leave norms out.'
         )
     return replace(convention, norms=norms)
-
-
-def stored_norms(
-    folder: Path, config: dict[str, Any], family: MtpFamily, files: HeadFiles
-) -> Norms | None:
-    """Return how the norms of a head are stored, if that can be told.
-
-    Norms lack their one in the original checkpoint, which shows by its convolutions
-    [channels, 1, kernel] (Qwen) or by names that conversions change (Step). In other
-    files only a flag tells.
-    """
-    if not family.plus_one:
-        return "stored"
-    if files.in_shards and _original(folder):
-        return "plus_one"
-    if any(nested(config, *place) in _PLUS_ONE_FLAGS for place in _FLAG_PLACES):
-        return "plus_one"
-    return None
 
 
 def _of_mlx(folder: Path) -> bool:

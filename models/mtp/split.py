@@ -21,7 +21,7 @@ from mlx_speculation.models.config_json import read_config
 from mlx_speculation.models.mtp.convention_store import NAME as SAVED
 from mlx_speculation.models.mtp.families import family_of
 from mlx_speculation.models.mtp.files import INDEX, find_head, is_leftover
-from mlx_speculation.models.mtp.load import stored_norms
+from mlx_speculation.models.mtp.load import FoundHead
 from mlx_speculation.models.safetensors_layout import (
     TensorPlace,
     header,
@@ -74,6 +74,7 @@ def split_head(folder: Path, out: Path) -> Split:
             f"{str(folder)!r} is a {module}, of no family whose MTP heads are known."
         )
     files = find_head(folder, config, family, trunk)
+    norms = FoundHead(folder, config, family, trunk, files).norms
     if not files.in_shards:
         raise ModelFolderError(
             f"The head of {str(folder)!r} is in {files.source} already, and in the "
@@ -83,12 +84,11 @@ def split_head(folder: Path, out: Path) -> Split:
         raise ModelFolderError(
             f"{str(out)!r} exists, and a new folder is needed. Name another."
         )
-    norms = stored_norms(folder, config, family, files)
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         done = _written(folder, partial, module, trunk)
-        if family.plus_one and norms == "plus_one":
+        if norms == "plus_one":
             config["mtp_norm_encoding"] = "delta"
             text = json.dumps(config, indent=2) + "\n"
             (partial / "config.json").write_text(text, encoding="utf-8")
@@ -96,7 +96,7 @@ def split_head(folder: Path, out: Path) -> Split:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return Split(out, done[0], done[1], norms)
+    return Split(out, *done, norms)
 
 
 def _kind(config: dict[str, Any]) -> tuple[str, int]:
