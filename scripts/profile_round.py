@@ -11,36 +11,33 @@ Two views of the same rounds:
                    the host's
 
 What the pieces take together, less what the round takes as it runs, is what the
-overlap saves. Rounds of all draft lengths are measured by turns.
-
-The last line on standard output is one JSON object.
+overlap saves. Rounds of all draft lengths take turns; figures are medians in
+milliseconds, `share` is that of the round, and `x plain` is over the plain step.
 
     python scripts/profile_round.py
-    python scripts/profile_round.py --target hybrid --drafter mtp --length 4
+    python scripts/profile_round.py --target hybrid --draft mtp --draft-length 4
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_speculation.blas import BlasName, use_blas
+from bench.options import Blas, DraftModel, Json, Lengths, Repeats, Target, Temperature
+from bench.prompts import bundled
+from bench.report import reported
+from bench.turns import in_turns
 from mlx_speculation.cli import run
-from mlx_speculation.demo import demo_models, demo_prompts
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from mlx_speculation import SpeculativeGenerator
     from mlx_speculation.engine import Stream
 
 ENOUGH = 1 << 20  # tokens; no stream here comes to its end
-PARTS = ("draft", "verify", "sampler", "host")
 PIECES = ("draft", "forward", "sampler", "commit", "replay", "host")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -159,154 +156,96 @@ def pieces_of_round(stream: "Stream") -> dict[str, float]:
 
 
 @dataclass(slots=True)
-class Profile:
-    """The rounds of one draft length.
+class Rounds:
+    """Rounds of one draft length: seconds of the parts of each, and of its pieces."""
 
-    Attributes:
-        length: tokens drafted in a round; 0 are plain steps.
-        running: parts of each round, as it runs.
-        apart: pieces of each round, taken apart.
-        accepted: tokens accepted in each drafted round.
-    """
-
-    length: int
-    stream: "Stream"
-    other: "Stream"
     running: list[dict[str, float]] = field(default_factory=list)
     apart: list[dict[str, float]] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-
-    def repeat(self, rounds: int) -> None:
-        """Run some rounds as they run, and the same ones taken apart."""
-        import mlx.core as mx
-
-        for outcome in _rounds(self.stream, rounds):
-            self.running.append(asdict(outcome.parts))
-            self.accepted.append(outcome.accepted)
-        mx.synchronize()
-        if not self.length:
-            return
-        self.apart += [pieces_of_round(self.other) for _ in range(rounds)]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the values of the JSON object, in milliseconds."""
-        return {
-            "length": self.length,
-            "rounds": len(self.running),
-            "accepted": sum(self.accepted) / max(1, len(self.accepted)),
-            "as_it_runs": _medians(self.running),
-            "taken_apart": _medians(self.apart),
-        }
 
 
-def _rounds(stream: "Stream", rounds: int) -> list[Any]:
-    """Run some rounds; return what became of them."""
+def rounds_of(
+    stream: "Stream", other: "Stream", length: int, count: int, _: int
+) -> Rounds:
+    """Run some rounds of a stream as they run, and of another one taken apart."""
+    import mlx.core as mx
+
     done = len(stream.decisions)
-    while len(stream.decisions) < done + rounds:
+    while len(stream.decisions) < done + count:
         next(stream)
-    return [outcome for _, outcome in stream.decisions[done:]]
-
-
-def _medians(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Return the median of each part and of their sum, in milliseconds."""
-    if not rounds:
-        return {}
-    names = list(rounds[0])
-    found = {name: 1e3 * median(one[name] for one in rounds) for name in names}
-    return {**found, "round": 1e3 * median(sum(one.values()) for one in rounds)}
-
-
-def table_of(
-    title: str, names: tuple[str, ...], rows: list[tuple[int, Any]]
-) -> "Table":
-    """Make a table of medians in milliseconds, with their shares of the round."""
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for column in ("k", *names, "round, ms", "x plain"):
-        table.add_column(column, justify="right", no_wrap=True)
-    plain = rows[0][1].get("plain", 0.0)
-    for length, values in rows:
-        whole = values["round"]
-        cells = [f"{values[n]:.2f} ({values[n] / whole:.0%})" for n in names]
-        table.add_row(str(length), *cells, f"{whole:.2f}", f"{whole / plain:.2f}")
-    return table
-
-
-def generator_of(target: str, drafter: str) -> "SpeculativeGenerator":
-    """Load a target with a drafter."""
-    from mlx_speculation import SpeculativeGenerator
-
-    folders = demo_models()
-    folder = folders.get(target, target)
-    named = {"model": folders["draft"], "eagle": folders["eagle"]}
-    return SpeculativeGenerator.from_pretrained(
-        folder, draft=named.get(drafter, drafter)
+    mx.synchronize()
+    return Rounds(
+        [asdict(outcome.parts) for _, outcome in stream.decisions[done:]],
+        [pieces_of_round(other) for _ in range(count if length else 0)],
     )
 
 
+def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """Return the median of each part and of their sum, in milliseconds."""
+    found = {name: 1e3 * median(one[name] for one in rounds) for name in rounds[0]}
+    return {**found, "round": 1e3 * median(sum(one.values()) for one in rounds)}
+
+
 @app.command()
-def main(
-    target: Annotated[
-        str, typer.Option(help="dense, sliding, hybrid, or a folder.")
-    ] = "dense",
-    drafter: Annotated[
-        str, typer.Option(help="model, mtp, lookup, eagle, or a folder.")
-    ] = "model",
-    length: Annotated[
-        list[int] | None, typer.Option(min=1, help="By default 1 to 8.")
-    ] = None,
-    repeats: Annotated[int, typer.Option(min=2)] = 8,
-    rounds: Annotated[int, typer.Option(min=1, help="In each repeat.")] = 6,
+def profile(
+    context: typer.Context,
+    target: Target = "dense",
+    draft_model: DraftModel = "draft",
+    draft: Annotated[str, typer.Option(help="As in the other benchmarks.")] = "model",
+    draft_length: Lengths = None,
     group: Annotated[str, typer.Option(help="code, prose or edit.")] = "code",
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    blas: BlasName = "auto",
+    temperature: Temperature = 0.0,
+    rounds: Annotated[int, typer.Option(min=1, help="In each repeat.")] = 6,
+    repeats: Repeats = 8,
+    blas: Blas = "auto",
+    json_file: Json = None,
 ) -> None:
     """Print the parts of rounds by draft length."""
-    chosen = use_blas(blas)
-    from rich.console import Console
+    with reported(context) as report:
+        from bench.models import Bench
+        from mlx_speculation import Sampling
 
-    from mlx_speculation import Sampling
-    from mlx_speculation.environment import machine, versions
+        bench = Bench.of(target, draft_model)
+        generator = bench.generator(draft)
+        (question,) = bundled([group], 1)[group]
+        prompt = question.prompt(bench.tokenizer)
 
-    generator = generator_of(target, drafter)
-    prompt = next(p.text for p in demo_prompts() if p.group == group)
+        def stream(length: int) -> "Stream":
+            made = generator.stream(
+                prompt,
+                max_tokens=ENOUGH,
+                stop_tokens=(),
+                draft_length=length,
+                sampling=Sampling(temperature=temperature, seed=0),
+                explain=True,
+            )
+            next(made)  # the prompt
+            return made
 
-    def stream(draft_length: int) -> "Stream":
-        made = generator.stream(
-            prompt,
-            max_tokens=ENOUGH,
-            stop_tokens=(),
-            draft_length=draft_length,
-            sampling=Sampling(temperature=temperature, seed=0),
-            explain=True,
-        )
-        next(made)  # the prompt
-        return made
-
-    lengths = [0, *(length or range(1, 9))]
-    profiles = [Profile(n, stream(n), stream(n)) for n in lengths]
-    for number in range(repeats + 1):
-        for profile in profiles:
-            if number == 1:  # the first was to warm up
-                profile.running, profile.apart, profile.accepted = [], [], []
-            profile.repeat(rounds)
-    results = [profile.as_json() for profile in profiles]
-    plain = results[0]["as_it_runs"]["round"]
-    views = {"as_it_runs": PARTS, "taken_apart": PIECES}
-    console = Console(highlight=False, width=130)
-    for view, names in views.items():
-        rows = [(one["length"], {**one[view], "plain": plain}) for one in results]
-        rows = [(n, values) for n, values in rows if "round" in values]
-        title = f"{target} with {drafter}, {view.replace('_', ' ')}, ms (share)"
-        console.print(table_of(title, names, rows))
-    report: dict[str, Any] = {
-        "target": target,
-        "drafter": drafter,
-        "machine": machine(),
-    }
-    report |= {"versions": versions(), "blas": asdict(chosen), "results": results}
-    print(json.dumps(report))
+        acts: dict[str, Callable[[int], Rounds]] = {}
+        for length in (0, *(draft_length or range(1, 9))):
+            pair = stream(length), stream(length)
+            acts[str(length)] = partial(rounds_of, *pair, length, rounds)
+        taken = in_turns(acts, repeats)
+        plain = medians([one for each in taken["0"] for one in each.running])["round"]
+        for view in ("running", "apart"):
+            for length_, each in taken.items():
+                seen = [one for turn in each for one in getattr(turn, view)]
+                if not seen:
+                    continue
+                parts = medians(seen)
+                shares = {
+                    name: f"{value:.2f} ({value / parts['round']:.0%})"
+                    for name, value in parts.items()
+                    if name != "round"
+                }
+                report.add(
+                    view="as it runs" if view == "running" else "taken apart",
+                    k=int(length_),
+                    **shares,
+                    round_ms=parts["round"],
+                    x_plain=parts["round"] / plain,
+                    milliseconds=parts,
+                )
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ under the PSF License Version 2; files with a licence notice of their own were l
 
 ## Training
 
-By `scripts/train_demo_models.py` on one NVIDIA H200, seed {seed}: {steps:,} steps,
+By `scripts/train.py demo` on one NVIDIA H200, seed {seed}: {steps:,} steps,
 {tokens:,} tokens, {seconds} s with other trainings on the same GPU.
 
 Held-out loss (nats per token), before and after quantization:

@@ -43,7 +43,7 @@ def demo_models() -> dict[str, Path]:
         raise DemoModelsMissingError(
             f"of the {len(folders)} demonstration models, {len(missing)} are not in "
             f"{_FOLDER}: {', '.join(missing)}; reinstall mlx-speculation, or make "
-            "them with scripts/train_demo_models.py"
+            "them with scripts/train.py demo"
         )
     return folders
 

@@ -36,7 +36,7 @@ from support.sampling.shared_noise import shared_noise_distribution
 
 SCRIPTS = str(Path(__file__).parents[3] / "scripts")
 sys.path.insert(0, SCRIPTS)
-closed_form = importlib.import_module("expected_acceptance")
+closed_form = importlib.import_module("bench.expected")
 sys.path.remove(SCRIPTS)
 block_accepted: Callable[..., mx.array] = closed_form.block_accepted
 keyed_acceptance = closed_form.keyed_acceptance

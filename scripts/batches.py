@@ -1,0 +1,243 @@
+"""Batches, by turns: drafts over plain decoding of the same prompts together.
+
+The first arm is mlx-lm's BatchGenerator, the second ours without a draft. For every
+number of rows and group of prompts the arms take turns on the same prompts. The clock
+runs from where all rows are generating to the end of the last text; rows that end early
+leave the others alone in the batch, as at the end of a queue, and that is in the time.
+Texts are compared with mlx-lm's, above temperature 0 with ours without a draft: they
+are equal, or part at a near-tie, and anything else ends the script.
+
+    python scripts/batches.py
+    python scripts/batches.py --target hybrid --draft mtp --batch 8 --batch 32
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bench.options import (
+    Blas,
+    DraftModel,
+    Drafts,
+    Groups,
+    Json,
+    Lengths,
+    Repeats,
+    Target,
+    Temperature,
+    Tokens,
+)
+from bench.prompts import bundled
+from bench.report import reported
+from bench.turns import Spread, in_turns
+from mlx_speculation.cli import run
+
+if TYPE_CHECKING:
+    from bench.models import Bench
+    from mlx_speculation import Sampling, SpeculativeGenerator
+    from mlx_speculation.engine import BatchStatistics
+
+PLACES = 2  # of a forward, to try a row that parts in
+# Margins that a batch may turn over: in float32, and in half precision; bfloat16 logits
+# from 16 on have steps of an eighth.
+OFF_BY, HALF_OFF_BY = 1e-3, 0.3
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Prompts that run together, each with a sampling of its own."""
+
+    prompts: list[list[int]]
+    samplings: "list[Sampling]"
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one arm did with a job; `speed` is that of all texts together."""
+
+    texts: list[list[int]]
+    speed: float
+    stats: "BatchStatistics | None" = None
+
+
+@app.command()
+def batches(
+    context: typer.Context,
+    target: Target = "dense",
+    draft_model: DraftModel = "draft",
+    draft: Drafts = None,
+    draft_length: Lengths = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Rows; by default 1, 2, 4 and 8.")
+    ] = None,
+    group: Groups = None,
+    temperature: Temperature = 0.0,
+    tokens: Tokens = 96,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="At most.")] = 512,
+    repeats: Repeats = 5,
+    blas: Blas = "auto",
+    json_file: Json = None,
+) -> None:
+    """Measure batches of several sizes, after checking texts."""
+    with reported(context) as report:
+        from bench.models import Bench
+        from mlx_speculation import Sampling
+
+        bench = Bench.of(target, draft_model)
+        arms: dict[str, Callable[[Job], Run]] = {
+            "mlx-lm plain": partial(mlx_lm, bench),
+            "ours plain": partial(ours, bench.plain, 0),
+        }
+        for name in draft or ["model", "lookup"]:
+            generator = bench.generator(name)
+            for length in draft_length or [4]:
+                arms[f"{name} k={length}"] = partial(ours, generator, length)
+            arms[f"{name} adaptive"] = partial(ours, generator, None)
+        for rows in batch or [1, 2, 4, 8]:
+            samplings = [Sampling(temperature=temperature, seed=n) for n in range(rows)]
+            for text, questions in bundled(group, 1 << 20).items():
+                report.say(f"{rows} rows, {text}")
+                ids = [each.prompt(bench.tokenizer) for each in questions]
+                prompts = prompts_of(ids, rows * repeats, prompt_tokens)
+                jobs = [
+                    Job(prompts[n * rows : (n + 1) * rows], samplings, tokens)
+                    for n in range(repeats)
+                ]
+                for row in compared(bench, arms, jobs):
+                    report.add(target=bench.name, rows=rows, group=text, **row)
+
+
+def prompts_of(texts: list[list[int]], count: int, longest: int) -> list[list[int]]:
+    """Return different prompts, cut; where texts are few, they begin further on."""
+    prompts = []
+    for number in range(count):
+        text, cut = texts[number % len(texts)], 7 * (number // len(texts))
+        prompts.append(text[cut % max(1, len(text) // 2) :][:longest])
+    return prompts
+
+
+def mlx_lm(bench: "Bench", job: Job) -> Run:
+    """Run mlx-lm's own batch generator."""
+    from mlx_lm.generate import BatchGenerator
+
+    from mlx_speculation import make_sampler
+
+    temperature, rows = job.samplings[0].temperature, len(job.prompts)
+    batch: Any = BatchGenerator(
+        bench.bare,
+        max_tokens=job.tokens,
+        sampler=make_sampler(temperature) if temperature else None,
+        prefill_batch_size=rows,
+        completion_batch_size=rows,
+    )
+    texts: dict[int, list[int]] = {
+        uid: [] for uid in batch.insert([list(prompt) for prompt in job.prompts])
+    }
+    started, timed, ended = 0.0, 0, 0
+    while ended < rows:
+        responses = batch.next()[1]
+        for response in responses:
+            texts[response.uid].append(response.token)
+            ended += response.finish_reason is not None
+        if started:
+            timed += len(responses)
+        elif all(texts.values()):
+            started = time.perf_counter()
+    seconds = time.perf_counter() - started
+    batch.close()
+    return Run([*texts.values()], timed / seconds)
+
+
+def ours(generator: "SpeculativeGenerator", length: int | None, job: Job) -> Run:
+    """Run a batch of ours; `length` is that of all drafts, or None: adaptive."""
+    from mlx_speculation import BatchGenerator
+
+    options: dict[str, Any] = {"max_tokens": job.tokens, "stop_tokens": ()}
+    with BatchGenerator(generator, max_rows=len(job.prompts)) as batch:
+        uids = [
+            batch.insert(prompt, sampling=sampling, draft_length=length, **options)
+            for prompt, sampling in zip(job.prompts, job.samplings, strict=True)
+        ]
+        while batch.waiting:
+            batch.next()
+        before, started = batch.stats.emitted, time.perf_counter()
+        while batch.running:
+            batch.next()
+        seconds = time.perf_counter() - started
+        timed = batch.stats.emitted - before
+        texts = [batch.remove(uid).tokens for uid in uids]
+    return Run(texts, timed / seconds, batch.stats)
+
+
+def compared(
+    bench: "Bench", arms: dict[str, Callable[[Job], Run]], jobs: list[Job]
+) -> list[dict[str, Any]]:
+    """Run all arms by turns, compare their texts, and return their rows."""
+    acts = {name: partial(_run, act, jobs) for name, act in arms.items()}
+    runs = in_turns(acts, len(jobs))
+    first, second = list(runs)[:2]
+    greedy = jobs[0].samplings[0].greedy
+    rows = []
+    for name, own in runs.items():
+        compares = greedy or name != first  # above it mlx-lm's draws are its own
+        reference = runs[first if greedy else second]
+        ties = sum(map(partial(near_ties, bench), jobs, own, reference)) * compares
+        speeds = [each.speed for each in own]
+        row: dict[str, Any] = {
+            "arm": name,
+            "tokens_per_second": Spread.of(speeds).median,
+            "x_mlx_lm": Spread.over(speeds, [each.speed for each in runs[first]]),
+            "x_plain": Spread.over(speeds, [each.speed for each in runs[second]]),
+        }
+        stats = [each.stats for each in own if each.stats is not None]
+        if stats:
+            drafted = sum(each.drafted for each in stats)
+            forwards = sum(each.forwards for each in stats)
+            row |= {
+                "accepted": sum(each.accepted for each in stats) / max(1, drafted),
+                "forwards": forwards,
+                "rows_a_forward": sum(each.row_rounds for each in stats) / forwards,
+            }
+        rows.append({**row, "near_ties": ties})
+    return rows
+
+
+def _run(act: Callable[[Job], Run], jobs: list[Job], turn: int) -> Run:
+    return act(jobs[turn])
+
+
+def near_ties(bench: "Bench", job: Job, own: Run, reference: Run) -> int:
+    """Return how many texts part from others at a near-tie.
+
+    Raises:
+        AssertionError: one parts elsewhere.
+    """
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    weights: Any = tree_flatten(bench.model.parameters())
+    most = OFF_BY if weights[0][1].dtype == mx.float32 else HALF_OFF_BY
+    ties = 0
+    rows = zip(job.prompts, job.samplings, reference.texts, own.texts, strict=True)
+    for prompt, sampling, expected, got in rows:
+        if expected != got:
+            parting = bench.parting(
+                prompt, sampling, expected, got, width=PLACES, places=PLACES
+            )
+            assert parting is not None
+            assert len(expected) == len(got), parting
+            # A batch may round further off than a single row's widths do.
+            assert parting.near_tie or parting.margin < most, parting
+            ties += 1
+    return ties
+
+
+if __name__ == "__main__":
+    run(app)

@@ -1,0 +1,197 @@
+"""Steady-state times of forwards, and how many there are.
+
+Steady forwards are dependent and pipelined, with nothing around them. Each is fed the
+choice of the one before, and is handed over before that one's result is read, as in a
+long run of plain steps. The caches are put back to where they were after each, so that
+the context stays as long as it is; of single tokens, what has no rows, such as a
+recurrent state, goes on. Several rows take the ways that they take in a round, if the
+model has its hooks. So the time of a forward of w rows is that of a verify of w rows
+with no sampler, no commit and no host that keeps the device waiting.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+import mlx_speculation
+from bench.turns import Clock
+from mlx_speculation.caches import (
+    Snapshot,
+    Speculation,
+    leaves,
+    restore,
+    snapshot,
+    states,
+    with_slack,
+)
+from mlx_speculation.models import HiddenStates
+from mlx_speculation.models.mtp import Mtp
+from mlx_speculation.models.round_context import rows_of_a_round
+
+PREFILL = 2048
+WARM_UP = 2  # forwards that are not counted
+
+# A forward that is fed tokens [1, w] and gives the next ones, [1, w].
+Step = Callable[[mx.array], mx.array]
+FOLDERS = tuple(
+    str(Path(mlx_speculation.__file__).parent.joinpath(name).resolve())
+    for name in (".", "engine", "models", "caches", "samplers")
+)
+
+
+def filled(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
+    """Return caches of a model, as a generator makes them, that hold some tokens.
+
+    They are read in the ways of a round, which takes a third of the time on x86-64.
+    """
+    caches: list[Any] = with_slack(make_prompt_cache(model))
+    for start in range(0, len(tokens), PREFILL):
+        chunk = list(tokens[start : start + PREFILL])
+        with rows_of_a_round(len(chunk)):
+            model(mx.array([chunk]), cache=caches)
+        mx.eval(states(caches))
+    return caches
+
+
+def held_by(caches: list[Any], count: int) -> Snapshot:
+    """Return what caches hold of so many tokens, which no later write changes."""
+    return snapshot(caches, 0, count).copied()
+
+
+def holding(model: nn.Module, held: Snapshot | None) -> list[Any]:
+    """Return new caches of a model that hold it."""
+    assert held is not None
+    caches: list[Any] = with_slack(make_prompt_cache(model))
+    restore(held, caches)
+    return caches
+
+
+def step_of(model: nn.Module, caches: list[Any], *, drafts: bool = False) -> Step:
+    """Return a forward of a model over the caches, which stay as long as they are.
+
+    Args:
+        model: with its hooks, for the ways of a round.
+        caches: what it continues.
+        drafts: single tokens are drafts, and take the ways of a round too.
+    """
+    rows = [leaf for _, leaf in leaves(caches) if hasattr(leaf, "trim")]
+
+    def step(tokens: mx.array) -> mx.array:
+        logits: mx.array
+        if tokens.shape[1] > 1:
+            ways = rows_of_a_round(tokens.size)
+            with Speculation(caches) as speculation, ways:
+                logits = model(tokens, cache=speculation.caches)
+        else:
+            with rows_of_a_round() if drafts else nullcontext():
+                logits = model(tokens, cache=caches)
+            for leaf in rows:
+                leaf.trim(1)
+        return mx.broadcast_to(mx.argmax(logits[:, -1:], axis=-1), tokens.shape)
+
+    return step
+
+
+def head_step_of(mtp: Mtp, model: nn.Module, context: int) -> Step:
+    """Return a step of an MTP head with one layer, over so many slots."""
+    caches = with_slack(mtp.head.new_caches()[0])
+    hidden = HiddenStates(model, after_norm=True).embed(
+        mx.zeros((1, max(1, context)), mx.int32)
+    )
+    mtp.history(hidden, mx.zeros(hidden.shape[:2], mx.int32), caches)
+    mx.eval(states(caches))
+    state = hidden[:, -1:]
+
+    def step(tokens: mx.array) -> mx.array:
+        nonlocal state
+        out = mtp.step(state, tokens, caches)
+        state = out.recycled
+        for leaf in caches:
+            leaf.trim(1)
+        return mx.argmax(out.logits, axis=-1)
+
+    return step
+
+
+def steady_seconds(step: Step, width: int, count: int, clock: Clock) -> float:
+    """Return the time of one of `count` forwards over `width` tokens."""
+    return _one_ahead(step, mx.full((1, width), 5, mx.uint32), count, clock)
+
+
+def bare_round_seconds(
+    draft: Step | None, verify: Step, length: int, count: int, clock: Clock
+) -> float:
+    """Return the time of a bare round: drafts in a chain, and a forward over them.
+
+    The two models take turns, so that each finds the caches of the processor full of
+    the other's weights. Without a draft step the tokens are there.
+    """
+
+    def bare_round(token: mx.array) -> mx.array:
+        tokens = [token]
+        for _ in range(length):
+            tokens.append(token if draft is None else draft(tokens[-1]))
+        return verify(mx.concatenate(tokens, axis=1))[:, :1]
+
+    return _one_ahead(bare_round, mx.full((1, 1), 5, mx.uint32), count, clock)
+
+
+def _one_ahead(step: Step, tokens: mx.array, count: int, clock: Clock) -> float:
+    """Return the time of one of `count` steps, each handed over one ahead."""
+    mx.synchronize()
+    started = 0.0
+    for index in range(count + WARM_UP):
+        following = step(tokens)
+        mx.async_eval(following)
+        mx.eval(tokens)
+        tokens = following
+        if index + 1 == WARM_UP:
+            started = clock()
+    # Both looks at the clock are as far behind the device: a forward is on its way, and
+    # on a CPU nearly done, since mlx waits while it is handed over.
+    finished = clock()
+    mx.eval(tokens)
+    return (finished - started) / count
+
+
+@contextmanager
+def forwards_of(model: nn.Module) -> Iterator[list[int]]:
+    """Note the rows of every forward of a model in the block."""
+    kind: Any = type(model)
+    rows: list[int] = []
+
+    class Counted(kind):  # type: ignore[misc]
+        def __call__(self, inputs: mx.array, *arguments: Any, **options: Any) -> Any:
+            rows.append(inputs.shape[-1])
+            return super().__call__(inputs, *arguments, **options)
+
+    Counted.__module__ = kind.__module__
+    model.__class__ = Counted
+    try:
+        yield rows
+    finally:
+        model.__class__ = kind
+
+
+def python_calls(act: Callable[[], object]) -> int:
+    """Return how many functions of this package are called."""
+    calls = 0
+
+    def see(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        inside = event == "call" and frame.f_code.co_filename.startswith(FOLDERS)
+        calls += inside
+
+    sys.setprofile(see)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return calls

@@ -1,0 +1,214 @@
+"""A target, and what drafts for it by name.
+
+model           the draft model of the option --draft-model
+compiled        likewise, its steps compiled
+wrong           likewise, which proposes what it holds for the least probable
+lookup, mtp     as in `draft=`
+eagle, ...      the bundled heads, each for the target it was trained on
+a folder        as in `draft=`
+one+other       a cascade; a lookup in it wants long matches
+one@4           its weights in 4 bits
+one~1024        it drafts from the 1,024 token ids that come most often here
+"""
+
+import copy
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from bench.options import folder_of
+from mlx_speculation import (
+    Cascade,
+    LookupDrafter,
+    Sampling,
+    SpeculativeGenerator,
+    load,
+    reduced_vocabulary,
+)
+from mlx_speculation.engine.drafters.resolve import find_draft
+from mlx_speculation.engine.equivalence.texts import Parting, find_parting
+from mlx_speculation.models import TokenIds, logit_width
+from mlx_speculation.samplers import Chooser
+
+# Drafts of the bundled targets that exist for no other.
+OWN_DRAFTS = {"dense": ["eagle"], "sliding": ["assistant"], "hybrid": ["mtp"]}
+COUNTED = 1_000_000  # characters of source text
+LONG_MATCH = 6  # tokens that a lookup has to match before it goes first in a cascade
+
+
+@dataclass(eq=False)
+class Bench:
+    """A target with its draft model.
+
+    Attributes:
+        name: of the target.
+        folder: the target's.
+        draft_folder: the draft model's.
+        group: the ranks that the target is spread over; None: it is whole.
+    """
+
+    name: str
+    folder: Path
+    draft_folder: Path
+    group: Any = None
+    _texts: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, target: str, draft_model: str = "draft", group: Any = None) -> "Bench":
+        """Name a target and its draft model, bundled ones or folders."""
+        folder = folder_of(target)
+        return cls(folder.name, folder, folder_of(draft_model), group)
+
+    @cached_property
+    def _loaded(self) -> tuple[nn.Module, Any]:
+        return load(self.folder, group=self.group)
+
+    @property
+    def model(self) -> nn.Module:
+        """The target."""
+        return self._loaded[0]
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer."""
+        return self._loaded[1]
+
+    @cached_property
+    def bare(self) -> nn.Module:
+        """The target without our hooks, for mlx-lm's functions."""
+        return bare(self.model)
+
+    @cached_property
+    def bare_draft(self) -> nn.Module:
+        """The draft model without our hooks."""
+        return load(self.draft_folder)[0]
+
+    @cached_property
+    def plain(self) -> SpeculativeGenerator:
+        """Decodes without a draft."""
+        return self.generator(None)
+
+    @property
+    def default_drafts(self) -> list[str]:
+        """The draft model, a lookup, and what is bundled for this target alone."""
+        bundled = folder_of(self.name) == self.folder
+        return ["model", "lookup", *(OWN_DRAFTS.get(self.name, []) if bundled else [])]
+
+    def generator(self, draft: str | None, **options: Any) -> SpeculativeGenerator:
+        """Make a generator with the draft of that name; on ranks the first one drafts.
+
+        Every model is hooked by itself, so each has a copy of the draft model.
+        """
+        if self.group is not None and self.group.rank() > 0:
+            draft = None
+        options |= {} if self.group is None else {"group": self.group}
+        options |= {"compile_draft": True} if draft == "compiled" else {}
+        name, _, size = (draft or "").partition("~")
+        if size:
+            options["draft_vocabulary"] = self._common_ids(int(size))
+        made = self._draft(name) if name else None
+        return SpeculativeGenerator(self.model, self.tokenizer, draft=made, **options)
+
+    def _common_ids(self, size: int) -> list[int]:
+        """Return the ids that come most often in the standard library's sources.
+
+        The bundled models were trained on such; the prompts were held out of that.
+        """
+        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        texts = (each.read_text("utf-8", errors="replace") for each in files)
+        text = "".join(texts)[:COUNTED]
+        return reduced_vocabulary(text, size, tokenizer=self.tokenizer)
+
+    def _draft(self, name: str) -> Any:
+        if "+" in name:
+            long = LookupDrafter(minimum_match=LONG_MATCH)
+            members = (
+                long if part == "lookup" else self._draft(part)
+                for part in name.split("+")
+            )
+            return Cascade(*members)
+        if name in ("model", "compiled", "wrong"):
+            model = load(self.draft_folder)[0]
+            return always_wrong(model) if name == "wrong" else model
+        if name == "lookup":
+            return name
+        name, _, bits = name.partition("@")
+        found = self.draft_folder if name == "model" else folder_of(name)
+        return find_draft(
+            name if name == "mtp" else found,
+            target=self.folder,
+            quantize_draft=int(bits) if bits else None,
+        )
+
+    def chooser(self, sampling: Sampling) -> Chooser:
+        """Make what chooses the tokens of a text."""
+        ids = TokenIds.of(self.tokenizer)
+        width = logit_width(self.model)
+        return Chooser(sampling, ids.width, limit=width, missing=ids.missing)
+
+    def plain_text(
+        self, prompt: list[int], tokens: int, sampling: Sampling
+    ) -> list[int]:
+        """Return so many tokens of plain decoding, which are generated once."""
+        key = (tuple(prompt), tokens, sampling)
+        if key not in self._texts:
+            options: Any = {"max_tokens": tokens, "sampling": sampling}
+            result = self.plain.generate(prompt, stop_tokens=(), **options)
+            self._texts[key] = result.tokens
+        return self._texts[key]
+
+    def parting(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        expected: Sequence[int],
+        got: Sequence[int],
+        *,
+        width: int,
+        places: int | None = None,
+    ) -> Parting | None:
+        """Return where a text parts from plain decoding's; see `find_parting`."""
+        return find_parting(
+            self.model,
+            self.chooser(sampling),
+            prompt,
+            expected,
+            got,
+            width=width,
+            places=places,
+        )
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """Return a copy of a model that shares its parameters, without hooks of ours.
+
+    What is on a model for our generators may serve whoever calls it: linear layers that
+    have their weights transposed, say.
+    """
+    shared: dict[int, Any] = {}
+    for module in model.modules():  # ranks do not multiply
+        held = vars(module).values()
+        shared |= {id(v): v for v in held if isinstance(v, mx.distributed.Group)}
+    parameters: Any = tree_flatten(model.parameters())
+    shared |= {id(array): array for _, array in parameters}
+    return copy.deepcopy(model, shared)
+
+
+def always_wrong(model: nn.Module) -> nn.Module:
+    """Make a draft model propose what it holds for the least probable, at its price."""
+    kind: Any = type(model)
+
+    class Wrong(kind):  # type: ignore[misc]
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            return -super().__call__(*arguments, **options)
+
+    Wrong.__module__ = kind.__module__
+    model.__class__ = Wrong
+    return model

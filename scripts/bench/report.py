@@ -1,0 +1,144 @@
+"""Runs a benchmark: the BLAS first, then its rows, one table, and one line of JSON."""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from bench.turns import Spread
+from mlx_speculation.blas import use_blas
+
+CACHE = "MLX_SPECULATION_CACHE"
+WIDTH = 160  # of a table that goes to a file
+
+
+@dataclass(slots=True)
+class Report:
+    """The rows of one benchmark.
+
+    Attributes:
+        rows: what was measured. Lists and dicts are in the JSON line alone.
+        facts: what belongs to no row.
+        quiet: print nothing, as ranks do that are not the first.
+    """
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    quiet: bool = False
+
+    def add(self, **row: Any) -> None:
+        """Take one row of the table."""
+        self.rows.append(row)
+
+    def say(self, line: str) -> None:
+        """Say what is being done, beside the results."""
+        if not self.quiet:
+            typer.secho(line, err=True, dim=True)
+
+
+@contextmanager
+def reported(context: typer.Context) -> Iterator[Report]:
+    """Choose the BLAS, let the block fill a report, and print it.
+
+    The costs of rounds that earlier runs have measured decide nothing in the block.
+
+    Args:
+        context: of the command; it has the options `blas` and `json_file`.
+    """
+    chosen = use_blas(context.params["blas"])
+    report = Report()
+    report.say(f"BLAS: {chosen.detail}")
+    with tempfile.TemporaryDirectory() as folder, _costs_in(folder):
+        yield report
+    if not report.quiet:
+        _print(report, context, asdict(chosen))
+
+
+@contextmanager
+def _costs_in(folder: str) -> Iterator[None]:
+    before = os.environ.get(CACHE)
+    os.environ[CACHE] = folder
+    try:
+        yield
+    finally:
+        del os.environ[CACHE]
+        if before is not None:
+            os.environ[CACHE] = before
+
+
+def _print(report: Report, context: typer.Context, blas: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from mlx_speculation.environment import machine, versions
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDTH)
+    console.print(table_of(report.rows))
+    options = {k: v for k, v in context.params.items() if k != "json_file"}
+    line = json.dumps(
+        {
+            "benchmark": Path(str(context.info_name)).stem,
+            "machine": machine(),
+            "versions": versions(),
+            "blas": blas,
+            "arguments": {name: _named(value) for name, value in options.items()},
+            **report.facts,
+            "results": report.rows,
+        },
+        default=asdict,  # a Spread
+    )
+    written: Path | None = context.params["json_file"]
+    if written is not None:
+        written.write_text(line + "\n", encoding="utf-8")
+    print(line)
+
+
+def _named(value: Any) -> Any:
+    """Return an option without the folders above a path."""
+    if isinstance(value, list):
+        return [_named(each) for each in value]
+    if isinstance(value, Path) or (isinstance(value, str) and os.sep in value):
+        return "+".join(Path(part).name for part in str(value).split("+"))
+    return value
+
+
+def table_of(rows: list[dict[str, Any]]) -> Any:
+    """Make the table of all values that fit into a cell."""
+    from rich.table import Table
+
+    table = Table(title_justify="left", padding=(0, 1))
+    names = [*dict.fromkeys(name for row in rows for name in row)]
+    names = [name for name in names if all(_is_cell(row.get(name)) for row in rows)]
+    for name in names:
+        words = any(isinstance(row.get(name), str) for row in rows)
+        table.add_column(_heading(name), justify="left" if words else "right")
+    for row in rows:
+        table.add_row(*(shown(row.get(name)) for name in names))
+    return table
+
+
+def _heading(name: str) -> str:
+    return name.replace("_per_second", "/s").replace("_", " ")
+
+
+def _is_cell(value: Any) -> bool:
+    return not isinstance(value, list | dict | tuple)
+
+
+def shown(value: Any) -> str:
+    """Return a value as a cell has it: three digits, quartiles in brackets."""
+    if value is None:
+        return ""
+    if isinstance(value, Spread):
+        return f"{shown(value.median)} ({shown(value.lower)}..{shown(value.upper)})"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")
+    assert not is_dataclass(value)
+    return str(value)

@@ -1,0 +1,263 @@
+"""What each arm did with all prompts of a group: speed, acceptance, texts compared.
+
+At temperature 0 every text has to be plain decoding's of ours, or to part from it where
+two tokens are almost equally good; above it all of ours, since mlx-lm draws from the
+global generator. Texts of mlx-lm's speculation may be wrong, which is said.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from bench.arms import Arm, Job, Run, run_by_turns
+from bench.models import Bench
+from bench.prompts import Question
+from bench.report import Report
+from bench.turns import Spread
+from mlx_speculation.engine import Statistics
+from mlx_speculation.engine.equivalence.texts import Parting
+
+WARM_UP_TOKENS = 32
+
+
+@dataclass(slots=True)
+class Series:
+    """The runs of one arm.
+
+    Attributes:
+        arm: the arm.
+        runs: of each prompt; empty after a failure.
+        partings: where its texts part from our plain decoding.
+        failure: why there are no runs, or None.
+    """
+
+    arm: Arm
+    runs: list[Run] = field(default_factory=list)
+    partings: list[Parting] = field(default_factory=list)
+    failure: str | None = None
+
+    @property
+    def statistics(self) -> Statistics:
+        """The counts of all prompts together."""
+        return total(run.statistics for run in self.runs)
+
+    @property
+    def slices(self) -> list[tuple[int, float]]:
+        """Timed tokens and seconds of each slice of all prompts."""
+        return [piece for run in self.runs for piece in run.slices]
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second over all prompts."""
+        return speed_of(self.slices)
+
+    @property
+    def whole(self) -> float:
+        """The seconds of all prompts, prefill included."""
+        return sum(run.first_seconds + run.seconds for run in self.runs)
+
+    @property
+    def text(self) -> str:
+        """How its texts compare with those of our plain decoding."""
+        wrong = [each.index for each in self.partings if not each.near_tie]
+        if wrong:
+            return f"wrong from token {min(wrong)}"
+        count = len(self.partings)
+        return f"equal, {count} near-ties" if count else "equal"
+
+    def row(self, plain: "Series", mlx_lm: "Series") -> dict[str, Any]:
+        """Return the row of the arm.
+
+        Ratios of speeds are of all prompts; in `each` they are of one prompt each, and
+        in `x_whole` of the times with their prefill. `first_x` is the median ratio of
+        the times to the first token.
+        """
+        if not self.runs:
+            return {"arm": self.arm.name, "texts": self.failure or "no tokens"}
+        counts = self.statistics
+        speeds = [speed_of(run.slices) for run in self.runs]
+        others = [speed_of(run.slices) for run in plain.runs]
+        firsts = [run.first_seconds for run in self.runs]
+        return {
+            "arm": self.arm.name,
+            "tokens_per_second": self.speed,
+            "x_mlx_lm": self.speed / mlx_lm.speed,
+            "x_plain": self.speed / plain.speed,
+            "each": Spread.over(speeds, others),
+            "x_whole": plain.whole / self.whole,
+            "first_ms": 1e3 * sum(firsts) / len(firsts),
+            "first_x": Spread.over(
+                firsts, [r.first_seconds for r in plain.runs]
+            ).median,
+            "accepted": counts.acceptance_rate,
+            "length": counts.mean_accepted_length,
+            "texts": self.text,
+            "counts": {
+                "texts": len(self.runs),
+                "tokens": sum(len(run.tokens) for run in self.runs),
+                "rounds": counts.rounds,
+                "drafts": counts.drafts,
+                "drafted": counts.drafted,
+                "accepted": counts.accepted,
+                "reads": counts.reads,
+                "near_ties": len(self.partings),
+            },
+            "by_position": list(counts.accepted_per_position),
+        }
+
+
+def speed_of(slices: Sequence[tuple[int, float]]) -> float:
+    """Return tokens per second of slices; 1 where a text had one token."""
+    seconds = sum(spent for _, spent in slices)
+    return sum(count for count, _ in slices) / seconds if seconds else 1.0
+
+
+def total(counts: Iterable[Statistics]) -> Statistics:
+    """Return the counts of several generations together."""
+    found = Statistics()
+    names = ("rounds", "drafts", "drafted", "accepted", "emitted", "reads")
+    for each in counts:
+        for name in (*names, "empty_drafts"):
+            setattr(found, name, getattr(found, name) + getattr(each, name))
+        found.reached += [0] * (len(each.reached) - len(found.reached))
+        for index, reached in enumerate(each.reached):
+            found.reached[index] += reached
+    return found
+
+
+def compare(
+    bench: Bench,
+    arms: list[Arm],
+    jobs: Iterable[Job],
+    say: Callable[[str], None] = lambda line: None,
+) -> list[Series]:
+    """Let arms decode jobs by turns; the first arm is our plain decoding.
+
+    A short first job warms up and is not counted; nor are the arms that fail in it.
+
+    Raises:
+        AssertionError: a text of ours is not that of our plain decoding.
+    """
+    found = [Series(arm) for arm in arms]
+    for _ in compare_each(bench, found, jobs, say):
+        pass
+    return found
+
+
+def compare_each(
+    bench: Bench,
+    series: list[Series],
+    jobs: Iterable[Job],
+    say: Callable[[str], None] = lambda line: None,
+) -> Iterator[dict[str, Run]]:
+    """Run `compare` and yield the runs of each job behind the warm-up.
+
+    Raises:
+        AssertionError: a text of ours is not that of our plain decoding.
+    """
+    for number, job in enumerate(jobs):
+        if number == 0:
+            short = replace(job, tokens=min(job.tokens, WARM_UP_TOKENS))
+            _run(bench, series, short)
+        runs = _run(bench, series, job)
+        say(f"{bench.name}: text {number + 1} of {len(job.prompt)} prompt tokens")
+        expected = runs[series[0].arm.name]
+        for each in series:
+            if each.failure is None:
+                run = runs[each.arm.name]
+                each.runs.append(run)
+                _check(bench, each, job, expected.tokens, run.tokens)
+        yield runs
+
+
+def _run(bench: Bench, series: list[Series], job: Job) -> dict[str, Run]:
+    """Run a job; arms that fail are left out from here on."""
+    arms = [each.arm for each in series if each.failure is None]
+    runs = run_by_turns(bench, arms, job)
+    for each in series:
+        if each.failure is None and (failure := runs[each.arm.name].failure):
+            assert not each.arm.ours, f"{each.arm.name} {failure}"
+            each.failure, each.runs = failure, []
+    return runs
+
+
+def _check(
+    bench: Bench, series: Series, job: Job, expected: list[int], got: list[int]
+) -> None:
+    if got == expected or (job.temperature > 0 and not series.arm.ours):
+        return
+    width = 1 + max(series.arm.length or 0, len(series.runs[-1].statistics.reached))
+    found = bench.parting(job.prompt, job.sampling, expected, got, width=width)
+    assert found is not None
+    must = series.arm.ours or not series.arm.draft
+    assert found.near_tie or not must, (
+        f"{bench.name}, {series.arm.name}: not the text of our plain decoding: {found}"
+    )
+    series.partings.append(found)
+
+
+def rows_of(series: list[Series]) -> list[dict[str, Any]]:
+    """Return the rows of all arms; "x_plain" is over the faster plain decoding."""
+    plain = max(series[:2], key=lambda each: each.speed)
+    return [each.row(plain, series[1]) for each in series]
+
+
+def jobs_of(
+    bench: Bench,
+    questions: Sequence[Question],
+    *,
+    tokens: int,
+    temperature: float,
+    seed: int = 0,
+) -> Iterator[Job]:
+    """Yield a job for each turn of each question, with a seed of its own.
+
+    Bundled texts are continued to the budget; answers of chats end where the model ends
+    them. The turns behind the first are asked behind the answer of plain decoding.
+    """
+    ids = bench.tokenizer.eos_token_ids
+    for index, question in enumerate(questions):
+        answers: list[str] = []
+        stop = frozenset(int(each) for each in ids) if question.chat else frozenset()
+        for _ in question.turns:
+            prompt = question.prompt(bench.tokenizer, answers)
+            job = Job(prompt, tokens, temperature, seed + index, stop)
+            yield job
+            if len(question.turns) > 1:
+                answers.append(_answer(bench, job))
+
+
+def _answer(bench: Bench, job: Job) -> str:
+    result = bench.plain.generate(
+        job.prompt, max_tokens=job.tokens, sampling=job.sampling
+    )
+    return result.text
+
+
+def add_groups(
+    report: Report,
+    bench: Bench,
+    arms: list[Arm],
+    groups: dict[str, list[Question]],
+    *,
+    tokens: int,
+    temperature: float,
+    seed: int,
+) -> None:
+    """Compare arms on each group of prompts, and over all where there are several."""
+    whole = [Series(arm) for arm in arms]
+    for group, questions in groups.items():
+        report.say(f"{bench.name}: {group}")
+        jobs = jobs_of(
+            bench, questions, tokens=tokens, temperature=temperature, seed=seed
+        )
+        found = compare(bench, arms, jobs, report.say)
+        for row in rows_of(found):
+            report.add(target=bench.name, group=group, **row)
+        for all_groups, own in zip(whole, found, strict=True):
+            all_groups.runs += own.runs
+            all_groups.partings += own.partings
+            all_groups.failure = all_groups.failure or own.failure
+    if len(groups) > 1:
+        for row in rows_of([each for each in whole if each.failure is None]):
+            report.add(target=bench.name, group="all", **row)

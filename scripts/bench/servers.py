@@ -1,0 +1,186 @@
+"""Servers to compare: ours and mlx-lm's, each a process of its own, and their clients.
+
+All of them get the same folders: float32, as our loading makes them on a Linux CPU, and
+the same BLAS. mlx-lm's own command line takes the BLAS of its wheel.
+"""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+from mlx_lm.utils import save_config, save_model
+
+from mlx_speculation import load
+
+START_SECONDS = 120.0
+MLX_LM = (
+    "from mlx_speculation.blas import use_blas; use_blas({blas!r}); "
+    "from mlx_lm.server import main; main()"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One text to ask for."""
+
+    prompt: str
+    tokens: int
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One text that came back.
+
+    Attributes:
+        text: as a whole.
+        first: seconds to its first piece.
+        whole: seconds to its end.
+        tokens: that the server has counted.
+    """
+
+    text: str
+    first: float
+    whole: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server.
+
+    Attributes:
+        name: in the table.
+        url: of its interface.
+    """
+
+    name: str
+    url: str
+
+    def ask(self, client: openai.OpenAI, request: Request) -> Served:
+        """Read one text as a stream."""
+        started = time.perf_counter()
+        first, text, tokens = 0.0, "", 0
+        for piece in client.completions.create(
+            model="default_model",
+            prompt=request.prompt,
+            max_tokens=request.tokens,
+            temperature=request.temperature,
+            stream=True,
+            stream_options={"include_usage": True},
+        ):
+            if piece.choices and piece.choices[0].text:
+                first = first or time.perf_counter() - started
+                text += piece.choices[0].text
+            tokens = piece.usage.completion_tokens if piece.usage else tokens
+        whole = time.perf_counter() - started
+        return Served(text, first or whole, whole, tokens)
+
+    def serve(
+        self, requests: Sequence[Request], clients: int
+    ) -> tuple[list[Served], float]:
+        """Let some clients ask side by side; return texts in order, and the seconds."""
+        found: dict[int, Served] = {}
+
+        def run(which: int) -> None:
+            options = {"base_url": self.url, "api_key": "none", "max_retries": 0}
+            with openai.OpenAI(**options, timeout=600) as client:  # type: ignore[arg-type]
+                for number in range(which, len(requests), clients):
+                    found[number] = self.ask(client, requests[number])
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(clients)]
+        started = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        seconds = time.perf_counter() - started
+        if len(found) < len(requests):
+            raise SystemExit(f"{self.name} answered {len(found)} of {len(requests)}.")
+        return [found[number] for number in range(len(requests))], seconds
+
+
+def widened(source: Path, folder: Path) -> Path:
+    """Write a model as it is loaded here, so that both servers load the same."""
+    model, tokenizer = load(source)
+    config = json.loads((source / "config.json").read_text("utf-8"))
+    folder.mkdir()
+    save_model(folder, model)
+    kept = {k: v for k, v in config.items() if not k.startswith("quantization")}
+    save_config(kept, folder / "config.json")
+    tokenizer._tokenizer.save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def our_server(name: str, model: Path, blas: str, *options: str) -> Iterator[Server]:
+    """Start ours."""
+    command = ["-m", "mlx_speculation", "serve", str(model), "--port", "0"]
+    rest = ["--blas", blas, "--max-queue", "256", *options]
+    process = subprocess.Popen(
+        [sys.executable, *command, *rest], stderr=subprocess.PIPE, text=True
+    )
+    with _ending(process):
+        assert process.stderr is not None
+        said = ""
+        for line in process.stderr:
+            said += line
+            if found := re.search(r"http://\S+/v1", said.replace("\n", "")):
+                yield Server(name, found[0])
+                return
+        raise SystemExit(f"{name} did not start: {said}")
+
+
+@contextmanager
+def mlx_lm_server(name: str, model: Path, blas: str, *options: str) -> Iterator[Server]:
+    """Start mlx-lm's."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    command = ["-c", MLX_LM.format(blas=blas), "--model", str(model), "--port", port]
+    process = subprocess.Popen(
+        [sys.executable, *command, "--log-level", "ERROR", *options],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    with _ending(process):
+        _wait_for(f"http://127.0.0.1:{port}/health", process, name)
+        yield Server(name, f"http://127.0.0.1:{port}/v1")
+
+
+def _wait_for(url: str, process: "subprocess.Popen[Any]", name: str) -> None:
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except (OSError, urllib.error.URLError):
+            time.sleep(0.1)
+    raise SystemExit(f"{name} did not start.")
+
+
+@contextmanager
+def _ending(process: "subprocess.Popen[Any]") -> Iterator[None]:
+    """End a server when it is needed no longer."""
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stderr is not None:
+            process.stderr.close()

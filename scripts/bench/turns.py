@@ -1,0 +1,80 @@
+"""Arms that take turns, and ratios of what they took.
+
+Whole runs, one after the other, differ by more than the ways to decode do: a shared
+machine drifts. So all arms take turns, in another order in each, and a ratio is one of
+the same turn.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import TypeVar
+
+Clock = Callable[[], float]  # in seconds
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The median of some values, and their quartiles."""
+
+    median: float
+    lower: float
+    upper: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """Summarise at least one value."""
+        if len(values) < 2:
+            return cls(values[0], values[0], values[0])
+        lower, _, upper = quantiles(values, n=4, method="inclusive")
+        return cls(median(values), lower, upper)
+
+    @classmethod
+    def over(cls, own: Sequence[float], base: Sequence[float]) -> "Spread":
+        """Summarise the ratios of values to others, pair by pair."""
+        return cls.of([one / other for one, other in zip(own, base, strict=True)])
+
+
+def order(items: Sequence[T], number: int) -> list[T]:
+    """Return the order of a turn: another one begins, and each second is reversed."""
+    first = number % len(items) if items else 0
+    turned = [*items[first:], *items[:first]]
+    return turned[::-1] if number % 2 else turned
+
+
+def in_turns(
+    acts: Mapping[str, Callable[[int], T]], repeats: int, *, warm_up: int = 1
+) -> dict[str, list[T]]:
+    """Run each arm in each of so many turns; return what they gave, turn by turn.
+
+    Args:
+        acts: the arms by name, called with the number of the turn.
+        repeats: counted turns.
+        warm_up: turns before them, which count from 0 too.
+    """
+    found: dict[str, list[T]] = {name: [] for name in acts}
+    for number in range(-warm_up, repeats):
+        for name in order([*acts], number):
+            given = acts[name](max(0, number))
+            if number >= 0:
+                found[name].append(given)
+    return found
+
+
+def seconds_in_turns(
+    acts: Mapping[str, Callable[[], object]], repeats: int, *, warm_up: int = 1
+) -> dict[str, list[float]]:
+    """Return the seconds of each arm, turn by turn; arms wait for what they compute."""
+    timed = {name: _timed(act) for name, act in acts.items()}
+    return in_turns(timed, repeats, warm_up=warm_up)
+
+
+def _timed(act: Callable[[], object]) -> Callable[[int], float]:
+    def timed(_: int) -> float:
+        started = time.perf_counter()
+        act()
+        return time.perf_counter() - started
+
+    return timed

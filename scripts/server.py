@@ -1,0 +1,159 @@
+"""Our server beside mlx-lm's, by turns, on the same models, with the openai client.
+
+Four servers run at once as processes of their own, ours and mlx-lm's, with the draft
+model and without. One is asked at a time: in every pass each serves the same new
+prompts to clients that ask side by side, and the next pass begins with the next server.
+No prompt comes twice, so that no server has read one before. Times are medians and 95th
+percentiles over all requests, tokens per second those of all clients together. Greedy
+texts are compared with those of ours without a draft: in a batch they may part where
+two tokens are almost equal.
+
+    python scripts/server.py
+    python scripts/server.py --clients 1 --clients 8 --requests 32
+"""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bench.options import (
+    Blas,
+    DraftModel,
+    Json,
+    Repeats,
+    Target,
+    Temperature,
+    Tokens,
+    folder_of,
+)
+from bench.prompts import bundled
+from bench.report import reported
+from bench.turns import in_turns
+from mlx_speculation.cli import run
+
+if TYPE_CHECKING:
+    from bench.servers import Request, Served, Server
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def server(
+    context: typer.Context,
+    target: Target = "dense",
+    draft_model: DraftModel = "draft",
+    clients: Annotated[
+        list[int] | None, typer.Option(min=1, help="By default 1, 4 and 8.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Of each pass.")] = 16,
+    tokens: Tokens = 64,
+    repeats: Repeats = 4,
+    temperature: Temperature = 0.0,
+    mlx_lm_length: Annotated[
+        int, typer.Option(min=1, help="Tokens that mlx-lm's server drafts.")
+    ] = 3,
+    blas: Blas = "auto",
+    json_file: Json = None,
+) -> None:
+    """Measure latencies of four servers."""
+    with reported(context) as report:
+        report.say("starting four servers")
+        models = folder_of(target), folder_of(draft_model)
+        with started(*models, blas, mlx_lm_length) as servers:
+            for count in clients or [1, 4, 8]:
+                report.say(f"{count} clients")
+                asked = [
+                    [*requests_of(number, requests, tokens, temperature)]
+                    for number in range(repeats + 1)
+                ]
+                for row in measured(servers, asked, count):
+                    report.add(clients=count, **row)
+
+
+@contextmanager
+def started(
+    target: Path, draft: Path, blas: str, length: int
+) -> "Iterator[list[Server]]":
+    """Start all four."""
+    from bench.servers import mlx_lm_server, our_server, widened
+
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = widened(target, folder / "target")
+        small = str(widened(draft, folder / "draft"))
+        theirs = ("--draft-model", small, "--num-draft-tokens", str(length))
+        yield [
+            stack.enter_context(each)
+            for each in (
+                our_server("ours, no draft", model, blas),
+                our_server("ours, draft model", model, blas, "--draft", small),
+                mlx_lm_server("mlx-lm, no draft", model, blas),
+                mlx_lm_server("mlx-lm, draft model", model, blas, *theirs),
+            )
+        ]
+
+
+def requests_of(
+    number: int, count: int, tokens: int, temperature: float
+) -> "Iterator[Request]":
+    """Yield the requests of a pass, all of which begin in a way of their own."""
+    from bench.servers import Request
+
+    groups = bundled(None, 8).values()
+    prompts = [question.turns[0] for group in groups for question in group]
+    for index in range(count):
+        begin = f"# {number:03d}.{index:03d}\n"
+        text = begin + prompts[(number * count + index) % len(prompts)]
+        yield Request(text, tokens, temperature)
+
+
+def measured(
+    servers: "list[Server]", asked: "list[list[Request]]", clients: int
+) -> list[dict[str, Any]]:
+    """Let all servers serve all passes, the first to warm up; return their rows."""
+    acts = {each.name: partial(_serve, each, asked[1:], clients) for each in servers}
+    for each in servers:
+        each.serve(asked[0], clients)
+    runs = in_turns(acts, len(asked) - 1, warm_up=0)
+    (first, *_) = runs.values()
+    return [row_of(name, own, first) for name, own in runs.items()]
+
+
+def _serve(
+    server: "Server", asked: "list[list[Request]]", clients: int, number: int
+) -> "tuple[list[Served], float]":
+    return server.serve(asked[number], clients)
+
+
+def row_of(
+    name: str,
+    own: "list[tuple[list[Served], float]]",
+    reference: "list[tuple[list[Served], float]]",
+) -> dict[str, Any]:
+    """Return the figures of one server: of all texts, and the seconds of each pass."""
+    import numpy as np
+
+    served = [one for texts, _ in own for one in texts]
+    others = [one for texts, _ in reference for one in texts]
+    row: dict[str, Any] = {"server": name}
+    for part in ("first", "whole"):
+        times = [1e3 * getattr(one, part) for one in served]
+        median, most = (float(value) for value in np.percentile(times, [50, 95]))
+        row |= {f"{part}_ms": median, f"{part}_p95": most}
+    tokens = sum(one.tokens for one in served)
+    equal = sum(a.text == b.text for a, b in zip(served, others, strict=True))
+    return {
+        **row,
+        "tokens_per_second": tokens / sum(seconds for _, seconds in own),
+        "tokens": tokens,
+        "equal": f"{equal} of {len(served)}",
+    }
+
+
+if __name__ == "__main__":
+    run(app)
