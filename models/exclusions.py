@@ -15,9 +15,13 @@ ways (tests/engine/test_census.py).
 From the middle: a prefix cache resumes a prompt there, so its rows come in other
 forwards than in a request from the start. That needs a model whose rows are the same
 wherever a prompt is cut, which one of mlx-lm's is not.
+
+In steps: keys are shown in whole steps of rows (`caches/types/padded_kv.py`) to models
+that were tried with them.
 """
 
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 
 import mlx.nn as nn
@@ -26,6 +30,7 @@ from mlx_speculation.errors import InvalidRequestError
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 TOGETHER = frozenset[str](_TABLES["together"])
+KEY_STEPS = frozenset[str](_TABLES["key_steps"])
 ALONE: dict[str, str] = _TABLES["alone"]
 
 
@@ -36,13 +41,23 @@ def _by_module(table: str) -> dict[str, str]:
 NOT_CAUSAL, DEPEND_ON_CUTS = _by_module("not_causal"), _by_module("depend_on_cuts")
 
 
+def _is_one_of(model: nn.Module, names: Collection[str]) -> bool:
+    package, _, name = type(model).__module__.rpartition(".")
+    return package == "mlx_lm.models" and name in names
+
+
+def takes_key_steps(model: nn.Module) -> bool:
+    """Whether a model may see keys in whole steps: any other gets the native ones."""
+    return _is_one_of(model, KEY_STEPS)
+
+
 def why_alone(model: nn.Module) -> str | None:
     """Return why a model cannot be fed several sequences at once; None: it can."""
-    package, _, name = type(model).__module__.rpartition(".")
-    if package == "mlx_lm.models" and name in TOGETHER:
+    if _is_one_of(model, TOGETHER):
         return None
-    reason = ALONE.get(name) if package == "mlx_lm.models" else None
-    return f"{name}: {reason or 'it has not been tried in batches'}"
+    name = type(model).__module__.rpartition(".")[2]
+    tried = _is_one_of(model, ALONE)
+    return f"{name}: {ALONE[name] if tried else 'it has not been tried in batches'}"
 
 
 def check_resumable(model: nn.Module) -> None:

@@ -16,9 +16,9 @@ are then not finite either, which every round checks.
 
 A sliding window is shown so until it is full; then its rows are as many in every round.
 
-A cache is shown so only to models that have been tried (`models/lanes/padded_keys.py`):
-the mask has to come from `make_mask` of a cache in the same round, and to be applied to
-all that `update_and_fetch` returns.
+A cache is shown so only to models that have been tried (`key_steps` in
+`models/exclusions.toml`): the mask has to come from `make_mask` of a cache in the same
+round, and to be applied to all that `update_and_fetch` returns.
 """
 
 import os

@@ -44,9 +44,9 @@ from mlx_speculation.caches import (
     others_are_longer,
     states,
 )
+from mlx_speculation.models.exclusions import takes_key_steps
 from mlx_speculation.models.lanes.batch_states import BatchStates, Unread
 from mlx_speculation.models.lanes.lane import Lane
-from mlx_speculation.models.lanes.padded_keys import takes_key_steps
 from mlx_speculation.models.round_context import plain_step, rows_of_a_round
 from mlx_speculation.models.shape_buckets import RowSizes, row_size
 

@@ -31,10 +31,10 @@ from mlx_speculation.caches import (
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.interrupts import checkpoint
 from mlx_speculation.models.device_ops import CompiledForward
+from mlx_speculation.models.exclusions import takes_key_steps
 from mlx_speculation.models.introspect.hidden_states import HiddenStates
 from mlx_speculation.models.introspect.taps import States
 from mlx_speculation.models.lanes.committed_states import CommittedStates
-from mlx_speculation.models.lanes.padded_keys import takes_key_steps
 from mlx_speculation.models.lanes.restore_points import RestorePoints
 from mlx_speculation.models.recurrent.recorder import noting_reruns
 from mlx_speculation.models.round_context import (

@@ -192,7 +192,7 @@ def _notes(facts: Facts) -> Iterator[Advice]:
     if facts.backend == "cuda" and facts.environment.get(CUDNN) != "0":
         yield Advice(
             "note",
-            "models that are not listed in models/lanes/padded_keys.py wait some 40 ms "
+            "models that are no key_steps of models/exclusions.toml wait some 40 ms "
             "for a cuDNN plan in every round of drafts (docs/log/cuda_kernels.md)",
             f"with such a model, export {CUDNN}=0",
         )

@@ -284,7 +284,7 @@ CUDA = {"backend": "cuda", "openblas": False, "blas": "reference BLAS"}
             "OpenBLAS 0.3.21 is the system's, and without AVX-512 a newer one of",
         ),
         ({"gpus": 2}, "slow", "mlx computes on the CPU, and there are 2 NVIDIA GPUs"),
-        (CUDA, "note", "models that are not listed in models/lanes/padded_keys.py"),
+        (CUDA, "note", "models that are no key_steps of models/exclusions.toml"),
         (
             {**CUDA, "environment": {"MLX_CUDA_USE_CUDNN_SDPA": "0"}},
             "slow",

@@ -25,7 +25,7 @@ from mlx_speculation.caches import (
 from mlx_speculation.caches.journals import sliding_kv
 from mlx_speculation.caches.types import padded_kv, ragged_kv
 from mlx_speculation.models import BatchLane, Lane, ModelHooks, why_alone
-from mlx_speculation.models.lanes.padded_keys import TRIED, takes_key_steps
+from mlx_speculation.models.exclusions import KEY_STEPS, takes_key_steps
 from support.caches.cache_twins import read
 from support.covering import covering
 from support.models.tiny_models import TINY_MODELS, build
@@ -33,7 +33,7 @@ from support.models.tiny_models import TINY_MODELS, build
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 STEP = 8
-NAMES = [name for name, tiny in TINY_MODELS.items() if tiny.module in TRIED]
+NAMES = [name for name, tiny in TINY_MODELS.items() if tiny.module in KEY_STEPS]
 BATCHED = [name for name in NAMES if why_alone(build(name)) is None]
 
 
@@ -46,7 +46,7 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_model_that_counts_as_tried_is_tried_here() -> None:
-    assert {TINY_MODELS[name].module for name in NAMES} == TRIED
+    assert {TINY_MODELS[name].module for name in NAMES} == KEY_STEPS
 
 
 def test_other_models_get_the_native_keys() -> None:
