@@ -19,15 +19,11 @@ Prompt = str | SequenceOf[int] | SequenceOf[Mapping[str, Any]]
 
 @dataclass(slots=True)
 class Sequence:
-    """The known tokens: those in the passed cache, the prompt, and the emitted ones.
+    """The known tokens: those in the passed cache, the prompt, and the emitted ones."""
 
-    Attributes:
-        tokens: the known token ids.
-        start: how many tokens precede them that nobody named (a prompt cache that was
-            passed without `cached_tokens`).
-    """
-
-    tokens: list[int]
+    tokens: list[int]  # the known token ids
+    # How many tokens precede them that nobody named (a prompt cache that was passed
+    # without `cached_tokens`)
     start: int = 0
 
     def rows(self, ahead: mx.array | None = None, count: int = 1) -> Rows:

@@ -44,39 +44,23 @@ class Watch:
 
 @dataclass(slots=True)
 class TrainingLoop:
-    """One training.
+    """One training."""
 
-    Attributes:
-        trainee: what is trained.
-        stepper: makes gradients and applies them.
-        optimizer: with its state.
-        batches: of rows.
-        progress: where it stands.
-        options: what has to be the same when it is resumed.
-        folder: where its state is kept.
-        evaluate: measures acceptance on held-out text.
-        keep: writes the draft's files, after an evaluation that gained.
-        watch: who is told.
-        accumulate: batches of a step.
-        between: steps between evaluations.
-        patience: evaluations without gain that end it; 0: never.
-        deadline: when to stop, of `time.monotonic`; None: never.
-    """
-
-    trainee: Trainee
-    stepper: TrainingStep
-    optimizer: optim.Optimizer
-    batches: RowBatches
-    progress: Progress
-    options: dict[str, Any]
-    folder: Path
-    evaluate: Evaluate
+    trainee: Trainee  # what is trained
+    stepper: TrainingStep  # makes gradients and applies them
+    optimizer: optim.Optimizer  # with its state
+    batches: RowBatches  # of rows
+    progress: Progress  # where it stands
+    options: dict[str, Any]  # what has to be the same when it is resumed
+    folder: Path  # where its state is kept
+    evaluate: Evaluate  # measures acceptance on held-out text
+    # Writes the draft's files, after an evaluation that gained
     keep: Callable[[], None]
-    watch: Watch
-    accumulate: int
-    between: int
-    patience: int
-    deadline: float | None = None
+    watch: Watch  # who is told
+    accumulate: int  # batches of a step
+    between: int  # steps between evaluations
+    patience: int  # evaluations without gain that end it; 0: never
+    deadline: float | None = None  # when to stop, of `time.monotonic`; None: never
 
     def run(self) -> Ended:
         """Train; return why it has ended: "steps", "stale", "time" or "interrupt"."""

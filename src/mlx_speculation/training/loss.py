@@ -14,15 +14,11 @@ import mlx.core as mx
 
 
 class Teacher(NamedTuple):
-    """What the target says of the token after each position, [rows, positions, ...].
+    """What the target says of the token after each position, [rows, positions, ...]."""
 
-    Attributes:
-        logits: of the draft's ids, [rows, positions, ids].
-        likeliest: int32 [rows, positions], the column of the likeliest of all tokens;
-            -1 where it is none of the draft's ids.
-    """
-
-    logits: mx.array
+    logits: mx.array  # of the draft's ids, [rows, positions, ids]
+    # int32 [rows, positions], the column of the likeliest of all tokens; -1 where it is
+    # none of the draft's ids
     likeliest: mx.array
 
     def behind(self, first: int, count: int) -> "Teacher":

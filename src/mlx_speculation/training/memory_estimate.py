@@ -22,27 +22,16 @@ _GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """The sizes that decide what a batch takes.
+    """The sizes that decide what a batch takes."""
 
-    Attributes:
-        tokens: of a batch.
-        slots: of a row.
-        dim: the hidden size.
-        heads: of the drafter's attention.
-        ids: of the drafter's logits.
-        vocab: of the target's.
-        depths: how many tokens are drafted.
-        item: bytes of a number.
-    """
-
-    tokens: int
-    slots: int
-    dim: int
-    heads: int
-    ids: int
-    vocab: int
-    depths: int
-    item: int
+    tokens: int  # of a batch
+    slots: int  # of a row
+    dim: int  # the hidden size
+    heads: int  # of the drafter's attention
+    ids: int  # of the drafter's logits
+    vocab: int  # of the target's
+    depths: int  # how many tokens are drafted
+    item: int  # bytes of a number
 
     def bytes(self, checkpoint: bool) -> int:
         """Return what gradients of a batch hold."""

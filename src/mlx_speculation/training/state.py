@@ -24,31 +24,20 @@ FORMAT = "mlx-speculation training 1"
 
 @dataclass(slots=True)
 class Progress:
-    """Where a training stands.
+    """Where a training stands."""
 
-    Attributes:
-        steps: how many are planned.
-        dialogues: how many are learned from.
-        ids: the token ids that the draft has; none: all.
-        step: how many were taken.
-        best: the greatest mean accepted length, and the step of it.
-        stale: evaluations since then.
-        seconds: of the steps.
-        losses: step and mean loss, in order.
-        history: evaluations, in order.
-        done: whether it has ended.
-    """
-
-    steps: int
-    dialogues: int
-    ids: list[int]
-    step: int = 0
+    steps: int  # how many are planned
+    dialogues: int  # how many are learned from
+    ids: list[int]  # the token ids that the draft has; none: all
+    step: int = 0  # how many were taken
+    # The greatest mean accepted length, and the step of it
     best: tuple[float, int] = (0.0, 0)
-    stale: int = 0
-    seconds: float = 0.0
+    stale: int = 0  # evaluations since then
+    seconds: float = 0.0  # of the steps
+    # Step and mean loss, in order
     losses: list[tuple[int, float]] = field(default_factory=list)
-    history: list[dict[str, Any]] = field(default_factory=list)
-    done: bool = False
+    history: list[dict[str, Any]] = field(default_factory=list)  # evaluations, in order
+    done: bool = False  # whether it has ended
 
 
 def save_state(

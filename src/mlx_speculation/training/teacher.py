@@ -14,15 +14,10 @@ from mlx_speculation.training.loss import Teacher
 
 
 class Lesson(NamedTuple):
-    """What a forward of the target shows.
+    """What a forward of the target shows."""
 
-    Attributes:
-        inputs: what the drafter reads, each [rows, positions, dim].
-        logits: of all ids, [rows, positions, vocab].
-    """
-
-    inputs: list[mx.array]
-    logits: mx.array
+    inputs: list[mx.array]  # what the drafter reads, each [rows, positions, dim]
+    logits: mx.array  # of all ids, [rows, positions, vocab]
 
 
 class TargetModel:

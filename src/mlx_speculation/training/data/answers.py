@@ -11,28 +11,18 @@ Report = Callable[[int, int], None]  # how much is done, of how much
 
 
 def write_answers(
-    model: nn.Module,
-    prompts: Sequence[Sequence[int]],
+    model: nn.Module,  # the target
+    prompts: Sequence[Sequence[int]],  # token ids, at least one in each
     *,
-    most: int,
-    temperature: float,
-    ends: Sequence[int],
-    seed: int,
+    most: int,  # tokens of an answer
+    temperature: float,  # 0: greedy
+    ends: Sequence[int],  # ids that end an answer; the one that did is its last token
+    seed: int,  # decides the draws
+    # Drops tokens less likely than this share of the likeliest one's
     min_p: float = 0.0,
-    report: Report | None = None,
+    report: Report | None = None,  # called with how many answers have ended
 ) -> list[list[int]]:
-    """Return the target's continuation of each prompt.
-
-    Args:
-        model: the target.
-        prompts: token ids, at least one in each.
-        most: tokens of an answer.
-        temperature: 0: greedy.
-        ends: ids that end an answer; the one that did is its last token.
-        seed: decides the draws.
-        min_p: drops tokens less likely than this share of the likeliest one's.
-        report: called with how many answers have ended.
-    """
+    """Return the target's continuation of each prompt."""
     generator = BatchGenerator(
         model,
         max_tokens=most,

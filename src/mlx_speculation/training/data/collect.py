@@ -25,20 +25,14 @@ _FRUITLESS = 3  # batches without any prompt that end it
 
 
 class Collector:
-    """Writes dialogues of a target.
-
-    Args:
-        model: the target.
-        tokenizer: its tokenizer.
-        options: of the training.
-        prompts: those of a file; none: the target writes them itself.
-    """
+    """Writes dialogues of a target."""
 
     def __init__(
         self,
-        model: nn.Module,
-        tokenizer: Any,
-        options: TrainOptions,
+        model: nn.Module,  # the target
+        tokenizer: Any,  # its tokenizer
+        options: TrainOptions,  # of the training
+        # Those of a file; none: the target writes them itself
         prompts: Sequence[Messages],
     ) -> None:
         self._model, self._tokenizer, self._options = model, tokenizer, options
@@ -48,16 +42,12 @@ class Collector:
 
     def fill(
         self,
-        dialogues: Dialogues,
-        report: Report,
+        dialogues: Dialogues,  # to add to
+        report: Report,  # called with how many there are
+        # Asked before each batch of those to learn from, once there are some
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """Add batches until there are as many dialogues as the options say.
-
-        Args:
-            dialogues: to add to.
-            report: called with how many there are.
-            stop: asked before each batch of those to learn from, once there are some.
 
         Raises:
             InvalidRequestError: the target writes no prompts.

@@ -28,41 +28,26 @@ FORMAT = "mlx-speculation dialogues 1"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dialogue:
-    """A prompt and its answer.
+    """A prompt and its answer."""
 
-    Attributes:
-        tokens: uint32 [n].
-        counts: bool [n], whether a token is one to learn: those of answers, and of
-            prompts that the target wrote.
-        held: whether it is to evaluate on.
-        own: whether the target wrote the prompt too.
-        temperature: of the answer.
-    """
-
-    tokens: NDArray[np.uint32]
+    tokens: NDArray[np.uint32]  # uint32 [n]
+    # bool [n], whether a token is one to learn: those of answers, and of prompts that
+    # the target wrote
     counts: NDArray[np.bool_]
-    held: bool
-    own: bool
-    temperature: float
+    held: bool  # whether it is to evaluate on
+    own: bool  # whether the target wrote the prompt too
+    temperature: float  # of the answer
 
 
 @dataclass(slots=True)
 class Dialogues:
-    """The dialogues in a file.
+    """The dialogues in a file."""
 
-    Attributes:
-        file: where they are kept.
-        target: names the target that wrote them.
-        found: the dialogues.
-        batches: how many batches were written.
-        used: how many prompts of a file were used.
-    """
-
-    file: Path
-    target: str
-    found: list[Dialogue] = field(default_factory=list)
-    batches: int = 0
-    used: int = 0
+    file: Path  # where they are kept
+    target: str  # names the target that wrote them
+    found: list[Dialogue] = field(default_factory=list)  # the dialogues
+    batches: int = 0  # how many batches were written
+    used: int = 0  # how many prompts of a file were used
 
     @classmethod
     def open(cls, file: Path, target: str) -> "Dialogues":

@@ -78,15 +78,10 @@ SEEDS = (
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What stands around a user's text.
+    """What stands around a user's text."""
 
-    Attributes:
-        before: token ids; none where there is no chat template.
-        after: token ids up to where the answer begins.
-    """
-
-    before: tuple[int, ...]
-    after: tuple[int, ...]
+    before: tuple[int, ...]  # token ids; none where there is no chat template
+    after: tuple[int, ...]  # token ids up to where the answer begins
 
 
 def frame_of(tokenizer: Any) -> Frame:

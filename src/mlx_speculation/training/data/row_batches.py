@@ -15,35 +15,22 @@ from mlx_speculation.training.data.dialogues import Dialogue
 
 
 class RowBatch(NamedTuple):
-    """Rows of tokens.
+    """Rows of tokens."""
 
-    Attributes:
-        tokens: uint32 [rows, tokens].
-        counts: bool [rows, tokens], whether a token is one to learn.
-    """
-
-    tokens: NDArray[np.uint32]
-    counts: NDArray[np.bool_]
+    tokens: NDArray[np.uint32]  # uint32 [rows, tokens]
+    counts: NDArray[np.bool_]  # bool [rows, tokens], whether a token is one to learn
 
 
 class RowBatches:
-    """All batches of a training, by number.
-
-    Args:
-        dialogues: to learn from.
-        rows: of a batch.
-        slots: by which rows are apart.
-        more: tokens of a row behind its slots.
-        seed: decides the order.
-    """
+    """All batches of a training, by number."""
 
     def __init__(
         self,
-        dialogues: Sequence[Dialogue],
-        rows: int,
-        slots: int,
-        more: int,
-        seed: int,
+        dialogues: Sequence[Dialogue],  # to learn from
+        rows: int,  # of a batch
+        slots: int,  # by which rows are apart
+        more: int,  # tokens of a row behind its slots
+        seed: int,  # decides the order
     ) -> None:
         self._dialogues, self._rows, self._slots = dialogues, rows, slots
         self._more, self._seed = more, seed

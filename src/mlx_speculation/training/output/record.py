@@ -20,28 +20,17 @@ _NAMES = {
 
 
 def write_record(
-    folder: Path,
+    folder: Path,  # the draft's
     *,
-    target: str,
-    options: Mapping[str, Any],
-    progress: Progress,
-    data: Mapping[str, Any],
-    lookup: Mapping[str, Acceptance],
-    speeds: Speeds | None,
-    ended: str,
+    target: str,  # its name
+    options: Mapping[str, Any],  # of the training, as they have to be given again
+    progress: Progress,  # where it stands
+    data: Mapping[str, Any],  # counts of the texts
+    lookup: Mapping[str, Acceptance],  # what prompt lookup accepts on the same text
+    speeds: Speeds | None,  # measured here; None: they were not
+    ended: str,  # why it has ended
 ) -> dict[str, Any]:
-    """Write training.json and README.md, and return what the first holds.
-
-    Args:
-        folder: the draft's.
-        target: its name.
-        options: of the training, as they have to be given again.
-        progress: where it stands.
-        data: counts of the texts.
-        lookup: what prompt lookup accepts on the same text.
-        speeds: measured here; None: they were not.
-        ended: why it has ended.
-    """
+    """Write training.json and README.md, and return what the first holds."""
     record = {
         "target": target,
         "options": dict(options),

@@ -16,21 +16,13 @@ PAYS = 1.05  # times plain decoding: less is within what measurements differ by
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What was measured.
+    """What was measured."""
 
-    Attributes:
-        plain: tokens per second without a draft.
-        drafted: with it, at lengths that adapt.
-        length: mean tokens of its rounds.
-        texts: how many were written by each.
-        equal: how many of them are the same.
-    """
-
-    plain: float
-    drafted: float
-    length: float
-    texts: int
-    equal: int
+    plain: float  # tokens per second without a draft
+    drafted: float  # with it, at lengths that adapt
+    length: float  # mean tokens of its rounds
+    texts: int  # how many were written by each
+    equal: int  # how many of them are the same
 
     @property
     def pays(self) -> bool:
@@ -39,22 +31,14 @@ class Speeds:
 
 
 def measure_speeds(
-    model: nn.Module,
-    tokenizer: Any,
-    draft: Any,
-    dialogues: Sequence[Dialogue],
+    model: nn.Module,  # the target
+    tokenizer: Any,  # its tokenizer
+    draft: Any,  # what a generator takes
+    dialogues: Sequence[Dialogue],  # the prompts are theirs
     *,
-    texts: int = 8,
+    texts: int = 8,  # how many prompts
 ) -> Speeds:
-    """Write answers to held-out prompts greedily, by turns with the draft and without.
-
-    Args:
-        model: the target.
-        tokenizer: its tokenizer.
-        draft: what a generator takes.
-        dialogues: the prompts are theirs.
-        texts: how many prompts.
-    """
+    """Write answers to held-out prompts greedily, by turns with and without draft."""
     arms = [
         SpeculativeGenerator(model, tokenizer),
         SpeculativeGenerator(model, tokenizer, draft=draft),
