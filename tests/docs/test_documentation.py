@@ -141,16 +141,17 @@ def test_the_page_on_the_command_line_is_current() -> None:
     assert page == command_line_page.page(), "PYTHONPATH=src:tests, write it again"
 
 
-def test_the_page_on_the_server_has_every_option() -> None:
-    text = (DOCS / "server.md").read_text("utf-8")
-    group: Any = typer.main.get_command(app)
-    own = [
-        parameter
-        for parameter in group.commands["serve"].params
-        if parameter.opts[0].startswith("--")
-    ]
-    missing = [each.opts for each in own if f"`{each.opts[0]}`" not in text]
-    assert missing == []
+def test_pages_of_a_command_of_its_own_have_every_option() -> None:
+    for name, page in (("serve", "server.md"), ("train", "training.md")):
+        text = (DOCS / page).read_text("utf-8")
+        group: Any = typer.main.get_command(app)
+        own = [
+            parameter
+            for parameter in group.commands[name].params
+            if parameter.opts[0].startswith("--")
+        ]
+        missing = [each.opts for each in own if f"`{each.opts[0]}`" not in text]
+        assert missing == [], page
 
 
 def calls(page: Path) -> Iterator[tuple[str, ast.Call]]:

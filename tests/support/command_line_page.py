@@ -51,7 +51,10 @@ GROUPS = {
     "Sampling, as mlx-lm names it": "generate",
 }
 # Commands whose own options another page explains.
-ELSEWHERE = {"serve": "They are on [its page](server.md#options).\n"}
+ELSEWHERE = {
+    "serve": "Its options are on [its page](server.md#options).\n",
+    "train": "Its options are on [its page](training.md#options).\n",
+}
 
 
 def commands() -> dict[str, Any]:
@@ -89,13 +92,13 @@ def _own(name: str, command: Any) -> Iterator[str]:
     for parameter in command.params:
         if parameter.opts[0].startswith("-"):
             rest.setdefault(panel(parameter), []).append(parameter)
+    if name in ELSEWHERE:
+        yield ELSEWHERE[name]
+        return
     same = [title for title in GROUPS if _is_shared(title, rest.get(title, []))]
     if same:
         links = (f"[{title}](#{_anchor(title)})" for title in same)
         yield f"Takes the options of {', '.join(links)}, and these:\n"
-    if name in ELSEWHERE:
-        yield ELSEWHERE[name]
-        return
     own = [each for title in rest if title not in same for each in rest[title]]
     own = [each for each in own if each.name != "json"]  # said at the top
     if own:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from mlx_speculation import demo_models
 
-TARGET, DRAFT = "path/of/target", "path/of/draft"
+TARGET, DRAFT, HEAD = "path/of/target", "path/of/draft", "path/of/head"
 CHAT = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PROMPTS = "prompts.jsonl"
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n"
     "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
@@ -20,10 +21,11 @@ def fill(folder: Path) -> None:
     All of them are the smallest bundled model; the chat model has a template beside.
     """
     small = demo_models()["draft"]
-    for name in (TARGET, DRAFT):
+    for name in (TARGET, DRAFT, HEAD):
         place = folder / name
         place.parent.mkdir(parents=True, exist_ok=True)
         place.symlink_to(small)
+    (folder / PROMPTS).write_text('{"prompt": "What is a stack?"}\n', "utf-8")
     chat = folder / CHAT
     shutil.copytree(small, chat)
     file = chat / "tokenizer_config.json"
