@@ -215,10 +215,11 @@ class HeadSource(FolderSource):
         Raises:
             InvalidRequestError: names both numbers.
         """
-        head: Any = self.head
+        head: Any = {} if self.head is None else self.head
         if "embed_tokens" in head:
             check_embedding(head.embed_tokens, highest)
-        drafted = 0 if head.ids is None else int(head.ids.max())
+        ids = getattr(head, "ids", None)
+        drafted = 0 if ids is None else int(ids.max())
         if drafted > highest:
             raise InvalidRequestError(
                 f"The head drafts token ids up to {drafted}, and the target's go up to "
