@@ -20,40 +20,15 @@ from mlx_speculation.engine import EagleDraft
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import load
 from mlx_speculation.training import memory_estimate
-from mlx_speculation.training.options import TrainOptions
 from mlx_speculation.training.state import Progress
 from mlx_speculation.training.training_run import Reports, TrainingResult, train
 from support.models.chat_folders import chat_folder
-
-OPTIONS = TrainOptions(
-    dialogues=12,
-    held_out=6,
-    answer_tokens=24,
-    prompt_tokens=8,
-    batch=12,
-    steps=18,
-    rows=2,
-    slots=48,
-    depths=3,
-    draft_vocab=128,
-    evaluations=3,
-    rate=5e-3,
-    skip_speed=True,
-)
+from support.short_training import OPTIONS, lengths
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chat_folder(tmp_path_factory.mktemp("target"))
-
-
-def lengths(result: TrainingResult) -> list[float]:
-    """Return the mean accepted lengths of all evaluations, over both kinds of text."""
-    return [
-        sum(own["length"] for own in each["acceptance"].values())
-        / len(each["acceptance"])
-        for each in result.record["evaluations"]
-    ]
 
 
 def weights(out: Path) -> dict[str, Any]:

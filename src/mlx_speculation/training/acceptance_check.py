@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mlx_speculation.engine import LookupDrafter
 from mlx_speculation.engine import Sequence as Known
 from mlx_speculation.training.data.dialogues import Dialogue
-from mlx_speculation.training.kinds.trainee import Trainee, slots_of
+from mlx_speculation.training.kinds.trainee import Trainee, depths_of, slots_of
 from mlx_speculation.training.teacher import TargetModel
 
 ROUND = 4  # drafts of a round, for mean lengths
@@ -63,6 +63,7 @@ def check_acceptance(
     Returns:
         "greedy" and "sampled", those of which there are dialogues.
     """
+    depths = depths_of(trainee, depths)
     found: dict[str, list[NDArray[np.float64]]] = {"greedy": [], "sampled": []}
     for group in _groups(dialogues, rows):
         temperature = group[0].temperature

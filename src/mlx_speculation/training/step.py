@@ -84,9 +84,11 @@ class TrainingStep:
         module = self._trainee.module
         parameters = module.trainable_parameters()
         inputs = [each.astype(self._dtype) for each in lesson.inputs]
+        module.train()  # some kernels of a model have no gradients
         loss, gradients = self._gradients(
             parameters, inputs, teacher.logits, teacher.likeliest, tokens, counts
         )
+        module.eval()
         module.update(parameters)
         return loss, gradients
 

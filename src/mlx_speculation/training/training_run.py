@@ -15,7 +15,14 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_speculation.errors import ConventionError, InvalidRequestError
-from mlx_speculation.models import load, logit_width, model_folder, read_config
+from mlx_speculation.models import (
+    find_parts,
+    load,
+    logit_width,
+    model_folder,
+    read_config,
+)
+from mlx_speculation.models.config_json import text_config
 from mlx_speculation.models.mtp.fingerprints import target_hash
 from mlx_speculation.training.acceptance_check import (
     Acceptance,
@@ -24,11 +31,11 @@ from mlx_speculation.training.acceptance_check import (
 )
 from mlx_speculation.training.data.collect import Collector
 from mlx_speculation.training.data.dialogues import Dialogues
-from mlx_speculation.training.data.draft_ids import choose_ids, coverage, needed_ids
+from mlx_speculation.training.data.draft_ids import coverage
 from mlx_speculation.training.data.prompts import read_prompts
 from mlx_speculation.training.data.row_batches import RowBatches
-from mlx_speculation.training.kinds.eagle_head import EagleTrainee
-from mlx_speculation.training.kinds.trainee import Trainee
+from mlx_speculation.training.kinds.choose_trainee import learning_rate, make_trainee
+from mlx_speculation.training.kinds.trainee import Trainee, depths_of
 from mlx_speculation.training.loop import TrainingLoop, Watch
 from mlx_speculation.training.memory_estimate import BatchShape, choose_checkpoint
 from mlx_speculation.training.options import TrainOptions
@@ -161,21 +168,29 @@ class _Run:
         learned = dialogues.training
         if progress is not None:
             learned = learned[: progress.dialogues]
-        trainee = self._trainee(learned, progress)
+        trainee = make_trainee(
+            self.options,
+            self.model,
+            self.tokenizer,
+            self.folder,
+            learned=learned,
+            ids=[] if progress is None else progress.ids,
+        )
+        depths = depths_of(trainee, self.options.unrolled)
         target = TargetModel(self.model, trainee)
         dtype = mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16
         stepper = TrainingStep(
             trainee,
             target,
-            self.options.unrolled,
+            depths,
             dtype,
-            checkpoint=self._checkpoint(trainee, dtype),
+            checkpoint=self._checkpoint(trainee, depths, dtype),
         )
         batches = RowBatches(
             learned,
             self.options.rows,
             self.options.slots,
-            self.options.unrolled + trainee.first - 1,
+            depths + trainee.first - 1,
             self.options.seed,
         )
         fresh = progress is None
@@ -183,16 +198,18 @@ class _Run:
             steps = self._planned(stepper, batches)
             ids = [] if trainee.ids is None else np.array(trainee.ids).tolist()
             progress = Progress(steps, len(learned), ids)
-        rate = self._rate(trainee)
         optimizer = new_optimizer(
-            rate, progress.steps, self.options.warmup, self.options.weight_decay
+            learning_rate(self.options, self._number("hidden_size", 1024)),
+            progress.steps,
+            self.options.warmup,
+            self.options.weight_decay,
         )
         if fresh:
             optimizer.init(trainee.module.trainable_parameters())
         else:
             load_state(self.out / RUN, trainee.module, optimizer)
         held = dialogues.held_out[: self.options.held_out]
-        longest = self.options.slots + self.options.unrolled
+        longest = self.options.slots + depths
         self.lookup = lookup_acceptance(held)
         loop = TrainingLoop(
             trainee,
@@ -222,8 +239,6 @@ class _Run:
 
     def _check_tapped(self) -> None:
         """Refuse a target that cannot be tapped, before it writes anything."""
-        from mlx_speculation.models import find_parts
-
         if self.options.kind != "draft":
             find_parts(self.model).require("layers", "norm", "embedding")
 
@@ -250,40 +265,22 @@ class _Run:
         mx.clear_cache()
         return dialogues
 
-    def _trainee(self, learned: list[Any], progress: Progress | None) -> Trainee:
-        options = self.options
-        width = logit_width(self.model)
-        size = options.draft_vocab or width
-        if progress is None:
-            ids = choose_ids(learned, size, width, needed_ids(self.tokenizer))
-        else:
-            ids = np.array(progress.ids, np.int64)
-        config = read_config(self.folder)
-        return EagleTrainee(self.model, config, ids, options.layers, options.seed)
+    def _number(self, key: str, default: int) -> int:
+        """Return a number in the target's config.json."""
+        return int(text_config(read_config(self.folder)).get(key) or default)
 
-    def _rate(self, trainee: Trainee) -> float:
-        if self.options.rate is not None:
-            return self.options.rate
-        usual = {"mtp": 1e-4, "draft": 3e-4}
-        if trainee.kind in usual:
-            return usual[trainee.kind]
-        # Measured at 576 (1.5e-3) and in use at 4,096 (1e-4 to 2e-4).
-        dim = int(trainee.module.norm.weight.shape[0])
-        return float(min(1.5e-3, 0.85 / dim))
-
-    def _checkpoint(self, trainee: Trainee, dtype: mx.Dtype) -> bool:
+    def _checkpoint(self, trainee: Trainee, depths: int, dtype: mx.Dtype) -> bool:
         options = self.options
-        config = read_config(self.folder)
-        dim = int(config.get("hidden_size") or 1024)
+        dim = self._number("hidden_size", 1024)
         width = logit_width(self.model)
         shape = BatchShape(
             tokens=options.rows * options.slots,
             slots=options.slots,
             dim=dim,
-            heads=int(config.get("num_attention_heads") or max(1, dim // 64)),
+            heads=self._number("num_attention_heads", max(1, dim // 64)),
             ids=width if trainee.ids is None else trainee.ids.size,
             vocab=width,
-            depths=options.unrolled,
+            depths=depths,
             item=dtype.size,
         )
         checkpoint, needed = choose_checkpoint(

@@ -16,9 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models import llama
-from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_speculation.models.checkpoints import HeadOnTarget
 
@@ -195,12 +193,3 @@ def unroll(
         for own, newest in zip(past, written, strict=True):
             own.append(newest)
     return found
-
-
-def check_unrollable(head: nn.Module) -> str | None:
-    """Return why a head cannot be unrolled, if it cannot."""
-    caches = [cache for layer in head.new_caches() for cache in layer]
-    other = [c for c in caches if not isinstance(c, KVCache | RotatingKVCache)]
-    if other:
-        return f"its layers keep a {type(other[0]).__name__}"
-    return None

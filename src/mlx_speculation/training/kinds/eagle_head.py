@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 from numpy.typing import NDArray
 
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
@@ -22,7 +22,7 @@ from mlx_speculation.models.checkpoints.joined_head import OwnEnds
 from mlx_speculation.models.config_json import text_config
 from mlx_speculation.models.eagle import Eagle, EagleHead
 from mlx_speculation.models.eagle.config import read_settings
-from mlx_speculation.training.kinds.packing import packed
+from mlx_speculation.training.kinds.packing import packed, write_tensors
 from mlx_speculation.training.unroll import Made, Read, attend_split, unroll
 
 _SPREAD = 0.02  # of matrices that begin at random
@@ -45,6 +45,7 @@ class EagleTrainee:
 
     kind = "eagle"
     first = 2
+    most: int | None = None
 
     def __init__(
         self,
@@ -101,8 +102,7 @@ class EagleTrainee:
 
     def save(self, folder: Path, bits: int | None) -> None:
         """Write config.json and model.safetensors."""
-        flat: Any = tree_flatten(self.module.parameters())
-        tensors, quantization = packed(dict(flat), bits)
+        tensors, quantization = packed(self.module, bits)
         width = self._config["vocab_size"]
         known = np.zeros(width, np.bool_)
         known[self._ids] = True
@@ -111,9 +111,7 @@ class EagleTrainee:
             "t2d": mx.array(known),
         }
         config = self._config | quantization
-        partial = folder / "model.partial.safetensors"
-        mx.save_safetensors(str(partial), tensors, {"format": "mlx" if bits else "pt"})
-        partial.replace(folder / "model.safetensors")
+        write_tensors(folder, tensors, "mlx" if bits else "pt")
         text = json.dumps(config, indent=2) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
 

@@ -1,33 +1,58 @@
 """Trained weights as they are stored: 16-bit numbers, or packed in 4 or 8 bits."""
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from mlx_speculation.models.quantize import GROUP_SIZES
 
 Tensors = dict[str, mx.array]
 
 
-def packed(tensors: Tensors, bits: int | None) -> tuple[Tensors, dict[str, Any]]:
-    """Return tensors as they are stored, and what config.json says of it.
+def packed(module: nn.Module, bits: int | None) -> tuple[Tensors, dict[str, Any]]:
+    """Return a module's weights as they are stored, and what config.json says of it.
 
     Args:
-        tensors: the weights, by name.
+        module: holds them; what is quantized in it stays as it is.
         bits: of matrices; None: all are bfloat16.
     """
+    layers = {path for path, part in module.named_modules() if _can_be_packed(part)}
+    flat: Any = tree_flatten(module.parameters())
     stored: Tensors = {}
     used: set[int] = set()
-    for name, value in tensors.items():
+    for name, value in flat:
+        path, _, kind = name.rpartition(".")
         group = next((g for g in GROUP_SIZES if value.shape[-1] % g == 0), None)
-        if bits is None or value.ndim != 2 or group is None:
+        matrix = kind == "weight" and path in layers
+        if bits is not None and matrix and group is not None:
+            used.add(group)
+            parts = mx.quantize(value.astype(mx.bfloat16), group, bits)
+            names = (name, f"{path}.scales", f"{path}.biases")
+            stored |= dict(zip(names, parts, strict=True))
+        elif value.dtype == mx.float32:
             stored[name] = value.astype(mx.bfloat16)
-            continue
-        used.add(group)
-        parts = mx.quantize(value.astype(mx.bfloat16), group, bits)
-        stem = name.removesuffix("weight")
-        stored |= dict(
-            zip((name, f"{stem}scales", f"{stem}biases"), parts, strict=True)
-        )
-    said = {"quantization": {"group_size": min(used), "bits": bits}} if used else {}
-    return stored, said
+        else:
+            stored[name] = value
+    # mlx-lm reads one size of groups; a matrix of another says its own.
+    said = {"group_size": max(used), "bits": bits} if used else {}
+    return stored, {"quantization": said} if said else {}
+
+
+def write_tensors(folder: Path, tensors: Tensors, made_by: str) -> None:
+    """Write model.safetensors as a whole or not at all.
+
+    Args:
+        folder: exists.
+        tensors: by name.
+        made_by: whose form they are in, "mlx" or "pt".
+    """
+    partial = folder / "model.partial.safetensors"
+    mx.save_safetensors(str(partial), tensors, {"format": made_by})
+    partial.replace(folder / "model.safetensors")
+
+
+def _can_be_packed(part: Any) -> bool:
+    return hasattr(part, "to_quantized") and part["weight"].ndim == 2

@@ -16,10 +16,12 @@ class Trainee(Protocol):
     Attributes:
         kind: "eagle", "mtp" or "draft".
         first: slot i at depth 0 drafts token i + `first`.
+        most: the most tokens that it drafts in a row; None: any number.
     """
 
     kind: str
     first: int
+    most: int | None
 
     @property
     def module(self) -> nn.Module:
@@ -72,6 +74,11 @@ class Trainee(Protocol):
     def source(self, folder: Path) -> Any:
         """Return what a generator takes as its draft, from the files in a folder."""
         ...
+
+
+def depths_of(trainee: Trainee, wanted: int) -> int:
+    """Return how many tokens it drafts in a row where so many are wanted."""
+    return wanted if trainee.most is None else min(wanted, trainee.most)
 
 
 def slots_of(trainee: Trainee, tokens: mx.array, depths: int) -> int:

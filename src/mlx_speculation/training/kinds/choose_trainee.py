@@ -1,0 +1,64 @@
+"""Makes what is trained, as the options say."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import numpy as np
+
+from mlx_speculation.models import logit_width, read_config
+from mlx_speculation.training.data.dialogues import Dialogue
+from mlx_speculation.training.data.draft_ids import choose_ids, needed_ids
+from mlx_speculation.training.kinds.eagle_head import EagleTrainee
+from mlx_speculation.training.kinds.mtp_head import MtpTrainee
+from mlx_speculation.training.kinds.small_model import SmallModelTrainee
+from mlx_speculation.training.kinds.trainee import Trainee
+from mlx_speculation.training.options import TrainOptions
+
+_RATES = {"mtp": 1e-4, "draft": 3e-4}
+
+
+def make_trainee(
+    options: TrainOptions,
+    model: nn.Module,
+    tokenizer: Any,
+    folder: Path,
+    *,
+    learned: Sequence[Dialogue],
+    ids: Sequence[int],
+) -> Trainee:
+    """Return what is trained, as it begins.
+
+    Args:
+        options: of the training.
+        model: the target.
+        tokenizer: its tokenizer.
+        folder: its folder.
+        learned: the dialogues, from which the ids of a new head are chosen.
+        ids: those of a head whose training is resumed; none: it is new.
+    """
+    if options.kind == "mtp":
+        return MtpTrainee(model, tokenizer, folder)
+    if options.kind == "draft":
+        assert options.draft_model is not None
+        draft = options.draft_model
+        return SmallModelTrainee(model, tokenizer, folder, draft, options.seed)
+    width = logit_width(model)
+    chosen = np.array(ids, np.int64)
+    if not len(ids):
+        size = options.draft_vocab or width
+        chosen = choose_ids(learned, size, width, needed_ids(tokenizer))
+    config = read_config(folder)
+    return EagleTrainee(model, config, chosen, options.layers, options.seed)
+
+
+def learning_rate(options: TrainOptions, dim: int) -> float:
+    """Return the highest learning rate.
+
+    That of a new head falls with the hidden size: 1.5e-3 was measured at 576, and 1e-4
+    to 2e-4 are in use at 4,096.
+    """
+    if options.rate is not None:
+        return options.rate
+    return _RATES.get(options.kind, min(1.5e-3, 0.85 / dim))

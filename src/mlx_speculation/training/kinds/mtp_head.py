@@ -1,0 +1,163 @@
+"""The MTP head of a target, trained on: most were trained for one draft alone.
+
+It is written as a head in a folder of its own, in the form in which it runs, so norms
+are stored as they are applied, and experts together.
+"""
+
+import json
+from dataclasses import replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map_with_path
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from mlx_speculation.errors import UnsupportedModelError
+from mlx_speculation.models import HiddenStates, MtpConvention, States, read_config
+from mlx_speculation.models.mtp import Mtp, find_mtp_head, load_mtp_head
+from mlx_speculation.models.mtp.families import module_of
+from mlx_speculation.models.mtp.files import SPLIT
+from mlx_speculation.training.kinds.packing import packed, write_tensors
+from mlx_speculation.training.unroll import Made, Read, unroll
+
+# Copies of the target's ends, and what decides which expert runs, are left alone.
+_FROZEN = ("output", "embedding", "switch_mlp", "gate")
+
+
+class MtpTrainee:
+    """An MTP head that is trained on.
+
+    Args:
+        model: the target.
+        tokenizer: its tokenizer, with which the head's convention is found.
+        folder: the target's.
+        convention: what the head was trained with; None: it is found by a probe.
+
+    Raises:
+        UnsupportedModelError: the target is of no family whose heads are known, or its
+            head cannot be unrolled.
+        ModelFolderError: the folder has no head.
+    """
+
+    kind = "mtp"
+    first = 2
+    ids = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        folder: Path,
+        convention: MtpConvention | None = None,
+    ) -> None:
+        self.module = head = load_mtp_head(
+            folder, model, convention=convention, tokenizer=tokenizer
+        )
+        caches = [cache for layer in head.new_caches() for cache in layer]
+        for cache in caches:
+            if not isinstance(cache, KVCache | RotatingKVCache):
+                raise UnsupportedModelError(
+                    f"The MTP head keeps a {type(cache).__name__}, and heads with a KV "
+                    "cache can be trained. Train an EAGLE-3 head instead."
+                )
+        before = head.convention.hidden == "before_norm"
+        self.taps = HiddenStates(model, before_norm=before, after_norm=not before)
+        self.most = head.depth
+        self._states = attrgetter(head.convention.hidden)
+        self._family = find_mtp_head(folder, model).family
+        self._trunk, self._module = len(model.layers), module_of(model)
+        self._target = read_config(folder)
+        unpack(head)
+        for path, part in head.named_modules():
+            if path.rpartition(".")[2] in _FROZEN:
+                part.freeze()
+        self._mtp = Mtp(head, self.taps)
+
+    def read(self, states: States) -> list[mx.array]:
+        """Return the target's state before its final norm, or after it."""
+        return [self._states(states)]
+
+    def run(
+        self,
+        inputs: list[mx.array],
+        tokens: mx.array,
+        depths: int,
+        read: Read[Made],
+        *,
+        checkpoint: bool = False,
+    ) -> list[Made]:
+        """Draft from all slots; see `Trainee.run`."""
+        n = tokens.shape[1] - depths - 1
+        return unroll(
+            self._mtp,
+            inputs[0][:, :n],
+            tokens[:, 1:],
+            depths,
+            read,
+            checkpoint=checkpoint,
+        )
+
+    def save(self, folder: Path, bits: int | None) -> None:
+        """Write config.json and model.safetensors of a head without its target."""
+        tensors, quantization = packed(self.module, bits)
+        family = self._family
+        if family.split_rules is not None:
+            family = replace(family, rules=family.split_rules, after_trunk=False)
+        named = {
+            family.file_name(name, self._trunk): value
+            for name, value in tensors.items()
+        }
+        write_tensors(folder, named, "mlx")
+        config = {
+            **{k: v for k, v in self._target.items() if k != "quantization"},
+            "model_type": self._module.rpartition(".")[2] + SPLIT,
+            **quantization,
+        }
+        text = json.dumps(config, indent=2) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
+
+    def source(self, folder: Path) -> Any:
+        """Return the folder: a generator loads it."""
+        return str(folder)
+
+
+def unpack(head: nn.Module) -> None:
+    """Make the weights of a head float32, quantized linear layers too.
+
+    Quantized experts stay as they are, and so do their routers: they are not trained.
+    """
+    for path, part in head.named_modules():
+        for name, layer in part.children().items():
+            if isinstance(layer, nn.QuantizedLinear) and "switch_mlp" not in path:
+                part[name] = _unpacked(layer)
+    packed_paths = {path for path, part in head.named_modules() if "scales" in part}
+
+    def single(path: str, value: mx.array) -> mx.array:
+        floating = mx.issubdtype(value.dtype, mx.floating)
+        return (
+            value.astype(mx.float32)
+            if floating and path.rpartition(".")[0] not in packed_paths
+            else value
+        )
+
+    head.update(tree_map_with_path(single, head.parameters()))
+    mx.eval(head.parameters())
+
+
+def _unpacked(layer: nn.QuantizedLinear) -> nn.Linear:
+    weight = mx.dequantize(
+        layer.weight,
+        layer.scales,
+        layer.get("biases"),
+        group_size=layer.group_size,
+        bits=layer.bits,
+        mode=layer.mode,
+    )
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in layer)
+    made.weight = weight
+    if "bias" in layer:
+        made.bias = layer.bias
+    return made

@@ -1,0 +1,131 @@
+"""A small model of the target's family, taught to write what the target writes."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
+from mlx_lm.utils import _get_classes
+
+from mlx_speculation.errors import ModelFolderError, UnsupportedModelError
+from mlx_speculation.models import (
+    HiddenStates,
+    States,
+    check_same_ids,
+    load,
+    logit_width,
+    read_config,
+)
+from mlx_speculation.training.kinds.packing import packed, write_tensors
+from mlx_speculation.training.unroll import Made, Read
+
+_TOKENIZER = ("*token*", "vocab*", "merges.txt", "chat_template*", "generation_config*")
+
+
+class SmallModelTrainee:
+    """A draft model that is trained.
+
+    Args:
+        model: the target.
+        tokenizer: its tokenizer.
+        target: the target's folder, whose tokenizer the draft gets.
+        draft: the draft's folder; without weights it begins with random ones.
+        seed: of these.
+
+    Raises:
+        ModelFolderError: the draft cannot be made.
+        TokenizerMismatchError: the draft has other token ids.
+        UnsupportedModelError: the draft is quantized.
+    """
+
+    kind = "draft"
+    first = 1
+    most: int | None = None
+    taps: HiddenStates | None = None
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, target: Path, draft: Path, seed: int
+    ) -> None:
+        self._target, self._config = target, read_config(draft)
+        if any(draft.glob("model*.safetensors")):
+            self.module, own = load(draft)
+            check_same_ids(tokenizer, own)
+        else:
+            self.module = _made(self._config, seed)
+        self._config.pop("quantization", None)
+        self._config.pop("quantization_config", None)
+        if any("scales" in part for _, part in self.module.named_modules()):
+            raise UnsupportedModelError(
+                f"The draft in {str(draft)!r} is quantized, and weights in 16 or 32 "
+                "bits can be trained. Take the original; --bits packs the result."
+            )
+        self.module.update(
+            tree_map(lambda value: value.astype(mx.float32), self.module.parameters())
+        )
+        mx.eval(self.module.parameters())
+        widths = logit_width(model), logit_width(self.module)
+        self._width = min(widths)
+        same = widths[0] == self._width
+        self.ids = None if same else mx.arange(self._width, dtype=mx.uint32)
+
+    def read(self, states: States) -> list[mx.array]:
+        """Return nothing: it reads tokens alone."""
+        return []
+
+    def run(
+        self,
+        inputs: list[mx.array],
+        tokens: mx.array,
+        depths: int,
+        read: Read[Made],
+        *,
+        checkpoint: bool = False,
+    ) -> list[Made]:
+        """Draft from all slots: the tokens before are the recorded ones at any depth.
+
+        `checkpoint` changes nothing.
+        """
+        n = tokens.shape[1] - depths
+        module: Any = self.module
+        logits = module(tokens[:, :-1])[..., : self._width]
+        return [read(depth, logits[:, depth : depth + n]) for depth in range(depths)]
+
+    def save(self, folder: Path, bits: int | None) -> None:
+        """Write a model folder, as mlx-lm loads it, with the target's tokenizer."""
+        tensors, quantization = packed(self.module, bits)
+        write_tensors(folder, tensors, "mlx")
+        text = json.dumps(self._config | quantization, indent=2) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
+        for pattern in _TOKENIZER:
+            for file in self._target.glob(pattern):
+                shutil.copy(file, folder / file.name)
+
+    def source(self, folder: Path) -> Any:
+        """Return the folder: a generator loads it."""
+        return str(folder)
+
+
+def _made(config: dict[str, Any], seed: int) -> nn.Module:
+    """Return a model of random weights."""
+    try:
+        kind, arguments = _get_classes(config)
+        model: nn.Module = kind(arguments.from_dict(config))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ModelFolderError(
+            f"mlx-lm cannot make a model of the draft's config.json: {error}. Check it."
+        ) from error
+    key = mx.random.key(seed)
+
+    def drawn(value: mx.array) -> mx.array:
+        nonlocal key
+        if value.ndim < 2:
+            return value
+        key, own = mx.random.split(key)
+        spread: float = min(0.02, value.shape[-1] ** -0.5)
+        return spread * mx.random.normal(value.shape, key=own)
+
+    model.update(tree_map(drawn, model.parameters()))
+    return model

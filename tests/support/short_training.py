@@ -1,0 +1,29 @@
+"""A training of a few steps, and what its evaluations found."""
+
+from mlx_speculation.training.options import TrainOptions
+from mlx_speculation.training.training_run import TrainingResult
+
+OPTIONS = TrainOptions(
+    dialogues=12,
+    held_out=6,
+    answer_tokens=24,
+    prompt_tokens=8,
+    batch=12,
+    steps=18,
+    rows=2,
+    slots=48,
+    depths=3,
+    draft_vocab=128,
+    evaluations=3,
+    rate=5e-3,
+    skip_speed=True,
+)
+
+
+def lengths(result: TrainingResult) -> list[float]:
+    """Return the mean accepted lengths of all evaluations, over both kinds of text."""
+    return [
+        sum(own["length"] for own in each["acceptance"].values())
+        / len(each["acceptance"])
+        for each in result.record["evaluations"]
+    ]
