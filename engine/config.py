@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx_speculation.caches import FixedShape, PrefixCache
 from mlx_speculation.engine.argument_checks import checked_choice, checked_exact
 from mlx_speculation.engine.distributed import RankedTarget, all_or_none
+from mlx_speculation.engine.draft_length.exact_store import check_verdict
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
 from mlx_speculation.engine.drafters.reduced_vocabulary import checked_vocabulary
 from mlx_speculation.engine.drafters.resolve import resolve
@@ -185,7 +186,8 @@ def _check_exact(
     """Refuse what cannot keep the promise of exact mode.
 
     Raises:
-        InvalidRequestError: of two options that do not go together.
+        InvalidRequestError: of two options that do not go together, or rows were seen
+            to differ here.
         UnsupportedModelError: the model was not tried in a fixed shape.
     """
     refused = {
@@ -203,6 +205,7 @@ def _check_exact(
                 f"exact={shape.rows} was passed, and {what}. Leave one of them out."
             )
     check_fixed_shape(model)
+    check_verdict(model, shape)
 
 
 def _check_compiled(

@@ -20,6 +20,7 @@ from mlx_speculation.engine.draft_length.policy_factory import (
     follow_calibration,
 )
 from mlx_speculation.engine.drafters.resolve import DraftArgument, find_draft
+from mlx_speculation.engine.drafters.source import DraftSource
 from mlx_speculation.engine.options import GenerateOptions
 from mlx_speculation.engine.prompt import Prompt
 from mlx_speculation.engine.result import Result
@@ -227,6 +228,11 @@ class SpeculativeGenerator:
         return 1 if self._setup.ranked is None else self._setup.ranked.group.size
 
     @property
+    def draft(self) -> DraftSource | None:
+        """What drafts; another generator of this target takes it too."""
+        return self._setup.draft
+
+    @property
     def exact(self) -> int | None:
         """The rows of every forward in exact mode; None: it is not in that."""
         return None if self._setup.shape is None else self._setup.shape.rows
@@ -251,10 +257,7 @@ class SpeculativeGenerator:
 
     @property
     def round_parts(self) -> PartsTable:
-        """Where the time of the rounds of `calibrate` went: medians of each part.
-
-        By context bucket and draft length, see `engine.timing`; empty before that.
-        """
+        """The median parts of calibrated rounds, by context bucket and draft length."""
         return self._setup.lengths.parts
 
     def calibrate(
@@ -265,9 +268,8 @@ class SpeculativeGenerator:
     ) -> CostTable:
         """Measure what rounds cost here, by draft length, and keep it in a file.
 
-        It measures whole rounds: plain steps, and drafted ones of each length up to 8
-        and every fourth beyond; `round_parts` has the parts. It takes 86 rounds for
-        each context, 300 at most. Without it the first streams measure what they need.
+        It takes 86 rounds for each context, 300 at most; `round_parts` has the parts.
+        Without it the first streams measure what they need.
 
         Args:
             contexts: numbers of tokens in the caches to measure at. Costs between 512,
@@ -276,7 +278,7 @@ class SpeculativeGenerator:
 
         Returns:
             Seconds of a round by context bucket (0: up to 512 tokens, 1: up to 1,024)
-            and draft length; nothing on ranks that only follow rank 0.
+            and draft length; nothing on other ranks than rank 0.
 
         Raises:
             InvalidRequestError: there is no draft, or a context is not at least 1.
@@ -293,18 +295,15 @@ class SpeculativeGenerator:
         contexts: SequenceOf[int] = (64,),
         progress: Progress | None = None,
     ) -> dict[int, CostTable]:
-        """Measure what rounds of a batch cost here, and keep it in files.
-
-        As `calibrate`, for rounds of so many rows together. What is known of one number
-        of rows is a guess for the others.
+        """Measure what rounds of a batch cost here, as `calibrate` does.
 
         Args:
-            rows: numbers of rows. Those between powers of two share their costs.
+            rows: numbers of rows; what is known of one is a guess for the others.
             contexts: as `calibrate` has them, of the longest row.
             progress: likewise.
 
         Returns:
-            For each number of rows that has costs, what `calibrate` returns.
+            For each number of rows with costs, what `calibrate` returns.
 
         Raises:
             InvalidRequestError: there is no draft, a number is not at least 1, rows of

@@ -167,6 +167,21 @@ def test_a_request_chooses_what_drafts_and_its_text_stays(
     assert places == drafts or (draft == "lookup" and places <= drafts)
 
 
+@pytest.mark.parametrize("more", [{}, {"off": True}, {"draft": "lookup"}])
+def test_a_request_in_exact_mode_has_one_text(
+    client: openai.OpenAI, plain: SpeculativeGenerator, more: dict[str, Any]
+) -> None:
+    """And probabilities that are the same to the bit, with this draft or that."""
+    exact = SpeculativeGenerator(plain.model, plain.tokenizer, exact=True)
+    known = expected(exact, logprobs=2)
+    body = {"speculative": {"exact": True, **more}}
+    answer: Any = client.completions.create(**DRAWN, logprobs=2, extra_body=body)
+    assert answer.choices[0].text == known.text
+    assert known.logprobs is not None
+    values = [one.value for one in known.logprobs]
+    assert answer.choices[0].logprobs.token_logprobs == values
+
+
 def test_a_number_of_drafts_is_mlx_lms_and_most_of_them_ours(
     client: openai.OpenAI, plain: SpeculativeGenerator
 ) -> None:

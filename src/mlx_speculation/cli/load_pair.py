@@ -56,6 +56,7 @@ def open_pair(
             adapter_path=pair.adapter_path,
             trust_remote_code=pair.trust_remote_code,
             prefix_cache=prefix_cache,
+            exact=pair.exact or False,
         )
 
 

@@ -104,6 +104,12 @@ class PairOptions(TargetOptions):
         "--draft-model",
         panel=DRAFT,
     )
+    exact: int = option(
+        0,
+        "Bit-exact texts: the number of rows of every forward, such as 8; 0: off.",
+        min=0,
+        max=64,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

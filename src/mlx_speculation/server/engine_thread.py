@@ -9,12 +9,12 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from mlx_speculation.engine import SpeculativeGenerator
-from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.errors import InvalidRequestError, SpeculationError
 from mlx_speculation.server.api_errors import ApiError, invalid, unavailable
 from mlx_speculation.server.batch_runner import Rows, logged_api_error
 from mlx_speculation.server.config import Settings
@@ -52,7 +52,7 @@ class Worker(EngineThread):
         self._lock = threading.Lock()
         self._closed: str | None = None
         self._left_behind = False  # it hangs, and nobody waits for it
-        self._rows: dict[str | None, Rows] = {}
+        self._rows: dict[tuple[str | None, bool], Rows] = {}  # by draft and exact
         self.schemas = SchemaCompilers(settings.limits)
         self.loaded: Future[None] = Future()
         options = options_of(
@@ -133,18 +133,25 @@ class Worker(EngineThread):
     def _load(self) -> None:
         generator = self._make_generator(self._prefixes)
         self.model_provider.hold(generator.model, generator.tokenizer)
-        self._rows[None] = self._rows_of(generator)
+        self._rows[None, False] = self._rows_of(generator)
         self._note_levels()
 
     def _rows_of(self, generator: SpeculativeGenerator) -> Rows:
         return Rows(generator, self._settings, self._metrics, self.done)
 
-    def _serving(self, draft: str | None) -> Rows:
-        """Return the rows of a draft; those of lookups beside the own are made late."""
-        if draft not in self._rows:
-            own = self._rows[None].generator
-            self._rows[draft] = self._rows_of(_beside(own, self._prefixes))
-        return self._rows[draft]
+    def _serving(self, draft: str | None, exact: bool) -> Rows:
+        """Return the rows of a draft, in exact mode or not.
+
+        Those that are not of the server's own draft and mode are made when they are
+        first asked for.
+        """
+        own = self._rows[None, False].generator
+        if own.exact is not None:
+            exact = False  # all of them are
+        if (draft, exact) not in self._rows:
+            made = _beside(own, draft, exact, self._prefixes)
+            self._rows[draft, exact] = self._rows_of(made)
+        return self._rows[draft, exact]
 
     def _admit(self) -> None:
         """Give a row to the next request; wait for one if there is nothing else to do.
@@ -175,7 +182,7 @@ class Worker(EngineThread):
 
     def _insert(self, job: Job) -> None:
         checked = job.checked
-        rows = self._serving(checked.draft)
+        rows = self._serving(checked.draft, checked.exact)
         prompt, state = self._prompt(job, rows.generator)
         limits, longest = self._settings.limits, rows.longest
         most = min(limits.prompt_tokens, longest - 1)  # and a token of the answer
@@ -235,15 +242,32 @@ class Worker(EngineThread):
 
 
 def _beside(
-    own: SpeculativeGenerator, prefixes: "PrefixCache | None"
+    own: SpeculativeGenerator,
+    draft: str | None,
+    exact: bool,
+    prefixes: "PrefixCache | None",
 ) -> SpeculativeGenerator:
-    """Return a generator of the same target that drafts by lookups.
+    """Return a generator of the same target, with a draft or in a mode of its own.
 
-    It shares the prefix cache, unless that holds the caches of a draft model too.
+    It shares the prefix cache, unless that holds the caches of a draft model too, or
+    what forwards of another shape have computed.
+
+    Raises:
+        ApiError: the target cannot be decoded in exact mode.
     """
+    options: dict[str, Any] = {
+        "draft": own.draft if draft is None else draft,
+        "draft_length": own.draft_length if draft is None else None,
+        "exact": exact or own.exact or False,
+    }
+    if not exact:
+        try:
+            return SpeculativeGenerator(
+                own.model, own.tokenizer, prefix_cache=prefixes, **options
+            )
+        except InvalidRequestError:
+            return SpeculativeGenerator(own.model, own.tokenizer, **options)
     try:
-        return SpeculativeGenerator(
-            own.model, own.tokenizer, draft="lookup", prefix_cache=prefixes
-        )
-    except InvalidRequestError:
-        return SpeculativeGenerator(own.model, own.tokenizer, draft="lookup")
+        return SpeculativeGenerator(own.model, own.tokenizer, **options)
+    except SpeculationError as error:
+        raise invalid(str(error), "speculative.exact") from error

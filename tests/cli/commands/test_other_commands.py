@@ -11,6 +11,7 @@ from mlx_speculation import SpeculativeGenerator, demo_models, models
 from mlx_speculation.cli.doctor_advice import Advice, Facts, advice
 from mlx_speculation.demo import DemoPrompt
 from mlx_speculation.engine import Chunk, Stream
+from mlx_speculation.engine.draft_length.exact_store import ExactVerdict
 from support.models.adapters import write_adapter
 from support.models.demo_folders import copy_of
 from support.models.own_code import write_own_code
@@ -123,6 +124,34 @@ def test_ctrl_c_in_a_check_says_how_far_it_came(
     found = commands.object(*CHECK, "--draft", DRAFT, status=130)
     assert (found["interrupted"], len(found["places"])) == (True, calls - 1)
     assert found["text"] is None
+
+
+def test_check_says_whether_exact_mode_keeps_its_promise(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And what it costs; where it does not, generators refuse it from then on."""
+    from mlx_speculation.engine.equivalence import exact_rows
+
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
+    asked = ("check", DRAFT, "--exact", "4", "--context", "64")
+    done = commands(*asked)
+    assert done.exit_code == 0
+    rows, price, result = done.stdout.splitlines()
+    assert rows.startswith("rows: 0 of ")
+    assert rows.endswith("rows differ in a bit, up to 256 positions")
+    assert "for a forward of 4 rows" in price
+    assert result == "result: exact keeps its promise here"
+    generate = ("generate", DRAFT, "--prompt", "def", "-m", "3", "--exact", "4")
+    assert commands(*generate).exit_code == 0
+
+    def found(*_: Any, **__: Any) -> ExactVerdict:
+        return ExactVerdict(100, 7, 0.5, 256, 0.01, 0.02)
+
+    monkeypatch.setattr(exact_rows, "check_exact", found)
+    wrong = commands.object(*asked, status=1)
+    assert (wrong["same"], wrong["exact"], wrong["found"]["differing"]) == (False, 4, 7)
+    assert "7 of 100 rows differ in a bit" in commands(*generate).stderr
+    assert commands(*generate, "--exact", "5").exit_code == 0
 
 
 def test_check_refuses_a_text_shorter_than_a_draft(commands: Commands) -> None:

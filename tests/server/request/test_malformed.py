@@ -80,6 +80,7 @@ FIELDS = [
     ("speculative.max_draft", {"max_draft": 65}),
     ("speculative.off", {"off": 1}),
     ("speculative.off", {"off": True, "max_draft": 2}),
+    ("speculative.exact", {"exact": 8}),
     ("speculative.on", {"on": True}),
     ("response_format", {"type": "json_schema"}),
     (

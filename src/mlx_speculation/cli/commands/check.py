@@ -1,6 +1,7 @@
 """`check`: whether a draft leaves the text of a model as it is, on this machine."""
 
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -44,6 +45,9 @@ def check(
         "this machine.",
         min=0.0,
     ),
+    context: int = option(
+        1024, "Positions up to which --exact is tried.", min=1, max=1 << 20
+    ),
     json: Json = False,
 ) -> None:
     """Check that drafts leave the text as it is, on this machine with this model.
@@ -51,8 +55,15 @@ def check(
     Drafts of the model's own text, with a wrong token in each, are verified at once and
     token by token. With --draft, texts with and without it are compared too. The last
     line is the result; its status is 1 where something really differs.
+
+    With --exact, all that is measured is whether a row of a forward of so many rows
+    depends on its place or its company, and what such a forward takes. The verdict is
+    kept: where rows differ, exact is refused from then on.
     """
     screen = Screen(json=json)
+    if pair.exact:
+        _check_exact(pair, context, screen)
+        return
     text = demo_prompts()[0].text if prompt is None else read_prompt(prompt)
     if tokens < rows:
         raise InvalidRequestError(
@@ -101,6 +112,41 @@ def check(
     )
     if interrupted or not same:
         raise typer.Exit(FAILED if not same else INTERRUPTED)
+
+
+def _check_exact(pair: PairOptions, context: int, screen: Screen) -> None:
+    """Try exact mode at all views up to a context, say the verdict, and keep it."""
+    blas = begin(pair.blas, screen)
+    from mlx_speculation.caches import FixedShape
+    from mlx_speculation.engine.draft_length.exact_store import save_verdict
+    from mlx_speculation.engine.equivalence.exact_rows import check_exact
+    from mlx_speculation.models import wired
+
+    generator = open_pair(replace(pair, draft=None, draft_length=None, exact=0), screen)
+    model, shape = generator.model, FixedShape(pair.exact)
+    with wired(model), screen.progress("feeding rows both ways") as report:
+        found = check_exact(model, shape, context, report=report)
+    save_verdict(model, shape, found)
+    plain, exact = found.plain_seconds * 1e3, found.exact_seconds * 1e3
+    result = "exact keeps its promise here" if found.same else "EXACT IS NOT EXACT HERE"
+    screen.text(
+        f"rows: {found}, up to {found.context} positions\n"
+        f"price: {exact:.2f} ms for a forward of {shape.rows} rows, where a plain step "
+        f"takes {plain:.2f} ms: {exact / plain:.2f} times as much\n"
+        f"result: {result}\n"
+    )
+    screen.object(
+        command="check",
+        model=pair.model,
+        exact=shape.rows,
+        same=found.same,
+        found=asdict(found),
+        machine=machine(),
+        blas=blas,
+        versions=versions(),
+    )
+    if not found.same:
+        raise typer.Exit(FAILED)
 
 
 def _rows(

@@ -135,18 +135,18 @@ def schema(fields: Fields, *, calls: bool) -> dict[str, Any] | None:
 
 def speculative(
     fields: Fields, settings: Settings
-) -> tuple[str | None, int | None, int | None]:
-    """Return what drafts, how many tokens in each round, and how many at most."""
+) -> tuple[str | None, int | None, int | None, bool]:
+    """Return what drafts, how long, how long at most, and whether it is exact mode."""
     given = fields.object("speculative")
     most = settings.limits.draft_tokens
     mlx_lm_length = fields.whole("num_draft_tokens", None, 0, most)
     fields.only("draft_model", "default_model")
     if given is None:
-        return None, mlx_lm_length, None
+        return None, mlx_lm_length, None, False
     inner = Fields(given, "speculative.")
     name = inner.text("draft")
     max_draft = inner.whole("max_draft", None, 0, most)
-    off = inner.flag("off")
+    off, exact = inner.flag("off"), inner.flag("exact")
     inner.end()
     known = [one for one in (settings.draft, "lookup") if one is not None]
     if name is not None and name not in known:
@@ -162,4 +162,4 @@ def speculative(
             "speculative.off",
         )
     name = None if name == settings.draft else name
-    return name, 0 if off else mlx_lm_length, max_draft
+    return name, 0 if off else mlx_lm_length, max_draft, exact

@@ -49,6 +49,7 @@ class CheckedRequest:
     draft_length: int | None  # tokens drafted in each round; None: as many as pay
     # Tokens drafted in a round at most; None: no limit of its own.
     max_draft: int | None
+    exact: bool = False  # whether no draft may change a bit
 
     @property
     def prompt(self) -> str | list[int] | None:
@@ -91,7 +92,7 @@ def read_request(
     else:
         prompts = _prompts(fields)
         body["prompt"] = ""
-    draft, length, max_draft = options.speculative(fields, settings)
+    draft, length, max_draft, exact = options.speculative(fields, settings)
     checked = CheckedRequest(
         chat=chat,
         body=body,
@@ -110,6 +111,7 @@ def read_request(
         draft=draft,
         draft_length=length,
         max_draft=max_draft,
+        exact=exact,
     )
     _refuse_the_rest(fields)
     return checked

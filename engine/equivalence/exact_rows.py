@@ -1,0 +1,144 @@
+"""Whether a row of a forward of one shape depends on its place or its company here.
+
+Exact mode rests on one claim about the device: where every forward has the same shape,
+a row's bits follow from the tokens before it, wherever it stands in the forward and
+whatever stands behind it. It is tried at the beginning and at the end of each view of
+the keys (see `caches.types.fixed_view`) up to a context:
+
+    alone       each token by itself, with padding: what the others are compared with
+    places      each token behind 1, 2, ... tokens of the text, in one forward
+    company     each token before random ones
+    rounds      random drafts, of which a prefix stays: states and caches too
+
+The tokens are random; what they mean is of no matter. Which text follows is not known
+here.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_speculation.caches import FixedShape, snapshot
+from mlx_speculation.engine.draft_length.exact_store import ExactVerdict
+from mlx_speculation.models import Lane, ModelHooks, check_fixed_shape, logit_width
+
+TIMED = 9  # steps; the first two may compile
+Report = Callable[[int, int], None]
+Row = tuple[int, Any]  # its position, and its logits
+
+
+def check_exact(
+    model: nn.Module,
+    shape: FixedShape,
+    context: int,
+    *,
+    seed: int = 0,
+    report: Report = lambda done, total: None,
+) -> ExactVerdict:
+    """Try a model in exact mode, at all views up to a context.
+
+    Args:
+        model: the target.
+        shape: of its forwards.
+        context: how many positions are reached, rounded up to whole views.
+        seed: of the tokens.
+        report: called with how many places were tried, and of how many.
+
+    Raises:
+        UnsupportedModelError: the model is none of those that were tried.
+        UnsupportedCacheError: its caches have no view of a fixed size.
+    """
+    check_fixed_shape(model)
+    draw, vocab = np.random.default_rng(seed), logit_width(model)
+    views = max(-(-context // shape.step), 1)
+    width = min(2 * shape.rows, shape.step // 2)
+    text = draw.integers(vocab, size=views * shape.step).tolist()
+    starts = [
+        view * shape.step + within
+        for view in range(views)
+        for within in (0, shape.step - width)
+    ]
+    hooks = ModelHooks(model)
+    try:
+        lane = Lane(model, sliding="slack", shape=shape)
+        rows, different, largest = 0, 0, 0.0
+        for number, start in enumerate(starts):
+            lane.feed(text[lane.seen : start])
+            alone, others = _both_ways(lane, text[start : start + width], draw, vocab)
+            for position, found in others:
+                expected = alone[position]
+                rows += 1
+                if found.tobytes() != expected.tobytes():
+                    different += 1
+                    largest = max(largest, float(np.abs(found - expected).max()))
+            report(number + 1, len(starts))
+        plain, exact = _seconds(lane)
+        return ExactVerdict(rows, different, largest, lane.seen, plain, exact)
+    finally:
+        hooks.remove()
+
+
+def _both_ways(
+    lane: Lane, text: Sequence[int], draw: np.random.Generator, vocab: int
+) -> tuple[dict[int, Any], list[Row]]:
+    """Feed some tokens alone, which stay, and in all other ways.
+
+    Returns:
+        The logits of each position alone, and of positions in other ways.
+    """
+    other = _twin(lane, lane.shape)
+    alone: dict[int, Any] = {}
+    found: list[Row] = []
+    for place, token in enumerate(text):
+        fed = list(text[place : place + lane.room])
+        strangers = draw.integers(vocab, size=len(fed)).tolist()
+        found += _rows(lane, fed, len(fed))
+        found += _rows(lane, [token, *strangers[1:]], 1)
+        ((position, logits),) = _rows(lane, [token], 1, keep=1)
+        alone[position] = logits
+    end = other.seen + len(text)
+    while other.seen < end:
+        fed = list(text[len(text) - (end - other.seen) :])[: other.room]
+        right = int(draw.integers(len(fed))) + 1
+        fed[right:] = draw.integers(vocab, size=len(fed) - right).tolist()
+        found += _rows(other, fed, right, keep=right)
+    return alone, found
+
+
+def _rows(lane: Lane, fed: Sequence[int], count: int, keep: int = 0) -> list[Row]:
+    """Feed tokens, keep some, and return the logits of the first `count` rows."""
+    first = lane.seen
+    with lane.begin() as lane_round:
+        logits = lane_round.forward(mx.array(list(fed)))[:count].astype(mx.float32)
+        mx.eval(logits)
+        if keep:
+            lane_round.commit(keep)
+    values = np.array(logits)
+    return [(first + row, values[row]) for row in range(count)]
+
+
+def _twin(lane: Lane, shape: FixedShape | None) -> Lane:
+    """Return a lane that holds the same, in caches of its own."""
+    twin = Lane(lane.model, sliding="slack", shape=shape)
+    if lane.seen:
+        twin.resume(snapshot(lane.caches, 0, lane.seen))
+    return twin
+
+
+def _seconds(lane: Lane) -> tuple[float, float]:
+    """Return what a step takes without exact mode, and in it."""
+    found = []
+    for one in (_twin(lane, None), lane):
+        times = []
+        for _ in range(TIMED):
+            started = time.perf_counter()
+            with one.begin(whole=True) as lane_round:
+                mx.eval(lane_round.forward(mx.array([1])))
+            times.append(time.perf_counter() - started)
+        found.append(median(times[2:]))
+    return found[0], found[1]
