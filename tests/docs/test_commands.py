@@ -65,6 +65,9 @@ def test_our_commands_are_parsed(words: tuple[str, ...]) -> None:
 # Serving does not end by itself: tests/cli/commands/test_serve.py runs it. A demo takes
 # a minute, calibrating hundreds of rounds, training writes texts first.
 NOT_RUN = ("serve", "demo", "calibrate", "train")
+# Whole comparisons take seconds each: one of them runs here, the others with those.
+COMPARED = [each for each in ours() if each[0] == "benchmark"]
+LONGER = [each for each in ours() if each[0] in NOT_RUN[1:] or each in COMPARED[:-1]]
 
 
 @pytest.fixture(name="reader", scope="module")
@@ -75,7 +78,9 @@ def _reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "words", [each for each in ours() if each[0] not in NOT_RUN], ids=" ".join
+    "words",
+    [each for each in ours() if each[0] != "serve" and each not in LONGER],
+    ids=" ".join,
 )
 def test_our_commands_run(
     words: tuple[str, ...], reader: Path, monkeypatch: pytest.MonkeyPatch
@@ -86,9 +91,7 @@ def test_our_commands_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words", [each for each in ours() if each[0] in NOT_RUN[1:]], ids=" ".join
-)
+@pytest.mark.parametrize("words", LONGER, ids=" ".join)
 def test_our_longer_commands_run(
     words: tuple[str, ...], reader: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
