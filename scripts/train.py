@@ -5,9 +5,9 @@ mlx-lm's layout. The seed is 20261121.
 
     demo        the three targets, the draft model and the MTP head, stage by stage
     assistant   the assistant of the sliding target
-    eagle       the EAGLE-3 head of the dense target
 
-Of `demo` the stages come in this order (the first and the last run on any machine):
+EAGLE-3 heads are trained by `mlx-speculation train`. Of `demo` the stages come in this
+order (the first and the last run on any machine):
 
     python scripts/train.py demo prepare
     python scripts/train.py demo target --name dense   # sliding, hybrid
@@ -16,17 +16,16 @@ Of `demo` the stages come in this order (the first and the last run on any machi
     python scripts/train.py demo head --steps 2400
     python scripts/train.py demo finish
 
-The others prepare the tokens in `--work` where they are missing, let the target write
-texts of its own, and train for as many steps as fit into `--seconds`; `--steps` repeats
-a run. They write a folder and a record with the steps into `--out`:
+`assistant` prepares the tokens in `--work` where they are missing, lets the target
+write texts of its own, and trains for as many steps as fit into `--seconds`; `--steps`
+repeats a run. It writes a folder and a record with the steps into `--out`:
 
     python scripts/train.py assistant --seconds 200
-    python scripts/train.py eagle --seconds 270
-    python scripts/train.py eagle --device cpu --steps 3 --rows 2 --own-rows 2  # a try
+    python scripts/train.py assistant --device cpu --steps 3 --rows 2 --own-rows 2
 
 What was bundled took, on one NVIDIA H200: the targets 103 to 236 s (1,800 steps of
-32 x 1,024 tokens), the draft 287 s, the head 159 s, the assistant 200 s (2,227 steps),
-the EAGLE-3 head 252 s (2,592 steps). Held-out loss in nats per token, quantized:
+32 x 1,024 tokens), the draft 287 s, the head 159 s, the assistant 227 s (2,227 steps).
+Held-out loss in nats per token, quantized:
 
               code   prose  edit pairs
     dense     2.048  2.432  1.418
@@ -37,8 +36,6 @@ the EAGLE-3 head 252 s (2,592 steps). Held-out loss in nats per token, quantized
 More passes over so little text only memorise it: after 4,000 steps the dense target's
 loss on held-out code was 2.165. The assistant agrees with its target about the next
 token at 93, 90 and 93 % of the positions, and about the next four at 79, 72 and 79 %.
-Of four and of eight drafts the EAGLE-3 head has accepted on held-out text: code 3.03
-and 4.94, prose 2.64 and 3.92, edit pairs 3.05 and 4.95.
 """
 
 import argparse
@@ -66,11 +63,10 @@ def arguments() -> argparse.Namespace:
     demo.add_argument("stage", choices=STAGES)
     demo.add_argument("--name", choices=["dense", "sliding", "hybrid"])
     demo.add_argument("--steps", type=int, default=1800)
-    for name in ("assistant", "eagle"):
-        one = commands.add_parser(name, parents=[shared])
-        length = one.add_mutually_exclusive_group(required=True)
-        length.add_argument("--steps", type=int, default=0)
-        length.add_argument("--seconds", type=float)
+    assistant = commands.add_parser("assistant", parents=[shared])
+    length = assistant.add_mutually_exclusive_group(required=True)
+    length.add_argument("--steps", type=int, default=0)
+    length.add_argument("--seconds", type=float)
     options = parser.parse_args()
     named = options.command != "demo" or options.stage not in ("target", "own")
     if not named and options.name is None:
@@ -85,7 +81,7 @@ def main() -> None:
     if options.command == "demo":
         train_demo(options)
     else:
-        train_bundled_draft(options)
+        train_bundled_assistant(options)
 
 
 def train_demo(options: argparse.Namespace) -> None:
@@ -117,25 +113,19 @@ def train_demo(options: argparse.Namespace) -> None:
         train_head(work, out, plan, device)
 
 
-def train_bundled_draft(options: argparse.Namespace) -> None:
-    """Prepares what is missing, and trains the assistant or the EAGLE-3 head."""
+def train_bundled_assistant(options: argparse.Namespace) -> None:
+    """Prepares what is missing, and trains the assistant of the sliding target."""
     from demo_training.data.prepare import prepare_again
     from demo_training.train.assistant import train_assistant
     from demo_training.train.draft import write_own_texts
-    from demo_training.train.eagle import train_eagle
     from demo_training.train.optimise import Plan
 
     work, out, device = options.work, options.out, options.device
     plan = Plan(options.steps, options.rows, options.rate, seed=options.seed)
-    target = "sliding" if options.command == "assistant" else "dense"
     if not (work / "tokens.npz").is_file():
-        prepare_again(work, DEMO / target / "tokenizer.json")
-    if options.command == "assistant":
-        write_own_texts(target, work, DEMO, options.own_rows, options.seed, device)
-        train_assistant(work, DEMO, out, plan, options.seconds, device)
-    else:
-        own, seconds = options.own_rows, options.seconds
-        train_eagle(work, DEMO, out, plan, device, seconds=seconds, own_rows=own)
+        prepare_again(work, DEMO / "sliding" / "tokenizer.json")
+    write_own_texts("sliding", work, DEMO, options.own_rows, options.seed, device)
+    train_assistant(work, DEMO, out, plan, options.seconds, device)
 
 
 if __name__ == "__main__":

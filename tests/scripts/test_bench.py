@@ -371,7 +371,7 @@ def test_forwards_and_calls_are_counted(bench: Bench) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["demo target", "demo other", "eagle", "eagle --steps 1 --seconds 2", "unknown"],
+    ["demo target", "demo other", "assistant", "assistant --steps 1 --seconds 2", "x"],
 )
 def test_what_cannot_be_trained_is_refused(
     command: str, monkeypatch: pytest.MonkeyPatch
@@ -382,7 +382,9 @@ def test_what_cannot_be_trained_is_refused(
     assert ended.value.code == 2
 
 
-@pytest.mark.parametrize("command", ["demo target --name dense", "eagle --seconds 9"])
+@pytest.mark.parametrize(
+    "command", ["demo target --name dense", "assistant --seconds 9"]
+)
 def test_a_training_is_asked_for(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["train.py", *command.split()])
     assert train.arguments().seed == 20261121
