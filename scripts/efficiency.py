@@ -27,9 +27,11 @@ OpenBLAS says how much work is no forward's on a machine that does other things 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,7 +46,6 @@ from mlx_speculation.cli import run
 if TYPE_CHECKING:
     from bench.forwards import Step
     from bench.models import Bench
-    from mlx_speculation.caches import Snapshot
     from mlx_speculation.engine import Stream
 
 WARM_UP = 2  # rounds of each stream that are not timed
@@ -82,35 +83,35 @@ def efficiency(
     with reported(context) as report, ExitStack() as hooked:
         from bench.models import Bench
 
-        cases: dict[str, Case] = {}
-        for name in target or ["dense"]:
-            bench = Bench.of(name, draft_model)
-            for count in held or [256]:
-                made = cases_of(
-                    bench, draft or ["model"], draft_length or [4], count, clock, hooked
-                )
-                cases |= {f"{name} {each.name}": each for each in made}
+        cases: dict[tuple[str, str, int, int], Case] = {}
+        for name, count in product(target or ["dense"], held or [256]):
+            bench, drafts = Bench.of(name, draft_model), draft or ["model"]
+            for case in cases_of(bench, drafts, draft_length or [4], count, hooked):
+                cases[bench.name, case.draft, case.length, count] = case
         report.say(f"{len(cases)} cases")
-        acts = {name: case.repeater(rounds, forwards) for name, case in cases.items()}
-        taken = in_turns(acts, repeats)
-        for name, case in cases.items():
-            report.add(**case.row(taken[name]))
+        acts = {
+            key: partial(case.repeat, rounds, forwards, clock)
+            for key, case in cases.items()
+        }
+        for key, taken in in_turns(acts, repeats).items():
+            names = dict(zip(("target", "draft", "k", "context"), key, strict=True))
+            report.add(**names, **row_of(taken), **cases[key].counts())
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Taken:
-    """What one repeat has taken, in seconds."""
+    """What one repeat has taken, in seconds; `beside` of each round taken apart."""
 
+    achieved: float
     ideal: float
     bare: float
-    achieved: float
     emitted: int
     wide: float  # a forward over the draft and the token before it
     plain: float  # a forward over one token
-    beside: list[float] = field(default_factory=list)
+    beside: list[float]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Case:
     """One draft, draft length and context.
 
@@ -121,119 +122,91 @@ class Case:
         models: whose forwards are counted, by name.
     """
 
-    target: str
     draft: str
     length: int
-    context: int
     open: "Callable[[], Stream]"
     verify: "Step"
     step: "Step | None"
     models: dict[str, Any]
-    clock: Clock
 
-    @property
-    def name(self) -> str:
-        """The case among others of its target."""
-        return f"{self.draft} {self.length} {self.context}"
-
-    def repeater(self, rounds: int, count: int) -> Callable[[int], Taken]:
-        """Return what runs one repeat."""
-        return lambda _: self.repeat(rounds, count)
-
-    def repeat(self, rounds: int, count: int) -> Taken:
+    def repeat(self, rounds: int, count: int, clock: Clock, _: int) -> Taken:
         """Run some rounds, then as many forwards as give their ideal time."""
         import mlx.core as mx
         from profile_round import pieces_of_round
 
         from bench.forwards import bare_round_seconds, steady_seconds
 
-        stream = self.open()
+        stream, k = self.open(), self.length
         stats = stream.stats
         while stats.rounds < WARM_UP:
             next(stream)
         before = replace(stats)
         mx.synchronize()
-        started = self.clock()
+        started = clock()
         while stats.rounds < before.rounds + rounds:
             next(stream)
         mx.synchronize()  # a step on its way was so at the start too
-        seconds = self.clock() - started
+        seconds = clock() - started
         done, drafts = stats.rounds - before.rounds, stats.drafts - before.drafts
-        drafted, emitted = (
-            stats.drafted - before.drafted,
-            stats.emitted - before.emitted,
-        )
-        pieces = [pieces_of_round(stream) for _ in range(done if self.length else 0)]
+        drafted = stats.drafted - before.drafted
+        emitted = stats.emitted - before.emitted
+        pieces = [pieces_of_round(stream) for _ in range(done if k else 0)]
         stream.close()
-        plain = wide = bare = steady_seconds(self.verify, 1, count, self.clock)
-        step = 0.0
-        if self.length:
-            wide = steady_seconds(self.verify, self.length + 1, count, self.clock)
-            bare = bare_round_seconds(
-                self.step, self.verify, self.length, count, self.clock
-            )
+        step, plain = 0.0, steady_seconds(self.verify, 1, count, clock)
+        wide = bare = plain
+        if k:
+            wide = steady_seconds(self.verify, k + 1, count, clock)
+            bare = bare_round_seconds(self.step, self.verify, k, count, clock)
         if self.step is not None:
-            step = steady_seconds(self.step, 1, count * self.length, self.clock)
+            step = steady_seconds(self.step, 1, count * k, clock)
         return Taken(
-            ideal=(done - drafts) * plain + drafts * wide + drafted * step,
-            bare=(done - drafts) * plain + drafts * bare,
-            achieved=seconds,
-            emitted=emitted,
-            wide=wide,
-            plain=plain,
-            beside=[sum(each[name] for name in BESIDE) for each in pieces],
+            seconds,
+            (done - drafts) * plain + drafts * wide + drafted * step,
+            (done - drafts) * plain + drafts * bare,
+            emitted,
+            wide,
+            plain,
+            [sum(each[name] for name in BESIDE) for each in pieces],
         )
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> dict[str, int]:
         """Return what one round in the middle of a text counts."""
         from bench.forwards import forwards_of, python_calls
 
-        stream = self.open()
-        while stream.stats.rounds < WARM_UP:
-            stream.next_round()
-        with ExitStack() as stack:
+        with self.open() as stream, ExitStack() as stack:
+            while stream.stats.rounds < WARM_UP:
+                stream.next_round()
+            before = stream.stats.reads
             noted = {
                 name: stack.enter_context(forwards_of(model))
                 for name, model in self.models.items()
             }
-            reads = stream.stats.reads
             calls = python_calls(stream.next_round)
-            reads = 1 + stream.stats.reads - reads
-        stream.close()
-        return {**{name: len(rows) for name, rows in noted.items()}, "reads": reads} | {
-            "python_calls": calls
-        }
+            found = {name: len(rows) for name, rows in noted.items()}
+            reads = 1 + stream.stats.reads - before
+        return {**found, "reads": reads, "python_calls": calls}
 
-    def row(self, taken: list[Taken]) -> dict[str, Any]:
-        """Return the row of all repeats."""
-        beside = [1e3 * each for one in taken for each in one.beside]
-        return {
-            "target": self.target,
-            "draft": self.draft,
-            "k": self.length,
-            "context": self.context,
-            "tokens_per_second": median(each.emitted / each.achieved for each in taken),
-            "efficiency": Spread.of([each.ideal / each.achieved for each in taken]),
-            "of_bare": median(each.bare / each.achieved for each in taken),
-            "beside_ms": Spread.of(beside) if beside else None,
-            "forward_x": median(each.wide / each.plain for each in taken),
-            "plain_ms": 1e3 * median(each.plain for each in taken),
-            **self.counts(),
-        }
+
+def row_of(taken: list[Taken]) -> dict[str, Any]:
+    """Return the figures of all repeats."""
+    beside = [1e3 * each for one in taken for each in one.beside]
+    return {
+        "tokens_per_second": median(each.emitted / each.achieved for each in taken),
+        "efficiency": Spread.of([each.ideal / each.achieved for each in taken]),
+        "of_bare": median(each.bare / each.achieved for each in taken),
+        "beside_ms": Spread.of(beside) if beside else None,
+        "forward_x": median(each.wide / each.plain for each in taken),
+        "plain_ms": 1e3 * median(each.plain for each in taken),
+    }
 
 
 def cases_of(
-    bench: "Bench",
-    drafts: list[str],
-    lengths: list[int],
-    context: int,
-    clock: Clock,
-    hooked: ExitStack,
-) -> list[Case]:
+    bench: "Bench", drafts: list[str], lengths: list[int], held: int, hooked: ExitStack
+) -> Iterator[Case]:
     """Make the cases of one target; its forwards run on a copy with the same hooks."""
-    from bench.forwards import filled, head_step_of, held_by, step_of
+    from bench.forwards import filled, head_step_of, held_by, holding, step_of
     from bench.models import bare
-    from mlx_speculation import MtpDraft, load
+    from mlx_speculation import MtpDraft, SpeculativeGenerator, load
     from mlx_speculation.models import ModelHooks, stream_resources
 
     def hook(each: Any) -> None:
@@ -243,70 +216,52 @@ def cases_of(
 
     copy = bare(load(bench.folder)[0])
     hook(copy)
-    (question, *_) = bundled(["code"], 1)["code"]
+    (question,) = bundled(["code"], 1)["code"]
     prompt = question.prompt(bench.tokenizer)
-    prompt = (prompt * (1 + context // len(prompt)))[:context]
+    prompt = (prompt * (1 + held // len(prompt)))[:held]
     caches = filled(copy, prompt)
-    held, verify = held_by(caches, context), step_of(copy, caches)
-    chosen: dict[str, tuple[Any, Step | None, Snapshot | None]] = {
-        "plain": (None, None, None)
-    }
-    for name in drafts:
+    kept, verify = held_by(caches, held), step_of(copy, caches)
+    for name in ["plain", *drafts]:
+        draft: Any = None
+        step: Step | None = None
+        own: Any = None  # what the caches of a draft model hold
+        models = {"forwards": bench.model}
         if name == "model":
-            small, other = load(bench.draft_folder)[0], load(bench.draft_folder)[0]
+            draft, other = load(bench.draft_folder)[0], load(bench.draft_folder)[0]
             caches = filled(other, prompt)
             hook(other)
-            step = step_of(other, caches, drafts=True)
-            chosen[name] = small, step, held_by(caches, context)
+            step, own = step_of(other, caches, drafts=True), held_by(caches, held)
+            models["draft_forwards"] = draft
         elif name == "mtp":
+            draft = MtpDraft.from_folder(bench.folder, bench.model)
             head = MtpDraft.from_folder(bench.folder, copy).mtp
-            own = MtpDraft.from_folder(bench.folder, bench.model)
-            chosen[name] = own, head_step_of(head, copy, context), None
+            step = head_step_of(head, copy, held)
         elif name == "lookup":
-            chosen[name] = name, None, None
-        else:
+            draft = name
+        elif name != "plain":
             raise typer.BadParameter(
                 f"the drafts are model, mtp and lookup; there is no {name!r}"
             )
-    cases = []
-    for name, (draft, step_, kept) in chosen.items():
-        models = {"forwards": bench.model}
-        models |= {"draft_forwards": draft} if name == "model" else {}
-        for length in lengths if draft is not None else [0]:
-            begin = opener(bench, draft, length, prompt, held, kept)
-            cases.append(
-                Case(
-                    bench.name,
-                    name,
-                    length,
-                    context,
-                    begin,
-                    verify,
-                    step_,
-                    models,
-                    clock,
-                )
+        generator = SpeculativeGenerator(bench.model, bench.tokenizer, draft=draft)
+
+        def begin(
+            length: int,
+            generator: SpeculativeGenerator = generator,
+            draft: Any = draft,
+            own: Any = own,
+        ) -> "Stream":
+            return generator.stream(
+                prompt[-1:],
+                max_tokens=ENOUGH,
+                stop_tokens=(),
+                draft_length=length,
+                prompt_cache=holding(bench.model, kept),
+                cached_tokens=prompt,
+                draft_cache=None if own is None else holding(draft, own),
             )
-    return cases
 
-
-def opener(
-    bench: "Bench", draft: Any, length: int, prompt: list[int], held: Any, kept: Any
-) -> "Callable[[], Stream]":
-    """Return what begins a stream behind a context that the caches hold."""
-    from bench.forwards import holding
-    from mlx_speculation import SpeculativeGenerator
-
-    generator = SpeculativeGenerator(bench.model, bench.tokenizer, draft=draft)
-    return lambda: generator.stream(
-        prompt[-1:],
-        max_tokens=ENOUGH,
-        stop_tokens=(),
-        draft_length=length,
-        prompt_cache=holding(bench.model, held),
-        cached_tokens=prompt,
-        draft_cache=None if kept is None else holding(draft, kept),
-    )
+        for length in lengths if draft is not None else [0]:
+            yield Case(name, length, partial(begin, length), verify, step, models)
 
 
 if __name__ == "__main__":

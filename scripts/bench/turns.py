@@ -13,6 +13,7 @@ from typing import TypeVar
 
 Clock = Callable[[], float]  # in seconds
 T = TypeVar("T")
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,8 @@ def order(items: Sequence[T], number: int) -> list[T]:
 
 
 def in_turns(
-    acts: Mapping[str, Callable[[int], T]], repeats: int, *, warm_up: int = 1
-) -> dict[str, list[T]]:
+    acts: Mapping[Name, Callable[[int], T]], repeats: int, *, warm_up: int = 1
+) -> dict[Name, list[T]]:
     """Run each arm in each of so many turns; return what they gave, turn by turn.
 
     Args:
@@ -54,7 +55,7 @@ def in_turns(
         repeats: counted turns.
         warm_up: turns before them, which count from 0 too.
     """
-    found: dict[str, list[T]] = {name: [] for name in acts}
+    found: dict[Name, list[T]] = {name: [] for name in acts}
     for number in range(-warm_up, repeats):
         for name in order([*acts], number):
             given = acts[name](max(0, number))
