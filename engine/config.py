@@ -125,7 +125,6 @@ def checked_setup(
             sliding,
             found.length if draft_length is None else draft_length,
             compiled=compile_draft,
-            early=not draft_confidence,  # or the caller has said where they do
             shape=shape,
         )
         for module in (model, *models):  # refuses unknown caches, not in a stream

@@ -12,13 +12,13 @@ from mlx_speculation.engine.batch.calibration import calibrate_batches
 from mlx_speculation.engine.batch.prompt_list import generate_batch
 from mlx_speculation.engine.config import checked_setup
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
-from mlx_speculation.engine.draft_length.calibration import PartsTable
-from mlx_speculation.engine.draft_length.policy_factory import (
-    CostTable,
-    PolicyFactory,
+from mlx_speculation.engine.draft_length.calibration import (
+    PartsTable,
     Progress,
-    follow_calibration,
+    follow,
 )
+from mlx_speculation.engine.draft_length.costs import CostTable
+from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
 from mlx_speculation.engine.drafters.resolve import DraftArgument, find_draft
 from mlx_speculation.engine.drafters.source import DraftSource
 from mlx_speculation.engine.options import GenerateOptions
@@ -268,8 +268,8 @@ class SpeculativeGenerator:
     ) -> CostTable:
         """Measure what rounds cost here, by draft length, and keep it in a file.
 
-        It takes 86 rounds for each context, 300 at most; `round_parts` has the parts.
-        Without it the first streams measure what they need.
+        It takes 72 rounds for each context; `round_parts` has the parts. Without it the
+        first streams measure what they need.
 
         Args:
             contexts: numbers of tokens in the caches to measure at. Costs between 512,
@@ -285,7 +285,8 @@ class SpeculativeGenerator:
         """
         start = self._streams.start_calibration()
         if not self._setup.decides:
-            return follow_calibration(start, contexts)
+            follow(start, contexts)
+            return {}
         return self._setup.lengths.calibrate(start, contexts, progress)
 
     def calibrate_batches(

@@ -18,9 +18,8 @@ from mlx_speculation.engine.distributed import (
     shown,
 )
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
-from mlx_speculation.engine.draft_length.calibration import measured_draft
+from mlx_speculation.engine.draft_length.calibration import Start, measured_draft
 from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
-from mlx_speculation.engine.draft_length.policy_factory import Start
 from mlx_speculation.engine.drafters.base import Drafter, lanes_of, remember
 from mlx_speculation.engine.drafters.cascade import CascadeDrafter, open_guarded
 from mlx_speculation.engine.drafters.source import DraftSource, members_of
@@ -100,9 +99,7 @@ class StreamFactory:
         stops = checked_stops(options.stop)
         ends = self._end_ids(options.stop_tokens)
         masks = self._masks(options.constraint, ends)
-        lengths = setup.lengths.for_stream(
-            options.draft_length, options.max_draft, greedy=sampling.greedy
-        )
+        lengths = setup.lengths.for_stream(options.draft_length, options.max_draft)
         if isinstance(lengths, CascadeDraftLength) and isinstance(
             drafter, CascadeDrafter
         ):

@@ -14,18 +14,14 @@ from mlx_speculation.engine.batch.draft_length import BatchDraftLength
 from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
 from mlx_speculation.engine.batch.request import BatchRequest, reason_alone
 from mlx_speculation.engine.batch.results import BatchStatistics
-from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
-from mlx_speculation.engine.draft_length.adaptive import AdaptiveLengths
-from mlx_speculation.engine.draft_length.base import Outcome, Plan
-from mlx_speculation.engine.draft_length.policy_factory import (
-    MOST_ROUNDS,
-    CostTable,
+from mlx_speculation.engine.draft_length.calibration import (
+    Calibration,
     Progress,
     Start,
-    calibration_costs,
     calibration_prompt,
     part_of,
 )
+from mlx_speculation.engine.draft_length.costs import CostTable
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import RowSizes
 
@@ -57,36 +53,20 @@ def calibrate_batches(
     found: dict[int, CostTable] = {}
     for number, (count, context) in enumerate(cases):
         report = part_of(progress, number, len(cases))
-        policy = _AtContext(context, lengths.longest)
+        policy = Calibration(context, lengths.longest)
         kept_as = _measure(generator.model, start, policy, (count, context), report)
         found[kept_as] = lengths.keep_batch(kept_as, policy.costs)
     return found
 
 
-class _AtContext(AdaptiveLengths):
-    """Measures every length; rounds count for one context, however the rows grow."""
-
-    def __init__(self, context: int, longest: int) -> None:
-        super().__init__(
-            calibration_costs(), AcceptanceRates(), longest, thorough=True, few=True
-        )
-        self._at = context
-
-    def plan(self, context: int, limit: int) -> Plan:
-        return super().plan(self._at, limit)
-
-    def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
-        super().note(self._at, plan, outcome)
-
-
 def _measure(
     model: nn.Module,
     start: Start,
-    policy: AdaptiveLengths,
+    policy: Calibration,
     what: tuple[int, int],
     report: Progress,
 ) -> int:
-    """Run rounds of so many rows at a context until every length was measured.
+    """Run the rounds of so many rows at a context.
 
     Returns:
         The number of rows that their costs are kept under.
@@ -110,13 +90,12 @@ def _measure(
         for row in rows:
             row.begin(PrefillBudget(len(prompt)).fits)
         decoder.join(rows)
-        for _ in range(MOST_ROUNDS):
+        while policy.done < policy.rounds:
             decoder.next_round()
             if len(decoder.rows) < count:
                 raise next(row.error for row in rows if row.error is not None)
-            if policy.measured(context):
-                break
-            report(*policy.progress(context))
+            report(policy.done, policy.rounds)
+        lengths.end()
     finally:
         for row in rows:
             if not row.ended:

@@ -16,20 +16,28 @@ Rows that name a length of their own keep to it.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
-from mlx_speculation.engine.draft_length.adaptive import (
-    KNOWN_WEIGHT,
-    AdaptiveLengths,
-    few_lengths,
-)
-from mlx_speculation.engine.draft_length.base import Outcome, Plan
-from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
+from mlx_speculation.engine.draft_length.adaptive import few_lengths
+from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Outcome, Plan
 from mlx_speculation.engine.draft_length.costs import RoundCosts
+from mlx_speculation.engine.draft_length.policy_factory import KNOWN_WEIGHT
+
+
+class BatchPolicy(DraftLengthPolicy, Protocol):
+    """Decides for all rows of a batch: an adaptive policy, or a calibration."""
+
+    costs: RoundCosts  # of rounds of so many rows
+
+    def decide_anew(self) -> None:
+        """Let the next round be decided: rows of the batch have come or gone."""
+        ...
+
 
 # Makes the policy of a batch, given the rates that all of its rows share.
-MakeLengths = Callable[[AcceptanceRates], AdaptiveLengths]
+MakeLengths = Callable[[AcceptanceRates], BatchPolicy]
 # Returns what rounds of so many rows cost, given the same rates.
 CostsOf = Callable[[int, AcceptanceRates], RoundCosts]
 
@@ -49,7 +57,7 @@ class RowRates(AcceptanceRates):
         super().__init__()
         self.rows: Sequence[BatchRequest] = ()
 
-    def note(self, drafted: int, accepted: int) -> None:
+    def note(self, drafted: int, accepted: float) -> None:
         """Do nothing: every row is noted by itself."""
 
     def note_row(self, row: BatchRequest, drafted: int, accepted: int) -> None:
@@ -59,13 +67,7 @@ class RowRates(AcceptanceRates):
 
     def for_row(self) -> AcceptanceRates:
         """Return the rates that a new row begins with."""
-        return super().loosened(KNOWN_WEIGHT)
-
-    def loosened(self, weight: float) -> "RowRates":
-        """Let what was learnt of each row count for less; see there."""
-        for row in self.rows:
-            row.rates = row.rates.loosened(weight)
-        return self
+        return self.loosened(KNOWN_WEIGHT)
 
     def expected(self, longest: int) -> list[float]:
         """Return what a draft of each length is expected to bring, mean over rows."""
@@ -88,7 +90,7 @@ class BatchDraftLength:
     def __init__(self, make: MakeLengths, costs: CostsOf) -> None:
         self._make, self._costs = make, costs
         self.rates = RowRates()
-        self._policy: AdaptiveLengths | None = None
+        self._policy: BatchPolicy | None = None
         self.bucket = 0
         self._plan: Plan | None = None
         self._next: Plan | None = None
@@ -116,7 +118,8 @@ class BatchDraftLength:
                     self._policy = self._make(self.rates)
                 bucket = row_bucket(len(rows)) if size is None else size
                 if bucket != self.bucket:
-                    self._policy.use_costs(self._costs(bucket, self.rates))
+                    self._policy.costs = self._costs(bucket, self.rates)
+                    self._policy.decide_anew()
                     self.bucket = bucket
                 self._plan = self._policy.plan(context, longest)
             shared = self._plan.length
@@ -161,14 +164,15 @@ class BatchDraftLength:
         policy, plan = self._policy, self._plan
         if policy is None or plan is None or plan.reason not in ("best", "plain"):
             return longest
-        if least == longest or 0 not in policy.costs.lengths(context):
+        if least == longest or policy.costs.plain(context) is None:
             return longest
         each = [row.rates.expected(longest) for row in rows]
+        seconds = policy.costs.curve(context, longest)
 
         def speed(width: int) -> float:
             pairs = zip(each, drafts, strict=True)
             tokens = sum(expected[min(n, width)] for expected, n in pairs)
-            return tokens / policy.costs.seconds(context, width)
+            return tokens / seconds[width]
 
         between = [n for n in few_lengths(longest) if n > least]
         return max((least, *between, longest), key=speed)
@@ -190,7 +194,8 @@ class BatchDraftLength:
                 row.request.policy.note(context, row.planned, own)
             row.planned, row.following = row.following, None
         if self._plan is not None and self._policy is not None:
-            self._policy.note(context, self._plan, outcome)
+            mean = replace(outcome, accepted=sum(accepted) / len(rows))
+            self._policy.note(context, self._plan, mean)
         self._plan, self._next = self._next, None
 
     def join(self, row: BatchRequest) -> None:
@@ -205,7 +210,7 @@ class BatchDraftLength:
 
     def _reconsider(self) -> None:
         if self._policy is not None:
-            self._policy.reconsider()
+            self._policy.decide_anew()
 
     def end(self) -> None:
         """Keep what was learnt."""
@@ -214,4 +219,4 @@ class BatchDraftLength:
 
 
 def _measured(row: BatchRequest) -> bool:
-    return isinstance(row.request.policy, AdaptiveLengths | CascadeDraftLength)
+    return getattr(row.request.policy, "by_batch", False)

@@ -6,12 +6,9 @@ Knows neither models nor tokens: a plan is made from counts and seconds alone.
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-from mlx_speculation.engine.drafters.early_stop import Stop
 from mlx_speculation.engine.timing import NO_TIME, RoundSeconds
 
-Reason = Literal[
-    "fixed", "first", "best", "plain", "measure", "trial", "review", "budget"
-]
+Reason = Literal["fixed", "best", "longer", "plain", "trial", "measure", "budget"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +24,10 @@ class Option:
         """Expected tokens per second."""
         return self.tokens / self.seconds
 
+    def over(self, plain: "Option") -> float:
+        """Return what it takes in plain steps."""
+        return self.seconds / plain.seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -34,31 +35,30 @@ class Plan:
 
     Attributes:
         length: tokens to draft; 0 is a plain step.
-        reason: "fixed": the caller named it. "first": a plain step, so that the first
-            token does not wait for a draft. "best" and "plain": the best of the
-            options. "measure": its cost is not known. "trial": drafting is paused, and
-            may pay by now. "review": it is nearly as good as the best, and was not
-            measured for long. "budget": no more than one token is wanted.
+        reason: "fixed": the caller named it. "best" and "plain": the best of the
+            options, or there is no credit for a draft. "longer": one more than is best,
+            which tells of later tokens. "trial": drafting is paused, and may pay by
+            now. "measure": a plain step, which tells what drafts have to
+            gain. "budget": no more than one token is wanted.
         options: what was compared, by length; of a run of plain steps, before the first
             of some.
+        credit: what drafts may lose, in plain steps, see `adaptive`.
         each: of a cascade, the plan of each drafter, of which this is the longest.
-        stop: where a drafter that is unsure ends its draft before; None: nowhere.
     """
 
     length: int
     reason: Reason
     options: tuple[Option, ...] = ()
+    credit: float = 0.0
     each: tuple["Plan", ...] = ()
-    stop: Stop | None = None
 
     def __str__(self) -> str:
         compared = "  ".join(
             f"{o.length}: {o.tokens:.2f} in {o.seconds * 1e3:.1f} ms"
             for o in self.options
         )
-        most = "" if self.stop is None else "at most "
-        said = f"draft {most}{self.length} ({self.reason})"
-        said += compared and f"  {compared}"
+        said = f"draft {self.length} ({self.reason})"
+        said += compared and f"  {compared}  credit {self.credit:.1f}"
         if not self.each:
             return said
         others = " or ".join(f"{plan.length} ({plan.reason})" for plan in self.each)
@@ -71,7 +71,7 @@ class Outcome:
 
     Attributes:
         drafted: tokens that were drafted; fewer than planned is possible.
-        accepted: those accepted, before a cut at a stop.
+        accepted: those accepted, before a cut at a stop; of a batch the mean.
         seconds: its time, drafting included.
         behind: whether a plain step was in flight when the round began. With drafts:
             they stand behind it, and its token is in the round too, with what was left
@@ -82,19 +82,16 @@ class Outcome:
             not in its time; 0 but for the first round of a stream that drafts.
         fresh: whether it was the first of its shape, and its time tells of making
             plans for that more than of what such rounds take.
-        certainties: of a draft that may end early, the largest probability of each
-            token's row; empty where the round stood behind a plain step.
     """
 
     drafted: int
-    accepted: int
+    accepted: float
     seconds: float
     behind: bool = False
     ahead: bool = False
     parts: RoundSeconds = NO_TIME
     fresh: bool = False
     reading: float = 0.0
-    certainties: tuple[float, ...] = ()
 
     @property
     def steady(self) -> bool:

@@ -1,18 +1,26 @@
-"""Calibration: what is measured, and where the time of rounds goes.
+"""Calibration: a policy that plans every length in turn, and keeps what rounds took.
 
-It decides nothing: a draft length is chosen by what whole rounds cost. Differences tell
-the rest: of `draft` between two lengths the draft's step, of one length without such
-steps what a head's refresh and a first draft take.
+It decides nothing: a draft length is chosen by what whole rounds cost. The parts of
+their time tell the rest: of `draft` between two lengths the draft's step, of one length
+without such steps what a head's refresh and a first draft take.
 """
 
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import astuple
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Outcome, Plan
-from mlx_speculation.engine.draft_length.costs import bucket_of
+from mlx_speculation.engine.draft_length.adaptive import few_lengths
+from mlx_speculation.engine.draft_length.base import (
+    DraftLengthPolicy,
+    FixedDraftLength,
+    Outcome,
+    Plan,
+)
+from mlx_speculation.engine.draft_length.costs import RoundCosts, bucket_of
 from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.drafters.cascade import Cascade
 from mlx_speculation.engine.drafters.source import DraftSource, members_of
@@ -20,63 +28,117 @@ from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.timing import RoundSeconds
 from mlx_speculation.models import Lane
 
+if TYPE_CHECKING:
+    from mlx_speculation.engine.stream import Stream
+
 # Medians of each part by itself, by context bucket and draft length; 0 is a plain step.
 PartsTable = dict[int, dict[int, RoundSeconds]]
+# Called with how much is done, and of how much.
+Progress = Callable[[int, int], None]
+# Starts a stream on a prompt with a policy of its own.
+Start = Callable[[list[int], DraftLengthPolicy], "Stream"]
+
+# All lengths take turns so often: none of them meets a busy machine alone.
+PASSES = 3
+# Rounds of a pass: plain steps, of which the first and the last tell nothing, and
+# drafts of each length. The first draft after plain steps reads what it has missed.
+PLAIN_STEPS, DRAFTS = 7, 2
 
 
-class NotingParts:
-    """A policy that hands on everything, and notes the parts of rounds.
-
-    With a context, all rounds count for that, however the text grows meanwhile.
+class Calibration:
+    """Plans every length; all rounds count for one context, however the text grows.
 
     Attributes:
         longest: no plan is longer.
+        costs: what rounds cost; filled by `finish`.
+        rounds: how many there are.
+        done: how many of them were noted.
     """
 
-    def __init__(self, policy: DraftLengthPolicy, context: int | None = None) -> None:
-        self._policy = policy
+    by_batch = True
+
+    def __init__(self, context: int, longest: int) -> None:
+        self.longest, self.costs = longest, RoundCosts()
         self._context = context
-        self.longest = policy.longest
-        self._noted: dict[int, dict[int, list[RoundSeconds]]] = {}
+        drafts = few_lengths(longest)[1:]
+        one = [0] * PLAIN_STEPS + list(drafts[:1])
+        one += [length for length in drafts for _ in range(DRAFTS)]
+        self._script = one * PASSES
+        self.rounds, self.done, self._planned = len(self._script), 0, 0
+        self._noted: dict[int, list[RoundSeconds]] = {}
+        self._seconds: dict[int, list[float]] = {}
         self._drafted = False
 
     def plan(self, context: int, limit: int) -> Plan:
-        """Return the policy's plan."""
-        return self._policy.plan(self._at(context), limit)
+        """Return the next length; plain steps behind the last one."""
+        planned, self._planned = self._planned, self._planned + 1
+        length = self._script[planned] if planned < self.rounds else 0
+        return Plan(max(0, min(length, limit)), "measure")
 
     def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
-        """Let the policy learn, and keep the parts of a round like those before it.
-
-        The first drafted round after plain steps reads what the draft has missed; of
-        plain steps those tell that are `steady`.
-        """
-        context = self._at(context)
-        self._policy.note(context, plan, outcome)
+        """Keep what a round took that is like those before it."""
+        self.done += 1
         drafts = outcome.drafted > 0
-        usual = outcome.steady or (drafts and not outcome.behind)
-        if usual and drafts == self._drafted:
-            bucket = self._noted.setdefault(bucket_of(context), {})
-            bucket.setdefault(outcome.drafted, []).append(outcome.parts)
+        usual = outcome.steady or (drafts and self._drafted and not outcome.behind)
+        if usual and not outcome.fresh:
+            self._seconds.setdefault(outcome.drafted, []).append(outcome.seconds)
+            self._noted.setdefault(outcome.drafted, []).append(outcome.parts)
+        elif outcome.ahead and not outcome.behind and not outcome.fresh:
+            self.costs.note_cold(outcome.seconds)
         self._drafted = drafts
 
-    def _at(self, context: int) -> int:
-        return context if self._context is None else self._context
-
     def end(self) -> None:
-        """Let the policy learn from the stream as a whole."""
-        self._policy.end()
+        """Let the costs know the medians."""
+        bucket = bucket_of(self._context)
+        found = {n: median(each) for n, each in sorted(self._seconds.items())}
+        self.costs.take({bucket: found})
 
-    def table(self) -> PartsTable:
-        """Return the medians."""
-        return {
-            bucket: {length: _medians(found) for length, found in sorted(own.items())}
-            for bucket, own in self._noted.items()
-        }
+    @property
+    def parts(self) -> PartsTable:
+        """Where the time of the rounds went."""
+        found = {n: _medians(each) for n, each in sorted(self._noted.items())}
+        return {bucket_of(self._context): found}
+
+    def decide_anew(self) -> None:
+        """Do nothing: the lengths are decided."""
 
 
 def _medians(found: list[RoundSeconds]) -> RoundSeconds:
     parts = zip(*(astuple(one) for one in found), strict=True)
     return RoundSeconds(*(median(part) for part in parts))
+
+
+def calibration_prompt(context: int) -> list[int]:
+    """Return so many tokens; which they are does not matter."""
+    return [1 + index % 7 for index in range(context)]
+
+
+def part_of(progress: Progress | None, number: int, parts: int) -> Progress:
+    """Return what reports the progress of one of several equal parts."""
+
+    def report(done: int, total: int) -> None:
+        if progress is not None:
+            progress(number * total + done, parts * total)
+
+    return report
+
+
+def measure(start: Start, context: int, longest: int, report: Progress) -> Calibration:
+    """Run the rounds of a calibration in a stream, and return what they took."""
+    policy = Calibration(context, longest)
+    with start(calibration_prompt(context), policy) as stream:
+        for _ in stream:
+            report(min(policy.done, policy.rounds), policy.rounds)
+            if policy.done >= policy.rounds:
+                break
+    return policy
+
+
+def follow(start: Start, contexts: SequenceOf[int]) -> None:
+    """Run the rounds of a calibration on a rank that does not decide their lengths."""
+    for context in sorted(contexts):
+        for _ in start(calibration_prompt(context), FixedDraftLength(0)):
+            pass  # to where rank 0 ends it
 
 
 def measured_draft(draft: DraftSource | None) -> DraftSource:

@@ -10,13 +10,14 @@ each drafter has a policy of its own, and is asked for as many tokens as that sa
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from mlx_speculation.engine.draft_length.adaptive import AdaptiveLengths
+from mlx_speculation.engine.draft_length.adaptive import AdaptiveDraftLength
 from mlx_speculation.engine.draft_length.base import Outcome, Plan
 from mlx_speculation.engine.drafters.cascade import Turns
 
 # Plain steps that a policy wants to see are no draft's of another.
-_PLAIN_ALONE = ("first", "measure", "review")
+_PLAIN_ALONE = "measure"
 
 
 class CascadeDraftLength:
@@ -28,7 +29,9 @@ class CascadeDraftLength:
         turns: for the cascade of the stream.
     """
 
-    def __init__(self, policies: Sequence[AdaptiveLengths]) -> None:
+    by_batch = True
+
+    def __init__(self, policies: Sequence[AdaptiveDraftLength]) -> None:
         self.policies = list(policies)
         self.turns = Turns()
 
@@ -43,11 +46,10 @@ class CascadeDraftLength:
         chosen = max(each, key=lambda plan: plan.length)
         lengths = tuple(plan.length for plan in each)
         for plan in each:
-            if plan.length == 0 and plan.reason in _PLAIN_ALONE:
+            if plan.length == 0 and plan.reason == _PLAIN_ALONE:
                 chosen, lengths = plan, (0,) * len(each)
         self.turns.lengths = lengths
-        self.turns.stops = tuple(plan.stop for plan in each)
-        return Plan(chosen.length, chosen.reason, chosen.options, each)
+        return replace(chosen, each=each)
 
     def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
         """Let the drafter's policy learn whose draft it was, or all from a step."""

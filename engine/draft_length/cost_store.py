@@ -26,9 +26,11 @@ from mlx_speculation.environment import cache_folder
 from mlx_speculation.errors import CostFileWarning
 from mlx_speculation.json_files import load_json, write_json
 
-_VERSION = 3
+_VERSION = 4
 # A saved rate is a first guess, and counts for so many rounds.
 SAVED_WEIGHT = 8.0
+# A rate that differs by more from the saved one is saved.
+NEWS = 0.2
 
 
 def machine() -> dict[str, Any]:
@@ -52,7 +54,8 @@ class Known:
     rates: AcceptanceRates = field(default_factory=AcceptanceRates)
     path: Path | None = None  # the file; None keeps nothing
     key: dict[str, Any] | None = None  # what the file is for
-    _saved: str = ""
+    _saved: str = ""  # what in the file would be new, see `save_if_new`
+    _saved_rates: list[float] = field(default_factory=list)
     # Where the time of calibrated rounds went
     parts: PartsTable = field(default_factory=dict)
 
@@ -78,8 +81,13 @@ class Known:
             )
             return known
         known.rates = AcceptanceRates(rates, SAVED_WEIGHT)
-        known._saved = known._names()
+        known._saved, known._saved_rates = known._names(), rates
         return known
+
+    def keep(self, rates: AcceptanceRates) -> None:
+        """Learn from a stream that has ended; write the file if it has told news."""
+        self.rates = rates
+        self.save_if_new()
 
     def save(self) -> None:
         """Write the file, all or nothing."""
@@ -90,7 +98,7 @@ class Known:
             "version": _VERSION,
             "key": self.key,
             "seconds": self.costs.table(),
-            "left": round(self.costs.left, 4),
+            "cold": self.costs.cold,
             "rates": [round(rate, 4) for rate in rates],
             "parts": {
                 bucket: {length: astuple(one) for length, one in own.items()}
@@ -109,11 +117,18 @@ class Known:
             )
             self.path = None
             return
-        self._saved = self._names()
+        self._saved, self._saved_rates = self._names(), rates
 
     def save_if_new(self) -> None:
-        """Write the file when a length or context was measured that is not in it."""
-        if self.path is not None and self._names() != self._saved:
+        """Write the file when a length or context was measured that is not in it.
+
+        Likewise when the rates are others than those in it.
+        """
+        if self.path is None:
+            return
+        rates = self.rates.rates(len(self._saved_rates))
+        pairs = zip(rates, self._saved_rates, strict=True)
+        if self._names() != self._saved or any(abs(a - b) > NEWS for a, b in pairs):
             self.save()
 
     def _names(self) -> str:
@@ -134,9 +149,9 @@ def _checked(content: Any, key: Any) -> tuple[RoundCosts, list[float], PartsTabl
                 raise ValueError(f"length {length} costs {seconds} seconds")
         if table and 0 not in table:
             raise ValueError("the cost of a plain step is not in it")
-    left = float(content["left"])
-    if not 0 <= left <= 1:
-        raise ValueError(f"{left} of a plain step are left")
+    cold = float(content["cold"])
+    if not 0 <= cold < math.inf:
+        raise ValueError(f"a cold step costs {cold} seconds")
     rates = [float(rate) for rate in content["rates"]]
     if not all(0 <= rate <= 1 for rate in rates):
         raise ValueError(f"the rates are {rates}")
@@ -148,4 +163,4 @@ def _checked(content: Any, key: Any) -> tuple[RoundCosts, list[float], PartsTabl
             if not all(0 <= part < math.inf for part in astuple(one)):
                 raise ValueError(f"the parts of length {length} are {given}")
             parts.setdefault(int(bucket), {})[int(length)] = one
-    return RoundCosts(costs, left=left), rates, parts
+    return RoundCosts(costs, cold=cold), rates, parts

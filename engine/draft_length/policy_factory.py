@@ -1,85 +1,48 @@
-"""Makes the draft length policy of each stream of a generator; and calibration.
+"""Makes the draft length policy of each stream, and keeps what they have learnt.
 
-What the policies share is kept here: costs, acceptance, and what trials may lose. Which
-length a round has is decided in `adaptive`.
+Which length a round has is decided in `adaptive`.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.nn as nn
 
 from mlx_speculation.caches import FixedShape
 from mlx_speculation.engine.argument_checks import checked_count
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
-from mlx_speculation.engine.draft_length.adaptive import AdaptiveLengths
+from mlx_speculation.engine.draft_length.adaptive import (
+    SHARE,
+    AdaptiveDraftLength,
+    Credit,
+)
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, FixedDraftLength
-from mlx_speculation.engine.draft_length.calibration import NotingParts, PartsTable
+from mlx_speculation.engine.draft_length.calibration import (
+    PartsTable,
+    Progress,
+    Start,
+    measure,
+    part_of,
+)
 from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.draft_length.cost_store import Known
-from mlx_speculation.engine.draft_length.costs import RoundCosts
-from mlx_speculation.engine.draft_length.exploration import Allowance
-from mlx_speculation.engine.drafters.early_stop import Certainties
+from mlx_speculation.engine.draft_length.costs import CostTable, RoundCosts
 from mlx_speculation.engine.drafters.source import DraftSource, members_of, shape_of
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import Sliding, on_cpu
-
-if TYPE_CHECKING:
-    from mlx_speculation.engine.stream import Stream
+from mlx_speculation.models import Sliding
 
 # No adaptive draft length is longer. Greedy text that repeats itself is drafted well
 # for longer than that, but a verify of more rows costs by the row.
 LONGEST = 16
-# A calibration ends without all lengths when a drafter does not draft as asked.
-MOST_ROUNDS = 300
-# Plain steps are cheap to measure, and every length is judged by them.
-CALIBRATION_SAMPLES, CALIBRATION_PLAIN_SAMPLES = 5, 15
-
-
-def calibration_prompt(context: int) -> list[int]:
-    """Return so many tokens; which they are does not matter."""
-    return [1 + index % 7 for index in range(context)]
-
-
-def calibration_costs() -> RoundCosts:
-    """Return costs of which nothing is known, for a calibration."""
-    return RoundCosts(
-        samples=CALIBRATION_SAMPLES, plain_samples=CALIBRATION_PLAIN_SAMPLES
-    )
-
-
-# Called with how much is done, and of how much.
-Progress = Callable[[int, int], None]
-# Starts a stream on a prompt with a policy of its own.
-Start = Callable[[list[int], DraftLengthPolicy], "Stream"]
-CostTable = dict[int, dict[int, float]]
-
-
-def part_of(progress: Progress | None, number: int, parts: int) -> Progress:
-    """Return what reports the progress of one of several equal parts."""
-
-    def report(done: int, total: int) -> None:
-        if progress is not None:
-            progress(number * total + done, parts * total)
-
-    return report
-
-
-def follow_calibration(start: Start, contexts: SequenceOf[int]) -> CostTable:
-    """Run the rounds of a calibration on a rank that does not decide their lengths."""
-    for context in sorted(contexts):
-        for _ in start(calibration_prompt(context), NotingParts(FixedDraftLength(0))):
-            pass  # to where rank 0 ends it
-    return {}
+# What was learnt from earlier streams counts for so many rounds in a new one.
+KNOWN_WEIGHT = 8.0
 
 
 class PolicyFactory:
     """Makes a policy for each stream.
 
-    `usual` is the length of streams that name none, None an adaptive one, and `early`
-    says whether drafts of that may end early, see `engine.drafters.early_stop`. A
-    `shape` of exact mode limits drafts, and has costs of its own.
+    `usual` is the length of streams that name none, None an adaptive one. A `shape` of
+    exact mode limits drafts, and has costs of its own.
 
     Raises:
         InvalidRequestError: the usual length is not a number of tokens.
@@ -93,7 +56,6 @@ class PolicyFactory:
         usual: int | None,
         *,
         compiled: bool = False,
-        early: bool = True,
         shape: FixedShape | None = None,
     ) -> None:
         self.usual = _checked(usual, "draft_length")
@@ -103,26 +65,16 @@ class PolicyFactory:
         self._each = members_of(draft)
         self._known: dict[int, Known] = {}
         self._batches: dict[int, Known] = {}
-        self._allowances = [Allowance() for _ in self._each]
-        self._certainties = [
-            Certainties() if early and each.ends_early else None for each in self._each
-        ]
-        self._batch_allowance = Allowance()
+        self._credit = Credit()
 
     def for_stream(
-        self,
-        length: int | DraftLengthPolicy | None,
-        most: int | None = None,
-        *,
-        greedy: bool = False,
+        self, length: int | DraftLengthPolicy | None, most: int | None = None
     ) -> DraftLengthPolicy:
         """Return the policy of a stream.
 
         Args:
             length: None: the usual one.
             most: no draft is longer; None: than the policy says.
-            greedy: whether its tokens are chosen without chance. On a CPU, where the
-                host waits for a step for next to nothing, drafts then end early.
 
         Raises:
             InvalidRequestError: one is not a number of tokens, or the policy is the
@@ -142,53 +94,45 @@ class PolicyFactory:
         if self._draft is None or length is not None or not longest:
             length = length or 0
             return FixedDraftLength(length if most is None else min(length, most))
-        early = greedy and on_cpu()
-        policies = [
-            self._policy(index, longest, early=early)
-            for index in range(len(self._each))
-        ]
-        if len(policies) == 1:
-            return policies[0]
-        for policy in policies:  # what no calibration has measured of them
-            policy.costs.guess(policies[self._calibrated].costs)
-        return CascadeDraftLength(policies)
+        policies = [self._policy(index, longest) for index in range(len(self._each))]
+        return policies[0] if len(policies) == 1 else CascadeDraftLength(policies)
 
-    def _policy(self, drafter: int, longest: int, *, early: bool) -> AdaptiveLengths:
+    def _policy(self, drafter: int, longest: int) -> AdaptiveDraftLength:
         """Return the policy of a stream's drafter."""
-        known = self._read(drafter)
-        return AdaptiveLengths(
+        known = self._of_drafter(drafter)
+        rates = known.rates.loosened(KNOWN_WEIGHT)
+        return AdaptiveDraftLength(
             known.costs,
-            known.rates,
+            rates,
+            self._credit,
             longest,
-            at_end=known.save_if_new,
-            allowance=self._allowances[drafter],
-            certainties=self._certainties[drafter] if early else None,
+            share=SHARE / len(self._each),
+            at_end=known.keep,
         )
 
-    def for_batch(self, rates: AcceptanceRates) -> AdaptiveLengths:
+    def for_batch(self, rates: AcceptanceRates) -> AdaptiveDraftLength:
         """Return the policy of a batch, whose costs are `batch_costs` of its rows."""
-        return AdaptiveLengths(
+        return AdaptiveDraftLength(
             RoundCosts(),
             rates,
+            self._credit,
             self.longest,
-            few=True,
             at_end=self._save_batches,
-            allowance=self._batch_allowance,
         )
 
     def batch_costs(self, rows: int, rates: AcceptanceRates) -> RoundCosts:
         """Return what the rounds of batches with so many rows cost.
 
-        What is not known of so many rows is guessed from the next larger batch that
-        has measured it, which errs to shorter drafts, or else from the next smaller.
+        Those of so many rows that were never measured begin with the costs of the next
+        larger batch that was, which errs to shorter drafts, or of the next smaller.
         Rates that know nothing are set to those that were kept.
         """
-        known = self._batch(rows)
-        others = sorted(self._batches)
-        larger = [other for other in others if other > rows]
-        smaller = [other for other in others if other < rows]
-        for other in larger + smaller[::-1]:
-            known.costs.guess(self._batches[other].costs)
+        known = self._of_batch(rows)
+        if not known.costs.table():
+            measured = [n for n in self._batches if self._of_batch(n).costs.table()]
+            others = sorted(measured, key=lambda n: (n < rows, abs(n - rows)))
+            for other in others[:1]:
+                known.costs.take(self._of_batch(other).costs.table())
         if rates.known == 0:
             rates.take(known.rates)
         known.rates = rates
@@ -196,41 +140,30 @@ class PolicyFactory:
 
     def keep_batch(self, rows: int, measured: RoundCosts) -> CostTable:
         """Keep what a calibration has measured; return all that is known then."""
-        known = self._batch(rows)
-        known.costs.take(measured)
+        known = self._of_batch(rows)
+        known.costs.take(measured.table())
         known.save()
         return known.costs.table()
-
-    def _batch(self, rows: int) -> Known:
-        if rows not in self._batches:
-            key = self._key(self._each)
-            self._batches[rows] = Known.read(key and {**key, "rows": rows})
-        return self._batches[rows]
-
-    def _save_batches(self) -> None:
-        for known in self._batches.values():
-            known.save_if_new()
 
     @property
     def parts(self) -> PartsTable:
         """Where the time of calibrated rounds went."""
-        return self._read(self._calibrated).parts
+        return self._of_drafter(self._calibrated).parts
 
     def calibrate(
         self,
         start: Start,
         contexts: SequenceOf[int],
         progress: Progress | None = None,
-    ) -> dict[int, dict[int, float]]:
+    ) -> CostTable:
         """Measure every length at these contexts, see the generator's `calibrate`."""
         self.check_calibration(contexts)
-        known = self._read(self._calibrated)
+        known = self._of_drafter(self._calibrated)
         for number, context in enumerate(sorted(contexts)):
             report = part_of(progress, number, len(contexts))
-            # Costs of its own: a new bucket would begin with what the last one knows.
-            fresh = calibration_costs()
-            known.parts |= self._measure(start, context, fresh, report)
-            known.costs.take(fresh)
+            found = measure(start, context, self.longest, report)
+            known.parts |= found.parts
+            known.costs.take(found.costs.table())
         known.save()
         return known.costs.table()
 
@@ -247,36 +180,27 @@ class PolicyFactory:
                 "1 is needed."
             )
 
-    def _measure(
-        self, start: Start, context: int, fresh: RoundCosts, report: Progress
-    ) -> PartsTable:
-        """Run rounds until every length was measured; return their parts."""
-        policy = AdaptiveLengths(fresh, AcceptanceRates(), self.longest, thorough=True)
-        rounds = 0
-        noting = NotingParts(policy, context)
-        with start(calibration_prompt(context), noting) as stream:
-            for _ in stream:
-                done = stream.stats.rounds
-                if done > rounds and policy.measured(context):
-                    break
-                rounds = done
-                report(*policy.progress(context))
-                if rounds > MOST_ROUNDS:
-                    break
-        return noting.table()
-
     @property
     def _calibrated(self) -> int:
         """The drafter whose rounds a calibration measures, see `measured_draft`."""
         each = enumerate(self._each)
         return next((index for index, one in each if one.measurable), 0)
 
-    def _read(self, drafter: int) -> Known:
+    def _of_drafter(self, drafter: int) -> Known:
         if drafter not in self._known:
-            self._known[drafter] = Known.read(
-                self._key(self._each[drafter : drafter + 1])
-            )
+            key = self._key(self._each[drafter : drafter + 1])
+            self._known[drafter] = Known.read(key)
         return self._known[drafter]
+
+    def _of_batch(self, rows: int) -> Known:
+        if rows not in self._batches:
+            key = self._key(self._each)
+            self._batches[rows] = Known.read(key and {**key, "rows": rows})
+        return self._batches[rows]
+
+    def _save_batches(self, _: AcceptanceRates) -> None:
+        for known in self._batches.values():
+            known.save_if_new()
 
     def _key(self, drafts: SequenceOf[DraftSource]) -> dict[str, Any] | None:
         """Return what the costs belong to; None where they are not kept."""

@@ -8,7 +8,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 
-from mlx_speculation.engine.drafters.early_stop import Stop, largest_probability
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
@@ -36,15 +35,12 @@ class Draft:
             token; None where it returned none, or was not asked.
         source: the kind of drafter, which the statistics count by.
         reads: how often the host waited for the device while drafting.
-        certainties: where a draft may end early, the largest probability of each
-            token's row; `Choices.checked` sets them, and they are submitted.
     """
 
     tokens: mx.array
     probs: mx.array | None = None
     source: str = "drafter"
     reads: int = 0
-    certainties: tuple[mx.array, ...] = ()
 
     @classmethod
     def of(
@@ -182,31 +178,17 @@ class Choices:
     Args:
         verifier: chooses for the request.
         masks: what its constraint allows, if it has one.
-        stop: where a chain ends early; None: nowhere.
 
     Attributes:
-        stop: as passed.
         raised: what the request's own processors or constraint have raised in here.
     """
 
-    def __init__(
-        self,
-        verifier: Verifier,
-        masks: Masks | None = None,
-        stop: Stop | None = None,
-    ) -> None:
+    def __init__(self, verifier: Verifier, masks: Masks | None = None) -> None:
         self._verifier = verifier
         self._masks = masks
-        self.stop = stop
-        self._certainties: list[mx.array] = []
-        self._known: list[float] = []  # those of them that were read
         self._drew = False
         self._seen: list[mx.array] = []  # logits, judged together at the end
         self.raised: BaseException | None = None
-
-    def ending(self, stop: Stop | None) -> "Choices":
-        """Return the choices of another draft, which ends early there."""
-        return Choices(self._verifier, self._masks, stop)
 
     def __call__(
         self, logits: mx.array, rows: Rows, ids: mx.array | None = None
@@ -229,25 +211,11 @@ class Choices:
             self.raised = error
             raise
         self._drew = self._drew or chosen.probs is not None
-        if self.stop is not None:
-            self._certainties.append(largest_probability(logits))
         return chosen
 
-    def goes_on(self, token: mx.array) -> bool:
-        """Submit a chain's newest token; return whether it is to have a further one.
-
-        It is judged by the tokens before, so that the device computes a step while the
-        host waits for the one before it, and builds the next. So behind the first token
-        that is not worth its time another one is computed; both stay in the draft, for
-        to verify them costs less than it took to draft them.
-        """
-        if self.stop is None:
-            mx.async_eval(token)
-            return True
-        mx.async_eval(token, *self._certainties[-1:])
-        for certainty in self._certainties[len(self._known) : -1]:
-            self._known.append(float(certainty))
-        return self.stop.kept(self._known) == len(self._known)
+    def fresh(self) -> "Choices":
+        """Return the choices of another drafter's draft."""
+        return Choices(self._verifier, self._masks)
 
     def checked(self, draft: Draft, limit: int) -> CheckedDraft:
         """Return the draft with ids that the target has a row for.
@@ -279,23 +247,9 @@ class Choices:
                 f"shape {shape} instead of {(draft.length, chooser.width)}. Return "
                 "Draft.of(choices) with every choice, or choose none of them by chance."
             )
-        if self.stop is not None and draft.length == len(self._certainties):
-            reads = draft.reads + len(self._known)
-            draft = replace(draft, reads=reads, certainties=tuple(self._certainties))
         draft = replace(draft, tokens=_within(proposed, chooser.limit))
         largest = _peaks_of(self._seen) if self._seen else None
         return CheckedDraft(draft, proposed, chooser.limit, largest)
-
-
-def goes_on(choose: Choose, token: mx.array) -> bool:
-    """Submit the newest token of a chain; return whether it is to have a further one.
-
-    Ask once after each choice: a chain that is long enough is not worth more time.
-    """
-    if isinstance(choose, Choices):
-        return choose.goes_on(token)
-    mx.async_eval(token)
-    return True
 
 
 class DraftChain:
@@ -305,19 +259,17 @@ class DraftChain:
         self._choose, self._sequence = choose, sequence
         self.chosen: list[Chosen] = []
 
-    def add(
-        self, logits: mx.array, ids: mx.array | None = None
-    ) -> tuple[mx.array, bool]:
+    def add(self, logits: mx.array, ids: mx.array | None = None) -> mx.array:
         """Choose from logits [1, vocab], or [1, n] of some ids.
 
         Returns:
-            The token, uint32 [1], which is computed while the next graph is built, and
-            whether it is to have a further one.
+            The token, uint32 [1], which is computed while the next graph is built.
         """
         ahead = Draft.of(self.chosen).tokens if self.chosen else None
         self.chosen.append(self._choose(logits, self._sequence.rows(ahead), ids))
         token = self.chosen[-1].tokens
-        return token, goes_on(self._choose, token)
+        mx.async_eval(token)
+        return token
 
 
 def _within(tokens: mx.array, limit: int) -> mx.array:

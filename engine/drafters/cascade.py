@@ -17,7 +17,6 @@ from mlx_speculation.engine.drafters.base import (
     lanes_of,
     remember,
 )
-from mlx_speculation.engine.drafters.early_stop import Stop
 from mlx_speculation.engine.drafters.fault_guard import FaultGuard, NoteFault
 from mlx_speculation.engine.drafters.source import DraftOptions, DraftSource, TargetInfo
 from mlx_speculation.engine.prompt import Sequence
@@ -31,8 +30,6 @@ class Turns:
 
     # Of the next round; None: all as many as the round
     lengths: tuple[int, ...] | None = None
-    # Where each of them ends its draft early, see `engine.drafters.early_stop`
-    stops: tuple[Stop | None, ...] = ()
     # The drafter that proposed the last draft; None: none did
     answered: int | None = None
 
@@ -177,8 +174,7 @@ class CascadeDrafter:
                 continue
             self._asked = drafter
             if isinstance(choose, Choices):
-                stops = self.turns.stops
-                choose = choose.ending(stops[index] if stops else choose.stop)
+                choose = choose.fresh()
             found = drafter.propose(sequence, own, choose)
             draft = draft if found is NOTHING else found
             if found.length:

@@ -9,8 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.caches import check_single, check_supported, leaves, position
-from mlx_speculation.engine.drafters.base import Choose, Draft, goes_on
-from mlx_speculation.engine.drafters.early_stop import largest_probability
+from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.drafters.source import (
     DraftOptions,
     FolderSource,
@@ -44,7 +43,6 @@ class ModelSource(FolderSource):
 
     kind = "model"
     reducible = True
-    ends_early = True
 
     def __init__(self, model: nn.Module, options: DraftOptions | None = None) -> None:
         self.model = model
@@ -221,8 +219,7 @@ class DraftModel:
             ids = None if self._reduced is None else self._reduced.ids
             chosen.append(choose(logits, sequence.rows(ahead), ids))
             inputs = chosen[-1].tokens
-            if not goes_on(choose, inputs):  # runs while the next step's graph is built
-                break
+            mx.async_eval(inputs)  # runs while the next step's graph is built
         return Draft.of(chosen, source="model", reads=reads)
 
     def _logits(self, lane_round: LaneRound, tokens: mx.array) -> mx.array:
@@ -250,6 +247,12 @@ class DraftModel:
         if self._round is not None:
             self._round.rollback()
         self._round = None
+
+
+def largest_probability(logits: mx.array) -> mx.array:
+    """Return the largest probability of a row of logits [1, vocab], float32 []."""
+    row = logits.astype(mx.float32)
+    return mx.exp(row.max() - mx.logsumexp(row))
 
 
 def _checked_lag(held: int | None, seen: int, start: int) -> int:

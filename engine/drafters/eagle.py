@@ -45,7 +45,6 @@ class EagleDraft(HeadSource):
     """
 
     kind = "eagle"
-    ends_early = True
     head: EagleHead
     fits = staticmethod(is_eagle)
 

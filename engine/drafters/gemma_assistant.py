@@ -61,7 +61,6 @@ class AssistantDraft(HeadSource):
     """
 
     kind = SOURCE
-    ends_early = True
     fits = staticmethod(is_assistant)
 
     def __init__(
@@ -195,9 +194,7 @@ class AssistantDrafter:
         position = position_of(draft.anchor, stop)
         for _ in range(count):
             out = draft.step(draft.embed(token), state, read, position)
-            token, more = chain.add(out.logits, out.ids)
-            if not more:
-                break
+            token = chain.add(out.logits, out.ids)
             state = out.state
 
     def _forget(self) -> None:

@@ -129,14 +129,6 @@ class MtpDraft(HeadSource):
         return self._rows
 
     @property
-    def ends_early(self) -> bool:
-        """Whether its drafts may; see `engine.drafters.early_stop`.
-
-        Layers of a chain all run.
-        """
-        return not self.head.chained
-
-    @property
     def reads_output(self) -> bool:
         """Whether it has no output layer of its own."""
         return self.mtp.reads_output

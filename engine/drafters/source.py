@@ -78,11 +78,6 @@ class DraftSource(Protocol):
         return True
 
     @property
-    def ends_early(self) -> bool:
-        """Whether its drafts may end early, see `engine.drafters.early_stop`."""
-        return False
-
-    @property
     def models(self) -> SequenceOf[nn.Module]:
         """The draft models, which have caches of their own."""
         return ()

@@ -19,11 +19,6 @@ class UserDrafter(DraftSource):
         self.inner = inner
 
     @property
-    def ends_early(self) -> bool:
-        """Whether it says so."""
-        return getattr(self.inner, "ends_early", False) is True
-
-    @property
     def own_weights(self) -> nn.Module | None:
         """The module that it names as its own, if any."""
         found = getattr(self.inner, "own_weights", None)

@@ -82,7 +82,7 @@ class Decoder:
             request.clock.start(planning=planning, behind=behind)
             # 2 to 8 are the round itself.
             if length > 0:
-                outcome = rounds.drafted(length, cut, plan.stop)
+                outcome = rounds.drafted(length, cut)
             else:
                 drafts_next = following is not None and following.length > 0
                 outcome = rounds.plain(cut, submit_next=not drafts_next)
@@ -102,7 +102,6 @@ class Decoder:
             ahead=rounds.in_flight is not None,
             parts=seconds,
             reading=prefill.drafter_seconds,
-            certainties=rounds.certainties,
         )
         prefill.drafter_seconds = 0.0
         request.policy.note(context, plan, became)

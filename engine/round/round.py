@@ -21,7 +21,6 @@ It knows nothing about text: a `Cut` says where the emitted tokens end.
 from typing import Any, NamedTuple
 
 from mlx_speculation.engine.drafters.base import NOTHING, Choices, Draft, Drafter
-from mlx_speculation.engine.drafters.early_stop import Stop
 from mlx_speculation.engine.round.outcome import Cut, Pending, RoundOutcome, outcome_of
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.round.sequential import run_in_turn
@@ -52,7 +51,6 @@ class Rounds:
         in_flight: a step that was submitted, and is not read yet.
         next_token: what comes after the known tokens, where a round has brought it.
         last_round: the last one that was not plain, to be taken back.
-        certainties: of the last round's draft, see `draft_length.base.Outcome`.
     """
 
     def __init__(self, request: Request) -> None:
@@ -66,11 +64,9 @@ class Rounds:
         self.in_flight: Pending | None = None
         self.next_token: int | None = None
         self.last_round: LaneRound | None = None
-        self.certainties: tuple[float, ...] = ()
 
     def begin(self) -> Before:
         """Begin a round: return what `undo` goes back to."""
-        self.certainties = ()
         self.last_round = None  # or the state before it would stay
         request, processors = self.request, self._processors
         known, seen = len(request.sequence.tokens), request.target.seen
@@ -124,13 +120,12 @@ class Rounds:
         self._count(outcome, None)
         return outcome
 
-    def drafted(self, length: int, cut: Cut, stop: Stop | None = None) -> RoundOutcome:
+    def drafted(self, length: int, cut: Cut) -> RoundOutcome:
         """Run a round with a draft; a plain one where the drafter proposes nothing.
 
         Args:
             length: how many tokens to draft at most, from 1.
             cut: gets the emitted tokens before anything is committed.
-            stop: where a drafter that is unsure ends its draft; None: nowhere.
         """
         # 2. The drafter proposes up to k tokens, which its fault guard has checked and
         #    submitted; nothing is read back to the host. The token of a step in flight
@@ -139,7 +134,7 @@ class Rounds:
         drafter = request.drafter
         assert drafter is not None
         request.clock.note("host")
-        choices = Choices(request.verifier, request.masks, stop)
+        choices = Choices(request.verifier, request.masks)
         self._drafting = True
         draft = drafter.propose(request.sequence, ahead + length, choices)
         request.clock.note("draft")
@@ -179,8 +174,6 @@ class Rounds:
             self.last_round = lane_round
         # 8. Nothing above has failed: constraint, processors and counts follow.
         self._drafting = False
-        if step is None and draft.certainties:
-            self.certainties = tuple(map(float, draft.certainties))  # computed by now
         all_held = found.first + accepted == keep
         self.next_token = found.tokens[keep] if all_held else None
         self._count(outcome, draft, keep - found.first)

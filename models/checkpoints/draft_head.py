@@ -12,7 +12,7 @@ import mlx.core as mx
 
 # (layer, first position, count) -> token ids [1, count] that the layer pairs with them
 TokensOf = Callable[[int, int, int], mx.array]
-ChooseNext = Callable[[mx.array], tuple[mx.array, bool]]
+ChooseNext = Callable[[mx.array], mx.array]
 
 
 class Ends(Protocol):
@@ -140,10 +140,9 @@ class HeadCache(Protocol):
             stop: where they end: the position of the newest token.
             tokens_of: the tokens that they are paired with; for a layer of a chain,
                 the drafts that were chosen before among them.
-            choose: gets logits [1, vocab] for the next draft, returns it, [1], and
-                whether another one is wanted; of a chain all are made.
-            count: how many drafts to make at most; at least 1, and no more than the
-                head's depth.
+            choose: gets logits [1, vocab] for the next draft and returns it, [1].
+            count: how many drafts to make; at least 1, and no more than the head's
+                depth.
         """
         ...
 

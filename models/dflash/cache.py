@@ -53,10 +53,8 @@ class DFlashContext:
         hidden: mx.array,  # of positions [end, stop), at least one
         stop: int,  # the position of the newest token
         tokens_of: TokensOf,  # gives the newest token
-        # Gets logits [1, vocab] for the next draft, returns it, [1], and whether
-        # another one is wanted
-        choose: ChooseNext,
-        count: int,  # how many drafts to make at most; no more than the head's depth
+        choose: ChooseNext,  # gets logits [1, vocab] of the next draft, returns it, [1]
+        count: int,  # how many drafts to make; no more than the head's depth
     ) -> None:
         """Open a round: write context, and draft behind it; see `HeadCache`."""
         self._before, self._after = self.end, stop
@@ -64,9 +62,7 @@ class DFlashContext:
         newest = tokens_of(0, stop - 1, 1)
         logits = self._dflash.block(hidden, newest, self._round.caches, count)
         for index in range(count):
-            _, more = choose(logits[:, index])
-            if not more:
-                break
+            choose(logits[:, index])
 
     def commit(self) -> None:
         """Keep what of the round is of committed text."""

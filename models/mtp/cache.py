@@ -130,7 +130,7 @@ class MtpCache:
         ends, waiting = list(held.ends), list(held.waiting)
         layers = count if head.chained else 1
         self._round, self._before, self._after = [], held, held
-        inputs, out, token, more = hidden, None, None, True
+        inputs, out, token = hidden, None, None
         for layer in range(layers):
             joined = _joined(waiting[layer], inputs) if layer else inputs
             assert joined is not None
@@ -141,7 +141,7 @@ class MtpCache:
             run = self.mtp.rows if whole else self.mtp.step
             tokens = tokens_of(layer, ends[layer], joined.shape[1])
             out = run(joined, tokens, speculation.caches, layer)
-            token, more = choose(out.logits[:, -1])
+            token = choose(out.logits[:, -1])
             end = max(ends[layer], stop - layer)
             if layer:
                 begun = ends[layer]
@@ -155,10 +155,8 @@ class MtpCache:
         for _ in range(layers, count):
             assert out is not None
             assert token is not None
-            if not more:
-                break
             out = self._again(out, token)
-            token, more = choose(out.logits[:, -1])
+            token = choose(out.logits[:, -1])
 
     def commit(self) -> None:
         """Keep what of the round is of committed text."""

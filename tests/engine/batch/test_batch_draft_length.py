@@ -14,7 +14,7 @@ from mlx_speculation.engine.batch.draft_length import (
 )
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
-from mlx_speculation.engine.draft_length.adaptive import AdaptiveLengths
+from mlx_speculation.engine.draft_length.adaptive import AdaptiveDraftLength, Credit
 from mlx_speculation.engine.draft_length.base import Outcome
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.models.shape_buckets import row_size
@@ -39,8 +39,8 @@ def lengths_with(seconds: Any) -> BatchDraftLength:
     def costs(rows: int) -> RoundCosts:
         return RoundCosts({0: {n: seconds(rows, n) for n in range(LONGEST + 1)}})
 
-    def make(rates: AcceptanceRates) -> AdaptiveLengths:
-        return AdaptiveLengths(RoundCosts(), rates, LONGEST)
+    def make(rates: AcceptanceRates) -> AdaptiveDraftLength:
+        return AdaptiveDraftLength(RoundCosts(), rates, Credit(), LONGEST)
 
     return BatchDraftLength(make, lambda rows, _: costs(rows))
 
@@ -228,38 +228,7 @@ def test_a_batch_that_shrinks_begins_with_what_the_larger_one_has_measured(
             costs.note(100, length, seconds)
     smaller = lengths.batch_costs(4, RowRates())
     assert smaller is not costs
-    assert [smaller.seconds(100, length) for length in (0, 4)] == [1.0, 3.0]
-    costs.note(100, 8, 5.0)
-    assert lengths.batch_costs(4, RowRates()).lengths(100) == [0, 4]  # not believed
-    for _ in range(2):
-        costs.note(100, 8, 5.0)
-    assert lengths.batch_costs(4, RowRates()).seconds(100, 8) == 5.0
-    assert lengths.batch_costs(16, RowRates()).seconds(100, 4) == 3.0
-
-
-def test_guesses_hold_until_a_length_is_measured() -> None:
-    """And the others follow, so that no length looks cheap for being a guess."""
-    known = RoundCosts({0: {0: 1.0, 4: 3.0, 8: 5.0}})
-    costs = RoundCosts()
-    costs.guess(known)
-    for expected in ([1.0, 3.0, 5.0], [1.0, 3.0, 5.0], [0.5, 1.5, 2.5]):
-        costs.note(100, 0, 0.5)
-        assert [costs.seconds(100, n) for n in (0, 4, 8)] == expected
-    for seconds in (1.5, 1.5, 10.0):
-        costs.note(100, 4, 10.0)
-        assert costs.seconds(100, 4) == seconds
-    assert costs.table() == {0: {0: 0.5, 4: 10.0}}
-    assert costs.seconds(100, 8) == pytest.approx(2.5 * 10.0 / 1.5)
-    drafting = RoundCosts()
-    drafting.guess(known)
-    for _ in range(3):
-        drafting.note(100, 4, 1.5)
-    assert [drafting.seconds(100, n) for n in (0, 8)] == [0.5, 2.5]
-    late = RoundCosts({0: {0: 0.1}})
-    late.guess(known)
-    assert late.seconds(100, 8) == pytest.approx(0.5)
-    late.guess(RoundCosts({0: {0: 1.0, 8: 1.0}}))
-    assert late.seconds(100, 8) == pytest.approx(0.5)
-    costs.guess(RoundCosts({1: {}}))
-    costs.guess(RoundCosts())
-    assert costs.lengths(100) == [0, 4, 8]
+    assert smaller.table() == {0: {0: 1.0, 4: 3.0}}
+    smaller.note(100, 0, 0.5)
+    assert costs.table() == {0: {0: 1.0, 4: 3.0}}
+    assert lengths.batch_costs(16, RowRates()).table() == {0: {0: 1.0, 4: 3.0}}

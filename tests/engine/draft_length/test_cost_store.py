@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from mlx_speculation import CostFileWarning
+from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.cost_store import Known
 from mlx_speculation.engine.timing import RoundSeconds
 from mlx_speculation.environment import cache_folder
@@ -26,7 +27,7 @@ def saved() -> Known:
         for _ in range(3):
             known.costs.note(10, length, seconds)
     known.rates.note(drafted=2, accepted=1)
-    known.costs.note_left(10, 0.25)
+    known.costs.note_cold(0.75)
     known.parts = PARTS
     known.save_if_new()
     return known
@@ -38,8 +39,7 @@ def test_it_is_read_as_it_was_written() -> None:
     assert again.costs.table() == {0: pytest.approx(COSTS)}
     assert again.parts == PARTS
     assert again.rates.rates(2) == pytest.approx(known.rates.rates(2), abs=0.1)
-    assert again.costs.left == pytest.approx(known.costs.left, abs=1e-4)
-    assert again.costs.left < 1
+    assert again.costs.left(10) == known.costs.left(10) == 0.5
 
 
 def test_other_models_have_another_file() -> None:
@@ -55,6 +55,14 @@ def test_nothing_is_written_where_nothing_is_new(tmp_path: Path) -> None:
     known.costs.note(10, 4, 1.1)
     known.save_if_new()
     assert not known.path.exists()
+
+
+def test_rates_that_have_changed_are_written() -> None:
+    known = saved()
+    before = Known.read(KEY).rates.rates(1)
+    rates = AcceptanceRates([0.1] * 2, 20.0)
+    known.keep(rates)
+    assert Known.read(KEY).rates.rates(1)[0] < before[0] - 0.2
 
 
 def test_a_draft_without_a_name_keeps_nothing(tmp_path: Path) -> None:
@@ -74,8 +82,8 @@ def test_a_draft_without_a_name_keeps_nothing(tmp_path: Path) -> None:
         {"seconds": {"0": {"0": "quick"}}},
         {"seconds": {"0": [1.0]}},
         {"seconds": None},
-        {"left": 1.5},
-        {"left": None},
+        {"cold": -1.0},
+        {"cold": None},
         {"rates": [1.5]},
         {"rates": None},
         {"parts": None},

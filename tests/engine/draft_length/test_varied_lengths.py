@@ -159,8 +159,8 @@ def test_adaptive_lengths_keep_the_text_and_explain_themselves() -> None:
         pass
     assert stream.result.tokens == text
     plans = [plan for plan, _ in stream.decisions]
-    assert plans[0].reason == "first"
-    assert {plan.reason for plan in plans} >= {"first", "measure"}
+    assert plans[0].reason == "measure"
+    assert all(plan.length in CALIBRATED for plan in plans)
     assert len(plans) == stream.stats.rounds
 
 
@@ -241,12 +241,13 @@ def test_calibration_measures_every_length_and_keeps_it() -> None:
     stream = other.stream(PROMPT, max_tokens=TOKENS, explain=True)
     for _ in stream:
         pass
-    assert "measure" not in {plan.reason for plan, _ in stream.decisions}
+    reasons = [plan.reason for plan, _ in stream.decisions]
+    assert reasons.count("measure") == 1  # the first token waits for no draft
 
 
 @pytest.mark.usefixtures("nothing_known")
 def test_a_calibration_at_the_end_of_a_bucket_stays_in_it() -> None:
-    """The text grows while it is measured: 450 tokens, or more on a busy machine."""
+    """The text grows while it is measured."""
     model = build("llama")
     generator = SpeculativeGenerator(model, byte_tokenizer(), draft=build("llama"))
     table = generator.calibrate(contexts=[500])
@@ -322,7 +323,7 @@ def test_each_context_is_measured_and_counted(
     generator = SpeculativeGenerator(build("llama"), byte_tokenizer(), draft=small)
     table = generator.calibrate(contexts=[8, 600])
     assert prompts == [8, 600]
-    assert [stream.stats.rounds for stream in streams] == [86, 86]
+    assert [stream.stats.rounds for stream in streams] == [72, 72]
     assert table[0] != table[1]
 
 

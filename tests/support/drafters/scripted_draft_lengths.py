@@ -2,8 +2,7 @@
 
 from mlx_speculation.engine.draft_length.base import Outcome, Plan
 
-CALIBRATED = [*range(9), 12, 16]
-CALIBRATED_BATCH = [0, 1, 2, 3, 4, 6, 8, 12, 16]
+CALIBRATED = [0, 1, 2, 3, 4, 6, 8, 12, 16]
 
 
 class Planned:

@@ -21,7 +21,7 @@ from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
     from mlx_speculation.engine.draft_length.calibration import PartsTable
-    from mlx_speculation.engine.draft_length.policy_factory import CostTable
+    from mlx_speculation.engine.draft_length.costs import CostTable
 
 
 def calibrate(

@@ -1,0 +1,1 @@
+"""Traces of real rounds, and their replay through draft length policies."""

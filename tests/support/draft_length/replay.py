@@ -1,0 +1,193 @@
+"""Replays traces of greedy texts through a draft length policy: exact, without a clock.
+
+A trace tells what each draft from each position would bring, see
+`scripts/bench/traces.py`, a machine what each round costs. So a policy sees what it
+would have seen. The rounds are those of `engine.round.decoder`: a plain step submits
+the next one, which is in flight when the next round begins, and a draft that is found
+then stands behind it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Outcome, Plan
+from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
+
+TRACES = Path(__file__).with_name("traces.npz")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A greedy text, and what drafters propose at each of its tokens.
+
+    Attributes:
+        context: tokens of the prompt.
+        right: of each drafter, how many drafted tokens the text goes on with.
+        found: of each drafter, how many it drafts, unless it is asked for fewer.
+    """
+
+    context: int
+    right: tuple[Sequence[int], ...]
+    found: tuple[Sequence[int], ...]
+
+    def __len__(self) -> int:
+        return len(self.right[0])
+
+    def requests(self, tokens: int) -> Iterator["Text"]:
+        """Cut the text into requests of so many tokens; what is left is dropped."""
+        for start in range(0, max(1, len(self) - tokens + 1), tokens):
+            stop = start + tokens
+            yield Text(
+                self.context + start,
+                tuple(each[start:stop] for each in self.right),
+                tuple(each[start:stop] for each in self.found),
+            )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What rounds cost, in plain steps.
+
+    Attributes:
+        verify: of a round with so many drafted tokens, drafting not included.
+        draft: for each drafted token, of each drafter.
+        left: of a plain step that is in flight when a round begins.
+        cold: a plain step that is not, and of the next one nothing.
+        noise: times of rounds are multiplied by these in turn.
+    """
+
+    verify: Sequence[float]
+    draft: Sequence[float]
+    left: float = 0.0
+    cold: float = 1.0
+    noise: Sequence[float] = (1.0,)
+
+    def drafted(self, drafter: int, tokens: int) -> float:
+        return self.verify[tokens] + self.draft[drafter] * tokens
+
+
+@dataclass
+class Replayed:
+    """What came of a request or of several.
+
+    Attributes:
+        steps: what its rounds cost, in plain steps.
+        tokens: that they emitted.
+        decisions: each round's plan and what became of it.
+    """
+
+    steps: float = 0.0
+    tokens: int = 0
+    decisions: list[tuple[Plan, Outcome]] | None = None
+
+    @property
+    def speed(self) -> float:
+        """Tokens in the time of a plain step."""
+        return self.tokens / self.steps
+
+
+def replay(
+    policy: DraftLengthPolicy, machine: Machine, text: Text, found: Replayed
+) -> None:
+    """Generate a text, and add what came of it."""
+    at, behind, rounds = 0, False, 0
+    plan: Plan | None = None
+    following: Plan | None = None
+    while at < len(text):
+        budget, context = len(text) - at, text.context + at
+        limit = budget - 1 - behind
+        if plan is None:
+            plan = policy.plan(context, limit)
+        if plan.length == 0 and following is None:
+            following = policy.plan(context + 1, budget - 2)
+        drafter, drafted, right = _drafted(policy, plan, text, at, behind, limit)
+        accepted = 0
+        if drafted > 0:
+            accepted = min(max(0, right - behind), drafted)
+            emitted, ahead = accepted + 1 + behind, False
+            steps = machine.drafted(drafter, drafted) + machine.left * behind
+            # The token of the step in flight is drafted too, and left out.
+            steps += machine.draft[drafter] * behind
+        else:
+            emitted = 1
+            ahead = plan.length > 0 or (following is not None and following.length == 0)
+            steps = machine.left if behind else machine.cold
+            steps += (1.0 - machine.left) * ahead
+        emitted = min(emitted, budget)
+        observed = steps * machine.noise[rounds % len(machine.noise)]
+        outcome = Outcome(drafted, min(accepted, emitted), observed, behind, ahead)
+        policy.note(context, plan, outcome)
+        if found.decisions is not None:
+            found.decisions.append((plan, outcome))
+        at, rounds, behind = at + emitted, rounds + 1, ahead
+        found.steps += steps
+        found.tokens += emitted
+        plan, following = following, None
+    policy.end()
+
+
+def _drafted(
+    policy: DraftLengthPolicy, plan: Plan, text: Text, at: int, behind: bool, limit: int
+) -> tuple[int, int, int]:
+    """Return which drafter drafts, how many tokens, and how many would be right."""
+    length = min(plan.length, limit)
+    if length <= 0:
+        return 0, 0, 0
+    turns = policy.turns if isinstance(policy, CascadeDraftLength) else None
+    if turns is not None:
+        turns.answered = None
+    for drafter, (found, right) in enumerate(zip(text.found, text.right, strict=True)):
+        asked = length + behind
+        if turns is not None:
+            asked = turns.limit(drafter, asked)
+        count = min(int(found[at]), asked)
+        if asked > 0 and count > 0:
+            if turns is not None:
+                turns.answered = drafter
+            return drafter, max(0, count - behind), int(right[at])
+    return 0, 0, 0
+
+
+def texts_of(
+    traces: dict[str, np.ndarray], pairs: Sequence[str]
+) -> dict[str, list[Text]]:
+    """Return the texts of a pair by group; several pairs of a target are a cascade."""
+    places = [name.split("/") for name in traces if name.startswith(f"{pairs[0]}/")]
+    groups = dict.fromkeys(place[1] for place in places if len(place) == 3)
+
+    def rows(group: str, what: str, row: int, tokens: int) -> tuple[list[int], ...]:
+        each = [traces[f"{pair}/{group}/{what}"] for pair in pairs]
+        return tuple(array[row, :tokens].tolist() for array in each)
+
+    found: dict[str, list[Text]] = {}
+    for group in groups:
+        contexts = traces[f"{pairs[0]}/{group}/context"]
+        tokens = traces[f"{pairs[0]}/{group}/tokens"]
+        found[group] = [
+            Text(
+                int(context),
+                rows(group, "right", row, count),
+                rows(group, "found", row, count),
+            )
+            for row, (context, count) in enumerate(zip(contexts, tokens, strict=True))
+        ]
+    return found
+
+
+def run(
+    make: Callable[[], DraftLengthPolicy],
+    machine: Machine,
+    texts: Sequence[Text],
+    tokens: int,
+    *,
+    explain: bool = False,
+) -> Replayed:
+    """Generate texts as requests of so many tokens, each with a policy of its own."""
+    found = Replayed(decisions=[] if explain else None)
+    for text in texts:
+        for request in text.requests(tokens):
+            replay(make(), machine, request, found)
+    return found
