@@ -29,6 +29,7 @@ from mlx_speculation.models.instance_hooks import (
     round_hooks,
 )
 from mlx_speculation.models.round_context import plain_step, rows_of_a_round
+from support.each import each
 from support.models.copies import left_on
 
 HEARD: list[str] = []
@@ -58,8 +59,9 @@ OF_A_ROUND = Hook(OF_ROUNDS, saying, ("of a round",))
 INNER, OUTER = Hook(0, saying, ("inner",)), Hook(1, saying, ("outer",))
 
 
-@pytest.mark.parametrize("hooks", list(product((INNER, OUTER), repeat=4)))
-@pytest.mark.parametrize("leaving", list(permutations(range(4))))
+@each(
+    leaving=list(permutations(range(4))), hooks=list(product((INNER, OUTER), repeat=4))
+)
 def test_the_class_follows_from_the_hooks_that_are_left(
     hooks: tuple[Hook, ...], leaving: tuple[int, ...]
 ) -> None:
@@ -132,9 +134,11 @@ def test_a_hook_of_rounds_is_on_from_a_round_to_the_next_plain_step() -> None:
     assert in_a_round(norm) == []
 
 
-@pytest.mark.parametrize("hooks", list(permutations((OF_A_ROUND, INNER, OUTER))))
-@pytest.mark.parametrize("leaving", list(permutations(range(3))))
-@pytest.mark.parametrize("before", [in_a_plain_step, in_a_round])
+@each(
+    before=[in_a_plain_step, in_a_round],
+    leaving=list(permutations(range(3))),
+    hooks=list(permutations((OF_A_ROUND, INNER, OUTER))),
+)
 def test_other_hooks_come_and_leave_whether_those_of_rounds_are_on_or_off(
     hooks: tuple[Hook, ...], leaving: tuple[int, ...], before: Any
 ) -> None:

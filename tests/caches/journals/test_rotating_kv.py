@@ -11,6 +11,7 @@ from mlx_lm.models.cache import BatchRotatingKVCache, KVCache, RotatingKVCache
 from mlx_speculation.caches import SlidingKVCache, Speculation
 from mlx_speculation.caches.journals import ring
 from support.caches.cache_twins import Rows, Visible, assert_same, read, tagged
+from support.each import each
 
 
 def filled(window: int, rows: int, keep: int = 0) -> RotatingKVCache:
@@ -109,9 +110,7 @@ def test_a_shallow_copy_of_the_live_ring_is_native_again() -> None:
     assert sorted(positions(cache)) == [3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("rows", range(1, 12))
-@pytest.mark.parametrize("width", range(1, 6))
-@pytest.mark.parametrize("keep", [0, 2])
+@each(keep=[0, 2], width=range(1, 6), rows=range(1, 12))
 def test_rolling_back_restores_every_slot(rows: int, width: int, keep: int) -> None:
     cache = filled(window=5, rows=rows, keep=keep)
     before = read(list(cache.state[:2])), cache.state[2:], positions(cache)
@@ -179,10 +178,12 @@ def test_single_rows_of_a_kv_cache_copy_nothing() -> None:
         assert mx.get_peak_memory() - before < whole // 2
 
 
-@pytest.mark.parametrize("isolated", [False, True])
-@pytest.mark.parametrize("slack", [False, True])
-@pytest.mark.parametrize("rows", [0, 2, 3, 4, 9])
-@pytest.mark.parametrize("asked", [None, 2, 4, 5, 9])
+@each(
+    asked=[None, 2, 4, 5, 9],
+    rows=[0, 2, 3, 4, 9],
+    slack=[False, True],
+    isolated=[False, True],
+)
 def test_each_row_of_a_round_sees_what_it_would_see_alone(
     rows: int, asked: int | None, slack: bool, isolated: bool
 ) -> None:
@@ -244,8 +245,7 @@ def visible(cache: Any, rows: Rows) -> list[list[int]]:
     return [[int(key[1]) for key in seen] for seen in shown.rows()]
 
 
-@pytest.mark.parametrize("keep", [0, 1, 3])
-@pytest.mark.parametrize("window", [4, 5, 9])
+@each(window=[4, 5, 9], keep=[0, 1, 3])
 def test_rows_of_a_round_see_what_they_would_see_one_by_one(
     window: int, keep: int
 ) -> None:

@@ -18,6 +18,7 @@ from mlx_speculation.caches import (
 from mlx_speculation.caches.types.sliding_kv import default_slack
 from mlx_speculation.errors import InvalidRequestError
 from support.caches.cache_twins import Rows, tagged
+from support.each import each
 
 # Writes that bring a ring of 8 rows into each of its states: growing, full, just
 # wrapped, wrapped, longer than the window, cut back, and from one write alone.
@@ -68,8 +69,7 @@ def attention(cache: Any, rows: tuple[mx.array, ...], window: int | None) -> mx.
     return mx.fast.scaled_dot_product_attention(queries, *shown, scale=0.3, mask=mask)
 
 
-@pytest.mark.parametrize("window", [None, 8, 3, 9])
-@pytest.mark.parametrize("slack", [1, 2, 7, 256])
+@each(slack=[1, 2, 7, 256], window=[None, 8, 3, 9])
 def test_attention_equals_that_over_a_native_ring(
     slack: int, window: int | None
 ) -> None:
@@ -96,7 +96,7 @@ def test_one_row_has_no_mask() -> None:
     assert cache.make_mask(1, window_size=5).tolist() == [False] * 3 + [True] * 5
 
 
-@pytest.mark.parametrize("history", HISTORIES, ids=str)
+@each(history=HISTORIES)
 def test_a_ring_in_any_state_is_converted_and_back(history: list[int]) -> None:
     native = fed(RotatingKVCache(max_size=8), history)
     before = native.offset, native._idx
@@ -165,8 +165,7 @@ def test_lists_are_converted_member_by_member() -> None:
     assert type(native[1].caches[0]) is RotatingKVCache
 
 
-@pytest.mark.parametrize("widths", [[3], [6, 1], [1] * 9, [9, 3], [30], [1] * 40])
-@pytest.mark.parametrize("n", range(12))
+@each(n=range(12), widths=[[3], [6, 1], [1] * 9, [9, 3], [30], [1] * 40])
 def test_rows_are_trimmed_where_the_window_remains(widths: list[int], n: int) -> None:
     cache, total = fed(SlidingKVCache(5, 4), widths), sum(widths)
     n = min(n, total)
@@ -202,7 +201,7 @@ def test_a_negative_number_of_rows_is_not_trimmed() -> None:
         fed(SlidingKVCache(5, 4), [3]).trim(-1)
 
 
-@pytest.mark.parametrize("history", HISTORIES, ids=str)
+@each(history=HISTORIES)
 def test_a_state_makes_an_equal_cache(history: list[int]) -> None:
     cache = fed(SlidingKVCache(8, 3), history)
     again = SlidingKVCache.from_state(cache.state)
@@ -255,7 +254,7 @@ def test_keeping_nothing_empties_an_empty_cache_again() -> None:
     assert (cache.empty(), cache.offset) == (True, 0)
 
 
-@pytest.mark.parametrize("keep", range(31))
+@each(keep=range(31))
 def test_any_prefix_of_a_round_longer_than_the_buffer_is_kept(keep: int) -> None:
     cache = fed(SlidingKVCache(4, 2), [9])
     with Speculation([cache]) as speculation:

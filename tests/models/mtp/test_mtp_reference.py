@@ -34,6 +34,7 @@ from support.drafters.mtp_bench import (
     make_bench,
     states,
 )
+from support.each import each
 from support.models.mtp_checkpoints import read_mtp_head
 from support.references.mtp.base import MtpRows
 from support.references.mtp.families import FAMILIES
@@ -70,7 +71,7 @@ def assert_same(ours: HeadOutput, theirs: MtpRows, start: int, stop: int) -> Non
     assert_close(ours.recycled, theirs.recycled[start:stop])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each(name=FAMILIES)
 def test_a_family_has_the_convention_of_the_facts(bench: MakeBench, name: str) -> None:
     family, folder = bench(name).family, bench(name).folder
     head = read_mtp_head(folder.path, folder.model)
@@ -94,8 +95,7 @@ def test_mlx_lm_reads_the_trunk_of_a_raw_folder(bench: MakeBench, name: str) -> 
         np.testing.assert_allclose(value, expected[path], atol=1e-6, err_msg=path)
 
 
-@pytest.mark.parametrize("pieces", [[SLOTS], [4, 1, 1, 5], [1] * SLOTS], ids=str)
-@pytest.mark.parametrize("name", FAMILIES)
+@each(name=FAMILIES, pieces=[[SLOTS], [4, 1, 1, 5], [1] * SLOTS])
 def test_all_layers_equal_the_reference_over_the_whole_history(
     bench: MakeBench, name: str, pieces: list[int]
 ) -> None:
@@ -113,7 +113,7 @@ def test_all_layers_equal_the_reference_over_the_whole_history(
         hidden = expected.recycled
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each(name=FAMILIES)
 def test_a_slot_after_history_rows_equals_the_reference(
     bench: MakeBench, name: str
 ) -> None:
@@ -128,9 +128,7 @@ def test_a_slot_after_history_rows_equals_the_reference(
         hidden = expected.recycled
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, family in FAMILIES.items() if not family.chains]
-)
+@each(name=[name for name, family in FAMILIES.items() if not family.chains])
 def test_a_chain_of_drafts_equals_the_reference(bench: MakeBench, name: str) -> None:
     here = bench(name)
     mtp, hidden = here.load(), here.hidden
@@ -153,8 +151,9 @@ CONVENTIONS = [
 ]
 
 
-@pytest.mark.parametrize("convention", CONVENTIONS, ids=str)
-@pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3", "mimo", "ernie", "step3p5"])
+@each(
+    name=["qwen3_5", "deepseek_v3", "mimo", "ernie", "step3p5"], convention=CONVENTIONS
+)
 def test_a_named_convention_equals_the_reference_with_it(
     bench: MakeBench, name: str, convention: MtpConvention
 ) -> None:
@@ -177,7 +176,7 @@ def test_a_named_convention_equals_the_reference_with_it(
     assert_same(out, expected, 0, SLOTS)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each(name=FAMILIES)
 def test_the_reference_is_causal_and_pairs_states_with_the_next_token(
     bench: MakeBench, name: str
 ) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers.rules import block, rejection
 from mlx_speculation.samplers.rules.probs import RuleOutcome, draw, residual
+from support.each import each
 from support.sampling.distribution_pairs import KINDS
 from support.sampling.enumeration import acceptance_probs, next_probs
 
@@ -65,10 +66,7 @@ def count(rule: ModuleType, passed: NDArray[np.bool_]) -> NDArray[np.int64]:
     return np.array(counts).reshape(passed.shape[:-1])
 
 
-@RULES
-@DTYPES
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("k", [1, 2, 4])
+@each(k=[1, 2, 4], kind=KINDS, dtype=BELOW_1, rule=[rejection, block])
 def test_coins_pass_below_the_acceptance_probability(
     rule: ModuleType, dtype: mx.Dtype, kind: str, k: int
 ) -> None:
@@ -98,8 +96,7 @@ def test_coins_pass_below_the_acceptance_probability(
     assert verdict.next_probs.dtype == verdict.acceptance.dtype == dtype
 
 
-@RULES
-@DTYPES
+@each(dtype=BELOW_1, rule=[rejection, block])
 def test_every_coin_passes_where_the_quotient_is_1(
     rule: ModuleType, dtype: mx.Dtype
 ) -> None:
@@ -142,8 +139,7 @@ def test_nothing_after_a_token_that_was_never_drawn_is_accepted(
     assert verdict.next_probs.tolist() == [1, 0]
 
 
-@RULES
-@pytest.mark.parametrize("token", [4, 5, 1000, -1])
+@each(token=[4, 5, 1000, -1], rule=[rejection, block])
 def test_an_id_that_no_distribution_has_is_never_accepted(
     rule: ModuleType, token: int
 ) -> None:
@@ -175,8 +171,7 @@ def test_where_no_residual_is_left_the_targets_distribution_follows() -> None:
     assert mx.array_equal(nothing, distribution).item()
 
 
-@RULES
-@pytest.mark.parametrize("batch", [(), (3,)])
+@each(batch=[(), (3,)], rule=[rejection, block])
 def test_without_drafted_tokens_the_targets_distribution_follows(
     rule: ModuleType, batch: tuple[int, ...]
 ) -> None:
@@ -191,8 +186,7 @@ def test_without_drafted_tokens_the_targets_distribution_follows(
         assert verdict.accepted.dtype == mx.int32
 
 
-@RULES
-@pytest.mark.parametrize("kind", KINDS)
+@each(kind=KINDS, rule=[rejection, block])
 def test_no_distributions_are_the_same_as_one_hot_distributions(
     rule: ModuleType, kind: str
 ) -> None:
@@ -209,8 +203,7 @@ def check_same(ours: RuleOutcome, theirs: RuleOutcome) -> None:
     assert mx.array_equal(ours.acceptance, theirs.acceptance).item()
 
 
-@RULES
-@pytest.mark.parametrize("told", [True, False])
+@each(told=[True, False], rule=[rejection, block])
 def test_a_draft_that_has_ended_is_a_shorter_draft(
     rule: ModuleType, told: bool
 ) -> None:
@@ -262,8 +255,7 @@ def test_shapes_that_do_not_fit_are_refused(
         next_probs(rule, t, d, x, mx.array(0))
 
 
-@RULES
-@pytest.mark.parametrize("coins", [(2,), (4,), (1,), (3, 1)])
+@each(coins=[(2,), (4,), (1,), (3, 1)], rule=[rejection, block])
 def test_coins_of_another_shape_are_refused(
     rule: ModuleType, coins: tuple[int, ...]
 ) -> None:
@@ -272,8 +264,7 @@ def test_coins_of_another_shape_are_refused(
         rule.verify(t, None, x, mx.zeros(coins))
 
 
-@RULES
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32, mx.float64])
+@each(dtype=[mx.bfloat16, mx.float16, mx.float32, mx.float64], rule=[rejection, block])
 def test_distributions_keep_their_dtype(rule: ModuleType, dtype: mx.Dtype) -> None:
     target, draft, drafted = distributions("spread", (2,), 3, 4)
     t, d = arrays(dtype, target, draft)
@@ -298,8 +289,7 @@ def test_a_ratio_that_overflows_after_an_impossible_token_is_no_chance() -> None
     assert verdict.next_probs.tolist() == [0, 1]
 
 
-@RULES
-@pytest.mark.parametrize("kind", ["spread", "zeros", "mixed", "tiny parts"])
+@each(kind=["spread", "zeros", "mixed", "tiny parts"], rule=[rejection, block])
 def test_batch_rows_are_judged_as_if_alone(rule: ModuleType, kind: str) -> None:
     target, draft, drafted = distributions(kind, (2, 3), 3, 4)
     t, d = arrays(mx.float32, target, draft)
@@ -343,8 +333,7 @@ def test_nothing_is_read_on_the_host(rule: ModuleType) -> None:
         mx.vmap(read)(t, d, x, coins)
 
 
-@RULES
-@pytest.mark.parametrize("kind", KINDS)
+@each(kind=KINDS, rule=[rejection, block])
 def test_float32_is_near_float64(rule: ModuleType, kind: str) -> None:
     """Both get the same float32 numbers, so the difference is the rule's own.
 
