@@ -77,7 +77,7 @@ def run(
     steps: int = 30,
     beginnings: tuple[str, ...] = BEGINNINGS,
 ) -> int:
-    """Play `share` of `ROUNDS` rounds, or `LONG` times as many in the long profile."""
+    """Play `share` of `ROUNDS` rounds, as many as `played` makes of them."""
 
     machine = drawn(Batch, kinds, widths, beginnings)
     return played(machine, share * ROUNDS, steps)

@@ -41,13 +41,10 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
     rule,
-    run_state_machine_as_test,
 )
 from mlx_lm.models.cache import RotatingKVCache
 
@@ -64,7 +61,7 @@ from support.caches.cache_twins import (
     read,
     tagged,
 )
-from support.caches.twin_rounds import LONG
+from support.caches.twin_rounds import Counting, played
 
 ROUNDS = 1_200
 WIDTHS = st.lists(st.integers(1, 6), min_size=1, max_size=4)
@@ -100,10 +97,9 @@ def assert_in_order(keys: mx.array, cache: SlidingKVCache, width: int) -> None:
     np.testing.assert_array_equal(np.array(keys)[0, 0, :, 0], expected)
 
 
-class Beside(RuleBasedStateMachine):
+class Beside(Counting):
     """One sliding cache under speculation, and a native ring."""
 
-    rounds = 0
     ready = False
 
     @initialize(
@@ -226,12 +222,4 @@ class Beside(RuleBasedStateMachine):
 def test_a_sliding_cache_equals_a_native_ring(
     record_property: Callable[[str, object], None],
 ) -> None:
-    profile = settings.default
-    assert profile is not None
-    usual = settings.get_profile("default").max_examples
-    wanted = ROUNDS * min(LONG, profile.max_examples // usual)
-    while (missing := wanted - Beside.rounds) > 0:
-        # Some examples stop early, so a run may play less than it was asked for.
-        examples = settings(max_examples=missing // 25 + 2, stateful_step_count=25)
-        run_state_machine_as_test(Beside, settings=examples)
-    record_property("rounds", Beside.rounds)
+    record_property("rounds", played(Beside, ROUNDS, 25))

@@ -30,8 +30,8 @@ from support.caches.cache_twins import (
 )
 
 ROUNDS = 4_000
-# Times as many are played in the long profile.
-LONG = 25
+# In the default profile half of them are played, and in the long one 25 times as many.
+QUICK, LONG = 0.5, 25
 
 WIDTHS = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 FEWER = st.lists(st.integers(1, 4), min_size=1, max_size=3)
@@ -198,7 +198,7 @@ def run(
     steps: int = 50,
     rarely: bool = False,
 ) -> int:
-    """Play `share` of `ROUNDS` rounds, or `LONG` times as many in the long profile."""
+    """Play `share` of `ROUNDS` rounds, as many as `played` makes of them."""
 
     class Machine(Twins):
         @initialize(kind=kinds, prefill=prefills)
@@ -217,7 +217,8 @@ def played(machine: type[Counting], rounds: float, steps: int) -> int:
 
     Args:
         machine: a state machine that counts them.
-        rounds: in the default profile; `LONG` times as many are played in the long one.
+        rounds: `QUICK` of them are played in the default profile, and `LONG` times as
+            many in the long one.
         steps: in one example.
 
     Returns:
@@ -226,7 +227,8 @@ def played(machine: type[Counting], rounds: float, steps: int) -> int:
     profile = settings.default
     assert profile is not None
     usual = settings.get_profile("default").max_examples
-    wanted = int(rounds * min(LONG, profile.max_examples // usual))
+    times = profile.max_examples // usual
+    wanted = int(rounds * (min(LONG, times) if times > 1 else QUICK))
     while (missing := wanted - machine.rounds) > 0:
         # Some examples stop early, so a run may play less than it was asked for.
         run_state_machine_as_test(
