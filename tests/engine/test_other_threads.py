@@ -80,7 +80,7 @@ def with_new_weights() -> tuple[nn.Module, dict[str, Any]]:
 
 def with_eagle() -> tuple[nn.Module, dict[str, Any]]:
     model = build("llama")
-    return model, {"draft": eagle_on("llama", model)}
+    return model, {"draft": eagle_on(model)}
 
 
 # By what drafts, a target and the options of a generator.

@@ -31,7 +31,7 @@ def test_weights_are_rounded_and_nothing_else_changes(bits: int) -> None:
     embeddings = [
         m for _, m in model.named_modules() if isinstance(m, nn.QuantizedEmbedding)
     ]
-    assert count == len(layers) + len(embeddings) > 20
+    assert count == len(layers) + len(embeddings) > 12
     assert {layer.bits for layer in layers} == {bits}
     assert {layer.group_size for layer in layers} == {64}
     for path, value in flat(model).items():

@@ -203,7 +203,7 @@ def test_drafts_of_rows_are_those_of_the_rows_alone(layout: str) -> None:
 )
 def test_drafts_of_eagle_are_those_of_the_rows_alone(name: str, dialect: str) -> None:
     model = head_bench(name).model
-    compare(generator_of(model, eagle_on(name, model, dialect)))
+    compare(generator_of(model, eagle_on(model, dialect)))
 
 
 def compare(generator: SpeculativeGenerator) -> None:

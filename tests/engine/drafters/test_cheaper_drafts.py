@@ -108,7 +108,7 @@ def test_a_quantized_head_leaves_the_text(tmp_path: Path, name: str) -> None:
 
 
 def test_a_quantized_eagle_head_leaves_the_text(tmp_path: Path) -> None:
-    model = build("llama")
+    model = build("llama", layers=4)
     folder = write_eagle(tmp_path / "eagle", "vllm")
     draft = EagleDraft.from_folder(folder, model, layer_ids="tuple")
     whole = weight_bytes(model)

@@ -282,14 +282,14 @@ def test_quantized_keys_are_read() -> None:
 @pytest.mark.parametrize(
     ("caches", "said"),
     [
-        (lambda: ChunkedKVCache(512), "layer 3.*ChunkedKVCache of another kind"),
-        (lambda: RotatingKVCache(WINDOW, keep=4), "layer 3.*with keep=4"),
+        (lambda: ChunkedKVCache(512), "layer 1.*ChunkedKVCache of another kind"),
+        (lambda: RotatingKVCache(WINDOW, keep=4), "layer 1.*with keep=4"),
     ],
 )
 def test_a_passed_cache_that_cannot_be_read_is_refused(caches: Any, said: str) -> None:
     target = make("shared").target
     passed = make_prompt_cache(target)
-    passed[3] = caches()
+    passed[1] = caches()
     with pytest.raises(UnsupportedCacheError, match=said):
         generator("shared", draft_of("shared")).stream([1, 2], prompt_cache=passed)
     assert all(cache.offset == 0 for cache in passed)

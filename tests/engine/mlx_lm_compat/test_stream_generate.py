@@ -702,7 +702,7 @@ def test_unknown_keywords_are_named() -> None:
 def test_unknown_caches_are_refused() -> None:
     model, _ = known("llama")
     caches = [*make_prompt_cache(model)[:-1], object()]
-    with pytest.raises(UnsupportedCacheError, match="layer 3 is a object"):
+    with pytest.raises(UnsupportedCacheError, match="layer 1 is a object"):
         stream_generate(model, byte_tokenizer(), PROMPT, prompt_cache=caches)
     assert all(cache.empty() for cache in caches[:-1])
 

@@ -28,7 +28,7 @@ def test_every_variant_is_known_and_read(variant: str, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert is_dflash(config)
     assert not is_eagle(config)
-    head, layers = load_dflash(tmp_path, build("llama"))
+    head, layers = load_dflash(tmp_path, build("llama", layers=4))
     assert layers == (0, 1, 3)
     assert head.depth == 4
     assert (head.ids is not None) == (variant == "own ends")
@@ -115,7 +115,7 @@ def test_a_window_without_a_size_is_refused() -> None:
 
 
 def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    model = build("llama")
+    model = build("llama", layers=4)
     folder = write_dflash(tmp_path / "mask", "full")
     (folder / "mask_embedding.pt").write_bytes(b"")
     with pytest.raises(ModelFolderError, match=r"mask_embedding.pt: its mask is no"):

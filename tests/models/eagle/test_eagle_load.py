@@ -49,7 +49,7 @@ def test_every_dialect_is_known_and_read(dialect: str, tmp_path: Path) -> None:
     write_eagle(tmp_path, dialect)
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert is_eagle(config)
-    head, layers = load_eagle_head(tmp_path, build("qwen3_5"))
+    head, layers = load_eagle_head(tmp_path, build("qwen3_5", layers=8))
     assert layers == ((1, 3, 4) if dialect == "authors" else (0, 1, 3))
     reduced = DIALECTS[dialect].reduced
     assert (None if head.ids is None else head.ids.tolist()) == (
@@ -97,7 +97,7 @@ def test_layers_that_do_not_exist_are_refused() -> None:
 
 def test_a_quantized_head_is_read_by_its_shapes(tmp_path: Path) -> None:
     write_eagle(tmp_path, "specforge")
-    model = build("llama")
+    model = build("llama", layers=4)
     full, _ = load_eagle_head(tmp_path, model)
     name = "midlayer.mlp.down_proj"
     packed: Any = mx.quantize(full.midlayer.mlp.down_proj.weight, group_size=32, bits=8)
@@ -139,7 +139,7 @@ def test_tensors_that_do_not_fit_are_refused(
     write_eagle(tmp_path, "specforge")
     change_tensors(tmp_path, **tensors)
     with pytest.raises(ModelFolderError, match=message):
-        load_eagle_head(tmp_path, build("llama"))
+        load_eagle_head(tmp_path, build("llama", layers=4))
 
 
 @pytest.mark.parametrize(
@@ -162,11 +162,11 @@ def test_a_config_that_is_not_known_is_refused(
     write_eagle(tmp_path, "specforge")
     changed(tmp_path, **keys)
     with pytest.raises(ModelFolderError, match=message):
-        load_eagle_head(tmp_path, build("llama"))
+        load_eagle_head(tmp_path, build("llama", layers=4))
 
 
 def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
     write_eagle(tmp_path, "specforge")
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelFolderError, match=r"has no \*.safetensors"):
-        load_eagle_head(tmp_path, build("llama"))
+        load_eagle_head(tmp_path, build("llama", layers=4))

@@ -24,7 +24,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 
 def test_guesses_are_those_of_a_round_that_begins_there(tmp_path: Path) -> None:
     """Of a target that was fed no more than the tokens before the newest one."""
-    model = build("llama")
+    model = build("llama", layers=4)
     head, layers = load_eagle_head(write_eagle(tmp_path, "specforge"), model)
     taps = HiddenStates(model, layers=layers, before_norm=True, after_norm=True)
     text = OwnText.of(model, taps, STARTS, steps=12)
@@ -70,7 +70,7 @@ def test_readings_are_those_that_the_target_has() -> None:
 
 
 def test_a_random_head_is_refused_unless_its_layers_are_named(tmp_path: Path) -> None:
-    model = build("llama")
+    model = build("llama", layers=4)
     head, layers = load_eagle_head(write_eagle(tmp_path, "specforge"), model)
     with pytest.raises(ConventionError, match=r"chance.*'layers' \[0, 1, 3\] agrees"):
         probe_layers(head, model, {"layers": layers}, STARTS)

@@ -31,7 +31,7 @@ def refused(model: nn.Module, match: str, **asked: Any) -> Parts:
 
 
 def test_the_parts_of_a_model_are_the_modules_that_have_the_names() -> None:
-    model = build("llama")
+    model = build("llama", layers=4)
     parts = find_parts(model)
     path = {id(module): path for path, module in model.named_modules()}
     assert [path[id(layer)] for layer in parts.layers] == [
@@ -123,7 +123,7 @@ class Summed(nn.Module):
 
 
 def test_layers_that_return_two_states_are_refused() -> None:
-    model = build("llama")
+    model = build("llama", layers=4)
     for layer in model.model.layers:
         layer.__class__ = Halves
     summed: Any = Summed()  # type: ignore[no-untyped-call]
@@ -134,14 +134,14 @@ def test_layers_that_return_two_states_are_refused() -> None:
 
 
 def test_a_norm_that_mixes_is_not_taken_for_one() -> None:
-    model = build("llama")
+    model = build("llama", layers=4)
     model.model.norm = nn.Linear(64, 64, bias=False)
     parts = refused(model, "its norm: no call of a norm was .* does not just norm")
     assert set(parts.missing) == {"norm", "layers", "entry", "embedding"}
 
 
 def test_a_norm_without_weights_is_found_by_what_it_does() -> None:
-    model = build("llama")
+    model = build("llama", layers=4)
     model.model.norm = nn.Identity()
     altered(model.model.norm, lambda self, x: mx.fast.rms_norm(x, None, 1e-5))
     assert find_parts(model).missing == {}
@@ -152,14 +152,14 @@ def test_a_norm_without_weights_is_found_by_what_it_does() -> None:
 
 
 def test_a_module_that_goes_on_after_the_norm_is_refused() -> None:
-    model = build("llama")
+    model = build("llama", layers=4)
     trunk = type(model.model).__call__
     altered(model.model, lambda self, *args: 2 * trunk(self, *args))
     refused(model, "is a RMSNorm, and neither a module around it nor the head takes")
 
 
 def test_what_a_model_does_after_the_trunk_belongs_to_the_head() -> None:
-    model = build("llama")
+    model = build("llama", layers=4)
     ids = mx.array([[4, 5, 6]])
     plain = model(ids)
     altered(
@@ -175,7 +175,7 @@ def test_what_a_model_does_after_the_trunk_belongs_to_the_head() -> None:
 
 
 def test_a_model_that_writes_into_hidden_states_changes_only_its_own() -> None:
-    model = build("llama")
+    model = build("llama", layers=4)
     ids = mx.array([[4, 5, 6]])
     expected = model.model(ids)
 
@@ -195,7 +195,7 @@ def test_a_model_that_writes_into_hidden_states_changes_only_its_own() -> None:
 
 
 def test_other_readers_of_the_hidden_state_are_not_taken_for_the_head() -> None:
-    model = build("llama")
+    model = build("llama", layers=4)
     model.value = nn.Linear(64, 1)
     altered(model, with_value)
     assert find_parts(model).output is model.lm_head
@@ -213,7 +213,7 @@ def with_value(self: Any, ids: mx.array, cache: Any = None) -> mx.array:
 
 def test_two_norms_after_the_layers_leave_the_last_one() -> None:
     """What that is given is not what the last layer returned: layers are refused."""
-    model = build("llama")
+    model = build("llama", layers=4)
     model.model.norm = nn.Sequential(nn.RMSNorm(64), nn.LayerNorm(64))
     parts = refused(model, "layer 3 returns is not what the LayerNorm after", **LAYERS)
     assert parts.norm is model.model.norm.layers[1]
@@ -221,7 +221,7 @@ def test_two_norms_after_the_layers_leave_the_last_one() -> None:
 
 
 def test_layers_that_are_called_in_another_order_are_refused() -> None:
-    model = build("llama")
+    model = build("llama", layers=4)
     model.model.layers = model.model.layers[::-1]
     kind = type(model)
     model.__class__ = type(
@@ -242,7 +242,7 @@ def test_an_embedding_that_needs_more_than_the_ids_is_refused() -> None:
 
 def test_one_of_two_tables_is_the_embedding_if_the_head_is_tied_to_it() -> None:
     """gemma4_text has a table of inputs per layer, here of the same width."""
-    model = build("gemma4_text")
+    model = build("gemma4_text", layers=8)
     assert find_parts(model).embedding is model.model.embed_tokens
     model.tie_word_embeddings = False
     model.lm_head = nn.Linear(64, 256, bias=False)
@@ -254,7 +254,7 @@ def test_one_of_two_tables_is_the_embedding_if_the_head_is_tied_to_it() -> None:
 
 @pytest.mark.parametrize("index", [-1, 4, 100])
 def test_a_layer_that_is_not_there_is_refused(index: int) -> None:
-    model = build("llama")
+    model = build("llama", layers=4)
     with pytest.raises(InvalidRequestError, match=f"Layer {index} .* model has 4"):
         HiddenStates(model, layers=(0, index))
     assert not any(left_on(module) for _, module in model.named_modules())

@@ -60,7 +60,7 @@ def untouched(model: nn.Module, layer: int) -> Any:
 
 
 def test_two_taps_on_one_model_collect_each_its_own() -> None:
-    model = build("llama")
+    model = build("llama", layers=4)
     expected = [untouched(model, layer) for layer in range(4)]
     one = HiddenStates(model, layers=(0, 2))
     two = HiddenStates(model, layers=(2, 3), after_norm=True)
@@ -82,7 +82,7 @@ def test_two_taps_on_one_model_collect_each_its_own() -> None:
 
 
 def test_states_of_forwards_are_joined_in_order() -> None:
-    model = build("llama")
+    model = build("llama", layers=4)
     with removed(taps := HiddenStates(model, layers=(1,))):
         caches = make_prompt_cache(model)
         states = taps.states()
@@ -94,14 +94,14 @@ def test_states_of_forwards_are_joined_in_order() -> None:
 
 
 def test_a_forward_that_fails_adds_nothing() -> None:
-    model = build("llama")
+    model = build("llama", layers=4)
     with removed(taps := HiddenStates(model, layers=(0,), after_norm=True)):
         states = taps.states()
         last = model.model.layers[-1]
         del model.model.layers[-1].mlp
         with pytest.raises(AttributeError, match="mlp"), taps.collect(states):
             model(IDS)
-        last.mlp = build("llama").model.layers[-1].mlp
+        last.mlp = build("llama", layers=4).model.layers[-1].mlp
         assert states.positions == 0
         with pytest.raises(InvalidRequestError, match="No forward of the model"):
             states.after_norm  # noqa: B018
@@ -111,7 +111,7 @@ def test_a_forward_that_fails_adds_nothing() -> None:
 
 
 def test_what_was_not_asked_for_is_not_there() -> None:
-    model = build("llama")
+    model = build("llama", layers=4)
     with removed(taps := HiddenStates(model, layers=(1,), after_norm=True)):
         with taps.collect() as states:
             model(IDS)
@@ -135,7 +135,7 @@ def test_a_batch_has_states_for_each_row() -> None:
 
 def test_removed_taps_refuse_to_work() -> None:
     """Without its hook a head would run the whole model on ids that mean nothing."""
-    model = build("llama")
+    model = build("llama", layers=4)
     taps = HiddenStates(model, after_norm=True)
     rows = mx.zeros((1, 2, 64))
     taps.remove()
@@ -150,14 +150,14 @@ def test_removed_taps_refuse_to_work() -> None:
 
 
 def test_forgotten_taps_leave_the_model() -> None:
-    model = build("llama")
+    model = build("llama", layers=4)
     HiddenStates(model, after_norm=True)
     gc.collect()
     assert not hooked(model)
 
 
 def test_a_module_that_was_replaced_is_noticed() -> None:
-    model = build("llama")
+    model = build("llama", layers=4)
     with removed(taps := HiddenStates(model, layers=(0,), **EVERYTHING)):
         rows = mx.zeros((1, 2, 64))
         old, model.model.norm = model.model.norm, nn.RMSNorm(64)
@@ -165,7 +165,7 @@ def test_a_module_that_was_replaced_is_noticed() -> None:
         with refused, taps.collect():
             model(IDS)
         model.model.norm = old
-        trunk, model.model = model.model, build("llama").model
+        trunk, model.model = model.model, build("llama", layers=4).model
         with pytest.raises(UnsupportedModelError, match="did not call the LlamaModel"):
             taps.head(rows)
         with pytest.raises(UnsupportedModelError, match="did not call the Transformer"):
@@ -176,7 +176,7 @@ def test_a_module_that_was_replaced_is_noticed() -> None:
 
 @pytest.mark.parametrize("shape", [(2, 64), (1, 2, 65), (1, 1, 2, 64)])
 def test_the_head_refuses_what_is_no_hidden_state(shape: tuple[int, ...]) -> None:
-    model = build("llama")
+    model = build("llama", layers=4)
     refused = pytest.raises(InvalidRequestError, match=r"takes \[batch, positions, 64")
     with removed(taps := HiddenStates(model)), refused:
         taps.head(mx.zeros(shape))
@@ -195,7 +195,7 @@ def test_the_head_and_embeddings_are_not_collected() -> None:
 
 
 def test_taps_that_are_made_inside_a_block_are_not_collected() -> None:
-    model = build("llama")
+    model = build("llama", layers=4)
     with removed(taps := HiddenStates(model, **EVERYTHING)):
         with taps.collect() as states:
             model(IDS)
@@ -206,13 +206,13 @@ def test_taps_that_are_made_inside_a_block_are_not_collected() -> None:
 def test_threads_on_one_model_do_not_meet() -> None:
     model = build("qwen3_5")
     prompts = [mx.array([TOKENS[start : start + 12]]) for start in (0, 12, 24)]
-    taps = HiddenStates(model, layers=(0, 5), **EVERYTHING)
+    taps = HiddenStates(model, layers=(0, 3), **EVERYTHING)
 
     def states_of(prompt: mx.array) -> Any:
         with taps.collect() as states:
             logits = model(prompt, cache=make_prompt_cache(model))
         head = taps.head(states.after_norm)
-        return read([logits, head, states.layer(0), states.layer(5)])
+        return read([logits, head, states.layer(0), states.layer(3)])
 
     alone = [states_of(prompt) for prompt in prompts]
     found: list[list[Any]] = [[] for _ in prompts]
@@ -260,7 +260,7 @@ def test_replay_and_taps_work_at_once_whoever_came_first(name: str) -> None:
 
 
 def _taps(model: nn.Module) -> HiddenStates:
-    return HiddenStates(model, layers=(0, 2), **EVERYTHING)
+    return HiddenStates(model, layers=(0, 1), **EVERYTHING)
 
 
 def _round(model: nn.Module, taps: HiddenStates | None) -> tuple[Any, ...]:

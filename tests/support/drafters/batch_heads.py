@@ -26,7 +26,6 @@ from support.models.tiny_tokenizer import byte_tokenizer
 
 KNOWING = ("mtp", "eagle", "sliding", "reduced")
 VOCAB = 256
-LAYERS = {"qwen3_5": (1, 3, 4), "gemma3_text": (1, 2, 4)}
 # Of a state of the text; two positions are never so close.
 CLOSE = 0.05
 _OWN = 1000.0  # the head's own states are a number of their own for each slot
@@ -218,7 +217,7 @@ class HeadBench(Bench):
         if kind not in (*KNOWING, "random"):
             return Bench.generator(self, kind, **options)
         random = kind == "random"
-        draft = eagle_on(self.name, self.model) if random else self.draft_of(kind)[0]
+        draft = eagle_on(self.model) if random else self.draft_of(kind)[0]
         made: dict[str, Any] = {"draft": draft, "draft_length": 4}
         return SpeculativeGenerator(self.model, byte_tokenizer(), **(made | options))
 
@@ -226,7 +225,7 @@ class HeadBench(Bench):
         """Return a draft with a knowing head in it, and that."""
         draft: Any
         if kind == "eagle":
-            draft = eagle_on(self.name, self.model)
+            draft = eagle_on(self.model)
             layers, select = draft.eagle.layers, draft.eagle.states
             knowing = KnowingMtp(self.known(kind, select, layers=layers))
             knowing.states = select  # type: ignore[attr-defined]
@@ -299,10 +298,12 @@ def head_bench(name: str) -> HeadBench:
     return HeadBench(name, model, noisy(model, name))
 
 
-def eagle_on(name: str, model: Any, dialect: str = "specforge") -> EagleDraft:
+def eagle_on(model: Any, dialect: str = "specforge") -> EagleDraft:
     """Return a random EAGLE-3 head on a model."""
+    count = len(model.layers)
+    layers = (0, 1, 3) if count > 3 else tuple(range(count))
     with TemporaryDirectory() as folder:
-        written = write_eagle(Path(folder), dialect, LAYERS.get(name, (0, 1, 3)))
+        written = write_eagle(Path(folder), dialect, layers)
         return EagleDraft.from_folder(written, model)
 
 

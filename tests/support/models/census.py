@@ -17,7 +17,7 @@ One module sets the logits of certain ids to minus infinity and needs a vocabula
 has them. Its embeddings of all ids but the first 256 are zero, so that none is chosen.
 
 A row of "tiny" instead of "args" stands for one of tiny_models.json, which has more
-layers and a test of its own (tests/engine/test_identity.py).
+layers and a test of its own (tests/engine/test_text_is_unchanged.py).
 """
 
 import importlib

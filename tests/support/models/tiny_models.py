@@ -1,7 +1,7 @@
 """Tiny real mlx-lm models with random float32 weights, one per cache behaviour.
 
-The configurations are in tiny_models.json beside this file. Hidden size 64, up to
-eight layers, 256 tokens, sliding windows of 16 (24 for recurrent_gemma). The
+The configurations are in tiny_models.json beside this file. Hidden size 64, two to
+four layers, 256 tokens, sliding windows of 16 (24 for recurrent_gemma). The
 weights are scaled so that text matters: greedy continuations use many tokens, and
 a token changed far back in the context changes the logits.
 """
@@ -9,7 +9,7 @@ a token changed far back in the context changes the logits.
 import importlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,7 +56,9 @@ def read_table(path: Path) -> dict[str, TinyModel]:
 TINY_MODELS = read_table(Path(__file__).with_suffix(".json"))
 
 
-def build(name: str, *, seed: int = 0, vocab: int | None = None) -> nn.Module:
+def build(
+    name: str, *, seed: int = 0, vocab: int | None = None, layers: int | None = None
+) -> nn.Module:
     """Build the named model: the same weights for the same arguments.
 
     It seeds the global random generator, so tests draw with keys of their own.
@@ -65,8 +67,15 @@ def build(name: str, *, seed: int = 0, vocab: int | None = None) -> nn.Module:
         name: A key of TINY_MODELS.
         seed: Chooses the weights.
         vocab: The number of token ids, if not 256.
+        layers: The number of layers, if not that of the table.
     """
-    return build_tiny(TINY_MODELS[name], seed=seed, vocab=vocab)
+    tiny = TINY_MODELS[name]
+    if layers is not None:
+        text = tiny.args.get("text_config", tiny.args)
+        text = {**text, "num_hidden_layers": layers}
+        nested = {**tiny.args, "text_config": text}
+        tiny = replace(tiny, args=nested if "text_config" in tiny.args else text)
+    return build_tiny(tiny, seed=seed, vocab=vocab)
 
 
 def build_tiny(
