@@ -18,13 +18,10 @@ import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_speculation import Sampling, SpeculativeGenerator, demo_models
-from mlx_speculation.engine import DFlashDraft, Draft, MtpDrafter
+from mlx_speculation.engine import DFlashDraft
 from mlx_speculation.engine.drafters import mtp as mtp_module
-from mlx_speculation.engine.drafters.base import Choose
-from mlx_speculation.engine.prompt import Sequence as Tokens
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models import HiddenStates, Lane
-from mlx_speculation.samplers import Chosen
+from mlx_speculation.models import HiddenStates
 from support.identity import GREEDY, SAMPLED, plain_text, prompt_of
 from support.models.dflash_checkpoints import BLOCK, DIM, VARIANTS, VOCAB, write_dflash
 from support.models.tiny_models import build
@@ -33,7 +30,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 PROMPT, TOKENS = 40, 24  # more than a window of 16
 TARGETS = ("llama", "qwen3_5", "gemma3_text", "llama(sliding)")
 # The last one of llama's and qwen3_5's: its state is that after the norm.
-LAYERS = {"qwen3_5": (1, 4, 7), "gemma3_text": (1, 2, 4), "llama(sliding)": (0, 2)}
+LAYERS = {"llama": (0, 1), "llama(sliding)": (0, 1), "gemma3_text": (0, 1, 2)}
 CASES = [
     *(("full", name) for name in TARGETS),
     *((variant, "llama") for variant in VARIANTS if variant != "full"),
@@ -221,99 +218,6 @@ def test_a_long_prompt_is_fed_before_it_is_drafted_from(
     assert result.tokens == text[PROMPT : PROMPT + TOKENS]
     assert result.stats.acceptance_rate == 1.0
     assert knowing.fed == PROMPT - 2
-
-
-class Checking:
-    """A drafter in one stream that compares each draft with one made from nothing."""
-
-    def __init__(self, inner: MtpDrafter, draft: DFlashDraft) -> None:
-        self._inner, self._draft, self.checked = inner, draft, 0
-
-    def begin(self, sequence: Tokens) -> None:
-        self._inner.begin(sequence)
-
-    def propose(self, sequence: Tokens, limit: int, choose: Choose) -> Draft:
-        found = self._inner.propose(sequence, limit, choose)
-        expected = from_nothing(self._draft, sequence, found.length, choose)
-        assert found.tokens.tolist() == expected
-        self.checked += 1
-        return found
-
-    def settle(self, accepted: int) -> None:
-        self._inner.settle(accepted)
-
-    def discard(self) -> None:
-        self._inner.discard()
-
-
-def from_nothing(
-    draft: DFlashDraft, sequence: Tokens, count: int, choose: Choose
-) -> list[int]:
-    """Return drafts by the plain recipe, without any state of before."""
-    tokens, dflash = sequence.tokens, draft.dflash
-    taps = HiddenStates(draft.model, layers=dflash.layers, after_norm=True)
-    with taps.collect() as states:
-        draft.model(mx.array([tokens[:-1]]))
-    context, newest = dflash.states(states), mx.array([tokens[-1:]])
-    logits = dflash.block(context, newest, dflash.head.new_caches(), count)
-    found: list[int] = []
-    for k in range(count):
-        ahead = mx.array(found, mx.uint32) if found else None
-        chosen = choose(logits[:, k], sequence.rows(ahead), dflash.head.ids)
-        token: Any = chosen.tokens.item()
-        found.append(token)
-    return found
-
-
-@pytest.mark.parametrize(("variant", "name"), CASES)
-def test_drafts_are_those_of_a_drafter_that_starts_over_each_time(
-    variant: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draft = draft_of(variant, name)
-    text = text_of(name, 0.8)
-    made: list[Checking] = []
-    inner = DFlashDraft.open
-
-    def checking(self: DFlashDraft, *args: Any) -> Checking:
-        made.append(Checking(inner(self, *args), draft))
-        return made[-1]
-
-    monkeypatch.setattr(DFlashDraft, "open", checking)
-    result = generator(name, draft).generate(
-        text[:PROMPT], max_tokens=8, sampling=SAMPLED
-    )
-    assert not result.stats.drafter_faults
-    assert result.tokens == text[PROMPT : PROMPT + 8]
-    assert made[0].checked >= 2
-
-
-def test_a_round_that_is_discarded_has_not_been() -> None:
-    draft, text = draft_of("sliding", "llama"), text_of("llama", 0.0)
-    sequence = Tokens(text[:PROMPT])
-    lane = Lane(draft.model)
-    drafter = draft.open(lane, sequence)
-    lane.feed(sequence.tokens[:-1])
-    drafter.begin(sequence)
-
-    def choose(logits: mx.array, rows: Any, ids: Any = None) -> Chosen:
-        return Chosen(mx.argmax(logits, axis=-1).astype(mx.uint32))
-
-    first = drafter.propose(sequence, 3, choose).tokens.tolist()
-    drafter.discard()
-    assert drafter.history == range(0)
-    assert drafter.propose(sequence, 3, choose).tokens.tolist() == first
-    drafter.settle(2)
-    assert drafter.history == range(PROMPT - 1)
-    drafter.discard()
-    assert drafter.history == range(0)
-    assert drafter.propose(sequence, 3, choose).tokens.tolist() == first
-    drafter.settle(0)
-    with lane.begin() as lane_round:
-        lane_round.forward(mx.array(text[PROMPT - 1 : PROMPT + 2]))
-        lane_round.commit(2)
-    sequence.tokens += text[PROMPT : PROMPT + 2]
-    later = drafter.propose(sequence, 3, choose).tokens.tolist()
-    assert later == from_nothing(draft, sequence, 3, choose)
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -19,8 +19,6 @@ from mlx_speculation import Sampling, SpeculativeGenerator, demo_models, load
 from mlx_speculation.demo import demo_prompts
 from mlx_speculation.engine import Cascade, Draft, EagleDraft, MtpDrafter
 from mlx_speculation.engine.drafters import mtp as mtp_module
-from mlx_speculation.engine.drafters.base import Choose
-from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError, ModelFolderError
 from mlx_speculation.models import HiddenStates
 from mlx_speculation.models.eagle import Eagle, load_eagle_head
@@ -34,13 +32,15 @@ from support.references.mtp_oracles import OracleMtp, held_tokens
 PROMPT, TOKENS = 40, 24  # more than a window of 16
 # Dense, hybrid, sliding with full layers, sliding alone.
 TARGETS = ("llama", "qwen3_5", "gemma3_text", "llama(sliding)")
-LAYERS = {"qwen3_5": (1, 3, 4), "gemma3_text": (1, 2, 4)}
+LAYERS = {"llama(sliding)": (0, 1), "gemma3_text": (0, 1, 2)}
+# Heads of the authors name no layers, and the usual ones need seven.
+DEPTHS = {"llama": 4, "qwen3_5": 8}
 
 
 @cache
 def target_of(name: str) -> nn.Module:
     """Return a target."""
-    return build(name)
+    return build(name, layers=DEPTHS.get(name))
 
 
 @cache
@@ -192,72 +192,6 @@ def test_a_long_prompt_is_fed_to_the_head_in_chunks(
     assert any(call[0] == "history" for call in knowing.calls)
 
 
-class Checking:
-    """A drafter in one stream that compares each draft with one made from nothing."""
-
-    def __init__(self, inner: MtpDrafter, draft: EagleDraft) -> None:
-        self._inner, self._draft, self.checked = inner, draft, 0
-
-    def begin(self, sequence: Sequence) -> None:
-        self._inner.begin(sequence)
-
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
-        found = self._inner.propose(sequence, limit, choose)
-        expected = from_nothing(self._draft, sequence, found.length, choose)
-        assert found.tokens.tolist() == expected
-        self.checked += 1
-        return found
-
-    def settle(self, accepted: int) -> None:
-        self._inner.settle(accepted)
-
-    def discard(self) -> None:
-        self._inner.discard()
-
-
-def from_nothing(
-    draft: EagleDraft, sequence: Sequence, count: int, choose: Choose
-) -> list[int]:
-    """Return drafts by the plain recipe, without any state of before."""
-    tokens, eagle = sequence.tokens, draft.eagle
-    taps = HiddenStates(draft.model, layers=eagle.layers)
-    with taps.collect() as states:
-        draft.model(mx.array([tokens[:-1]]))
-    caches, found = eagle.head.new_caches()[0], list(tokens[1:])
-    known = len(found)
-    out = eagle.rows(eagle.states(states), mx.array([found]), caches)
-    for k in range(count):
-        if k:
-            out = eagle.rows(out.recycled[:, -1:], mx.array([found[-1:]]), caches)
-        ahead = mx.array(found[known:], mx.uint32) if k else None
-        chosen = choose(out.logits[:, -1], sequence.rows(ahead), eagle.head.ids)
-        token: Any = chosen.tokens.item()
-        found.append(token)
-    return found[known:]
-
-
-@pytest.mark.parametrize(("dialect", "name"), CASES)
-def test_drafts_are_those_of_a_head_that_starts_over_each_time(
-    dialect: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draft = draft_of(dialect, name)
-    text = text_of(name, 0.8)
-    made: list[Checking] = []
-    inner = EagleDraft.open
-
-    def checking(self: EagleDraft, *args: Any) -> Checking:
-        made.append(Checking(inner(self, *args), draft))
-        return made[-1]
-
-    monkeypatch.setattr(EagleDraft, "open", checking)
-    result = generator(name, draft).generate(
-        text[:PROMPT], max_tokens=8, sampling=SAMPLED
-    )
-    assert result.tokens == text[PROMPT : PROMPT + 8]
-    assert not result.stats.drafter_faults
-    assert made[0].checked >= 2
-
-
 def test_a_reduced_vocabulary_is_all_that_is_drafted() -> None:
     """The ids of columns are those of d2t: the table, not the number of the column."""
     name = "llama"
@@ -293,8 +227,8 @@ def test_the_trained_head_is_as_right_as_in_its_training() -> None:
     texts = [prompt.text for prompt in demo_prompts() if prompt.group == "edit"]
     accepted = rounds = 0
     for text in texts[:1]:
-        expected = made.generate(text, max_tokens=32, draft_length=0).tokens
-        result = made.generate(text, max_tokens=32)
+        expected = made.generate(text, max_tokens=16, draft_length=0).tokens
+        result = made.generate(text, max_tokens=16)
         assert result.tokens == expected
         assert not result.stats.drafter_faults
         accepted += result.stats.accepted

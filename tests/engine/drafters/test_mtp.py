@@ -9,7 +9,6 @@ Faults that were made by hand, and found here:
     more drafts are made than the head is good for
 """
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,13 @@ import mlx.nn as nn
 import pytest
 
 from mlx_speculation import PrefixCache, Sampling, SpeculativeGenerator
-from mlx_speculation.engine import Cascade, Draft, MtpDraft, MtpDrafter
+from mlx_speculation.engine import Cascade, Draft, MtpDraft
 from mlx_speculation.engine.drafters import mtp as mtp_module
 from mlx_speculation.engine.drafters.base import Choose
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import HiddenStates, Lane, MtpConvention
-from mlx_speculation.models.mtp import Mtp, MtpHead
-from mlx_speculation.samplers import Chosen
+from mlx_speculation.models import MtpConvention
+from mlx_speculation.models.mtp import MtpHead
 from support.drafters.scripted_draft_lengths import Planned
 from support.identity import GREEDY, SAMPLED, plain_text, prompt_of
 from support.models.mtp_checkpoints import LAYOUTS, family, make, write
@@ -274,119 +272,6 @@ def test_a_passed_cache_costs_the_first_draft_alone(named: bool) -> None:
     assert result.tokens == text[PROMPT + 1 : PROMPT + 1 + TOKENS]
     assert result.stats.acceptance_rate == 1.0
     assert result.stats.drafted >= TOKENS // 2
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_drafts_are_those_of_a_head_that_starts_over_each_time(name: str) -> None:
-    """Every draft of a stream is made again from nothing but the known tokens."""
-    target, head = built(name)
-    draft = MtpDraft(target, head)
-    checked = 0
-
-    class Checking:
-        """A drafter in one stream that compares each draft."""
-
-        def __init__(self, inner: MtpDrafter) -> None:
-            self._inner = inner
-
-        def begin(self, sequence: Sequence) -> None:
-            self._inner.begin(sequence)
-
-        def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
-            nonlocal checked
-            found = self._inner.propose(sequence, limit, choose)
-            expected = from_nothing(draft.mtp, target, sequence, found.length, choose)
-            assert found.tokens.tolist() == expected
-            checked += 1
-            return found
-
-        def settle(self, accepted: int) -> None:
-            self._inner.settle(accepted)
-
-        def discard(self) -> None:
-            self._inner.discard()
-
-    text = text_of(name, 0.8)
-    inner = draft.open
-    draft.open = (  # type: ignore[method-assign]
-        lambda *passed: Checking(inner(*passed))  # type: ignore[assignment]
-    )
-    result = generator(name, draft).generate(
-        text[:PROMPT], max_tokens=8, sampling=SAMPLED
-    )
-    assert result.tokens == text[PROMPT : PROMPT + 8]
-    assert checked >= 4
-
-
-def tokens_in(array: mx.array) -> list[int]:
-    """Return an array of one dimension on the host."""
-    found: Any = array.tolist()
-    return list(found)
-
-
-def from_nothing(
-    mtp: Mtp,
-    target: nn.Module,
-    sequence: Sequence,
-    count: int,
-    choose: Callable[..., Chosen],
-) -> list[int]:
-    """Return drafts by the plain recipe, without any state of before."""
-    tokens, head = sequence.tokens, mtp.head
-    before = head.convention.hidden == "before_norm"
-    taps = HiddenStates(target, before_norm=before, after_norm=not before)
-    with taps.collect() as states:
-        target(mx.array([tokens[:-1]]))
-    hidden = states.before_norm if before else states.after_norm
-    caches, found = head.new_caches(), list(tokens[1:])
-    known = len(found)
-    for k in range(count):
-        layer = k if head.chained else 0
-        if layer or k == 0:
-            read = mx.array([found[layer : layer + known]])
-            out = mtp.rows(hidden, read, caches[layer], layer)
-        else:
-            read = mx.array([found[-1:]])
-            out = mtp.rows(hidden[:, -1:], read, caches[0])
-        hidden = out.recycled
-        ahead = mx.array(found[known:], mx.uint32) if k else None
-        chosen = choose(out.logits[:, -1], sequence.rows(ahead))
-        (token,) = tokens_in(chosen.tokens)
-        found.append(token)
-    return found[known:]
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "step3p5"])
-def test_a_round_that_is_discarded_has_not_been(name: str) -> None:
-    target, head = built(name)
-    text = text_of(name, 0.0)
-    sequence = Sequence(text[:PROMPT])
-    lane = Lane(target)
-    drafter = MtpDraft(target, head).open(lane, sequence)
-    lane.feed(sequence.tokens[:-1])
-    drafter.begin(sequence)
-
-    def choose(logits: mx.array, rows: Any, ids: Any = None) -> Chosen:
-        return Chosen(mx.argmax(logits, axis=-1).astype(mx.uint32))
-
-    first = tokens_in(drafter.propose(sequence, 3, choose).tokens)
-    drafter.discard()
-    assert drafter.history == range(0)
-    assert drafter.propose(sequence, 3, choose).tokens.tolist() == first
-    drafter.settle(2)
-    assert drafter.history == range(PROMPT - 1)
-    drafter.discard()
-    assert drafter.history == range(0)
-    assert drafter.propose(sequence, 2, choose).tokens.tolist() == first[:2]
-    drafter.settle(0)
-    with lane.begin() as lane_round:
-        lane_round.forward(mx.array(text[PROMPT - 1 : PROMPT + 2]))
-        lane_round.commit(2)
-    sequence.tokens += text[PROMPT : PROMPT + 2]
-    later = drafter.propose(sequence, 3, choose).tokens.tolist()
-    assert later == from_nothing(
-        MtpDraft(target, head).mtp, target, sequence, 3, choose
-    )
 
 
 def test_an_interrupt_in_the_head_leaves_caches_that_can_be_used_again() -> None:

@@ -1,0 +1,244 @@
+"""What every drafter promises: it proposes what follows the committed tokens.
+
+Whatever rounds came before: rounds that keep all, a part or nothing of a draft, rounds
+that fail before or after they were settled, rounds without this drafter. Each draft is
+compared with a twin that is made from the tokens alone; see support/drafters. The
+commits are those of a target that has opinions of its own: the plan's.
+
+Faults that were made by hand, and found here:
+    FAULTS
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from mlx_speculation import LookupDrafter
+from mlx_speculation.engine import AssistantDraft, DFlashDraft, Drafter
+from mlx_speculation.engine.drafters.base import Choose
+from mlx_speculation.engine.drafters.cascade import CascadeDrafter
+from mlx_speculation.engine.drafters.draft_model import ModelSource
+from mlx_speculation.engine.prompt import Sequence
+from mlx_speculation.models import Lane, ModelHooks
+from mlx_speculation.samplers import Chooser, Verifier
+from support.covering import covering
+from support.drafters import from_nothing
+from support.drafters.batch_heads import eagle_on, mtp_on
+from support.drafters.from_nothing import FromNothing
+from support.identity import GREEDY, SAMPLED, prompt_of
+from support.models.assistant_checkpoints import HEADS, TARGETS
+from support.models.assistant_checkpoints import make as make_assistant
+from support.models.dflash_checkpoints import VARIANTS, write_dflash
+from support.models.eagle_checkpoints import DIALECTS
+from support.models.mtp_checkpoints import LAYOUTS
+from support.models.tiny_models import build
+
+PROMPT = 21  # more than a window of 16
+
+CORPUS = [*prompt_of(PROMPT), 1, 2, 3, *prompt_of(PROMPT)[5:]]
+LOOKUP = LookupDrafter(minimum_match=1, tokens_per_match=4, corpus=[CORPUS])
+SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
+# Of each round: the most tokens that are asked for, and how many are kept of those that
+# are proposed. Or what becomes of it: it fails before it is settled, or after that; or
+# it is one of others, who commit so many tokens.
+Round = tuple[int, int | str]
+ROUNDS: list[Round] = [
+    (3, 2),
+    (4, "fails"),
+    (4, 0),
+    (2, 9),
+    (3, "fails when settled"),
+    (1, 1),
+    (3, "others"),
+    (5, 3),
+    (2, "others"),
+    (2, "fails"),
+    (3, 9),
+    (3, 1),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A drafter, and its twin.
+
+    Attributes:
+        model: the target.
+        open: makes the drafter of a stream of the target.
+        twin: proposes from the tokens alone.
+        others: models of the drafter's own.
+        least: how many tokens it proposes in all.
+    """
+
+    model: nn.Module
+    open: Callable[[Lane, Sequence], Drafter]
+    twin: FromNothing
+    others: tuple[nn.Module, ...] = ()
+    least: int = 10
+
+
+def start_over(kind: Callable[[], Kind]) -> FromNothing:
+    """Return a twin that is the drafter itself, opened on the tokens it has now."""
+
+    def opened(sequence: Sequence, count: int, choose: Choose) -> list[int]:
+        made, copied = kind(), Sequence(list(sequence.tokens))
+        lane = Lane(made.model)
+        drafter = made.open(lane, copied)
+        lane.feed(copied.tokens[:-1])
+        drafter.begin(copied)
+        found: Any = drafter.propose(copied, count, choose).tokens.tolist()
+        return list(found)
+
+    return opened
+
+
+@cache
+def of_model(name: str) -> Kind:
+    target, draft = build("llama"), build(name, seed=1)
+    source = ModelSource(draft)
+    return Kind(target, source.open, from_nothing.of_model(draft), (draft,))
+
+
+def of_lookup() -> Kind:
+    def open_lookup(lane: Lane, sequence: Sequence) -> Drafter:
+        drafter: Drafter = LOOKUP.open(lane, sequence)
+        return drafter
+
+    twin = start_over(of_lookup)
+    return Kind(of_model("llama").model, open_lookup, twin, least=6)
+
+
+def of_cascade() -> Kind:
+    """A lookup in turn with a model, which lags where the lookup found something."""
+    lookup, model = of_lookup(), of_model("llama")
+
+    def open_cascade(lane: Lane, sequence: Sequence) -> Drafter:
+        return CascadeDrafter(lookup.open(lane, sequence), model.open(lane, sequence))
+
+    def in_turn(sequence: Sequence, count: int, choose: Choose) -> list[int]:
+        found = lookup.twin(sequence, count, choose)
+        return found or model.twin(sequence, count, choose)
+
+    return Kind(model.model, open_cascade, in_turn, model.others)
+
+
+@cache
+def of_mtp(layout: str) -> Kind:
+    target, draft = mtp_on(layout)
+    return Kind(target, draft.open, from_nothing.of_mtp(draft))
+
+
+@cache
+def of_eagle(dialect: str, name: str) -> Kind:
+    depths = {"llama": 4, "qwen3_5": 8}
+    model = build(name, layers=depths.get(name))
+    draft = eagle_on(model, dialect)
+    return Kind(model, draft.open, from_nothing.of_eagle(draft))
+
+
+@cache
+def of_dflash(variant: str, name: str) -> Kind:
+    model = build(name, layers=4)
+    with TemporaryDirectory() as folder:
+        draft = DFlashDraft.from_folder(write_dflash(Path(folder), variant), model)
+    return Kind(model, draft.open, from_nothing.of_dflash(draft))
+
+
+def of_assistant(target: str, head: str) -> Kind:
+    made = make_assistant(target, head)
+    draft = AssistantDraft(made.target, made.assistant)
+    twin = start_over(lambda: of_assistant(target, head))
+    return Kind(made.target, draft.open, twin)
+
+
+EAGLES = [
+    *(("specforge", name) for name in ("llama", "qwen3_5", "gemma3_text")),
+    # The authors' files name no layers, and the usual ones need seven.
+    ("authors", "qwen3_5"),
+    *((d, "llama") for d in DIALECTS if d not in ("specforge", "authors")),
+]
+KINDS: dict[str, Callable[[], Kind]] = {
+    "lookup": of_lookup,
+    "cascade": of_cascade,
+    **{
+        f"model {name}": partial(of_model, name)
+        for name in ("llama", "gemma3_text", "qwen3_5", "mamba", "lfm2")
+    },
+    **{f"mtp {layout}": partial(of_mtp, layout) for layout in LAYOUTS},
+    **{f"eagle {d} {name}": partial(of_eagle, d, name) for d, name in EAGLES},
+    "dflash full qwen3_5": partial(of_dflash, "full", "qwen3_5"),
+    **{f"dflash {v} llama": partial(of_dflash, v, "llama") for v in VARIANTS},
+    **{
+        f"assistant {target} {head}": partial(of_assistant, target, head)
+        for target in TARGETS
+        for head in HEADS
+    },
+}
+
+
+def commit(lane: Lane, sequence: Sequence, fed: list[int], kept: list[int]) -> None:
+    """Let the target read what was drafted, and keep other tokens than these at will.
+
+    Args:
+        lane: of the target, which has read all tokens but the last.
+        sequence: gets the kept tokens.
+        fed: the drafted tokens.
+        kept: the first of these, and one of the target's own choice.
+    """
+    with lane.begin() as lane_round:
+        mx.eval(lane_round.forward(mx.array([sequence.tokens[-1], *fed])))
+        lane_round.commit(len(kept))
+    sequence.tokens += kept
+
+
+def play(kind: Kind, choose: Choose) -> int:
+    """Play the rounds; return how many tokens were proposed."""
+    sequence = Sequence(prompt_of(PROMPT))
+    lane = Lane(kind.model)
+    drafter = kind.open(lane, sequence)
+    lane.feed(sequence.tokens[:-1])
+    drafter.begin(sequence)
+    proposed = 0
+    for number, (limit, kept) in enumerate(ROUNDS):
+        own = sequence.tokens[2 * number]  # so that the text repeats itself
+        if kept == "others":
+            text = sequence.tokens[3 : 3 + limit]
+            commit(lane, sequence, text, [*text, own])
+            continue
+        draft = drafter.propose(sequence, limit, choose)
+        tokens: list[int] = cast(Any, draft.tokens.tolist())
+        assert len(tokens) <= limit
+        expected = kind.twin(sequence, len(tokens) or limit, choose)
+        assert tokens == expected, f"round {number}: {tokens} instead of {expected}"
+        proposed += len(tokens)
+        if isinstance(kept, str):
+            if kept == "fails when settled":
+                drafter.settle(min(1, len(tokens)))
+            drafter.discard()
+            continue
+        accepted = min(kept, len(tokens))
+        drafter.settle(accepted)
+        commit(lane, sequence, tokens, [*tokens[:accepted], own])
+    return proposed
+
+
+@pytest.mark.parametrize(("name", "chosen"), covering(KINDS, SAMPLINGS))
+def test_a_draft_follows_from_the_committed_tokens_alone(
+    name: str, chosen: str
+) -> None:
+    kind = KINDS[name]()
+    choose = Verifier(Chooser(SAMPLINGS[chosen], 256)).propose
+    owners = [ModelHooks(model) for model in (kind.model, *kind.others)]
+    try:
+        proposed = play(kind, choose)
+    finally:
+        for owner in owners:
+            owner.remove()
+    assert proposed >= kind.least

@@ -1,0 +1,112 @@
+"""What each kind of drafter proposes, made from the committed tokens alone.
+
+By the plain recipe, in one forward over the whole text and one for each further token,
+without any state of the rounds before: the twins of `test_contract.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation.engine import DFlashDraft, EagleDraft, MtpDraft
+from mlx_speculation.engine.drafters.base import Choose
+from mlx_speculation.engine.prompt import Sequence
+from mlx_speculation.models import HiddenStates
+
+# Returns so many tokens that follow the sequence.
+FromNothing = Callable[[Sequence, int, Choose], list[int]]
+
+
+def _token(chosen: Any) -> int:
+    token: int = chosen.tokens.item()
+    return token
+
+
+def _ahead(tokens: list[int]) -> mx.array | None:
+    return mx.array(tokens, mx.uint32) if tokens else None
+
+
+def of_model(model: nn.Module) -> FromNothing:
+    """Return the twin of a draft model."""
+
+    def chain(sequence: Sequence, count: int, choose: Choose) -> list[int]:
+        found: list[int] = []
+        for _ in range(count):
+            logits = model(mx.array([[*sequence.tokens, *found]]))[:, -1]
+            rows = sequence.rows(_ahead(found))
+            found.append(_token(choose(logits.astype(mx.float32), rows)))
+        return found
+
+    return chain
+
+
+def of_mtp(draft: MtpDraft) -> FromNothing:
+    """Return the twin of an MTP head."""
+    mtp, head = draft.mtp, draft.mtp.head
+    before = head.convention.hidden == "before_norm"
+    taps = HiddenStates(draft.model, before_norm=before, after_norm=not before)
+
+    def chain(sequence: Sequence, count: int, choose: Choose) -> list[int]:
+        tokens = sequence.tokens
+        with taps.collect() as states:
+            draft.model(mx.array([tokens[:-1]]))
+        hidden = states.before_norm if before else states.after_norm
+        caches, found = head.new_caches(), list(tokens[1:])
+        known = len(found)
+        for k in range(count):
+            layer = k if head.chained else 0
+            if layer or k == 0:
+                read = mx.array([found[layer : layer + known]])
+                out = mtp.rows(hidden, read, caches[layer], layer)
+            else:
+                out = mtp.rows(hidden[:, -1:], mx.array([found[-1:]]), caches[0])
+            hidden = out.recycled
+            rows = sequence.rows(_ahead(found[known:]))
+            found.append(_token(choose(out.logits[:, -1], rows)))
+        return found[known:]
+
+    return chain
+
+
+def of_eagle(draft: EagleDraft) -> FromNothing:
+    """Return the twin of an EAGLE-3 head."""
+    eagle = draft.eagle
+    taps = HiddenStates(draft.model, layers=eagle.layers)
+
+    def chain(sequence: Sequence, count: int, choose: Choose) -> list[int]:
+        tokens = sequence.tokens
+        with taps.collect() as states:
+            draft.model(mx.array([tokens[:-1]]))
+        caches, found = eagle.head.new_caches()[0], list(tokens[1:])
+        known = len(found)
+        out = eagle.rows(eagle.states(states), mx.array([found]), caches)
+        for k in range(count):
+            if k:
+                out = eagle.rows(out.recycled[:, -1:], mx.array([found[-1:]]), caches)
+            rows = sequence.rows(_ahead(found[known:]))
+            found.append(_token(choose(out.logits[:, -1], rows, eagle.head.ids)))
+        return found[known:]
+
+    return chain
+
+
+def of_dflash(draft: DFlashDraft) -> FromNothing:
+    """Return the twin of a block drafter."""
+    dflash = draft.dflash
+    taps = HiddenStates(draft.model, layers=dflash.layers, after_norm=True)
+
+    def block(sequence: Sequence, count: int, choose: Choose) -> list[int]:
+        tokens = sequence.tokens
+        with taps.collect() as states:
+            draft.model(mx.array([tokens[:-1]]))
+        context, newest = dflash.states(states), mx.array([tokens[-1:]])
+        logits = dflash.block(context, newest, dflash.head.new_caches(), count)
+        found: list[int] = []
+        for k in range(count):
+            rows = sequence.rows(_ahead(found))
+            found.append(_token(choose(logits[:, k], rows, dflash.head.ids)))
+        return found
+
+    return block
