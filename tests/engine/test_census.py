@@ -1,13 +1,8 @@
-"""Every architecture of mlx-lm gets plain decoding's text, whatever the draft.
+"""Every architecture of mlx-lm is as the table of them says.
 
-By default one prompt longer than the window, a draft that is right at random, and one
-of both temperatures in turn; the whole grid is marked slow. The
-twenty of tiny_models.json have a grid in test_identity.py anyway.
+What drafts do to their texts is in test_text_is_unchanged.py.
 
 Faults that were made by hand, and found here:
-    a part of a round's rows is kept one row short, in KVCache
-    a round's rows see one row more than a ring holds (plamo3)
-    a prompt's rows see one row less than the model asks for (plamo3)
     phi3small is given drafts
     a module is in no table, or under another name
     the error of what cannot be built is another one
@@ -25,28 +20,19 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_speculation import PrefixCache, SpeculativeGenerator
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models.exclusions import DEPEND_ON_CUTS
-from support.covering import covering
 from support.identity import (
-    GREEDY,
     ROUNDING,
-    SAMPLED,
-    check_identity,
     plain_text,
     prompt_of,
 )
 from support.models import census
 from support.models.census import BUILT, NOT_BUILT
-from support.models.recurrent_models import RUN_AGAIN
 from support.models.tiny_tokenizer import byte_tokenizer
 
-TOKENS = 30
 PROMPT = 40  # longer than every window
-LONG_PROMPTS = {6: 4, 17: 3, 40: 5}  # tokens: draft length
 
-SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
 
 UNEQUAL = [name for name, row in BUILT.items() if row.unequal]
-OWN = [name for name, row in BUILT.items() if not (row.tiny or row.unequal)]
 
 
 # Rings and states may see a row or not by where a prompt is cut; rows alone do not.
@@ -74,39 +60,6 @@ def test_an_architecture_is_as_the_table_says(name: str) -> None:
     difference = census.widths_differ(model, prompt, text)
     assert (difference == 0) == row.bitwise
     assert (difference < ROUNDING) == (row.unequal is None)
-
-
-@pytest.mark.parametrize(("name", "chosen"), covering(OWN, SAMPLINGS))
-def test_a_draft_leaves_the_text_of_every_architecture(name: str, chosen: str) -> None:
-    seen = check_identity(
-        census.build(name),
-        prompt_of(PROMPT),
-        draft_length=3,
-        tokens=TOKENS,
-        bitwise=BUILT[name].bitwise,
-        kinds=["random"],
-        samplings=[SAMPLINGS[chosen]],
-    )
-    assert seen.rejected >= 2
-    assert seen.reruns == 0
-    assert (seen.mixer_reruns > 0) == (name in (*RUN_AGAIN, "deepseek_v41"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("length", LONG_PROMPTS)
-@pytest.mark.parametrize("name", OWN)
-def test_any_draft_leaves_the_long_text_of_every_architecture(
-    name: str, length: int
-) -> None:
-    seen = check_identity(
-        census.build(name),
-        prompt_of(length),
-        draft_length=LONG_PROMPTS[length],
-        tokens=120,
-        bitwise=BUILT[name].bitwise,
-    )
-    assert seen.texts == 6
-    assert seen.reruns == 0
 
 
 @pytest.mark.parametrize("name", UNEQUAL)

@@ -2,25 +2,28 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation import Sampling, SpeculativeGenerator
+from mlx_speculation.caches import position
 from mlx_speculation.engine import Drafter
 from mlx_speculation.engine.equivalence import texts as identity
 from mlx_speculation.engine.result import Result
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Chooser
-from support.drafters.scripted_drafter import ScriptedDrafter
+from support.drafters.scripted_drafter import ScriptedDrafter, TurningDrafter
 from support.models.tiny_tokenizer import byte_tokenizer
 
 SAMPLED = Sampling(temperature=0.8, top_p=0.9, seed=11)
 GREEDY = Sampling(seed=0)
 # Of a logit of a tiny model in float32: no architecture's widths differ by more.
 ROUNDING = 1e-3
-DRAFTERS = ("right", "wrong", "random")
+DRAFTERS = ("right", "wrong", "random", "turning")
 
 
 @dataclass(slots=True)
@@ -46,8 +49,9 @@ def check_identity(
     draft_length: int,
     tokens: int,
     bitwise: bool,
-    kinds: Sequence[str] = DRAFTERS,
+    kinds: Sequence[str] = DRAFTERS[:3],
     samplings: Sequence[Sampling] = (GREEDY, SAMPLED),
+    passed: bool = False,
 ) -> Compared:
     """Assert that drafts of several kinds leave text as it is, greedy and sampled.
 
@@ -59,6 +63,7 @@ def check_identity(
         bitwise: whether no near-tie is allowed.
         kinds: which of `DRAFTERS`.
         samplings: how tokens are chosen.
+        passed: whether the caches are the caller's; they hold the whole text then.
     """
     seen = Compared()
     plain = SpeculativeGenerator(model, byte_tokenizer())
@@ -71,7 +76,11 @@ def check_identity(
             generator = SpeculativeGenerator(
                 model, byte_tokenizer(), draft=draft, draft_length=length
             )
-            result = generator.generate(prompt, max_tokens=tokens, sampling=sampling)
+            caches = make_prompt_cache(model) if passed else None
+            result = generator.generate(
+                prompt, max_tokens=tokens, sampling=sampling, prompt_cache=caches
+            )
+            assert caches is None or position(caches) == len(prompt) + tokens
             tie = assert_same_text(
                 model,
                 Chooser(sampling, 256),
@@ -81,7 +90,7 @@ def check_identity(
                 width=length + 1,
                 bitwise=bitwise,
             )
-            _check_acceptance(kind, result, exact=tie is None and bitwise)
+            _check_acceptance(kind, draft, result, exact=tie is None and bitwise)
             seen.texts += 1
             seen.near_ties += tie is not None
             seen.reruns += result.stats.reruns
@@ -99,12 +108,20 @@ def _draft(
     if kind == "wrong":  # takes a round for every token, so it is kept short
         return ScriptedDrafter(text, right=0.0), 2
     seed = len(text)
+    if kind == "turning":
+        return TurningDrafter(text, seed=seed), length
     return ScriptedDrafter(text, 0.7, seed=seed, ragged=True), length
 
 
-def _check_acceptance(kind: str, result: Result, *, exact: bool) -> None:
+def _check_acceptance(kind: str, draft: Any, result: Result, *, exact: bool) -> None:
     """Check that the draft was as right as its kind says."""
-    if kind == "wrong":
+    if kind == "turning":
+        assert draft.empty
+        assert 0 < result.stats.drafts < result.stats.rounds
+        assert len({right for _, right in draft.settled}) > 2
+        if exact:
+            assert all(accepted == right for accepted, right in draft.settled)
+    elif kind == "wrong":
         assert result.stats.accepted <= result.stats.drafted // 20
     elif kind == "right" and exact:
         assert result.stats.acceptance_rate == 1.0

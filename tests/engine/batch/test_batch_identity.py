@@ -3,7 +3,7 @@
 Rows join and leave between rounds as hypothesis draws them, with prompts around the
 windows, read at once or in parts, options and budgets of their own. Texts may part at a
 near-tie where a family is not bit for bit the same in wide forwards, as in
-tests/engine/test_identity.py.
+tests/engine/test_text_is_unchanged.py.
 
 Faults that were made by hand in engine/batch/*.py and models/lanes/batch_lane.py, and
 found in the default tests of batches:

@@ -3,7 +3,8 @@
 Every row is prefilled alone and all are merged. Then come rounds of one verifying
 forward over all rows, whose drafts are right by chance, row by row, and a commit with
 a number for each row. A row that is done leaves the batch by `filter`. Families with
-padding-sensitive sums may part at a near-tie, as in tests/engine/test_identity.py.
+padding-sensitive sums may part at a near-tie, as in
+tests/engine/test_text_is_unchanged.py.
 """
 
 import random

@@ -75,12 +75,12 @@ def test_texts_are_those_of_plain_decoding(
         build(name),
         prompt_of(40),
         draft_length=5,
-        tokens=40,
+        tokens=24,
         bitwise=False,  # rounds of the CPU room differ by rounding
-        kinds=["right", "random"],
+        kinds=["turning"],
         samplings=[GREEDY],
     )
-    assert seen.texts == 2
+    assert seen.texts == 1
     for room in OUT[out]:
         assert entered[room.__name__] == set()
     if cpu not in OUT[out]:

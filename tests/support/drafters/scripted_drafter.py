@@ -61,3 +61,45 @@ class ScriptedDrafter:
         if self._random.random() < self._right:
             return token
         return (token + self._random.randint(1, self._vocab - 1)) % self._vocab
+
+
+class TurningDrafter(ScriptedDrafter):
+    """Proposes in turn all that a draft can be, so that one text meets every end of it.
+
+    A draft is right, right in its first tokens, wrong from the first token on, one
+    token long, or empty; which one is drawn.
+
+    Args:
+        text: prompt and continuation, as token ids.
+        vocab: the number of token ids.
+        seed: decides what is proposed when.
+    """
+
+    def __init__(self, text: list[int], vocab: int = 256, seed: int = 0) -> None:
+        super().__init__(text, right=1.0, vocab=vocab, seed=seed)
+        self._right_ones = 0
+        self.settled: list[tuple[int, int]] = []  # of each draft: accepted, right
+        self.empty = 0
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        """Propose a draft of a drawn kind."""
+        self.calls.append("propose")
+        draw = self._random
+        kind = draw.choice(("right", "right", "part", "part", "wrong", "one", "empty"))
+        length = {"one": 1, "empty": 0}.get(kind, limit)
+        start = len(sequence.tokens)
+        said = (self._text[start : start + length] + [0] * length)[:length]
+        first = {"wrong": 0, "part": draw.randrange(limit)}.get(kind, length)
+        for place in range(first, length):
+            # What follows a wrong token may be right again, and is not accepted.
+            if place == first or draw.random() < 0.5:
+                other = draw.randrange(1, self._vocab)
+                said[place] = (said[place] + other) % self._vocab
+        self._right_ones = min(first, length)
+        self.empty += not length
+        return Draft(mx.array(said, dtype=mx.int32))
+
+    def settle(self, accepted: int) -> None:
+        """Note what was accepted, and what should have been."""
+        super().settle(accepted)
+        self.settled.append((accepted, self._right_ones))

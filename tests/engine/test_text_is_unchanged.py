@@ -1,0 +1,169 @@
+"""The text is that of plain decoding, for every architecture, cache and draft.
+
+One grid for the tiny models, which have every kind of cache that mlx-lm's models make
+(keys, windows, states, mixtures of these), for those with rarer ones (chunks, groups
+that are compressed, several caches in a layer), and for every other architecture of
+mlx-lm. A scripted drafter proposes in turn what is right, right in part, wrong or
+empty; each draft has to be accepted as far as it is right.
+
+Faults that were made by hand, and found by the default cases:
+    a cache of keys, or a sliding one, keeps one row too many
+    a part of a round's rows is kept one row short, in KVCache
+    noise is keyed by row in place of position
+    a convolution is replayed one row late, or a scan from an empty state
+    a round's rows see one row more than a ring holds (plamo3)
+    a prompt's rows see one row less than the model asks for (plamo3)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import mlx.nn as nn
+import pytest
+
+from mlx_speculation import Sampling, SpeculativeGenerator
+from mlx_speculation.samplers import Chooser
+from support.covering import covering
+from support.identity import (
+    DRAFTERS,
+    GREEDY,
+    SAMPLED,
+    assert_same_text,
+    check_identity,
+    prompt_of,
+)
+from support.models import census, tiny_models
+from support.models.census import BUILT
+from support.models.recurrent_models import RUN_AGAIN
+from support.models.tiny_models import TINY_MODELS, TinyModel, build_tiny, read_table
+from support.models.tiny_tokenizer import byte_tokenizer
+
+RARER = read_table(Path(tiny_models.__file__).with_name("cache_kind_models.json"))
+SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
+PROMPT = 40  # longer than every window
+# Shorter than the window of 16, about as long, and longer.
+PROMPTS = {6: 4, 17: 3, 40: 5}  # tokens: draft length
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One model of the grid.
+
+    Attributes:
+        build: makes it.
+        bitwise: whether no near-tie is allowed.
+        tokens: how many are generated.
+        passed: whether the caches are the caller's, and so mlx-lm's own.
+        run_again: whether a part of a round is read again for some of its layers.
+    """
+
+    build: Callable[[], nn.Module]
+    bitwise: bool
+    tokens: int
+    passed: bool = False
+    run_again: bool = False
+
+
+def _tiny(tiny: TinyModel, tokens: int, *, passed: bool = False) -> Case:
+    again = tiny.module in (*RUN_AGAIN, "deepseek_v41")
+    return Case(partial(build_tiny, tiny), tiny.bitwise, tokens, passed, again)
+
+
+# After 40 tokens, 64 more write to each place of a window four times.
+MODELS = {name: _tiny(tiny, 64) for name, tiny in TINY_MODELS.items()} | {
+    f"{name}, passed": _tiny(tiny, 50, passed=True) for name, tiny in RARER.items()
+}
+OTHERS = {
+    f"census: {name}": Case(
+        partial(census.build, name),
+        row.bitwise,
+        30,
+        run_again=name in (*RUN_AGAIN, "deepseek_v41"),
+    )
+    for name, row in BUILT.items()
+    if not (row.tiny or row.unequal)
+}
+CASES = MODELS | OTHERS
+
+
+@pytest.mark.parametrize(("name", "chosen"), covering(CASES, SAMPLINGS))
+def test_any_draft_leaves_the_text_as_plain_decoding_has_it(
+    name: str, chosen: str
+) -> None:
+    case = CASES[name]
+    seen = check_identity(
+        case.build(),
+        prompt_of(PROMPT),
+        draft_length=5 if case.tokens > 30 else 3,
+        tokens=case.tokens,
+        bitwise=case.bitwise,
+        kinds=["turning"],
+        samplings=[SAMPLINGS[chosen]],
+        passed=case.passed,
+    )
+    assert seen.texts == 1
+    assert seen.rejected >= 2
+    assert seen.reruns == 0
+    assert (seen.mixer_reruns > 0) == case.run_again
+
+
+@pytest.mark.parametrize(("name", "chosen"), covering(MODELS, SAMPLINGS))
+def test_a_model_that_drafts_for_itself_is_always_right(name: str, chosen: str) -> None:
+    """Two sets of its caches are written to and cut in the same rounds."""
+    case = MODELS[name]
+    seen = check_identity(
+        case.build(),
+        prompt_of(13),  # the window is filled in a round
+        draft_length=4,
+        tokens=24,
+        bitwise=case.bitwise,
+        kinds=["right"],
+        samplings=[SAMPLINGS[chosen]],
+        passed=case.passed,
+    )
+    assert seen.texts == 1
+    assert seen.reruns == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", PROMPTS)
+@pytest.mark.parametrize("name", CASES)
+def test_any_draft_leaves_a_long_text_as_plain_decoding_has_it(
+    name: str, length: int
+) -> None:
+    case = CASES[name]
+    seen = check_identity(
+        case.build(),
+        prompt_of(length),
+        draft_length=PROMPTS[length],
+        tokens=120,
+        bitwise=case.bitwise,
+        kinds=DRAFTERS,
+        passed=case.passed,
+    )
+    assert seen.texts == 8
+    assert seen.reruns == 0
+
+
+def test_different_seeds_give_different_texts() -> None:
+    """Or equal texts would say little."""
+    generator = SpeculativeGenerator(tiny_models.build("llama"), byte_tokenizer())
+    texts = {
+        tuple(
+            generator.generate(
+                prompt_of(6),
+                max_tokens=20,
+                sampling=Sampling(temperature=0.8, seed=seed),
+            ).tokens
+        )
+        for seed in range(8)
+    }
+    assert len(texts) == 8
+
+
+def test_families_that_are_bitwise_get_no_near_ties() -> None:
+    model, chooser = tiny_models.build("llama"), Chooser(GREEDY, 4)
+    with pytest.raises(AssertionError, match="bit for bit"):
+        assert_same_text(model, chooser, [1], [1, 2], [1, 3], width=2, bitwise=True)
