@@ -7,7 +7,6 @@ command line   the options of every command
 server         the generator that its engine's thread makes
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,12 @@ from mlx_speculation.cli.console import Screen
 from mlx_speculation.cli.load_pair import open_pair
 from mlx_speculation.cli.options import PairOptions
 from mlx_speculation.engine.stats import Statistics
+from support.covering import covering
 from support.models.demo_folders import copy_of
 from support.processes.servers import serving
 
 PROMPT = "def area(width, height):\n"
-TOKENS = 12
+TOKENS = 8
 OPTIONS: dict[str, Any] = {"max_tokens": TOKENS}
 
 
@@ -88,8 +88,7 @@ def _hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_of("hybrid", tmp_path_factory.mktemp("doors") / "hybrid")
 
 
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("draft", ["mtp", "auto"])
+@pytest.mark.parametrize(("draft", "door"), covering(["mtp", "auto"], DOORS))
 def test_a_head_in_the_targets_folder_drafts(
     draft: str, door: str, hybrid: Path
 ) -> None:
@@ -98,12 +97,12 @@ def test_a_head_in_the_targets_folder_drafts(
     assert stats.drafts > 0
 
 
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize(
-    ("draft", "kind"), [("draft", "model"), ("eagle", "eagle"), ("lookup", "lookup")]
-)
-def test_a_path_and_a_lookup_draft(draft: str, kind: str, door: str) -> None:
-    folder = demo_models()["dense"]
+KINDS = {"draft": "model", "eagle": "eagle", "lookup": "lookup"}
+
+
+@pytest.mark.parametrize(("draft", "door"), covering(KINDS, DOORS))
+def test_a_path_and_a_lookup_draft(draft: str, door: str) -> None:
+    kind, folder = KINDS[draft], demo_models()["dense"]
     name = draft if draft == "lookup" else str(demo_models()[draft])
     stats = DOORS[door](folder, name)
     assert set(stats.sources) <= {kind}
@@ -112,11 +111,13 @@ def test_a_path_and_a_lookup_draft(draft: str, kind: str, door: str) -> None:
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_the_length_in_the_targets_folder_counts(door: str, tmp_path: Path) -> None:
-    folder = copy_of("hybrid", tmp_path / "hybrid")
-    fields = {"draft": "mtp", "draft_length": 2}
-    (folder / "speculation.json").write_text(json.dumps(fields), encoding="utf-8")
-    assert len(DOORS[door](folder, "auto").reached) == 2
+def test_the_length_in_the_targets_folder_counts(door: str, hybrid: Path) -> None:
+    file = hybrid / "speculation.json"
+    file.write_text('{"draft": "mtp", "draft_length": 2}', encoding="utf-8")
+    try:
+        assert len(DOORS[door](hybrid, "auto").reached) == 2
+    finally:
+        file.unlink()
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -150,7 +150,7 @@ def test_the_bundled_draft_is_compiled_and_drafts_the_same() -> None:
         results = [
             each.generate(
                 "def main(",
-                max_tokens=40,
+                max_tokens=16,
                 sampling=Sampling(temperature=temperature, seed=3),
             )
             for each in made

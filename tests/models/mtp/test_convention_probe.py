@@ -67,6 +67,7 @@ def test_every_wrong_field_scores_lower_and_is_found(truth: Truth, field: str) -
     assert found(truth, other, ["order", "hidden", "recycled"]) == right
 
 
+@pytest.mark.slow
 def test_what_cannot_be_told_of_the_head_as_it_is_stays_usual() -> None:
     """Before and after a norm with a nearly constant weight are the same to a norm."""
     made = trained()
@@ -82,10 +83,13 @@ def test_what_cannot_be_told_of_the_head_as_it_is_stays_usual() -> None:
 
 MIXED: list[Any] = [
     "plus_one",
-    ("norm_e", "post_attention_layernorm"),
     *(
         pytest.param(norms, marks=pytest.mark.slow)
-        for norms in [*((name,) for name in MIXED_NORMS), MIXED_NORMS]
+        for norms in [
+            ("norm_e", "post_attention_layernorm"),
+            *((name,) for name in MIXED_NORMS),
+            MIXED_NORMS,
+        ]
     ),
 ]
 
@@ -115,7 +119,8 @@ def _kinds(stored: Any) -> set[str]:
     return {name.split(".")[-2] for name in stored}
 
 
-def test_the_head_of_another_model_is_refused_with_its_scores() -> None:
+@pytest.mark.slow
+def test_the_head_of_another_model_is_refused() -> None:
     made = trained()
     weights = flat(made.head)
     proj = "layers.0.proj.weight"
@@ -125,7 +130,11 @@ def test_the_head_of_another_model_is_refused_with_its_scores() -> None:
             probe(made.trial(), made.convention, ALL, source="mtp.safetensors")
     finally:
         made.head.load_weights([(proj, weights[proj])], strict=False)
-    message = str(error.value)
+    check_refusal(str(error.value))
+
+
+def check_refusal(message: str) -> None:
+    """Check that a refusal says what was tried, and how it scored."""
     assert "in mtp.safetensors guesses" in message
     for said in ("hidden after_norm", "hidden_first", "plus_one", "agrees", "chance"):
         assert said in message
@@ -147,6 +156,21 @@ class OneRight:
 
     def assume(self, convention: MtpConvention) -> None:
         self.assumed = convention
+
+
+class NoneRight(OneRight):
+    """A trial in which no convention guesses anything."""
+
+    def first(self, convention: MtpConvention) -> Score:
+        return Score(np.full(40, -7.0), 0.0, 0.02)
+
+
+def test_a_head_that_guesses_nothing_is_refused_with_its_scores() -> None:
+    usual = MtpConvention(norms="stored")
+    trial: Any = NoneRight(usual)
+    with pytest.raises(ConventionError) as error:
+        probe(trial, usual, ALL, source="mtp.safetensors")
+    check_refusal(str(error.value))
 
 
 @pytest.mark.parametrize("order", ["embedding_first", "hidden_first"])
