@@ -33,11 +33,17 @@ from mlx_speculation import (
 )
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.interrupts import finalize
+from support.covering import covering
 from support.drafters.batches import Bench, Case, bench
 from support.identity import prompt_of
 
 OURS = str(Path(mlx_speculation.__file__).parent)
 NAMES = ("llama", "gemma3_text", "qwen3_5", "mamba", "recurrent_gemma")
+# Attention alone, and what has all kinds of states; the others take as long each.
+SOME = [
+    name if name in ("llama", "qwen3_5") else pytest.param(name, marks=pytest.mark.slow)
+    for name in NAMES
+]
 KINDS = ("model", "lookup", "none")
 SAMPLED = Sampling(temperature=0.8, seed=1)
 TOKENS = 24
@@ -175,7 +181,7 @@ class Played:
         self.batch.close()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SOME)
 def test_signals_at_any_time_of_a_batch_change_nothing(name: str) -> None:
     made, dice, hits = bench(name), random.Random(name), 0
     for kind in KINDS:
@@ -204,16 +210,17 @@ def opcodes_of_a_call(made: Bench, kind: str, calls: int) -> int:
     return -left[0]
 
 
+@pytest.mark.parametrize("many", [12, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("kind", "calls"), [("model", 0), ("model", 3), ("none", 2)])
 def test_a_signal_at_any_opcode_of_a_call_changes_nothing(
-    kind: str, calls: int
+    kind: str, calls: int, many: int
 ) -> None:
     """Also those between a commit and the handing out, which a timer seldom meets."""
     made = bench("llama")
     count = opcodes_of_a_call(made, kind, calls)
     met = 0
     with interruptions() as timer:
-        for opcode in range(1, count, count // 24):
+        for opcode in range(1, count, count // many):
             played = Played(made, kind)
             for _ in range(calls):
                 played.next()
@@ -224,11 +231,10 @@ def test_a_signal_at_any_opcode_of_a_call_changes_nothing(
             while played.running:
                 played.next()
             played.check()
-    assert met > 15
+    assert met > many / 2
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("name", "sampling"), covering(NAMES, [Sampling(), SAMPLED]))
 def test_a_signal_at_any_time_of_a_stream_closes_it(
     name: str, sampling: Sampling
 ) -> None:
@@ -286,9 +292,9 @@ def test_a_signal_while_a_stream_is_dropped_is_raised_after_it(reuse: bool) -> N
         next(stream)
         with signal_at_opcode(opcode) as left:
             del stream
-        if opcode:
+        if opcode and left[0] <= 0:
             time.sleep(30)
-        return -left[0]
+        return left[0]
 
     def generator() -> SpeculativeGenerator:
         prefixes = PrefixCache(1 << 26) if reuse else None
@@ -297,14 +303,17 @@ def test_a_signal_while_a_stream_is_dropped_is_raised_after_it(reuse: bool) -> N
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         drop(generator(), 0)  # what is done once
-        count = drop(generator(), 0)
+        count, raised = -drop(generator(), 0), 0
         assert count > 100
         for opcode in range(1, count, count // 12):
             one = generator()
-            with pytest.raises(KeyboardInterrupt):
-                drop(one, opcode)
+            try:
+                assert drop(one, opcode) > 0, opcode  # it ended before that
+            except KeyboardInterrupt:
+                raised += 1
             again = one.generate(prompt_of(17), max_tokens=2, stop_tokens=())
             assert (again.stats.reused > 0) == reuse, opcode
+        assert raised > 8
     finally:
         signal.signal(signal.SIGALRM, before)
 
