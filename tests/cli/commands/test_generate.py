@@ -4,7 +4,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from mlx_speculation.engine import Chunk, Stream
 from support.models.adapters import write_adapter
 from support.models.demo_folders import copy_of
 from support.processes.commands import Commands
+from support.processes.programs import command_line
 
 PROMPT = "def add(first, second):\n"
 DRAFT = str(demo_models()["draft"])
@@ -288,7 +288,7 @@ def endless() -> "subprocess.Popen[str]":
     pair = ["generate", str(models["dense"]), "--draft", str(models["draft"])]
     options = ["--draft-length", "4", "-p", PROMPT, "-m", "100000"]
     return subprocess.Popen(
-        [sys.executable, "-m", "mlx_speculation", *pair, *options],
+        command_line(*pair, *options),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import pytest
 from mlx_speculation import SpeculativeGenerator, demo_models
 from mlx_speculation.cli.commands.serve import AccessOptions
 from support.processes.commands import Commands
+from support.processes.programs import command_line
 
 DRAFT = str(demo_models()["draft"])
 KEY = {"MLX_SPECULATION_API_KEY": "sesame"}
@@ -52,7 +52,7 @@ def ending(process: "subprocess.Popen[str]") -> Iterator[None]:
 def test_it_serves_until_a_signal_ends_it() -> None:
     command = ["serve", DRAFT, "--draft", "lookup", "--port", "0", "--blas", "stock"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "mlx_speculation", *command],
+        command_line(*command),
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, **KEY, "COLUMNS": "200"},

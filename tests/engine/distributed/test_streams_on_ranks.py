@@ -23,15 +23,17 @@ from mlx_speculation.engine.distributed.ring_watch import END_SECONDS
 from support.processes.ranks import Ended, run_ranks, wait_for
 
 
-def check_several(ended: list[Ended]) -> None:
+def check_several(ended: list[Ended], ways: dict[str, int]) -> None:
     """Assert that each text is the same, on every rank, as without other streams."""
     assert [each.status for each in ended] == [0] * len(ended), ended
     for each in ended:
         assert each.said == ended[0].said
-    for name, (alone, *others) in ended[0].said.items():
-        assert len(alone) == 14
-        assert len(others) == 7
-        assert all(tokens == alone for tokens in others), name
+    said = ended[0].said
+    assert {name: len(texts) - 1 for name, texts in said.items()} == ways
+    for name, texts in said.items():
+        assert len(texts["alone"]) == 8
+        for way, tokens in texts.items():
+            assert tokens == texts["alone"], (name, way)
 
 
 def check_apart(ended: list[Ended]) -> None:
@@ -49,7 +51,7 @@ def check_apart(ended: list[Ended]) -> None:
         assert "of stream" in said["order"]
         assert "makes generator" in said["another_generator"]
         assert said["options_meanwhile"].startswith(
-            f"RankMismatchError: max_tokens is 15 on rank {last}, and 14 on rank 0"
+            f"RankMismatchError: max_tokens is 9 on rank {last}, and 8 on rank 0"
         )
         assert "ValueError: the last rank has failed" in said["leaving"]
         if rank != last:
@@ -58,7 +60,8 @@ def check_apart(ended: list[Ended]) -> None:
 
 
 def test_streams_can_be_dropped_and_interleaved_on_two_ranks(tmp_path: Path) -> None:
-    check_several(run_ranks("processes.rank_streams.several", tmp_path))
+    ended = run_ranks("processes.rank_streams.several some", tmp_path)
+    check_several(ended, {"plain": 2, "fixed": 2, "adaptive": 3, "mixed": 7})
 
 
 def test_programs_that_differ_are_an_error_on_both_ranks(tmp_path: Path) -> None:
@@ -67,7 +70,8 @@ def test_programs_that_differ_are_an_error_on_both_ranks(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_streams_can_be_dropped_and_interleaved_on_three_ranks(tmp_path: Path) -> None:
-    check_several(run_ranks("processes.rank_streams.several", tmp_path, ranks=3))
+    ended = run_ranks("processes.rank_streams.several all", tmp_path, ranks=3)
+    check_several(ended, dict.fromkeys(("plain", "fixed", "adaptive", "mixed"), 7))
 
 
 @pytest.mark.slow

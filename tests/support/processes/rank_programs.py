@@ -49,7 +49,7 @@ rank = group.rank()
 
 def main() -> None:
     """Run the program that the arguments name, "module.name" if not of this one."""
-    faulthandler.dump_traceback_later(300, exit=True)
+    faulthandler.dump_traceback_later(900, exit=True)
     name, *arguments = sys.argv[1:]
     module, _, name = name.rpartition(".")
     found = importlib.import_module(f"support.{module}") if module else None

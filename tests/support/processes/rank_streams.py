@@ -21,7 +21,7 @@ from support.processes.rank_programs import (
 from support.processes.ranks import wait_for
 
 ONE, TWO = prompt_of(40), prompt_of(23)
-TOKENS = 14
+TOKENS = 8
 # The rank whose program is another one, where one is.
 ODD = group.size() - 1
 
@@ -163,18 +163,6 @@ def _rest(stream: Any) -> list[int]:
     return [chunk.token for chunk in stream]
 
 
-def several() -> dict[str, list[list[int]]]:
-    """Return the texts of `Streams`, for drafts of several kinds."""
-    said: dict[str, list[list[int]]] = {}
-    cases = [("plain", 0, None), ("fixed", 2, None), ("adaptive", None, SAMPLED)]
-    for name, length, sampling in [*cases, ("mixed", 2, None)]:
-        mixed = name == "mixed"
-        streams = Streams(make(length), sampling or Sampling(), mixed=mixed)
-        said[name] = [streams.alone()]
-        said[name] += [getattr(streams, way)() for way in WAYS]
-    return said
-
-
 WAYS = [
     "dropped_before_its_begin",
     "dropped",
@@ -184,6 +172,30 @@ WAYS = [
     "collected",
     "first_dropped",
 ]
+# The kinds of drafts, and the ways that each goes where not all go all of them. Mixed
+# drafts have what is in the others: plain steps, and rounds that are planned in them.
+SOME_WAYS = {
+    "plain": ["dropped", "by_turns"],
+    "fixed": ["left_loop", "collected"],
+    "adaptive": ["dropped_before_its_begin", "closed", "first_dropped"],
+    "mixed": WAYS,
+}
+
+
+def several(ways: str = "all") -> dict[str, dict[str, list[int]]]:
+    """Return the texts of `Streams` by their ways, for drafts of several kinds.
+
+    Args:
+        ways: "all" of them for each kind, or "some".
+    """
+    said: dict[str, dict[str, list[int]]] = {}
+    lengths = {"plain": 0, "fixed": 2, "adaptive": None, "mixed": 2}
+    for name, length in lengths.items():
+        sampling = SAMPLED if name == "adaptive" else Sampling()
+        streams = Streams(make(length), sampling, mixed=name == "mixed")
+        chosen = WAYS if ways == "all" else SOME_WAYS[name]
+        said[name] = {way: getattr(streams, way)() for way in ["alone", *chosen]}
+    return said
 
 
 def apart() -> dict[str, Any]:

@@ -2,6 +2,10 @@
 
 They are joined by mlx's ring. With RANKS_BACKEND=nccl in the environment by NCCL, each
 on a GPU of its own; RANKS_SECONDS is how long a program may then take.
+
+Threads of the ring that wait for another rank keep a core busy. Where other programs
+have the cores, a launch of ten seconds was seen to take two minutes, so that limits of
+time, which only a hang should meet, are longer.
 """
 
 import json
@@ -17,10 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from support.processes.programs import python
+
 ROOT = Path(__file__).parents[3]
 PROGRAM = "from support.processes.rank_programs import main; main()"
 BACKEND = os.environ.get("RANKS_BACKEND", "ring")
-SECONDS = float(os.environ.get("RANKS_SECONDS", "120"))
+SECONDS = float(os.environ.get("RANKS_SECONDS", "400"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,7 @@ def run_ranks(
     paths = [str(ROOT / "src"), str(ROOT / "tests"), named.get("PYTHONPATH", "")]
     named["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     named["MLX_SPECULATION_CACHE"] = str(folder / "measured")
-    command = [sys.executable, "-c", PROGRAM, *program.split()]
+    command = python(PROGRAM, *program.split())
     if launcher:
         started = [_launched(command, ranks, folder, named)]
     else:
@@ -87,7 +93,7 @@ def run_ranks(
     ]
 
 
-def wait_for(path: Path, seconds: float = 60.0) -> None:
+def wait_for(path: Path, seconds: float = 300.0) -> None:
     """Wait until a rank has written a file."""
     until = time.monotonic() + seconds
     while not path.exists():

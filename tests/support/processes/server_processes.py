@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_speculation import demo_models
+from support.processes.programs import command_line
 from support.processes.servers import Answer, answer_of, connect, packet, post
 
 DRAFT = str(demo_models()["draft"])
@@ -82,7 +82,7 @@ def server_process(*options: Any, model: str | Path = DRAFT) -> Iterator[ServerP
         *map(str, options),
     ]
     popen = subprocess.Popen(
-        [sys.executable, "-m", "mlx_speculation", *command],
+        command_line(*command),
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "COLUMNS": "200"},

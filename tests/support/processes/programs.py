@@ -1,0 +1,26 @@
+"""Programs that tests start with this Python.
+
+They run without torch, as most users of mlx do: transformers imports it where it is
+installed, which takes longer than all else that the command line needs to start.
+"""
+
+import sys
+
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None\n"
+# What the installed command runs.
+MAIN = "from mlx_speculation.cli import main; main()"
+
+
+def python(code: str, *arguments: str) -> list[str]:
+    """Return the command that runs a program.
+
+    Args:
+        code: of it.
+        arguments: that it finds in `sys.argv`.
+    """
+    return [sys.executable, "-c", WITHOUT_TORCH + code, *arguments]
+
+
+def command_line(*options: str) -> list[str]:
+    """Return the command that runs `mlx-speculation` with these options."""
+    return python(MAIN, *options)
