@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import mlx_speculation
 from mlx_speculation import Sampling, SpeculativeGenerator, demo_models
 from mlx_speculation.blas import BlasChoice
 from mlx_speculation.cli.app import app
-from mlx_speculation.demo import DemoPrompt
+from mlx_speculation.demo import DemoPrompt, one_prompt_per_group
 from mlx_speculation.engine.equivalence import texts
 from mlx_speculation.engine.equivalence.texts import Parting
+from support.processes.programs import command_line
 
 DEMO = "mlx_speculation.cli.commands.demo"
 PROMPT = "def add(first, second):\n"
@@ -23,7 +25,7 @@ PROMPT = "def add(first, second):\n"
 def run(*options: str, text: str | None = None) -> "subprocess.CompletedProcess[str]":
     """Run the installed command in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-m", "mlx_speculation", *options],
+        command_line(*options),
         capture_output=True,
         text=True,
         input=text,
@@ -80,10 +82,15 @@ def test_an_error_of_the_package_is_one_line_and_status_one() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_demo_finds_the_same_tokens_for_every_target_and_group() -> None:
+def test_demo_finds_the_same_tokens_for_every_target_and_group(
+    in_process: CliRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beginnings of its prompts: the stock BLAS is slow. The test of docs runs it."""
+    prompts = [replace(each, text=each.text[:20]) for each in one_prompt_per_group()]
+    monkeypatch.setattr(f"{DEMO}.one_prompt_per_group", lambda: prompts)
     # With a length, so that it does not calibrate: test_calibrate_prints_... does.
-    done = run("demo", "--max-tokens", "5", "--draft-length", "2")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = in_process.invoke(app, ["demo", "--max-tokens", "2", "--draft-length", "1"])
+    assert done.exit_code == 0, done.output
     for target in ("dense", "sliding", "hybrid"):
         assert done.stdout.count(f"{target}: ") == 3
     assert done.stdout.count("yes") + done.stdout.count("near-tie at") == 9
