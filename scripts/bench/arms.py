@@ -95,7 +95,7 @@ class Run:
             for token, number in islice(self.arrivals, wanted):
                 self.tokens.append(token)
                 arrived += 1
-                timed += not first and number != self._untimed
+                timed += number != self._untimed
                 if token in self.stop:
                     self.arrivals.close()
         except Exception as error:  # what mlx-lm cannot do is a result

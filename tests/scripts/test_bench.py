@@ -1,9 +1,9 @@
 """The runner of the benchmarks: turns, runs, texts, reports, prompts, models.
 
-Faults that were made by hand, and found here: the first token is timed; so are tokens
-of its round; a text is not taken to its end; all turns have one order; a wrong text
-passes; the slower plain decoding is plain; hooks stay on a bare copy, or its arrays are
-copied.
+Faults that were made by hand, and found here: tokens of the first round are timed; a
+text is not taken to its end, or goes on behind it; all turns have one order; a wrong
+text passes; the slower plain decoding is plain; later turns lack the answers before
+them; a bare copy is none, or its arrays are copied; a quiet report prints.
 """
 
 import json
@@ -35,7 +35,7 @@ from bench.models import Bench, bare
 from bench.options import folder_of
 from bench.prompts import Question, read_questions
 from bench.report import Report, reported, shown, table_of
-from bench.series import Series, compare, rows_of
+from bench.series import Series, compare, jobs_of, rows_of
 from bench.turns import Spread, in_turns, order
 from mlx_speculation.caches import position
 from mlx_speculation.demo import demo_models
@@ -282,6 +282,19 @@ def test_a_later_turn_is_asked_behind_the_answers(bench: Bench) -> None:
     assert tokenizer.decode(raw) == "one"
 
 
+def test_jobs_ask_later_turns_behind_what_plain_decoding_answers(bench: Bench) -> None:
+    questions = [Question("qa", "1", ("one", "two")), Question("qa", "2", ("three",))]
+    jobs = [*jobs_of(bench, questions, tokens=6, temperature=0.0, seed=4)]
+    answer = bench.plain.generate(jobs[0].prompt, max_tokens=6).text
+    assert [job.prompt for job in jobs] == [
+        questions[0].prompt(bench.tokenizer),
+        questions[0].prompt(bench.tokenizer, [answer]),
+        questions[1].prompt(bench.tokenizer),
+    ]
+    assert len(jobs[1].prompt) > len(jobs[0].prompt) + 3
+    assert [job.seed for job in jobs] == [4, 4, 5]
+
+
 def test_the_bundled_heads_are_known_by_their_folders() -> None:
     beside = demo_models()["draft"].parent
     targets = {"dense", "sliding", "hybrid"}
@@ -302,6 +315,7 @@ def test_a_bare_copy_shares_the_arrays_and_has_no_hooks(name: str) -> None:
     recorders = ModelHooks(model)
     expected = model(ids).tolist()  # before: gemma3n clips weights of its own in it
     other: Any = bare(model)
+    assert other is not model
     recorders.remove()  # and what is without hooks is no other's business
     pairs = [dict(tree_flatten(each.parameters())) for each in (model, other)]
     assert pairs[0].keys() == pairs[1].keys()

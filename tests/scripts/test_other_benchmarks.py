@@ -1,8 +1,9 @@
 """The benchmarks run on a tiny model, and count what they say that they count.
 
-Faults that were made by hand, and found here: rounds of a stream that goes on; a draft
-that is wrong is right; a text that differs is let through; the first server counts for
-its own reference; every rank prints; the target stays whole.
+Faults that were made by hand, and found here: a draft that is wrong is right; a text
+that differs is let through; a longer draft than was asked for; positions that were
+reached are left out of what is expected; the best length is chosen by the slices it is
+compared in; texts of servers are not compared; the bound lacks what a draft holds.
 """
 
 import json
@@ -44,6 +45,17 @@ def test_acceptance_counts_each_draft_at_each_length(
     assert rows["model", 1]["tokens_a_round"] == 2
     assert rows["wrong", 3]["accepted"] == 0
     assert all(row["near_ties"] == 0 for row in rows.values())
+
+
+def test_acceptance_ends_where_a_text_is_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "bench.models.Bench.plain_text", lambda self, prompt, tokens, _: [7] * tokens
+    )
+    sizes = "--group code --prompts 1 --tokens 6 --draft lookup"
+    with pytest.raises(AssertionError, match="not the text of plain decoding"):
+        run_script("acceptance", folder, sizes)
 
 
 def test_each_rule_accepts_what_is_expected_of_it(folder: Path) -> None:

@@ -1,8 +1,7 @@
 """Speeds by turns, of bundled prompts and of a question file, on a tiny model.
 
 Faults that were made by hand, and found here: a length is not passed on; the ratio is
-upside down; groups are not summed; later turns lack the answers before them; an answer
-goes on behind its end.
+upside down; groups are not summed.
 """
 
 import json
