@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from mlx_speculation import SpeculativeGenerator
+from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import load
 from mlx_speculation.training.acceptance_check import (
     ROUND,
@@ -83,6 +84,18 @@ def test_sampled_text_accepts_the_overlap_of_probabilities(tmp_path: Path) -> No
     begin, end = 3, len(dialogue.tokens) - ROUND
     expected = np.mean(overlap[begin:end])
     assert found["sampled"].positions[0] == pytest.approx(expected, abs=1e-3)
+
+
+def test_answers_that_are_too_short_to_draft_are_refused(tmp_path: Path) -> None:
+    folder = chat_folder(tmp_path / "target")
+    model, tokenizer = load(folder)
+    trainee = SmallModelTrainee(model, tokenizer, folder, folder, seed=0)
+    tokens = np.array([1, 2, 3, 4], np.uint32)
+    short = Dialogue(tokens, np.arange(4) >= 3, True, False, 0.0)
+    with pytest.raises(InvalidRequestError, match=r"1 held-out answers .* 4 tokens"):
+        check_acceptance(
+            trainee, TargetModel(model, trainee), [short], rows=1, longest=200
+        )
 
 
 def test_a_lookup_is_right_where_text_repeats() -> None:

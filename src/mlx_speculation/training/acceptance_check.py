@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from mlx_speculation.engine import LookupDrafter
 from mlx_speculation.engine import Sequence as Known
+from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.training.data.dialogues import Dialogue
 from mlx_speculation.training.kinds.trainee import Trainee, depths_of, slots_of
 from mlx_speculation.training.teacher import TargetModel
@@ -62,6 +63,9 @@ def check_acceptance(
 
     Returns:
         "greedy" and "sampled", those of which there are dialogues.
+
+    Raises:
+        InvalidRequestError: no answer is long enough to be drafted.
     """
     depths = depths_of(trainee, depths)
     found: dict[str, list[NDArray[np.float64]]] = {"greedy": [], "sampled": []}
@@ -71,11 +75,17 @@ def check_acceptance(
         for dialogue, own in zip(group, shares, strict=True):
             part = _counting(dialogue, own, trainee.first, longest)
             found["sampled" if temperature else "greedy"].append(part)
-    return {
+    accepted = {
         name: _summed(parts, walk=name == "greedy")
         for name, parts in found.items()
         if any(map(len, parts))
     }
+    if not accepted:
+        raise InvalidRequestError(
+            f"None of the {len(dialogues)} held-out answers is long enough to draft "
+            f"{depths} tokens of. Raise --answer-tokens, --slots or --held-out."
+        )
+    return accepted
 
 
 def lookup_acceptance(
