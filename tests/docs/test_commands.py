@@ -31,8 +31,19 @@ CHEAPLY = {
     "check": ("--tokens", "8", "--places", "2"),
     "demo": ("--max-tokens", "4"),
     "train": (
-        *("--dialogues", "8", "--held-out", "4", "--batch", "4"),
-        *("--answer-tokens", "12", "--rows", "2", "--slots", "64", "--depths", "2"),
+        *("--dialogues", "16", "--held-out", "8", "--batch", "8"),
+        *(
+            "--answer-tokens",
+            "24",
+            "--prompt-tokens",
+            "16",
+            "--rows",
+            "2",
+            "--slots",
+            "64",
+            "--depths",
+            "2",
+        ),
         *("--steps", "2", "--evaluations", "1", "--skip-speed"),
     ),
 }
@@ -110,7 +121,7 @@ def invoked(
     )
     more = CHEAPLY.get(words[0], ())
     if words[0] == "train":
-        more = (*more, "--out", "trained")
+        more = (*more, "--out", f"trained{len(words)}")
     runner = CliRunner(env={"COLUMNS": "120"})
     return runner.invoke(app, [*words, *more], input="What is a stack?\n")
 

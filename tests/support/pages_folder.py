@@ -25,7 +25,9 @@ def fill(folder: Path) -> None:
         place = folder / name
         place.parent.mkdir(parents=True, exist_ok=True)
         place.symlink_to(small)
-    (folder / PROMPTS).write_text('{"prompt": "What is a stack?"}\n', "utf-8")
+    asked = [{"prompt": f"class Shape{number}:\n"} for number in range(16)]
+    lines = "".join(f"{json.dumps(each)}\n" for each in asked)
+    (folder / PROMPTS).write_text(lines, encoding="utf-8")
     chat = folder / CHAT
     shutil.copytree(small, chat)
     file = chat / "tokenizer_config.json"
