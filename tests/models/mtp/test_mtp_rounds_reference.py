@@ -38,10 +38,10 @@ class Rounds:
         assert start + count <= len(known)
         return mx.array(known[start : start + count])[None]
 
-    def choose(self, logits: mx.array) -> tuple[mx.array, bool]:
+    def choose(self, logits: mx.array) -> mx.array:
         self.logits.append(logits)
         self.drafted.append(self.script.pop())
-        return mx.array(self.drafted[-1:]), True
+        return mx.array(self.drafted[-1:])
 
     def draft(self, count: int) -> None:
         """Draft behind all committed tokens, the last of which has no state yet."""
