@@ -27,6 +27,7 @@ FILES = (
     "engine/mlx_lm_compat/response.py",
     "engine/mlx_lm_compat/sampler.py",
     "src/mlx_speculation/server/mlx_lm_server.py",
+    "src/mlx_speculation/training/",
 )
 
 

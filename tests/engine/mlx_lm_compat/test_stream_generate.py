@@ -611,7 +611,7 @@ def test_the_keywords_are_mlx_lms() -> None:
     theirs = parameters(*loops)
     ours = parameters(stream_generate)
     assert set(theirs) == KEYWORDS
-    assert set(ours) - {"seed", "unknown"} == KEYWORDS
+    assert set(ours) - {"seed", "exact", "unknown"} == KEYWORDS
     # None: by measurement, and the default stream.
     assert ours["num_draft_tokens"].default is ours["stream"].default is None
     assert theirs["num_draft_tokens"].default == 2
