@@ -5,9 +5,10 @@ from collections.abc import Iterable
 # Rounds that an average looks back on.
 WINDOW = 40.0
 # What a position is taken for before it was tried, and in how many rounds: the first
-# for this, every other one for the one before it.
+# for this, every other one for the one before it. With less, bad luck at a position
+# that is hardly ever reached keeps drafts short.
 FIRST_GUESS = 0.7
-GUESSED = 4.0
+GUESSED = 8.0
 
 
 class AcceptanceRates:

@@ -20,7 +20,7 @@ from mlx_speculation.models import row_size
 
 # In plain steps: the credit at first, the most of it, and what a plain step adds.
 FIRST_CREDIT = 3.0
-MOST_CREDIT = 32.0
+MOST_CREDIT = 24.0
 SHARE = 0.015
 # What a draft has to gain over plain steps to be preferred to them; and what it has to
 # gain when all of it is right to be tried.
@@ -31,7 +31,7 @@ FIRST_LENGTH = 2
 # A round counts for at most so many times what is usual.
 SLOWEST = 2.0
 # Of so many rounds one drafts more than is best: nothing else tells of later tokens.
-LONGER_ROUNDS = 8
+LONGER_ROUNDS = 12
 # Plain steps after a decision for them; twice as many after each trial in vain.
 PAUSE, MOST_DOUBLED = 8, 3
 # Drafted rounds until plain steps are measured again, and how many of them tell.
@@ -102,7 +102,13 @@ class AdaptiveDraftLength:
             return self._plain(Plan(0, "measure"), REVIEW_STEPS)
         options = self._options(context, longest)
         plain, credit = options[0], self.credit.steps
-        paying = [o for o in options if o.length + 1 >= LEAST_GAIN * o.over(plain)]
+        measured = self.costs.longest(context)
+        paying = [
+            option
+            for option in options
+            if option.length + 1 >= LEAST_GAIN * option.over(plain)
+            and (option.length <= measured or option.over(plain) - 1 <= credit)
+        ]
         draft = max(paying, key=lambda option: option.speed, default=plain)
         if draft.speed > SURE_GAIN * plain.speed and credit > 0:
             longer = [o.length for o in options if o.length > draft.length]

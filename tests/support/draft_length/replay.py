@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import mlx.nn as nn
 import numpy as np
 
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Outcome, Plan
 from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
+from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
+from mlx_speculation.engine.drafters.source import DraftSource
 
 TRACES = Path(__file__).with_name("traces.npz")
 
@@ -52,21 +55,16 @@ class Machine:
     """What rounds cost, in plain steps.
 
     Attributes:
-        verify: of a round with so many drafted tokens, drafting not included.
-        draft: for each drafted token, of each drafter.
+        rounds: of each drafter, a round with so many drafted tokens.
         left: of a plain step that is in flight when a round begins.
         cold: a plain step that is not, and of the next one nothing.
         noise: times of rounds are multiplied by these in turn.
     """
 
-    verify: Sequence[float]
-    draft: Sequence[float]
+    rounds: Sequence[Sequence[float]]
     left: float = 0.0
     cold: float = 1.0
     noise: Sequence[float] = (1.0,)
-
-    def drafted(self, drafter: int, tokens: int) -> float:
-        return self.verify[tokens] + self.draft[drafter] * tokens
 
 
 @dataclass
@@ -108,9 +106,7 @@ def replay(
         if drafted > 0:
             accepted = min(max(0, right - behind), drafted)
             emitted, ahead = accepted + 1 + behind, False
-            steps = machine.drafted(drafter, drafted) + machine.left * behind
-            # The token of the step in flight is drafted too, and left out.
-            steps += machine.draft[drafter] * behind
+            steps = machine.rounds[drafter][drafted] + machine.left * behind
         else:
             emitted = 1
             ahead = plan.length > 0 or (following is not None and following.length == 0)
@@ -175,6 +171,61 @@ def texts_of(
             for row, (context, count) in enumerate(zip(contexts, tokens, strict=True))
         ]
     return found
+
+
+# What a drafted token takes of a plain step where a GPU is, by the kind of drafter: a
+# head of a layer, or a small model.
+_DRAFTING = {"lookup": 0.0, "model": 0.4, "mtp": 0.1, "eagle": 0.1, "assistant": 0.1}
+# One H100 and an 8 B llama: nearly all of a round is the host's. An M4 Pro: 4-bit
+# products of so many rows. Their rounds verify so many drafts in so many plain steps.
+_H100 = {0: 1.0, 1: 1.7, 2: 1.72, 4: 1.81, 8: 1.89, 16: 1.96}
+_MAC = {0: 1.0, 1: 1.03, 2: 1.22, 3: 1.47, 5: 2.07, 7: 2.69, 11: 3.0, 16: 3.4}
+# One without BLAS: each row costs what a step does, and no draft pays.
+_LINEAR = {0: 1.0, 16: 17.0}
+
+
+def machines_of(
+    traces: dict[str, np.ndarray], pairs: Sequence[str]
+) -> dict[str, Machine]:
+    """Return the machines that a pair, or a cascade of several, is replayed on."""
+    kinds = [pair.split("-")[1] for pair in pairs]
+
+    def made(verify: dict[int, float], left: float, cold: float) -> Machine:
+        each = [_spread(verify) + np.arange(17) * _DRAFTING[kind] for kind in kinds]
+        return Machine([one.tolist() for one in each], left, cold)
+
+    measured = [
+        _spread(dict(zip(traces[f"{p}/lengths"], traces[f"{p}/costs"], strict=True)))
+        for p in pairs
+    ]
+    return {
+        "cpu": Machine([one.tolist() for one in measured]),
+        "h100": made(_H100, 0.5, 1.0),
+        "mac": made(_MAC, 0.9, 1.05),
+        "linear": made(_LINEAR, 0.0, 1.0),
+    }
+
+
+def _spread(costs: dict[int, float]) -> np.ndarray:
+    """Return costs of 0 to 16 drafts, with straight lines between those known."""
+    return np.interp(range(17), list(costs), list(costs.values()))
+
+
+def generator_of(drafters: int) -> Callable[[], DraftLengthPolicy]:
+    """Return what makes the policies of one generator's streams, nothing known."""
+    factory = PolicyFactory(nn.Module(), Several(drafters), "slack", None)
+    return lambda: factory.for_stream(None)
+
+
+class Several(DraftSource):
+    """Stands for a draft of so many members, whose costs are not kept in a file."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def members(self) -> list[DraftSource]:
+        """Return themselves."""
+        return [self] * self._count
 
 
 def run(

@@ -1,0 +1,239 @@
+"""Records what a drafter would propose at every position of texts.
+
+Draft length policies are chosen by replaying such traces: the text of a seed is the
+same whatever is drafted, and what a drafter proposes depends on the tokens before
+alone. So a long draft at each position tells what any draft from there would bring.
+
+    python scripts/bench/traces.py traces.npz --model FOLDER --draft lookup \
+        --name smollm2-lookup --prompts question.jsonl --per-group 4
+
+adds the pair, or more texts of it, to traces.npz, and prints one JSON line. Without
+--model and --prompts it is the bundled dense model on the bundled prompts. The tests
+replay the file in tests/support/draft_length/.
+
+A chat model's texts end where it ends them, others after --tokens. Arrays of a pair,
+by the names `NAME/GROUP/...`, one row for each text, with zeros behind its end:
+    right     uint8 [texts, tokens], how many of the drafted tokens are in the text
+    found     uint8 [texts, tokens], how many were drafted
+    sure      uint8 [texts, tokens, 8], the probability that the drafter gave to each of
+              the first tokens, 0 to 15 in fifteenths; only where it has probabilities
+    context   int32 [texts], the tokens of the prompt; `tokens` likewise, of the text
+    costs     float32 [lengths], what a round that drafts `NAME/lengths` tokens takes,
+              in plain steps: of the processor's time, which a busy machine leaves alone
+"""
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlx_speculation.blas import use_blas
+
+if __name__ == "__main__":
+    use_blas("auto")
+
+import mlx.core as mx
+
+from mlx_speculation import LookupDrafter, SpeculativeGenerator, load
+from mlx_speculation.demo import demo_models, demo_prompts
+from mlx_speculation.engine.draft_length.calibration import (
+    calibration_prompt,
+    measured_draft,
+)
+from mlx_speculation.engine.drafters.base import NOTHING, Choose, Draft, Drafter
+from mlx_speculation.engine.drafters.source import DraftSource
+from mlx_speculation.engine.prompt import Sequence
+from mlx_speculation.models import Lane
+from mlx_speculation.samplers import Chosen, Rows, Sampling
+
+DRAFTED = 15  # tokens, at each position
+SURE = 8  # of them whose probability is kept
+CONTEXT = 256  # tokens in the caches at which costs are measured
+LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+ROUNDS, PLAIN_ROUNDS = 16, 48
+
+
+class Recorded(DraftSource):
+    """Asks a source for long drafts, keeps them, and proposes nothing."""
+
+    def __init__(self, inner: DraftSource) -> None:
+        self.inner = inner
+        self.kind, self.follows = inner.kind, inner.follows
+        self.drafts: dict[int, tuple[list[int], list[float]]] = {}
+
+    def open(
+        self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
+    ) -> Drafter:
+        """Return the drafter of one stream; what the one before has kept is gone."""
+        self.drafts = {}
+        return Recorder(self.inner.open(lane, sequence, draft_cache), self.drafts)
+
+
+class Recorder:
+    """The drafter of one stream, which keeps its drafts by the tokens before them."""
+
+    def __init__(
+        self, inner: Drafter, drafts: dict[int, tuple[list[int], list[float]]]
+    ) -> None:
+        self._inner, self._drafts = inner, drafts
+
+    def begin(self, sequence: Sequence) -> None:
+        """Let it begin."""
+        self._inner.begin(sequence)
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        """Keep what it proposes, and propose nothing."""
+        probs: list[mx.array] = []
+
+        def watched(logits: mx.array, rows: Rows, ids: Any = None) -> Chosen:
+            probs.append(mx.softmax(logits.astype(mx.float32)[-1]).max())
+            return choose(logits, rows, ids)
+
+        draft = self._inner.propose(sequence, DRAFTED, watched)
+        tokens: Any = draft.tokens.tolist()
+        self._drafts[len(sequence.tokens)] = tokens, [float(one) for one in probs]
+        self._inner.discard()
+        return NOTHING
+
+    def settle(self, accepted: int) -> None:
+        """Do nothing: nothing was proposed."""
+
+    def discard(self) -> None:
+        """Do nothing: the draft is discarded by now."""
+
+
+def record(
+    generator: SpeculativeGenerator,
+    source: Recorded,
+    prompt: list[int],
+    tokens: int,
+    sampling: Sampling,
+) -> dict[str, np.ndarray]:
+    """Return the arrays of one text."""
+    chats = generator.tokenizer.has_chat_template
+    result = generator.generate(
+        prompt,
+        max_tokens=tokens,
+        sampling=sampling,
+        stop_tokens=None if chats else (),
+        draft_length=DRAFTED,
+    )
+    if result.stats.drafter_faults:
+        raise RuntimeError(str(result.stats.drafter_faults[0]))
+    text = [*prompt, *result.tokens]
+    right = np.zeros(tokens, np.uint8)
+    found = np.zeros(tokens, np.uint8)
+    sure = np.zeros((tokens, SURE), np.uint8)
+    for known, (drafted, probs) in source.drafts.items():
+        place = known - len(prompt)
+        if place >= len(result.tokens):
+            continue
+        agree = [a == b for a, b in zip(drafted, text[known:], strict=False)]
+        right[place] = [*agree, False].index(False)
+        found[place] = len(drafted)
+        for index, one in enumerate(probs[:SURE]):
+            sure[place, index] = round(15 * one)
+    count = np.array(len(result.tokens), np.int32)
+    return {"right": right, "found": found, "sure": sure, "tokens": count}
+
+
+def costs_of(model: Any, tokenizer: Any, draft: DraftSource) -> list[float]:
+    """Return what rounds of each of `LENGTHS` cost, in plain steps."""
+    generator = SpeculativeGenerator(model, tokenizer, draft=measured_draft(draft))
+    seconds = []
+    for length in LENGTHS:
+        stream = generator.stream(
+            calibration_prompt(CONTEXT),
+            max_tokens=1 << 20,
+            stop_tokens=(),
+            draft_length=length,
+        )
+        rounds = PLAIN_ROUNDS if length == 0 else ROUNDS
+        for _ in range(4):
+            stream.next_round()
+        started = time.process_time()
+        for _ in range(rounds):
+            stream.next_round()
+        seconds.append((time.process_time() - started) / rounds)
+        stream.close()
+    return [each / seconds[0] for each in seconds]
+
+
+def prompts_of(options: argparse.Namespace, tokenizer: Any) -> dict[str, list[Any]]:
+    """Return token ids by group."""
+    found: dict[str, list[Any]] = defaultdict(list)
+    if options.prompts is None:
+        for prompt in demo_prompts():
+            found[prompt.group].append(tokenizer.encode(prompt.text))
+    else:
+        for line in options.prompts.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            said = [{"role": "user", "content": row["turns"][0]}]
+            ids = tokenizer.apply_chat_template(said, add_generation_prompt=True)
+            found[row.get("group", row.get("category"))].append(ids)
+    stop = options.first + options.per_group
+    return {name: each[options.first : stop] for name, each in found.items()}
+
+
+def main() -> None:
+    """Record one pair."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path, help="the file, which is made or added to")
+    parser.add_argument("--name", required=True, help="of the pair")
+    parser.add_argument("--model", type=Path, default=demo_models()["dense"])
+    parser.add_argument("--draft", default="lookup", help="as a generator takes it")
+    parser.add_argument("--prompts", type=Path, help="JSON lines with `turns`")
+    parser.add_argument("--per-group", type=int, default=3)
+    parser.add_argument("--group", help="only this one")
+    parser.add_argument("--first", type=int, default=0, help="prompts to leave out")
+    parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    options = parser.parse_args()
+    model, tokenizer = load(options.model)
+    model.set_dtype(mx.float32)
+    draft: Any = options.draft
+    if draft == "lookup":
+        draft = LookupDrafter()
+    usual = SpeculativeGenerator(model, tokenizer, draft=draft)
+    assert usual._setup.draft is not None
+    source = Recorded(usual._setup.draft)
+    generator = SpeculativeGenerator(model, tokenizer, draft=source)
+    arrays: dict[str, np.ndarray] = {}
+    if options.out.exists():
+        arrays |= dict(np.load(options.out))
+    name = options.name
+    if f"{name}/costs" not in arrays:
+        costs = np.array(costs_of(model, tokenizer, usual._setup.draft), np.float32)
+        arrays |= {f"{name}/lengths": np.array(LENGTHS), f"{name}/costs": costs}
+    mean: dict[str, float] = {}
+    for group, prompts in prompts_of(options, tokenizer).items():
+        if options.group not in (None, group):
+            continue
+        texts = []
+        for seed, each in enumerate(prompts, options.first):
+            sampling = Sampling(temperature=options.temperature, seed=seed)
+            text = record(generator, source, each, options.tokens, sampling)
+            texts.append(text)
+        for text, each in zip(texts, prompts, strict=True):
+            text["context"] = np.array(len(each), np.int32)
+            if not text["sure"].any():
+                del text["sure"]
+        for key in texts[0]:
+            place, new = (
+                f"{name}/{group}/{key}",
+                np.stack([text[key] for text in texts]),
+            )
+            before = [arrays[place]] if place in arrays else []
+            arrays[place] = np.concatenate([*before, new])
+        mean[group] = round(float(arrays[f"{name}/{group}/right"].mean()), 3)
+        print(group, mean[group], flush=True)
+    np.savez_compressed(options.out, **arrays)  # type: ignore[arg-type]
+    print(json.dumps({"name": name, "right": mean, "file": str(options.out)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""The adaptive policy on traces of real rounds: never slower than plain decoding.
+
+Each group of each pair is replayed as the requests of one generator that knows nothing,
+on measured and published costs, and compared with the best fixed length of that group.
+`pytest -s` prints what came of each. Faults that were made by hand, and found here:
+drafts without a credit; no trial after a pause; options that never grow; a new stream
+that knows nothing of the last one; a rate that counts positions behind a wrong token; a
+drafter of a cascade that learns from the rounds of another.
+"""
+
+import sys
+from collections import Counter
+from functools import cache
+
+import numpy as np
+import pytest
+
+from mlx_speculation.engine.draft_length.base import FixedDraftLength
+from support.draft_length.replay import (
+    TRACES,
+    Machine,
+    Replayed,
+    generator_of,
+    machines_of,
+    run,
+    texts_of,
+)
+
+pytestmark = pytest.mark.usefixtures("measured")
+PAIRS = (
+    ("smollm2-lookup",),
+    ("dense-model",),
+    ("dense-lookup",),
+    ("dense-eagle",),
+    ("hybrid-mtp",),
+    ("hybrid-lookup",),
+    ("sliding-assistant",),
+    ("dense-lookup", "dense-model"),
+    ("dense-lookup", "dense-eagle"),
+    ("hybrid-lookup", "hybrid-mtp"),
+)
+MACHINES = ("cpu", "h100", "mac", "linear")
+REQUESTS = (50, 100, 300)
+FIXED = (0, 1, 2, 3, 4, 6, 8, 12, 15)
+LEAST_PLAIN = 0.97
+# Of all pairs together, and of each of them. In a request of 50 tokens the first one,
+# which does not wait for a draft, is a fiftieth of them.
+LEAST_SUM, LEAST_PAIR = 0.95, 0.93
+
+
+def said(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+
+
+@cache
+def traces() -> dict[str, np.ndarray]:
+    return dict(np.load(TRACES))
+
+
+def compared(
+    pair: tuple[str, ...], machine: Machine, tokens: int
+) -> tuple[float, float]:
+    """Return the steps of the best fixed length of each group, and the policy's."""
+    best = ours = 0.0
+    for group, texts in texts_of(traces(), pair).items():
+        fixed = [
+            run(lambda n=n: FixedDraftLength(n), machine, texts, tokens).steps  # type: ignore[misc]
+            for n in FIXED
+        ]
+        found = run(generator_of(len(pair)), machine, texts, tokens)
+        over_plain = fixed[0] / found.steps
+        length = FIXED[fixed.index(min(fixed))]
+        said(
+            f"{'+'.join(pair)} {group}, {tokens} tokens: {over_plain:.3f} of plain, "
+            f"best {fixed[0] / min(fixed):.3f} with {length}"
+        )
+        assert over_plain >= LEAST_PLAIN, (pair, group)
+        best, ours = best + min(fixed), ours + found.steps
+    return best, ours
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("tokens", REQUESTS)
+def test_it_loses_nothing_to_plain_steps_and_little_to_the_best_length(
+    name: str, tokens: int
+) -> None:
+    bests, owns = [], []
+    for pair in PAIRS:
+        best, ours = compared(pair, machines_of(traces(), pair)[name], tokens)
+        assert best / ours >= LEAST_PAIR, pair
+        bests.append(best)
+        owns.append(ours)
+    said(f"{name}, {tokens} tokens, all pairs: {sum(bests) / sum(owns):.3f} of best")
+    assert sum(bests) / sum(owns) >= LEAST_SUM
+
+
+def replayed(pair: tuple[str, ...], name: str) -> Replayed:
+    machine = machines_of(traces(), pair)[name]
+    texts = [text for each in texts_of(traces(), pair).values() for text in each]
+    return run(generator_of(len(pair)), machine, texts, 100, explain=True)
+
+
+def test_a_replay_is_the_same_every_time_and_can_be_printed() -> None:
+    pair = ("hybrid-lookup", "hybrid-mtp")
+    first, second = replayed(pair, "h100"), replayed(pair, "h100")
+    assert first.decisions == second.decisions
+    lines = [str(plan) for plan, _ in first.decisions or [] if plan.options]
+    assert all("credit" in line for line in lines)
+    assert len(set(lines)) > 50
+
+
+def test_a_machine_with_a_noisy_clock_loses_little() -> None:
+    random = np.random.default_rng(0)
+    noise = np.exp(0.08 * random.standard_normal(997))
+    noise *= np.where(random.random(997) < 0.01, 3.0, 1.0)
+    for pair in (("smollm2-lookup",), ("dense-eagle",), ("hybrid-mtp",)):
+        for name in ("cpu", "h100"):
+            machine = machines_of(traces(), pair)[name]
+            noisy = Machine(machine.rounds, machine.left, machine.cold, noise.tolist())
+            for texts in texts_of(traces(), pair).values():
+                plain = run(lambda: FixedDraftLength(0), machine, texts, 100)
+                found = run(generator_of(1), noisy, texts, 100)
+                assert plain.steps / found.steps >= LEAST_PLAIN - 0.01
+
+
+def test_later_streams_of_a_generator_begin_with_what_it_knows() -> None:
+    found = replayed(("dense-model",), "cpu")
+    decisions = found.decisions or []
+    begins = [n for n, (p, _) in enumerate(decisions) if p.reason == "measure"]
+    assert begins[:4] == [0, 1, 2, 3]  # two plain steps tell, the ends do not
+    lengths = [decisions[n + 1][0].length for n in begins[4:]]
+    assert Counter(length > 2 for length in lengths)[True] > len(lengths) / 2
