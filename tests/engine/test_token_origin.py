@@ -58,7 +58,7 @@ def expected(stream: Stream) -> list[Origin]:
         if outcome.behind or not outcome.drafted:
             origins.append(Origin("step"))
         if outcome.drafted:
-            origins += [Origin("accepted", i) for i in range(outcome.accepted)]
+            origins += [Origin("accepted", i) for i in range(int(outcome.accepted))]
             whole = outcome.accepted == outcome.drafted
             origins.append(Origin("bonus" if whole else "correction"))
     return origins
