@@ -85,7 +85,7 @@ class Known:
         return known
 
     def keep(self, rates: AcceptanceRates) -> None:
-        """Learn from a stream that has ended; write the file if it has told news."""
+        """Learn from a stream that has ended; write the file if something changed."""
         self.rates = rates
         self.save_if_new()
 

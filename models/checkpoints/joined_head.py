@@ -99,9 +99,9 @@ def take_own_ends(
         )
     columns = found.output or vocab
     if columns != (vocab if ids is None else ids.size):
-        told = "no d2t" if ids is None else f"a d2t of {ids.size}"
+        own = "no d2t" if ids is None else f"a d2t of {ids.size}"
         raise ModelFolderError(
-            f"The {name} has {columns} columns of logits and {told}, and the target "
+            f"The {name} has {columns} columns of logits and {own}, and the target "
             f"{vocab} ids. Take a whole checkpoint of this target's {name}."
         )
     return found

@@ -1,8 +1,8 @@
 """How much memory a training takes, before it begins.
 
 An estimate: the target's weights, four float32 arrays of the trained ones (weight,
-gradient, two moments), and what a batch leaves for its gradients. It is within a half
-of what was measured.
+gradient, two moments), and what a batch leaves for its gradients. It has not been
+compared with the peak that mlx reports.
 """
 
 import os
