@@ -9,7 +9,7 @@ import pytest
 
 SCRIPTS = str(Path(__file__).parents[2] / "scripts")
 sys.path.insert(0, SCRIPTS)
-exact_texts = importlib.import_module("exact_texts")
+exact_texts = importlib.import_module("bench.exact_texts")
 sys.path.remove(SCRIPTS)
 
 

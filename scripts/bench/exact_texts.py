@@ -6,9 +6,9 @@ differs, and its probabilities where a bit of one does. Rows that are verified t
 differ from single rows by rounding on a GPU, so that texts differ without `exact`; with
 it none may. Speeds are those of the same runs, without the prompts.
 
-    python scripts/exact_texts.py --texts 4 --tokens 40
-    python scripts/exact_texts.py --shape llama --size 1b --dtype bfloat16 --bits 4
-        --texts 200 --tokens 200 --seconds 600 --json          (in one line, on a GPU)
+    python scripts/bench/exact_texts.py --texts 4 --tokens 40
+    python scripts/bench/exact_texts.py --shape llama --size 1b --dtype bfloat16
+        --bits 4 --texts 200 --tokens 200 --seconds 600 --json (in one line, on a GPU)
 
 The drafts: a lookup in the text; an EAGLE-3 head with random weights, which is hardly
 ever right, and reads the target's states; and tokens of the text without a draft, some
