@@ -86,9 +86,15 @@ def limited(
     """Return the caches of a text of so many positions, and how they are quantized.
 
     Raises:
-        InvalidRequestError: the caches cannot be limited so.
+        InvalidRequestError: the caches cannot be limited so. mlx-lm passes
+            `max_kv_size` over where a model makes its own caches; here it is refused.
     """
     caches = Caches.of(model, (), passed, max_kv_size)
+    if max_kv_size is not None and hasattr(model, "make_cache"):
+        raise InvalidRequestError(
+            f"max_kv_size is {max_kv_size}, and {type(model).__module__} makes its own "
+            "caches, whose size mlx-lm does not limit. Leave it out."
+        )
     return caches, checked_quantization(
         model,
         caches,

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from mlx_speculation import BatchGenerator, InvalidRequestError, SpeculativeGenerator
 from support.models.tiny_models import build
@@ -50,7 +51,12 @@ def test_a_template_writes_its_own_special_tokens() -> None:
     tokenizer = generator.tokenizer
     tokenizer._tokenizer.add_special_tokens({"bos_token": "<s>"})
     assert tokenizer.bos_token == "<s>"
+    bos = ("<s>", tokenizer.bos_token_id)
+    tokenizer._tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[bos]
+    )
     generator = SpeculativeGenerator(build("llama", vocab=257), tokenizer)
+    assert generator.encode("Hi")[0] == tokenizer.bos_token_id
     ids = generator.encode(CHAT)
     assert ids.count(tokenizer.bos_token_id) == 1
     assert ids[0] == tokenizer.bos_token_id

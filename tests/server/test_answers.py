@@ -34,6 +34,7 @@ from support.processes.servers import (
 )
 
 OTHER = "LAZYDOG"
+SEEDED = Sampling(temperature=0.8, seed=5, top_p=1.0)
 PROMPT = "THEQUICKBROWNFOX"
 DRAWN: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "temperature": 0.8, "seed": 5}
 
@@ -335,21 +336,21 @@ def several(client: openai.OpenAI, **options: Any) -> dict[int, str]:
 
 
 @pytest.mark.parametrize(
-    "kv",
+    ("name", "kv"),
     [
-        KvLimits(max_kv_size=12),
-        KvLimits(kv_bits=8, kv_group_size=32, quantized_kv_start=0),
+        ("qwen3_moe", KvLimits(max_kv_size=6)),
+        ("llama", KvLimits(kv_bits=2, kv_group_size=32, quantized_kv_start=0)),
     ],
 )
-def test_caches_can_be_smaller_than_the_text(kv: KvLimits) -> None:
-    tiny = TINY_MODELS["llama"]
+def test_caches_can_be_smaller_than_the_text(name: str, kv: KvLimits) -> None:
+    tiny = TINY_MODELS[name]
     wide = replace(tiny, args={**tiny.args, "head_dim": 32})
     target = build_tiny(wide, vocab=len(ALPHABET))
 
     def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
         return SpeculativeGenerator(target, wrapped_letters(), draft="lookup")
 
-    asked = {**DRAWN, "max_tokens": 12}
+    asked = {**DRAWN, "max_tokens": 40}
     with (
         serving(make, draft="lookup", kv=kv) as server,
         client_of(server) as client,
@@ -359,18 +360,21 @@ def test_caches_can_be_smaller_than_the_text(kv: KvLimits) -> None:
     caches, quantization = limited(target, 100, **kv.limits())
     result = generator.generate(
         letters(PROMPT),
-        max_tokens=12,
-        sampling=Sampling(temperature=0.8, seed=5, top_p=1.0),
+        max_tokens=40,
+        sampling=SEEDED,
         prompt_cache=caches.target,
         kv_quantization=quantization,
     )
     assert text == result.text
+    plain = generator.generate(letters(PROMPT), max_tokens=40, sampling=SEEDED)
+    assert text != plain.text  # else nothing would show that they are smaller
 
 
 def test_caches_that_cannot_be_so_are_refused_at_the_start() -> None:
-    limits = KvLimits(kv_bits=7, quantized_kv_start=0)
-    with pytest.raises(InvalidRequestError, match="kv_bits is 7"), serving(kv=limits):
-        pass
+    bits, size = KvLimits(kv_bits=7, quantized_kv_start=0), KvLimits(max_kv_size=8)
+    for limits, said in ((bits, "kv_bits is 7"), (size, "makes its own caches")):
+        with pytest.raises(InvalidRequestError, match=said), serving(kv=limits):
+            pass
 
 
 def test_several_texts_are_those_of_requests_of_their_own(

@@ -112,6 +112,11 @@ def test_several_drafts_run_on_the_messages_of_a_file(
         assert arm["statistics"]["emitted"] == expected
     raw = commands.object(*asked, "--prompts-file", file, "--ignore-chat-template")
     assert raw["chat"] is False
+    file.write_text(json.dumps("def add(first, second):\n"))
+    longer = [*asked[:-3], "24", "--passes", "1", "--ignore-chat-template"]
+    ended = commands.object(*longer, "--prompts-file", file)
+    (arm,) = [arm for arm in ended["arms"] if arm["name"] == "draft k=2"]
+    assert arm["statistics"]["emitted"] == 6  # where the text ends by itself
 
 
 @pytest.mark.parametrize(

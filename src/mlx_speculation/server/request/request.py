@@ -64,7 +64,7 @@ class CheckedRequest:
         prompts = [self.prompts[i : i + 1] for i in range(max(1, len(self.prompts)))]
         seed, found = self.sampling["seed"], []
         for index, prompt in enumerate(p for p in prompts for _ in range(self.count)):
-            own = seed if seed is None or index == 0 else derived_seed(seed, index)
+            own = None if seed is None else derived_seed(seed, index)
             sampling = {**self.sampling, "seed": own}
             found.append(replace(self, prompts=prompt, count=1, sampling=sampling))
         return found
