@@ -189,12 +189,14 @@ def test_no_row_drafts_more_than_its_request_wants() -> None:
 def test_rows_expect_by_their_own_acceptance() -> None:
     rates, rows = RowRates(), rows_of(2)
     rates.rows = rows
+    alone = [AcceptanceRates(), AcceptanceRates()]
     for _ in range(100):
-        rates.note_row(rows[0], 4, 4)
-        rates.note_row(rows[1], 4, 0)
+        for row, own, accepted in zip(rows, alone, (4, 0), strict=True):
+            rates.note_row(row, 4, accepted)
+            own.note(4, accepted)
     good, bad = (row.rates.expected(4)[-1] for row in rows)
-    assert good > 4.8
-    assert bad < 1.1
+    assert [good, bad] == [own.expected(4)[-1] for own in alone]
+    assert bad < 1.2 < 4.7 < good
     assert rates.expected(4)[-1] == pytest.approx((good + bad) / 2)
     assert bad < rates.for_row().expected(4)[-1] < good
 
