@@ -47,11 +47,14 @@ Tests = Annotated[
 def make(
     folder: Annotated[Path, typer.Argument(help="Where the mutants are written.")],
     of: Annotated[str, typer.Option("--folder", help="What is mutated.")] = "caches",
+    file: Annotated[
+        str | None, typer.Option(help="The one file of the folder that is mutated.")
+    ] = None,
     sample: Annotated[int, typer.Option(min=1)] = 400,
     seed: Annotated[int, typer.Option()] = SEED,
 ) -> None:
     """Write a sample of mutants as JSON files."""
-    print(json.dumps(write_mutants(folder, of, sample, seed)))
+    print(json.dumps(write_mutants(folder, of, sample, seed, file)))
 
 
 @app.command()

@@ -15,11 +15,21 @@ from typing import Any
 from mutation.mutant import ROOT, Mutant, digests, sources
 
 
-def write_mutants(folder: Path, of: str, sample: int, seed: int) -> dict[str, Any]:
-    """Write a sample of a folder's mutants and return what is known of it."""
+def write_mutants(
+    folder: Path, of: str, sample: int, seed: int, file: str | None = None
+) -> dict[str, Any]:
+    """Write a sample of a folder's mutants and return what is known of it.
+
+    Only those of `file`, a name in the folder, where it is not None.
+
+    Raises:
+        SystemExit: the folder has no such file.
+    """
     from cosmic_ray.commands.init import _all_work_items
 
-    paths = sources(of)
+    paths = [path for path in sources(of) if file in (None, path.name)]
+    if not paths:
+        raise SystemExit(f"{of} has no file {file}")
     specs = [item.mutations[0] for item in _all_work_items(paths, {})]
     random.Random(seed).shuffle(specs)
     chosen = list(islice(_mutants(paths, specs), sample))
@@ -27,7 +37,8 @@ def write_mutants(folder: Path, of: str, sample: int, seed: int) -> dict[str, An
     for index, mutant in enumerate(chosen):
         text = json.dumps(asdict(mutant))
         (folder / f"{index:04}.json").write_text(text, encoding="utf-8")
-    facts = {"of": of, "seed": seed, "places": len(specs), "sampled": len(chosen)}
+    facts = {"of": of, "file": file, "seed": seed}
+    facts |= {"places": len(specs), "sampled": len(chosen)}
     text = json.dumps({**facts, "sources": digests(of)})
     (folder / "facts.json").write_text(text, encoding="utf-8")
     return facts
