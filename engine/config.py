@@ -12,7 +12,6 @@ import mlx.nn as nn
 from mlx_speculation.caches import FixedShape, PrefixCache
 from mlx_speculation.engine.argument_checks import checked_choice, checked_exact
 from mlx_speculation.engine.distributed import RankedTarget, all_or_none
-from mlx_speculation.engine.draft_length.exact_store import check_verdict
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
 from mlx_speculation.engine.drafters.reduced_vocabulary import checked_vocabulary
 from mlx_speculation.engine.drafters.resolve import resolve
@@ -22,6 +21,7 @@ from mlx_speculation.engine.drafters.source import (
     TargetInfo,
     members_of,
 )
+from mlx_speculation.engine.exact_verdict import check_verdict
 from mlx_speculation.engine.prompt import Prompts
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.interrupts import finalize

@@ -101,6 +101,7 @@ def test_imports_point_one_way(folder: str) -> None:
         "errors",
         "interrupts",
         "json_files",
+        "measured_file",
         "warn",
         "blas",
         "environment",

@@ -24,7 +24,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_speculation.caches import FixedShape, snapshot
-from mlx_speculation.engine.draft_length.exact_store import ExactVerdict
+from mlx_speculation.engine.exact_verdict import ExactVerdict
 from mlx_speculation.models import Lane, ModelHooks, check_fixed_shape, logit_width
 
 TIMED = 9  # steps; the first two may compile

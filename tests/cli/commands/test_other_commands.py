@@ -11,7 +11,7 @@ from mlx_speculation import SpeculativeGenerator, demo_models, models
 from mlx_speculation.cli.doctor_advice import Advice, Facts, advice
 from mlx_speculation.demo import DemoPrompt
 from mlx_speculation.engine import Chunk, Stream
-from mlx_speculation.engine.draft_length.exact_store import ExactVerdict
+from mlx_speculation.engine.exact_verdict import ExactVerdict
 from support.models.adapters import write_adapter
 from support.models.demo_folders import copy_of
 from support.models.own_code import write_own_code

@@ -14,12 +14,12 @@ import pytest
 
 from mlx_speculation import SpeculativeGenerator
 from mlx_speculation.caches import FixedShape
-from mlx_speculation.engine.draft_length.exact_store import (
+from mlx_speculation.engine.equivalence.exact_rows import check_exact
+from mlx_speculation.engine.exact_verdict import (
     ExactVerdict,
     read_verdict,
     save_verdict,
 )
-from mlx_speculation.engine.equivalence.exact_rows import check_exact
 from mlx_speculation.errors import (
     CostFileWarning,
     InvalidRequestError,
@@ -107,9 +107,7 @@ def test_a_file_that_is_broken_is_passed_over(tmp_path: Path, monkeypatch: Any) 
     file.write_text('{"version": 1}')
     with pytest.warns(CostFileWarning, match="cannot be used"):
         assert read_verdict(model, SHAPE) is None
-    monkeypatch.setattr(
-        "mlx_speculation.engine.draft_length.exact_store.write_json", _full
-    )
+    monkeypatch.setattr("mlx_speculation.measured_file.write_json", _full)
     with pytest.warns(CostFileWarning, match="cannot be written"):
         save_verdict(model, SHAPE, FOUND)
 

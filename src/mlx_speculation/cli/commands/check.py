@@ -118,8 +118,8 @@ def _check_exact(pair: PairOptions, context: int, screen: Screen) -> None:
     """Try exact mode at all views up to a context, say the verdict, and keep it."""
     blas = begin(pair.blas, screen)
     from mlx_speculation.caches import FixedShape
-    from mlx_speculation.engine.draft_length.exact_store import save_verdict
     from mlx_speculation.engine.equivalence.exact_rows import check_exact
+    from mlx_speculation.engine.exact_verdict import save_verdict
     from mlx_speculation.models import wired
 
     generator = open_pair(replace(pair, draft=None, draft_length=None, exact=0), screen)

@@ -6,21 +6,15 @@ exact mode reads it: where rows were seen to differ it refuses to promise that t
 not. Nothing is measured here.
 """
 
-import hashlib
-import json
-import warnings
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
 import mlx.nn as nn
 
 from mlx_speculation.caches import FixedShape
 from mlx_speculation.engine.draft_length.cost_store import machine
 from mlx_speculation.engine.drafters.source import shape_of
-from mlx_speculation.environment import cache_folder
-from mlx_speculation.errors import CostFileWarning, InvalidRequestError
-from mlx_speculation.json_files import load_json, write_json
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.measured_file import MeasuredFile
 
 _VERSION = 1
 
@@ -50,37 +44,12 @@ class ExactVerdict:
 
 def save_verdict(model: nn.Module, shape: FixedShape, found: ExactVerdict) -> None:
     """Keep what was found of a model, for later processes on this machine."""
-    path, key = _place(model, shape)
-    if path is None:
-        return
-    try:
-        write_json(path, {"version": _VERSION, "key": key, "found": asdict(found)})
-    except OSError as error:
-        warnings.warn(
-            f"{path} cannot be written ({error}), and what was found is not kept. "
-            "MLX_SPECULATION_CACHE names another folder.",
-            CostFileWarning,
-            stacklevel=2,
-        )
+    _file(model, shape).write({"found": asdict(found)})
 
 
 def read_verdict(model: nn.Module, shape: FixedShape) -> ExactVerdict | None:
     """Return what was found of a model here; None: nothing, or it cannot be read."""
-    path, key = _place(model, shape)
-    if path is None or not path.exists():
-        return None
-    try:
-        content = load_json(path)
-        if content["version"] != _VERSION or content["key"] != key:
-            return None
-        return ExactVerdict(**content["found"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        warnings.warn(
-            f"{path} cannot be used ({error}). Run mlx-speculation check again.",
-            CostFileWarning,
-            stacklevel=2,
-        )
-        return None
+    return _file(model, shape).read(lambda fields: ExactVerdict(**fields["found"]))
 
 
 def check_verdict(model: nn.Module, shape: FixedShape) -> None:
@@ -98,16 +67,12 @@ def check_verdict(model: nn.Module, shape: FixedShape) -> None:
         )
 
 
-def _place(model: nn.Module, shape: FixedShape) -> tuple[Path | None, dict[str, Any]]:
-    """Return where it is kept, None: nowhere, and what it is for."""
+def _file(model: nn.Module, shape: FixedShape) -> MeasuredFile:
     key = {
         "machine": machine(),
         "target": shape_of(model),
         "rows": shape.rows,
         "step": shape.step,
     }
-    folder = cache_folder()
-    if folder is None:
-        return None, key
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return folder / "exact" / f"{digest[:32]}.json", key
+    lost = "mlx-speculation check --exact finds it again."
+    return MeasuredFile("exact", _VERSION, key, lost)

@@ -1,0 +1,69 @@
+"""What was measured on a machine, kept in files that may be lost, foreign or broken."""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mlx_speculation.environment import cache_folder
+from mlx_speculation.errors import CostFileWarning
+from mlx_speculation.json_files import load_json, write_json
+
+T = TypeVar("T")
+
+
+class MeasuredFile:
+    """A JSON file under the cache folder, for one key.
+
+    Args:
+        folder: where it lies in the cache folder.
+        version: of the fields that are in it.
+        key: what it is for, as JSON; None keeps nothing.
+        lost: what becomes of it where the file is of no use, as a sentence.
+
+    Attributes:
+        path: the file; None: nothing is kept.
+    """
+
+    def __init__(
+        self, folder: str, version: int, key: dict[str, Any] | None, lost: str
+    ) -> None:
+        self._head = {"version": version, "key": key}
+        self._lost = lost
+        self.path: Path | None = None
+        caches = cache_folder()
+        if key is not None and caches is not None:
+            text = json.dumps(key, sort_keys=True).encode()
+            name = f"{hashlib.sha256(text).hexdigest()[:32]}.json"
+            self.path = caches / folder / name
+
+    def read(self, parse: Callable[[Any], T]) -> T | None:
+        """Return what `parse` makes of the fields; None, and a warning: of no use."""
+        if self.path is None or not self.path.exists():
+            return None
+        try:
+            content = load_json(self.path)
+            if {name: content[name] for name in self._head} != self._head:
+                raise ValueError("it is of another version, machine or model")
+            return parse(content)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            self._warn(f"{self.path} cannot be used ({error}). {self._lost}")
+            return None
+
+    def write(self, fields: dict[str, Any]) -> None:
+        """Write the file, all or nothing; where that fails, warn and keep nothing."""
+        if self.path is None:
+            return
+        try:
+            write_json(self.path, {**self._head, **fields})
+        except OSError as error:
+            self._warn(
+                f"{self.path} cannot be written ({error}). {self._lost} "
+                "MLX_SPECULATION_CACHE names another folder."
+            )
+            self.path = None
+
+    def _warn(self, message: str) -> None:
+        warnings.warn(message, CostFileWarning, stacklevel=4)
