@@ -55,7 +55,7 @@ def calibrate_batches(
         report = part_of(progress, number, len(cases))
         policy = Calibration(context, lengths.longest)
         kept_as = _measure(generator.model, start, policy, (count, context), report)
-        found[kept_as] = lengths.keep_batch(kept_as, policy.costs)
+        found[kept_as] = lengths.of_batch(kept_as).take(policy)
     return found
 
 

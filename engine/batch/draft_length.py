@@ -23,7 +23,6 @@ from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.adaptive import few_lengths
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Outcome, Plan
 from mlx_speculation.engine.draft_length.costs import RoundCosts
-from mlx_speculation.engine.draft_length.policy_factory import KNOWN_WEIGHT
 
 
 class BatchPolicy(DraftLengthPolicy, Protocol):
@@ -67,7 +66,7 @@ class RowRates(AcceptanceRates):
 
     def for_row(self) -> AcceptanceRates:
         """Return the rates that a new row begins with."""
-        return self.loosened(KNOWN_WEIGHT)
+        return self.loosened()
 
     def expected(self, longest: int) -> list[float]:
         """Return what a draft of each length is expected to bring, mean over rows."""

@@ -9,6 +9,8 @@ WINDOW = 40.0
 # that is hardly ever reached keeps drafts short.
 FIRST_GUESS = 0.7
 GUESSED = 8.0
+# What was learnt from earlier streams counts for so many rounds in a new one.
+KNOWN_WEIGHT = 8.0
 
 
 class AcceptanceRates:
@@ -22,7 +24,9 @@ class AcceptanceRates:
         weight: how many rounds it counts for.
     """
 
-    def __init__(self, rates: Iterable[float] = (), weight: float = 0.0) -> None:
+    def __init__(
+        self, rates: Iterable[float] = (), weight: float = KNOWN_WEIGHT
+    ) -> None:
         self._hits = [rate * weight for rate in rates]
         self._tries = [weight] * len(self._hits)
 
@@ -33,18 +37,16 @@ class AcceptanceRates:
             if position == len(self._tries):
                 self._hits.append(0.0)
                 self._tries.append(0.0)
-            hit = float(position < accepted)
             self._tries[position] = self._tries[position] * keep + 1
-            self._hits[position] = self._hits[position] * keep + hit
+            self._hits[position] = self._hits[position] * keep + (position < accepted)
 
     def rates(self, count: int) -> list[float]:
         """Return the rates of the first `count` positions."""
         found, last = [], FIRST_GUESS
         for position in range(count):
-            hits = tries = 0.0
             if position < len(self._tries):
                 hits, tries = self._hits[position], self._tries[position]
-            last = (hits + GUESSED * last) / (tries + GUESSED)
+                last = (hits + GUESSED * last) / (tries + GUESSED)
             found.append(last)
         return found
 
@@ -68,11 +70,10 @@ class AcceptanceRates:
         """How many positions were ever tried."""
         return len(self._tries)
 
-    def loosened(self, weight: float) -> "AcceptanceRates":
-        """Return the same rates, which count for at most so many rounds each."""
+    def loosened(self) -> "AcceptanceRates":
+        """Return the same rates for a new stream, of `KNOWN_WEIGHT` rounds at most."""
         found = AcceptanceRates()
-        for hits, tries in zip(self._hits, self._tries, strict=True):
-            factor = min(1.0, weight / tries) if tries else 1.0
-            found._hits.append(hits * factor)
-            found._tries.append(tries * factor)
+        found._tries = [min(KNOWN_WEIGHT, tries) for tries in self._tries]
+        each = zip(self._hits, self._tries, found._tries, strict=True)
+        found._hits = [hits * own / tries for hits, tries, own in each]
         return found

@@ -86,6 +86,7 @@ class AdaptiveDraftLength:
         self._since_plain = 0  # drafted rounds since a plain step was measured
         self._reading = 0.0  # plain steps that the drafter has read the prompt for
         self._gained = 0.0  # plain steps that drafts have gained
+        self._cold = 0.0  # seconds of a step that was not in flight, and submits one
 
     def plan(self, context: int, limit: int) -> Plan:
         """Return the next round's plan; see `DraftLengthPolicy`."""
@@ -155,11 +156,11 @@ class AdaptiveDraftLength:
         if plain is None:
             return
         if outcome.reading:
-            self.costs.note_reading(context, outcome.reading)
+            self.costs.reading = outcome.reading / max(1, context)
             self._reading = outcome.reading / plain
         seconds = outcome.seconds
-        if outcome.behind:  # the rest is the step's own, which was in flight
-            seconds -= self.costs.left(context) * plain
+        if outcome.behind:
+            seconds -= self._left(plain)
         knows = self.costs.knows(context, outcome.drafted)
         if not outcome.fresh and (lag <= 1 or not knows):
             self.costs.note(context, outcome.drafted, max(seconds, 0.1 * plain))
@@ -179,7 +180,16 @@ class AdaptiveDraftLength:
             if outcome.behind:
                 self.costs.note(context, 0, outcome.seconds)
             else:
-                self.costs.note_cold(outcome.seconds)
+                self._cold = outcome.seconds
+
+    def _left(self, plain: float) -> float:
+        """Return the seconds that are left of a step in flight when a round begins.
+
+        Nearly all where a device computes while the host goes on; hardly any on a CPU,
+        where a step is computed while it is submitted, so that the first of a run of
+        plain steps takes the time of two.
+        """
+        return min(plain, max(0.0, 2 * plain - self._cold)) if self._cold else plain
 
     def passed_over(self, tokens: float) -> None:
         """Take note that another drafter's round has committed so many tokens."""

@@ -33,23 +33,21 @@ class Option:
 class Plan:
     """How many tokens to draft in the next round, and why.
 
-    Attributes:
-        length: tokens to draft; 0 is a plain step.
-        reason: "fixed": the caller named it. "best" and "plain": the best of the
-            options, or there is no credit for a draft. "longer": one more than is best,
-            which tells of later tokens. "trial": drafting is paused, and may pay by
-            now. "measure": a plain step, which tells what drafts have to
-            gain. "budget": no more than one token is wanted.
-        options: what was compared, by length; of a run of plain steps, before the first
-            of some.
-        credit: what drafts may lose, in plain steps, see `adaptive`.
-        each: of a cascade, the plan of each drafter, of which this is the longest.
+    fixed     the caller has named the length
+    best      of the options
+    longer    one more than is best, which tells of later tokens
+    trial     drafting is paused, and may pay by now
+    plain     no draft pays, or there is no credit for one
+    measure   a plain step, which tells what drafts have to gain
+    budget    no more than one token is wanted
     """
 
-    length: int
+    length: int  # tokens to draft; 0 is a plain step
     reason: Reason
+    # What was compared, by length; of a run of plain steps, before the first of them
     options: tuple[Option, ...] = ()
-    credit: float = 0.0
+    credit: float = 0.0  # what drafts may lose, in plain steps, see `adaptive`
+    # Of a cascade, the plan of each drafter, of which this is the longest
     each: tuple["Plan", ...] = ()
 
     def __str__(self) -> str:
@@ -57,49 +55,37 @@ class Plan:
             f"{o.length}: {o.tokens:.2f} in {o.seconds * 1e3:.1f} ms"
             for o in self.options
         )
+        others = " or ".join(f"{plan.length} ({plan.reason})" for plan in self.each)
         said = f"draft {self.length} ({self.reason})"
         said += compared and f"  {compared}  credit {self.credit:.1f}"
-        if not self.each:
-            return said
-        others = " or ".join(f"{plan.length} ({plan.reason})" for plan in self.each)
-        return f"{said}  of each drafter: {others}"
+        return said + (others and f"  of each drafter: {others}")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a round.
+    """What became of a round."""
 
-    Attributes:
-        drafted: tokens that were drafted; fewer than planned is possible.
-        accepted: those accepted, before a cut at a stop; of a batch the mean.
-        seconds: its time, drafting included.
-        behind: whether a plain step was in flight when the round began. With drafts:
-            they stand behind it, and its token is in the round too, with what was left
-            of its time.
-        ahead: whether the round has left a plain step in flight.
-        parts: where the time went.
-        reading: seconds that the drafter took before it to read the prompt, which are
-            not in its time; 0 but for the first round of a stream that drafts.
-        fresh: whether it was the first of its shape, and its time tells of making
-            plans for that more than of what such rounds take.
-    """
-
-    drafted: int
-    accepted: float
-    seconds: float
+    drafted: int  # tokens; fewer than planned is possible
+    accepted: float  # of them, before a cut at a stop; of a batch the mean
+    seconds: float  # its time, drafting included
+    # Whether a plain step was in flight when the round began. With drafts: they stand
+    # behind it, and its token is in the round too, with what was left of its time
     behind: bool = False
-    ahead: bool = False
-    parts: RoundSeconds = NO_TIME
+    ahead: bool = False  # whether the round has left a plain step in flight
+    parts: RoundSeconds = NO_TIME  # where the time went
+    # Whether it was the first of its shape, and its time tells of making plans for that
+    # more than of what such rounds take
     fresh: bool = False
+    # Seconds that the drafter took before it to read the prompt, which are not in its
+    # time; 0 but for the first round of a stream that drafts
     reading: float = 0.0
 
     @property
     def steady(self) -> bool:
-        """Whether it is a plain step as in a long run of them.
+        """Whether it is a plain step between two others.
 
-        The first of a run submits the next one, and on a CPU, where that
-        takes as long as computing it, the time of two; of the last one hardly any
-        time is left.
+        Where a step is computed while it is submitted, as on a CPU, the first of a run
+        takes the time of two, and of the last one hardly any is left.
         """
         return self.drafted == 0 and self.behind and self.ahead
 
@@ -141,12 +127,9 @@ class FixedDraftLength:
 
     def __init__(self, length: int) -> None:
         self.longest = length
-        self._usual = Plan(length, "fixed")
 
     def plan(self, context: int, limit: int) -> Plan:
         """Return the length, as far as there is room for it."""
-        if 0 <= self.longest <= limit:
-            return self._usual
         return Plan(max(0, min(self.longest, limit)), "fixed")
 
     def note(self, context: int, plan: Plan, outcome: Outcome) -> None:

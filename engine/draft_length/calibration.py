@@ -1,12 +1,7 @@
-"""Calibration: a policy that plans every length in turn, and keeps what rounds took.
+"""Calibration: a policy that plans every length in turn, and keeps what rounds took."""
 
-It decides nothing: a draft length is chosen by what whole rounds cost. The parts of
-their time tell the rest: of `draft` between two lengths the draft's step, of one length
-without such steps what a head's refresh and a first draft take.
-"""
-
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import astuple
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -50,7 +45,7 @@ class Calibration:
 
     Attributes:
         longest: no plan is longer.
-        costs: what rounds cost; filled by `finish`.
+        costs: what rounds cost.
         rounds: how many there are.
         done: how many of them were noted.
     """
@@ -63,17 +58,14 @@ class Calibration:
         drafts = few_lengths(longest)[1:]
         one = [0] * PLAIN_STEPS + list(drafts[:1])
         one += [length for length in drafts for _ in range(DRAFTS)]
-        self._script = one * PASSES
-        self.rounds, self.done, self._planned = len(self._script), 0, 0
-        self._noted: dict[int, list[RoundSeconds]] = {}
-        self._seconds: dict[int, list[float]] = {}
+        self.rounds, self.done = PASSES * len(one), 0
+        self._script = iter(PASSES * one)
+        self._parts: defaultdict[int, list[RoundSeconds]] = defaultdict(list)
         self._drafted = False
 
     def plan(self, context: int, limit: int) -> Plan:
         """Return the next length; plain steps behind the last one."""
-        planned, self._planned = self._planned, self._planned + 1
-        length = self._script[planned] if planned < self.rounds else 0
-        return Plan(max(0, min(length, limit)), "measure")
+        return Plan(max(0, min(next(self._script, 0), limit)), "measure")
 
     def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
         """Keep what a round took that is like those before it."""
@@ -81,22 +73,17 @@ class Calibration:
         drafts = outcome.drafted > 0
         usual = outcome.steady or (drafts and self._drafted and not outcome.behind)
         if usual and not outcome.fresh:
-            self._seconds.setdefault(outcome.drafted, []).append(outcome.seconds)
-            self._noted.setdefault(outcome.drafted, []).append(outcome.parts)
-        elif outcome.ahead and not outcome.behind and not outcome.fresh:
-            self.costs.note_cold(outcome.seconds)
+            self.costs.note(self._context, outcome.drafted, outcome.seconds)
+            self._parts[outcome.drafted].append(outcome.parts)
         self._drafted = drafts
 
     def end(self) -> None:
-        """Let the costs know the medians."""
-        bucket = bucket_of(self._context)
-        found = {n: median(each) for n, each in sorted(self._seconds.items())}
-        self.costs.take({bucket: found})
+        """Do nothing: all is noted."""
 
     @property
     def parts(self) -> PartsTable:
         """Where the time of the rounds went."""
-        found = {n: _medians(each) for n, each in sorted(self._noted.items())}
+        found = {n: _medians(each) for n, each in sorted(self._parts.items())}
         return {bucket_of(self._context): found}
 
     def decide_anew(self) -> None:
@@ -134,7 +121,7 @@ def measure(start: Start, context: int, longest: int, report: Progress) -> Calib
     return policy
 
 
-def follow(start: Start, contexts: SequenceOf[int]) -> None:
+def follow(start: Start, contexts: Iterable[int]) -> None:
     """Run the rounds of a calibration on a rank that does not decide their lengths."""
     for context in sorted(contexts):
         for _ in start(calibration_prompt(context), FixedDraftLength(0)):
@@ -152,8 +139,7 @@ def measured_draft(draft: DraftSource | None) -> DraftSource:
 class ConstantDrafter(DraftSource):
     """Proposes the last token again, as often as it is asked to.
 
-    What a lookup proposes depends on the text, what it costs does not. It has no state,
-    so that many streams may share one.
+    What a lookup proposes depends on the text, what it costs does not.
     """
 
     kind = "filler"

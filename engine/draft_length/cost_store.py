@@ -1,34 +1,26 @@
 """Measured costs and acceptance, kept from one process to the next.
 
-One file for each machine, mlx version, target and draft; see `json_files` for
-where. What is in it can change how fast a text comes, never the text.
+One file for each machine, mlx version, target and draft. What is in it can change how
+fast a text comes, never the text.
 """
 
-import hashlib
-import json
 import math
 import os
 import platform
-import warnings
 from dataclasses import astuple, dataclass, field
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_speculation.blas import blas_in_use
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
-from mlx_speculation.engine.draft_length.calibration import PartsTable
-from mlx_speculation.engine.draft_length.costs import RoundCosts
+from mlx_speculation.engine.draft_length.calibration import Calibration, PartsTable
+from mlx_speculation.engine.draft_length.costs import CostTable, RoundCosts
 from mlx_speculation.engine.timing import RoundSeconds
-from mlx_speculation.environment import cache_folder
-from mlx_speculation.errors import CostFileWarning
-from mlx_speculation.json_files import load_json, write_json
+from mlx_speculation.measured_file import MeasuredFile
 
-_VERSION = 4
-# A saved rate is a first guess, and counts for so many rounds.
-SAVED_WEIGHT = 8.0
+_VERSION = 5
 # A rate that differs by more from the saved one is saved.
 NEWS = 0.2
 
@@ -49,39 +41,23 @@ def machine() -> dict[str, Any]:
 class Known:
     """What is known of the rounds of one target with one draft."""
 
-    # Seconds, by context and draft length; and which drafts were accepted lately.
     costs: RoundCosts = field(default_factory=RoundCosts)
     rates: AcceptanceRates = field(default_factory=AcceptanceRates)
-    path: Path | None = None  # the file; None keeps nothing
-    key: dict[str, Any] | None = None  # what the file is for
-    _saved: str = ""  # what in the file would be new, see `save_if_new`
-    _saved_rates: list[float] = field(default_factory=list)
-    # Where the time of calibrated rounds went
-    parts: PartsTable = field(default_factory=dict)
+    parts: PartsTable = field(default_factory=dict)  # of calibrated rounds
+    file: MeasuredFile | None = None
+    # What the file has: lengths by context, and rates
+    _saved: tuple[str, list[float]] = ("", [])
 
     @classmethod
     def read(cls, key: dict[str, Any] | None) -> "Known":
         """Return what is known under a key; nothing is kept under None."""
-        folder = cache_folder()
-        if key is None or folder is None:
-            return cls()
-        key = {"machine": machine(), **key}
-        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-        path = folder / "costs" / f"{digest[:32]}.json"
-        known = cls(path=path, key=key)
-        if not path.exists():
-            return known
-        try:
-            known.costs, rates, known.parts = _checked(load_json(path), key)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            warnings.warn(
-                f"{path} cannot be used ({error}). What rounds cost is measured again.",
-                CostFileWarning,
-                stacklevel=2,
-            )
-            return known
-        known.rates = AcceptanceRates(rates, SAVED_WEIGHT)
-        known._saved, known._saved_rates = known._names(), rates
+        key = key and {"machine": machine(), **key}
+        file = MeasuredFile(
+            "costs", _VERSION, key, "What rounds cost is measured again."
+        )
+        known = file.read(_parsed) or cls()
+        known.file = file
+        known._saved = known._content()
         return known
 
     def keep(self, rates: AcceptanceRates) -> None:
@@ -89,78 +65,71 @@ class Known:
         self.rates = rates
         self.save_if_new()
 
+    def take(self, measured: Calibration) -> CostTable:
+        """Learn from a calibration, and write the file; return all that is known."""
+        self.parts |= measured.parts
+        self.costs.take(measured.costs.table())
+        self.save()
+        return self.costs.table()
+
     def save(self) -> None:
         """Write the file, all or nothing."""
-        if self.path is None:
+        if self.file is None:
             return
-        rates = self.rates.rates(self.rates.known)
-        content = {
-            "version": _VERSION,
-            "key": self.key,
-            "seconds": self.costs.table(),
-            "cold": self.costs.cold,
-            "rates": [round(rate, 4) for rate in rates],
-            "parts": {
-                bucket: {length: astuple(one) for length, one in own.items()}
-                for bucket, own in self.parts.items()
-            },
-        }
-        try:
-            write_json(self.path, content)
-        except OSError as error:
-            warnings.warn(
-                f"{self.path} cannot be written ({error}). What rounds cost is "
-                "measured again by the next process. MLX_SPECULATION_CACHE names "
-                "another folder.",
-                CostFileWarning,
-                stacklevel=2,
-            )
-            self.path = None
-            return
-        self._saved, self._saved_rates = self._names(), rates
+        self._saved = self._content()
+        self.file.write(
+            {
+                "seconds": self.costs.table(),
+                "rates": [round(rate, 4) for rate in self._saved[1]],
+                "parts": {
+                    bucket: {length: astuple(one) for length, one in own.items()}
+                    for bucket, own in self.parts.items()
+                },
+            }
+        )
 
     def save_if_new(self) -> None:
-        """Write the file when a length or context was measured that is not in it.
-
-        Likewise when the rates are others than those in it.
-        """
-        if self.path is None:
-            return
-        rates = self.rates.rates(len(self._saved_rates))
-        pairs = zip(rates, self._saved_rates, strict=True)
-        if self._names() != self._saved or any(abs(a - b) > NEWS for a, b in pairs):
+        """Write the file when a length, context or rate is news to it."""
+        names, rates = self._content()
+        saved, saved_rates = self._saved
+        pairs = zip(rates, saved_rates, strict=False)
+        if names != saved or any(abs(a - b) > NEWS for a, b in pairs):
             self.save()
 
-    def _names(self) -> str:
-        return repr([(b, sorted(costs)) for b, costs in self.costs.table().items()])
+    def _content(self) -> tuple[str, list[float]]:
+        table = self.costs.table()
+        names = repr([(bucket, sorted(costs)) for bucket, costs in table.items()])
+        return names, self.rates.rates(self.rates.known)
 
 
-def _checked(content: Any, key: Any) -> tuple[RoundCosts, list[float], PartsTable]:
-    """Return costs, rates and parts from a file, every field checked."""
-    if content["version"] != _VERSION or content["key"] != key:
-        raise ValueError("it is of another version, machine or model")
+def _parsed(fields: Any) -> Known:
+    """Return what the fields of a file say.
+
+    Raises:
+        ValueError: a number cannot be.
+    """
     costs = {
-        int(bucket): {int(length): float(seconds) for length, seconds in table.items()}
-        for bucket, table in content["seconds"].items()
+        int(bucket): {int(length): seconds for length, seconds in own.items()}
+        for bucket, own in fields["seconds"].items()
     }
-    for bucket, table in costs.items():
-        for length, seconds in table.items():
-            if bucket < 0 or length < 0 or not 0 < seconds < math.inf:
-                raise ValueError(f"length {length} costs {seconds} seconds")
-        if table and 0 not in table:
-            raise ValueError("the cost of a plain step is not in it")
-    cold = float(content["cold"])
-    if not 0 <= cold < math.inf:
-        raise ValueError(f"a cold step costs {cold} seconds")
-    rates = [float(rate) for rate in content["rates"]]
+    parts = {
+        int(bucket): {
+            int(length): RoundSeconds(draft, verify, sampler, host)
+            for length, (draft, verify, sampler, host) in own.items()
+        }
+        for bucket, own in fields["parts"].items()
+    }
+    seconds = [one for own in costs.values() for one in own.values()]
+    divided = [
+        one for own in parts.values() for each in own.values() for one in astuple(each)
+    ]
+    rates = list(fields["rates"])
+    if not all(0 < one < math.inf for one in seconds):
+        raise ValueError("a round in it takes no time, or all")
+    if not all(0 <= one < math.inf for one in divided):
+        raise ValueError("a part of a round in it takes less than no time")
     if not all(0 <= rate <= 1 for rate in rates):
         raise ValueError(f"the rates are {rates}")
-    parts: PartsTable = {}
-    for bucket, own in content["parts"].items():
-        for length, given in own.items():
-            draft, verify, sampler, host = map(float, given)  # four, or an error
-            one = RoundSeconds(draft, verify, sampler, host)
-            if not all(0 <= part < math.inf for part in astuple(one)):
-                raise ValueError(f"the parts of length {length} are {given}")
-            parts.setdefault(int(bucket), {})[int(length)] = one
-    return RoundCosts(costs, cold=cold), rates, parts
+    if any(own and min(own) != 0 for own in costs.values()):
+        raise ValueError("the cost of a plain step is not in it")
+    return Known(RoundCosts(costs), AcceptanceRates(rates), parts)

@@ -6,7 +6,8 @@ the slope: a guess that errs to the cheap side is tried, and corrected.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from itertools import pairwise
 from statistics import median
 
 # Rounds that a median is of.
@@ -32,27 +33,18 @@ class RoundCosts:
     """Seconds of rounds by context bucket and draft length; 0 is a steady plain step.
 
     Args:
-        known: seconds by bucket and length, as `table` returns them.
-        cold: see `note_cold`; 0: not known.
-
-    Attributes:
-        reading: seconds that the drafter takes for each token of a prompt, which it
-            reads before its first draft; 0: not known.
+        known: what `table` of earlier rounds has returned.
     """
 
-    def __init__(
-        self,
-        known: Mapping[int, Mapping[int, float]] | None = None,
-        *,
-        cold: float = 0.0,
-    ) -> None:
+    def __init__(self, known: Mapping[int, Mapping[int, float]] | None = None) -> None:
+        # Seconds that the drafter takes for each token of a prompt, which it reads
+        # before its first draft; 0: not known
         self.reading = 0.0
-        self._cold = _samples([cold] if cold else [])
         self._samples: dict[int, dict[int, deque[float]]] = {}
         self.take(known or {})
 
     def table(self) -> CostTable:
-        """Return what is known, in seconds."""
+        """Return the medians, in seconds."""
         return {
             bucket: {length: median(each) for length, each in sorted(own.items())}
             for bucket, own in sorted(self._samples.items())
@@ -62,25 +54,14 @@ class RoundCosts:
     def take(self, table: Mapping[int, Mapping[int, float]]) -> None:
         """Take over what a table knows, in place of what is known here."""
         for bucket, costs in table.items():
-            own = self._samples.setdefault(bucket, {})
-            own |= {n: _known(seconds) for n, seconds in costs.items()}
+            self._samples.setdefault(bucket, {}).update(
+                (length, deque([seconds] * KNOWN_SAMPLES, SAMPLES))
+                for length, seconds in costs.items()
+            )
 
     def note(self, context: int, length: int, seconds: float) -> None:
         """Learn from a round that took `seconds`."""
-        self._at(context).setdefault(length, _samples()).append(seconds)
-
-    def note_cold(self, seconds: float) -> None:
-        """Learn from a plain step that was not in flight, and submits the next one."""
-        self._cold.append(seconds)
-
-    @property
-    def cold(self) -> float:
-        """The seconds of such a step; 0: not known."""
-        return median(self._cold) if self._cold else 0.0
-
-    def note_reading(self, tokens: int, seconds: float) -> None:
-        """Learn from a drafter that has read a prompt of so many tokens."""
-        self.reading = seconds / max(1, tokens)
+        self._at(context).setdefault(length, deque(maxlen=SAMPLES)).append(seconds)
 
     def knows(self, context: int, length: int) -> bool:
         """Whether rounds of a length were measured."""
@@ -95,34 +76,21 @@ class RoundCosts:
         samples = self._at(context).get(0, ())
         return median(samples) if len(samples) >= LEAST_PLAIN else None
 
-    def left(self, context: int) -> float:
-        """Return what is left of a plain step in flight when a round begins.
-
-        As a share of it: nearly all where a device computes while the host goes on,
-        hardly any on a CPU, where a step is computed while it is submitted, so that the
-        first of a run of plain steps takes the time of two.
-        """
-        plain = self.plain(context)
-        if not self.cold or not plain:
-            return 1.0
-        return min(1.0, max(0.0, 2.0 - self.cold / plain))
-
     def curve(self, context: int, longest: int) -> list[float]:
         """Return the seconds of rounds with 0 to `longest` drafts.
 
         The plain step has to be known.
         """
         known = sorted((n, median(each)) for n, each in self._at(context).items())
-        start, at_start = known[0]
-        found = [at_start]
-        for stop, at_stop in known[1:]:
-            slope = (at_stop - at_start) / (stop - start)
-            found += [at_start + slope * n for n in range(1, stop - start + 1)]
-            start, at_start = stop, at_stop
-        rise = GUESSED_SHARE * found[0]
-        if start:
-            rise = max(0.0, (at_start - found[0]) / start / 2)
-        found += [at_start + rise * n for n in range(1, longest - start + 1)]
+        found: list[float] = []
+        for (start, low), (stop, high) in pairwise(known):
+            slope = (high - low) / (stop - start)
+            found += [low + slope * n for n in range(stop - start)]
+        last, at_last = known[-1]
+        rise = GUESSED_SHARE * at_last
+        if last:
+            rise = max(0.0, (at_last - found[0]) / last / 2)
+        found += [at_last + rise * n for n in range(longest - last + 1)]
         return found[: longest + 1]
 
     def _at(self, context: int) -> dict[int, deque[float]]:
@@ -130,15 +98,5 @@ class RoundCosts:
         bucket = bucket_of(context)
         if bucket not in self._samples:
             nearest = min(self._samples, key=lambda b: (abs(b - bucket), b), default=0)
-            costs = self._samples.get(nearest, {})
-            known = {length: _known(median(each)) for length, each in costs.items()}
-            self._samples[bucket] = known
+            self.take({bucket: self.table().get(nearest, {})})
         return self._samples[bucket]
-
-
-def _known(seconds: float) -> deque[float]:
-    return _samples([seconds] * KNOWN_SAMPLES)
-
-
-def _samples(seconds: Iterable[float] = ()) -> deque[float]:
-    return deque(seconds, maxlen=SAMPLES)

@@ -4,6 +4,7 @@ Which length a round has is decided in `adaptive`.
 """
 
 from collections.abc import Sequence as SequenceOf
+from functools import cached_property
 from typing import Any
 
 import mlx.nn as nn
@@ -34,8 +35,6 @@ from mlx_speculation.models import Sliding
 # No adaptive draft length is longer. Greedy text that repeats itself is drafted well
 # for longer than that, but a verify of more rows costs by the row.
 LONGEST = 16
-# What was learnt from earlier streams counts for so many rounds in a new one.
-KNOWN_WEIGHT = 8.0
 
 
 class PolicyFactory:
@@ -63,7 +62,6 @@ class PolicyFactory:
         self._compiled, self._shape = compiled, shape
         self.longest = LONGEST if shape is None else min(LONGEST, shape.rows - 1)
         self._each = members_of(draft)
-        self._known: dict[int, Known] = {}
         self._batches: dict[int, Known] = {}
         self._credit = Credit()
 
@@ -94,21 +92,18 @@ class PolicyFactory:
         if self._draft is None or length is not None or not longest:
             length = length or 0
             return FixedDraftLength(length if most is None else min(length, most))
-        policies = [self._policy(index, longest) for index in range(len(self._each))]
+        policies = [
+            AdaptiveDraftLength(
+                known.costs,
+                known.rates.loosened(),
+                self._credit,
+                longest,
+                share=SHARE / len(self._each),
+                at_end=known.keep,
+            )
+            for known in self.known
+        ]
         return policies[0] if len(policies) == 1 else CascadeDraftLength(policies)
-
-    def _policy(self, drafter: int, longest: int) -> AdaptiveDraftLength:
-        """Return the policy of a stream's drafter."""
-        known = self._of_drafter(drafter)
-        rates = known.rates.loosened(KNOWN_WEIGHT)
-        return AdaptiveDraftLength(
-            known.costs,
-            rates,
-            self._credit,
-            longest,
-            share=SHARE / len(self._each),
-            at_end=known.keep,
-        )
 
     def for_batch(self, rates: AcceptanceRates) -> AdaptiveDraftLength:
         """Return the policy of a batch, whose costs are `batch_costs` of its rows."""
@@ -127,28 +122,31 @@ class PolicyFactory:
         larger batch that was, which errs to shorter drafts, or of the next smaller.
         Rates that know nothing are set to those that were kept.
         """
-        known = self._of_batch(rows)
+        known = self.of_batch(rows)
         if not known.costs.table():
-            measured = [n for n in self._batches if self._of_batch(n).costs.table()]
-            others = sorted(measured, key=lambda n: (n < rows, abs(n - rows)))
-            for other in others[:1]:
-                known.costs.take(self._of_batch(other).costs.table())
+            measured = [n for n, each in self._batches.items() if each.costs.table()]
+            measured.sort(key=lambda n: (n < rows, abs(n - rows)))
+            for other in measured[:1]:
+                known.costs.take(self.of_batch(other).costs.table())
         if rates.known == 0:
             rates.take(known.rates)
         known.rates = rates
         return known.costs
 
-    def keep_batch(self, rows: int, measured: RoundCosts) -> CostTable:
-        """Keep what a calibration has measured; return all that is known then."""
-        known = self._of_batch(rows)
-        known.costs.take(measured.table())
-        known.save()
-        return known.costs.table()
+    def of_batch(self, rows: int) -> Known:
+        """Return what is known of batches with so many rows."""
+        if rows not in self._batches:
+            self._batches[rows] = Known.read(self._key(self._each, rows=rows))
+        return self._batches[rows]
+
+    def _save_batches(self, _: AcceptanceRates) -> None:
+        for known in self._batches.values():
+            known.save_if_new()
 
     @property
     def parts(self) -> PartsTable:
         """Where the time of calibrated rounds went."""
-        return self._of_drafter(self._calibrated).parts
+        return self._calibrated.parts
 
     def calibrate(
         self,
@@ -158,14 +156,10 @@ class PolicyFactory:
     ) -> CostTable:
         """Measure every length at these contexts, see the generator's `calibrate`."""
         self.check_calibration(contexts)
-        known = self._of_drafter(self._calibrated)
         for number, context in enumerate(sorted(contexts)):
             report = part_of(progress, number, len(contexts))
-            found = measure(start, context, self.longest, report)
-            known.parts |= found.parts
-            known.costs.take(found.costs.table())
-        known.save()
-        return known.costs.table()
+            self._calibrated.take(measure(start, context, self.longest, report))
+        return self._calibrated.costs.table()
 
     def check_calibration(self, contexts: SequenceOf[int]) -> None:
         """Refuse a calibration without a draft, or of contexts that cannot be."""
@@ -180,29 +174,21 @@ class PolicyFactory:
                 "1 is needed."
             )
 
+    @cached_property
+    def known(self) -> list[Known]:
+        """What is known of each drafter."""
+        return [Known.read(self._key([each])) for each in self._each]
+
     @property
-    def _calibrated(self) -> int:
-        """The drafter whose rounds a calibration measures, see `measured_draft`."""
-        each = enumerate(self._each)
-        return next((index for index, one in each if one.measurable), 0)
+    def _calibrated(self) -> Known:
+        """Of the drafter whose rounds a calibration measures, see `measured_draft`."""
+        each = zip(self._each, self.known, strict=True)
+        own = [known for source, known in each if source.measurable]
+        return [*own, *self.known, Known()][0]
 
-    def _of_drafter(self, drafter: int) -> Known:
-        if drafter not in self._known:
-            key = self._key(self._each[drafter : drafter + 1])
-            self._known[drafter] = Known.read(key)
-        return self._known[drafter]
-
-    def _of_batch(self, rows: int) -> Known:
-        if rows not in self._batches:
-            key = self._key(self._each)
-            self._batches[rows] = Known.read(key and {**key, "rows": rows})
-        return self._batches[rows]
-
-    def _save_batches(self, _: AcceptanceRates) -> None:
-        for known in self._batches.values():
-            known.save_if_new()
-
-    def _key(self, drafts: SequenceOf[DraftSource]) -> dict[str, Any] | None:
+    def _key(
+        self, drafts: SequenceOf[DraftSource], **more: int
+    ) -> dict[str, Any] | None:
         """Return what the costs belong to; None where they are not kept."""
         names = [source.cost_key() for source in drafts]
         if not all(names):
@@ -211,8 +197,9 @@ class PolicyFactory:
             "target": shape_of(self._model),
             "draft": names,
             "sliding": self._sliding,
-            **({"compiled": True} if self._compiled else {}),
-            **({"exact": self._shape.rows} if self._shape else {}),
+            "compiled": self._compiled,
+            "exact": self._shape and self._shape.rows,
+            **more,
         }
 
 

@@ -188,11 +188,13 @@ def test_plain_steps_fill_the_credit_and_drafts_move_it_by_what_they_gain() -> N
 
 def test_a_step_in_flight_is_no_part_of_a_round_behind_it() -> None:
     """By what a plain step takes that submits the next one and was not in flight."""
-    for cold, left in ((2.0, 0.0), (1.2, 0.8), (1.0, 1.0), (3.0, 0.0)):
-        policy = policy_of(RoundCosts({0: {0: 1.0}}, cold=cold), [0.9] * 16, credit=0.0)
+    for cold, left in ((2.0, 0.0), (1.2, 0.8), (1.0, 1.0), (3.0, 0.0), (None, 1.0)):
+        policy = policy_of(RoundCosts({0: {0: 1.0}}), [0.9] * 16, credit=0.0)
+        if cold is not None:
+            first = Outcome(0, 0, cold, behind=False, ahead=True)
+            policy.note(100, Plan(0, "plain"), first)
         seconds = 1.3 + left
         policy.note(100, Plan(2, "best"), Outcome(2, 2, seconds, behind=True))
-        assert policy.costs.left(100) == pytest.approx(left)
         assert policy.costs.table()[0][2] == pytest.approx(1.3)
         assert policy.credit.steps == pytest.approx(3 - 1.3)
 
@@ -213,7 +215,7 @@ def test_what_a_draft_has_missed_is_charged_to_no_length() -> None:
 
 def test_a_prompt_that_is_to_be_read_counts_for_a_trial_alone() -> None:
     costs = RoundCosts({0: CHEAP})
-    costs.note_reading(1000, 20.0)
+    costs.reading = 0.02
     doubtful = begun(policy_of(costs, [0.05] * 16), 1000)
     assert doubtful.plan(1000, 500).reason == "plain"
     assert begun(policy_of(costs, [0.05] * 16), 10).plan(10, 500).reason == "trial"
@@ -305,7 +307,7 @@ def test_rates_count_positions_up_to_the_first_rejection() -> None:
 
 def test_loosened_rates_are_the_same_and_move_sooner() -> None:
     rates = AcceptanceRates([0.9] * 3, 40.0)
-    loose = rates.loosened(4.0)
+    loose = rates.loosened()
     for both in (rates, loose):
         both.note(1, 0)
     assert loose.rates(1)[0] < rates.rates(1)[0] - 0.05

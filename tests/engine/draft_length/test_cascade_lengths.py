@@ -176,7 +176,7 @@ def test_a_round_is_noted_for_its_drafter_and_a_step_for_all() -> None:
 
 
 def policy_of(seconds: list[float]) -> AdaptiveDraftLength:
-    costs = RoundCosts({0: dict(enumerate(seconds))}, cold=1.9 * seconds[0])
+    costs = RoundCosts({0: dict(enumerate(seconds))})
     return AdaptiveDraftLength(costs, AcceptanceRates(), Credit(), LONGEST)
 
 
@@ -248,7 +248,7 @@ def test_costs_are_kept_for_each_drafter_and_the_text_stays(
     assert all(len(plan.each) == 2 for plan, _ in stream.decisions)
     for draft in (small, "lookup"):
         other = SpeculativeGenerator(model, byte_tokenizer(), draft=draft)
-        known = other.lengths._of_drafter(0).costs.table()
+        known = other.lengths.known[0].costs.table()
         assert 0 in known[0]
         if draft is small:  # it was calibrated, and a lookup learns in its rounds
             assert set(table[0]) == set(known[0])
