@@ -4,23 +4,34 @@ Each prompt is continued without a draft, then with each kind of draft, at each
 temperature, with the seed of its number; a text counts as different where a token
 differs, and its probabilities where a bit of one does. Rows that are verified together
 differ from single rows by rounding on a GPU, so that texts differ without `exact`; with
-it none may. Speeds are those of the same runs, without the prompts.
+it none may. Speeds are those of the same runs, without the prompts and without the
+first text of each arm, in which kernels are compiled.
 
     python scripts/bench/exact_texts.py --texts 4 --tokens 40
-    python scripts/bench/exact_texts.py --shape llama --size 1b --dtype bfloat16
-        --bits 4 --texts 200 --tokens 200 --seconds 600 --json (in one line, on a GPU)
+    python scripts/bench/exact_texts.py --model FOLDER --drafts lookup --adaptive
+        --texts 6 --tokens 100 (what exact mode costs)
+    python scripts/bench/exact_texts.py --shape llama --size 1b --layers 4
+        --dtype bfloat16 --bits 4 --texts 200 --tokens 200 --seconds 200 --jobs 8
+        --control-every 4 --json (in one line, on a GPU)
 
 The drafts: a lookup in the text; an EAGLE-3 head with random weights, which is hardly
 ever right, and reads the target's states; and tokens of the text without a draft, some
-of them changed, in drafts of random length. The last line is a JSON object.
+of them changed, in drafts of random length. Prompts are of several lengths, so that
+texts of 200 tokens reach the second view of exact mode at different places.
+
+Texts run one at a time, as they must in exact mode, and a GPU then mostly waits for the
+host. So `--jobs` processes share the texts that follow the first three, of which alone
+the speeds are. The last line is a JSON object.
 """
 
 import argparse
 import json
 import random
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -30,27 +41,24 @@ from mlx_speculation import Sampling, SpeculativeGenerator
 # isort: split
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
-from mlx_lm.models import gemma3_text, llama, qwen3_5
+from mlx.utils import tree_map
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for `bench`, in a program
+from bench.random_models import random_head, randomise, shape_of
 from mlx_speculation.demo import demo_models, demo_prompts
-from mlx_speculation.engine import (
-    Choose,
-    Draft,
-    EagleDraft,
-)
+from mlx_speculation.engine import Choose, Draft, EagleDraft
 from mlx_speculation.engine import Sequence as Text
 from mlx_speculation.environment import machine, versions
 from mlx_speculation.models import find_parts, load
-from mlx_speculation.models.checkpoints.joined_head import OwnEnds
-from mlx_speculation.models.eagle import EagleHead
-from mlx_speculation.models.eagle.config import EagleSettings
 
 DTYPES = {name: getattr(mx, name) for name in ("float32", "float16", "bfloat16")}
 TEMPERATURES = (0.0, 0.8)
 DRAFTS = ("lookup", "eagle", "random")
-PROMPT = 24  # tokens
+PROMPTS = tuple(range(61, 125, 8))  # tokens; with 200 more, all pass position 256
+COUNTS = ("texts", "different", "other_probabilities", "drafted", "accepted")
 LONGEST = 7  # drafted tokens in a round
+EAGLE_LONGEST = 3  # of a random head, each of whose tokens costs a step and is wrong
+ALONE = 3  # texts before other processes run: one to compile, two to be timed
 
 
 @dataclass(slots=True)
@@ -65,15 +73,33 @@ class Arm:
     other_probabilities: int = 0  # texts in which a log-probability does in a bit
     drafted: int = 0
     accepted: int = 0
-    tokens: int = 0
-    seconds: float = 0.0  # of all rounds
+    timed_tokens: int = 0
+    seconds: float = 0.0  # of all rounds of those
     prompt_seconds: float = 0.0
-    first: list[int] = field(default_factory=list)  # where texts begin to differ
+    first: int | None = None  # the earliest token that differs
+
+    def add(self, other: dict[str, Any]) -> None:
+        """Add the counts that another process found; its times were not its own."""
+        for name in COUNTS:
+            setattr(self, name, getattr(self, name) + other[name])
+        self._differs_at(other["first"])
+
+    def compare(self, found: Any, plain: Any) -> None:
+        """Count a text as different, or not, from that without a draft."""
+        pairs = zip(found.tokens, plain.tokens, strict=True)
+        parting = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        self.different += parting is not None
+        self.other_probabilities += found.logprobs != plain.logprobs
+        self._differs_at(parting)
+
+    def _differs_at(self, place: int | None) -> None:
+        if place is not None:
+            self.first = place if self.first is None else min(self.first, place)
 
     @property
     def speed(self) -> float:
         """Tokens per second."""
-        return self.tokens / self.seconds if self.seconds else 0.0
+        return self.timed_tokens / self.seconds if self.seconds else 0.0
 
 
 class SometimesRight:
@@ -103,88 +129,14 @@ class SometimesRight:
         """Nothing is kept."""
 
 
-def shape_of(name: str, size: str, layers: int | None, vocabulary: int) -> nn.Module:
-    """Return a model with random weights: llama's, gemma3's or qwen3.5's layers."""
-    small = size == "tiny"
-    common: dict[str, Any] = {
-        "hidden_size": 64 if small else 2048,
-        "intermediate_size": 128 if small else 8192,
-        "num_hidden_layers": layers or (4 if small else 16),
-        "num_attention_heads": 4 if small else 32,
-        "num_key_value_heads": 2 if small else 8,
-        "head_dim": 16 if small else 64,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": vocabulary,
-        "tie_word_embeddings": False,
-    }
-    if name == "llama":
-        return llama.Model(llama.ModelArgs.from_dict({"model_type": name, **common}))
-    if name == "sliding":
-        window = {"sliding_window": 16 if small else 512, "sliding_window_pattern": 4}
-        own = {"model_type": "gemma3_text", "query_pre_attn_scalar": 64, **window}
-        args = gemma3_text.ModelArgs.from_dict({**common, **own})
-        return gemma3_text.Model(args)
-    heads = 2 if small else 16
-    linear = {
-        "linear_num_value_heads": 2 * heads,
-        "linear_num_key_heads": heads,
-        "linear_key_head_dim": 16 if small else 64,
-        "linear_value_head_dim": 16 if small else 64,
-        "linear_conv_kernel_dim": 4,
-        "full_attention_interval": 4,
-        "max_position_embeddings": 4096,
-        "rope_parameters": {
-            "type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [1, 1, 0],
-        },
-    }
-    text = {"model_type": "qwen3_5_text", **common, **linear}
-    args = {"model_type": "qwen3_5", "text_config": text}
-    return qwen3_5.Model(qwen3_5.ModelArgs.from_dict(args))
-
-
-def randomise(model: nn.Module) -> None:
-    """Give matrices weights of a scale at which the text goes on changing."""
-    pairs: Any = tree_flatten(model.parameters())
-    made = []
-    for number, (path, weight) in enumerate(pairs):
-        if weight.ndim > 1 and mx.issubdtype(weight.dtype, mx.floating):
-            inputs = weight.shape[-1] if weight.shape[-1] > 1 else weight.shape[-2]
-            scale = 0.25 if "embed" in path else 2 / inputs**0.5
-            noise = mx.random.normal(weight.shape, key=mx.random.key(number))
-            made.append((path, noise * scale))
-    model.update(tree_unflatten(made))
-
-
-def random_head(model: nn.Module) -> EagleHead:
-    """Return an EAGLE-3 head with random weights, whose ends are the target's."""
-    dim = find_parts(model).dim
-    heads = max(dim // 64, 1)
-    layer = llama.ModelArgs(
-        model_type="llama",
-        hidden_size=dim,
-        num_hidden_layers=1,
-        intermediate_size=2 * dim,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        rms_norm_eps=1e-5,
-        vocab_size=1,
-    )
-    settings = EagleSettings(layer, dim, None, False, False, False)
-    head = EagleHead(settings, 3, OwnEnds())
-    randomise(head)
-    return head
-
-
 def prompts_of(tokenizer: Any, count: int) -> Iterator[list[int]]:
     """Yield windows of the bundled texts."""
     ids = [i for one in demo_prompts() for i in tokenizer.encode(one.text)]
-    step = max((len(ids) - PROMPT) // count, 1)
+    last = len(ids) - max(PROMPTS)
+    step = max(last // count, 1)
     for number in range(count):
-        start = number * step % (len(ids) - PROMPT)
-        yield ids[start : start + PROMPT]
+        start = number * step % last
+        yield ids[start : start + PROMPTS[number % len(PROMPTS)]]
 
 
 def prepared(args: argparse.Namespace) -> tuple[nn.Module, Any]:
@@ -220,10 +172,11 @@ def run(
         stop_tokens=(),
         logprobs=0,
     )
-    arm.seconds += time.perf_counter() - started - result.stats.prefill_seconds
-    arm.prompt_seconds += result.stats.prefill_seconds
+    if arm.texts:
+        arm.seconds += time.perf_counter() - started - result.stats.prefill_seconds
+        arm.prompt_seconds += result.stats.prefill_seconds
+        arm.timed_tokens += len(result.tokens)
     arm.texts += 1
-    arm.tokens += len(result.tokens)
     arm.drafted += result.stats.drafted
     arm.accepted += result.stats.accepted
     assert not result.stats.drafter_faults, result.stats.drafter_faults[0].details
@@ -231,54 +184,83 @@ def run(
 
 
 def compare(
-    model: nn.Module, tokenizer: Any, args: argparse.Namespace, say: Any
+    model: nn.Module,
+    tokenizer: Any,
+    args: argparse.Namespace,
+    numbers: Iterable[int],
+    ends: float,
+    say: Any,
 ) -> list[Arm]:
-    """Write all texts in all ways, until the time is over."""
+    """Write the texts of these numbers in all ways, until the time is over."""
     layers = len(find_parts(model).layers)
     read = tuple(sorted({0, layers // 2, layers - 1}))
     while len(read) < 3:
         read = (*read, read[-1])
     sometimes = SometimesRight(max(tokenizer.get_vocab().values()) + 1)
-    drafts: dict[str, Any] = {"lookup": "lookup", "random": sometimes}
+    drafts: dict[str | None, Any] = {
+        None: None,
+        "lookup": "lookup",
+        "random": sometimes,
+    }
     if "eagle" in args.drafts:
         drafts["eagle"] = EagleDraft(model, random_head(model), read)
-    modes = [args.rows, False]
+    lengths = {None: 0, "eagle": EAGLE_LONGEST, "lookup": LONGEST, "random": LONGEST}
     made = {
         (mode, draft): SpeculativeGenerator(
             model,
             tokenizer,
-            draft=None if draft is None else drafts[draft],
-            draft_length=0 if draft is None else args.draft_length,
+            draft=drafts[draft],
+            draft_length=None if args.adaptive else lengths[draft],
             exact=mode,
         )
-        for mode in modes
+        for mode in (args.rows, False)
         for draft in (None, *args.drafts)
     }
     arms = {
         (mode, warmth, draft): Arm(made[mode, draft].exact, warmth, draft)
-        for mode in modes
+        for mode in (args.rows, False)
         for warmth in TEMPERATURES
         for draft in (None, *args.drafts)
     }
-    ends = time.perf_counter() + args.seconds
-    for seed, prompt in enumerate(prompts_of(tokenizer, args.texts)):
+    prompts = list(prompts_of(tokenizer, args.texts))
+    for seed in numbers:
         for (mode, _, draft), arm in arms.items():
-            if draft is None:
-                plain = run(made[mode, None], arm, prompt, seed, args.tokens)
-                sometimes.text = prompt + plain.tokens
-                sometimes.random = random.Random(seed)
+            if time.perf_counter() > ends:
+                return list(arms.values())
+            if not mode and seed >= ALONE and seed % args.control_every:
                 continue
-            found = run(made[mode, draft], arm, prompt, seed, args.tokens)
-            pairs = zip(found.tokens, plain.tokens, strict=True)
-            parting = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-            if parting is not None:
-                arm.different += 1
-                arm.first.append(parting)
-            arm.other_probabilities += found.logprobs != plain.logprobs
-        say(f"{seed + 1} of {args.texts} texts")
-        if time.perf_counter() > ends:
-            break
+            found = run(made[mode, draft], arm, prompts[seed], seed, args.tokens)
+            if draft is None:
+                plain = found
+                sometimes.text = prompts[seed] + plain.tokens
+                sometimes.random = random.Random(seed)
+            arm.compare(found, plain)
+        say(f"text {seed + 1} of {args.texts}")
     return list(arms.values())
+
+
+def share(given: Sequence[str], jobs: int, ends: float, arms: list[Arm]) -> None:
+    """Let other processes write the texts that are left, and add what they found.
+
+    Raises:
+        CalledProcessError: one of them failed.
+    """
+    program = [sys.executable, __file__, *given, "--json", "--jobs", "1"]
+    seconds = str(ends - time.perf_counter())
+    running = [
+        subprocess.Popen(
+            [*program, "--seconds", seconds, "--numbers", str(ALONE + i), str(jobs)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(jobs)
+    ]
+    for process in running:
+        printed, _ = process.communicate()
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, process.args)
+        for arm, other in zip(arms, json.loads(printed)["arms"], strict=True):
+            arm.add(other)
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -296,10 +278,17 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=8, help="of a forward")
     parser.add_argument("--texts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=40)
-    parser.add_argument("--draft-length", type=int, default=LONGEST)
+    parser.add_argument("--adaptive", action="store_true", help="draft length")
     parser.add_argument("--drafts", nargs="*", choices=DRAFTS, default=DRAFTS)
     parser.add_argument(
         "--seconds", type=float, default=1e9, help="begin no text after that"
+    )
+    parser.add_argument(
+        "--control-every", type=int, default=1, help="texts for one without exact"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument(
+        "--numbers", type=int, nargs=2, help="the first text, and the step to the next"
     )
     parser.add_argument("--json", action="store_true", help="print nothing else")
     return parser.parse_args(given)
@@ -307,10 +296,17 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     """Compare, print a table and the JSON object, and return that."""
+    started = time.perf_counter()
+    given = sys.argv[1:] if given is None else given
     args = arguments(given)
+    ends = started + args.seconds
     model, tokenizer = prepared(args)
     say = (lambda line: None) if args.json else print
-    arms = compare(model, tokenizer, args, say)
+    first, step = args.numbers or (0, 1)
+    last = args.texts if args.jobs == 1 else min(ALONE, args.texts)
+    arms = compare(model, tokenizer, args, range(first, last, step), ends, say)
+    if args.jobs > 1:
+        share(given, args.jobs, ends, arms)
     for arm in arms:
         mode = "" if arm.exact is None else f"exact={arm.exact}"
         say(
@@ -326,7 +322,8 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     found = {
         "program": "exact_texts",
         "options": options,
-        "arms": [{**asdict(arm), "speed": arm.speed} for arm in arms],
+        "seconds": round(time.perf_counter() - started, 1),
+        "arms": [{**asdict(arm), "speed": round(arm.speed, 1)} for arm in arms],
         "machine": machine(),
         "versions": versions(),
     }
