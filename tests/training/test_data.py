@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -252,3 +253,15 @@ def test_the_most_frequent_ids_to_learn_are_chosen() -> None:
     assert choose_ids(texts, 6, 16, []).tolist() == [0, 1, 2, 3, 5, 9]
     assert choose_ids(texts, 99, 4 + 6, []).tolist() == list(range(10))
     assert coverage(texts, np.array([5, 9])) == pytest.approx(7 / 9)
+
+
+@given(st.lists(st.sampled_from([0.0, 0.3, 0.7, 0.8, 1.0]), min_size=1, max_size=5))
+def test_temperatures_come_back_as_they_were(temperatures: list[float]) -> None:
+    """A resumed run counts held-out dialogues by them: 0.8 came back as 0.80000001."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "dialogues.safetensors"
+        written = Dialogues(file, "t")
+        more = [replace(dialogue([1, 2]), temperature=each) for each in temperatures]
+        written.add(more, used=0)
+        again = Dialogues.open(file, "t")
+        assert [each.temperature for each in again.found] == temperatures

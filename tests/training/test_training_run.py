@@ -166,3 +166,32 @@ def test_too_little_memory_is_refused(
     monkeypatch.setattr(memory_estimate, "available", lambda: 1_000_000)
     with pytest.raises(InvalidRequestError, match=r"needs about .* GB, and 0\.0 GB"):
         train(target, tmp_path / "head", OPTIONS)
+
+
+def test_dialogues_of_several_runs_are_trained_on(target: Path, tmp_path: Path) -> None:
+    files = [tmp_path / f"{seed}.safetensors" for seed in range(2)]
+    few = replace(OPTIONS, dialogues=6, held_out=4, batch=6, data_only=True)
+    said = [
+        train(target, tmp_path / "head", replace(few, data=[file], seed=seed))
+        for seed, file in enumerate(files)
+    ]
+    assert [each.ended for each in said] == ["data", "data"]
+    assert not (tmp_path / "head").exists()
+    before = files[1].read_bytes()
+    whole = replace(OPTIONS, dialogues=14, held_out=8, steps=2, data=files)
+    result = train(target, tmp_path / "head", whole)
+    counts = [each.record["data"]["dialogues"] for each in said]
+    assert min(counts) > 0
+    data = result.record["data"]
+    assert data["dialogues"] >= 14  # what was missing was written
+    assert data["held_out"] == 8
+    assert data["more"] == [str(files[1])]
+    assert files[1].read_bytes() == before
+    again = train(target, tmp_path / "head", whole)
+    assert again.record["data"] == data
+
+
+def test_a_missing_file_of_dialogues_is_refused(target: Path, tmp_path: Path) -> None:
+    files = [tmp_path / "one.safetensors", tmp_path / "two.safetensors"]
+    with pytest.raises(InvalidRequestError, match=r"two\.safetensors.*cannot be read"):
+        train(target, tmp_path / "head", replace(OPTIONS, data=files))

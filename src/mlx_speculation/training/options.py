@@ -16,6 +16,7 @@ _FREE = (
     "patience",
     "bits",
     "data",
+    "data_only",
     "prompts",
     "batch",
     "checkpoint",
@@ -53,11 +54,15 @@ class TrainOptions:
         min=0.0,
         max=1.0,
     )
-    data: Path | None = option(
+    data: list[Path] | None = option(
         None,
-        "File of the token ids that the target has written; it is extended. Default: "
-        "in the folder of the draft.",
+        "File of the token ids that the target has written; it is extended. "
+        "Repeatable: further ones, of other runs, are read too. Default: in the folder "
+        "of the draft.",
         panel=DATA,
+    )
+    data_only: bool = option(
+        False, "Write the dialogues, and end before the training.", panel=DATA
     )
     dialogues: int = option(
         4096, "Dialogues for the target to write.", panel=DATA, min=1

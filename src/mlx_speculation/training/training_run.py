@@ -60,8 +60,8 @@ class TrainingResult:
 
     Attributes:
         folder: the draft's.
-        ended: "steps", "stale", "time" or "interrupt".
-        record: what training.json holds.
+        ended: "steps", "stale", "time", "interrupt", or "data": no step was wanted.
+        record: what training.json holds; of "data" what is said of them alone.
         speeds: measured here; None: they were not.
         pairing: what was done about speculation.json.
     """
@@ -165,6 +165,9 @@ class _Run:
         progress = read_progress(self.out / RUN, fixed)
         self._check_tapped()
         dialogues = self._dialogues(fingerprint, prompts, progress)
+        if self.options.data_only:
+            said = self._described(dialogues, dialogues.training)
+            return TrainingResult(self.out, "data", {"data": said})
         learned = dialogues.training
         if progress is not None:
             learned = learned[: progress.dialogues]
@@ -208,6 +211,7 @@ class _Run:
             optimizer.init(trainee.module.trainable_parameters())
         else:
             load_state(self.out / RUN, trainee.module, optimizer)
+        self.out.mkdir(parents=True, exist_ok=True)
         held = dialogues.held_out[: self.options.held_out]
         longest = self.options.slots + depths
         self.lookup = lookup_acceptance(held)
@@ -245,11 +249,13 @@ class _Run:
     def _dialogues(
         self, fingerprint: str, prompts: list[Any], progress: Progress | None
     ) -> Dialogues:
-        file = self.options.data or self.out / RUN / "dialogues.safetensors"
-        dialogues = Dialogues.open(file, fingerprint)
+        own = self.out / RUN / "dialogues.safetensors"
+        file, *more = self.options.data or [own]
+        dialogues = Dialogues.open(file, fingerprint, more)
         collector = Collector(self.model, self.tokenizer, self.options, prompts)
         minutes = self.options.minutes
-        until = None if minutes is None else self.began + 60 * minutes * _DATA_SHARE
+        share = 1.0 if self.options.data_only else _DATA_SHARE
+        until = None if minutes is None else self.began + 60 * minutes * share
         if progress is None:
             collector.fill(
                 dialogues,
@@ -324,14 +330,7 @@ class _Run:
         ended: str,
     ) -> TrainingResult:
         held = dialogues.held_out
-        data = {
-            "file": str(dialogues.file),
-            "dialogues": len(learned),
-            "own": sum(each.own for each in learned),
-            "tokens": sum(len(each.tokens) for each in learned),
-            "learned": int(sum(each.counts.sum() for each in learned)),
-            "held_out": len(held),
-        }
+        data = self._described(dialogues, learned)
         if trainee.ids is not None:
             ids = np.array(trainee.ids)
             data["coverage"] = round(coverage(held, ids), 4)
@@ -350,6 +349,18 @@ class _Run:
             ended=ended,
         )
         return TrainingResult(self.out, ended, record, speeds, pairing)
+
+    def _described(self, dialogues: Dialogues, learned: list[Any]) -> dict[str, Any]:
+        """Return what the record says of the data."""
+        return {
+            "file": str(dialogues.file),
+            "more": [str(file) for file in (self.options.data or [])[1:]],
+            "dialogues": len(learned),
+            "own": sum(each.own for each in learned),
+            "tokens": sum(len(each.tokens) for each in learned),
+            "learned": int(sum(each.counts.sum() for each in learned)),
+            "held_out": len(dialogues.held_out),
+        }
 
     def _measured(self, trainee: Trainee, held: list[Any]) -> tuple[Speeds | None, str]:
         """Measure speeds, and name the draft in speculation.json if it pays."""

@@ -41,7 +41,8 @@ def train(
         result = run(
             model, out, options, reports=reports, trust_remote_code=trust_remote_code
         )
-    screen.table(_table(result))
+    if result.ended != "data":
+        screen.table(_table(result))
     for line in _closing(result):
         screen.say(line)
     screen.object(
@@ -135,6 +136,8 @@ def _closing(result: "TrainingResult") -> Iterator[str]:
     why = {
         "steps": "All steps were taken.",
         "stale": "It ended early: evaluations no longer gained.",
+        "data": "The dialogues are written; the same command without --data-only "
+        "trains on them.",
         "time": "The time is up; the same command goes on from here.",
         "interrupt": "Interrupted; the same command goes on from here.",
     }

@@ -58,7 +58,7 @@ class Collector:
             held, count = self._next(dialogues)
             if not count or (not held and dialogues.training and stop()):
                 return
-            report(len(dialogues.found), wanted)
+            report(len(dialogues.all), wanted)
             more, used = self._batch(dialogues, held, count, report)
             with DeferredSignals():
                 dialogues.add(more, used)
@@ -103,7 +103,8 @@ class Collector:
                 most=self._options.prompt_tokens,
                 seed=seed,
             )
-        done, whole = len(dialogues.found), len(dialogues.found) + count
+        done = len(dialogues.all)
+        whole = done + count
         found = [
             self._dialogue(prompt, answer, held, True, temperature)
             for prompt, answer in zip(

@@ -11,7 +11,7 @@ Its metadata name the target, how many batches were written, and how many prompt
 file were used. It is written as a whole or not at all.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,16 +48,28 @@ class Dialogues:
     found: list[Dialogue] = field(default_factory=list)  # the dialogues
     batches: int = 0  # how many batches were written
     used: int = 0  # how many prompts of a file were used
+    others: list[Dialogue] = field(default_factory=list)  # of further files
 
     @classmethod
-    def open(cls, file: Path, target: str) -> "Dialogues":
+    def open(cls, file: Path, target: str, more: Sequence[Path] = ()) -> "Dialogues":
         """Return what a file holds; nothing where there is none.
+
+        Args:
+            file: the one to extend.
+            target: names the target that wrote it.
+            more: further files, which are only read and have to exist.
 
         Raises:
             InvalidRequestError: it is no such file, or another target's.
         """
-        if not file.exists():
-            return cls(file, target)
+        dialogues = cls._read(file, target) if file.exists() else cls(file, target)
+        for each in more:
+            dialogues.others += cls._read(each, target).found
+        return dialogues
+
+    @classmethod
+    def _read(cls, file: Path, target: str) -> "Dialogues":
+        """Return what one file holds."""
         try:
             with safe_open(file, "np") as opened:
                 said = opened.metadata() or {}
@@ -79,14 +91,19 @@ class Dialogues:
         return cls(file, target, _parted(held), int(said["batches"]), int(said["used"]))
 
     @property
+    def all(self) -> list[Dialogue]:
+        """Those of all files."""
+        return [*self.found, *self.others]
+
+    @property
     def training(self) -> list[Dialogue]:
         """Those to learn from."""
-        return [each for each in self.found if not each.held]
+        return [each for each in self.all if not each.held]
 
     @property
     def held_out(self) -> list[Dialogue]:
         """Those to evaluate on."""
-        return [each for each in self.found if each.held]
+        return [each for each in self.all if each.held]
 
     def add(self, more: Iterable[Dialogue], used: int) -> None:
         """Add a batch, and write the file anew.
@@ -137,7 +154,8 @@ def _parted(held: dict[str, Any]) -> list[Dialogue]:
                 held["counts"][begin:end].astype(np.bool_),
                 bool(held["held"][number]),
                 bool(held["own"][number]),
-                float(held["temperature"][number]),
+                # As it was said: 0.8 is another number in float32
+                round(float(held["temperature"][number]), 6),
             )
         )
         begin = end
