@@ -18,11 +18,12 @@ from mlx_speculation.engine.distributed import (
     shown,
 )
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
-from mlx_speculation.engine.draft_length.calibration import Start, measured_draft
+from mlx_speculation.engine.draft_length.calibration import Start
 from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.drafters.base import Drafter, lanes_of, remember
 from mlx_speculation.engine.drafters.cascade import CascadeDrafter, open_guarded
 from mlx_speculation.engine.drafters.source import DraftSource, members_of
+from mlx_speculation.engine.lookup.measured_draft import measured_draft
 from mlx_speculation.engine.memory import Weights, held_memory
 from mlx_speculation.engine.options import (
     GenerateOptions,

@@ -16,25 +16,19 @@ Rows that name a length of their own keep to it.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
-from mlx_speculation.engine.draft_length.adaptive import few_lengths
-from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Outcome, Plan
+from mlx_speculation.engine.draft_length.adaptive import (
+    AdaptiveDraftLength,
+    few_lengths,
+)
+from mlx_speculation.engine.draft_length.base import Outcome, Plan
+from mlx_speculation.engine.draft_length.calibration import Calibration
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 
-
-class BatchPolicy(DraftLengthPolicy, Protocol):
-    """Decides for all rows of a batch: an adaptive policy, or a calibration."""
-
-    costs: RoundCosts  # of rounds of so many rows
-
-    def decide_anew(self) -> None:
-        """Let the next round be decided: rows of the batch have come or gone."""
-        ...
-
-
+# Both have the costs of rounds of so many rows.
+BatchPolicy = AdaptiveDraftLength | Calibration
 # Makes the policy of a batch, given the rates that all of its rows share.
 MakeLengths = Callable[[AcceptanceRates], BatchPolicy]
 # Returns what rounds of so many rows cost, given the same rates.

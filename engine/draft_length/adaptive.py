@@ -22,9 +22,7 @@ from mlx_speculation.models import row_size
 FIRST_CREDIT = 3.0
 MOST_CREDIT = 24.0
 SHARE = 0.015
-# What a draft has to gain over plain steps to be preferred to them; and what it has to
-# gain when all of it is right to be tried.
-SURE_GAIN = 1.03
+# What a draft gains over plain steps where all of it is right, if it is to be tried.
 LEAST_GAIN = 1.1
 # The first draft.
 FIRST_LENGTH = 2
@@ -111,7 +109,7 @@ class AdaptiveDraftLength:
             and (option.length <= measured or option.over(plain) - 1 <= credit)
         ]
         draft = max(paying, key=lambda option: option.speed, default=plain)
-        if draft.speed > SURE_GAIN * plain.speed and credit > 0:
+        if draft.speed > plain.speed and credit > 0:
             longer = [o.length for o in options if o.length > draft.length]
             if longer and self._drafts % LONGER_ROUNDS == LONGER_ROUNDS - 1:
                 return Plan(longer[0], "longer", options, credit)

@@ -4,9 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import astuple
 from statistics import median
-from typing import TYPE_CHECKING, Any
-
-import mlx.core as mx
+from typing import TYPE_CHECKING
 
 from mlx_speculation.engine.draft_length.adaptive import few_lengths
 from mlx_speculation.engine.draft_length.base import (
@@ -16,12 +14,7 @@ from mlx_speculation.engine.draft_length.base import (
     Plan,
 )
 from mlx_speculation.engine.draft_length.costs import RoundCosts, bucket_of
-from mlx_speculation.engine.drafters.base import Choose, Draft
-from mlx_speculation.engine.drafters.cascade import Cascade
-from mlx_speculation.engine.drafters.source import DraftSource, members_of
-from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.timing import RoundSeconds
-from mlx_speculation.models import Lane
 
 if TYPE_CHECKING:
     from mlx_speculation.engine.stream import Stream
@@ -56,10 +49,10 @@ class Calibration:
         self.longest, self.costs = longest, RoundCosts()
         self._context = context
         drafts = few_lengths(longest)[1:]
-        one = [0] * PLAIN_STEPS + list(drafts[:1])
-        one += [length for length in drafts for _ in range(DRAFTS)]
-        self.rounds, self.done = PASSES * len(one), 0
-        self._script = iter(PASSES * one)
+        once = [0] * PLAIN_STEPS + list(drafts[:1])
+        once += [length for length in drafts for _ in range(DRAFTS)]
+        self.rounds, self.done = PASSES * len(once), 0
+        self._script = iter(PASSES * once)
         self._parts: defaultdict[int, list[RoundSeconds]] = defaultdict(list)
         self._drafted = False
 
@@ -126,40 +119,3 @@ def follow(start: Start, contexts: Iterable[int]) -> None:
     for context in sorted(contexts):
         for _ in start(calibration_prompt(context), FixedDraftLength(0)):
             pass  # to where rank 0 ends it
-
-
-def measured_draft(draft: DraftSource | None) -> DraftSource:
-    """Return what a calibration lets draft: a draft without its lookups."""
-    others = [source for source in members_of(draft) if source.measurable]
-    if len(others) > 1:
-        return Cascade(*others)
-    return others[0] if others else ConstantDrafter()
-
-
-class ConstantDrafter(DraftSource):
-    """Proposes the last token again, as often as it is asked to.
-
-    What a lookup proposes depends on the text, what it costs does not.
-    """
-
-    kind = "filler"
-
-    def open(
-        self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
-    ) -> "ConstantDrafter":
-        """Return itself."""
-        return self
-
-    def begin(self, sequence: Sequence) -> None:
-        """Do nothing."""
-
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
-        """Propose `limit` tokens."""
-        tokens = mx.array(sequence.tokens[-1:] * limit, mx.uint32)
-        return Draft(tokens, source=self.kind)
-
-    def settle(self, accepted: int) -> None:
-        """Do nothing."""
-
-    def discard(self) -> None:
-        """Do nothing."""

@@ -181,7 +181,7 @@ class PolicyFactory:
 
     @property
     def _calibrated(self) -> Known:
-        """Of the drafter whose rounds a calibration measures, see `measured_draft`."""
+        """What is known of the drafter whose rounds a calibration measures."""
         each = zip(self._each, self.known, strict=True)
         own = [known for source, known in each if source.measurable]
         return [*own, *self.known, Known()][0]

@@ -40,12 +40,10 @@ import mlx.core as mx
 
 from mlx_speculation import LookupDrafter, SpeculativeGenerator, load
 from mlx_speculation.demo import demo_models, demo_prompts
-from mlx_speculation.engine.draft_length.calibration import (
-    calibration_prompt,
-    measured_draft,
-)
+from mlx_speculation.engine.draft_length.calibration import calibration_prompt
 from mlx_speculation.engine.drafters.base import NOTHING, Choose, Draft, Drafter
 from mlx_speculation.engine.drafters.source import DraftSource
+from mlx_speculation.engine.lookup.measured_draft import measured_draft
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Chosen, Rows, Sampling
