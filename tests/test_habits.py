@@ -1,11 +1,13 @@
 """What surrounds the code: workflows, templates, hooks, and what is published."""
 
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -109,14 +111,15 @@ def test_all_extras_are_what_a_user_may_want() -> None:
 
 
 @pytest.mark.slow
-def test_the_source_archive_is_the_package_and_nothing_by_halves(
-    tmp_path: Path,
-) -> None:
-    """Tests, documentation and examples are left out whole: they need the checkout."""
+def test_archives_are_the_package_and_nothing_by_halves(tmp_path: Path) -> None:
+    """Tests, documentation, examples and demonstration models are left out whole."""
     copy = tmp_path / "copy"
     ignored = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", ".*_cache")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
-    build = "from setuptools import build_meta; build_meta.build_sdist('made')"
+    build = (
+        "from setuptools import build_meta as build; "
+        "build.build_sdist('made'); build.build_wheel('made')"
+    )
     subprocess.run(
         [sys.executable, "-c", build], cwd=copy, check=True, capture_output=True
     )
@@ -125,16 +128,29 @@ def test_the_source_archive_is_the_package_and_nothing_by_halves(
         names = {name.partition("/")[2] for name in files.getnames()}
     tops = {name.partition("/")[0] for name in names if "/" in name}
     assert tops == {"src"}
-    expected = [
-        *(ROOT / "src/mlx_speculation").rglob("*.py"),
-        *(
-            file
-            for folder in ("engine", "models", "caches", "samplers")
-            for file in (ROOT / folder).rglob("*.py")
-        ),
-    ]
-    for file in expected:
-        path = file.relative_to(ROOT)
-        inside = path if path.parts[0] == "src" else "src/mlx_speculation" / path
-        assert str(inside) in names
     assert {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml"} <= names
+    (wheel,) = (copy / "made").glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        files.extractall(tmp_path / "installed")
+        inside = {name for name in files.namelist() if ".dist-info/" not in name}
+    assert inside <= {name.removeprefix("src/") for name in names}
+    package = ROOT / "src/mlx_speculation"
+    expected = [*package.rglob("*.py"), *(package / "demo").glob("*.json")]
+    for folder in ("engine", "models", "caches", "samplers"):
+        expected += [*(package / folder).rglob("*.py")]
+    assert len(expected) > 300
+    assert {str(file.relative_to(package.parent)) for file in expected} <= inside
+    for file in inside:
+        assert "demo" not in Path(file).parts or Path(file).parent.name == "demo"
+    assert wheel.stat().st_size < 2_000_000
+    ran = subprocess.run(
+        [sys.executable, "-m", "mlx_speculation", "demo"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode
+    said = " ".join((ran.stdout + ran.stderr).split())
+    assert "git clone https://github.com/mlx-speculation/mlx-speculation" in said
+    assert "make demo" in said

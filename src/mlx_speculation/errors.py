@@ -106,7 +106,7 @@ class MissingLibraryError(SpeculationError, ImportError):
 
 
 class DemoModelsMissingError(SpeculationError, FileNotFoundError):
-    """Raised when the bundled demonstration models are not in this installation."""
+    """Raised when the demonstration models or prompts are not in this installation."""
 
 
 class RankLostError(SpeculationError, ConnectionError):

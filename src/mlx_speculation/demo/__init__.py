@@ -1,8 +1,9 @@
-"""The demonstration models and prompts that are bundled with this package.
+"""The demonstration models of the repository, and the bundled prompts.
 
 Three small targets, one per kind of cache, one draft model that shares their tokenizer,
 an assistant of the sliding target, and an EAGLE-3 head of the dense one. This module
-knows where they are; it loads none of them.
+knows where they are; it loads none of them. A package that was installed from a wheel
+has the prompts alone.
 """
 
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 from mlx_speculation.errors import DemoModelsMissingError
 
 _FOLDER = Path(__file__).parent
+_CLONE = "git clone https://github.com/mlx-speculation/mlx-speculation"
 DEMO_TARGETS = ("dense", "sliding", "hybrid")
 _MODELS = (*DEMO_TARGETS, "draft", "assistant", "eagle")
 
@@ -26,7 +28,7 @@ class DemoPrompt:
 
 
 def demo_models() -> dict[str, Path]:
-    """Return the folders of the bundled models, by name.
+    """Return the folders of the demonstration models, by name.
 
     They are "dense", "sliding" and "hybrid", the targets; "draft", a model that drafts
     for all three; "assistant", which drafts for the sliding one; and "eagle", for the
@@ -37,13 +39,16 @@ def demo_models() -> dict[str, Path]:
     """
     folders = {name: _FOLDER / name for name in _MODELS}
     missing = [
-        name for name, path in folders.items() if not (path / "config.json").is_file()
+        name
+        for name, path in folders.items()
+        if not (path / "model.safetensors").is_file()
     ]
     if missing:
         raise DemoModelsMissingError(
-            f"of the {len(folders)} demonstration models, {len(missing)} are not in "
-            f"{_FOLDER}: {', '.join(missing)}; reinstall mlx-speculation, or make "
-            "them with scripts/train.py demo"
+            f"Of the {len(folders)} demonstration models, {len(missing)} are not in "
+            f"{_FOLDER}: {', '.join(missing)}. They are 47 MB, and in the repository "
+            f"alone: {_CLONE}, and in its folder make demo, or pip install -e . into "
+            "this environment."
         )
     return folders
 
