@@ -8,8 +8,12 @@ from mlx_speculation.engine.batch.generator import BatchGenerator
 from mlx_speculation.engine.batch.results import BatchResponse, BatchStatistics
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Outcome, Plan
 from mlx_speculation.engine.drafters.base import Choose, Draft, Drafter
+from mlx_speculation.engine.drafters.block_drafters import (
+    DFlash2Draft,
+    DFlashDraft,
+    DSparkDraft,
+)
 from mlx_speculation.engine.drafters.cascade import Cascade
-from mlx_speculation.engine.drafters.dflash import DFlashDraft
 from mlx_speculation.engine.drafters.eagle import EagleDraft
 from mlx_speculation.engine.drafters.gemma_assistant import (
     AssistantDraft,
@@ -38,7 +42,9 @@ __all__ = [
     "Cascade",
     "Choose",
     "Chunk",
+    "DFlash2Draft",
     "DFlashDraft",
+    "DSparkDraft",
     "Draft",
     "DraftLengthPolicy",
     "Drafter",

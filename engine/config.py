@@ -227,13 +227,13 @@ def _check_compiled(
 
 
 def _check_confidence(confidence: Any, draft: DraftSource | None) -> None:
-    """Refuse what is no probability, or finds no draft model to be asked for it."""
+    """Refuse what is no probability, or finds nobody to be asked for it."""
     if not isinstance(confidence, int | float) or not 0 <= confidence < 1:
         raise InvalidRequestError(
             f"draft_confidence is {confidence!r}, and a probability of at least 0 and "
             "less than 1 is needed."
         )
-    if confidence and draft is not None and not draft.models:
+    if confidence and draft is not None and not draft.confident:
         raise InvalidRequestError(
             f"draft_confidence is {confidence!r}, and no draft model is there to be "
             f"asked for it: the draft is of kind {draft.kind!r}. Leave it out."

@@ -62,7 +62,8 @@ class SpeculativeGenerator:
             pay, by what rounds cost here and what is accepted, see `calibrate`. With
             other rules than "keyed" the timing of rounds then changes a seed's text.
         draft_confidence: a draft model stops before a token where the product of its
-            largest probabilities falls below this; 0: never. See `DraftModel`.
+            largest probabilities falls below this, and a head with a confidence of
+            its own where that of its estimates does; 0: never. See `DraftModel`.
         acceptance: "keyed", the rule under which the draft cannot change the text of
             a seed; "rejection" and "block" keep the distribution of the text, but not
             the text, and accept more where tokens are drawn by chance.

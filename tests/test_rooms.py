@@ -59,6 +59,7 @@ ORDER: dict[str, list[set[str]]] = {
         {"models/lanes"},
         {"models/checkpoints"},
         {"models/mtp", "models/eagle", "models/dflash", "models/gemma_assistant"},
+        {"models/dflash2", "models/dspark"},  # built on DFlash
         {"models/load_model"},  # it leaves out what is an MTP head's
     ],
     "engine": [

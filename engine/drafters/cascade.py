@@ -76,6 +76,11 @@ class Cascade(DraftSource):
         return all(member.reusable for member in self.members())
 
     @property
+    def confident(self) -> bool:
+        """Whether one of its members can end drafts where it is unsure."""
+        return any(member.confident for member in self.members())
+
+    @property
     def models(self) -> list[nn.Module]:
         """The draft models of its members."""
         return [model for member in self.members() for model in member.models]

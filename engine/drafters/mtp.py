@@ -174,9 +174,14 @@ class MtpDrafter:
         source: str = "mtp",  # the kind of drafter, which the statistics count by
         # The target's ids of the head's logits, uint32 [n]; None: all
         ids: mx.array | None = None,
+        # End drafts before a token where the product of the head's own estimates that
+        # they are accepted, up to it, is below this; 0: never. Costs a wait for the
+        # device in each draft
+        confidence: float = 0.0,
     ) -> None:
         self._new_cache, self._tokens = new_cache, sequence.tokens
         self.depth, self.source, self.ids = depth, source, ids
+        self._confidence = confidence
         self.committed = committed
         self._cache = new_cache(0)
         self._chunk_end = 0
@@ -236,14 +241,31 @@ class MtpDrafter:
         def tokens_of(layer: int, first: int, count: int) -> mx.array:
             return self._pairs(layer, first, count, chain.chosen)
 
-        self._cache.draft(
+        def choose_next(logits: mx.array, ids: mx.array | None = None) -> mx.array:
+            return chain.add(logits, self.ids if ids is None else ids)
+
+        sure = self._cache.draft(
             self.committed.between(self._cache.end, newest),
             newest,
             tokens_of,
-            lambda logits: chain.add(logits, self.ids),
+            choose_next,
             limit if self.depth is None else min(limit, self.depth),
         )
-        return Draft.of(chain.chosen, source=self.source)
+        if sure is None or not self._confidence:
+            return Draft.of(chain.chosen, source=self.source)
+        return self._ended(chain.chosen, sure)
+
+    def _ended(self, chosen: SequenceOf[Chosen], sure: mx.array) -> Draft:
+        """Return the draft up to where it is unsure, which may be all of it.
+
+        How sure it is of a token follows from the tokens before: none is dropped for
+        what it is, so what is left was drawn from its probabilities.
+        """
+        enough = mx.cumprod(sure) >= self._confidence
+        count: Any = mx.cumprod(enough.astype(mx.int32)).sum().item()
+        if not count:
+            return Draft(mx.array([], mx.uint32), source=self.source, reads=1)
+        return Draft.of(chosen[:count], source=self.source, reads=1)
 
     def settle(self, accepted: int) -> None:
         """Keep the positions of committed text; those of drafts never stay."""

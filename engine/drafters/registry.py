@@ -1,13 +1,18 @@
 """The sources that are loaded from a folder: one table.
 
-A folder says by its config.json what it is. A new kind is one line in `SOURCES`, before
-`ModelSource`, which fits what nobody else claims.
+A folder says by its config.json what it is, and by its tensors where these are of one
+kind alone. A new kind is one line in `SOURCES`, before `ModelSource`, which fits what
+nobody else claims.
 """
 
 from pathlib import Path
 from typing import Any
 
-from mlx_speculation.engine.drafters.dflash import DFlashDraft
+from mlx_speculation.engine.drafters.block_drafters import (
+    DFlash2Draft,
+    DFlashDraft,
+    DSparkDraft,
+)
 from mlx_speculation.engine.drafters.draft_model import ModelSource
 from mlx_speculation.engine.drafters.eagle import EagleDraft
 from mlx_speculation.engine.drafters.gemma_assistant import AssistantDraft
@@ -19,9 +24,13 @@ from mlx_speculation.models import (
     model_folder,
     read_config,
 )
+from mlx_speculation.models.checkpoints import kind_by_tensors, tensor_names
+from mlx_speculation.models.dspark import gguf_file
 
 SOURCES: tuple[type[FolderSource], ...] = (
     MtpDraft,
+    DSparkDraft,
+    DFlash2Draft,
     DFlashDraft,
     EagleDraft,
     AssistantDraft,
@@ -30,8 +39,19 @@ SOURCES: tuple[type[FolderSource], ...] = (
 
 
 def source_of_config(config: dict[str, Any]) -> type[FolderSource]:
-    """Return what loads a folder with this config.json."""
+    """Return what loads a folder with this config.json, going by that alone."""
     return next(source for source in SOURCES if source.fits(config))
+
+
+def source_of_folder(folder: Path) -> type[FolderSource]:
+    """Return what loads a folder, by its config.json and the names of its tensors.
+
+    Raises:
+        ModelFolderError: config.json is missing, or not a JSON object.
+    """
+    claimed = source_of_config(read_config(folder))
+    kind = kind_by_tensors(tensor_names(folder), claimed.kind)
+    return next(source for source in SOURCES if source.kind == kind)
 
 
 def draft_folder(path_or_repo: str | Path) -> tuple[Path, type[FolderSource]]:
@@ -41,10 +61,12 @@ def draft_folder(path_or_repo: str | Path) -> tuple[Path, type[FolderSource]]:
         ModelFolderError: there is no such folder, or it is none of a draft.
     """
     folder = Path(path_or_repo).expanduser()
+    if gguf_file(folder) is not None:
+        return folder, DSparkDraft
     if not is_there(folder / "config.json"):
         check_model_folder(path_or_repo, "mtp", "lookup", "auto")
         folder = model_folder(path_or_repo)
-    source = source_of_config(read_config(folder))
+    source = source_of_folder(folder)
     if source is ModelSource:
         check_model_folder(folder)
     return folder, source

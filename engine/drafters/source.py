@@ -45,7 +45,8 @@ class DraftOptions:
 
     # What stands for sliding windows in the caches of draft models
     sliding: Sliding = "slack"
-    confidence: float = 0.0  # where a draft model stops, see `DraftModel`
+    # Where drafts end that are unsure, see `DraftModel`; 0: nowhere
+    confidence: float = 0.0
     vocabulary: SequenceOf[int] | None = None  # the token ids to draft from; None: all
     # Returns the compiled forward of a draft model; None: they run as they are
     compiled: Callable[[nn.Module], CompiledForward] | None = None
@@ -76,6 +77,11 @@ class DraftSource(Protocol):
     def reusable(self) -> bool:
         """Whether several of its drafters may be open at once."""
         return True
+
+    @property
+    def confident(self) -> bool:
+        """Whether it can end drafts where it is unsure; a draft model can."""
+        return bool(self.models)
 
     @property
     def models(self) -> SequenceOf[nn.Module]:

@@ -11,6 +11,10 @@ from mlx_speculation.models.checkpoints.draft_head import (
     HeadOutput,
 )
 from mlx_speculation.models.checkpoints.speculation_json import PairFile, read_pair
+from mlx_speculation.models.checkpoints.told_by_tensors import (
+    kind_by_tensors,
+    tensor_names,
+)
 
 __all__ = [
     "HeadCache",
@@ -19,5 +23,7 @@ __all__ = [
     "MtpConvention",
     "PairFile",
     "convention_of",
+    "kind_by_tensors",
     "read_pair",
+    "tensor_names",
 ]

@@ -1,6 +1,6 @@
 """What drafters in folders of their own share: arguments, tensors, and their checks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 from mlx_lm.utils import infer_quant_config
 
 from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.checkpoints.nvfp4 import unpacked
 from mlx_speculation.models.quantize import runs_on_linux_cpu, to_float32
 from mlx_speculation.models.safetensors_layout import header
 
@@ -22,7 +23,13 @@ Args = TypeVar("Args", bound=BaseModelArgs)
 _SHOWN = 6
 
 
-def layer_args(config: Config, name: str, kind: type[Args]) -> Args:
+def layer_args(
+    config: Config,
+    name: str,
+    kind: type[Args],
+    *,
+    acts: Sequence[str] = ("silu", "swish"),
+) -> Args:
     """Read what mlx-lm makes the decoder layers of, from a Llama-like config.json.
 
     Which linear layers have a bias is not asked: the tensors show it.
@@ -31,14 +38,16 @@ def layer_args(config: Config, name: str, kind: type[Args]) -> Args:
         config: what it holds.
         name: of the drafter, for messages.
         kind: the arguments of an mlx-lm model.
+        acts: the activations that its layers have; the usual one comes first.
 
     Raises:
         ModelFolderError: one is missing, or of another kind.
     """
-    act = config.get("hidden_act", "silu")
-    if act not in ("silu", "swish"):
+    act = config.get("hidden_act", acts[0])
+    if act not in acts:
         raise ModelFolderError(
-            f"config.json of the {name} says hidden_act {act!r}, and 'silu' is known."
+            f"config.json of the {name} says hidden_act {act!r}, and {acts[0]!r} is "
+            "known."
         )
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if rope is not None and not isinstance(rope, dict):
@@ -47,6 +56,7 @@ def layer_args(config: Config, name: str, kind: type[Args]) -> Args:
         )
     theta: Any = config.get("rope_theta", (rope or {}).get("rope_theta", 10_000.0))
     positions: int | None = config.get("max_position_embeddings")
+    eps: Any = config.get("rms_norm_eps", config.get("norm_eps", 1e-6))
     dim = number(config, "hidden_size", name)
     heads = number(config, "num_attention_heads", name)
     size = number(config, "head_dim", name, dim // heads)
@@ -57,7 +67,7 @@ def layer_args(config: Config, name: str, kind: type[Args]) -> Args:
         "num_attention_heads": heads,
         "num_key_value_heads": number(config, "num_key_value_heads", name, heads),
         "head_dim": size,
-        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "rms_norm_eps": float(eps),
         "num_hidden_layers": number(config, "num_hidden_layers", name, 1),
         "vocab_size": 0,  # layers do not read it
         "tie_word_embeddings": False,
@@ -123,7 +133,9 @@ def read_tensors(folder: Path, name: str) -> Weights:
         header(file)  # cut files are refused with a clear error
         held: Any = mx.load(str(file))
         found |= {each.removeprefix("model."): value for each, value in held.items()}
-    return {n: v for n, v in found.items() if not n.endswith("rotary_emb.inv_freq")}
+    return unpacked(
+        {n: v for n, v in found.items() if not n.endswith("rotary_emb.inv_freq")}
+    )
 
 
 def take_draft_ids(weights: Weights, vocab: int, drafter: str) -> mx.array | None:

@@ -12,7 +12,19 @@ import mlx.core as mx
 
 # (layer, first position, count) -> token ids [1, count] that the layer pairs with them
 TokensOf = Callable[[int, int, int], mx.array]
-ChooseNext = Callable[[mx.array], mx.array]
+
+
+class ChooseNext(Protocol):
+    """Chooses the next draft."""
+
+    def __call__(self, logits: mx.array, ids: mx.array | None = None) -> mx.array:
+        """Return the token, [1], that is chosen from logits [1, n].
+
+        Args:
+            logits: for the next draft.
+            ids: the token ids of the columns, uint32 [n]; the head's when omitted.
+        """
+        ...
 
 
 class Ends(Protocol):
@@ -132,7 +144,7 @@ class HeadCache(Protocol):
         tokens_of: TokensOf,
         choose: ChooseNext,
         count: int,
-    ) -> None:
+    ) -> mx.array | None:
         """Open a round: write positions of committed text, and draft behind them.
 
         Args:
@@ -143,6 +155,11 @@ class HeadCache(Protocol):
             choose: gets logits [1, vocab] for the next draft and returns it, [1].
             count: how many drafts to make; at least 1, and no more than the head's
                 depth.
+
+        Returns:
+            The probability that each draft is accepted where those before it are, as
+            far as the head knows them: float32 [count], which does not depend on the
+            draft itself. None: it makes none.
         """
         ...
 

@@ -130,6 +130,7 @@ def check_layers(
     *,
     trunk: int,  # how many layers the target has
     features: int | None = None,  # how many of them `fc` takes; None: not known
+    lowest: int = 0,  # -1: the embeddings may be read too
     advice: str = "",  # what may help where the target lacks one, after a comma
 ) -> tuple[int, ...]:
     """Return layers of the target that a head reads, after checking them.
@@ -137,7 +138,7 @@ def check_layers(
     Raises:
         ModelFolderError: the target lacks one, or `fc` takes another number of them.
     """
-    if min(layers) < 0 or max(layers) >= trunk:
+    if min(layers) < lowest or max(layers) >= trunk:
         raise ModelFolderError(
             f"The {name} reads layers {list(layers)} of its target, and this one has "
             f"{trunk}, from 0. Choose the {name} of this target{advice}."

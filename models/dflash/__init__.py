@@ -1,17 +1,53 @@
 """DFlash drafters: config.json, the module, its context cache, loading.
 
-The model as a drafter is in the engine; other kinds of heads are not known here.
+Later kinds that draft blocks in the same way (`models.dflash2`, `models.dspark`) use
+its parts. The model as a drafter is in the engine; other heads are not known here.
 """
 
+from mlx_speculation.models.dflash.attention import (
+    BlockAttention,
+    DFlashAttention,
+    attended,
+    by_head,
+)
 from mlx_speculation.models.dflash.cache import DFlashContext
-from mlx_speculation.models.dflash.config import is_dflash
-from mlx_speculation.models.dflash.head import DFlash, DFlashHead
-from mlx_speculation.models.dflash.load import load_dflash
+from mlx_speculation.models.dflash.config import (
+    Anchor,
+    DFlashSettings,
+    LayerIds,
+    block_settings,
+    is_dflash,
+    layer_part,
+    own_keys,
+    stated_anchor,
+)
+from mlx_speculation.models.dflash.head import DFlash, DFlashHead, DFlashLayer
+from mlx_speculation.models.dflash.load import (
+    LoadedDFlash,
+    build,
+    load_dflash,
+    read_blocks,
+)
 
 __all__ = [
+    "Anchor",
+    "BlockAttention",
     "DFlash",
+    "DFlashAttention",
     "DFlashContext",
     "DFlashHead",
+    "DFlashLayer",
+    "DFlashSettings",
+    "LayerIds",
+    "LoadedDFlash",
+    "attended",
+    "block_settings",
+    "build",
+    "by_head",
     "is_dflash",
+    "layer_part",
     "load_dflash",
+    "own_keys",
+    "read_blocks",
+    "stated_anchor",
 ]

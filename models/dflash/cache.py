@@ -1,4 +1,4 @@
-"""The context of a DFlash drafter: what of it the caches hold, and rounds behind it.
+"""The context of a drafter of blocks: what of it the caches hold, and rounds behind it.
 
 With n known tokens before the newest one, a round over positions m to n - 1 writes
 their keys and values, then those of a block behind them. A commit keeps positions m to
@@ -55,14 +55,13 @@ class DFlashContext:
         tokens_of: TokensOf,  # gives the newest token
         choose: ChooseNext,  # gets logits [1, vocab] of the next draft, returns it, [1]
         count: int,  # how many drafts to make; no more than the head's depth
-    ) -> None:
+    ) -> mx.array | None:
         """Open a round: write context, and draft behind it; see `HeadCache`."""
         self._before, self._after = self.end, stop
         self._round = Speculation(self._caches)
         newest = tokens_of(0, stop - 1, 1)
-        logits = self._dflash.block(hidden, newest, self._round.caches, count)
-        for index in range(count):
-            choose(logits[:, index])
+        caches = self._round.caches
+        return self._dflash.draft(hidden, newest, caches, count, choose)
 
     def commit(self) -> None:
         """Keep what of the round is of committed text."""

@@ -1,17 +1,23 @@
-"""What the config.json of a DFlash drafter says.
+"""What the config.json of a drafter of blocks says: DFlash, and what is built on it.
 
-`target_layer_ids` counts the target's layers from 0, by what they return; the last
-layer stands for what the final norm returns. `aux_hidden_state_layer_ids` of
-speculators is one more. Without either, L layers are spread over the target's N:
-round(1 + i * (N - 4) / (L - 1)).
+`target_layer_ids` counts the target's layers from 0, by what they return; -1 stands for
+the embeddings, the last layer for what the final norm returns.
+`aux_hidden_state_layer_ids` of speculators is one more ("tuple" ids). Without either, L
+layers are spread over the target's N: round(1 + i * (N - 4) / (L - 1)).
+
+Two readings of a block are in use. The token before the drafts, its anchor, is row 0:
+
+    given      row j is for the token at its own position, so row 0 is for nothing
+    samples    row j is for the token after its position
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from mlx_lm.models import qwen3
 
-from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.errors import InvalidRequestError, ModelFolderError
 from mlx_speculation.models.checkpoints.draft_checkpoint import (
     Config,
     layer_args,
@@ -19,28 +25,47 @@ from mlx_speculation.models.checkpoints.draft_checkpoint import (
     whole_numbers,
 )
 from mlx_speculation.models.checkpoints.joined_head import check_layers
+from mlx_speculation.models.config_json import nested
 
 NAME = "DFlash drafter"
-_KINDS = ("full_attention", "sliding_attention")
+Anchor = Literal["given", "samples"]
+LayerIds = Literal["layers", "tuple"]
+SLIDING = "sliding_attention"
+_KINDS = ("full_attention", SLIDING)
+_AUX = "aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True, slots=True)
 class DFlashSettings:
-    """A DFlash drafter's config.json."""
+    """The config.json of a drafter of blocks."""
 
     layers: qwen3.ModelArgs  # the arguments of its decoder layers, as mlx-lm takes them
-    block: int  # the tokens of a block, the known one in front included
+    block: int  # the rows of a block, the anchor included
     mask_token: int  # the id that stands for tokens that are to be drafted
     # For each layer how many positions it sees; None: all
     windows: tuple[int | None, ...]
-    causal: bool  # whether a layer with a window sees no later positions of the block
+    # For each layer whether a row sees no later positions of the block
+    causal: tuple[bool, ...]
+    anchor: Anchor = "given"
+    rotated: int | None = None  # how many numbers of a head are rotated; None: all
+    pairs: bool = False  # whether neighbours are rotated together, not halves
+    value_scale: float = 1.0  # values are multiplied with it
+    gated: bool = False  # whether queries come with gates of what is attended to
+    plus_one: bool = False  # whether norms are stored without their one
+
+    @property
+    def depth(self) -> int:
+        """The most drafts that a block is good for."""
+        return self.block if self.anchor == "samples" else self.block - 1
 
 
 def is_dflash(config: Config) -> bool:
-    """Return whether a config.json is that of a DFlash drafter."""
+    """Return whether a config.json is that of a DFlash drafter, or of a later kind."""
+    names = str(config.get("architectures")).lower()
     return (
         "dflash_config" in config
-        or "dflash" in str(config.get("architectures")).lower()
+        or "dflash" in names
+        or "museglimmerassistant" in names
         or config.get("speculators_model_type") == "dflash"
     )
 
@@ -51,94 +76,214 @@ def read_settings(config: Config) -> DFlashSettings:
     Raises:
         ModelFolderError: something is missing, or not known.
     """
-    part = config.get("transformer_layer_config")
-    text = part if isinstance(part, dict) else config
-    layers = layer_args(text, NAME, qwen3.ModelArgs)
-    own = _own(config)
+    own = own_keys(config)
     kind = own.get("projector_type")
-    if kind not in (None, "dflash") or own.get("markov_rank") is not None:
+    if kind not in (None, "dflash") or own.get("markov_rank"):
         raise ModelFolderError(
             f"config.json of the {NAME} says projector_type {kind!r} and markov_rank "
-            f"{own.get('markov_rank')!r}: it is of a kind (DSpark) that is not known "
-            "here. Choose another drafter."
+            f"{own.get('markov_rank')!r}, and its tensors are those of a {NAME}. Take "
+            "a whole checkpoint, or choose another drafter."
         )
-    mask = own.get("mask_token_id")
+    gemma = "gemma4" in f"{config.get('architectures')} {own.get('model_type')}".lower()
+    return block_settings(config, NAME, mask_token=4 if gemma else None)
+
+
+def block_settings(
+    config: Config,
+    name: str,
+    *,
+    mask_token: int | None = None,  # the usual id; None: there is none
+    anchor: Anchor = "given",  # the usual one, where config.json says nothing
+    # Whether a sliding layer is usually causal in the block
+    causal: bool = True,
+    acts: Sequence[str] = ("silu", "swish"),  # what its layers' activations may be
+) -> DFlashSettings:
+    """Read what drafters of blocks have in common.
+
+    Raises:
+        ModelFolderError: something is missing, or not known.
+    """
+    text = layer_part(config)
+    layers = layer_args(_own_rope(text), name, qwen3.ModelArgs, acts=acts)
+    own = own_keys(config)
+    mask = own.get("mask_token_id", mask_token)
     if not isinstance(mask, int) or isinstance(mask, bool) or mask < 0:
         raise ModelFolderError(
-            f"config.json of the {NAME} says mask_token_id {mask!r}, and a token id is "
+            f"config.json of the {name} says mask_token_id {mask!r}, and a token id is "
             "needed. Take a whole checkpoint."
         )
-    block = number(own, "block_size", NAME)
-    if block < 2:
+    anchor = stated_anchor(config) or anchor
+    block = number(own, "block_size", name)
+    if own.get("dspark_bonus_anchor") and anchor == "samples":
+        block -= 1  # it counts the token behind the block too
+    if block < (1 if anchor == "samples" else 2):
         raise ModelFolderError(
-            f"config.json of the {NAME} says block_size {block}, and at least 2 are "
+            f"config.json of the {name} says block_size {block}, and at least 2 are "
             "needed: the known token and one draft."
         )
+    windows = _windows(text | own, own, layers.num_hidden_layers, name)
+    of_qwen3_5 = str(text.get("model_type")).startswith("qwen3_5")
+    factor = _rotary_factor(text) if of_qwen3_5 else None
+    size: Any = layers.head_dim
+    neox = own.get("rope_is_neox_style", own.get("is_neox_style"))
     return DFlashSettings(
         layers=layers,
         block=block,
         mask_token=mask,
-        windows=_windows(own, layers.num_hidden_layers),
-        causal=own.get("causal") is not False,
+        windows=windows,
+        causal=tuple(_causal(own, window, causal) for window in windows),
+        anchor=anchor,
+        rotated=None if factor is None else int(size * factor),
+        pairs=neox is False,
+        value_scale=float(own.get("attention_value_scale") or 1.0),
+        gated=bool(own.get("enable_qwen35_gated_q_proj")),
+        plus_one=of_qwen3_5,
     )
 
 
-def tapped_layers(config: Config, trunk: int, features: int | None) -> tuple[int, ...]:
+def layer_part(config: Config) -> Config:
+    """Return the part of config.json that has the sizes of the layers."""
+    for key in ("transformer_layer_config", "text_config"):
+        part = config.get(key)
+        if isinstance(part, dict):
+            return part
+    return config
+
+
+def own_keys(config: Config) -> Config:
+    """Return all keys of config.json, those of dflash_config before the others."""
+    part = config.get("dflash_config")
+    return config | part if isinstance(part, dict) else config
+
+
+def stated_anchor(config: Config) -> Anchor | None:
+    """Return how a block is read, as far as config.json says it.
+
+    speculators names the number of drafts too: that of a block's rows, or one less.
+    """
+    own = own_keys(config)
+    said = own.get("sample_from_anchor")
+    if said is not None:
+        return "samples" if said else "given"
+    methods = nested(config, "speculators_config", "proposal_methods")
+    first = methods[0] if isinstance(methods, list) and methods else None
+    drafts, block = nested({"": first}, "", "speculative_tokens"), own.get("block_size")
+    if not isinstance(drafts, int) or not isinstance(block, int):
+        return None
+    return {block: "samples", block - 1: "given"}.get(drafts)  # type: ignore[return-value]
+
+
+def tapped_layers(
+    config: Config,
+    trunk: int,
+    features: int | None,
+    *,
+    name: str = NAME,
+    reading: LayerIds | None = None,
+) -> tuple[int, ...]:
     """Return the layers of the target whose output is read, from 0, in order.
 
     Args:
         config: what config.json holds.
         trunk: how many layers the target has.
         features: how many layers the projection takes; None: not known.
+        name: of the drafter, for messages.
+        reading: what the list counts: "layers", or "tuple", in which 0 is the
+            embedding; by its key when omitted.
+
+    Returns:
+        The layers; -1 stands for the embeddings.
 
     Raises:
         ModelFolderError: the target has no such layer, or none are named or known.
+        InvalidRequestError: the reading is none.
     """
-    own = _own(config)
+    if reading is not None and reading not in get_args(LayerIds):
+        raise InvalidRequestError(
+            f"layer_ids is {reading!r}, and one of {', '.join(get_args(LayerIds))} is "
+            "needed."
+        )
+    own = own_keys(config)
     stated = own.get("num_target_layers")
     if stated not in (None, trunk):
         raise ModelFolderError(
-            f"config.json of the {NAME} says num_target_layers {stated}, and this "
+            f"config.json of the {name} says num_target_layers {stated}, and this "
             f"target has {trunk}. Choose the drafter of this target."
         )
     ids: Any = own.get("target_layer_ids")
-    if ids is None and own.get("aux_hidden_state_layer_ids") is not None:
-        ids = [each - 1 for each in own["aux_hidden_state_layer_ids"]]
+    usual: LayerIds = "layers"
+    if ids is None and own.get(_AUX) is not None:
+        ids, usual = own[_AUX], "tuple"
     if ids is None:
         if features is None or features < 2:
             raise ModelFolderError(
-                f"config.json of the {NAME} names no target_layer_ids, and the usual "
+                f"config.json of the {name} names no target_layer_ids, and the usual "
                 f"ones are known for 2 layers or more, not for {features}. Name them."
             )
         steps = range(features)
         ids = [round(1 + i * (trunk - 4) / (features - 1)) for i in steps]
-    ids = whole_numbers(ids, "target_layer_ids", NAME)
-    return check_layers(ids, NAME, trunk=trunk, features=features)
+        reading = usual
+    shift = 1 if (reading or usual) == "tuple" else 0
+    ids = [each - shift for each in whole_numbers(ids, "target_layer_ids", name)]
+    return check_layers(ids, name, trunk=trunk, features=features, lowest=-1)
 
 
-def _own(config: Config) -> Config:
-    """Return all keys of config.json, those of dflash_config before the others."""
-    part = config.get("dflash_config")
-    return config | part if isinstance(part, dict) else config
+def _own_rope(text: Config) -> Config:
+    """Return the arguments of layers without what of rope is for images.
+
+    Many files are copies of their target's config.json. Without images the parts of a
+    multimodal rope are at the same position.
+    """
+    found = dict(text)
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = found.get(key)
+        if isinstance(rope, dict) and "mrope_section" in rope:
+            kind = rope.get("rope_type", rope.get("type", "default"))
+            plain = {k: v for k, v in rope.items() if not k.startswith("mrope")}
+            plain["rope_type"] = "default" if kind == "mrope" else kind
+            plain.pop("type", None)
+            found[key] = plain
+    return found
 
 
-def _windows(own: Config, layers: int) -> tuple[int | None, ...]:
+def _rotary_factor(text: Config) -> float | None:
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    found = text.get("partial_rotary_factor", rope.get("partial_rotary_factor"))
+    return None if found is None else float(found)
+
+
+def _causal(own: Config, window: int | None, usual: bool) -> bool:
+    """Return whether a layer's rows see no later positions of the block."""
+    if own.get("dflash_query_causal"):
+        return True
+    for key in ("is_causal", "causal"):
+        if own.get(key) is not None:
+            return bool(own[key])
+    if window is None:
+        return False
+    apart = own.get("sliding_window_non_causal")
+    return usual if apart is None else not apart
+
+
+def _windows(
+    keys: Config, own: Config, layers: int, name: str
+) -> tuple[int | None, ...]:
     swa = own.get("use_swa")
-    usual = _KINDS[1] if swa else _KINDS[0]
-    kinds = own.get("layer_types") or [usual] * layers
-    sliding = _KINDS[1] in kinds
+    usual = SLIDING if swa else _KINDS[0]
+    kinds = keys.get("layer_types") or [usual] * layers
+    sliding = SLIDING in kinds
     if len(kinds) != layers or not set(kinds) <= set(_KINDS):
         raise ModelFolderError(
-            f"config.json of the {NAME} says layer_types {kinds!r}, and {layers} of "
+            f"config.json of the {name} says layer_types {kinds!r}, and {layers} of "
             f"{' and '.join(_KINDS)} are needed."
         )
     if swa is not None and bool(swa) != sliding:
         raise ModelFolderError(
-            f"config.json of the {NAME} says use_swa {swa!r} and layer_types {kinds}, "
+            f"config.json of the {name} says use_swa {swa!r} and layer_types {kinds}, "
             "which contradict each other. Take out the one that is wrong."
         )
     if not sliding:
         return (None,) * layers
     key = "swa_window_size" if own.get("swa_window_size") else "sliding_window"
-    window = number(own, key, NAME)
-    return tuple(window if kind == _KINDS[1] else None for kind in kinds)
+    window = number(keys, key, name)
+    return tuple(window if kind == SLIDING else None for kind in kinds)

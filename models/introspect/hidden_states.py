@@ -13,7 +13,8 @@ The modules that are looked at get classes of their own for the life of the taps
 bit, the logits stay the same. States belong to the block that collects them: two taps
 on one model, or two threads, do not meet.
 
-    layer(i)      what decoder layer i (from 0) returned: the residual stream after it
+    layer(i)      what decoder layer i (from 0) returned: the residual stream after it;
+                  layer(-1) is what the first one was given, the embeddings
     before_norm   what the final norm was given. Where a model keeps several streams,
                   this is the mix of them, and there is no `layer(i)`
     after_norm    what the final norm returned. Some models scale it, or the logits;
@@ -58,7 +59,7 @@ class HiddenStates:
         # An mlx-lm model. Its modules stay the ones they are from here on
         model: nn.Module,
         *,
-        # The decoder layers whose output is collected, from 0
+        # The decoder layers whose output is collected, from 0; -1: the first's input
         layers: Sequence[int] = (),
         before_norm: bool = False,  # whether what the final norm is given is collected
         after_norm: bool = False,  # whether what it returns is collected
@@ -66,7 +67,7 @@ class HiddenStates:
         self.parts = parts = find_parts(model)
         parts.require("norm", *(["layers"] if layers else []))
         for index in layers:
-            if not 0 <= index < len(parts.layers):
+            if not -1 <= index < len(parts.layers):
                 raise InvalidRequestError(
                     f"Layer {index} was asked for, and the model has "
                     f"{len(parts.layers)}, from 0."

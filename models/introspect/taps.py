@@ -17,7 +17,7 @@ BEFORE, AFTER = "before_norm", "after_norm"
 class Tap(NamedTuple):
     """Where a hidden state is seen."""
 
-    key: Key  # its name; a number is a layer's
+    key: Key  # its name; a number is a layer's, -1 the input of the first
     module: nn.Module  # whose call shows it
     entering: bool = False  # whether in what the call is given, not in what it returns
     calls: int = 1  # how often a forward calls it; the last one counts
@@ -26,7 +26,7 @@ class Tap(NamedTuple):
 def tap_for(parts: Parts, key: Key) -> Tap:
     """Return where a hidden state is seen."""
     if isinstance(key, int):
-        return Tap(key, parts.layers[key])
+        return Tap(key, parts.layers[max(key, 0)], entering=key < 0)
     if parts.norm is not None:
         return Tap(key, parts.norm, key == BEFORE, parts.norm_calls)
     if key == BEFORE:
@@ -59,7 +59,10 @@ class States:
         return self._joined(AFTER)
 
     def layer(self, index: int) -> mx.array:
-        """Return what a decoder layer returned, [batch, positions, dim]."""
+        """Return what a decoder layer returned, [batch, positions, dim].
+
+        -1 is what the first one was given.
+        """
         return self._joined(index)
 
     @property

@@ -173,7 +173,7 @@ def test_pair_lists_a_head_and_what_auto_takes(
     assert offers["mtp"]["usable"] is True
     assert "in the shards: 31 tensors, 1 layer" in offers["mtp"]["detail"]
     assert offers["lookup"]["usable"] is True
-    assert found["auto"]["detail"].startswith("takes an MtpDraft: the head in the")
+    assert found["auto"]["detail"].startswith("takes an MTP head: the head in the")
 
 
 def test_pair_says_why_auto_takes_a_lookup(commands: Commands) -> None:

@@ -12,8 +12,6 @@ Faults that were made by hand, and found here:
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import mlx.core as mx
@@ -21,7 +19,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_speculation import LookupDrafter
-from mlx_speculation.engine import AssistantDraft, DFlashDraft, Drafter
+from mlx_speculation.engine import AssistantDraft, Drafter
 from mlx_speculation.engine.drafters.base import Choose
 from mlx_speculation.engine.drafters.cascade import CascadeDrafter
 from mlx_speculation.engine.drafters.draft_model import ModelSource
@@ -31,11 +29,13 @@ from mlx_speculation.samplers import Chooser, Verifier
 from support.covering import covering
 from support.drafters import from_nothing
 from support.drafters.batch_heads import eagle_on, mtp_on
+from support.drafters.block_oracle import load_block
 from support.drafters.from_nothing import FromNothing
 from support.identity import GREEDY, SAMPLED, prompt_of
 from support.models.assistant_checkpoints import HEADS, TARGETS
 from support.models.assistant_checkpoints import make as make_assistant
-from support.models.dflash_checkpoints import VARIANTS, write_dflash
+from support.models.block_checkpoints import PACKAGINGS
+from support.models.dflash_checkpoints import VARIANTS
 from support.models.eagle_checkpoints import DIALECTS
 from support.models.mtp_checkpoints import LAYOUTS
 from support.models.tiny_models import build
@@ -144,11 +144,10 @@ def of_eagle(dialect: str, name: str) -> Kind:
 
 
 @cache
-def of_dflash(variant: str, name: str) -> Kind:
+def of_block(variant: str, name: str) -> Kind:
     model = build(name, layers=4)
-    with TemporaryDirectory() as folder:
-        draft = DFlashDraft.from_folder(write_dflash(Path(folder), variant), model)
-    return Kind(model, draft.open, from_nothing.of_dflash(draft))
+    draft = load_block(variant, model, (0, 1, 3))
+    return Kind(model, draft.open, from_nothing.of_block(draft))
 
 
 def of_assistant(target: str, head: str) -> Kind:
@@ -173,8 +172,14 @@ KINDS: dict[str, Callable[[], Kind]] = {
     },
     **{f"mtp {layout}": partial(of_mtp, layout) for layout in LAYOUTS},
     **{f"eagle {d} {name}": partial(of_eagle, d, name) for d, name in EAGLES},
-    "dflash full qwen3_5": partial(of_dflash, "full", "qwen3_5"),
-    **{f"dflash {v} llama": partial(of_dflash, v, "llama") for v in VARIANTS},
+    **{
+        f"block {variant} qwen3_5": partial(of_block, variant, "qwen3_5")
+        for variant in ("full", "dflash2", "deepspec, rnn", "speculators, given")
+    },
+    **{
+        f"block {variant} llama": partial(of_block, variant, "llama")
+        for variant in (*VARIANTS, *PACKAGINGS)
+    },
     **{
         f"assistant {target} {head}": partial(of_assistant, target, head)
         for target in TARGETS

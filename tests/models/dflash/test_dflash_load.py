@@ -37,14 +37,14 @@ def test_every_variant_is_known_and_read(variant: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("variant", "windows", "causal"),
     [
-        ("full", (None, None), True),
-        ("sliding", (12, None), True),
-        ("not causal", (12, 12), False),
-        ("swa keys", (9, 9), True),
+        ("full", (None, None), (False, False)),
+        ("sliding", (12, None), (True, False)),
+        ("not causal", (12, 12), (False, False)),
+        ("swa keys", (9, 9), (True, True)),
     ],
 )
 def test_windows_are_those_of_the_config(
-    variant: str, windows: tuple[int | None, ...], causal: bool
+    variant: str, windows: tuple[int | None, ...], causal: tuple[bool, ...]
 ) -> None:
     settings = read_settings(config_of(variant, (0, 1, 3)))
     assert settings.windows == windows
@@ -59,6 +59,7 @@ def test_windows_are_those_of_the_config(
         ({"target_layer_ids": [3, 1, 35]}, 3, (3, 1, 35)),
         ({"aux_hidden_state_layer_ids": [2, 10, 36]}, 3, (1, 9, 35)),
         ({"target_layer_ids": [1, 5]}, None, (1, 5)),
+        ({"aux_hidden_state_layer_ids": [0, 5]}, 2, (-1, 4)),
         ({"num_target_layers": 36}, 2, (1, 33)),
     ],
 )
@@ -75,7 +76,7 @@ def test_layers_are_counted_from_0(
         ({"num_target_layers": 28}, 5, "num_target_layers 28, and this target has 36"),
         ({}, 1, "names no target_layer_ids"),
         ({"target_layer_ids": [1, 36]}, 2, "this one has 36"),
-        ({"aux_hidden_state_layer_ids": [0, 5]}, 2, r"layers \[-1, 4\]"),
+        ({"aux_hidden_state_layer_ids": [-1, 5]}, 2, r"layers \[-2, 4\]"),
         ({"target_layer_ids": [1, 5]}, 3, "reads 3 layers .* names 2"),
         ({"target_layer_ids": []}, None, "a list of whole numbers"),
     ],

@@ -38,7 +38,8 @@ class Rounds:
         assert start + count <= len(known)
         return mx.array(known[start : start + count])[None]
 
-    def choose(self, logits: mx.array) -> mx.array:
+    def choose(self, logits: mx.array, ids: mx.array | None = None) -> mx.array:
+        assert ids is None
         self.logits.append(logits)
         self.drafted.append(self.script.pop())
         return mx.array(self.drafted[-1:])

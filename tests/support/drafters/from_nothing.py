@@ -92,8 +92,8 @@ def of_eagle(draft: EagleDraft) -> FromNothing:
     return chain
 
 
-def of_dflash(draft: DFlashDraft) -> FromNothing:
-    """Return the twin of a block drafter."""
+def of_block(draft: DFlashDraft) -> FromNothing:
+    """Return the twin of a drafter of blocks."""
     dflash = draft.dflash
     taps = HiddenStates(draft.model, layers=dflash.layers, after_norm=True)
 
@@ -102,11 +102,15 @@ def of_dflash(draft: DFlashDraft) -> FromNothing:
         with taps.collect() as states:
             draft.model(mx.array([tokens[:-1]]))
         context, newest = dflash.states(states), mx.array([tokens[-1:]])
-        logits = dflash.block(context, newest, dflash.head.new_caches(), count)
         found: list[int] = []
-        for k in range(count):
+
+        def choose_next(logits: mx.array, ids: mx.array | None = None) -> mx.array:
             rows = sequence.rows(_ahead(found))
-            found.append(_token(choose(logits[:, k], rows, dflash.head.ids)))
+            columns = dflash.head.ids if ids is None else ids
+            found.append(_token(choose(logits, rows, columns)))
+            return mx.array(found[-1:], mx.uint32)
+
+        dflash.draft(context, newest, dflash.head.new_caches(), count, choose_next)
         return found
 
     return block

@@ -87,6 +87,16 @@ def pair(
         raise typer.Exit(1)
 
 
+_KINDS = {
+    "lookup": "a lookup",
+    "model": "a draft model",
+    "mtp": "an MTP head",
+    "eagle": "an EAGLE-3 head",
+    "dflash": "a DFlash drafter",
+    "dflash2": "a DFlash2 drafter",
+    "dspark": "a DSpark drafter",
+    "assistant": "a Gemma 4 assistant",
+}
 _LOOKUP = Offered(
     "lookup", True, "what followed the same tokens before; for every target"
 )
@@ -178,6 +188,4 @@ def _auto(folder: Path, target: "nn.Module", tokenizer: Any) -> Offered:
 
 def _named(source: Any) -> str:
     """Return what a chosen draft is, in a word."""
-    return {"lookup": "a lookup", "model": "a draft model"}.get(
-        source.kind, f"an {type(source).__name__}"
-    )
+    return _KINDS.get(source.kind, f"a {type(source).__name__}")

@@ -1,0 +1,185 @@
+"""The drafters of blocks in folders of their own: DFlash, DFlash2 and DSpark.
+
+They draft a block in one forward. What they read of the target, and when, is as for an
+MTP head (see `engine/drafters/mtp.py`): the context that was committed since and the
+block are one batch.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_speculation.engine.drafters.mtp import MtpDrafter
+from mlx_speculation.engine.drafters.source import (
+    DraftOptions,
+    HeadSource,
+    check_embedding,
+)
+from mlx_speculation.engine.prompt import Sequence
+from mlx_speculation.models import HiddenStates, Lane
+from mlx_speculation.models.dflash import (
+    Anchor,
+    DFlash,
+    DFlashContext,
+    DFlashHead,
+    LayerIds,
+    is_dflash,
+    load_dflash,
+)
+from mlx_speculation.models.dflash2 import DFlash2, is_dflash2, load_dflash2
+from mlx_speculation.models.dspark import (
+    DSpark,
+    DSparkHead,
+    is_dspark,
+    load_dspark,
+)
+from mlx_speculation.models.gemma_assistant import starts_for
+
+
+class DFlashDraft(HeadSource):
+    """A DFlash drafter on its target, as the draft of a generator.
+
+        model, tokenizer = load(folder)
+        draft = DFlashDraft.from_folder(drafter_folder, model)
+        generator = SpeculativeGenerator(model, tokenizer, draft=draft)
+
+    Args:
+        model: the target.
+        head: the drafter.
+        layers: of the target, from 0, whose outputs it reads, in order; -1: the
+            embeddings.
+
+    Raises:
+        UnsupportedModelError: the target does not show what the drafter reads.
+    """
+
+    kind = "dflash"
+    head: DFlashHead
+    fits = staticmethod(is_dflash)
+
+    def __init__(
+        self, model: nn.Module, head: DFlashHead, layers: tuple[int, ...]
+    ) -> None:
+        self.taps = HiddenStates(model, layers=layers, after_norm=True)
+        if "embed_tokens" not in head:
+            self.taps.parts.require("entry")
+        self.model, self.head = model, head
+        self.dflash = self._on_target(layers)
+        self._confidence = 0.0
+
+    def _on_target(self, layers: tuple[int, ...]) -> DFlash:
+        return DFlash(self.head, self.taps, layers)
+
+    @classmethod
+    def from_folder(
+        cls, folder: str | Path, model: nn.Module, *, tokenizer: Any = None
+    ) -> "DFlashDraft":
+        """Load a drafter; see `load_dflash`. The tokenizer is not needed."""
+        return cls(model, *load_dflash(folder, model))
+
+    def open(
+        self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
+    ) -> MtpDrafter:
+        """Return the drafter of one stream, which follows the target's lane."""
+        return MtpDrafter(
+            partial(DFlashContext, self.dflash),
+            sequence,
+            self.following(lane, self.dflash.states),
+            depth=self.dflash.head.depth,
+            source=self.kind,
+            ids=self.dflash.head.ids,
+            confidence=self._confidence,
+        )
+
+
+class DFlash2Draft(DFlashDraft):
+    """A DFlash2 drafter on its target; see `DFlashDraft`.
+
+    It chooses each draft among a few candidates, whose scores depend on the draft
+    before.
+    """
+
+    kind = "dflash2"
+    fits = staticmethod(is_dflash2)
+
+    def _on_target(self, layers: tuple[int, ...]) -> DFlash:
+        return DFlash2(self.head, self.taps, layers)
+
+    @classmethod
+    def from_folder(
+        cls, folder: str | Path, model: nn.Module, *, tokenizer: Any = None
+    ) -> "DFlash2Draft":
+        """Load a drafter; see `load_dflash2`. The tokenizer is not needed."""
+        return cls(model, *load_dflash2(folder, model))
+
+
+class DSparkDraft(DFlashDraft):
+    """A DSpark drafter on its target; see `DFlashDraft`.
+
+    What it drafts next depends on the draft before. One with a confidence head ends a
+    draft where the generator's `draft_confidence` says.
+    """
+
+    kind = "dspark"
+    head: DSparkHead
+    dflash: DSpark
+    fits = staticmethod(is_dspark)
+
+    def _on_target(self, layers: tuple[int, ...]) -> DFlash:
+        return DSpark(self.head, self.taps, layers)
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: str | Path,
+        model: nn.Module,
+        *,
+        layer_ids: LayerIds | None = None,
+        anchor: Anchor | None = None,
+        tokenizer: Any = None,
+    ) -> "DSparkDraft":
+        """Load a drafter; see `load_dspark`.
+
+        Args:
+            folder: the drafter's, or a GGUF file.
+            model: the target.
+            layer_ids: what the list of layers in config.json counts: "layers", or
+                "tuple", in which 0 is the embedding.
+            anchor: what row j of a block is for: "given", its own position, or
+                "samples", the one after it.
+            tokenizer: the target's. Where config.json leaves one of these open, and it
+                was not named, the target writes about 64 tokens, and the drafter
+                guesses them in each reading; another than the usual one is taken only
+                if it is surely better. Without a tokenizer the usual one is.
+
+        Raises:
+            ModelFolderError: the folder holds no such drafter, or not all of one.
+            ConventionError: the drafter guesses no better than by chance.
+        """
+        starts = None if tokenizer is None else starts_for(tokenizer)
+        head, layers = load_dspark(
+            folder, model, layer_ids=layer_ids, anchor=anchor, starts=starts
+        )
+        return cls(model, head, layers)
+
+    @property
+    def confident(self) -> bool:
+        """Whether it has a confidence head."""
+        return "confidence_head" in self.head
+
+    def configured(self, options: DraftOptions) -> "DSparkDraft":
+        """Return the drafter that ends drafts where the options say."""
+        if not options.confidence:
+            return self
+        made = DSparkDraft(self.model, self.head, self.dflash.layers)
+        made._confidence = options.confidence
+        made.dflash.confident = True
+        return made
+
+    def check_ids(self, highest: int) -> None:
+        """Refuse a drafter that lacks token ids; see `HeadSource`."""
+        super().check_ids(highest)
+        if "markov_head" in self.head:
+            check_embedding(self.head.markov_head.markov_w1, highest)

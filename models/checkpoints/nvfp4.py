@@ -1,0 +1,41 @@
+"""Weights that modelopt has packed as NVFP4, made numbers again.
+
+`weight` uint8 holds two E2M1 numbers a byte, the low half first; `weight_scale` E4M3
+one scale for 16 of them; `weight_scale_2` one for all.
+"""
+
+import mlx.core as mx
+
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_SCALE, _WHOLE = ".weight_scale", ".weight_scale_2"
+
+
+def unpacked(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Return weights of which none is packed in this way; bfloat16 where one was.
+
+    Args:
+        weights: by their names in files; scales of E4M3 are uint8.
+    """
+    parts = [name.removesuffix(_WHOLE) for name in weights if name.endswith(_WHOLE)]
+    if not parts:
+        return weights
+    found = dict(weights)
+    for part in parts:
+        packed, scale = found.pop(f"{part}.weight"), found.pop(f"{part}{_SCALE}")
+        whole = found.pop(f"{part}{_WHOLE}")
+        found.pop(f"{part}.input_scale", None)  # of activations
+        numbers = _numbers(packed) * _repeated(scale) * whole
+        found[f"{part}.weight"] = numbers.astype(mx.bfloat16)
+    return found
+
+
+def _numbers(packed: mx.array) -> mx.array:
+    """Return the E2M1 numbers of uint8 [out, in / 2], float32 [out, in]."""
+    table = mx.array([*_VALUES, *(-value for value in _VALUES)])
+    halves = mx.stack([packed & 15, packed >> 4], axis=-1)
+    return table[halves].reshape(*packed.shape[:-1], -1)
+
+
+def _repeated(scale: mx.array) -> mx.array:
+    """Return E4M3 scales, uint8 [out, in / 16], as float32 [out, in]."""
+    return mx.repeat(mx.from_fp8(scale, dtype=mx.float32), 16, axis=-1)

@@ -1,0 +1,128 @@
+"""Attention of a block to its context and to itself, whatever the layer is made of."""
+
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import qwen3
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.rope_utils import initialize_rope
+
+from mlx_speculation.models.dflash.config import DFlashSettings
+
+# Logits of the softmax without a value, one for each head, where files have them.
+SINKS = "attention_sink_bias"
+
+
+class BlockAttention(Protocol):
+    """What a layer's attention offers."""
+
+    def write(self, rows: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
+        """Write keys and values of rows, and return all that the cache then holds."""
+        ...
+
+    def attend(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
+        """Attend from a block [1, block, dim] behind new context [1, rows, dim]."""
+        ...
+
+
+class DFlashAttention(qwen3.Attention):
+    """Qwen 3's attention, of a block to the context and to itself.
+
+    Args:
+        settings: the drafter's.
+        index: which layer it is in.
+    """
+
+    def __init__(self, settings: DFlashSettings, index: int) -> None:
+        args: Any = settings.layers
+        super().__init__(args)
+        self._window, self._causal = settings.windows[index], settings.causal[index]
+        self._value_scale, self._gated = settings.value_scale, settings.gated
+        if settings.gated:
+            wide = 2 * self.n_heads * args.head_dim
+            self.q_proj = nn.Linear(args.hidden_size, wide, bias=False)
+        if settings.rotated is not None or settings.pairs:
+            self.rope = initialize_rope(
+                settings.rotated or args.head_dim,
+                args.rope_theta,
+                settings.pairs,
+                args.rope_scaling,
+                args.max_position_embeddings,
+            )
+
+    def write(self, rows: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
+        """Write keys and values of rows, and return all that the cache then holds."""
+        keys = self.k_norm(by_head(self.k_proj(rows), self.n_kv_heads))
+        values = by_head(self.v_proj(rows), self.n_kv_heads)
+        if self._value_scale != 1:
+            values = values * self._value_scale
+        keys = self.rope(keys, offset=cache.offset)
+        found: tuple[mx.array, mx.array] = cache.update_and_fetch(keys, values)
+        return found
+
+    def attend(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
+        """Attend from a block [1, block, dim] behind new context [1, rows, dim]."""
+        start = cache.offset + context.shape[1]
+        queries, gates = by_head(self.q_proj(x), self.n_heads), None
+        if self._gated:
+            queries, gates = mx.split(queries, 2, axis=-1)
+        queries = self.rope(self.q_norm(queries), offset=start)
+        keys, values = self.write(mx.concatenate([context, x], axis=1), cache)
+        found = attended(
+            queries,
+            keys,
+            values,
+            scale=self.scale,
+            window=self._window,
+            causal=self._causal,
+            sinks=self.get(SINKS),
+        )
+        if gates is not None:
+            found = found * mx.sigmoid(gates)
+        out: mx.array = self.o_proj(found.swapaxes(1, 2).flatten(2))
+        return out
+
+
+def by_head(x: mx.array, heads: int) -> mx.array:
+    """Return [batch, positions, heads * size] as [batch, heads, positions, size]."""
+    return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
+
+
+def attended(
+    queries: mx.array,  # [batch, heads, block, size]
+    keys: mx.array,  # of the context and then the block, [batch, heads, rows, size]
+    values: mx.array,  # likewise
+    *,
+    scale: float,
+    window: int | None,  # how many positions a row sees; None: all
+    causal: bool,  # whether it sees no position behind its own
+    sinks: mx.array | None = None,  # [heads]
+) -> mx.array:
+    """Return what a block attends to, [batch, heads, block, size]."""
+    size, rows = queries.shape[2], keys.shape[2]
+    if window is not None:
+        rows = min(rows, window - 1 + size)
+        keys, values = keys[..., -rows:, :], values[..., -rows:, :]
+    found: mx.array = scaled_dot_product_attention(
+        queries,
+        keys,
+        values,
+        cache=None,
+        scale=scale,
+        mask=_mask(size, rows, window, causal),
+        sinks=sinks,
+    )
+    return found
+
+
+def _mask(size: int, rows: int, window: int | None, causal: bool) -> mx.array | None:
+    """Return which of the last `rows` positions the last `size` see; None: all."""
+    if window is None and not causal:
+        return None
+    behind = mx.arange(rows - size, rows)[:, None] - mx.arange(rows)[None]
+    mask = behind >= 0 if causal else None
+    if window is None:
+        return mask
+    near = behind < window
+    return near if mask is None else near & mask

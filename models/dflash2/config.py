@@ -1,0 +1,68 @@
+"""What the config.json of a DFlash2 drafter says, on top of DFlash's."""
+
+from dataclasses import dataclass
+
+from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.checkpoints.draft_checkpoint import Config, number
+from mlx_speculation.models.dflash import DFlashSettings, block_settings, own_keys
+
+NAME = "DFlash2 drafter"
+
+
+@dataclass(frozen=True, slots=True)
+class DFlash2Settings:
+    """The config.json of a DFlash2 drafter."""
+
+    blocks: DFlashSettings  # what it has in common with DFlash
+    taps: int  # rows that a convolution reads, its own included
+    group: int  # neighbouring channels that share what a convolution adds
+    rank: int  # of the selector
+    top: int  # candidates for each draft
+    vocab: int | None  # ids from here on are no candidates; None: all are
+    softcap: float | None  # of logits; None: those of the target's head are taken
+    embedding_scale: float  # of the target's embeddings, on top of its own
+    logit_scale: float  # of logits before the cap
+
+
+def is_dflash2(config: Config) -> bool:
+    """Return whether a config.json is that of a DFlash2 drafter."""
+    return (
+        "dflash2" in str(config.get("architectures")).lower()
+        or config.get("speculators_model_type") == "dflash2"
+        or own_keys(config).get("projector_type") == "dflash2"
+    )
+
+
+def read_settings(config: Config) -> DFlash2Settings:
+    """Read config.json.
+
+    Raises:
+        ModelFolderError: something is missing, or not known.
+    """
+    own = own_keys(config)
+    speculators = config.get("speculators_model_type") is not None
+    # speculators leaves sliding layers non-causal where its key is not given.
+    blocks = block_settings(config, NAME, causal=not speculators)
+    if blocks.anchor != "given":
+        raise ModelFolderError(
+            f"config.json of the {NAME} says sample_from_anchor true, and the drafts "
+            "of this kind begin behind the anchor. Take a whole checkpoint."
+        )
+    group, dim = number(own, "conv_group_size", NAME, 16), blocks.layers.hidden_size
+    if dim % group:
+        raise ModelFolderError(
+            f"config.json of the {NAME} says conv_group_size {group} and hidden_size "
+            f"{dim}, which it does not divide. Take a whole checkpoint."
+        )
+    softcap = own.get("final_logit_softcapping")
+    return DFlash2Settings(
+        blocks=blocks,
+        taps=number(own, "conv_kernel_size", NAME, 2),
+        group=group,
+        rank=number(own, "selector_rank", NAME, 256),
+        top=number(own, "selector_top_k", NAME, 16),
+        vocab=number(own, "vocab_size", NAME) if own.get("vocab_size") else None,
+        softcap=float(softcap) if softcap else None,
+        embedding_scale=float(own.get("input_embedding_scale") or 1.0),
+        logit_scale=float(own.get("output_multiplier") or 1.0),
+    )

@@ -1,0 +1,54 @@
+"""A causal convolution over the rows of one block, made for each row anew.
+
+    conv(y)[i, c] = sum over t <= i of
+                    (base[t, c] + delta[i, t, c // group]) * y[i - t, c]
+
+Rows before the block count as 0. There are two sides, one before and one after what is
+between them (attention, or the MLP); `delta` of both is made of the same rows.
+"""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+
+Side = Callable[[mx.array], mx.array]
+
+
+class BlockConvolution(nn.Module):
+    """The two convolutions around a part of a layer.
+
+    Args:
+        dim: channels.
+        taps: rows that are read, the own one included.
+        group: neighbouring channels that share a delta.
+    """
+
+    def __init__(self, dim: int, taps: int, group: int) -> None:
+        super().__init__()
+        self.base_kernel = mx.zeros((2, taps, dim))
+        self.kernel_projection = nn.Linear(dim, 2 * taps * (dim // group), bias=False)
+        self._taps, self._group = taps, group
+
+    def sides(self, rows: mx.array) -> tuple[Side, Side]:
+        """Return what is done before and after the part.
+
+        Args:
+            rows: what goes into the part, [batch, block, dim].
+        """
+        shape = (*rows.shape[:2], 2, self._taps, -1)
+        delta = self.kernel_projection(rows).reshape(shape)
+        delta = mx.repeat(delta, self._group, axis=-1)
+        kernel = self.base_kernel + delta  # [batch, block, 2, taps, dim]
+
+        def side(index: int) -> Side:
+            return lambda y: self._convolved(kernel[:, :, index], y)
+
+        return side(0), side(1)
+
+    def _convolved(self, kernel: mx.array, y: mx.array) -> mx.array:
+        found = kernel[:, :, 0] * y
+        for tap in range(1, min(self._taps, y.shape[1])):
+            part = kernel[:, tap:, tap] * y[:, :-tap]
+            found = found + mx.pad(part, [(0, 0), (tap, 0), (0, 0)])
+        return found

@@ -1,0 +1,144 @@
+"""A DFlash2 drafter: DFlash with convolutions in its layers, and a selector.
+
+    a = norm(x)
+    x = x + out(attention(in(a)))     in and out are made of a, see `convolution`
+    b = norm(x)
+    x = x + out(mlp(in(b)))           these two of b
+
+    u = logits of norm(x), [drafts, vocab];  C = the best few ids of each draft
+    score(p, c) = u[c] + sum(A[p] * (P norm(x)) * B[c])   c of C, behind the token p
+
+The context goes into keys and values as it is. The first draft's p is the newest token.
+Scores depend on one token before, so those of every path through the candidates are
+known without another forward.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation.models.checkpoints.draft_head import ChooseNext
+from mlx_speculation.models.checkpoints.joined_head import OwnEnds
+from mlx_speculation.models.dflash import DFlash, DFlashHead, DFlashLayer
+from mlx_speculation.models.dflash2.config import DFlash2Settings
+from mlx_speculation.models.dflash2.convolution import BlockConvolution
+
+
+class DFlash2Layer(DFlashLayer):
+    """DFlash's layer, between convolutions."""
+
+    def __init__(self, settings: DFlash2Settings, index: int) -> None:
+        super().__init__(settings.blocks, index)
+        sizes = (settings.blocks.layers.hidden_size, settings.taps, settings.group)
+        self.attention_conv = BlockConvolution(*sizes)
+        self.mlp_conv = BlockConvolution(*sizes)
+
+    def run(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
+        """Run a block behind new context; both are written to the cache."""
+        rows = self.input_layernorm(x)
+        before, after = self.attention_conv.sides(rows)
+        x = x + after(self.self_attn.attend(before(rows), context, cache))
+        rows = self.post_attention_layernorm(x)
+        before, after = self.mlp_conv.sides(rows)
+        return x + after(self.mlp(before(rows)))
+
+
+class CandidateSelector(nn.Module):
+    """What a candidate's score depends on beside its logit: the token before it."""
+
+    def __init__(self, vocab: int, rank: int, dim: int) -> None:
+        super().__init__()
+        self.predecessor_codebook = mx.zeros((vocab, rank))
+        self.successor_codebook = mx.zeros((vocab, rank))
+        self.hidden_projection = nn.Linear(dim, rank, bias=False)
+
+    def edges(self, state: mx.array, token: mx.array, ids: mx.array) -> mx.array:
+        """Return what is added to the logits of candidates, float32 [1, candidates].
+
+        Args:
+            state: that they are made of, [1, dim].
+            token: the one before, [1].
+            ids: of the candidates, uint32 [candidates].
+        """
+        mixed = self.predecessor_codebook[token] * self.hidden_projection(state)
+        found: mx.array = (mixed @ self.successor_codebook[ids].T).astype(mx.float32)
+        return found
+
+
+class DFlash2Head(DFlashHead):
+    """A drafter.
+
+    Args:
+        settings: what config.json says.
+        width: numbers that it reads of each position of the target.
+        ends: those of its own.
+        vocab: how many ids the selector knows.
+
+    Attributes:
+        own: what config.json says on top of DFlash's.
+    """
+
+    def __init__(
+        self, settings: DFlash2Settings, width: int, ends: OwnEnds, vocab: int
+    ) -> None:
+        blocks = settings.blocks
+        layers = [DFlash2Layer(settings, i) for i in range(len(blocks.windows))]
+        super().__init__(blocks, width, ends, layers)
+        self.own = settings
+        dim = blocks.layers.hidden_size
+        self.candidate_selector = CandidateSelector(vocab, settings.rank, dim)
+
+
+class DFlash2(DFlash):
+    """A drafter on its target; see `DFlash`."""
+
+    head: DFlash2Head
+
+    def candidates(self, normed: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the best ids of each draft, and their logits.
+
+        Args:
+            normed: states after the norm, [1, drafts, dim].
+
+        Returns:
+            ids uint32 [drafts, candidates], which differ, in no order; and
+            float32 [drafts, candidates].
+        """
+        own, logits = self.head.own, self._logits(normed)[0].astype(mx.float32)
+        if own.vocab is not None:
+            logits = logits[:, : own.vocab]
+        top = min(own.top, logits.shape[-1])
+        ids = mx.argpartition(logits, -top, axis=-1)[:, -top:]
+        return ids, mx.take_along_axis(logits, ids, axis=-1)
+
+    def draft(
+        self,
+        context: mx.array,
+        token: mx.array,
+        caches: Sequence[Any],
+        count: int,
+        choose: ChooseNext,
+    ) -> mx.array | None:
+        """Draft behind a token, each among its candidates; see `DFlash`."""
+        normed = self.rows(context, token, caches, count)
+        ids, logits = self.candidates(normed)
+        selector, before = self.head.candidate_selector, token[0]
+        for index in range(count):
+            edges = selector.edges(normed[:, index], before, ids[index])
+            before = choose(logits[index : index + 1] + edges, ids[index])
+        return None
+
+    def _embedded(self, block: mx.array) -> mx.array:
+        found, scale = super()._embedded(block), self.head.own.embedding_scale
+        return found if scale == 1 else found * scale
+
+    def _logits(self, normed: mx.array) -> mx.array:
+        own = self.head.own
+        logits = super()._logits(normed)
+        if own.logit_scale != 1:
+            logits = logits * own.logit_scale
+        if own.softcap is None:
+            return logits
+        return mx.tanh(logits.astype(mx.float32) / own.softcap) * own.softcap

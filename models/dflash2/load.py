@@ -1,0 +1,76 @@
+"""Loading a DFlash2 drafter: a folder in, a module out."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.nn as nn
+
+from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.checkpoints.joined_head import OwnEnds
+from mlx_speculation.models.checkpoints.told_by_tensors import check_kind
+from mlx_speculation.models.config_json import read_config
+from mlx_speculation.models.dflash import (
+    DFlashSettings,
+    LoadedDFlash,
+    build,
+    read_blocks,
+)
+from mlx_speculation.models.dflash2.config import NAME, DFlash2Settings, read_settings
+from mlx_speculation.models.dflash2.head import DFlash2Head
+from mlx_speculation.models.introspect.find_parts import find_parts
+from mlx_speculation.models.token_ids import logit_width
+
+
+def load_dflash2(folder: str | Path, model: nn.Module) -> LoadedDFlash:
+    """Load the DFlash2 drafter in a folder of its own; see `load_dflash`.
+
+    Raises:
+        ModelFolderError: it is no such drafter, not complete, or not of this target.
+    """
+    folder = Path(folder).expanduser()
+    config = read_config(folder)
+    weights = read_blocks(folder, NAME)
+    check_kind(weights, "dflash2")
+    settings = read_settings(config)
+    if "lm_head.weight" not in weights:
+        settings = _on_target(settings, model)
+    vocab = logit_width(model)
+    known = weights.get("candidate_selector.predecessor_codebook")
+    rows = vocab if known is None else known.shape[0]
+    if rows < vocab:
+        raise ModelFolderError(
+            f"The selector of the {NAME} knows {rows} ids, and the target has {vocab}. "
+            "Choose the drafter of this target."
+        )
+
+    def make(blocks: DFlashSettings, width: int, ends: OwnEnds) -> DFlash2Head:
+        return DFlash2Head(settings, width, ends, rows)
+
+    return build(config, weights, model, settings.blocks, make, name=NAME)
+
+
+def _on_target(settings: DFlash2Settings, model: nn.Module) -> DFlash2Settings:
+    """Return settings for a drafter whose logits are made by the target's head.
+
+    That applies the target's own cap, so one that config.json repeats goes.
+
+    Raises:
+        ModelFolderError: the target's head has another cap or scale.
+    """
+    caps = {
+        getattr(getattr(part, key, None), "final_logit_softcapping", None)
+        for part in model.modules()
+        for key in ("args", "config")
+    }
+    if settings.softcap in caps:
+        settings = replace(settings, softcap=None)
+    asked = settings.softcap is not None or settings.logit_scale != 1
+    if asked and not find_parts(model).bare:
+        raise ModelFolderError(
+            f"config.json of the {NAME} says final_logit_softcapping "
+            f"{settings.softcap} and output_multiplier {settings.logit_scale}, and "
+            "this target's output layer has a scale or cap of its own: whether those "
+            "stand for it, or both count, is not known. Take them out of config.json "
+            "if they are the target's."
+        )
+    return settings

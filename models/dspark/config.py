@@ -1,0 +1,169 @@
+"""What the config.json of a DSpark drafter says, in each of its packagings.
+
+    DeepSpec        flat; a copy of the target's config.json and more
+    speculators     sizes in `transformer_layer_config`, the rest flat
+    SpecForge       `dflash_config` with projector_type "dspark"; LiquidAI's without it
+    NVIDIA          DeepSpec's keys with `dflash_config`, anchors that are given
+    PrismML         GGUF, which `gguf` turns into SpecForge's
+
+DeepSpec's "dflash" checkpoints are DSpark drafters without a Markov head. Stages inside
+of DeepSeek V4's own checkpoint have layers of another kind.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from mlx_lm.models import gemma4_text
+
+from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.checkpoints.draft_checkpoint import Config, number
+from mlx_speculation.models.dflash import (
+    DFlashSettings,
+    block_settings,
+    layer_part,
+    own_keys,
+    stated_anchor,
+)
+
+NAME = "DSpark drafter"
+Markov = Literal["vanilla", "gated", "rnn"]
+
+
+@dataclass(frozen=True, slots=True)
+class LogSnr:
+    """Levels of noise that are added to the embeddings of a block."""
+
+    least: float  # of masks
+    most: float  # of the anchor
+
+
+@dataclass(frozen=True, slots=True)
+class DSparkSettings:
+    """The config.json of a DSpark drafter."""
+
+    blocks: DFlashSettings  # what it has in common with DFlash
+    rank: int  # of the Markov head; 0: there is none
+    markov: Markov  # its kind
+    # Of Gemma 4's layers, as mlx-lm takes them; None: they are Qwen 3's
+    gemma: gemma4_text.ModelArgs | None = None
+    log_snr: LogSnr | None = None  # None: nothing is added
+    # What the logits of the confidence in each draft are divided by; None: nothing
+    temperatures: tuple[float, ...] | None = None
+
+
+def is_dspark(config: Config) -> bool:
+    """Return whether a config.json is that of a DSpark drafter."""
+    own = own_keys(config)
+    return bool(
+        "dspark" in str(config.get("architectures")).lower()
+        or config.get("speculators_model_type") == "dspark"
+        or own.get("projector_type") == "dspark"
+        or own.get("markov_rank")
+        or "dspark_block_size" in config
+    )
+
+
+def read_settings(config: Config) -> DSparkSettings:
+    """Read config.json.
+
+    Raises:
+        ModelFolderError: something is missing, or not known.
+    """
+    own, text = own_keys(config), layer_part(config)
+    if "dspark_block_size" in config:
+        raise ModelFolderError(
+            f"config.json says dspark_block_size {config['dspark_block_size']!r}: it "
+            f"is that of a DeepSeek V4 with a {NAME} inside, whose layers are not "
+            "known here. Choose another drafter."
+        )
+    _check_taps(config)
+    gemma = _gemma(config, text)
+    acts = ("gelu_pytorch_tanh",) if gemma is not None else ("silu", "swish")
+    blocks = block_settings(config, NAME, anchor="samples", acts=acts)
+    rank = own.get("markov_rank") or 0
+    kind: Any = own.get("markov_head_type") or "vanilla"
+    if kind not in get_args(Markov):
+        raise ModelFolderError(
+            f"config.json of the {NAME} says markov_head_type {kind!r}, and "
+            f"{', '.join(get_args(Markov))} are known. Choose another drafter."
+        )
+    return DSparkSettings(
+        blocks=blocks,
+        rank=number(own, "markov_rank", NAME) if rank else 0,
+        markov=kind,
+        gemma=gemma,
+        log_snr=_log_snr(own),
+        temperatures=_temperatures(own, blocks.depth),
+    )
+
+
+def open_readings(config: Config) -> tuple[bool, bool]:
+    """Return whether config.json leaves open what layers count, and what rows are for.
+
+    speculators' reader takes its list of layers one lower than others do; without
+    `sample_from_anchor`, some take an anchor for given, and others do not. Nobody says
+    what the list of a GGUF file counts.
+    """
+    own = own_keys(config)
+    speculators = config.get("speculators_model_type") is not None
+    listed = own.get("target_layer_ids") is None or "gguf_layers" in own
+    return (
+        listed and (speculators or "gguf_layers" in own),
+        speculators and stated_anchor(config) is None,
+    )
+
+
+def _check_taps(config: Config) -> None:
+    """Refuse two lists of layers that do not name the same ones."""
+    ids = own_keys(config).get("target_layer_ids")
+    other = config.get("eagle_aux_hidden_state_layer_ids")
+    if ids is None or other is None or [each + 1 for each in ids] == list(other):
+        return
+    raise ModelFolderError(
+        f"config.json of the {NAME} says target_layer_ids {ids}, which count layers, "
+        f"and eagle_aux_hidden_state_layer_ids {other}, which count the embedding too "
+        "and should be one more each. Take out the list that is wrong."
+    )
+
+
+def _gemma(config: Config, text: Config) -> gemma4_text.ModelArgs | None:
+    """Return the arguments of Gemma 4's layers, if that is what it has."""
+    named = f"{config.get('architectures')} {text.get('model_type')}".lower()
+    if "gemma4" not in named:
+        return None
+    count = number(text, "num_hidden_layers", NAME)
+    own: dict[str, Any] = {
+        "layer_types": ["full_attention"] * count,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "use_double_wide_mlp": False,
+        "enable_moe_block": False,
+    }
+    args: gemma4_text.ModelArgs = gemma4_text.ModelArgs.from_dict({**text, **own})
+    return args
+
+
+def _log_snr(own: Config) -> LogSnr | None:
+    if not own.get("log_snr_conditioning"):
+        return None
+    ends = own.get("min_log_snr"), own.get("max_log_snr")
+    if not all(isinstance(end, int | float) for end in ends) or ends[0] == ends[1]:
+        raise ModelFolderError(
+            f"The {NAME} says log_snr_conditioning with levels from {ends[0]!r} to "
+            f"{ends[1]!r}, and two different numbers are needed. Take a whole "
+            "checkpoint."
+        )
+    least, most = (float(end) for end in ends)  # type: ignore[arg-type]
+    return LogSnr(least, most)
+
+
+def _temperatures(own: Config, depth: int) -> tuple[float, ...] | None:
+    found = own.get("confidence_temperatures")
+    if found is None:
+        return None
+    if not isinstance(found, list) or len(found) < depth or not all(found):
+        raise ModelFolderError(
+            f"config.json of the {NAME} says confidence_temperatures {found!r}, and "
+            f"{depth} numbers other than 0 are needed. Take a whole checkpoint."
+        )
+    return tuple(float(each) for each in found)

@@ -1,0 +1,73 @@
+"""Gemma 4's decoder layer over the context of a drafter of blocks."""
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import gemma4_text
+
+from mlx_speculation.models.dflash import DFlashSettings, attended, by_head
+
+
+class GemmaBlockAttention(gemma4_text.Attention):
+    """Gemma 4's full attention, of a block to the context and to itself.
+
+    Args:
+        args: of its layers.
+        settings: the drafter's.
+        index: which layer it is in.
+    """
+
+    def __init__(
+        self, args: gemma4_text.ModelArgs, settings: DFlashSettings, index: int
+    ) -> None:
+        super().__init__(args, index)
+        self._window, self._causal = settings.windows[index], settings.causal[index]
+
+    def write(self, rows: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
+        """Write keys and values of rows, and return all that the cache then holds.
+
+        Where values are keys, they are so before norm and rotation.
+        """
+        keys = values = by_head(self.k_proj(rows), self.n_kv_heads)
+        if not self.use_k_eq_v:
+            values = by_head(self.v_proj(rows), self.n_kv_heads)
+        keys = self.rope(self.k_norm(keys), offset=cache.offset)
+        written: tuple[mx.array, mx.array] = cache.update_and_fetch(
+            keys, self.v_norm(values)
+        )
+        return written
+
+    def attend(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
+        """Attend from a block [1, block, dim] behind new context [1, rows, dim]."""
+        start = cache.offset + context.shape[1]
+        queries = self.q_norm(by_head(self.q_proj(x), self.n_heads))
+        queries = self.rope(queries, offset=start)
+        keys, values = self.write(mx.concatenate([context, x], axis=1), cache)
+        found = attended(
+            queries,
+            keys,
+            values,
+            scale=self.scale,
+            window=self._window,
+            causal=self._causal,
+        )
+        out: mx.array = self.o_proj(found.swapaxes(1, 2).flatten(2))
+        return out
+
+
+class GemmaBlockLayer(gemma4_text.DecoderLayer):
+    """Gemma 4's decoder layer, with the attention above."""
+
+    def __init__(
+        self, args: gemma4_text.ModelArgs, settings: DFlashSettings, index: int
+    ) -> None:
+        super().__init__(args, index)
+        self.self_attn = GemmaBlockAttention(args, settings, index)
+
+    def run(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
+        """Run a block behind new context; both are written to the cache."""
+        found = self.self_attn.attend(self.input_layernorm(x), context, cache)
+        x = x + self.post_attention_layernorm(found)
+        found = self.mlp(self.pre_feedforward_layernorm(x))
+        out: mx.array = x + self.post_feedforward_layernorm(found)
+        return out * self.layer_scalar

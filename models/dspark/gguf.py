@@ -1,0 +1,111 @@
+"""DSpark drafters in GGUF files (PrismML's): metadata and tensors as others name them.
+
+What the list of layers counts is said nowhere. It is read as layers from 0, and left to
+a probe, see `config.open_readings`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.checkpoints.draft_checkpoint import Config, Weights
+
+_KIND = "dspark"
+# Keys behind "dspark.", and what config.json calls them.
+_SIZES = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+    "context_length": "max_position_embeddings",
+}
+# Keys behind "dspark.dspark.".
+_OWN = {
+    "block_size": "block_size",
+    "mask_token_id": "mask_token_id",
+    "target_layers": "target_layer_ids",
+    "markov_rank": "markov_rank",
+    "log_snr_conditioning": "log_snr_conditioning",
+    "min_log_snr": "min_log_snr",
+    "max_log_snr": "max_log_snr",
+}
+_NAMES = {
+    "dspark.fc.": "fc.",
+    "dspark.hidden_norm.": "hidden_norm.",
+    "dspark.markov_head_a.": "markov_head.markov_w1.",
+    "dspark.markov_head_b.": "markov_head.markov_w2.",
+    "dspark.confidence_head.": "confidence_head.proj.",
+    "dspark.log_snr_fc": "log_snr_fc",
+    "token_embd.": "embed_tokens.",
+    "output_norm.": "norm.",
+    "output.": "lm_head.",
+}
+_LAYER = {
+    "attn_norm.": "input_layernorm.",
+    "ffn_norm.": "post_attention_layernorm.",
+    "attn_q.": "self_attn.q_proj.",
+    "attn_k.": "self_attn.k_proj.",
+    "attn_v.": "self_attn.v_proj.",
+    "attn_output.": "self_attn.o_proj.",
+    "attn_q_norm.": "self_attn.q_norm.",
+    "attn_k_norm.": "self_attn.k_norm.",
+    "ffn_gate.": "mlp.gate_proj.",
+    "ffn_up.": "mlp.up_proj.",
+    "ffn_down.": "mlp.down_proj.",
+}
+
+
+def gguf_file(path: Path) -> Path | None:
+    """Return the GGUF file that is meant: itself, or the only one in a folder.
+
+    None: the folder has a config.json, or no such file.
+    """
+    if path.suffix == ".gguf":
+        return path
+    files = sorted(path.glob("*.gguf"))
+    return files[0] if len(files) == 1 and not (path / "config.json").exists() else None
+
+
+def read_gguf(file: Path) -> tuple[Config, Weights]:
+    """Return what config.json would hold, and tensors by the names of DeepSpec.
+
+    Raises:
+        ModelFolderError: it cannot be read, or holds something else.
+    """
+    try:
+        found: Any = mx.load(str(file), return_metadata=True)
+        tensors, metadata = found
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ModelFolderError(f"{str(file)!r} cannot be read: {error}.") from error
+    kind = metadata.get("general.architecture")
+    if kind != _KIND:
+        raise ModelFolderError(
+            f"{str(file)!r} is of architecture {kind!r}, and {_KIND!r} is the one that "
+            "is read from a GGUF file. Convert it to safetensors."
+        )
+    config: Config = {"architectures": ["DSpark in GGUF"], "gguf_layers": True}
+    for prefix, names in (("dspark.", _SIZES), ("dspark.dspark.", _OWN)):
+        for theirs, ours in names.items():
+            if (value := metadata.get(prefix + theirs)) is not None:
+                config[ours] = value.tolist() if isinstance(value, mx.array) else value
+    return config, {_renamed(name): value for name, value in tensors.items()}
+
+
+def _renamed(name: str) -> str:
+    block, _, rest = name.removeprefix("blk.").partition(".")
+    if name.startswith("blk."):
+        return f"layers.{block}.{_replaced(rest, _LAYER)}"
+    return _replaced(name, _NAMES)
+
+
+def _replaced(name: str, table: dict[str, str]) -> str:
+    for theirs, ours in table.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name

@@ -1,0 +1,158 @@
+"""A DSpark drafter as a module, and on its target (arXiv 2607.05147).
+
+A block is run as DFlash's, whose anchor is usually a row with a draft of its own. Its
+states g make base logits; the draft before adds a bias to those of the next one (see
+`heads`), and a confidence head says how likely it is accepted, before it is known:
+
+    logits of draft k = head(g_k) + bias(draft k-1, g_k)      draft 0 is the anchor
+    c_k = sigmoid(w [g_k | W1[draft k-1]] + b)
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation.models.checkpoints.draft_head import ChooseNext, Ends
+from mlx_speculation.models.checkpoints.joined_head import OwnEnds
+from mlx_speculation.models.dflash import DFlash, DFlashHead
+from mlx_speculation.models.dspark.config import DSparkSettings
+from mlx_speculation.models.dspark.gemma import GemmaBlockLayer
+from mlx_speculation.models.dspark.heads import (
+    ConfidenceHead,
+    LogSnrEmbedding,
+    MarkovHead,
+    level_features,
+)
+
+
+class DSparkHead(DFlashHead):
+    """A drafter.
+
+    Args:
+        settings: what config.json says.
+        width: numbers that it reads of each position of the target.
+        ends: those of its own.
+        rows: how many token ids its Markov head knows.
+        columns: of its logits.
+        confidence: numbers that its confidence head reads; None: it has none.
+
+    Attributes:
+        own: what config.json says on top of DFlash's.
+    """
+
+    def __init__(
+        self,
+        settings: DSparkSettings,
+        width: int,
+        ends: OwnEnds,
+        rows: int,
+        columns: int,
+        confidence: int | None = None,
+    ) -> None:
+        blocks, layers = settings.blocks, None
+        if settings.gemma is not None:
+            count = range(len(blocks.windows))
+            layers = [GemmaBlockLayer(settings.gemma, blocks, i) for i in count]
+        super().__init__(blocks, width, ends, layers)
+        self.own = settings
+        dim, rank = blocks.layers.hidden_size, settings.rank
+        if rank:
+            self.markov_head = MarkovHead(settings.markov, dim, rank, rows, columns)
+        if confidence is not None:
+            self.confidence_head = ConfidenceHead(confidence)
+            self._reads_token = confidence > dim
+        if settings.log_snr is not None:
+            self.log_snr = LogSnrEmbedding(dim)
+
+    @property
+    def reads_token(self) -> bool:
+        """Whether the confidence head reads the token before."""
+        return self._reads_token
+
+    def embedded(self, tokens: mx.array, target: Any, **options: bool) -> mx.array:
+        """Return embeddings [batch, positions, dim]; Gemma's own are scaled."""
+        found = super().embedded(tokens, target, **options)
+        if self.own.gemma is None or "embed_tokens" not in self:
+            return found
+        return found * mx.array(found.shape[-1] ** 0.5, found.dtype)
+
+    def logits(self, normed: mx.array, target: Ends) -> mx.array:
+        """Return the logits of states after the norm; Gemma's own have a cap."""
+        found = super().logits(normed, target)
+        if self.own.gemma is None or "lm_head" not in self:
+            return found
+        cap = self.own.gemma.final_logit_softcapping
+        return mx.tanh(found / cap) * cap if cap else found
+
+
+class DSpark(DFlash):
+    """A drafter on its target; see `DFlash`.
+
+    Attributes:
+        confident: whether drafts come with their confidence.
+    """
+
+    head: DSparkHead
+    confident = False
+
+    def draft(
+        self,
+        context: mx.array,
+        token: mx.array,
+        caches: Sequence[Any],
+        count: int,
+        choose: ChooseNext,
+    ) -> mx.array | None:
+        """Draft behind a token, each with what the one before adds; see `DFlash`."""
+        head = self.head
+        normed = self.rows(context, token, caches, count)
+        logits = self._logits(normed)
+        markov: MarkovHead | None = head.get("markov_head")
+        last, memory, sure = token[0], None, []
+        for index in range(count):
+            state, row, before = normed[:, index], logits[:, index], None
+            if markov is not None:
+                before = markov.before(last)
+                bias, memory = markov.bias(state, before, memory)
+                row = row + bias
+            if self.confident:
+                sure.append(self._sureness(state, before, index))
+            last = choose(row)
+        return mx.concatenate(sure) if sure else None
+
+    def first_logits(self, context: mx.array, token: mx.array) -> mx.array:
+        """Return logits of the first draft behind a token, [batch, 1, vocab].
+
+        Takes what `rows` takes, of whole texts.
+        """
+        normed = self.rows(context, token, self.head.new_caches(), 1)
+        logits = self._logits(normed)
+        markov: MarkovHead | None = self.head.get("markov_head")
+        if markov is None:
+            return logits
+        bias, _ = markov.bias(normed[:, 0], markov.before(token[:, 0]), None)
+        return logits + bias[:, None]
+
+    def _sureness(
+        self, state: mx.array, before: mx.array | None, index: int
+    ) -> mx.array:
+        """Return the confidence in a draft, float32 [1]."""
+        read = before if self.head.reads_token else None
+        logit = self.head.confidence_head.logit(state, read)
+        temperatures = self.head.own.temperatures
+        if temperatures is not None:
+            logit = logit / temperatures[index]
+        return mx.sigmoid(logit)
+
+    def _embedded(self, block: mx.array) -> mx.array:
+        found, snr = super()._embedded(block), self.head.own.log_snr
+        if snr is None:
+            return found
+        masks = block.shape[1] - 1
+        levels = mx.array([snr.most] + [snr.least] * masks)
+        features = level_features(levels, snr.least, snr.most).astype(found.dtype)
+        added = self.head.log_snr
+        out: mx.array = found + added.log_snr_fc2(nn.silu(added.log_snr_fc1(features)))
+        return out

@@ -1,0 +1,154 @@
+"""Loading a DSpark drafter: a folder or a GGUF file in, a module out.
+
+What the tensors show is taken from them: own ends, the kind of the Markov head, whether
+there is a confidence head and what it reads. What config.json leaves open is told by
+what the drafter guesses, see `probe`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.nn as nn
+
+from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.checkpoints.draft_checkpoint import Config, Weights
+from mlx_speculation.models.checkpoints.joined_head import OwnEnds
+from mlx_speculation.models.checkpoints.told_by_tensors import check_kind
+from mlx_speculation.models.config_json import read_config
+from mlx_speculation.models.dflash import (
+    Anchor,
+    DFlashSettings,
+    LayerIds,
+    LoadedDFlash,
+    build,
+    read_blocks,
+)
+from mlx_speculation.models.dspark.config import (
+    NAME,
+    DSparkSettings,
+    Markov,
+    open_readings,
+    read_settings,
+)
+from mlx_speculation.models.dspark.gguf import gguf_file, read_gguf
+from mlx_speculation.models.dspark.head import DSparkHead
+from mlx_speculation.models.dspark.probe import Reading, readings_of, told
+from mlx_speculation.models.token_ids import logit_width
+
+_OTHER_NAMES = {
+    "markov_w1.": "markov_head.markov_w1.",
+    "markov_w2.": "markov_head.markov_w2.",
+    "log_snr_fc1.": "log_snr.log_snr_fc1.",
+    "log_snr_fc2.": "log_snr.log_snr_fc2.",
+}
+
+
+def load_dspark(
+    folder: str | Path,
+    model: nn.Module,
+    *,
+    layer_ids: LayerIds | None = None,
+    anchor: Anchor | None = None,
+    starts: Sequence[Sequence[int]] | None = None,
+) -> LoadedDFlash:
+    """Load the DSpark drafter in a folder of its own.
+
+    Args:
+        folder: the drafter's, with config.json and safetensors, or with a GGUF file.
+        model: its target.
+        layer_ids: what the list of layers counts; by its key when omitted.
+        anchor: what row j of a block is for; as config.json says when omitted.
+        starts: token ids of a few texts, by which the target tells what config.json
+            leaves open; the usual reading is taken when omitted.
+
+    Returns:
+        The drafter; on a Linux CPU in float32, dequantized where it was quantized.
+
+    Raises:
+        ModelFolderError: it is no such drafter, not complete, or not of this target.
+        ConventionError: it guesses no better than by chance, in any reading.
+    """
+    config, weights = _read(Path(folder).expanduser())
+    settings = _by_tensors(read_settings(config), weights)
+    if anchor is not None:
+        settings = replace(settings, blocks=replace(settings.blocks, anchor=anchor))
+
+    def make(blocks: DFlashSettings, width: int, ends: OwnEnds) -> DSparkHead:
+        own, vocab = replace(settings, blocks=blocks), logit_width(model)
+        return _module(own, weights, width, ends, vocab)
+
+    found = build(
+        config, weights, model, settings.blocks, make, name=NAME, layer_ids=layer_ids
+    )
+    layers_open, anchor_open = open_readings(config)
+    readings = readings_of(
+        config,
+        model,
+        Reading(found.layers, settings.blocks.anchor),
+        other_layers=layers_open and layer_ids is None,
+        other_anchor=anchor_open and anchor is None,
+    )
+    if starts is None or len(readings) == 1:
+        return found
+    best = told(found.head, model, readings, starts)
+    blocks = replace(found.head.settings, anchor=best.anchor)
+    found.head.settings = blocks
+    return LoadedDFlash(found.head, best.layers)
+
+
+def _read(folder: Path) -> tuple[Config, Weights]:
+    file = gguf_file(folder)
+    config, weights = (
+        (read_config(folder), read_blocks(folder, NAME))
+        if file is None
+        else read_gguf(file)
+    )
+    found: Weights = {}
+    for own, value in weights.items():
+        for theirs, ours in _OTHER_NAMES.items():
+            if own.startswith(theirs):
+                own = ours + own.removeprefix(theirs)
+        found[own] = value
+    check_kind(found, "dspark")
+    return config, found
+
+
+def _by_tensors(settings: DSparkSettings, weights: Weights) -> DSparkSettings:
+    """Return settings with the Markov head that the tensors show.
+
+    Raises:
+        ModelFolderError: config.json says another one.
+    """
+    table = weights.get("markov_head.markov_w1.weight")
+    if table is None:
+        if settings.rank:
+            raise ModelFolderError(
+                f"config.json of the {NAME} says markov_rank {settings.rank}, and "
+                "there is no markov_head. Take a whole checkpoint."
+            )
+        return settings
+    kinds: dict[str, Markov] = {
+        "markov_head.gate_proj.weight": "gated",
+        "markov_head.joint_proj.weight": "rnn",
+    }
+    shown = [kind for name, kind in kinds.items() if name in weights]
+    kind: Markov = shown[0] if shown else "vanilla"
+    packed = "markov_head.markov_w1.scales" in weights
+    rank = settings.rank if packed else table.shape[1]
+    return replace(settings, rank=rank, markov=kind)
+
+
+def _module(
+    settings: DSparkSettings, weights: Weights, width: int, ends: OwnEnds, vocab: int
+) -> DSparkHead:
+    """Return the module that the tensors are for."""
+    table = weights.get("markov_head.markov_w1.weight")
+    rows = vocab if table is None else table.shape[0]
+    columns = ends.output or vocab
+    projection = weights.get("confidence_head.proj.weight")
+    confidence = None
+    if projection is not None:
+        dim = settings.blocks.layers.hidden_size
+        confidence = dim if projection.shape[-1] == dim else dim + settings.rank
+    return DSparkHead(settings, width, ends, rows, columns, confidence)

@@ -1,0 +1,45 @@
+"""Greedy drafts of a drafter of blocks, outside of any stream."""
+
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.models import HiddenStates
+
+
+class Greedy:
+    """Chooses the best column, and notes what it was given.
+
+    Attributes:
+        seen: logits [1, n] and the ids of their columns, of each choice.
+        tokens: what was chosen.
+    """
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[mx.array, mx.array | None]] = []
+        self.tokens: list[int] = []
+
+    def __call__(self, logits: mx.array, ids: mx.array | None = None) -> mx.array:
+        self.seen.append((logits, ids))
+        best: Any = mx.argmax(logits[0]).item()
+        token: Any = best if ids is None else ids[best].item()
+        self.tokens.append(token)
+        return mx.array([token], mx.uint32)
+
+
+def context_of(drafter: Any, tokens: list[int]) -> mx.array:
+    """Return the context of all tokens but the last."""
+    model = drafter._target.parts.model
+    taps = HiddenStates(model, layers=drafter.layers, after_norm=True)
+    with taps.collect() as states:
+        model(mx.array([tokens[:-1]]))
+    found: mx.array = drafter.states(states)
+    return found
+
+
+def drafted(drafter: Any, tokens: list[int], count: int) -> Greedy:
+    """Return what a drafter drafts behind tokens."""
+    choose, newest = Greedy(), mx.array([tokens[-1:]])
+    context = context_of(drafter, tokens)
+    drafter.draft(context, newest, drafter.head.new_caches(), count, choose)
+    return choose
