@@ -1,4 +1,4 @@
-"""What adaptive draft lengths gain and lose, beside every fixed one, by turns.
+r"""What adaptive draft lengths gain and lose, beside every fixed one, by turns.
 
 Requests of few tokens change their group of prompts each time, and what rounds cost is
 not known at first: that is where adaptive lengths can only lose. All arms decode the
@@ -14,10 +14,20 @@ what trying costs where nothing can be gained.
 
     python scripts/draft_length.py
     python scripts/draft_length.py --draft wrong --temperature 1 --tokens 300
+
+With --explain every round of the adaptive arm is printed instead: what the policy knew,
+what it chose, and what came of it. With --traces texts that were recorded are replayed
+at the costs of --machine, without a clock, see `bench.replays`; a plain step takes a
+second there.
+
+    python scripts/draft_length.py --explain --draft lookup+model --prompts 1
+    python scripts/draft_length.py --traces tests/support/draft_length/traces.npz \
+        --draft hybrid-lookup+hybrid-mtp --machine h100 --explain
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -39,8 +49,13 @@ from bench.report import reported
 from mlx_speculation.cli import run
 
 if TYPE_CHECKING:
+    from bench.models import Bench
+    from bench.prompts import Question
+    from bench.report import Report
     from bench.series import Series
+    from mlx_speculation.engine import Outcome, Plan
 
+Machine = Literal["cpu", "h100", "mac", "linear"]
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -56,11 +71,26 @@ def draft_length(
     tokens: Tokens = 100,
     prompts: Prompts = 7,
     seed: Seed = 0,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print each round instead.")
+    ] = False,
+    traces: Annotated[
+        Path | None,
+        typer.Option(
+            help="Replay this file; --draft names its pairs.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    machine: Annotated[Machine, typer.Option(help="Whose costs a replay has.")] = "cpu",
     blas: Blas = "auto",
     json_file: Json = None,
 ) -> None:
     """Compare adaptive with fixed lengths, after checking the text."""
     with reported(context) as report:
+        if traces is not None:
+            replay(traces, draft, machine, tokens, report, explain=explain)
+            return
         from bench.arms import drafted_arms, plain_arms
         from bench.models import Bench
         from bench.series import Series, compare_each, jobs_of
@@ -68,6 +98,13 @@ def draft_length(
         for name in target or ["dense"]:
             bench = Bench.of(name, draft_model)
             drafts = draft or [*bench.default_drafts, "wrong"]
+            if explain:
+                for each in drafts:
+                    options = {"temperature": temperature, "seed": seed}
+                    for text, questions in bundled(group, prompts).items():
+                        row = explained(bench, each, questions, tokens, options)
+                        report.add(target=bench.name, draft=each, group=text, **row)
+                continue
             arms = drafted_arms(bench, drafts, draft_length or [2, 4, 8])
             options: dict[str, Any] = {"temperature": temperature, "seed": seed}
             found, runs = {}, []
@@ -80,6 +117,82 @@ def draft_length(
             for each in drafts:
                 for row in rows_of(each, found):
                     report.add(target=bench.name, draft=each, **row)
+
+
+def replay(
+    file: Path,
+    drafts: Sequence[str] | None,
+    machine: str,
+    tokens: int,
+    report: "Report",
+    *,
+    explain: bool,
+) -> None:
+    """Replay pairs of a file, or all of them, as requests of so many tokens."""
+    import numpy as np
+
+    from bench.replays.replay import compared, machines_of
+
+    recorded = dict(np.load(file))
+    pairs = list(dict.fromkeys(name.partition("/")[0] for name in recorded))
+    for draft in drafts or pairs:
+        each = draft.split("+")
+        if unknown := set(each) - set(pairs):
+            raise typer.BadParameter(
+                f"{file.name} has {', '.join(pairs)}; there is no {min(unknown)!r}"
+            )
+        costs = machines_of(recorded, each)[machine]
+        for found in compared(recorded, each, costs, tokens, explain=explain):
+            if explain:
+                say(f"{draft} {found.group}", found.own.decisions or ())
+            report.add(
+                draft=draft,
+                group=found.group,
+                x_plain=found.over_plain,
+                x_best=found.over_best,
+                best=found.best,
+            )
+
+
+def explained(
+    bench: "Bench",
+    draft: str,
+    questions: "Sequence[Question]",
+    tokens: int,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Generate texts with adaptive lengths, print their rounds, and count them."""
+    from bench.series import total
+    from mlx_speculation import Sampling
+
+    generator, counts = bench.generator(draft), []
+    for question in questions:
+        stream = generator.stream(
+            question.prompt(bench.tokenizer),
+            max_tokens=tokens,
+            sampling=Sampling(**options),
+            stop_tokens=(),
+            explain=True,
+        )
+        for _ in stream:
+            pass
+        say(f"{draft} {question.group}", stream.decisions)
+        counts.append(stream.stats)
+    found = total(counts)
+    return {
+        "rounds": found.rounds,
+        "drafts": found.drafts,
+        "accepted": found.acceptance_rate,
+    }
+
+
+def say(title: str, decisions: "Iterable[tuple[Plan, Outcome]]") -> None:
+    """Print what was decided in each round, and what came of it."""
+    typer.echo(title)
+    for number, (plan, outcome) in enumerate(decisions):
+        came = f"{outcome.accepted:g} of {outcome.drafted}"
+        came += f" in {outcome.seconds * 1e3:.1f} ms{' behind a step' * outcome.behind}"
+        typer.echo(f"{number:5} {came}; {plan}")
 
 
 def rows_of(draft: str, found: "dict[str, list[Series]]") -> list[dict[str, Any]]:

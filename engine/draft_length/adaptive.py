@@ -18,9 +18,10 @@ from mlx_speculation.engine.draft_length.base import Option, Outcome, Plan
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.models import row_size
 
-# In plain steps: the credit at first, the most of it, and what a plain step adds.
-FIRST_CREDIT = 3.0
-MOST_CREDIT = 24.0
+# In plain steps: the credit at first, the most and the least of it, and what a plain
+# step adds. A round that took ten times as long, on a busy machine, is made up for in
+# 200 plain steps.
+FIRST_CREDIT, MOST_CREDIT, LEAST_CREDIT = 3.0, 24.0, -3.0
 SHARE = 0.015
 # What a draft gains over plain steps where all of it is right, if it is to be tried.
 LEAST_GAIN = 1.1
@@ -44,7 +45,7 @@ class Credit:
 
     def add(self, gain: float) -> None:
         """Add what a round has gained or lost."""
-        self.steps = min(self.steps + gain, max(self.steps, MOST_CREDIT))
+        self.steps = max(LEAST_CREDIT, min(self.steps + gain, MOST_CREDIT))
 
 
 class AdaptiveDraftLength:

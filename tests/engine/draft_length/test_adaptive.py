@@ -15,10 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.replays.replay import Machine, Replayed, Text, replay
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.adaptive import (
     FIRST_CREDIT,
     FIRST_LENGTH,
+    LEAST_CREDIT,
     LONGER_ROUNDS,
     MOST_CREDIT,
     PAUSE,
@@ -32,7 +34,6 @@ from mlx_speculation.engine.draft_length.adaptive import (
 )
 from mlx_speculation.engine.draft_length.base import FixedDraftLength, Outcome, Plan
 from mlx_speculation.engine.draft_length.costs import RoundCosts
-from support.draft_length.replay import Machine, Replayed, Text, replay
 
 LONGEST = 16
 STEADY = Outcome(0, 0, 1.0, behind=True, ahead=True)
@@ -140,7 +141,7 @@ def test_a_wrong_draft_is_given_up_after_few_rounds_and_tried_again_seldom() -> 
 
 
 def test_a_pause_grows_with_trials_in_vain_and_ends_with_one_that_is_right() -> None:
-    policy = begun(policy_of(RoundCosts({0: CHEAP}), [0.1] * 16, credit=30.0))
+    policy = begun(policy_of(RoundCosts({0: CHEAP}), [0.1] * 16, credit=24.0))
     pauses: list[int] = []
     pause = 0
     while len(pauses) < 6:
@@ -186,6 +187,16 @@ def test_plain_steps_fill_the_credit_and_drafts_move_it_by_what_they_gain() -> N
     assert policy.credit.steps == MOST_CREDIT
 
 
+def test_a_busy_moment_does_not_end_drafts_for_long() -> None:
+    """A round on a loaded machine took 13 steps, and there was no draft for 700."""
+    policy = begun(policy_of(RoundCosts({0: {0: 1.0}})))
+    policy.note(100, Plan(2, "best"), Outcome(2, 0, 99.0))
+    assert policy.credit.steps == LEAST_CREDIT
+    for _ in range(round(-LEAST_CREDIT / SHARE) + 1):
+        policy.note(100, Plan(0, "plain"), STEADY)
+    assert policy.credit.steps > 0
+
+
 def test_a_step_in_flight_is_no_part_of_a_round_behind_it() -> None:
     """By what a plain step takes that submits the next one and was not in flight."""
     for cold, left in ((2.0, 0.0), (1.2, 0.8), (1.0, 1.0), (3.0, 0.0), (None, 1.0)):
@@ -224,7 +235,7 @@ def test_a_prompt_that_is_to_be_read_counts_for_a_trial_alone() -> None:
 
 def test_a_prompt_that_was_read_in_vain_is_paid_for_at_the_end() -> None:
     for right, paid in ((0, True), (16, False)):
-        policy = begun(policy_of(RoundCosts({0: CHEAP}), [0.9] * 16))
+        policy = begun(policy_of(RoundCosts({0: CHEAP}), [0.9] * 16, credit=12.0))
         for reading in (5.0, 0.0, 0.0):
             outcome = Outcome(16, right, CHEAP[16], reading=reading)
             policy.note(100, Plan(16, "best"), outcome)

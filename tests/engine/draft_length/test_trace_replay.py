@@ -11,20 +11,23 @@ rounds of another.
 import sys
 from collections import Counter
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mlx_speculation.engine.draft_length.base import FixedDraftLength
-from support.draft_length.replay import (
-    TRACES,
+from bench.replays.replay import (
+    MACHINES,
     Machine,
     Replayed,
+    compared,
     generator_of,
     machines_of,
     run,
     texts_of,
 )
+from mlx_speculation.engine.draft_length.base import FixedDraftLength
+from support.draft_length import TRACES
 
 pytestmark = pytest.mark.usefixtures("measured")
 PAIRS = (
@@ -39,9 +42,7 @@ PAIRS = (
     ("dense-lookup", "dense-eagle"),
     ("hybrid-lookup", "hybrid-mtp"),
 )
-MACHINES = ("cpu", "h100", "mac", "linear")
 REQUESTS = (50, 100, 300)
-FIXED = (0, 1, 2, 3, 4, 6, 8, 12, 15)
 LEAST_PLAIN = 0.97
 # Of all pairs together, and of each of them. In a request of 50 tokens the first one,
 # which does not wait for a draft, is a fiftieth of them.
@@ -53,30 +54,8 @@ def said(line: str) -> None:
 
 
 @cache
-def traces() -> dict[str, np.ndarray]:
-    return dict(np.load(TRACES))
-
-
-def compared(
-    pair: tuple[str, ...], machine: Machine, tokens: int
-) -> tuple[float, float]:
-    """Return the steps of the best fixed length of each group, and the policy's."""
-    best = ours = 0.0
-    for group, texts in texts_of(traces(), pair).items():
-        fixed = [
-            run(lambda n=n: FixedDraftLength(n), machine, texts, tokens).steps  # type: ignore[misc]
-            for n in FIXED
-        ]
-        found = run(generator_of(len(pair)), machine, texts, tokens)
-        over_plain = fixed[0] / found.steps
-        length = FIXED[fixed.index(min(fixed))]
-        said(
-            f"{'+'.join(pair)} {group}, {tokens} tokens: {over_plain:.3f} of plain, "
-            f"best {fixed[0] / min(fixed):.3f} with {length}"
-        )
-        assert over_plain >= LEAST_PLAIN, (pair, group)
-        best, ours = best + min(fixed), ours + found.steps
-    return best, ours
+def traces(file: Path = TRACES) -> dict[str, np.ndarray]:
+    return dict(np.load(file))
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -84,14 +63,19 @@ def compared(
 def test_it_loses_nothing_to_plain_steps_and_little_to_the_best_length(
     name: str, tokens: int
 ) -> None:
-    bests, owns = [], []
+    best = own = 0.0
     for pair in PAIRS:
-        best, ours = compared(pair, machines_of(traces(), pair)[name], tokens)
-        assert best / ours >= LEAST_PAIR, pair
-        bests.append(best)
-        owns.append(ours)
-    said(f"{name}, {tokens} tokens, all pairs: {sum(bests) / sum(owns):.3f} of best")
-    assert sum(bests) / sum(owns) >= LEAST_SUM
+        machine = machines_of(traces(), pair)[name]
+        groups = list(compared(traces(), pair, machine, tokens))
+        for group in groups:
+            said(f"{'+'.join(pair)} {name}, {tokens} tokens, {group}")
+            assert group.over_plain >= LEAST_PLAIN, (pair, group.group)
+        bests = sum(group.fixed[group.best] for group in groups)
+        owns = sum(group.own.steps for group in groups)
+        assert bests / owns >= LEAST_PAIR, pair
+        best, own = best + bests, own + owns
+    said(f"{name}, {tokens} tokens, all pairs: {best / own:.3f} of best")
+    assert best / own >= LEAST_SUM
 
 
 def replayed(pair: tuple[str, ...], name: str) -> Replayed:

@@ -4,12 +4,12 @@ Draft length policies are chosen by replaying such traces: the text of a seed is
 same whatever is drafted, and what a drafter proposes depends on the tokens before
 alone. So a long draft at each position tells what any draft from there would bring.
 
-    python scripts/bench/traces.py traces.npz --model FOLDER --draft lookup \
+    python scripts/bench/replays/traces.py traces.npz --model FOLDER --draft lookup \
         --name smollm2-lookup --prompts question.jsonl --per-group 4
 
 adds the pair, or more texts of it, to traces.npz, and prints one JSON line. Without
 --model and --prompts it is the bundled dense model on the bundled prompts. The tests
-replay the file in tests/support/draft_length/.
+replay the files in tests/support/draft_length/, and so does scripts/draft_length.py.
 
 A chat model's texts end where it ends them, others after --tokens. Arrays of a pair,
 by the names `NAME/GROUP/...`, one row for each text, with zeros behind its end:
@@ -115,27 +115,27 @@ def record(
     chats = generator.tokenizer.has_chat_template
     result = generator.generate(
         prompt,
-        max_tokens=tokens,
+        max_tokens=tokens + 2,  # at the last two tokens of a budget nobody drafts
         sampling=sampling,
         stop_tokens=None if chats else (),
         draft_length=DRAFTED,
     )
     if result.stats.drafter_faults:
         raise RuntimeError(str(result.stats.drafter_faults[0]))
-    text = [*prompt, *result.tokens]
+    text, length = [*prompt, *result.tokens], min(tokens, len(result.tokens))
     right = np.zeros(tokens, np.uint8)
     found = np.zeros(tokens, np.uint8)
     sure = np.zeros((tokens, SURE), np.uint8)
     for known, (drafted, probs) in source.drafts.items():
         place = known - len(prompt)
-        if place >= len(result.tokens):
+        if place >= length:
             continue
         agree = [a == b for a, b in zip(drafted, text[known:], strict=False)]
         right[place] = [*agree, False].index(False)
         found[place] = len(drafted)
         for index, one in enumerate(probs[:SURE]):
             sure[place, index] = round(15 * one)
-    count = np.array(len(result.tokens), np.int32)
+    count = np.array(length, np.int32)
     return {"right": right, "found": found, "sure": sure, "tokens": count}
 
 

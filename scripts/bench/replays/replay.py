@@ -1,7 +1,7 @@
 """Replays traces of greedy texts through a draft length policy: exact, without a clock.
 
-A trace tells what each draft from each position would bring, see
-`scripts/bench/traces.py`, a machine what each round costs. So a policy sees what it
+A trace tells what each draft from each position would bring, see `traces`, a machine
+what each round costs. So a policy sees what it
 would have seen. The rounds are those of `engine.round.decoder`: a plain step submits
 the next one, which is in flight when the next round begins, and a draft that is found
 then stands behind it.
@@ -9,18 +9,25 @@ then stands behind it.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import mlx.nn as nn
 import numpy as np
 
-from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Outcome, Plan
+from mlx_speculation.engine.draft_length.base import (
+    DraftLengthPolicy,
+    FixedDraftLength,
+    Outcome,
+    Plan,
+)
 from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
 from mlx_speculation.engine.drafters.source import DraftSource
 
-TRACES = Path(__file__).with_name("traces.npz")
+# The fixed lengths that a policy is compared with.
+FIXED = (0, 1, 2, 3, 4, 6, 8, 12, 15)
+MACHINES = ("cpu", "h100", "mac", "linear")
 
 
 @dataclass(frozen=True)
@@ -217,6 +224,55 @@ def generator_of(drafters: int) -> Callable[[], DraftLengthPolicy]:
     source: Any = Several  # it is asked for its members alone, and opens nothing
     factory = PolicyFactory(nn.Module(), source(drafters), "slack", None)
     return lambda: factory.for_stream(None)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a group of texts took with the policy, and with each fixed length."""
+
+    group: str
+    own: Replayed
+    fixed: dict[int, float]  # plain steps, by length; 0 is plain decoding
+
+    @property
+    def best(self) -> int:
+        """The fixed length that took least."""
+        return min(self.fixed, key=self.fixed.__getitem__)
+
+    @property
+    def over_plain(self) -> float:
+        """The policy's speed over that of plain decoding."""
+        return self.fixed[0] / self.own.steps
+
+    @property
+    def over_best(self) -> float:
+        """The policy's speed over that of the best fixed length."""
+        return self.fixed[self.best] / self.own.steps
+
+    def __str__(self) -> str:
+        best = self.fixed[0] / self.fixed[self.best]
+        return (
+            f"{self.group}: {self.over_plain:.3f} of plain, "
+            f"best {best:.3f} with {self.best}"
+        )
+
+
+def compared(
+    traces: dict[str, np.ndarray],
+    pairs: Sequence[str],
+    machine: Machine,
+    tokens: int,
+    *,
+    explain: bool = False,
+) -> Iterator[Compared]:
+    """Replay each group as the requests of a generator that knows nothing at first."""
+    for group, texts in texts_of(traces, pairs).items():
+        fixed = {
+            length: run(partial(FixedDraftLength, length), machine, texts, tokens).steps
+            for length in FIXED
+        }
+        make = generator_of(len(pairs))
+        yield Compared(group, run(make, machine, texts, tokens, explain=explain), fixed)
 
 
 class Several(DraftSource):
