@@ -98,15 +98,14 @@ def draft_length(
         for name in target or ["dense"]:
             bench = Bench.of(name, draft_model)
             drafts = draft or [*bench.default_drafts, "wrong"]
+            options: dict[str, Any] = {"temperature": temperature, "seed": seed}
             if explain:
                 for each in drafts:
-                    options = {"temperature": temperature, "seed": seed}
                     for text, questions in bundled(group, prompts).items():
                         row = explained(bench, each, questions, tokens, options)
                         report.add(target=bench.name, draft=each, group=text, **row)
                 continue
             arms = drafted_arms(bench, drafts, draft_length or [2, 4, 8])
-            options: dict[str, Any] = {"temperature": temperature, "seed": seed}
             found, runs = {}, []
             for text, questions in bundled(group, prompts).items():
                 found[text] = [Series(arm) for arm in (*plain_arms(bench), *arms)]
