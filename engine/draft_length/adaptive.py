@@ -207,9 +207,5 @@ class AdaptiveDraftLength:
 
 @cache
 def few_lengths(longest: int) -> tuple[int, ...]:
-    """Return 0, 1, 2, 3, 4, 6, 8, 12, 16, ... up to a length.
-
-    Where the number of positions of a forward is new, the first one may be dear, see
-    `models/shape_buckets.py`.
-    """
+    """Return 0, 1, 2, 3, 4, 6, 8, ... up to a length; see `models/shape_buckets.py`."""
     return (0, *(n for n in range(1, longest + 1) if row_size(n) == n))

@@ -16,18 +16,9 @@ from mlx_speculation.engine.draft_length.adaptive import AdaptiveDraftLength
 from mlx_speculation.engine.draft_length.base import Outcome, Plan
 from mlx_speculation.engine.drafters.cascade import Turns
 
-# Plain steps that a policy wants to see are no draft's of another.
-_PLAIN_ALONE = "measure"
-
 
 class CascadeDraftLength:
-    """The `DraftLengthPolicy` of one stream whose draft is a cascade.
-
-    It has a policy for each drafter, in the order in which they are asked.
-
-    Attributes:
-        turns: for the cascade of the stream.
-    """
+    """The policies of a cascade's drafters, in their order, and the cascade's turns."""
 
     by_batch = True
 
@@ -45,8 +36,8 @@ class CascadeDraftLength:
         each = tuple(policy.plan(context, limit) for policy in self.policies)
         chosen = max(each, key=lambda plan: plan.length)
         lengths = tuple(plan.length for plan in each)
-        for plan in each:
-            if plan.length == 0 and plan.reason == _PLAIN_ALONE:
+        for plan in each:  # steps that a policy wants to see are no draft's of another
+            if plan.reason == "measure":
                 chosen, lengths = plan, (0,) * len(each)
         self.turns.lengths = lengths
         return replace(chosen, each=each)

@@ -45,8 +45,7 @@ class Known:
     rates: AcceptanceRates = field(default_factory=AcceptanceRates)
     parts: PartsTable = field(default_factory=dict)  # of calibrated rounds
     file: MeasuredFile | None = None
-    # What the file has: lengths by context, and rates
-    _saved: tuple[str, list[float]] = ("", [])
+    _saved: list[float] = field(default_factory=list)  # the rates in the file
 
     @classmethod
     def read(cls, key: dict[str, Any] | None) -> "Known":
@@ -56,8 +55,8 @@ class Known:
             "costs", _VERSION, key, "What rounds cost is measured again."
         )
         known = file.read(_parsed) or cls()
-        known.file = file
-        known._saved = known._content()
+        known.file, known.costs.news = file, False
+        known._saved = known.rates.rates(known.rates.known)
         return known
 
     def keep(self, rates: AcceptanceRates) -> None:
@@ -74,32 +73,22 @@ class Known:
 
     def save(self) -> None:
         """Write the file, all or nothing."""
-        if self.file is None:
-            return
-        self._saved = self._content()
-        self.file.write(
-            {
-                "seconds": self.costs.table(),
-                "rates": [round(rate, 4) for rate in self._saved[1]],
-                "parts": {
-                    bucket: {length: astuple(one) for length, one in own.items()}
-                    for bucket, own in self.parts.items()
-                },
-            }
-        )
+        self.costs.news, self._saved = False, self.rates.rates(self.rates.known)
+        parts = {
+            bucket: {length: astuple(one) for length, one in own.items()}
+            for bucket, own in self.parts.items()
+        }
+        rates = [round(rate, 4) for rate in self._saved]
+        if self.file is not None:
+            self.file.write(
+                {"seconds": self.costs.table(), "rates": rates, "parts": parts}
+            )
 
     def save_if_new(self) -> None:
-        """Write the file when a length, context or rate is news to it."""
-        names, rates = self._content()
-        saved, saved_rates = self._saved
-        pairs = zip(rates, saved_rates, strict=False)
-        if names != saved or any(abs(a - b) > NEWS for a, b in pairs):
+        """Write the file when a length, a context or a rate is news to it."""
+        pairs = zip(self.rates.rates(len(self._saved)), self._saved, strict=True)
+        if self.costs.news or any(abs(now - saved) > NEWS for now, saved in pairs):
             self.save()
-
-    def _content(self) -> tuple[str, list[float]]:
-        table = self.costs.table()
-        names = repr([(bucket, sorted(costs)) for bucket, costs in table.items()])
-        return names, self.rates.rates(self.rates.known)
 
 
 def _parsed(fields: Any) -> Known:
@@ -119,17 +108,17 @@ def _parsed(fields: Any) -> Known:
         }
         for bucket, own in fields["parts"].items()
     }
-    seconds = [one for own in costs.values() for one in own.values()]
-    divided = [
-        one for own in parts.values() for each in own.values() for one in astuple(each)
-    ]
     rates = list(fields["rates"])
-    if not all(0 < one < math.inf for one in seconds):
+    if not all(0 < one < math.inf for own in costs.values() for one in own.values()):
         raise ValueError("a round in it takes no time, or all")
-    if not all(0 <= one < math.inf for one in divided):
-        raise ValueError("a part of a round in it takes less than no time")
+    if not all(0 <= part < math.inf for own in parts.values() for part in _each(own)):
+        raise ValueError("a part of a round in it takes less than no time, or all")
     if not all(0 <= rate <= 1 for rate in rates):
         raise ValueError(f"the rates are {rates}")
     if any(own and min(own) != 0 for own in costs.values()):
         raise ValueError("the cost of a plain step is not in it")
     return Known(RoundCosts(costs), AcceptanceRates(rates), parts)
+
+
+def _each(parts: dict[int, RoundSeconds]) -> list[float]:
+    return [part for one in parts.values() for part in astuple(one)]

@@ -40,6 +40,7 @@ class RoundCosts:
         # Seconds that the drafter takes for each token of a prompt, which it reads
         # before its first draft; 0: not known
         self.reading = 0.0
+        self.news = False  # whether a length was measured since this was set to False
         self._samples: dict[int, dict[int, deque[float]]] = {}
         self.take(known or {})
 
@@ -53,6 +54,7 @@ class RoundCosts:
 
     def take(self, table: Mapping[int, Mapping[int, float]]) -> None:
         """Take over what a table knows, in place of what is known here."""
+        self.news = True
         for bucket, costs in table.items():
             self._samples.setdefault(bucket, {}).update(
                 (length, deque([seconds] * KNOWN_SAMPLES, SAMPLES))
@@ -61,7 +63,9 @@ class RoundCosts:
 
     def note(self, context: int, length: int, seconds: float) -> None:
         """Learn from a round that took `seconds`."""
-        self._at(context).setdefault(length, deque(maxlen=SAMPLES)).append(seconds)
+        samples = self._at(context)
+        self.news |= length not in samples
+        samples.setdefault(length, deque(maxlen=SAMPLES)).append(seconds)
 
     def knows(self, context: int, length: int) -> bool:
         """Whether rounds of a length were measured."""
