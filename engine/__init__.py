@@ -6,7 +6,7 @@ door and the scripts imports it.
 
 from mlx_speculation.engine.batch.generator import BatchGenerator
 from mlx_speculation.engine.batch.results import BatchResponse, BatchStatistics
-from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Outcome, Plan
+from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Feedback, Plan
 from mlx_speculation.engine.drafters.base import Choose, Draft, Drafter
 from mlx_speculation.engine.drafters.block_drafters import (
     DFlash2Draft,
@@ -50,11 +50,11 @@ __all__ = [
     "Drafter",
     "DrafterFault",
     "EagleDraft",
+    "Feedback",
     "LookupDrafter",
     "MtpDraft",
     "MtpDrafter",
     "Origin",
-    "Outcome",
     "Plan",
     "Result",
     "Sequence",

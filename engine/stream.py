@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 from mlx_speculation.engine.detokenizer import TextDetokenizer
 from mlx_speculation.engine.distributed import ClosedByLeaderError, RankSession
-from mlx_speculation.engine.draft_length.base import Outcome, Plan
+from mlx_speculation.engine.draft_length.base import Feedback, Plan
 from mlx_speculation.engine.memory import Memory
 from mlx_speculation.engine.prefix_reuse import PrefixReuse
 from mlx_speculation.engine.result import Chunk, Result
@@ -106,7 +106,7 @@ class Stream:
         return self._statistics
 
     @property
-    def decisions(self) -> list[tuple[Plan, Outcome]]:
+    def decisions(self) -> list[tuple[Plan, Feedback]]:
         """Each round's plan, with what it was chosen by, and what became of it.
 
         Raises:

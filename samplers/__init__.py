@@ -14,7 +14,7 @@
 It knows arrays. It does not know models, caches or text.
 """
 
-from mlx_speculation.samplers.acceptance import Chosen, LogProbs, Verified, peaks
+from mlx_speculation.samplers.acceptance import LogProbs, Proposal, Verified, peaks
 from mlx_speculation.samplers.batch_verifier import (
     BatchVerified,
     VerifyRequest,
@@ -44,13 +44,13 @@ __all__ = [
     "Acceptance",
     "BatchVerified",
     "Chooser",
-    "Chosen",
     "Constrained",
     "Constraint",
     "ConstraintState",
     "ForkableProcessor",
     "LogProbs",
     "LogitsProcessor",
+    "Proposal",
     "Rows",
     "Sampler",
     "Sampling",

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from bench.prompts import Question
     from bench.report import Report
     from bench.series import Series
-    from mlx_speculation.engine import Outcome, Plan
+    from mlx_speculation.engine import Feedback, Plan
 
 Machine = Literal["cpu", "h100", "mac", "linear"]
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -185,7 +185,7 @@ def explained(
     }
 
 
-def say(title: str, decisions: "Iterable[tuple[Plan, Outcome]]") -> None:
+def say(title: str, decisions: "Iterable[tuple[Plan, Feedback]]") -> None:
     """Print what was decided in each round, and what came of it."""
     typer.echo(title)
     for number, (plan, outcome) in enumerate(decisions):

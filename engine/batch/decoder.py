@@ -29,7 +29,7 @@ from mlx_speculation.engine.batch.outcome import BatchStep, Read, behind, read_b
 from mlx_speculation.engine.batch.per_request import PerRequestDrafters
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.batch.results import BatchStatistics
-from mlx_speculation.engine.draft_length.base import Outcome
+from mlx_speculation.engine.draft_length.base import Feedback
 from mlx_speculation.engine.drafters.base import NOTHING, Draft
 from mlx_speculation.engine.round.outcome import RoundOutcome
 from mlx_speculation.engine.timing import RoundClock, RoundSeconds
@@ -294,7 +294,7 @@ class BatchDecoder:
         self._statistics.drafted += sum(drafted)
         self._statistics.accepted += sum(accepted)
         widest = max(range(len(drafted)), key=drafted.__getitem__)
-        outcome = Outcome(
+        feedback = Feedback(
             drafted[widest],
             accepted[widest],
             seconds.total,
@@ -303,7 +303,7 @@ class BatchDecoder:
             parts=seconds,
             fresh=self._met_new_shapes(),
         )
-        self._lengths.note(self.rows, context, drafted, accepted, outcome)
+        self._lengths.note(self.rows, context, drafted, accepted, feedback)
         self.leave([row for row in self.rows if row.ended])
         if raised is not None:
             raise raised

@@ -23,7 +23,7 @@ from mlx_speculation.engine.draft_length.adaptive import (
     AdaptiveDraftLength,
     few_lengths,
 )
-from mlx_speculation.engine.draft_length.base import Outcome, Plan
+from mlx_speculation.engine.draft_length.base import Feedback, Plan
 from mlx_speculation.engine.draft_length.calibration import Calibration
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 
@@ -176,18 +176,18 @@ class BatchDraftLength:
         context: int,
         drafted: list[int],
         accepted: list[int],
-        outcome: Outcome,
+        feedback: Feedback,
     ) -> None:
         """Learn from a round of these rows, given what each drafted and accepted."""
         for row, count, right in zip(rows, drafted, accepted, strict=True):
             if count:
                 self.rates.note_row(row, count, right)
             if row.planned is not None:
-                own = replace(outcome, drafted=count, accepted=right)
+                own = replace(feedback, drafted=count, accepted=right)
                 row.request.policy.note(context, row.planned, own)
             row.planned, row.following = row.following, None
         if self._plan is not None and self._policy is not None:
-            mean = replace(outcome, accepted=sum(accepted) / len(rows))
+            mean = replace(feedback, accepted=sum(accepted) / len(rows))
             self._policy.note(context, self._plan, mean)
         self._plan, self._next = self._next, None
 

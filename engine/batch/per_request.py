@@ -7,7 +7,12 @@ import mlx.core as mx
 from mlx_speculation.engine.batch.base import BatchDrafter, rectangle
 from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
 from mlx_speculation.engine.batch.request import BatchRequest
-from mlx_speculation.engine.drafters.base import NOTHING, Choices, Draft, ReadsAhead
+from mlx_speculation.engine.drafters.base import (
+    NOTHING,
+    CheckedChoose,
+    Draft,
+    ReadsAhead,
+)
 
 
 class PerRequestDrafters(BatchDrafter):
@@ -58,7 +63,7 @@ class PerRequestDrafters(BatchDrafter):
             drafter = row.request.drafter
             if drafter is None or limit <= 0 or row.uid not in self._begun:
                 continue
-            choices = Choices(row.request.verifier)
+            choices = CheckedChoose(row.request.verifier)
             self._asked[index] = True
             try:
                 draft = drafter.propose(row.request.sequence, ahead + limit, choices)

@@ -17,7 +17,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from mlx_speculation.engine.distributed.session import LeaderFollower, RankSession
-from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Outcome, Plan
+from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Feedback, Plan
 from mlx_speculation.engine.drafters.base import (
     NOTHING,
     Choose,
@@ -130,10 +130,10 @@ class RankedPolicy:
         """Return the leader's plan; the ranks meet here."""
         return self._role.plan(lambda: self._policy.plan(context, limit))
 
-    def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
+    def note(self, context: int, plan: Plan, feedback: Feedback) -> None:
         """Learn from a round."""
         if self._leads:
-            self._policy.note(context, plan, outcome)
+            self._policy.note(context, plan, feedback)
 
     def end(self) -> None:
         """Learn from the stream as a whole."""

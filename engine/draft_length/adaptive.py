@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
-from mlx_speculation.engine.draft_length.base import Option, Outcome, Plan
+from mlx_speculation.engine.draft_length.base import Feedback, Option, Plan
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.models import row_size
 
@@ -137,16 +137,16 @@ class AdaptiveDraftLength:
         reading = 0.0 if self._reading else context * self.costs.reading
         return self.credit.steps >= draft.over(plain) - 1 + reading / plain.seconds
 
-    def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
+    def note(self, context: int, plan: Plan, feedback: Feedback) -> None:
         """Learn from a round; see `DraftLengthPolicy`."""
-        if not outcome.drafted:
-            self._note_plain(context, outcome)
+        if not feedback.drafted:
+            self._note_plain(context, feedback)
             return
         lag, self._lag = self._lag, 0
         self._since_plain += 1
         self._drafts += 1
-        self._right = outcome.drafted == outcome.accepted
-        self.rates.note(outcome.drafted, outcome.accepted)
+        self._right = feedback.drafted == feedback.accepted
+        self.rates.note(feedback.drafted, feedback.accepted)
         if plan.reason == "trial":
             self._vain = 0 if self._right else min(self._vain + 1, MOST_DOUBLED)
             if self._vain:
@@ -154,32 +154,32 @@ class AdaptiveDraftLength:
         plain = self.costs.plain(context)
         if plain is None:
             return
-        if outcome.reading:
-            self.costs.reading = outcome.reading / max(1, context)
-            self._reading = outcome.reading / plain
-        seconds = outcome.seconds
-        if outcome.behind:
+        if feedback.reading:
+            self.costs.reading = feedback.reading / max(1, context)
+            self._reading = feedback.reading / plain
+        seconds = feedback.seconds
+        if feedback.behind:
             seconds -= self._left(plain)
-        knows = self.costs.knows(context, outcome.drafted)
-        if not outcome.fresh and (lag <= 1 or not knows):
-            self.costs.note(context, outcome.drafted, max(seconds, 0.1 * plain))
+        knows = self.costs.knows(context, feedback.drafted)
+        if not feedback.fresh and (lag <= 1 or not knows):
+            self.costs.note(context, feedback.drafted, max(seconds, 0.1 * plain))
         # A machine that was busy for a moment tells nothing of drafts.
-        usual = self.costs.curve(context, outcome.drafted)[-1]
-        gain = outcome.accepted + 1 - min(seconds, SLOWEST * usual) / plain
+        usual = self.costs.curve(context, feedback.drafted)[-1]
+        gain = feedback.accepted + 1 - min(seconds, SLOWEST * usual) / plain
         self._gained += gain
         self.credit.add(gain)
 
-    def _note_plain(self, context: int, outcome: Outcome) -> None:
+    def _note_plain(self, context: int, feedback: Feedback) -> None:
         self._lag += 1
         self._right = False
-        if outcome.steady:
+        if feedback.steady:
             self._since_plain = 0
             self.credit.add(self._share)
-        if outcome.ahead and not outcome.fresh:
-            if outcome.behind:
-                self.costs.note(context, 0, outcome.seconds)
+        if feedback.ahead and not feedback.fresh:
+            if feedback.behind:
+                self.costs.note(context, 0, feedback.seconds)
             else:
-                self._cold = outcome.seconds
+                self._cold = feedback.seconds
 
     def _left(self, plain: float) -> float:
         """Return the seconds that are left of a step in flight when a round begins.

@@ -62,7 +62,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Feedback:
     """What became of a round."""
 
     drafted: int  # tokens; fewer than planned is possible
@@ -113,7 +113,7 @@ class DraftLengthPolicy(Protocol):
         """
         ...
 
-    def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
+    def note(self, context: int, plan: Plan, feedback: Feedback) -> None:
         """Learn from a round, which is committed by now. Must not raise."""
         ...
 
@@ -132,7 +132,7 @@ class FixedDraftLength:
         """Return the length, as far as there is room for it."""
         return Plan(max(0, min(self.longest, limit)), "fixed")
 
-    def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
+    def note(self, context: int, plan: Plan, feedback: Feedback) -> None:
         """Learn nothing."""
 
     def end(self) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from mlx_speculation.engine.draft_length.adaptive import few_lengths
 from mlx_speculation.engine.draft_length.base import (
     DraftLengthPolicy,
+    Feedback,
     FixedDraftLength,
-    Outcome,
     Plan,
 )
 from mlx_speculation.engine.draft_length.costs import RoundCosts, bucket_of
@@ -60,14 +60,14 @@ class Calibration:
         """Return the next length; plain steps behind the last one."""
         return Plan(max(0, min(next(self._script, 0), limit)), "measure")
 
-    def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
+    def note(self, context: int, plan: Plan, feedback: Feedback) -> None:
         """Keep what a round took that is like those before it."""
         self.done += 1
-        drafts = outcome.drafted > 0
-        usual = outcome.steady or (drafts and self._drafted and not outcome.behind)
-        if usual and not outcome.fresh:
-            self.costs.note(self._context, outcome.drafted, outcome.seconds)
-            self._parts[outcome.drafted].append(outcome.parts)
+        drafts = feedback.drafted > 0
+        usual = feedback.steady or (drafts and self._drafted and not feedback.behind)
+        if usual and not feedback.fresh:
+            self.costs.note(self._context, feedback.drafted, feedback.seconds)
+            self._parts[feedback.drafted].append(feedback.parts)
         self._drafted = drafts
 
     def end(self) -> None:

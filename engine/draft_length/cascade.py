@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mlx_speculation.engine.draft_length.adaptive import AdaptiveDraftLength
-from mlx_speculation.engine.draft_length.base import Outcome, Plan
+from mlx_speculation.engine.draft_length.base import Feedback, Plan
 from mlx_speculation.engine.drafters.cascade import Turns
 
 
@@ -42,15 +42,15 @@ class CascadeDraftLength:
         self.turns.lengths = lengths
         return replace(chosen, each=each)
 
-    def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
+    def note(self, context: int, plan: Plan, feedback: Feedback) -> None:
         """Let the drafter's policy learn whose draft it was, or all from a step."""
-        answered = self.turns.answered if outcome.drafted else None
+        answered = self.turns.answered if feedback.drafted else None
         each = zip(self.policies, plan.each, strict=True)
         for index, (policy, own) in enumerate(each):
             if answered is None or index == answered:
-                policy.note(context, own, outcome)
+                policy.note(context, own, feedback)
             elif index > answered or own.length == 0:  # was not asked, and lags
-                policy.passed_over(outcome.accepted + 1)
+                policy.passed_over(feedback.accepted + 1)
 
     def end(self) -> None:
         """Let every policy learn from the stream."""

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
-from mlx_speculation.samplers import Chosen, Rows, Verifier, peaks
+from mlx_speculation.samplers import Proposal, Rows, Verifier, peaks
 from mlx_speculation.samplers.constraints.masks import Masks
 
 
@@ -20,7 +20,7 @@ class Choose(Protocol):
 
     def __call__(
         self, logits: mx.array, rows: Rows, ids: mx.array | None = None
-    ) -> Chosen:
+    ) -> Proposal:
         """Choose one token per row of logits [rows, vocab], or [rows, n] of `ids`."""
         ...
 
@@ -44,7 +44,7 @@ class Draft:
 
     @classmethod
     def of(
-        cls, chosen: SequenceOf[Chosen], *, source: str = "drafter", reads: int = 0
+        cls, chosen: SequenceOf[Proposal], *, source: str = "drafter", reads: int = 0
     ) -> "Draft":
         """Return the draft of these choices, at least one, in order."""
         tokens = mx.concatenate([one.tokens for one in chosen])
@@ -172,8 +172,8 @@ def remember(drafter: Any, tokens: SequenceOf[int]) -> None:
         drafter.remember(tokens)
 
 
-class Choices:
-    """The choices of one draft, for a drafter, and the check of what it made of them.
+class CheckedChoose:
+    """A `Choose` for one draft, and the check of what the drafter made of it.
 
     Args:
         verifier: chooses for the request.
@@ -192,7 +192,7 @@ class Choices:
 
     def __call__(
         self, logits: mx.array, rows: Rows, ids: mx.array | None = None
-    ) -> Chosen:
+    ) -> Proposal:
         """Choose; see `Choose`.
 
         Raises:
@@ -213,9 +213,9 @@ class Choices:
         self._drew = self._drew or chosen.probs is not None
         return chosen
 
-    def fresh(self) -> "Choices":
-        """Return the choices of another drafter's draft."""
-        return Choices(self._verifier, self._masks)
+    def fresh(self) -> "CheckedChoose":
+        """Return one for another drafter's draft."""
+        return CheckedChoose(self._verifier, self._masks)
 
     def checked(self, draft: Draft, limit: int) -> CheckedDraft:
         """Return the draft with ids that the target has a row for.
@@ -257,7 +257,7 @@ class DraftChain:
 
     def __init__(self, choose: Choose, sequence: Sequence) -> None:
         self._choose, self._sequence = choose, sequence
-        self.chosen: list[Chosen] = []
+        self.chosen: list[Proposal] = []
 
     def add(self, logits: mx.array, ids: mx.array | None = None) -> mx.array:
         """Choose from logits [1, vocab], or [1, n] of some ids.

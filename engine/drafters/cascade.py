@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from mlx_speculation.engine.drafters.base import (
     NOTHING,
-    Choices,
+    CheckedChoose,
     Choose,
     Draft,
     Drafter,
@@ -178,7 +178,7 @@ class CascadeDrafter:
             if own <= 0:
                 continue
             self._asked = drafter
-            if isinstance(choose, Choices):
+            if isinstance(choose, CheckedChoose):
                 choose = choose.fresh()
             found = drafter.propose(sequence, own, choose)
             draft = draft if found is NOTHING else found

@@ -26,7 +26,7 @@ from mlx_speculation.models import (
     load,
     logit_width,
 )
-from mlx_speculation.samplers import Chosen
+from mlx_speculation.samplers import Proposal
 
 # After a round the lane lags one or two tokens behind. A longer lag is a prompt, or
 # rounds without a draft: it is committed text, fed before the round and kept.
@@ -204,7 +204,7 @@ class DraftModel:
         self._lag, self._fed = len(lag), 0
         self._round = self._lane.begin()
         inputs = mx.array(lag)
-        chosen: list[Chosen] = []
+        chosen: list[Proposal] = []
         certainty = mx.array(1.0)
         reads = 0
         for _ in range(limit):

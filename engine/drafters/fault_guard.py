@@ -24,8 +24,8 @@ import mlx.core as mx
 
 from mlx_speculation.engine.drafters.base import (
     NOTHING,
+    CheckedChoose,
     CheckedDraft,
-    Choices,
     Choose,
     Draft,
     Drafter,
@@ -115,7 +115,7 @@ class FaultGuard:
 
         `choose` is asked for one draft only.
         """
-        assert isinstance(choose, Choices)
+        assert isinstance(choose, CheckedChoose)
         self._checked = None
         if self._disabled:
             return NOTHING

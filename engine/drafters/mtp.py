@@ -45,7 +45,7 @@ from mlx_speculation.models.mtp import (
     is_split_head,
     load_mtp_head,
 )
-from mlx_speculation.samplers import Chosen
+from mlx_speculation.samplers import Proposal
 
 # More positions are fed by themselves, and not in a batch with a first draft.
 LONGEST_LAG = 64
@@ -255,7 +255,7 @@ class MtpDrafter:
             return Draft.of(chain.chosen, source=self.source)
         return self._ended(chain.chosen, sure)
 
-    def _ended(self, chosen: SequenceOf[Chosen], sure: mx.array) -> Draft:
+    def _ended(self, chosen: SequenceOf[Proposal], sure: mx.array) -> Draft:
         """Return the draft up to where it is unsure, which may be all of it.
 
         How sure it is of a token follows from the tokens before: none is dropped for
@@ -276,7 +276,7 @@ class MtpDrafter:
         self._cache.rollback()
 
     def _pairs(
-        self, layer: int, first: int, count: int, chosen: SequenceOf[Chosen]
+        self, layer: int, first: int, count: int, chosen: SequenceOf[Proposal]
     ) -> mx.array:
         """Return the tokens that a layer pairs with positions, drafts at the end."""
         start = first + layer + 1

@@ -5,7 +5,7 @@ How a round runs is known to `engine.round.round` alone.
 
 import time
 
-from mlx_speculation.engine.draft_length.base import Outcome, Plan
+from mlx_speculation.engine.draft_length.base import Feedback, Plan
 from mlx_speculation.engine.round.outcome import Cut
 from mlx_speculation.engine.round.prefill import Prefill
 from mlx_speculation.engine.round.request import Request
@@ -28,7 +28,7 @@ class Decoder:
         self.request = request
         self.prefill = Prefill(request)
         self.rounds = Rounds(request)
-        self.decisions: list[tuple[Plan, Outcome]] | None = (
+        self.decisions: list[tuple[Plan, Feedback]] | None = (
             [] if request.explain else None
         )
         self._plan: Plan | None = None  # of the next round, where it is known
@@ -94,7 +94,7 @@ class Decoder:
         counts.spend(seconds)
         if not begun:
             return outcome.reason
-        became = Outcome(
+        became = Feedback(
             counts.drafted - drafted,
             counts.accepted - accepted,
             seconds.total,

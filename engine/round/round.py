@@ -20,7 +20,7 @@ It knows nothing about text: a `Cut` says where the emitted tokens end.
 
 from typing import Any, NamedTuple
 
-from mlx_speculation.engine.drafters.base import NOTHING, Choices, Draft, Drafter
+from mlx_speculation.engine.drafters.base import NOTHING, CheckedChoose, Draft, Drafter
 from mlx_speculation.engine.round.outcome import Cut, Pending, RoundOutcome, outcome_of
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.round.sequential import run_in_turn
@@ -134,7 +134,7 @@ class Rounds:
         drafter = request.drafter
         assert drafter is not None
         request.clock.note("host")
-        choices = Choices(request.verifier, request.masks)
+        choices = CheckedChoose(request.verifier, request.masks)
         self._drafting = True
         draft = drafter.propose(request.sequence, ahead + length, choices)
         request.clock.note("draft")

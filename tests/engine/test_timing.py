@@ -20,7 +20,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_speculation import Sampling, SpeculativeGenerator, pure, regex
-from mlx_speculation.engine.draft_length.base import FixedDraftLength, Outcome, Plan
+from mlx_speculation.engine.draft_length.base import Feedback, FixedDraftLength, Plan
 from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.stats import Statistics
@@ -159,7 +159,7 @@ class NotedRounds(FixedDraftLength):
         super().__init__(length)
         self.rounds: list[RoundSeconds] = []
 
-    def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
+    def note(self, context: int, plan: Plan, outcome: Feedback) -> None:
         self.rounds.append(outcome.parts)
 
     @property

@@ -17,8 +17,8 @@ import numpy as np
 
 from mlx_speculation.engine.draft_length.base import (
     DraftLengthPolicy,
+    Feedback,
     FixedDraftLength,
-    Outcome,
     Plan,
 )
 from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
@@ -87,7 +87,7 @@ class Replayed:
 
     steps: float = 0.0
     tokens: int = 0
-    decisions: list[tuple[Plan, Outcome]] | None = None
+    decisions: list[tuple[Plan, Feedback]] | None = None
 
     @property
     def speed(self) -> float:
@@ -122,7 +122,7 @@ def replay(
             steps += (1.0 - machine.left) * ahead
         emitted = min(emitted, budget)
         observed = steps * machine.noise[rounds % len(machine.noise)]
-        outcome = Outcome(drafted, min(accepted, emitted), observed, behind, ahead)
+        outcome = Feedback(drafted, min(accepted, emitted), observed, behind, ahead)
         policy.note(context, plan, outcome)
         if found.decisions is not None:
             found.decisions.append((plan, outcome))

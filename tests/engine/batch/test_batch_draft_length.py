@@ -15,7 +15,7 @@ from mlx_speculation.engine.batch.draft_length import (
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.adaptive import AdaptiveDraftLength, Credit
-from mlx_speculation.engine.draft_length.base import Outcome
+from mlx_speculation.engine.draft_length.base import Feedback
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.models.shape_buckets import row_size
 from support.drafters.batch_heads import head_bench
@@ -56,7 +56,7 @@ def play(
         accepted = [int(width * right)] * len(rows)
         took = seconds(row_bucket(len(rows)), width)
         plain = width == 0
-        outcome = Outcome(width, accepted[0], took, behind=plain, ahead=plain)
+        outcome = Feedback(width, accepted[0], took, behind=plain, ahead=plain)
         lengths.note(rows, 100, limits, accepted, outcome)
         found.append(width)
     return found
@@ -100,7 +100,7 @@ def test_a_batch_that_shrinks_does_not_try_anew_at_each_size() -> None:
         drafted += width > 0
         took = seconds(0, width)
         plain = width == 0
-        outcome = Outcome(width, 0, took, plain, plain, fresh=width > 0)
+        outcome = Feedback(width, 0, took, plain, plain, fresh=width > 0)
         lengths.note(stay, 100, limits, [0] * len(stay), outcome)
         if number % 2:
             lengths.leave()
@@ -126,7 +126,7 @@ def test_a_paused_batch_decides_anew_when_its_rows_change(change: str) -> None:
         limits = lengths.limits(rows, 100, [50] * len(rows))
         widths.append(max(limits))
         plain = widths[-1] == 0
-        outcome = Outcome(widths[-1], 0, 1.0, behind=plain, ahead=plain)
+        outcome = Feedback(widths[-1], 0, 1.0, behind=plain, ahead=plain)
         lengths.note(rows, 100, limits, [0] * len(rows), outcome)
         assert len(widths) < 200
     if change == "joins":
@@ -156,7 +156,7 @@ def test_found_drafts_are_cut_to_the_width_that_pays() -> None:
         limits = lengths.limits(rows, 100, [50] * 4)
         if max(limits):
             break
-        steady = Outcome(0, 0, 1.0, behind=True, ahead=True)
+        steady = Feedback(0, 0, 1.0, behind=True, ahead=True)
         lengths.note(rows, 100, [0] * 4, [0] * 4, steady)
     # Four rows of 8 pay for a round of 8, and one of 8 beside three of 1 does not.
     assert lengths.width(rows, 100, [8, 8, 8, 8]) == 8
@@ -179,7 +179,7 @@ def test_no_row_drafts_more_than_its_request_wants() -> None:
         for _ in range(30):
             limits = lengths.limits(these, 100, [50] * len(these))
             plain = not max(limits)
-            outcome = Outcome(max(limits), max(limits), 1.0, plain, plain)
+            outcome = Feedback(max(limits), max(limits), 1.0, plain, plain)
             lengths.note(these, 100, limits, limits, outcome)
             found.append(limits)
         assert found[-1] == expected

@@ -18,7 +18,7 @@ from mlx_speculation import (
     Sampling,
 )
 from mlx_speculation.engine import DraftLengthPolicy
-from mlx_speculation.engine.draft_length.base import Outcome, Plan
+from mlx_speculation.engine.draft_length.base import Feedback, Plan
 from support.drafters.batches import SAMPLINGS, Bench, Case, bench
 from support.drafters.scripted_draft_lengths import Planned
 from support.identity import prompt_of
@@ -212,7 +212,7 @@ def test_what_a_draft_has_missed_is_read_in_parts() -> None:
             length = 4 if context < 10 or context > 60 else 0
             return Plan(max(0, min(length, limit)), "fixed")
 
-        def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
+        def note(self, context: int, plan: Plan, outcome: Feedback) -> None:
             pass
 
         def end(self) -> None:

@@ -15,7 +15,7 @@ from mlx_speculation.caches import RaggedKVCache
 from mlx_speculation.engine.batch.draft_model import BatchDraftModel
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.adaptive import AdaptiveDraftLength, Credit
-from mlx_speculation.engine.draft_length.base import FixedDraftLength, Outcome, Plan
+from mlx_speculation.engine.draft_length.base import Feedback, FixedDraftLength, Plan
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.models import BatchLane, Lane, ModelHooks, RowSizes
 from mlx_speculation.models.shape_buckets import row_size
@@ -344,11 +344,11 @@ def test_what_the_first_round_of_a_shape_takes_is_not_what_rounds_cost() -> None
     costs = RoundCosts({0: {0: 1.0, 4: 2.0}})
     lengths = AdaptiveDraftLength(costs, AcceptanceRates(), Credit(), 8)
     plan = Plan(4, "best")
-    lengths.note(10, plan, Outcome(4, 2, 50.0, fresh=True))
+    lengths.note(10, plan, Feedback(4, 2, 50.0, fresh=True))
     assert lengths.costs.table() == {0: {0: 1.0, 4: 2.0}}
     assert lengths.rates.known > 0  # what was accepted counts
     for _ in range(5):
-        lengths.note(10, plan, Outcome(4, 2, 50.0))
+        lengths.note(10, plan, Feedback(4, 2, 50.0))
     assert lengths.costs.table()[0][4] > 2.0
 
 

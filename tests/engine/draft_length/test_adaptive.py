@@ -32,11 +32,11 @@ from mlx_speculation.engine.draft_length.adaptive import (
     Credit,
     few_lengths,
 )
-from mlx_speculation.engine.draft_length.base import FixedDraftLength, Outcome, Plan
+from mlx_speculation.engine.draft_length.base import Feedback, FixedDraftLength, Plan
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 
 LONGEST = 16
-STEADY = Outcome(0, 0, 1.0, behind=True, ahead=True)
+STEADY = Feedback(0, 0, 1.0, behind=True, ahead=True)
 CHEAP = {0: 1.0, **{n: 1.2 + 0.05 * n for n in (1, 2, 4, 8, 16)}}
 DEAR = {0: 1.0, **{n: 1.0 + 1.0 * n for n in (1, 2, 4, 8, 16)}}
 
@@ -154,11 +154,11 @@ def test_a_pause_grows_with_trials_in_vain_and_ends_with_one_that_is_right() -> 
         pauses.append(pause)
         pause = 0
         right = plan.length if len(pauses) == 5 else 0
-        policy.note(100, plan, Outcome(plan.length, right, CHEAP[1]))
+        policy.note(100, plan, Feedback(plan.length, right, CHEAP[1]))
         if right:
             plan = policy.plan(100, 500)
             assert plan.reason == "trial"
-            policy.note(100, plan, Outcome(plan.length, 0, CHEAP[1]))
+            policy.note(100, plan, Feedback(plan.length, 0, CHEAP[1]))
     assert pauses[:4] == [0, 2 * PAUSE, 4 * PAUSE, 8 * PAUSE]
     assert pauses[4] == 8 * PAUSE
     assert pauses[5] == 2 * PAUSE
@@ -178,19 +178,19 @@ def test_plain_steps_fill_the_credit_and_drafts_move_it_by_what_they_gain() -> N
         policy.note(100, Plan(0, "plain"), STEADY)
     assert policy.credit.steps == pytest.approx(1.0 + 10 * SHARE)
     policy.credit.steps = 1.0
-    policy.note(100, Plan(2, "best"), Outcome(2, 1, CHEAP[2]))
+    policy.note(100, Plan(2, "best"), Feedback(2, 1, CHEAP[2]))
     assert policy.credit.steps == pytest.approx(3.0 - CHEAP[2])
-    policy.note(100, Plan(2, "best"), Outcome(2, 0, 99.0))  # the machine was busy
+    policy.note(100, Plan(2, "best"), Feedback(2, 0, 99.0))  # the machine was busy
     assert policy.credit.steps == pytest.approx(4.0 - CHEAP[2] - SLOWEST * CHEAP[2])
     for _ in range(40):
-        policy.note(100, Plan(16, "best"), Outcome(16, 16, CHEAP[16]))
+        policy.note(100, Plan(16, "best"), Feedback(16, 16, CHEAP[16]))
     assert policy.credit.steps == MOST_CREDIT
 
 
 def test_a_busy_moment_does_not_end_drafts_for_long() -> None:
     """A round on a loaded machine took 13 steps, and there was no draft for 700."""
     policy = begun(policy_of(RoundCosts({0: {0: 1.0}})))
-    policy.note(100, Plan(2, "best"), Outcome(2, 0, 99.0))
+    policy.note(100, Plan(2, "best"), Feedback(2, 0, 99.0))
     assert policy.credit.steps == LEAST_CREDIT
     for _ in range(round(-LEAST_CREDIT / SHARE) + 1):
         policy.note(100, Plan(0, "plain"), STEADY)
@@ -202,10 +202,10 @@ def test_a_step_in_flight_is_no_part_of_a_round_behind_it() -> None:
     for cold, left in ((2.0, 0.0), (1.2, 0.8), (1.0, 1.0), (3.0, 0.0), (None, 1.0)):
         policy = policy_of(RoundCosts({0: {0: 1.0}}), [0.9] * 16, credit=0.0)
         if cold is not None:
-            first = Outcome(0, 0, cold, behind=False, ahead=True)
+            first = Feedback(0, 0, cold, behind=False, ahead=True)
             policy.note(100, Plan(0, "plain"), first)
         seconds = 1.3 + left
-        policy.note(100, Plan(2, "best"), Outcome(2, 2, seconds, behind=True))
+        policy.note(100, Plan(2, "best"), Feedback(2, 2, seconds, behind=True))
         assert policy.costs.table()[0][2] == pytest.approx(1.3)
         assert policy.credit.steps == pytest.approx(3 - 1.3)
 
@@ -217,10 +217,10 @@ def test_what_a_draft_has_missed_is_charged_to_no_length() -> None:
         policy.note(100, Plan(0, "plain"), STEADY)
     for _ in range(9):
         policy.passed_over(5)
-        policy.note(100, Plan(2, "best"), Outcome(2, 2, 5.0))
+        policy.note(100, Plan(2, "best"), Feedback(2, 2, 5.0))
     assert policy.costs.table() == before
     for _ in range(9):
-        policy.note(100, Plan(2, "best"), Outcome(2, 2, 5.0))
+        policy.note(100, Plan(2, "best"), Feedback(2, 2, 5.0))
     assert policy.costs.table()[0][2] == 5.0
 
 
@@ -237,7 +237,7 @@ def test_a_prompt_that_was_read_in_vain_is_paid_for_at_the_end() -> None:
     for right, paid in ((0, True), (16, False)):
         policy = begun(policy_of(RoundCosts({0: CHEAP}), [0.9] * 16, credit=12.0))
         for reading in (5.0, 0.0, 0.0):
-            outcome = Outcome(16, right, CHEAP[16], reading=reading)
+            outcome = Feedback(16, right, CHEAP[16], reading=reading)
             policy.note(100, Plan(16, "best"), outcome)
         before = policy.credit.steps
         policy.end()
@@ -251,7 +251,7 @@ def test_plain_steps_are_measured_again_while_drafts_are_the_best() -> None:
         plan = policy.plan(100, 500)
         seconds = CHEAP[16] if plan.length else 1.0
         plain = plan.length == 0
-        outcome = Outcome(plan.length, plan.length, seconds, plain, plain)
+        outcome = Feedback(plan.length, plan.length, seconds, plain, plain)
         policy.note(100, plan, outcome)
         if plan.reason == "measure":
             measured.append(number)
@@ -265,7 +265,7 @@ def test_now_and_then_a_draft_is_longer_than_is_best() -> None:
     for _ in range(LONGER_ROUNDS):
         plan = policy.plan(100, 500)
         lengths.append(plan.length)
-        policy.note(100, plan, Outcome(plan.length, 1, CHEAP[plan.length]))
+        policy.note(100, plan, Feedback(plan.length, 1, CHEAP[plan.length]))
     assert lengths == [1] * (LONGER_ROUNDS - 1) + [2]
 
 

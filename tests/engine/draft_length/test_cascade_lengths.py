@@ -17,14 +17,14 @@ import pytest
 from mlx_speculation import Cascade, LookupDrafter, SpeculativeGenerator
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.adaptive import AdaptiveDraftLength, Credit
-from mlx_speculation.engine.draft_length.base import Outcome, Plan
+from mlx_speculation.engine.draft_length.base import Feedback, Plan
 from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.drafters.cascade import CascadeDrafter, Turns
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import DrafterFaultWarning
-from mlx_speculation.samplers import Chosen, Rows
+from mlx_speculation.samplers import Proposal, Rows
 from support.drafters.scripted_draft_lengths import Planned
 from support.drafters.scripted_drafter import ScriptedDrafter
 from support.identity import SAMPLED
@@ -83,7 +83,7 @@ def proposed(cascade: CascadeDrafter, limit: int) -> int:
     return cascade.propose(Sequence([0]), limit, _no_choice).length
 
 
-def _no_choice(logits: mx.array, rows: Rows, ids: mx.array | None = None) -> Chosen:
+def _no_choice(logits: mx.array, rows: Rows, ids: mx.array | None = None) -> Proposal:
     raise AssertionError("nobody chooses here")
 
 
@@ -157,13 +157,13 @@ def test_a_round_is_noted_for_its_drafter_and_a_step_for_all() -> None:
     lengths, (lookup, first, paused, last) = planned(9, 4, 0, 2)
     plan = lengths.plan(100, 50)
     lengths.turns.answered = 1
-    drafted = Outcome(4, 3, 0.1)
+    drafted = Feedback(4, 3, 0.1)
     lengths.note(100, plan, drafted)
     assert first.noted == [(plan.each[1], drafted)]
     assert lookup.noted == paused.noted == last.noted == []
     # The lookup was asked and knows the text; the others were not.
     assert (lookup.passed, paused.passed, last.passed) == ([], [4], [4])
-    step = Outcome(0, 0, 0.1, behind=True, ahead=True)
+    step = Feedback(0, 0, 0.1, behind=True, ahead=True)
     lengths.note(101, plan, step)
     for policy, own in zip((lookup, first, paused, last), plan.each, strict=True):
         assert policy.noted[-1] == (own, step)
@@ -195,7 +195,7 @@ def test_a_wrong_model_is_paused_behind_a_lookup_that_is_right() -> None:
         lengths.turns.answered = 0 if finds else 1
         seconds = (CHEAP if finds else DEAR)[length]
         steady = length == 0
-        outcome = Outcome(length, accepted, seconds, behind=steady, ahead=steady)
+        outcome = Feedback(length, accepted, seconds, behind=steady, ahead=steady)
         lengths.note(context, plan, outcome)
         context += accepted + 1
         if number >= 150 and lengths.turns.lengths is not None:
@@ -223,7 +223,7 @@ def test_a_lookup_whose_costs_nobody_knows_is_asked_before_long() -> None:
         lengths.turns.answered = answers
         seconds = (CHEAP if answers == 0 else DEAR)[length]
         seconds *= 1 if length else (0.1 if behind else 1) + 0.9 * ahead
-        outcome = Outcome(length, length, seconds, behind, ahead)
+        outcome = Feedback(length, length, seconds, behind, ahead)
         lengths.note(100, plan, outcome)
         drafted += [answers] if length else []
         plan, behind = following or lengths.plan(100, 1000), ahead

@@ -25,7 +25,7 @@ from mlx_speculation import (
     reduced_vocabulary,
 )
 from mlx_speculation.engine import EagleDraft, MtpDraft
-from mlx_speculation.engine.drafters.base import CheckedDraft, Choices, Draft
+from mlx_speculation.engine.drafters.base import CheckedChoose, CheckedDraft, Draft
 from mlx_speculation.models import (
     LaneRound,
     MtpConvention,
@@ -130,9 +130,9 @@ IDS = list(range(0, 256, 3))
 def drafted_ids(generator: SpeculativeGenerator, **options: Any) -> set[int]:
     """Return the ids that were drafted in a text, and check the text."""
     drafted: list[int] = []
-    inner = Choices.checked
+    inner = CheckedChoose.checked
 
-    def noting(self: Choices, draft: Draft, limit: int) -> CheckedDraft:
+    def noting(self: CheckedChoose, draft: Draft, limit: int) -> CheckedDraft:
         checked = inner(self, draft, limit)
         found = checked.draft
         drafted.extend(int(token) for token in found.tokens)
@@ -143,7 +143,7 @@ def drafted_ids(generator: SpeculativeGenerator, **options: Any) -> set[int]:
         return checked
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Choices, "checked", noting)
+        patch.setattr(CheckedChoose, "checked", noting)
         result = generator.generate(PROMPT, max_tokens=TOKENS, **options)
     assert result.stats.drafted == len(drafted) > TOKENS // 2
     if "sampling" not in options or generator._setup.acceptance == "keyed":

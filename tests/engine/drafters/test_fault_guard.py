@@ -31,7 +31,7 @@ from mlx_speculation import (
     pure,
 )
 from mlx_speculation.engine import MtpDraft, MtpDrafter, Result
-from mlx_speculation.engine.drafters.base import Choices, Choose, Draft
+from mlx_speculation.engine.drafters.base import CheckedChoose, Choose, Draft
 from mlx_speculation.engine.drafters.draft_model import DraftModel
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import Lane
@@ -347,7 +347,7 @@ def test_what_a_drafter_passes_to_choose_is_its_own_fault(
 def test_a_drafters_nan_leaves_proper_probabilities(acceptance: Any) -> None:
     """They decide what is accepted, and a NaN among them would go into the text."""
     verifier = Verifier(Chooser(SAMPLED, 256), acceptance)
-    choices = Choices(verifier)
+    choices = CheckedChoose(verifier)
     chosen = choices(mx.full((1, 256), mx.nan), Rows([1, 2]))
     assert chosen.probs is not None
     assert mx.isfinite(chosen.probs).all()

@@ -15,14 +15,14 @@ from mlx_speculation import InvalidRequestError, LookupDrafter, SpeculativeGener
 from mlx_speculation.engine import Draft, Drafter
 from mlx_speculation.engine.lookup.suffix_automaton import SuffixAutomaton
 from mlx_speculation.engine.prompt import Sequence
-from mlx_speculation.samplers import Chosen, Rows
+from mlx_speculation.samplers import Proposal, Rows
 from support.models.tiny_models import TINY_MODELS, build
 from support.models.tiny_tokenizer import byte_tokenizer
 
 TWIN = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def no_choice(logits: mx.array, rows: Rows, ids: mx.array | None = None) -> Chosen:
+def no_choice(logits: mx.array, rows: Rows, ids: mx.array | None = None) -> Proposal:
     raise AssertionError("a lookup chooses nothing")
 
 

@@ -1,6 +1,6 @@
 """Draft lengths from a list, and those that a calibration measures."""
 
-from mlx_speculation.engine.draft_length.base import Outcome, Plan
+from mlx_speculation.engine.draft_length.base import Feedback, Plan
 
 CALIBRATED = [0, 1, 2, 3, 4, 6, 8, 12, 16]
 
@@ -11,7 +11,7 @@ class Planned:
     def __init__(self, lengths: list[int]) -> None:
         self._lengths = lengths
         self.planned: list[Plan] = []
-        self.noted: list[tuple[Plan, Outcome]] = []
+        self.noted: list[tuple[Plan, Feedback]] = []
         self.ended = 0
 
     @property
@@ -23,7 +23,7 @@ class Planned:
         self.planned.append(Plan(max(0, min(length, limit)), "fixed"))
         return self.planned[-1]
 
-    def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
+    def note(self, context: int, plan: Plan, outcome: Feedback) -> None:
         self.noted.append((plan, outcome))
 
     def end(self) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_speculation import Sampling, SpeculativeGenerator
-from mlx_speculation.engine.draft_length.base import Outcome, Plan
+from mlx_speculation.engine.draft_length.base import Feedback, Plan
 from support.identity import SAMPLED, prompt_of
 from support.models.tiny_models import build
 from support.processes.rank_programs import (
@@ -152,7 +152,7 @@ class Mixed:
         """Return the next one."""
         return Plan(min(next(self._plans), limit), "fixed")
 
-    def note(self, context: int, plan: Plan, outcome: Outcome) -> None:
+    def note(self, context: int, plan: Plan, outcome: Feedback) -> None:
         """Learn nothing."""
 
     def end(self) -> None:
