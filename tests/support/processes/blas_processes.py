@@ -13,6 +13,7 @@ import pytest
 
 from mlx_speculation.blas.openblas_wheel import wheel_version
 from mlx_speculation.environment import installed
+from support.processes.programs import WITHOUT_TORCH
 
 # macOS has Accelerate and nothing to choose.
 linux = pytest.mark.skipif(sys.platform != "linux", reason="chooses a BLAS on Linux")
@@ -42,7 +43,7 @@ print(np.array_equal(np.array(row[None] @ weights)[0], in_order))
 
 
 def run_python(code: str, *options: str, **environment: str | None) -> list[str]:
-    """Run code in a new process; return the lines that it printed.
+    """Run code in a new process, without torch; return the lines that it printed.
 
     Args:
         code: of a program that ends well and says nothing on standard error.
@@ -50,7 +51,7 @@ def run_python(code: str, *options: str, **environment: str | None) -> list[str]
         environment: variables to be set, or taken away (None).
     """
     done = subprocess.run(
-        [sys.executable, *options, "-c", code],
+        [sys.executable, *options, "-c", WITHOUT_TORCH + code],
         capture_output=True,
         text=True,
         check=False,
