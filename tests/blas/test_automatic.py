@@ -93,7 +93,7 @@ def test_the_program_and_what_it_starts_keep_their_environment() -> None:
     assert run_python(code, **CLEAN) == ["True"]
 
 
-# Nothing that loads mlx-lm, which takes longer than all of this. torch is left out in the
+# Nothing that loads mlx-lm, which takes longer than all this. torch is left out in the
 # first line, so that those that follow have the numbers of a program.
 MLX_FIRST = """import sys; sys.modules["torch"] = None; import mlx.core
 {use}

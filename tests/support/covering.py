@@ -7,7 +7,7 @@ and `make test-long` runs them too.
 """
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from itertools import product
 from typing import Any
 
@@ -37,6 +37,14 @@ def covering(
             marks=() if chosen in quick else pytest.mark.slow,
         )
         for chosen in places
+    ]
+
+
+def others_slow(values: Iterable[str], quick: Collection[str]) -> list[Any]:
+    """Return the values of one parameter, for pytest's parametrize; some are quick."""
+    return [
+        value if value in quick else pytest.param(value, marks=pytest.mark.slow)
+        for value in values
     ]
 
 

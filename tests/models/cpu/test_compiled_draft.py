@@ -26,7 +26,8 @@ from mlx_speculation.demo import demo_models
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import Lane, compiled_steps, load
 from mlx_speculation.models.cpu.compiled_draft import CompiledSteps
-from support.models.census import BUILT, build
+from support.covering import others_slow
+from support.models.census import BUILT, EACH_KIND, build
 from support.models.tiny_tokenizer import byte_tokenizer
 
 PROMPT = [(7 * i * i + 3 * i) % 256 for i in range(21)]
@@ -47,7 +48,7 @@ NOT_COMPILED = {"afm7", "phi3small"}  # they count the keys that they are shown
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("name", sorted(BUILT))
+@pytest.mark.parametrize("name", others_slow(BUILT, EACH_KIND))
 def test_an_architecture_is_compiled_or_refused(name: str) -> None:
     model = build(name)
     own, other = Lane(model), Lane(model)

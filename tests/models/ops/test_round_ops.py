@@ -28,7 +28,8 @@ from mlx_speculation.models.instance_hooks import plain_class
 from mlx_speculation.models.lanes.install_hooks import MADE_AGAIN
 from mlx_speculation.models.ops.round_ops import round_op_hooks
 from mlx_speculation.models.round_context import rows_of_a_round
-from support.models.census import BUILT, build
+from support.covering import others_slow
+from support.models.census import BUILT, EACH_KIND, build
 
 PROMPT = [(7 * i * i + 3 * i) % 256 for i in range(21)]
 ROWS = [201, 7, 96, 255, 31]
@@ -84,7 +85,7 @@ def rows_of(model: nn.Module, *, hooked: bool, rows: list[int] = ROWS) -> mx.arr
     return found
 
 
-@pytest.mark.parametrize("name", sorted(BUILT))
+@pytest.mark.parametrize("name", others_slow(BUILT, EACH_KIND))
 def test_a_model_computes_what_it_did(name: str, called: list[str]) -> None:
     model = build(name)
     kinds = [type(module) for module in model.modules()]

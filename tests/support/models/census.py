@@ -81,6 +81,25 @@ BUILT = {name: Architecture(name, **row) for name, row in _TABLE["built"].items(
 NOT_BUILT = {name: NotBuilt(**row) for name, row in _TABLE["not_built"].items()}
 
 
+# An architecture of each set of mlx's layers and kinds of caches that occur, and some
+# with attention or mixers of their own: what one of a kind shows in the quick tests.
+EACH_KIND = (
+    *("llama", "deepseek_v3", "mixtral", "gemma3n", "gpt_oss", "baichuan_m1"),
+    *("bailing_hybrid", "qwen3_5", "lfm2", "phi3small", "cohere2", "deepseek_v2"),
+    *("deepseek_v32", "deepseek_v41", "ernie4_5_moe", "falcon_h1", "gear", "gemma2"),
+    *("gemma3_text", "gpt2", "nemotron_h", "kimi_linear", "llama4", "longcat_flash"),
+    *("longcat_flash_ngram", "mamba", "minimax_m3_vl", "nanochat", "phixtral"),
+    *("plamo2", "prism_hadamard_qwen35", "recurrent_gemma", "rwkv7", "afm7"),
+)
+
+
+def kind_of(model: nn.Module) -> frozenset[str]:
+    """Return which layers of mlx's, and which kinds of caches, a model has."""
+    kinds = {type(module) for module in model.modules()}
+    layers = {kind.__name__ for kind in kinds if kind.__module__.startswith("mlx.")}
+    return frozenset(layers | {_kind(cache) for cache in make_prompt_cache(model)})
+
+
 def architectures() -> tuple[set[str], set[str]]:
     """Return the modules that have a Model, and those that cannot be imported."""
     found, broken = set(), set()

@@ -31,3 +31,11 @@ def parameters(model: nn.Module) -> dict[str, mx.array]:
     """Return the parameters, by their paths."""
     flat: Any = tree_flatten(model.parameters())
     return dict(flat)
+
+
+def contents(model: nn.Module) -> dict[str, tuple[str, list[int], bytes]]:
+    """Return dtype, shape and bytes of the parameters, by their paths."""
+    return {
+        path: (str(array.dtype), list(array.shape), bytes(memoryview(array)))
+        for path, array in parameters(model).items()
+    }
