@@ -16,6 +16,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,12 +24,16 @@ from mlx_speculation.engine.distributed.ring_watch import END_SECONDS
 from support.processes.ranks import Ended, run_ranks, wait_for
 
 
-def check_several(ended: list[Ended], ways: dict[str, int]) -> None:
-    """Assert that each text is the same, on every rank, as without other streams."""
+def said_by(ended: list[Ended]) -> list[Any]:
+    """Return what ranks have said that all came to their end."""
     assert [each.status for each in ended] == [0] * len(ended), ended
-    for each in ended:
-        assert each.said == ended[0].said
-    said = ended[0].said
+    return [each.said for each in ended]
+
+
+def check_several(each: list[Any], ways: dict[str, int]) -> None:
+    """Assert that each text is the same, on every rank, as without other streams."""
+    said = each[0]
+    assert each == [said] * len(each)
     assert {name: len(texts) - 1 for name, texts in said.items()} == ways
     for name, texts in said.items():
         assert len(texts["alone"]) == 8
@@ -36,18 +41,17 @@ def check_several(ended: list[Ended], ways: dict[str, int]) -> None:
             assert tokens == texts["alone"], (name, way)
 
 
-def check_apart(ended: list[Ended]) -> None:
+def check_apart(each: list[Any]) -> None:
     """Assert that all ranks raise alike, and are together again afterwards."""
-    assert [each.status for each in ended] == [0] * len(ended), ended
-    last = len(ended) - 1
-    for rank, said in enumerate(each.said for each in ended):
+    before, last = each[0]["before"], len(each) - 1
+    for rank, said in enumerate(each):
         other = last if rank != last else 0
         for name in ("order", "another_stream", "another_generator"):
             text = said[name]
             assert text.startswith(f"RankMismatchError: Rank {other} "), (rank, name)
             assert f", and rank {rank} " in text
             assert "their programs have come apart" in text
-            assert said[f"after {name}"] == ended[0].said["before"], (rank, name)
+            assert said[f"after {name}"] == before, (rank, name)
         assert "of stream" in said["order"]
         assert "makes generator" in said["another_generator"]
         assert said["options_meanwhile"].startswith(
@@ -56,27 +60,27 @@ def check_apart(ended: list[Ended]) -> None:
         assert "ValueError: the last rank has failed" in said["leaving"]
         if rank != last:
             assert said["leaving"].startswith(f"RankLostError: Rank {last} (")
-        assert said["after leaving"] == ended[0].said["before"]
+        assert said["after leaving"] == before
 
 
-def test_streams_can_be_dropped_and_interleaved_on_two_ranks(tmp_path: Path) -> None:
-    ended = run_ranks("processes.rank_streams.several some", tmp_path)
-    check_several(ended, {"plain": 2, "fixed": 2, "adaptive": 3, "mixed": 7})
-
-
-def test_programs_that_differ_are_an_error_on_both_ranks(tmp_path: Path) -> None:
-    check_apart(run_ranks("processes.rank_streams.apart", tmp_path))
+def test_two_ranks_can_drop_and_interleave_streams_and_say_how_programs_differ(
+    tmp_path: Path,
+) -> None:
+    said = said_by(run_ranks("processes.rank_streams.several_and_apart", tmp_path))
+    check_several([each["several"] for each in said], {"adaptive": 3, "mixed": 7})
+    check_apart([each["apart"] for each in said])
 
 
 @pytest.mark.slow
 def test_streams_can_be_dropped_and_interleaved_on_three_ranks(tmp_path: Path) -> None:
     ended = run_ranks("processes.rank_streams.several all", tmp_path, ranks=3)
-    check_several(ended, dict.fromkeys(("plain", "fixed", "adaptive", "mixed"), 7))
+    ways = dict.fromkeys(("plain", "fixed", "adaptive", "mixed"), 7)
+    check_several(said_by(ended), ways)
 
 
 @pytest.mark.slow
 def test_programs_that_differ_are_an_error_on_three_ranks(tmp_path: Path) -> None:
-    check_apart(run_ranks("processes.rank_streams.apart", tmp_path, ranks=3))
+    check_apart(said_by(run_ranks("processes.rank_streams.apart", tmp_path, ranks=3)))
 
 
 @pytest.mark.slow

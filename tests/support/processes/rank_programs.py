@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -127,18 +128,22 @@ class Expected:
         return identity.weigh(chooser, row, Rows(shared), found, self.difference)
 
 
-def texts(parallel: Parallel, *cases: str) -> list[dict[str, Any]]:
+def texts(
+    parallel: Parallel, *cases: str, by_turns: bool = False
+) -> list[dict[str, Any]]:
     """Generate with drafts of several kinds; say how each text compares.
 
-    A case is an architecture, and its kinds of drafts behind a colon.
+    A case is an architecture, and its kinds of drafts behind a colon. Each text is
+    greedy and sampled, or one of both by turns.
     """
     said: list[dict[str, Any]] = []
+    turns = cycle([[GREEDY], [SAMPLED]] if by_turns else [[GREEDY, SAMPLED]])
     for case in cases:
         name, _, kinds = case.partition(":")
         model = on_ranks(name, parallel)
         expected = Expected(name, model)
-        for sampling in (GREEDY, SAMPLED):
-            for kind in kinds.split(","):
+        for kind in kinds.split(","):
+            for sampling in next(turns):
                 draft, length = _draft(kind, expected, sampling)
                 made = generator(model, draft, draft_length=length)
                 result = made.generate(
@@ -159,7 +164,8 @@ def texts(parallel: Parallel, *cases: str) -> list[dict[str, Any]]:
 
 def texts_and_decisions(*cases: str) -> dict[str, Any]:
     """Run both, since a launch takes seconds."""
-    return {"texts": texts("tensor", *cases), "decisions": decisions()}
+    said = texts("tensor", *cases, by_turns=True)
+    return {"texts": said, "decisions": decisions()}
 
 
 def _draft(kind: str, expected: Expected, sampling: Sampling) -> tuple[Any, int | None]:

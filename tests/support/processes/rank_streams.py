@@ -175,10 +175,14 @@ WAYS = [
 # The kinds of drafts, and the ways that each goes where not all go all of them. Mixed
 # drafts have what is in the others: plain steps, and rounds that are planned in them.
 SOME_WAYS = {
-    "plain": ["dropped", "by_turns"],
-    "fixed": ["left_loop", "collected"],
-    "adaptive": ["dropped_before_its_begin", "closed", "first_dropped"],
+    "adaptive": ["dropped_before_its_begin", "by_turns", "first_dropped"],
     "mixed": WAYS,
+}
+LENGTHS: dict[str, int | None] = {
+    "plain": 0,
+    "fixed": 2,
+    "adaptive": None,
+    "mixed": 2,
 }
 
 
@@ -186,16 +190,20 @@ def several(ways: str = "all") -> dict[str, dict[str, list[int]]]:
     """Return the texts of `Streams` by their ways, for drafts of several kinds.
 
     Args:
-        ways: "all" of them for each kind, or "some".
+        ways: "all" of them for each kind, or "some" of some.
     """
     said: dict[str, dict[str, list[int]]] = {}
-    lengths = {"plain": 0, "fixed": 2, "adaptive": None, "mixed": 2}
-    for name, length in lengths.items():
+    each = dict.fromkeys(LENGTHS, WAYS) if ways == "all" else SOME_WAYS
+    for name, chosen in each.items():
         sampling = SAMPLED if name == "adaptive" else Sampling()
-        streams = Streams(make(length), sampling, mixed=name == "mixed")
-        chosen = WAYS if ways == "all" else SOME_WAYS[name]
+        streams = Streams(make(LENGTHS[name]), sampling, mixed=name == "mixed")
         said[name] = {way: getattr(streams, way)() for way in ["alone", *chosen]}
     return said
+
+
+def several_and_apart() -> dict[str, Any]:
+    """Run both, since a launch takes seconds."""
+    return {"several": several("some"), "apart": apart()}
 
 
 def apart() -> dict[str, Any]:
