@@ -36,7 +36,7 @@ from support.processes.servers import connect, get, packet, post
 from support.processes.wait_until import until
 from support.sampling.schemas import SCHEMAS, Schema
 
-SECONDS = 3.0
+SECONDS = 1.5
 # Beside a limit: a busy machine, and the processes that come and go.
 SLACK = 6.0
 TOKENIZER = load(Path(DRAFT))
@@ -80,7 +80,7 @@ def test_other_texts_go_on_while_a_schema_compiles(server: ServerProcess) -> Non
     before = stream.events
     error = asked.result().refused(400)
     took = time.monotonic() - started
-    assert stream.events - before > 20
+    assert stream.events - before > 5
     assert not stream.ended
     stream.close()
     assert SECONDS - 0.5 < took < SECONDS + SLACK
@@ -91,7 +91,7 @@ def test_other_texts_go_on_while_a_schema_compiles(server: ServerProcess) -> Non
 
 
 def test_many_such_schemas_take_turns(server: ServerProcess) -> None:
-    many = [Asked(server, asking(hostile())) for _ in range(5)]
+    many = [Asked(server, asking(hostile())) for _ in range(3)]
     most = 0
     while any(asked.answer is None for asked in many):
         most = max(most, len(server.compilers()))
@@ -101,16 +101,6 @@ def test_many_such_schemas_take_turns(server: ServerProcess) -> None:
         asked.result().refused(400)
     assert post(server, asking(PERSON)).status == 200
     until(lambda: not server.compilers())
-
-
-def test_a_client_that_leaves_takes_its_compiler_along(server: ServerProcess) -> None:
-    connection = connect(server)
-    connection.sendall(packet(asking(hostile())))
-    until(lambda: bool(server.compilers()))
-    connection.close()
-    started = time.monotonic()
-    until(lambda: not server.compilers())
-    assert time.monotonic() - started < SECONDS - 1
 
 
 def test_a_compiler_that_crashes_is_one_answer(server: ServerProcess) -> None:
@@ -132,9 +122,10 @@ def test_what_compilers_are_forked_from_is_started_again(
     until(lambda: post(server, asking(PERSON)).status == 200)
 
 
-def test_memory_is_bounded() -> None:
+def test_memory_is_bounded_and_ending_waits_for_no_client_that_does_not_read() -> None:
     most = 100
-    with server_process("--max-schema-megabytes", most) as server:
+    limits = ("--max-schema-megabytes", most, "--grace-seconds", 1)
+    with server_process(*limits) as server:
         assert post(server, asking(PERSON)).status == 200
         (template,) = processes()[server.popen.pid].children
         asked = Asked(server, asking(hostile(), max_tokens=4))
@@ -147,11 +138,34 @@ def test_memory_is_bounded() -> None:
         assert "--max-schema-megabytes" in error["message"]
         assert most / 2 < held - template.megabytes < 2 * most
         assert post(server, asking(PERSON)).status == 200
+        _end_beside_a_client_that_does_not_read(server)
 
 
-def test_ending_does_not_wait_for_a_schema() -> None:
+def _end_beside_a_client_that_does_not_read(server: ServerProcess) -> None:
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    host, port = server.url.removeprefix("http://").split(":")
+    with connection:
+        connection.connect((host, int(port)))
+        body = {"prompt": "x", "max_tokens": 8000, "logprobs": 20, "stream": True}
+        connection.sendall(packet(body))
+        assert connection.recv(1)
+        started = time.monotonic()
+        server.popen.send_signal(signal.SIGTERM)
+        assert server.popen.wait(30) == 0
+        assert time.monotonic() - started < 1 + SLACK
+
+
+def test_clients_that_leave_and_ending_do_not_wait_for_a_schema() -> None:
     limits = ("--max-schema-seconds", 60, "--max-schema-megabytes", 6000)
     with server_process("--grace-seconds", 1, *limits) as server:
+        connection = connect(server)
+        connection.sendall(packet(asking(hostile())))
+        until(lambda: bool(server.compilers()))
+        connection.close()
+        started = time.monotonic()
+        until(lambda: not server.compilers())
+        assert time.monotonic() - started < SLACK
         asked = Asked(server, asking(hostile()))
         until(lambda: bool(server.compilers()))
         held = processes()[server.popen.pid].children
@@ -162,22 +176,6 @@ def test_ending_does_not_wait_for_a_schema() -> None:
         error = asked.result().refused(503)
         assert error["message"] == "The server is shutting down."
         until(lambda: all(one.id not in processes() for one in held))
-
-
-def test_ending_does_not_wait_for_a_client_that_does_not_read() -> None:
-    with server_process("--grace-seconds", 1) as server:
-        connection = socket.socket()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        host, port = server.url.removeprefix("http://").split(":")
-        with connection:
-            connection.connect((host, int(port)))
-            body = {"prompt": "x", "max_tokens": 8000, "logprobs": 20, "stream": True}
-            connection.sendall(packet(body))
-            assert connection.recv(1)
-            started = time.monotonic()
-            server.popen.send_signal(signal.SIGTERM)
-            assert server.popen.wait(30) == 0
-            assert time.monotonic() - started < 1 + SLACK
 
 
 def test_ending_does_not_wait_for_an_engine_that_hangs(tmp_path: Path) -> None:
