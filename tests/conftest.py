@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import support.scheduling  # noqa: F401  for what it does
 
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, Phase, settings
 from support import usual_length
 from support.caches.cache_twins import Mixers
 from support.models.hooked_mixers import hooked_mixers
+from support.processes.reader import Reader
 
 # A shell lets what it runs in the background ignore Ctrl-C, and so would every program
 # that a test starts.
@@ -73,6 +75,27 @@ def _own_measurements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         folder = tmp_path_factory.mktemp("measurements")
         patch.setenv("MLX_SPECULATION_CACHE", str(folder))
         yield
+
+
+@pytest.fixture(name="reader", scope="session")
+def _reader() -> Iterator[Reader]:
+    process = Reader()
+    yield process
+    process.close()
+
+
+@pytest.fixture(name="usual_layers")
+def _usual_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let EAGLE heads read the usual layers; a probe of the bundled one takes seconds.
+
+    The probe is tested in tests/models/eagle, and on that head in test_eagle.py.
+    """
+
+    def usual(head: Any, model: Any, readings: Any, starts: Any) -> Any:
+        return dict.fromkeys([next(iter(readings))])
+
+    home = "mlx_speculation.engine.drafters.eagle.probe_layers"
+    monkeypatch.setattr(home, usual)
 
 
 @pytest.fixture(name="note_rounds")

@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
-from mlx_speculation.blas import BlasChoice
 from mlx_speculation.cli.app import app
 from mlx_speculation.cli.commands import demo as demo_command
 from support.pages import ROOT, TEXTS, commands, name_of
 from support.pages_folder import fill
+from support.processes.reader import Reader, Said
 
 OURS = "mlx-speculation"
 SHOWN = [(name_of(page), words) for page in TEXTS for words in commands(page)]
@@ -81,8 +80,8 @@ COMPARED = [each for each in ours() if each[0] == "benchmark"]
 LONGER = [each for each in ours() if each[0] in NOT_RUN[1:] or each in COMPARED[:-1]]
 
 
-@pytest.fixture(name="reader", scope="module")
-def _reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(name="folder", scope="module")
+def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reader")
     fill(folder)
     return folder
@@ -93,37 +92,27 @@ def _reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [each for each in ours() if each[0] != "serve" and each not in LONGER],
     ids=" ".join,
 )
-def test_our_commands_run(
-    words: tuple[str, ...], reader: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done = invoked(words, reader, monkeypatch)
-    assert done.exit_code == 0, done.output
-    assert done.output
+def test_our_commands_run(words: tuple[str, ...], folder: Path, reader: Reader) -> None:
+    done = run(words, folder, reader)
+    assert done.status == 0, done.out
+    assert done.out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", LONGER, ids=" ".join)
 def test_our_longer_commands_run(
-    words: tuple[str, ...], reader: Path, monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...], folder: Path, reader: Reader
 ) -> None:
-    done = invoked(words, reader, monkeypatch)
-    assert done.exit_code == 0, done.output
+    done = run(words, folder, reader)
+    assert done.status == 0, done.out
 
 
-def invoked(
-    words: tuple[str, ...], reader: Path, monkeypatch: pytest.MonkeyPatch
-) -> Any:
-    """Run a command here, in the reader's folder."""
-    monkeypatch.chdir(reader)
-    monkeypatch.setattr(
-        "mlx_speculation.cli.load_pair.use_blas",
-        lambda name: BlasChoice("stock", name),  # mlx is imported already
-    )
+def run(words: tuple[str, ...], folder: Path, reader: Reader) -> Said:
+    """Run a command in the reader's folder."""
     more = CHEAPLY.get(words[0], ())
     if words[0] == "train":
         more = (*more, "--out", f"trained{len(words)}")
-    runner = CliRunner(env={"COLUMNS": "120"})
-    return runner.invoke(app, [*words, *more], input="What is a stack?\n")
+    return reader.command([*words, *more], folder, "What is a stack?\n")
 
 
 def test_the_demo_that_is_not_run_here_is_tested_elsewhere() -> None:

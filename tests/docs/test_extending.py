@@ -1,14 +1,11 @@
 """The page on extending shows what its programs do, and the programs run."""
 
 import re
-import runpy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from mlx_speculation.caches.registry import JOURNALS
-from mlx_speculation.models.mtp import families
+from support.processes.reader import Reader
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/extending.md").read_text("utf-8")
@@ -41,21 +38,9 @@ def blocks() -> dict[str, list[str]]:
     return found
 
 
-@pytest.fixture
-def _tables_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Take what a program has registered out of the tables again."""
-    monkeypatch.setattr(families, "FAMILIES", families.FAMILIES)
-    known = dict(JOURNALS)
-    yield
-    JOURNALS.clear()
-    JOURNALS.update(known)
-
-
-@pytest.mark.usefixtures("_tables_as_before")
 @pytest.mark.parametrize("name", SAYS)
-def test_a_program_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(program(name)), run_name="__main__")
-    said = capsys.readouterr()
+def test_a_program_runs(name: str, reader: Reader) -> None:
+    said = reader.program(program(name))
     assert re.search(SAYS[name], said.out), said.out
     assert said.err == ""
 

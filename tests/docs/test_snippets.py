@@ -5,7 +5,6 @@ defines what it uses or stands behind one that does. Paths lead to the smallest 
 model. Those of docs/extending.md are parts of programs: tests/docs/test_extending.py.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from mlx_speculation import SpeculativeGenerator
 from support.pages import TEXTS, blocks, name_of
 from support.pages_folder import CHAT, fill
+from support.processes.reader import Reader
 from support.processes.servers import serving
 
 ADDRESS = "http://127.0.0.1:8080"
@@ -24,22 +24,10 @@ ELSEWHERE = {"docs/extending.md"}
 
 
 @pytest.fixture(name="folder", scope="module")
-def _folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reader")
     fill(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        yield folder
-
-
-def run(page: str, **replaced: str) -> dict[str, Any]:
-    """Run the snippets of a page in their order, and return what they have defined."""
-    names: dict[str, Any] = {"__name__": "__main__"}
-    for number, block in enumerate(SHOWN[page], 1):
-        for old, new in replaced.items():
-            block = block.replace(old, new)
-        exec(compile(block, f"{page}, snippet {number}", "exec"), names)
-    return names
+    return folder
 
 
 def test_pages_with_snippets_are_those_that_are_run() -> None:
@@ -48,11 +36,9 @@ def test_pages_with_snippets_are_those_that_are_run() -> None:
     assert not [name for name in SHOWN if name.startswith("docs/log/")]
 
 
-@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("page", sorted(SHOWN.keys() - ELSEWHERE - {"docs/server.md"}))
-def test_snippets_run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run(page)
-    assert capsys.readouterr().out
+def test_snippets_run(page: str, folder: Path, reader: Reader) -> None:
+    assert reader.snippets(page, SHOWN[page], folder).out
 
 
 def test_the_first_snippet_is_short_and_chats() -> None:
@@ -61,9 +47,7 @@ def test_the_first_snippet_is_short_and_chats() -> None:
     assert CHAT in SHOWN["README.md"][0]
 
 
-def test_clients_of_the_server_get_what_is_shown(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_clients_of_the_server_get_what_is_shown(folder: Path, reader: Reader) -> None:
     def make(prefixes: Any) -> SpeculativeGenerator:
         return SpeculativeGenerator.from_pretrained(
             folder / CHAT, draft="lookup", prefix_cache=prefixes
@@ -71,8 +55,9 @@ def test_clients_of_the_server_get_what_is_shown(
 
     limits = {"max_tokens": 256}
     with serving(make, draft="lookup", limits=limits) as server:
-        names = run("docs/server.md", **{ADDRESS: server.url})
-        names["client"].close()
-    person = capsys.readouterr().out.splitlines()[-1]
+        page = "docs/server.md"
+        blocks = [block.replace(ADDRESS, server.url) for block in SHOWN[page]]
+        said = reader.snippets(page, [*blocks, "client.close()"], folder)
+    person = said.out.splitlines()[-1]
     assert "name" in person
     assert "age" in person

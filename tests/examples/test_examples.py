@@ -2,14 +2,13 @@
 
 import ast
 import re
-import runpy
 from pathlib import Path
 
 import pytest
 
 import mlx_speculation
-from mlx_speculation.models.introspect import parts  # noqa: F401  loads mlx before any example
 from support.import_order import mlx_comes_first
+from support.processes.reader import Reader
 
 ROOT = Path(__file__).parents[2]
 # What each of them prints, so that an example that stops early is found.
@@ -41,11 +40,8 @@ def test_every_example_is_tried() -> None:
     ],
     ids=lambda path: path.stem,
 )
-def test_an_example_runs_on_the_bundled_models(
-    example: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runpy.run_path(str(example), run_name="__main__")
-    said = capsys.readouterr()
+def test_an_example_runs_on_the_bundled_models(example: Path, reader: Reader) -> None:
+    said = reader.program(example)
     assert re.search(SAYS[example.stem], said.out, flags=re.DOTALL), said.out
     assert said.err == ""
 

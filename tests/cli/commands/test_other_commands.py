@@ -13,7 +13,7 @@ from mlx_speculation.demo import DemoPrompt
 from mlx_speculation.engine import Chunk, Stream
 from mlx_speculation.engine.exact_verdict import ExactVerdict
 from support.models.adapters import write_adapter
-from support.models.demo_folders import copy_of
+from support.models.demo_folders import copy_of, probed_hybrid
 from support.models.own_code import write_own_code
 from support.models.wrong_wide_forward import WrongInWideForwards
 from support.processes.commands import Commands
@@ -162,7 +162,7 @@ def test_check_refuses_a_text_shorter_than_a_draft(commands: Commands) -> None:
 def test_pair_lists_a_head_and_what_auto_takes(
     commands: Commands, tmp_path: Path
 ) -> None:
-    folder = copy_of("hybrid", tmp_path / "hybrid")
+    folder = probed_hybrid(tmp_path / "hybrid")
     found = commands.object("pair", folder)
     offers = {offer["draft"]: offer for offer in found["offers"]}
     assert offers["speculation.json"] == {
@@ -200,6 +200,7 @@ def test_pair_reads_speculation_json(commands: Commands, tmp_path: Path) -> None
     assert "there is no such folder" in found["auto"]["detail"]
 
 
+@pytest.mark.usefixtures("usual_layers")
 def test_pair_tries_a_named_folder(commands: Commands) -> None:
     dense, eagle = demo_models()["dense"], demo_models()["eagle"]
     found = commands.object("pair", dense, "--draft", eagle)

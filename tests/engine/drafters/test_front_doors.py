@@ -26,7 +26,7 @@ from mlx_speculation.cli.load_pair import open_pair
 from mlx_speculation.cli.options import PairOptions
 from mlx_speculation.engine.stats import Statistics
 from support.covering import covering
-from support.models.demo_folders import copy_of
+from support.models.demo_folders import probed_hybrid
 from support.processes.servers import serving
 
 PROMPT = "def area(width, height):\n"
@@ -85,7 +85,7 @@ DOORS: dict[str, Callable[[Path, str], Statistics]] = {
 
 @pytest.fixture(name="hybrid", scope="module")
 def _hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return copy_of("hybrid", tmp_path_factory.mktemp("doors") / "hybrid")
+    return probed_hybrid(tmp_path_factory.mktemp("doors") / "hybrid")
 
 
 @pytest.mark.parametrize(("draft", "door"), covering(["mtp", "auto"], DOORS))
@@ -100,6 +100,7 @@ def test_a_head_in_the_targets_folder_drafts(
 KINDS = {"draft": "model", "eagle": "eagle", "lookup": "lookup"}
 
 
+@pytest.mark.usefixtures("usual_layers")
 @pytest.mark.parametrize(("draft", "door"), covering(KINDS, DOORS))
 def test_a_path_and_a_lookup_draft(draft: str, door: str) -> None:
     kind, folder = KINDS[draft], demo_models()["dense"]

@@ -25,9 +25,11 @@ from mlx_speculation import (
 from mlx_speculation.engine.drafters import resolve as resolve_module
 from mlx_speculation.engine.drafters.resolve import resolve
 from mlx_speculation.engine.drafters.source import DraftSource, TargetInfo
-from support.models.demo_folders import copy_of
+from support.models.demo_folders import probed_hybrid
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
+
+pytestmark = pytest.mark.usefixtures("usual_layers")
 
 PROMPT = "def read(path):"
 SOURCES = {"draft": "model", "eagle": "eagle"}
@@ -65,7 +67,7 @@ def test_a_path_names_a_model_or_a_head(name: str, form: Any) -> None:
 
 
 def test_the_head_in_the_targets_folder_is_found_by_its_name(tmp_path: Path) -> None:
-    model, tokenizer = load(copy_of("hybrid", tmp_path / "hybrid"))
+    model, tokenizer = load(probed_hybrid(tmp_path / "hybrid"))
     plain, _ = text(model, tokenizer)
     for name in ("mtp", "auto"):
         drafted, stats = text(model, tokenizer, draft_model=name)

@@ -4,9 +4,22 @@ import shutil
 from pathlib import Path
 
 from mlx_speculation import demo_models
+from mlx_speculation.models import MtpConvention, load
+from mlx_speculation.models.mtp.convention_store import Pair, SavedConventions
+from mlx_speculation.models.mtp.fingerprints import head_hash, target_hash
+from mlx_speculation.models.mtp.load import find_mtp_head
 
 
 def copy_of(name: str, folder: Path) -> Path:
     """Copy a bundled model, without what was found of its head in earlier use."""
     ignored = shutil.ignore_patterns("mtp_convention.json")
     return Path(shutil.copytree(demo_models()[name], folder, ignore=ignored))
+
+
+def probed_hybrid(folder: Path) -> Path:
+    """Copy the hybrid model with what a probe of its head finds, in some seconds."""
+    copy = copy_of("hybrid", folder)
+    found = find_mtp_head(copy, load(copy)[0])
+    pair = Pair(target_hash(found.folder), head_hash(found.files))
+    SavedConventions(copy, pair).save(MtpConvention(norms="stored"), {})
+    return copy

@@ -1,0 +1,139 @@
+"""A process in which what the documentation shows runs, as a reader runs it.
+
+It has OpenBLAS where that is installed, as a program has that chooses nothing: tests
+keep the reference BLAS, which takes three times as long. One process runs one thing
+after the other, since each would take seconds to import the package.
+"""
+
+import io
+import json
+import os
+import runpy
+import subprocess
+import sys
+import traceback
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from support.processes.programs import python
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = "from support.processes.reader import serve; serve()"
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What something printed, and the exit status of a command."""
+
+    out: str
+    err: str
+    status: int = 0
+
+
+class Reader:
+    """The process, which starts with the first thing that it runs."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def program(self, path: Path) -> Said:
+        """Run a program in a file."""
+        return self._ask({"program": str(path)})
+
+    def snippets(self, page: str, blocks: list[str], folder: Path) -> Said:
+        """Run pieces of code in one namespace, in a folder.
+
+        Args:
+            page: what they are called in tracebacks.
+            blocks: their code.
+            folder: for their paths.
+        """
+        return self._ask({"page": page, "blocks": blocks, "folder": str(folder)})
+
+    def command(self, words: list[str], folder: Path, text: str) -> Said:
+        """Run one of our commands in a folder, with a text as its standard input."""
+        return self._ask({"command": words, "folder": str(folder), "text": text})
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.communicate()
+            assert self._process.returncode == 0
+
+    def _ask(self, job: dict[str, Any]) -> Said:
+        if self._process is None:
+            paths = [str(ROOT / "src"), str(ROOT / "tests")]
+            self._process = subprocess.Popen(
+                python(PROGRAM),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={
+                    **os.environ,
+                    "MLX_SPECULATION_BLAS": "auto",
+                    "PYTHONPATH": os.pathsep.join(paths),
+                },
+            )
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(json.dumps(job) + "\n")
+        stdin.flush()
+        answer = json.loads(stdout.readline())
+        assert not answer["error"], answer["error"]
+        return Said(answer["out"], answer["err"], answer["status"])
+
+
+def serve() -> None:
+    """Run what is asked for on standard input, and answer each in a line."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no answer
+    _as_in_tests()
+    for line in sys.stdin:
+        out, err, error, status = io.StringIO(), io.StringIO(), "", 0
+        with redirect_stdout(out), redirect_stderr(err):
+            try:
+                status = _run(json.loads(line))
+            except BaseException:
+                error = traceback.format_exc()
+        said = {"out": out.getvalue(), "err": err.getvalue()}
+        answers.write(json.dumps({**said, "error": error, "status": status}) + "\n")
+        answers.flush()
+
+
+def _as_in_tests() -> None:
+    """A warning is an error, and no draft length depends on how long a round takes."""
+    import mlx_speculation.engine  # noqa: F401  chooses the BLAS
+    from support import usual_length
+
+    usual_length.install()
+    warnings.simplefilter("error")
+
+
+def _run(job: dict[str, Any]) -> int:
+    if "program" in job:
+        runpy.run_path(job["program"], run_name="__main__")
+        return 0
+    os.chdir(job["folder"])
+    if "command" in job:
+        return _command(job["command"], job["text"])
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for number, block in enumerate(job["blocks"], 1):
+        exec(compile(block, f"{job['page']}, snippet {number}", "exec"), names)
+    return 0
+
+
+def _command(words: list[str], text: str) -> int:
+    from typer.testing import CliRunner
+
+    from mlx_speculation.blas import BlasChoice
+    from mlx_speculation.cli import load_pair
+    from mlx_speculation.cli.app import app
+
+    load_pair.use_blas = lambda name="auto": BlasChoice("stock", name)  # it is chosen
+    done = CliRunner(env={"COLUMNS": "120"}).invoke(app, words, input=text)
+    print(done.output, end="")  # noqa: T201
+    return done.exit_code
