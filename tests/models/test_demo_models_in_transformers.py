@@ -20,7 +20,7 @@ from support.references.torch_twins import UnlikeError, load_twin
 def _text() -> list[int]:
     """Return a text that is longer than the window of the sliding target."""
     _, tokenizer = load(demo_models()["draft"])
-    return [int(token) for token in tokenizer.encode(demo_prompts()[0].text)][:150]
+    return [int(token) for token in tokenizer.encode(demo_prompts()[0].text)][:104]
 
 
 @pytest.mark.parametrize("name", ["dense", "sliding", "hybrid", "draft"])

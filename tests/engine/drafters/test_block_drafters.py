@@ -27,7 +27,7 @@ from support.models.dflash_checkpoints import VARIANTS, write_dflash
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
-PROMPT, TOKENS = 40, 24  # more than a window of 16
+PROMPT, TOKENS = 40, 16  # more than a window of 16
 TARGETS = ("llama", "qwen3_5", "gemma3_text", "llama(sliding)")
 # The last one of llama's and qwen3_5's: its state is that after the norm.
 LAYERS = {"llama": (0, 1), "llama(sliding)": (0, 1), "gemma3_text": (0, 1, 2)}

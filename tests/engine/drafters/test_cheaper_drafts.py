@@ -41,7 +41,7 @@ from support.models.mtp_checkpoints import LAYOUTS, family, flat, make, write
 from support.models.tiny_models import TINY_MODELS, build
 from support.models.tiny_tokenizer import byte_tokenizer
 
-PROMPT, TOKENS = prompt_of(24), 30
+PROMPT, TOKENS = prompt_of(24), 18
 
 
 def saved(folder: Path, name: str, seed: int = 0) -> Path:

@@ -29,7 +29,7 @@ from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 from support.references.mtp_oracles import OracleMtp, held_tokens
 
-PROMPT, TOKENS = 40, 24  # more than a window of 16
+PROMPT, TOKENS = 40, 16  # more than a window of 16
 # Dense, hybrid, sliding with full layers, sliding alone.
 TARGETS = ("llama", "qwen3_5", "gemma3_text", "llama(sliding)")
 LAYERS = {"llama(sliding)": (0, 1), "gemma3_text": (0, 1, 2)}

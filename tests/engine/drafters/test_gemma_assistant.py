@@ -54,7 +54,7 @@ from support.models.assistant_checkpoints import HEADS, TARGETS, WINDOW, config_
 from support.models.tiny_tokenizer import byte_tokenizer
 from support.references.assistant_oracles import OracleStep
 
-PROMPT, TOKENS = 40, 24  # more than a window of 16
+PROMPT, TOKENS = 40, 16  # more than a window of 16
 ANCHORS = ("state", "token")
 SLIDING = ("slack", "native")
 

@@ -32,7 +32,7 @@ from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 from support.references.mtp_oracles import OracleMtp, held_tokens
 
-PROMPT, TOKENS = 40, 24  # more than a window of 16
+PROMPT, TOKENS = 40, 16  # more than a window of 16
 # Hybrid, sliding with and without full layers, latent, two caches, plain.
 TARGETS = ("qwen3_5", "step3p5", "exaone_moe", "deepseek_v3", "deepseek_v32", "mimo")
 

@@ -81,7 +81,7 @@ from support.sampling.sampling_options import penalty_options
 # Rows alone, a window of 16 that wraps, recurrent layers beside rows, no rows at all.
 MODELS = ("llama", "gemma3_text", "qwen3_5", "mamba")
 PROMPT = prompt_of(21)
-TOKENS = 48
+TOKENS = 28
 
 
 @cache
@@ -468,9 +468,9 @@ def test_tokens_are_from_the_draft_where_mlx_lm_says_so(length: int, end: int) -
 def test_a_text_without_a_limit_goes_on_until_it_is_closed() -> None:
     model, text = known("llama")
     options: dict[str, Any] = {"max_tokens": -1, "draft_model": drafter_of(text)}
-    answer = Answer.of(stream_generate(model, byte_tokenizer(), PROMPT, **options), 60)
-    assert answer.tokens == text[:60]
-    assert answer.reasons == [None] * 60
+    answer = Answer.of(stream_generate(model, byte_tokenizer(), PROMPT, **options), 40)
+    assert answer.tokens == text[:40]
+    assert answer.reasons == [None] * 40
 
 
 def test_a_response_is_mlx_lms_with_our_statistics() -> None:

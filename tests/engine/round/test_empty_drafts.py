@@ -40,7 +40,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 
 MODELS = ("llama", "gemma3_text", "qwen3_5", "mamba2", "recurrent_gemma", "lfm2")
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
-TOKENS = 50
+TOKENS = 32
 EXAMPLES = settings.get_profile("default").max_examples
 
 
