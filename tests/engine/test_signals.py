@@ -33,7 +33,6 @@ from mlx_speculation import (
 )
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.interrupts import finalize
-from support.covering import covering
 from support.drafters.batches import Bench, Case, bench
 from support.identity import prompt_of
 
@@ -185,7 +184,7 @@ class Played:
 def test_signals_at_any_time_of_a_batch_change_nothing(name: str) -> None:
     made, dice, hits = bench(name), random.Random(name), 0
     for kind in KINDS:
-        for _ in range(1 if kind == "none" else 2):
+        for _ in range(2 if kind == "model" else 1):
             played, longest = Played(made, kind), 0.005
             with interruptions() as timer:
                 while played.running:
@@ -196,7 +195,7 @@ def test_signals_at_any_time_of_a_batch_change_nothing(name: str) -> None:
                     longest = time.perf_counter() - begun
             hits += played.interrupted
             played.check()
-    assert hits > 20
+    assert hits > 15
 
 
 def opcodes_of_a_call(made: Bench, kind: str, calls: int) -> int:
@@ -210,7 +209,7 @@ def opcodes_of_a_call(made: Bench, kind: str, calls: int) -> int:
     return -left[0]
 
 
-@pytest.mark.parametrize("many", [12, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("many", [8, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("kind", "calls"), [("model", 0), ("model", 3), ("none", 2)])
 def test_a_signal_at_any_opcode_of_a_call_changes_nothing(
     kind: str, calls: int, many: int
@@ -234,7 +233,14 @@ def test_a_signal_at_any_opcode_of_a_call_changes_nothing(
     assert met > many / 2
 
 
-@pytest.mark.parametrize(("name", "sampling"), covering(NAMES, [Sampling(), SAMPLED]))
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [
+        ("llama", Sampling()),
+        ("qwen3_5", SAMPLED),
+        *(pytest.param(n, SAMPLED, marks=pytest.mark.slow) for n in NAMES),
+    ],
+)
 def test_a_signal_at_any_time_of_a_stream_closes_it(
     name: str, sampling: Sampling
 ) -> None:
@@ -243,7 +249,7 @@ def test_a_signal_at_any_time_of_a_stream_closes_it(
     prompt, case = prompt_of(17), Case(17, sampling, TOKENS)
     for kind in KINDS:
         generator = made.generator(kind)
-        for _ in range(3):
+        for _ in range(2):
             caches = make_prompt_cache(made.model)
             known, held = list(prompt), list[int]()
             longest = 0.01
@@ -305,7 +311,7 @@ def test_a_signal_while_a_stream_is_dropped_is_raised_after_it(reuse: bool) -> N
         drop(generator(), 0)  # what is done once
         count, raised = -drop(generator(), 0), 0
         assert count > 100
-        for opcode in range(1, count, count // 12):
+        for opcode in range(1, count, count // 8):
             one = generator()
             try:
                 assert drop(one, opcode) > 0, opcode  # it ended before that
@@ -313,7 +319,7 @@ def test_a_signal_while_a_stream_is_dropped_is_raised_after_it(reuse: bool) -> N
                 raised += 1
             again = one.generate(prompt_of(17), max_tokens=2, stop_tokens=())
             assert (again.stats.reused > 0) == reuse, opcode
-        assert raised > 8
+        assert raised > 5
     finally:
         signal.signal(signal.SIGALRM, before)
 
