@@ -22,6 +22,7 @@ from mlx_speculation.engine.batch.draft_length import RowRates
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.engine.stream_factory import StreamFactory
+from support.covering import others_slow
 from support.drafters.batch_heads import head_bench
 from support.drafters.batches import bench
 from support.drafters.scripted_draft_lengths import CALIBRATED
@@ -59,7 +60,7 @@ def generator_with(kind: str) -> SpeculativeGenerator:
     return made.generator(kind, draft_length=None)
 
 
-@pytest.mark.parametrize("kind", ["model", "lookup", "random"])
+@pytest.mark.parametrize("kind", others_slow(["model", "lookup", "random"], ["model"]))
 def test_every_length_is_measured_for_each_number_of_rows(
     kind: str, rounds: list[int]
 ) -> None:

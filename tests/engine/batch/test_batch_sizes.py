@@ -20,6 +20,7 @@ from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.models import BatchLane, Lane, ModelHooks, RowSizes
 from mlx_speculation.models.shape_buckets import row_size
 from support.caches.cache_twins import read
+from support.covering import covering
 from support.drafters.batch_heads import head_bench
 from support.drafters.batches import SAMPLINGS, Bench, Case, bench
 from support.identity import prompt_of
@@ -95,8 +96,10 @@ def test_models_are_shown_few_numbers_of_rows() -> None:
     assert wide[False] & {5, 7, 9, 10, 11, 13}
 
 
-@pytest.mark.parametrize("kind", ["model", "lookup", "mtp", "eagle"])
-@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    covering(["llama", "qwen3_5"], ["model", "lookup", "mtp", "eagle"]),
+)
 def test_models_are_shown_few_numbers_of_positions(name: str, kind: str) -> None:
     """Of the draft of 5 tokens, and of what is left of it at the end of a budget."""
     made = bench(name) if kind in ("model", "lookup") else head_bench(name)
