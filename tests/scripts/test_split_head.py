@@ -7,7 +7,6 @@ instead of the file; norms that lack their one and are not said to any more.
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from support.models.mtp_checkpoints import (
     save,
     write,
 )
+from support.processes.programs import script
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "split_head.py"
 
@@ -169,7 +169,7 @@ def test_what_cannot_be_split_is_refused_and_leaves_nothing(tmp_path: Path) -> N
 def test_the_script_splits_and_says_what_it_did(tmp_path: Path) -> None:
     copy_of("hybrid", tmp_path / "hybrid")
     folders = [str(tmp_path / "hybrid"), str(tmp_path / "out")]
-    command = [sys.executable, str(SCRIPT), *folders]
+    command = script(SCRIPT, *folders)
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["head"] == 31

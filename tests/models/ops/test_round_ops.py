@@ -10,7 +10,6 @@ twice; nothing is compiled before the first text.
 """
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from mlx_speculation.models.ops.round_ops import round_op_hooks
 from mlx_speculation.models.round_context import rows_of_a_round
 from support.covering import others_slow
 from support.models.census import BUILT, EACH_KIND, build
+from support.processes.programs import python
 
 PROMPT = [(7 * i * i + 3 * i) % 256 for i in range(21)]
 ROWS = [201, 7, 96, 255, 31]
@@ -238,7 +238,7 @@ print(same, x86_serves(), len(seen), len(model.layers))
 
 def test_with_openblas_in_front_rounds_call_what_stands_in() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", WITH_OPENBLAS],
+        python(WITH_OPENBLAS),
         cwd=Path(__file__).parents[2],  # for `support`
         capture_output=True,
         text=True,

@@ -60,6 +60,7 @@ from mlx_speculation.models.recurrent.chunked_delta import (
 from support.caches.cache_twins import detached
 from support.identity import check_identity, prompt_of
 from support.models.recurrent_models import RECURRENT_MODELS, build_recurrent
+from support.processes.programs import python
 
 SCALAR_DECAYS = ("qwen3_5", "qwen3_next(moe)", "olmo_hybrid")
 VECTOR_DECAYS = ("kimi_linear", "bailing_moe_v3")
@@ -422,7 +423,7 @@ for width in (1, 4):
 @pytest.mark.skipif(sys.platform != "linux", reason="chooses a BLAS on Linux")
 def test_with_openblas_in_front_a_verify_runs_in_chunks() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", WITH_OPENBLAS],
+        python(WITH_OPENBLAS),
         cwd=Path(__file__).parents[2],  # for `support`
         capture_output=True,
         text=True,

@@ -5,6 +5,7 @@ installed, which takes longer than all else that the command line needs to start
 """
 
 import sys
+from pathlib import Path
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None\n"
 # What the installed command runs.
@@ -19,6 +20,16 @@ def python(code: str, *arguments: str) -> list[str]:
         arguments: that it finds in `sys.argv`.
     """
     return [sys.executable, "-c", WITHOUT_TORCH + code, *arguments]
+
+
+def script(file: Path, *arguments: str) -> list[str]:
+    """Return the command that runs a program in a file."""
+    begin = "import runpy; del sys.argv[0]; "
+    return python(
+        f"{begin}runpy.run_path(sys.argv[0], run_name='__main__')",
+        str(file),
+        *arguments,
+    )
 
 
 def command_line(*options: str) -> list[str]:
