@@ -116,7 +116,12 @@ def test_the_draft_cannot_change_the_text_and_the_text_fits(
 
 
 @pytest.mark.parametrize(
-    ("acceptance", "temperature"), [("keyed", 0.0), ("keyed", 1.0), ("block", 1.0)]
+    ("acceptance", "temperature"),
+    [
+        pytest.param("keyed", 0.0, marks=pytest.mark.slow),
+        pytest.param("keyed", 1.0, marks=pytest.mark.slow),
+        ("block", 1.0),
+    ],
 )
 def test_a_demo_model_writes_json_that_fits(
     acceptance: Any, temperature: float

@@ -40,6 +40,7 @@ from mlx_speculation import (
     stream_generate,
 )
 from mlx_speculation.engine.mlx_lm_compat import sampler as drop_in_sampling
+from support.covering import others_slow
 from support.drafters.scripted_drafter import ScriptedDrafter
 from support.drop_in import Answer
 from support.identity import prompt_of
@@ -70,7 +71,7 @@ def answer(name: str = "llama", **options: Any) -> Answer:
     return Answer.of(stream_generate(model_of(name), tokenizer, PROMPT, **options))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", others_slow(MODELS, ("llama", "qwen3_5")))
 @settings(max_examples=5)
 @given(options=filter_options(256), data=st.data())
 def test_a_recognised_sampler_keeps_the_text_of_a_seed_whatever_the_draft(
