@@ -233,6 +233,48 @@ def test_a_signal_at_any_opcode_of_a_call_changes_nothing(
     assert met > many / 2
 
 
+@pytest.mark.parametrize("many", [12, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["model", "none"])
+def test_a_signal_at_any_opcode_of_a_streams_round_loses_no_token(
+    kind: str, many: int
+) -> None:
+    """What was yielded, what is said to be held and what the caches hold are alike."""
+    made, prompt = bench("llama"), prompt_of(17)
+    generator, hits = made.generator(kind), 0
+    options: dict[str, Any] = {"max_tokens": TOKENS, "stop_tokens": ()}
+    text = prompt + made.generator("none").generate(prompt, **options).tokens
+
+    def begun(caches: list[Any]) -> tuple[Stream, list[int]]:
+        stream = generator.stream(prompt, prompt_cache=caches, **options)
+        tokens = [next(stream).token]
+        while stream.ready:
+            tokens.append(next(stream).token)
+        return stream, tokens
+
+    next(begun(make_prompt_cache(made.model))[0])  # what is done once
+    stream, _ = begun(make_prompt_cache(made.model))
+    with signal_at_opcode(0) as left:
+        next(stream)
+    stream.close()
+    with interruptions() as timer:
+        for opcode in range(1, -left[0], -left[0] // many):
+            caches = make_prompt_cache(made.model)
+            stream, tokens = begun(caches)
+            try:
+                with signal_at_opcode(opcode):
+                    tokens.append(next(stream).token)
+            except KeyboardInterrupt:
+                hits += 1
+            timer.off()
+            stream.close()
+            held = stream.cached_tokens
+            assert stream.result.tokens == tokens, opcode
+            assert held == text[: len(held)], opcode
+            assert len(held) >= len(prompt) + len(tokens) - 1, opcode
+            assert {cache.offset for cache in caches} == {len(held)}, opcode
+    assert hits > many / 2
+
+
 @pytest.mark.parametrize(
     ("name", "sampling"),
     [
