@@ -1,4 +1,5 @@
-# make demo       sets up .venv and runs the bundled models with and without a draft
+# make demo       sets up .venv and runs a published model with and without drafts, or
+#                 the small bundled ones where that one cannot be had
 # make test       sets up .venv, then the documentation, ruff, mypy and pytest; says
 #                 which tests were slowest, and how long each stage took
 # make docs       builds the documentation into build/site; a warning is an error
@@ -33,7 +34,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := test
 
 demo: $(RUN_STAMP)
-	$(BIN)/mlx-speculation demo
+	$(BIN)/mlx-speculation demo --model auto
 
 docs: environment
 	$(BUILD_DOCS)

@@ -12,6 +12,7 @@ from mlx_speculation.cli.doctor_advice import Advice, Facts, advice
 from mlx_speculation.demo import DemoPrompt
 from mlx_speculation.engine import Chunk, Stream
 from mlx_speculation.engine.exact_verdict import ExactVerdict
+from mlx_speculation.errors import DemoModelsMissingError
 from support.models.adapters import write_adapter
 from support.models.demo_folders import copy_of, probed_hybrid
 from support.models.own_code import write_own_code
@@ -545,3 +546,42 @@ def test_ctrl_c_in_the_demo_shows_what_is_done(
     found = json.loads(done.stdout)
     assert found["interrupted"] is True
     assert [each["group"] for each in found["comparisons"]] == ["code"]
+
+
+def test_the_demo_chats_with_a_published_model(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = copy_of("dense", tmp_path / "chat")
+    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    home = "mlx_speculation.cli.commands.demo"
+    monkeypatch.setattr(f"{home}.smollm2_folder", lambda say: folder)
+    monkeypatch.setattr(f"{home}.smollm2_head", lambda: demo_models()["eagle"])
+    asked = ["demo", "--model", "smollm2", "--max-tokens", "6", "--draft-length", "2"]
+    found = commands.object(*asked)["comparisons"]
+    groups = ["question", "question", "summary", "summary", "code", "code"]
+    assert [each["group"] for each in found] == groups
+    assert [each["draft"] for each in found] == ["lookup", "eagle"] * 3
+    assert all(each["same"] for each in found)
+    assert found[0]["text"] == found[1]["text"]
+    assert sum(each["statistics"]["drafted"] for each in found) > 0
+
+
+def test_the_demo_shows_bundled_models_where_no_other_can_be_had(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(say: Any) -> Path:
+        raise DemoModelsMissingError("SmolLM2 cannot be had: no network.")
+
+    home = "mlx_speculation.cli.commands.demo"
+    monkeypatch.setattr(f"{home}.smollm2_folder", missing)
+    folders = {"dense": demo_models()["draft"], "draft": demo_models()["draft"]}
+    monkeypatch.setattr(f"{home}.demo_models", lambda: folders)
+    prompt = DemoPrompt("code", "a test", PROMPT)
+    monkeypatch.setattr(f"{home}.one_prompt_per_group", lambda: [prompt])
+    asked = ["demo", "--max-tokens", "4", "--draft-length", "2", "--json", "--model"]
+    done = commands(*asked, "auto")
+    assert done.exit_code == 0
+    assert "no network. The bundled models are shown." in done.stderr
+    assert json.loads(done.stdout)["comparisons"][0]["target"] == "dense"
+    assert "no network" in commands.refused(*asked, "smollm2")

