@@ -144,12 +144,12 @@ def compared(
     return {name: (exact, control, rows) for name, exact, control, rows in rows}
 
 
-def with_openblas_in_front(call: str) -> list[str]:
-    """Return what a call of this module prints in a process that has OpenBLAS."""
+def with_openblas_in_front(call: str, module: str = __name__) -> list[str]:
+    """Return what a call of a module prints in a process that has OpenBLAS."""
     code = (
         "from mlx_speculation.blas import use_blas; use_blas('openblas'); "
         "import mlx.core as mx; mx.set_default_device(mx.cpu); "
-        f"import support.fixed_shape as program; program.{call}"
+        f"import {module} as program; program.{call}"
     )
     tests = str(Path(__file__).resolve().parents[1])
     paths = [tests, os.environ.get("PYTHONPATH", ""), *filter(None, sys.path)]

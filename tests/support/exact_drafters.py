@@ -1,0 +1,197 @@
+"""Texts of every kind of drafter in exact mode, compared bit for bit with none.
+
+Heads have random weights and would hardly ever be right. So what a drafter chooses is
+pushed towards the text: its own forwards, caches and states run as always, and most of
+its tokens are accepted.
+
+As a program it compares pairs of a target and a drafter in this process, which may have
+chosen a BLAS, and prints a line for each.
+"""
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation import Cascade, LookupDrafter, Sampling, SpeculativeGenerator
+from mlx_speculation.caches import FixedShape
+from mlx_speculation.engine import AssistantDraft, DFlashDraft
+from mlx_speculation.engine.drafters.base import Choices
+from mlx_speculation.engine.result import Result
+from mlx_speculation.samplers import Chosen, Rows
+from support.drafters.batch_heads import eagle_on, mtp_on
+from support.fixed_shape import with_openblas_in_front
+from support.identity import GREEDY, SAMPLED, prompt_of
+from support.models import assistant_checkpoints
+from support.models.dflash_checkpoints import write_dflash
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
+
+ROWS, STEP = 6, 16  # of a forward; of the views, so that every text passes several
+PROMPT, TOKENS = 21, 40  # more than a window of 16
+SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
+RIGHT = 0.8
+Pair = tuple[nn.Module, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """How a text with drafts compares with the one without.
+
+    Attributes:
+        tokens: how many of them differ, in exact mode.
+        logprobs: of how many tokens a bit of what is reported differs, in exact mode.
+        control: likewise without exact mode, where they may.
+        accepted: how many drafted tokens were, in exact mode.
+        rejected: likewise.
+    """
+
+    tokens: int
+    logprobs: int
+    control: int
+    accepted: int
+    rejected: int
+
+
+@contextmanager
+def pushed_towards(text: Sequence[int], right: float, seed: int) -> Iterator[None]:
+    """Let drafters choose the tokens of a text, each with this probability."""
+    draw = random.Random(seed)
+    pushed = [draw.random() < right for _ in text]
+    choose = Choices.__call__
+
+    def push(
+        self: Choices, logits: mx.array, rows: Rows, ids: mx.array | None = None
+    ) -> Chosen:
+        first = rows.start + len(rows.known) + rows.lead - rows.count + 1
+        places = mx.arange(logits.shape[-1]) if ids is None else ids
+        wanted = [
+            text[at] if at < len(text) and pushed[at] else -1
+            for at in range(first, first + rows.count)
+        ]
+        hit = places[None] == mx.array(wanted)[:, None]
+        return choose(self, mx.where(hit, logits + 1e4, logits), rows, ids)
+
+    with patch.object(Choices, "__call__", push):
+        yield
+
+
+def dflash_on(name: str, layers: tuple[int, ...]) -> Pair:
+    """Return a target, and a random DFlash drafter on it."""
+    model = build(name)
+    with TemporaryDirectory() as folder:
+        written = write_dflash(Path(folder), "full", layers)
+        return model, DFlashDraft.from_folder(written, model)
+
+
+def assistant_on(name: str) -> Pair:
+    """Return a target, and a random assistant of it."""
+    made = assistant_checkpoints.make(name)
+    return made.target, AssistantDraft(made.target, made.assistant)
+
+
+def with_eagle(name: str, *others: Any) -> Pair:
+    """Return a target, and a random EAGLE-3 head on it, perhaps last in a cascade."""
+    model = build(name)
+    head = eagle_on(model)
+    return model, Cascade(*others, head) if others else head
+
+
+def _cascade(name: str) -> Pair:
+    short = LookupDrafter(minimum_match=1)
+    return with_eagle(name, short)
+
+
+def _models(name: str) -> Pair:
+    return build(name), Cascade(LookupDrafter(minimum_match=2), build(name, seed=1))
+
+
+# By the kind of drafter and of the target's layers.
+PAIRS: dict[str, Callable[[], Pair]] = {
+    "mtp, dense": lambda: mtp_on("mimo"),
+    "mtp, latent": lambda: mtp_on("deepseek_v3"),
+    "mtp, hybrid": lambda: mtp_on("qwen3_5"),
+    "mtp, sliding": lambda: mtp_on("mimo_v2_flash"),
+    "eagle, dense": lambda: with_eagle("llama"),
+    "eagle, hybrid": lambda: with_eagle("qwen3_5"),
+    "eagle, sliding": lambda: with_eagle("llama(sliding)"),
+    "dflash, dense": lambda: dflash_on("llama", (0, 1)),
+    "dflash, hybrid": lambda: dflash_on("qwen3_5", (0, 1, 3)),
+    "dflash, sliding": lambda: dflash_on("gemma3_text", (0, 1, 2)),
+    "assistant, sliding": lambda: assistant_on("unshared"),
+    "assistant, shared": lambda: assistant_on("shared"),
+    "assistant, gemma3": lambda: assistant_on("gemma3"),
+    "lookup and eagle, dense": lambda: _cascade("llama"),
+    "lookup and model, hybrid": lambda: _models("qwen3_5"),
+    "lookup and eagle, sliding": lambda: _cascade("llama(sliding)"),
+}
+
+
+def written(
+    model: nn.Module, draft: Any, sampling: Sampling, *, exact: int | bool = ROWS
+) -> Result:
+    """Return a text, in exact mode with views of few rows, or without."""
+    with patch(
+        "mlx_speculation.engine.argument_checks.FixedShape",
+        lambda rows: FixedShape(rows, STEP),
+    ):
+        generator = SpeculativeGenerator(
+            model,
+            byte_tokenizer(),
+            draft=draft,
+            draft_length=0 if draft is None else 9,
+            exact=exact,
+        )
+    return generator.generate(
+        prompt_of(PROMPT),
+        max_tokens=TOKENS,
+        sampling=sampling,
+        stop_tokens=(),
+        logprobs=3,
+        logprob_rows=True,
+    )
+
+
+def compare_pair(name: str, sampling: Sampling, seed: int = 0) -> Found:
+    """Compare the texts of a pair with those of its target alone."""
+    model, draft = PAIRS[name]()
+    plain = written(model, None, sampling)
+    loose = written(model, None, sampling, exact=False)
+    with pushed_towards(prompt_of(PROMPT) + plain.tokens, RIGHT, seed):
+        drafted = written(model, draft, sampling)
+        control = written(model, draft, sampling, exact=False)
+    assert not drafted.stats.drafter_faults, drafted.stats.drafter_faults[0].details
+    return Found(
+        _differing(drafted.tokens, plain.tokens),
+        _differing(drafted.logprobs, plain.logprobs),
+        _differing(control.logprobs, loose.logprobs),
+        drafted.stats.accepted,
+        drafted.stats.drafted - drafted.stats.accepted,
+    )
+
+
+def _differing(some: Sequence[Any] | None, others: Sequence[Any] | None) -> int:
+    assert some
+    assert others
+    return sum(a != b for a, b in zip(some, others, strict=True))
+
+
+def compare(cases: Sequence[tuple[str, str]]) -> None:
+    """Print for each pair and sampling what was found."""
+    for name, chosen in cases:
+        found = compare_pair(name, SAMPLINGS[chosen])
+        print(json.dumps(asdict(found)))  # noqa: T201
+
+
+def compared(cases: Sequence[tuple[str, str]]) -> list[Found]:
+    """Return what `compare` prints in a process that has OpenBLAS in front."""
+    lines = with_openblas_in_front(f"compare({list(cases)})", __name__)
+    return [Found(**json.loads(line)) for line in lines]
