@@ -1,0 +1,168 @@
+"""What a config says about the layers of a drafter, in one form for all packagings."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from support.references.blocks.primitives import Config, Weights
+from support.references.blocks.rotary import Rope, rope_of
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """Shapes and rules of the decoder layers.
+
+    Attributes:
+        layers: Decoder layers, counted in the tensors.
+        heads: Query heads (nh).
+        kv_heads: Key heads (nkv).
+        head_dim: Channels of a head (hd).
+        eps: Of every RMSNorm.
+        scale: Of attention scores: hd^-0.5, and 1 for Gemma 4.
+        rope: Rotation of queries and keys.
+        windows: Sliding window of each layer, None where all is seen.
+        gemma: Sandwich norms, a norm of the values, tanh-GELU, `layer_scalar`.
+        norm_offset: Added to norm weights (1 for qwen3_5).
+        gated_query: q_proj gives [query | gate] per head.
+        value_scale: Factor of the values (`attention_value_scale`).
+    """
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    scale: float
+    rope: Rope
+    windows: tuple[int | None, ...]
+    gemma: bool
+    norm_offset: float
+    gated_query: bool
+    value_scale: float
+
+
+def inner_config(config: Config) -> Config:
+    """The config that holds the sizes: nested in speculators files, else itself."""
+    nested = config.get("transformer_layer_config") or config.get("text_config")
+    return nested if nested else config
+
+
+def option(config: Config, name: str, default: Any = None) -> Any:
+    """A key at the top level, in `dflash_config`, or in the config of the layers."""
+    places = (config, config.get("dflash_config") or {}, inner_config(config))
+    for place in places:
+        if place.get(name) is not None:
+            return place[name]
+    return default
+
+
+def is_speculators(config: Config) -> bool:
+    return config.get("speculators_model_type") is not None
+
+
+def is_gemma(config: Config) -> bool:
+    """Whether the layers are Gemma 4's, by the architecture or the type of the layers.
+
+    `target_model_type` names the target only and is not asked.
+    """
+    names = "".join(config.get("architectures") or ())
+    kind = str(inner_config(config).get("model_type", ""))
+    return names.startswith("Gemma4") or kind.startswith("gemma4")
+
+
+def is_qwen3_5(config: Config) -> bool:
+    return str(inner_config(config).get("model_type", "")).startswith("qwen3_5")
+
+
+def count_layers(weights: Weights) -> int:
+    numbers = {
+        int(name.split(".")[1]) for name in weights if name.startswith("layers.")
+    }
+    return max(numbers) + 1
+
+
+def body_of(weights: Weights, config: Config, *, rope_scaling: bool = True) -> Body:
+    """The body of a drafter whose tensors have canonical names.
+
+    Args:
+        weights: Tensors; their presence decides before the config does.
+        config: Of any packaging but GGUF (`packagings.config_from_gguf`).
+        rope_scaling: Apply the scaling of the config. A config copied from the target
+            may carry scaling that the drafter was not trained with.
+    """
+    inner = inner_config(config)
+    gemma, offset = is_gemma(config), is_qwen3_5(config)
+    heads = int(inner["num_attention_heads"])
+    kv_heads = int(inner.get("num_key_value_heads") or heads)
+    head_dim = int(inner.get("head_dim") or inner["hidden_size"] // heads)
+    if gemma:
+        head_dim = int(inner.get("global_head_dim") or head_dim)
+        if inner.get("attention_k_eq_v"):
+            kv_heads = int(inner.get("num_global_key_value_heads") or kv_heads)
+    rope = rope_of(
+        inner,
+        head_dim,
+        partial=gemma or offset,
+        scaling=rope_scaling,
+        interleaved=option(config, "rope_is_neox_style", True) is False,
+    )
+    layers = count_layers(weights)
+    return Body(
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        eps=float(inner.get("rms_norm_eps", 1e-6)),
+        scale=1.0 if gemma else head_dim**-0.5,
+        rope=rope,
+        windows=_windows(config, layers),
+        gemma=gemma,
+        norm_offset=1.0 if offset else 0.0,
+        gated_query=bool(option(config, "enable_qwen35_gated_q_proj", False)),
+        value_scale=float(option(config, "attention_value_scale", 1.0)),
+    )
+
+
+def _windows(config: Config, layers: int) -> tuple[int | None, ...]:
+    """`use_swa` slides every layer; otherwise `layer_types` says which ones slide."""
+    if option(config, "use_swa", False):
+        return (int(option(config, "swa_window_size")),) * layers
+    kinds = option(config, "layer_types") or ["full_attention"] * layers
+    window = option(config, "sliding_window")
+    return tuple(
+        int(window) if kind == "sliding_attention" and window else None
+        for kind in kinds[:layers]
+    )
+
+
+def causal_layers(
+    config: Config, body: Body, *, non_causal_default: bool
+) -> tuple[bool, ...]:
+    """Whether rows of the block see only earlier rows of it, for each layer.
+
+    A speculators file: full layers never, sliding ones unless
+    `sliding_window_non_causal`. Others: `dflash_query_causal` true means everywhere;
+    then `is_causal` at the top or in `dflash_config`, `dflash_config.causal`; else
+    sliding layers are causal and full ones are not.
+
+    Args:
+        config: Of any packaging but GGUF.
+        body: Its windows say which layers slide.
+        non_causal_default: `sliding_window_non_causal` when a speculators file lacks it
+            (false for dspark and dflash, true for dflash2).
+    """
+    sliding = tuple(window is not None for window in body.windows)
+    if is_speculators(config):
+        name = "sliding_window_non_causal"
+        free = bool(option(config, name, non_causal_default))
+        return tuple(slides and not free for slides in sliding)
+    if option(config, "dflash_query_causal", False):
+        return (True,) * body.layers
+    inside = config.get("dflash_config") or {}
+    for asked in (
+        config.get("is_causal"),
+        inside.get("is_causal"),
+        inside.get("causal"),
+    ):
+        if asked is not None:
+            return (bool(asked),) * body.layers
+    return sliding

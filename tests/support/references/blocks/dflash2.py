@@ -1,0 +1,229 @@
+"""DFlash2: a block drafter with a convolution around its layers and a selector behind.
+
+Backbone and context rows are those of DSpark's parallel part; the anchor is given (row
+0 drafts nothing).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from support.references.blocks.body import body_of, causal_layers, option
+from support.references.blocks.layers import norm, run_block
+from support.references.blocks.packagings import canonical_weights
+from support.references.blocks.primitives import (
+    Array,
+    Config,
+    Weights,
+    linear,
+    softcap,
+)
+from support.references.blocks.vocabulary import (
+    BlockDraft,
+    predecessor_choice,
+    to_target,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Lattice:
+    """Candidates of every slot; edges depend on the candidate of the slot before only.
+
+    Attributes:
+        ids: [S, K] ids of the target, best first.
+        unary: [S, K], u_s of them.
+        edges: S arrays [parents, K]; parents is 1 (the anchor) in slot 0, else K.
+        states: [S, H], what the head reads.
+    """
+
+    ids: Array
+    unary: Array
+    edges: list[Array]
+    states: Array
+
+
+def convolve(
+    weights: Weights, config: Config, name: str, rows: Array, side: int, read: Array
+) -> Array:
+    """The grouped dynamic causal convolution over the rows of one block.
+
+    out[i, c] = sum over t <= i, t < taps of
+    (base[side, t, c] + delta[i, side, t, c // g]) y[i - t, c],
+    delta = kernel_projection(read) as [rows, 2, taps, H / g].
+
+    Args:
+        weights: Tensors under canonical names.
+        config: Names `conv_group_size` (g).
+        name: `layers.i.attention_conv` or `layers.i.mlp_conv`.
+        rows: y [rows, H], row 0 is the anchor.
+        side: 0 in front of attention or MLP, 1 behind.
+        read: [rows, H], the normed rows in front; the same for both sides.
+    """
+    base = weights[f"{name}.base_kernel"][side]  # [taps, H]
+    taps, width = base.shape
+    group = int(option(config, "conv_group_size", 16))
+    delta = linear(weights, f"{name}.kernel_projection", read)
+    delta = delta.reshape(len(read), 2, taps, width // group)[:, side]
+    kernel = base + np.repeat(delta, group, axis=-1)  # [rows, taps, H]
+    out = np.zeros_like(rows)
+    for i in range(len(rows)):
+        for t in range(min(taps, i + 1)):
+            out[i] += kernel[i, t] * rows[i - t]
+    return out
+
+
+def forward(
+    weights: Weights,
+    config: Config,
+    hidden: Sequence[Array],
+    embeddings: Array,
+    lm_head: Array,
+    tokens: Sequence[int],
+    *,
+    positions: Array | None = None,
+    drafts: int | None = None,
+    chosen: Sequence[int] | None = None,
+    window_from: str = "row",
+    rope_scaling: bool = True,
+    target_embedding_scale: float = 1.0,
+    target_softcap: float | None = None,
+    target_output_multiplier: float = 1.0,
+) -> BlockDraft:
+    """Draft one block.
+
+    u_s = cap(output_multiplier lm_head h_s), C_s its top K ids; for c in C_s:
+    z_s[c] = u_s[c] + sum_r A[p]_r (P h_s)_r B[c]_r, p = the id drafted before (the
+    anchor in front of slot 1); -inf elsewhere. `draft_probs(z)` is the distribution to
+    sample from.
+
+    Args:
+        weights: Tensors under their published names.
+        config: config.json of a DFlash2 drafter, z-lab's or speculators'.
+        hidden: For each tapped layer (`block_taps`) its output [n, Ht] at the context
+            positions.
+        embeddings: [V, H] of the target, unscaled.
+        lm_head: [rows >= V, H] of the target; rows past `vocab_size` are cut off.
+        tokens: Committed ids; only the last one, the anchor, is read.
+        positions: [n], default 0..n-1.
+        drafts: Masks in the block, default block_size - 1.
+        chosen: See `dspark.forward`.
+        window_from: See `seen_by_block`.
+        rope_scaling: See `body_of`.
+        target_embedding_scale: Factor of the target's embedding rows; the drafter's
+            `input_embedding_scale` comes on top.
+        target_softcap: Taken when the drafter's config has none.
+        target_output_multiplier: Taken when the drafter's is 1.
+    """
+    tensors = canonical_weights(weights, config)
+    cap = option(config, "final_logit_softcapping") or target_softcap
+    multiplier = float(option(config, "output_multiplier", 1.0))
+    if multiplier == 1.0:
+        multiplier = target_output_multiplier
+    states = slot_states(
+        tensors,
+        config,
+        hidden,
+        embeddings * target_embedding_scale,
+        int(tokens[-1]),
+        np.arange(len(hidden[0])) if positions is None else positions,
+        drafts,
+        window_from,
+        rope_scaling,
+    )
+    unary, ids = _candidates(states, lm_head, config, multiplier, cap)
+    logits, drafted = [], []
+    previous = int(tokens[-1])
+    for s, state in enumerate(states):
+        scores = unary[s] + _edges(tensors, state, np.array([previous]), ids[s])[0]
+        full = to_target(scores, ids[s], len(lm_head))
+        previous = predecessor_choice(full, chosen, s)
+        logits.append(full)
+        drafted.append(previous)
+    return BlockDraft(np.stack(logits), np.array(drafted), states)
+
+
+def lattice(
+    weights: Weights,
+    config: Config,
+    states: Array,
+    lm_head: Array,
+    anchor: int,
+    *,
+    output_multiplier: float = 1.0,
+    final_softcap: float | None = None,
+) -> Lattice:
+    """All candidates of a block and the scores between neighbours.
+
+    Args:
+        weights: Tensors under their published names.
+        config: config.json.
+        states: [S, H] as `BlockDraft.states`.
+        lm_head: [V, H] of the target.
+        anchor: The newest committed id.
+        output_multiplier: The one in force, see `forward`.
+        final_softcap: The one in force.
+    """
+    tensors = canonical_weights(weights, config)
+    unary, ids = _candidates(states, lm_head, config, output_multiplier, final_softcap)
+    parents = [np.array([anchor]), *ids[:-1]]
+    edges = [
+        _edges(tensors, state, before, here)
+        for state, before, here in zip(states, parents, ids, strict=True)
+    ]
+    return Lattice(ids, unary, edges, states)
+
+
+def slot_states(
+    tensors: Weights,
+    config: Config,
+    hidden: Sequence[Array],
+    table: Array,
+    anchor: int,
+    positions: Array,
+    drafts: int | None,
+    window_from: str,
+    rope_scaling: bool,
+) -> Array:
+    """The normed rows of the masks: [S, H]."""
+    body = body_of(tensors, config, rope_scaling=rope_scaling)
+    slots = int(option(config, "block_size")) - 1 if drafts is None else drafts
+    mask = int(option(config, "mask_token_id"))
+    if not 0 <= mask < len(table):
+        raise ValueError(f"mask_token_id {mask} outside {len(table)} embeddings")
+    scale = float(option(config, "input_embedding_scale", 1.0))
+    block = table[[anchor] + [mask] * slots].astype(np.float64) * scale
+
+    def around(name: str, rows: Array, inner: Callable[[Array], Array]) -> Array:
+        made = inner(convolve(tensors, config, name, rows, 0, rows))
+        return convolve(tensors, config, name, made, 1, rows)
+
+    context = linear(tensors, "fc", np.concatenate(hidden, axis=-1))
+    context = norm(tensors, "hidden_norm", context, body)
+    causal = causal_layers(config, body, non_causal_default=True)
+    x = run_block(tensors, body, context, block, positions, causal, window_from, around)
+    return norm(tensors, "norm", x, body)[1:]
+
+
+def _candidates(
+    states: Array,
+    lm_head: Array,
+    config: Config,
+    multiplier: float,
+    cap: float | None,
+) -> tuple[Array, Array]:
+    """Scores [S, K] and ids [S, K] of the best K ids of every slot, best first."""
+    size = min(int(option(config, "vocab_size", len(lm_head))), len(lm_head))
+    scores = softcap(states @ lm_head[:size].T * multiplier, cap)
+    best = min(int(option(config, "selector_top_k", 16)), size)
+    ids = np.argsort(-scores, axis=-1, kind="stable")[:, :best]
+    return np.take_along_axis(scores, ids, axis=-1), ids
+
+
+def _edges(weights: Weights, state: Array, before: Array, here: Array) -> Array:
+    """edge(p, c) = sum_r A[p]_r (P h)_r B[c]_r for p in before, c in here."""
+    name = "candidate_selector"
+    middle = linear(weights, f"{name}.hidden_projection", state)
+    left = weights[f"{name}.predecessor_codebook"][before]
+    right = weights[f"{name}.successor_codebook"][here]
+    return np.asarray((left * middle) @ right.T)

@@ -1,0 +1,251 @@
+"""DSpark (arXiv 2607.05147): a block in one forward, then a Markov head over it."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from support.references.blocks.body import (
+    body_of,
+    causal_layers,
+    is_gemma,
+    is_speculators,
+    option,
+)
+from support.references.blocks.layers import norm, run_block
+from support.references.blocks.packagings import (
+    canonical_config,
+    canonical_weights,
+)
+from support.references.blocks.primitives import (
+    Array,
+    Config,
+    Weights,
+    linear,
+    sigmoid,
+    silu,
+    softcap,
+)
+from support.references.blocks.vocabulary import (
+    BlockDraft,
+    predecessor_choice,
+    target_ids,
+    to_target,
+)
+
+
+def forward(
+    weights: Weights,
+    config: Config,
+    hidden: Sequence[Array],
+    embeddings: Array,
+    lm_head: Array,
+    tokens: Sequence[int],
+    *,
+    positions: Array | None = None,
+    drafts: int | None = None,
+    chosen: Sequence[int] | None = None,
+    absent_anchor: str = "samples",
+    window_from: str = "row",
+    rope_scaling: bool = True,
+    own_tables: bool = True,
+    embedding_scale: float | None = None,
+    final_softcap: float | None = None,
+    output_multiplier: float = 1.0,
+) -> BlockDraft:
+    """Draft one block.
+
+    With ctx = rms(fc [h_1 | .. | h_m], hidden_norm) and g the normed rows of the block
+    (`run_block`): U_k = cap(lm_head g_k), z_k = U_k + bias(d_{k-1}, g_k), d_0 = anchor,
+    c_k = sigmoid(w [g_k | W1 d_{k-1}] + b).
+
+    Args:
+        weights: Tensors under their published names, of any packaging.
+        config: config.json, or the metadata of a GGUF file.
+        hidden: For each tapped layer (`block_taps`) its output [n, Ht] at the context
+            positions. The anchor's own state is not among them.
+        embeddings: [V, H] of the target; unused when the drafter has its own.
+        lm_head: [V, H] of the target; unused when the drafter has its own.
+        tokens: Committed ids; only the last one, the anchor, is read.
+        positions: [n], default 0..n-1; the block goes on behind the last.
+        drafts: Number of drafted positions, default what `block_size` gives.
+        chosen: Ids taken at the drafted positions, as far as they are given; the most
+            likely one elsewhere.
+        absent_anchor: When neither `sample_from_anchor` nor the number of proposals
+            tells: "samples" (row j drafts the position behind its own; speculators'
+            class, SGLang) or "given" (row j drafts its own position; vLLM).
+        window_from: "row" or "anchor", see `seen_by_block`.
+        rope_scaling: See `body_of`.
+        own_tables: False: the target's embedding and head even if the file has them
+            (SGLang).
+        embedding_scale: Factor of embedding rows, default sqrt(H) for Gemma 4, else 1.
+        final_softcap: Default `final_logit_softcapping` of the config.
+        output_multiplier: Factor that the target applies before its head.
+    """
+    tensors = canonical_weights(weights, config)
+    plain = canonical_config(config)
+    body = body_of(tensors, plain, rope_scaling=rope_scaling)
+    samples = anchor_samples(plain, absent_anchor)
+    count = _count(plain, samples, drafts)
+    places = np.arange(len(hidden[0])) if positions is None else positions
+
+    table, head = embeddings, lm_head
+    if own_tables:
+        table = tensors.get("embed_tokens.weight", table)
+        head = tensors.get("lm_head.weight", head)
+    elif "d2t" in tensors:
+        head = tensors["lm_head.weight"]
+    block = _block_rows(plain, table, int(tokens[-1]), count if samples else count + 1)
+    if embedding_scale is None:
+        embedding_scale = block.shape[1] ** 0.5 if is_gemma(plain) else 1.0
+    block = block * embedding_scale
+    block = block + _log_snr_rows(tensors, plain, len(block))
+
+    context = linear(tensors, "fc", np.concatenate(hidden, axis=-1))
+    context = norm(tensors, "hidden_norm", context, body)
+    causal = causal_layers(plain, body, non_causal_default=False)
+    x = run_block(tensors, body, context, block, places, causal, window_from)
+    states = norm(tensors, "norm", x, body)[-count:]
+
+    cap = final_softcap or option(plain, "final_logit_softcapping")
+    base = softcap((states * output_multiplier) @ head.T, cap)
+    return _walk(tensors, plain, base, states, int(tokens[-1]), chosen, len(lm_head))
+
+
+def anchor_samples(config: Config, absent_anchor: str = "samples") -> bool:
+    """Whether row 0, the anchor's, drafts the position behind it.
+
+    `sample_from_anchor` decides; then the number of proposals (block_size: it does, one
+    less: it does not); then the reading.
+    """
+    said = option(config, "sample_from_anchor")
+    if said is not None:
+        return bool(said)
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    proposals = methods[0].get("speculative_tokens")
+    missing = None if proposals is None else option(config, "block_size") - proposals
+    if missing in (0, 1):
+        return bool(missing == 0)
+    return absent_anchor == "samples" or not is_speculators(config)
+
+
+def _count(config: Config, samples: bool, drafts: int | None) -> int:
+    most = int(option(config, "block_size")) - (not samples)
+    if drafts is not None and not 1 <= drafts <= most:
+        raise ValueError(f"{drafts} drafts asked of a block that gives 1 to {most}")
+    return most if drafts is None else drafts
+
+
+def _block_rows(config: Config, table: Array, anchor: int, rows: int) -> Array:
+    """Embeddings [rows, H] of the anchor and the masks."""
+    mask = int(option(config, "mask_token_id"))
+    if not 0 <= mask < len(table):
+        raise ValueError(f"mask_token_id {mask} outside {len(table)} embeddings")
+    return np.asarray(table[[anchor] + [mask] * (rows - 1)], dtype=np.float64)
+
+
+def _log_snr_rows(weights: Weights, config: Config, rows: int) -> Array:
+    """What PrismML's conditioning adds to the embeddings: [rows, H].
+
+    The anchor has level `max_log_snr`, masks `min_log_snr`; t = 1000 (level - min) /
+    (max - min); fc2 silu(fc1 [sin t f | cos t f]), f_i = 10000^(-i/64).
+    """
+    if "log_snr_fc1.weight" not in weights or not config.get(
+        "log_snr_conditioning", True
+    ):
+        return np.zeros((rows, 1))
+    low, high = float(config["min_log_snr"]), float(config["max_log_snr"])
+    levels = np.array([high] + [low] * (rows - 1))
+    times = 1000.0 * (levels - low) / (high - low)
+    angles = times[:, None] * 10000.0 ** (-np.arange(64) / 64.0)
+    features = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+    inner = silu(linear(weights, "log_snr_fc1", features))
+    return linear(weights, "log_snr_fc2", inner)
+
+
+def _walk(
+    weights: Weights,
+    config: Config,
+    base: Array,
+    states: Array,
+    anchor: int,
+    chosen: Sequence[int] | None,
+    vocabulary: int,
+) -> BlockDraft:
+    """Base logits [k, Vd] to drafted ones: each adds the bias of the id before."""
+    ids = target_ids(weights, base.shape[1])
+    markov = MarkovHead(weights, config)
+    previous, logits, tokens = anchor, [], []
+    believed: list[float | None] = []
+    for step, (row, g) in enumerate(zip(base, states, strict=True)):
+        believed.append(_confidence(weights, config, g, previous, step))
+        full = to_target(row + markov.bias(previous, g), ids, vocabulary)
+        previous = predecessor_choice(full, chosen, step)
+        logits.append(full)
+        tokens.append(previous)
+    known = [value for value in believed if value is not None]
+    return BlockDraft(
+        logits=np.stack(logits),
+        tokens=np.array(tokens),
+        states=states,
+        confidence=np.array(known) if known else None,
+    )
+
+
+class MarkovHead:
+    """The bias of the id drafted before; made anew for every block.
+
+    vanilla: W2 W1[prev]. gated: W2 (sigmoid(Wg [g | e] + b) * e) with e = W1[prev].
+    rnn: o_g, o_c, o_o = split3(Wj [s | e | g] + b); bias W2 tanh(o_o);
+    s' = sigmoid(o_g) s + (1 - sigmoid(o_g)) tanh(o_c), from s = 0.
+    """
+
+    def __init__(self, weights: Weights, config: Config):
+        self._weights = weights
+        self._kind = option(config, "markov_head_type", "vanilla")
+        self._embedding = weights.get("markov_head.markov_w1.weight")
+        rank = 0 if self._embedding is None else self._embedding.shape[1]
+        self._state = np.zeros(rank)
+
+    def bias(self, previous: int, g: Array) -> Array:
+        """[Vd] for the id before (target's) and the row g [H]; advances the rnn."""
+        if self._embedding is None:
+            return np.zeros(1)
+        e = self._embedding[previous]
+        if self._kind == "gated":
+            gates = linear(
+                self._weights, "markov_head.gate_proj", np.concatenate([g, e])
+            )
+            e = sigmoid(gates) * e
+        elif self._kind == "rnn":
+            joined = np.concatenate([self._state, e, g])
+            made = linear(self._weights, "markov_head.joint_proj", joined)
+            gate, candidate, out = np.split(made, 3)
+            keep = sigmoid(gate)
+            self._state = keep * self._state + (1.0 - keep) * np.tanh(candidate)
+            e = np.tanh(out)
+        elif self._kind != "vanilla":
+            raise ValueError(f"unknown markov_head_type {self._kind!r}")
+        return linear(self._weights, "markov_head.markov_w2", e)
+
+
+def _confidence(
+    weights: Weights, config: Config, g: Array, previous: int, step: int
+) -> float | None:
+    """c_k from g_k and, if the width of the head says so, W1 of the id before.
+
+    With `confidence_temperatures`, one per drafted position: sigmoid(logit / T_k).
+    """
+    wide = weights.get("confidence_head.proj.weight")
+    if wide is None:
+        return None
+    read = g
+    if wide.size > len(g):
+        read = np.concatenate([g, weights["markov_head.markov_w1.weight"][previous]])
+    bias = weights.get("confidence_head.proj.bias", np.zeros(1))
+    logit = float(wide.reshape(-1) @ read + bias.reshape(-1)[0])
+    temperatures = weights.get(
+        "confidence_temperatures", option(config, "confidence_temperatures")
+    )
+    if temperatures is not None:
+        logit /= float(temperatures[step])
+    return float(sigmoid(np.array(logit)))

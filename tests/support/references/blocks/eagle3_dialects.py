@@ -1,0 +1,86 @@
+"""EAGLE-3 and 3.1 in the dialects of the wild: one state recycled from step to step."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from support.references.blocks.body import option
+from support.references.blocks.eagle_layers import (
+    EagleHead,
+    default_norm_before_residual,
+)
+from support.references.blocks.primitives import Array, Config, Weights
+from support.references.blocks.vocabulary import BlockDraft, predecessor_choice
+
+
+def forward(
+    weights: Weights,
+    config: Config,
+    hidden: Sequence[Array],
+    embeddings: Array,
+    lm_head: Array,
+    tokens: Sequence[int],
+    *,
+    drafts: int,
+    positions: Array | None = None,
+    chosen: Sequence[int] | None = None,
+    absent_norm_before_residual: bool | None = None,
+    rope_scaling: bool = True,
+    embedding_scale: float | None = None,
+    mla_interleaved: bool = True,
+) -> BlockDraft:
+    """Draft `drafts` tokens, one after the other.
+
+    Slot i pairs the state at position i with the token at i + 1. Slot n-1 gives d_1;
+    slot n-2+j pairs what slot n-3+j gave (before `norm`, or behind it if `norm_output`)
+    with d_{j-1} and gives d_j.
+
+    Args:
+        weights: Tensors under their published names.
+        config: config.json.
+        hidden: For each tapped layer (`eagle_taps`) its output [n, Ht] at positions
+            0..n-1. With `use_aux_hidden_state` false the last hidden state alone.
+        embeddings: [V, H] of the target; unused when the head has its own.
+        lm_head: [V, H] of the target; unused when the head has its own, or is tied.
+        tokens: The n + 1 committed ids c_0..c_n.
+        drafts: Number of drafted positions.
+        positions: [n] of the slots, default 0..n-1.
+        chosen: See `dspark.forward`.
+        absent_norm_before_residual: The value when the config has no such key; by
+            default true for speculators' eagle3 (vLLM's reader), false for all others.
+        rope_scaling: See `body_of`.
+        embedding_scale: See `EagleHead`.
+        mla_interleaved: See `EagleHead`.
+    """
+    if absent_norm_before_residual is None:
+        absent_norm_before_residual = default_norm_before_residual(config)
+    head = EagleHead(
+        weights,
+        config,
+        embeddings,
+        lm_head,
+        rope_scaling=rope_scaling,
+        absent_norm_before_residual=absent_norm_before_residual,
+        embedding_scale=embedding_scale,
+        mla_interleaved=mla_interleaved,
+    )
+    known = len(hidden[0])
+    if len(tokens) != known + 1:
+        raise ValueError(f"{known} states go with {known + 1} ids, not {len(tokens)}")
+    places = np.arange(known) if positions is None else positions
+    fused = head.fuse(np.concatenate(hidden, axis=-1))
+    embedded = head.embed(np.asarray(tokens[1:]))
+    logits, states, drafted = [], [], []
+    for step in range(drafts):
+        x = head.run(embedded, fused, places)[-1]
+        state = head.states(x)
+        row = head.logits(state)
+        token = predecessor_choice(row, chosen, step)
+        logits.append(row)
+        states.append(state)
+        drafted.append(token)
+        recycled = state if option(config, "norm_output", False) else x
+        fused = np.concatenate([fused, recycled[None]])
+        embedded = np.concatenate([embedded, head.embed(np.array([token]))])
+        places = np.append(places, places[-1] + 1)
+    return BlockDraft(np.stack(logits), np.array(drafted), np.stack(states))

@@ -1,0 +1,215 @@
+"""Decoder layers: attention and MLP by tensor names, and the body of block drafters."""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from support.references.blocks.body import Body
+from support.references.blocks.primitives import (
+    Array,
+    Weights,
+    attention,
+    gelu_tanh,
+    linear,
+    rms,
+    sigmoid,
+    silu,
+)
+
+Around = Callable[[str, Array, Callable[[Array], Array]], Array]
+
+
+def norm(weights: Weights, name: str, x: Array, body: Body) -> Array:
+    return rms(x, weights[f"{name}.weight"], body.eps, body.norm_offset)
+
+
+def _head_norm(weights: Weights, name: str, x: Array, body: Body) -> Array:
+    """Norm of queries or keys [rows, heads, hd], if the file has one.
+
+    A weight of hd numbers is per head; one of heads * hd is over the whole width.
+    """
+    weight = weights.get(f"{name}.weight")
+    if weight is None:
+        return x
+    if weight.size == x.shape[-1]:
+        return rms(x, weight, body.eps, body.norm_offset)
+    wide = rms(x.reshape(len(x), -1), weight, body.eps, body.norm_offset)
+    return wide.reshape(x.shape)
+
+
+def queries(
+    weights: Weights, layer: str, x: Array, positions: Array, body: Body
+) -> tuple[Array, Array | None]:
+    """Rotated queries [rows, nh, hd], and their gates [rows, nh, hd] if there are."""
+    made = linear(weights, f"{layer}.self_attn.q_proj", x)
+    made = made.reshape(len(x), body.heads, -1)
+    gate = None
+    if body.gated_query:
+        made, gate = made[..., : body.head_dim], made[..., body.head_dim :]
+    made = _head_norm(weights, f"{layer}.self_attn.q_norm", made, body)
+    return body.rope(made, positions), gate
+
+
+def keys_values(
+    weights: Weights, layer: str, x: Array, positions: Array, body: Body
+) -> tuple[Array, Array]:
+    """Rotated keys and values [rows, nkv, hd].
+
+    Gemma 4 norms values without a weight, and has them from k_proj, before its norm and
+    rotation, when the file has no v_proj.
+    """
+    shape = len(x), body.kv_heads, -1
+    keys = linear(weights, f"{layer}.self_attn.k_proj", x).reshape(shape)
+    values = keys
+    if f"{layer}.self_attn.v_proj.weight" in weights:
+        values = linear(weights, f"{layer}.self_attn.v_proj", x).reshape(shape)
+    if body.gemma:
+        values = rms(values, None, body.eps)
+    keys = _head_norm(weights, f"{layer}.self_attn.k_norm", keys, body)
+    return body.rope(keys, positions), values * body.value_scale
+
+
+def attend(
+    weights: Weights,
+    layer: str,
+    x: Array,
+    positions: Array,
+    seen: NDArray[np.bool_],
+    body: Body,
+    context: tuple[Array, Array] | None = None,
+) -> Array:
+    """Attention of rows x [rows, width] to context rows and to each other.
+
+    Args:
+        weights: Tensors under canonical names.
+        layer: `layers.i`.
+        x: Rows that ask, and give keys and values.
+        positions: [rows].
+        seen: [rows, context + rows].
+        body: Shapes and rules.
+        context: Rows [context, H] that give keys and values as they stand, and their
+            positions [context].
+    """
+    asked, gate = queries(weights, layer, x, positions, body)
+    keys, values = keys_values(weights, layer, x, positions, body)
+    if context is not None:
+        before = keys_values(weights, layer, *context, body)
+        keys = np.concatenate([before[0], keys])
+        values = np.concatenate([before[1], values])
+    sinks = weights.get(f"{layer}.self_attn.attention_sink_bias")
+    mixed = attention(asked, keys, values, seen, body.scale, sinks)
+    if gate is not None:
+        mixed = mixed * sigmoid(gate)
+    return linear(weights, f"{layer}.self_attn.o_proj", mixed.reshape(len(x), -1))
+
+
+def feed_forward(weights: Weights, layer: str, x: Array, body: Body) -> Array:
+    """`down(act(gate x) * up x)`, act = SiLU, or tanh-GELU for Gemma 4."""
+    act = gelu_tanh if body.gemma else silu
+    gate = linear(weights, f"{layer}.mlp.gate_proj", x)
+    up = linear(weights, f"{layer}.mlp.up_proj", x)
+    return linear(weights, f"{layer}.mlp.down_proj", act(gate) * up)
+
+
+def unchanged(name: str, rows: Array, inner: Callable[[Array], Array]) -> Array:
+    """Nothing stands around attention and MLP (DFlash2 has a convolution there)."""
+    return inner(rows)
+
+
+def add_attention(
+    weights: Weights, layer: str, residual: Array, mixed: Array, body: Body
+) -> Array:
+    """`residual + mixed`; Gemma 4 norms what attention gave first."""
+    if body.gemma:
+        mixed = norm(weights, f"{layer}.post_attention_layernorm", mixed, body)
+    return residual + mixed
+
+
+def add_feed_forward(
+    weights: Weights, layer: str, x: Array, body: Body, around: Around = unchanged
+) -> Array:
+    """The MLP half of a layer; Gemma 4 has a norm behind it and `layer_scalar`."""
+    before = "pre_feedforward" if body.gemma else "post_attention"
+    rows = norm(weights, f"{layer}.{before}_layernorm", x, body)
+    inner = partial(feed_forward, weights, layer, body=body)
+    made = around(f"{layer}.mlp_conv", rows, inner)
+    if not body.gemma:
+        return x + made
+    made = norm(weights, f"{layer}.post_feedforward_layernorm", made, body)
+    scalar = weights.get(f"{layer}.layer_scalar")
+    return (x + made) * (1.0 if scalar is None else scalar)
+
+
+def seen_by_block(
+    positions: Array, rows: int, window: int | None, causal: bool, window_from: str
+) -> NDArray[np.bool_]:
+    """What each row of a block sees: [rows, context + rows].
+
+    Row j stands at position start + j. With a window it sees context position p iff
+    start + j - p < window ("row", as inference code has it), or p >= start - window
+    for every row ("anchor", as in training). The block is seen in full, or up to the
+    row itself.
+    """
+    start = int(positions[-1]) + 1
+    own = start + np.arange(rows)[:, None]
+    context = np.ones((rows, len(positions)), dtype=bool)
+    if window is not None and window_from == "row":
+        context = own - positions[None] < window
+    elif window is not None:
+        context = context & (positions[None] >= start - window)
+    block = np.ones((rows, rows), dtype=bool)
+    return np.concatenate([context, np.tril(block) if causal else block], axis=1)
+
+
+def run_block(
+    weights: Weights,
+    body: Body,
+    context: Array,
+    block: Array,
+    positions: Array,
+    causal: tuple[bool, ...],
+    window_from: str = "row",
+    around: Around = unchanged,
+) -> Array:
+    """All layers over a block that reads context rows.
+
+    Per layer: `a = rms(x, input_layernorm)`; queries, keys and values of the block from
+    a; keys and values of the context from the same rows in every layer, without
+    input_layernorm; `x += Wo attention`; `x += mlp(rms(x, post_attention_layernorm))`.
+
+    Args:
+        weights: Tensors under canonical names.
+        body: Shapes and rules.
+        context: [n, H], `rms(fc(taps), hidden_norm)`.
+        block: [rows, H], embeddings of the anchor and the masks.
+        positions: [n], ascending; the block goes on behind the last.
+        causal: Per layer, see `causal_layers`.
+        window_from: See `seen_by_block`.
+        around: Called with a name, the normed rows and attention or the MLP.
+
+    Returns:
+        [rows, H] before the last norm.
+    """
+    own = int(positions[-1]) + 1 + np.arange(len(block))
+    x = block
+    for i in range(body.layers):
+        layer = f"layers.{i}"
+        seen = seen_by_block(
+            positions, len(block), body.windows[i], causal[i], window_from
+        )
+        mix = partial(
+            attend,
+            weights,
+            layer,
+            positions=own,
+            seen=seen,
+            body=body,
+            context=(context, positions),
+        )
+        rows = norm(weights, f"{layer}.input_layernorm", x, body)
+        mixed = around(f"{layer}.attention_conv", rows, mix)
+        x = add_attention(weights, layer, x, mixed, body)
+        x = add_feed_forward(weights, layer, x, body, around)
+    return x

@@ -1,0 +1,88 @@
+"""P-EAGLE (arXiv 2602.01469): EAGLE-3 with masked slots, all drafts in one forward."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from support.references.blocks.body import option
+from support.references.blocks.eagle_layers import EagleHead
+from support.references.blocks.primitives import Array, Config, Weights
+from support.references.blocks.vocabulary import BlockDraft
+
+_MASK_KEYS = (
+    "mask_token_id",
+    "dspark_noise_token_id",
+    "pard_token",
+    "ptd_token_id",
+)
+
+
+def mask_token(config: Config) -> int:
+    """The id of masked slots, under the keys that vLLM asks, in its order."""
+    inside = (config.get("dflash_config") or {}).get("mask_token_id")
+    for found in (inside, *(option(config, name) for name in _MASK_KEYS)):
+        if found is not None:
+            return int(found)
+    raise ValueError(f"the config names no mask token, under none of {_MASK_KEYS}")
+
+
+def forward(
+    weights: Weights,
+    config: Config,
+    hidden: Sequence[Array],
+    embeddings: Array,
+    lm_head: Array,
+    tokens: Sequence[int],
+    *,
+    drafts: int,
+    positions: Array | None = None,
+    absent_norm_before_residual: bool = False,
+    rope_scaling: bool = True,
+    embedding_scale: float | None = None,
+) -> BlockDraft:
+    """Draft `drafts` tokens at once; no draft depends on another.
+
+    Slots 0..n-1 pair (h_i, c_{i+1}) as in EAGLE-3; drafts - 1 masked slots follow, with
+    the embedding of the mask id and fc(mask_hidden), through the same norms as real
+    taps. Slot n-1 gives d_1, masked slot n-1+j gives d_{1+j}.
+
+    Args:
+        weights: Tensors under their published names, `mask_hidden` of m Ht numbers.
+        config: config.json.
+        hidden: For each tapped layer (`eagle_taps`) its output [n, Ht] at positions
+            0..n-1.
+        embeddings: [V, H] of the target; unused when the head has its own.
+        lm_head: [V, H] of the target; unused when the head has its own, or is tied.
+        tokens: The n + 1 committed ids c_0..c_n.
+        drafts: Number of drafted positions.
+        positions: [n] of the slots, default 0..n-1.
+        absent_norm_before_residual: The value when the config has no such key.
+        rope_scaling: See `body_of`.
+        embedding_scale: See `EagleHead`.
+    """
+    head = EagleHead(
+        weights,
+        config,
+        embeddings,
+        lm_head,
+        rope_scaling=rope_scaling,
+        absent_norm_before_residual=absent_norm_before_residual,
+        embedding_scale=embedding_scale,
+    )
+    known = len(hidden[0])
+    if len(tokens) != known + 1:
+        raise ValueError(f"{known} states go with {known + 1} ids, not {len(tokens)}")
+    taps = np.concatenate(hidden, axis=-1)
+    mask_hidden = head.weights["mask_hidden"].reshape(-1)
+    if mask_hidden.size != taps.shape[1]:
+        wide = taps.shape[1]
+        raise ValueError(f"mask_hidden has {mask_hidden.size} numbers, fc reads {wide}")
+    masked = drafts - 1
+    taps = np.concatenate([taps, np.tile(mask_hidden, (masked, 1))])
+    ids = np.array([*tokens[1:], *[mask_token(config)] * masked])
+    places = np.arange(known) if positions is None else positions
+    places = np.concatenate([places, places[-1] + 1 + np.arange(masked)])
+    x = head.run(head.embed(ids), head.fuse(taps), places)[-drafts:]
+    states = head.states(x)
+    logits = head.logits(states)
+    return BlockDraft(logits, np.argmax(logits, axis=-1), states)

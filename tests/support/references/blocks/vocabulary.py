@@ -1,0 +1,56 @@
+"""What a drafter returns, and the map from its vocabulary to that of the target."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from support.references.blocks.primitives import Array, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDraft:
+    """The drafted positions of one round.
+
+    Attributes:
+        logits: [k, V] over ids of the target; -inf where the drafter cannot reach.
+        tokens: [k] ids of the target: those given, else the most likely ones.
+        states: [k, H], what the head reads (after the last norm).
+        confidence: [k] in (0, 1), or None for drafters without a confidence head.
+    """
+
+    logits: Array
+    tokens: Array
+    states: Array
+    confidence: Array | None = None
+
+
+def draft_probs(logits: Array, temperature: float = 1.0) -> Array:
+    """`softmax(logits / temperature)` over the last axis; -inf has probability 0."""
+    scaled = logits / temperature
+    shares = np.exp(scaled - scaled.max(axis=-1, keepdims=True))
+    return np.asarray(shares / shares.sum(axis=-1, keepdims=True))
+
+
+def target_ids(weights: Weights, rows: int) -> Array:
+    """Ids of the target that `rows` logits stand for: `i + d2t[i]`, else i."""
+    d2t = weights.get("d2t")
+    if d2t is None:
+        return np.arange(rows)
+    if len(d2t) != rows:
+        raise ValueError(f"d2t has {len(d2t)} entries, the head {rows} rows")
+    return np.arange(rows) + d2t.astype(np.int64)
+
+
+def to_target(logits: Array, ids: Array, vocabulary: int) -> Array:
+    """Logits [.., rows] of the draft scattered to [.., V], -inf elsewhere."""
+    full = np.full((*logits.shape[:-1], vocabulary), -np.inf)
+    full[..., ids] = logits
+    return full
+
+
+def predecessor_choice(logits: Array, chosen: Sequence[int] | None, step: int) -> int:
+    """The id drafted at a step: the given one, else the most likely one."""
+    if chosen is not None and step < len(chosen):
+        return int(chosen[step])
+    return int(np.argmax(logits))
