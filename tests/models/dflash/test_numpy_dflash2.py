@@ -8,7 +8,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from support.references.blocks import dflash2, dspark
 from support.references.blocks.packagings import block_taps, canonical_weights
-from support.references.blocks.primitives import Array
+from support.references.blocks.primitives import Array, rms
 from support.references.blocks.vocabulary import BlockDraft, draft_probs
 from support.references.tiny_blocks.tiny_dflash2 import (
     DFLASH2,
@@ -19,6 +19,8 @@ from support.references.tiny_blocks.tiny_dflash2 import (
 from support.references.tiny_blocks.tiny_dspark import BLOCK, RANK, TAPS
 from support.references.tiny_blocks.tiny_tensors import (
     HIDDEN,
+    LAYERS,
+    MASK,
     VOCABULARY,
     TinyDrafter,
     TinyInputs,
@@ -115,6 +117,35 @@ def test_a_convolution_is_causal_and_grouped() -> None:
     expected = (base[0, c] + kernel[0, 2]) * rows[1, c]
     expected += (base[1, c] + kernel[1, 2]) * rows[0, c]
     assert_allclose(run(rows, read)[1, c], expected)
+
+
+def test_both_convolutions_read_the_rows_in_front(inputs: TinyInputs) -> None:
+    """One layer whose attention is mute: the MLP half, by hand."""
+    drafter = tiny_dflash2("z-lab")
+    weights = canonical_weights(drafter.weights, drafter.config)
+    for i in range(LAYERS):
+        weights[f"layers.{i}.self_attn.o_proj.weight"] *= 0
+    made = flash(TinyDrafter(drafter.config, weights), inputs).states
+    x = inputs.embeddings[[inputs.tokens[-1]] + [MASK] * (BLOCK - 1)]
+    for i in range(LAYERS):
+        layer = f"layers.{i}"
+        b = rms(x, weights[f"{layer}.post_attention_layernorm.weight"], 1e-6)
+        name = f"{layer}.mlp_conv"
+        delta = (b @ weights[f"{name}.kernel_projection.weight"].T).reshape(
+            BLOCK, 2, 2, HIDDEN // GROUP
+        )
+        kernel = weights[f"{name}.base_kernel"] + delta.repeat(GROUP, axis=3)
+
+        def conv(side: int, y: Array, kernel: Array = kernel) -> Array:
+            before = np.concatenate([y[:1] * 0, y[:-1]])
+            return np.asarray(kernel[:, side, 0] * y + kernel[:, side, 1] * before)
+
+        y = conv(0, b)
+        gate = y @ weights[f"{layer}.mlp.gate_proj.weight"].T
+        up = y @ weights[f"{layer}.mlp.up_proj.weight"].T
+        inner = gate / (1 + np.exp(-gate)) * up
+        x = x + conv(1, inner @ weights[f"{layer}.mlp.down_proj.weight"].T)
+    assert_allclose(made, rms(x, weights["norm.weight"], 1e-6)[1:])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from numpy.testing import assert_allclose, assert_array_equal
 from support.references.blocks import dspark
 from support.references.blocks.layers import seen_by_block
 from support.references.blocks.packagings import (
-    E4M3,
     block_taps,
     canonical_config,
     canonical_weights,
@@ -337,15 +336,42 @@ def test_sinks_take_a_share_of_the_attention(inputs: TinyInputs) -> None:
     assert all(moves(none, spark(drafter, inputs)))
 
 
-def test_packed_weights_are_near_those_they_were_made_from() -> None:
-    drafter = tiny_dspark("nemotron")
-    made = tiny_dspark("specforge")
-    found = canonical_weights(drafter.weights, drafter.config)
-    name = "layers.1.mlp.up_proj.weight"
-    assert drafter.weights[name].shape == (128, HIDDEN // 2)
-    assert found[name].shape == made.weights[name].shape
-    assert 0.5 < found[name].std() * HIDDEN**0.5 < 1.5
-    assert_array_equal(E4M3[[0, 1, 8, 56, 126, 184]], [0, 2**-9, 2**-6, 1, 448, -1])
+def test_gemma_scales_its_embedding_by_the_root_of_its_width(
+    inputs: TinyInputs,
+) -> None:
+    drafter = tiny_dspark("gemma4")
+    told = spark(drafter, inputs, embedding_scale=HIDDEN**0.5)
+    assert_allclose(spark(drafter, inputs).logits, told.logits)
+    assert all(moves(told, spark(drafter, inputs, embedding_scale=1.0)))
+
+
+def test_log_snr_adds_one_vector_to_the_anchor_and_one_to_masks(
+    inputs: TinyInputs,
+) -> None:
+    """The anchor has t = 1000 and masks have t = 0: sin 0 and cos 1."""
+    drafter = tiny_dspark("gguf")
+    one, two = (
+        drafter.weights[f"dspark.log_snr_fc{i}.weight"].astype(np.float64)
+        for i in (1, 2)
+    )
+    angles = 1000.0 / 10000.0 ** (np.arange(64) / 64)
+    features = np.array(
+        [
+            [*np.sin(angles), *np.cos(angles)],
+            [*np.zeros(64), *np.ones(64)],
+        ]
+    )
+    inner = features @ one.T
+    added = (inner / (1 + np.exp(-inner))) @ two.T
+    table = drafter.weights["token_embd.weight"].astype(np.float64)
+    anchor = inputs.tokens[-1]
+    table[anchor] += added[0]
+    table[MASK] += added[1]
+    baked = TinyDrafter(
+        {**drafter.config, "dspark.dspark.log_snr_conditioning": False},
+        {**drafter.weights, "token_embd.weight": table},
+    )
+    assert_allclose(spark(baked, inputs).states, spark(drafter, inputs).states)
 
 
 def test_a_mask_without_an_embedding_is_refused(inputs: TinyInputs) -> None:
