@@ -14,7 +14,7 @@ from mlx_speculation.engine.drafters.block_drafters import (
     DSparkDraft,
 )
 from mlx_speculation.engine.drafters.cascade import Cascade
-from mlx_speculation.engine.drafters.eagle import EagleDraft
+from mlx_speculation.engine.drafters.eagle import EagleDraft, PEagleDraft
 from mlx_speculation.engine.drafters.gemma_assistant import (
     AssistantDraft,
     AssistantDrafter,
@@ -55,6 +55,7 @@ __all__ = [
     "MtpDraft",
     "MtpDrafter",
     "Origin",
+    "PEagleDraft",
     "Plan",
     "Result",
     "Sequence",

@@ -156,6 +156,7 @@ def test_the_public_names_are_pinned() -> None:
         "MtpConvention",
         "MtpDraft",
         "NonFiniteLogitsError",
+        "PEagleDraft",
         "PrefixCache",
         "RankLostError",
         "RankMismatchError",

@@ -111,7 +111,6 @@ NAMED_ALIKE = {
     "load": "a folder or file in, an object out",
     "head": "the module of a draft head",
     "config": "options or config.json, checked",
-    "cache": "the caches of a draft head",
     "probe": "which convention a drafter was trained with",
     "generator": "what a user makes, for one request or for many",
     "decoder": "runs the rounds of one request or of many",

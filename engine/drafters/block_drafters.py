@@ -19,10 +19,10 @@ from mlx_speculation.engine.drafters.source import (
 )
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import HiddenStates, Lane
+from mlx_speculation.models.checkpoints import ParallelCache
 from mlx_speculation.models.dflash import (
     Anchor,
     DFlash,
-    DFlashContext,
     DFlashHead,
     LayerIds,
     is_dflash,
@@ -84,7 +84,7 @@ class DFlashDraft(HeadSource):
     ) -> MtpDrafter:
         """Return the drafter of one stream, which follows the target's lane."""
         return MtpDrafter(
-            partial(DFlashContext, self.dflash),
+            partial(ParallelCache, self.dflash),
             sequence,
             self.following(lane, self.dflash.states),
             depth=self.dflash.head.depth,

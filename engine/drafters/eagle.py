@@ -1,10 +1,11 @@
-"""The drafter that is an EAGLE-3 head in a folder of its own.
+"""The drafters that are EAGLE-3 or P-EAGLE heads in folders of their own.
 
 It drafts as an MTP head does (see `engine/drafters/mtp.py`); what differs is the state
 that each position begins with, which is made of three layers of the target, and that it
 may know a part of the token ids only.
 """
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,19 @@ from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.drafters.source import HeadSource
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import HiddenStates, Lane, find_parts, read_config
+from mlx_speculation.models.checkpoints import HeadCache, ParallelCache
 from mlx_speculation.models.eagle import (
+    AFTER_NORM,
     Eagle,
     EagleHead,
     LayerIds,
+    PEagle,
+    PEagleHead,
     is_eagle,
+    is_peagle,
     layer_readings,
     load_eagle_head,
+    load_peagle_head,
     probe_layers,
 )
 from mlx_speculation.models.gemma_assistant import starts_for
@@ -38,7 +45,8 @@ class EagleDraft(HeadSource):
     Args:
         model: the target.
         head: its head.
-        layers: of the target, from 0, whose outputs the head reads.
+        layers: of the target, from 0, whose outputs the head reads; -1: the
+            embeddings; -2: what its final norm returns.
 
     Raises:
         UnsupportedModelError: the target does not show what the head reads.
@@ -51,11 +59,21 @@ class EagleDraft(HeadSource):
     def __init__(
         self, model: nn.Module, head: EagleHead, layers: tuple[int, ...]
     ) -> None:
-        self.taps = HiddenStates(model, layers=layers)
+        taken = [index for index in layers if index != AFTER_NORM]
+        self.taps = HiddenStates(model, layers=taken, after_norm=AFTER_NORM in layers)
         if "embed_tokens" not in head:
             self.taps.parts.require("embedding")
         self.model, self.head = model, head
-        self.eagle = Eagle(head, self.taps, layers)
+        self.eagle = self._on_target(layers)
+
+    def _on_target(self, layers: tuple[int, ...]) -> Eagle:
+        return Eagle(self.head, self.taps, layers)
+
+    @classmethod
+    def _read(
+        cls, folder: str | Path, model: nn.Module, layer_ids: LayerIds | None
+    ) -> tuple[EagleHead, tuple[int, ...]]:
+        return load_eagle_head(folder, model, layer_ids=layer_ids)
 
     @classmethod
     def from_folder(
@@ -82,7 +100,7 @@ class EagleDraft(HeadSource):
             ModelFolderError: the folder holds no such head, or not all of one.
             ConventionError: the head guesses no better than by chance.
         """
-        head, layers = load_eagle_head(folder, model, layer_ids=layer_ids)
+        head, layers = cls._read(folder, model, layer_ids)
         if layer_ids is None and tokenizer is not None:
             config = read_config(Path(folder).expanduser())
             readings = layer_readings(config, len(find_parts(model).layers))
@@ -95,10 +113,37 @@ class EagleDraft(HeadSource):
     ) -> MtpDrafter:
         """Return the drafter of one stream, which follows the target's lane."""
         return MtpDrafter(
-            partial(MtpCache, self.eagle),
+            self._new_cache(),
             sequence,
             self.following(lane, self.eagle.states),
             depth=self.eagle.head.depth,
-            source="eagle",
+            source=self.kind,
             ids=self.eagle.head.ids,
         )
+
+    def _new_cache(self) -> Callable[[int], HeadCache]:
+        return partial(MtpCache, self.eagle)
+
+
+class PEagleDraft(EagleDraft):
+    """A P-EAGLE head on its target; see `EagleDraft`.
+
+    It makes all drafts of a round in one forward.
+    """
+
+    kind = "peagle"
+    head: PEagleHead
+    eagle: PEagle
+    fits = staticmethod(is_peagle)
+
+    def _on_target(self, layers: tuple[int, ...]) -> Eagle:
+        return PEagle(self.head, self.taps, layers)
+
+    @classmethod
+    def _read(
+        cls, folder: str | Path, model: nn.Module, layer_ids: LayerIds | None
+    ) -> tuple[EagleHead, tuple[int, ...]]:
+        return load_peagle_head(folder, model, layer_ids=layer_ids)
+
+    def _new_cache(self) -> Callable[[int], HeadCache]:
+        return partial(ParallelCache, self.eagle)

@@ -14,7 +14,7 @@ from mlx_speculation.engine.drafters.block_drafters import (
     DSparkDraft,
 )
 from mlx_speculation.engine.drafters.draft_model import ModelSource
-from mlx_speculation.engine.drafters.eagle import EagleDraft
+from mlx_speculation.engine.drafters.eagle import EagleDraft, PEagleDraft
 from mlx_speculation.engine.drafters.gemma_assistant import AssistantDraft
 from mlx_speculation.engine.drafters.mtp import MtpDraft
 from mlx_speculation.engine.drafters.source import FolderSource
@@ -32,6 +32,7 @@ SOURCES: tuple[type[FolderSource], ...] = (
     DSparkDraft,
     DFlash2Draft,
     DFlashDraft,
+    PEagleDraft,
     EagleDraft,
     AssistantDraft,
     ModelSource,

@@ -10,6 +10,10 @@ from mlx_speculation.models.checkpoints.draft_head import (
     HeadOnTarget,
     HeadOutput,
 )
+from mlx_speculation.models.checkpoints.parallel_cache import (
+    ParallelCache,
+    ParallelHead,
+)
 from mlx_speculation.models.checkpoints.speculation_json import PairFile, read_pair
 from mlx_speculation.models.checkpoints.told_by_tensors import (
     kind_by_tensors,
@@ -22,6 +26,8 @@ __all__ = [
     "HeadOutput",
     "MtpConvention",
     "PairFile",
+    "ParallelCache",
+    "ParallelHead",
     "convention_of",
     "kind_by_tensors",
     "read_pair",

@@ -50,6 +50,8 @@ def layer_args(
             "known."
         )
     rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if isinstance(rope, dict) and "mrope_section" in rope:
+        rope = _of_text(rope)
     if rope is not None and not isinstance(rope, dict):
         raise ModelFolderError(
             f"rope_scaling of the {name} is {rope!r}, and an object or null is needed."
@@ -84,6 +86,14 @@ def layer_args(
         ) from error
     found: Args = kind.from_dict(fields)
     return found
+
+
+def _of_text(rope: Config) -> Config:
+    """Return what is left of a rope for images: its parts stand at one position."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    left = {key: value for key, value in rope.items() if not key.startswith("mrope")}
+    left.pop("type", None)
+    return left | {"rope_type": "default" if kind == "mrope" else kind}
 
 
 def number(config: Config, key: str, name: str, default: int | None = None) -> int:
@@ -173,17 +183,28 @@ def take_draft_ids(weights: Weights, vocab: int, drafter: str) -> mx.array | Non
     return mx.array(ids.astype(np.uint32))
 
 
-def load_into(module: nn.Module, weights: Weights, name: str) -> None:
+def load_into(
+    module: nn.Module,
+    weights: Weights,
+    name: str,
+    file_name: Callable[[str], str] = str,
+) -> None:
     """Load a drafter's tensors, quantized ones as shapes say, and evaluate them.
 
     On a Linux CPU the module becomes float32.
+
+    Args:
+        module: gets them.
+        weights: under the names of parameters.
+        name: of the drafter, for messages.
+        file_name: makes what files call it of the name of a parameter.
 
     Raises:
         ModelFolderError: they are not all, or more than, what the module has.
     """
     add_biases(module, weights)
     quantize_like(module, weights)
-    check_shapes(shapes_of(module), weights, name)
+    check_shapes(shapes_of(module), weights, name, file_name)
     module.load_weights(list(weights.items()))
     module.eval()
     mx.eval(module.parameters())

@@ -1,4 +1,4 @@
-"""DFlash drafters: config.json, the module, its context cache, loading.
+"""DFlash drafters: config.json, the module, loading.
 
 Later kinds that draft blocks in the same way (`models.dflash2`, `models.dspark`) use
 its parts. The model as a drafter is in the engine; other heads are not known here.
@@ -10,7 +10,6 @@ from mlx_speculation.models.dflash.attention import (
     attended,
     by_head,
 )
-from mlx_speculation.models.dflash.cache import DFlashContext
 from mlx_speculation.models.dflash.config import (
     Anchor,
     DFlashSettings,
@@ -34,7 +33,6 @@ __all__ = [
     "BlockAttention",
     "DFlash",
     "DFlashAttention",
-    "DFlashContext",
     "DFlashHead",
     "DFlashLayer",
     "DFlashSettings",

@@ -104,7 +104,7 @@ def block_settings(
         ModelFolderError: something is missing, or not known.
     """
     text = layer_part(config)
-    layers = layer_args(_own_rope(text), name, qwen3.ModelArgs, acts=acts)
+    layers = layer_args(text, name, qwen3.ModelArgs, acts=acts)
     own = own_keys(config)
     mask = own.get("mask_token_id", mask_token)
     if not isinstance(mask, int) or isinstance(mask, bool) or mask < 0:
@@ -226,24 +226,6 @@ def tapped_layers(
     shift = 1 if (reading or usual) == "tuple" else 0
     ids = [each - shift for each in whole_numbers(ids, "target_layer_ids", name)]
     return check_layers(ids, name, trunk=trunk, features=features, lowest=-1)
-
-
-def _own_rope(text: Config) -> Config:
-    """Return the arguments of layers without what of rope is for images.
-
-    Many files are copies of their target's config.json. Without images the parts of a
-    multimodal rope are at the same position.
-    """
-    found = dict(text)
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = found.get(key)
-        if isinstance(rope, dict) and "mrope_section" in rope:
-            kind = rope.get("rope_type", rope.get("type", "default"))
-            plain = {k: v for k, v in rope.items() if not k.startswith("mrope")}
-            plain["rope_type"] = "default" if kind == "mrope" else kind
-            plain.pop("type", None)
-            found[key] = plain
-    return found
 
 
 def _rotary_factor(text: Config) -> float | None:

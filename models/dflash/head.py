@@ -113,8 +113,17 @@ class DFlash:
             ]
         )
 
-    def history(self, context: mx.array, caches: Sequence[Any]) -> None:
-        """Write the keys and values of context [1, positions, dim]."""
+    def new_caches(self) -> list[Any]:
+        """Return new caches, one for each layer."""
+        return self.head.new_caches()
+
+    def history(
+        self, context: mx.array, tokens: mx.array, caches: Sequence[Any]
+    ) -> None:
+        """Write the keys and values of context [1, positions, dim].
+
+        The tokens after its positions are not read.
+        """
         for layer, cache in zip(self.head.layers, caches, strict=True):
             layer.self_attn.write(context, cache)
 
@@ -156,26 +165,13 @@ class DFlash:
     def draft(
         self,
         context: mx.array,
-        token: mx.array,
+        tokens: mx.array,
         caches: Sequence[Any],
         count: int,
         choose: ChooseNext,
     ) -> mx.array | None:
-        """Draft behind a token.
-
-        Args:
-            context: see `rows`; of one text, and so are the others.
-            token: likewise.
-            caches: likewise.
-            count: likewise.
-            choose: gets logits [1, vocab] for each draft in turn, and returns it, [1].
-
-        Returns:
-            The probability that each is accepted where those before it are, by the
-            drafter's own estimate, which does not know it yet: float32 [count]. None:
-            it makes none.
-        """
-        logits = self.block(context, token, caches, count)
+        """Draft behind the last one of tokens [1, n]; see `ParallelHead`."""
+        logits = self.block(context, tokens[:, -1:], caches, count)
         for index in range(count):
             choose(logits[:, index])
         return None

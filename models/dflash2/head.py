@@ -116,12 +116,13 @@ class DFlash2(DFlash):
     def draft(
         self,
         context: mx.array,
-        token: mx.array,
+        tokens: mx.array,
         caches: Sequence[Any],
         count: int,
         choose: ChooseNext,
     ) -> mx.array | None:
-        """Draft behind a token, each among its candidates; see `DFlash`."""
+        """Draft behind the last token, each among its candidates; see `DFlash`."""
+        token = tokens[:, -1:]
         normed = self.rows(context, token, caches, count)
         ids, logits = self.candidates(normed)
         selector, before = self.head.candidate_selector, token[0]

@@ -17,6 +17,7 @@ from mlx_lm.models import gemma4_text
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.draft_checkpoint import Config, number
+from mlx_speculation.models.checkpoints.gemma_layers import gemma_args
 from mlx_speculation.models.dflash import (
     DFlashSettings,
     block_settings,
@@ -131,16 +132,7 @@ def _gemma(config: Config, text: Config) -> gemma4_text.ModelArgs | None:
     named = f"{config.get('architectures')} {text.get('model_type')}".lower()
     if "gemma4" not in named:
         return None
-    count = number(text, "num_hidden_layers", NAME)
-    own: dict[str, Any] = {
-        "layer_types": ["full_attention"] * count,
-        "num_kv_shared_layers": 0,
-        "hidden_size_per_layer_input": 0,
-        "use_double_wide_mlp": False,
-        "enable_moe_block": False,
-    }
-    args: gemma4_text.ModelArgs = gemma4_text.ModelArgs.from_dict({**text, **own})
-    return args
+    return gemma_args(text, number(text, "num_hidden_layers", NAME))
 
 
 def _log_snr(own: Config) -> LogSnr | None:

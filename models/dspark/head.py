@@ -100,13 +100,13 @@ class DSpark(DFlash):
     def draft(
         self,
         context: mx.array,
-        token: mx.array,
+        tokens: mx.array,
         caches: Sequence[Any],
         count: int,
         choose: ChooseNext,
     ) -> mx.array | None:
-        """Draft behind a token, each with what the one before adds; see `DFlash`."""
-        head = self.head
+        """Draft, each with what the one before adds; see `DFlash`."""
+        head, token = self.head, tokens[:, -1:]
         normed = self.rows(context, token, caches, count)
         logits = self._logits(normed)
         markov: MarkovHead | None = head.get("markov_head")

@@ -1,19 +1,31 @@
-"""EAGLE-3 heads: config.json, the module, loading, and which layers they read.
+"""EAGLE-3 and P-EAGLE heads: config.json, modules, loading, and the layers they read.
 
 The head as a drafter is in the engine; other kinds of heads are not known here.
 """
 
-from mlx_speculation.models.eagle.config import LayerIds, is_eagle, layer_readings
+from mlx_speculation.models.eagle.config import (
+    AFTER_NORM,
+    LayerIds,
+    is_eagle,
+    is_peagle,
+    layer_readings,
+)
 from mlx_speculation.models.eagle.head import Eagle, EagleHead
-from mlx_speculation.models.eagle.load import load_eagle_head
+from mlx_speculation.models.eagle.load import load_eagle_head, load_peagle_head
+from mlx_speculation.models.eagle.parallel import PEagle, PEagleHead
 from mlx_speculation.models.eagle.probe import probe_layers
 
 __all__ = [
+    "AFTER_NORM",
     "Eagle",
     "EagleHead",
     "LayerIds",
+    "PEagle",
+    "PEagleHead",
     "is_eagle",
+    "is_peagle",
     "layer_readings",
     "load_eagle_head",
+    "load_peagle_head",
     "probe_layers",
 ]

@@ -1,19 +1,24 @@
 """What the config.json of an EAGLE-3 head says.
 
-Four dialects are read: SGLang's and SpecForge's, vLLM's, the authors' and that of
-speculators, which keeps the layer's own sizes in a part. Which layers of the target
-the head reads is said in two ways, and a number means another layer in each:
+Five dialects are read: SGLang's and SpecForge's, vLLM's, the authors', DeepSpec's, and
+that of speculators, which keeps the layer's own sizes in a part. Which layers of the
+target the head reads is said in two ways, and a number means another layer in each:
 
-    "tuple"    h[0] is the embedding and h[i] the output of layer i - 1. So where the
-               list is at the top, and in the default, (2, N // 2, N - 3)
-    "layers"   i is the output of layer i. So inside of eagle_config
+    "tuple"    h[0] is the embedding, h[i] the output of layer i - 1 and h[N] what the
+               final norm returns. So where the list is at the top, and in the default,
+               (2, N // 2, N - 3)
+    "layers"   i is the output of layer i. So inside of eagle_config, and in DeepSpec's
+               target_layer_ids
+
+A head with `use_aux_hidden_state` false reads one state, the last: h[N], or the output
+of the last layer.
 """
 
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from mlx_lm.models import llama
+from mlx_lm.models import gemma4_text, llama
 
 from mlx_speculation.errors import InvalidRequestError, ModelFolderError
 from mlx_speculation.models.checkpoints.draft_checkpoint import (
@@ -22,12 +27,26 @@ from mlx_speculation.models.checkpoints.draft_checkpoint import (
     number,
     whole_numbers,
 )
+from mlx_speculation.models.checkpoints.gemma_layers import gemma_args
 from mlx_speculation.models.checkpoints.joined_head import check_layers
 from mlx_speculation.models.config_json import nested
 
 LayerIds = Literal["layers", "tuple"]
+QueryNorms = Literal["each", "together"]
 NAME = "EAGLE-3 head"
+# In the place of a layer: what the target's final norm returns.
+AFTER_NORM = -2
 _LIST = "eagle_aux_hidden_state_layer_ids"
+_MASKS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+_SLIDING = "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """What stands in positions that a P-EAGLE head drafts at without their tokens."""
+
+    token: int  # whose embedding they have
+    depth: int | None = None  # the most drafts of a round; None: any number
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +60,32 @@ class EagleSettings:
     norm_before_residual: bool  # whether the normed state is added to, not the state
     norm_before_fc: bool  # whether it says that the joined states are normed
     norm_output: bool  # whether the state after the norm is recycled
+    # For each layer how many positions it sees; None: all
+    windows: tuple[int | None, ...] = (None,)
+    logit_scale: float = 1.0
+    tied: bool = False  # whether its embedding is its output layer too
+    projected: bool = True  # whether the target's states go through `fc`
+    # Which norms of queries and keys there are; None: none
+    query_norms: QueryNorms | None = None
+    # Of Gemma 4's layer, as mlx-lm takes them; None: it is Llama's or Qwen 3's
+    gemma: gemma4_text.ModelArgs | None = None
+    mask: Masks | None = None  # of a P-EAGLE head
+
+    @property
+    def later(self) -> range:
+        """The decoder layers behind the first, which read one state."""
+        return range(1, len(self.windows))
+
+
+def is_peagle(config: Config) -> bool:
+    """Return whether a config.json says that it is that of a P-EAGLE head.
+
+    Some do not; then only the tensors do.
+    """
+    return (
+        config.get("speculators_model_type") == "peagle"
+        or "peagle" in str(config.get("architectures")).lower()
+    )
 
 
 def is_eagle(config: Config) -> bool:
@@ -62,18 +107,15 @@ def read_settings(config: Config) -> EagleSettings:
     """
     part = config.get("transformer_layer_config")
     own = part if isinstance(part, dict) else config
-    layer = layer_args(own, NAME, llama.ModelArgs)
-    count = layer.num_hidden_layers
-    if count != 1:
+    if own.get("kv_lora_rank") is not None:
         raise ModelFolderError(
-            f"config.json of the {NAME} says num_hidden_layers {count}, and "
-            "heads of 1 layer are known. Choose another drafter."
+            f"config.json of the {NAME} says kv_lora_rank {own['kv_lora_rank']!r}: its "
+            "attention keeps latents (MLA), which is not known here. Choose another "
+            "drafter."
         )
-    if nested(config, "eagle_config", "use_aux_hidden_state") is False:
-        raise ModelFolderError(
-            f"config.json of the {NAME} says use_aux_hidden_state false, and heads "
-            "that read several layers are known. Choose another drafter."
-        )
+    gemma = _gemma(config, own)
+    acts = ("silu", "swish") if gemma is None else ("gelu_pytorch_tanh",)
+    layer = layer_args(own, NAME, llama.ModelArgs, acts=acts)
     speculators = config.get("speculators_model_type") == "eagle3"
     vocab = config.get("draft_vocab_size")
     target = number(config, "target_hidden_size", NAME, layer.hidden_size)
@@ -84,13 +126,61 @@ def read_settings(config: Config) -> EagleSettings:
         norm_before_residual=_flag(config, "norm_before_residual", speculators),
         norm_before_fc=_flag(config, "norm_before_fc", False),
         norm_output=_flag(config, "norm_output", False),
+        windows=_windows(own, layer.num_hidden_layers),
+        logit_scale=float(config.get("logit_scale") or 1.0),
+        tied=config.get("tie_word_embeddings") is True,
+        gemma=gemma,
+        mask=_masks(config),
     )
+
+
+def _gemma(config: Config, own: Config) -> gemma4_text.ModelArgs | None:
+    """Return the arguments of Gemma 4's layers, if that is what it has."""
+    names = f"{config.get('architectures')} {own.get('model_type')}".lower()
+    if "gemma4" not in names:
+        return None
+    count = number(own, "num_hidden_layers", NAME, 1)
+    if count != 1:
+        raise ModelFolderError(
+            f"config.json of the {NAME} says num_hidden_layers {count}, and of Gemma 4 "
+            "heads of 1 layer are known. Choose another drafter."
+        )
+    return gemma_args(own, 1)
+
+
+def _windows(own: Config, count: int) -> tuple[int | None, ...]:
+    kinds = own.get("layer_types") or ["full_attention"] * count
+    known = isinstance(kinds, list) and set(kinds) <= {"full_attention", _SLIDING}
+    if not known or len(kinds) != count:
+        raise ModelFolderError(
+            f"config.json of the {NAME} says layer_types {kinds!r}, and {count} of "
+            f"full_attention and {_SLIDING} are needed."
+        )
+    if _SLIDING not in kinds:
+        return (None,) * count
+    window = number(own, "sliding_window", NAME)
+    return tuple(window if kind == _SLIDING else None for kind in kinds)
+
+
+def _masks(config: Config) -> Masks | None:
+    """Return the mask that config.json names, if it does."""
+    named = [nested(config, "dflash_config", "mask_token_id")]
+    named += [config.get(key) for key in _MASKS]
+    found = next((token for token in named if token is not None), None)
+    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+        return None
+    methods = nested(config, "speculators_config", "proposal_methods")
+    first = methods[0] if isinstance(methods, list) and methods else None
+    depth = nested({"first": first}, "first", "speculative_tokens")
+    return Masks(found, depth if isinstance(depth, int) and depth > 0 else None)
 
 
 def target_layers(
     config: Config, trunk: int, reading: LayerIds | None = None
 ) -> tuple[int, ...]:
     """Return the layers of the target whose output the head reads, from 0.
+
+    -1 stands for the embeddings, `AFTER_NORM` for what the final norm returns.
 
     Args:
         config: what config.json holds.
@@ -106,13 +196,15 @@ def target_layers(
             f"layer_ids is {reading!r}, and one of {', '.join(get_args(LayerIds))} is "
             "needed."
         )
+    if reads_last(config):
+        return (trunk - 1,) if reading == "layers" else (AFTER_NORM,)
     ids, usual = _stated(config)
     if ids is None:
         ids, reading = [2, trunk // 2, trunk - 3], "tuple"
     shift = 1 if (reading or usual) == "tuple" else 0
     layers = {each - shift for each in whole_numbers(ids, _LIST, NAME)}
     advice = f", or say how the list {ids} is meant: layer_ids='layers' or 'tuple'"
-    return check_layers(sorted(layers), NAME, trunk=trunk, advice=advice)
+    return check_layers(sorted(layers), NAME, trunk=trunk, lowest=-1, advice=advice)
 
 
 def layer_readings(config: Config, trunk: int) -> dict[LayerIds, tuple[int, ...]]:
@@ -126,17 +218,27 @@ def layer_readings(config: Config, trunk: int) -> dict[LayerIds, tuple[int, ...]
     """
     ids, usual = _stated(config)
     found: dict[LayerIds, tuple[int, ...]] = {usual: target_layers(config, trunk)}
-    if ids is not None:
+    if ids is not None or reads_last(config):
         other: LayerIds = "layers" if usual == "tuple" else "tuple"
         with suppress(ModelFolderError):
             found[other] = target_layers(config, trunk, other)
     return found
 
 
+def reads_last(config: Config) -> bool:
+    """Return whether a head reads the target's last state alone."""
+    return nested(config, "eagle_config", "use_aux_hidden_state") is False
+
+
 def _stated(config: Config) -> tuple[Any, LayerIds]:
     """Return the list of layers, if there is one, and what its place says it counts."""
     inside = nested(config, "eagle_config", _LIST)
-    return (config.get(_LIST), "tuple") if inside is None else (inside, "layers")
+    if inside is not None:
+        return inside, "layers"
+    own = config.get("target_layer_ids")
+    if own is not None and config.get(_LIST) is None:
+        return own, "layers"
+    return config.get(_LIST), "tuple"
 
 
 def _flag(config: Config, key: str, default: bool) -> bool:

@@ -13,14 +13,11 @@ same positions (`mtp.cache`): refresh and next first draft are one batch.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import llama
-from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_speculation.models.checkpoints.draft_head import (
     Ends,
@@ -28,38 +25,19 @@ from mlx_speculation.models.checkpoints.draft_head import (
     HeadOutput,
 )
 from mlx_speculation.models.checkpoints.joined_head import JoinedHead, OwnEnds
-from mlx_speculation.models.eagle.config import EagleSettings
+from mlx_speculation.models.eagle.config import AFTER_NORM, EagleSettings
+from mlx_speculation.models.eagle.layers import (
+    EagleLayer,
+    GemmaEagleLayer,
+    LaterLayer,
+)
 from mlx_speculation.models.introspect.taps import States
-
-
-class EagleLayer(llama.TransformerBlock):
-    """The head's one decoder layer: Llama's, but for what its attention reads."""
-
-    def __init__(self, settings: EagleSettings) -> None:
-        args, dim = settings.layer, settings.layer.hidden_size
-        super().__init__(args)
-        # Queries, keys and values are made of two states side by side.
-        self.self_attn = llama.Attention(replace(args, hidden_size=2 * dim))
-        wide = args.num_attention_heads * self.self_attn.head_dim
-        self.self_attn.o_proj = nn.Linear(wide, dim, bias=False)
-        self.hidden_norm = nn.RMSNorm(dim, eps=args.rms_norm_eps)
-        self._normed_residual = settings.norm_before_residual
-
-    def run(self, embedded: mx.array, state: mx.array, cache: Any) -> mx.array:
-        """Run positions that follow the cache's; both are [batch, positions, dim]."""
-        normed = self.hidden_norm(state)
-        joined = mx.concatenate([self.input_layernorm(embedded), normed], axis=-1)
-        residual = normed if self._normed_residual else state
-        mask = create_attention_mask(joined, cache)
-        x = residual + self.self_attn(joined, mask, cache)
-        out: mx.array = x + self.mlp(self.post_attention_layernorm(x))
-        return out
 
 
 class EagleHead(JoinedHead):
     """A head."""
 
-    chained, depth = False, None  # its one layer makes all drafts, as many as wanted
+    chained, depth = False, None  # its layers make all drafts, as many as wanted
 
     def __init__(
         self,
@@ -75,12 +53,20 @@ class EagleHead(JoinedHead):
             self.fc_norm = [nn.RMSNorm(width, eps=eps) for _ in range(features)]
         if "joined" in norms:
             self.input_norm = nn.RMSNorm(features * width, eps=eps)
-        self.midlayer = EagleLayer(settings)
-        self._recycles_normed = settings.norm_output
+        if not settings.projected:
+            del self["fc"]
+        self.midlayer: Any = (
+            EagleLayer(settings)
+            if settings.gemma is None
+            else GemmaEagleLayer(settings, settings.gemma)
+        )
+        self.later = [LaterLayer(settings, i) for i in settings.later]
+        self._settings = settings
 
     def new_caches(self) -> list[list[Any]]:
-        """Return a new cache for its layer."""
-        return [[KVCache()]]
+        """Return new caches, one for each decoder layer."""
+        windows = self._settings.windows
+        return [[KVCache() if w is None else RotatingKVCache(w) for w in windows]]
 
     def joined(self, outputs: Sequence[mx.array]) -> mx.array:
         """Return the state that positions begin with, [batch, positions, dim].
@@ -93,13 +79,39 @@ class EagleHead(JoinedHead):
         wide = mx.concatenate(parts, axis=-1)
         if "input_norm" in self:
             wide = self.input_norm(wide)
+        if "fc" not in self:
+            return wide
         out: mx.array = self.fc(wide)
         return out
+
+    def run(
+        self, embedded: mx.array, state: mx.array, caches: Sequence[Any]
+    ) -> mx.array:
+        """Run positions that follow the caches'; both are [batch, positions, dim]."""
+        x: mx.array = self.midlayer.run(embedded, state, caches[0])
+        for layer, cache in zip(self.later, caches[1:], strict=True):
+            x = layer.run(x, cache)
+        return x
+
+    def embedded(self, tokens: mx.array, target: Any, **options: bool) -> mx.array:
+        """Return embeddings [batch, positions, dim]; Gemma's own are scaled."""
+        found = super().embedded(tokens, target, **options)
+        if self._settings.gemma is None or "embed_tokens" not in self:
+            return found
+        return found * mx.array(found.shape[-1] ** 0.5, found.dtype)
+
+    def logits(self, normed: mx.array, target: Ends) -> mx.array:
+        """Return the logits of states after the norm; Gemma's own have a cap."""
+        found, settings = super().logits(normed, target), self._settings
+        if settings.gemma is not None and "lm_head" in self:
+            cap = settings.gemma.final_logit_softcapping
+            found = mx.tanh(found / cap) * cap if cap else found
+        return found if settings.logit_scale == 1 else found * settings.logit_scale
 
     def ends(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Return what is recycled of states [batch, positions, dim], and their norm."""
         normed = self.norm(x)
-        return normed if self._recycles_normed else x, normed
+        return normed if self._settings.norm_output else x, normed
 
 
 class Eagle(HeadOnTarget):
@@ -120,13 +132,18 @@ class Eagle(HeadOnTarget):
 
     def states(self, states: States) -> mx.array:
         """Return the state that positions begin with, [batch, positions, dim]."""
-        return self.head.joined([states.layer(index) for index in self.layers])
+        return self.head.joined(
+            [
+                states.after_norm if index == AFTER_NORM else states.layer(index)
+                for index in self.layers
+            ]
+        )
 
     def _run(
         self, layer: int, hidden: mx.array, tokens: mx.array, caches: Sequence[Any]
     ) -> mx.array:
         embedded = self.head.embedded(tokens, self._target)
-        return self.head.midlayer.run(embedded, hidden, caches[layer])
+        return self.head.run(embedded, hidden, caches)
 
     def _output(self, layer: int, states: mx.array) -> HeadOutput:
         recycled, normed = self.head.ends(states)

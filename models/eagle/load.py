@@ -4,30 +4,38 @@ What the tensors show is taken from them: its own embedding and output layer, no
 before `fc`, biases, packing. What they do not show is in config.json.
 """
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, cast
 
 import mlx.nn as nn
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.draft_checkpoint import (
+    Config,
     Weights,
     load_into,
     read_tensors,
 )
 from mlx_speculation.models.checkpoints.joined_head import (
+    OwnEnds,
     check_layers,
     features_of,
     take_own_ends,
 )
+from mlx_speculation.models.checkpoints.told_by_tensors import check_kind
 from mlx_speculation.models.config_json import read_config
 from mlx_speculation.models.eagle.config import (
+    AFTER_NORM,
     NAME,
+    EagleSettings,
     LayerIds,
+    QueryNorms,
     read_settings,
     target_layers,
 )
 from mlx_speculation.models.eagle.head import EagleHead
+from mlx_speculation.models.eagle.parallel import PEagleHead
 from mlx_speculation.models.introspect.find_parts import find_parts
 from mlx_speculation.models.token_ids import logit_width
 
@@ -40,10 +48,22 @@ _OTHER_NAMES = {
 }
 
 
+# What some call the first norm of a layer behind the first.
+_LATER_NAMES = {"hidden_norm.weight": "input_layernorm.weight"}
+PARALLEL_NAME = "P-EAGLE head"
+
+
 class LoadedEagle(NamedTuple):
     """A head, and the layers of the target whose outputs it reads."""
 
     head: EagleHead
+    layers: tuple[int, ...]
+
+
+class LoadedPEagle(NamedTuple):
+    """Likewise, of a head that makes all drafts in one forward."""
+
+    head: PEagleHead
     layers: tuple[int, ...]
 
 
@@ -64,18 +84,67 @@ def load_eagle_head(
     Raises:
         ModelFolderError: it is no such head, not complete, or not of this target.
     """
-    folder = Path(folder).expanduser()
+    config, weights = _read(Path(folder).expanduser(), "eagle")
+    plan = _planned(config, weights, model, layer_ids)
+    head = EagleHead(plan.settings, plan.features, plan.ends, plan.norms)
+    load_into(head, weights, NAME, _file_name)
+    return LoadedEagle(head, plan.layers)
+
+
+def load_peagle_head(
+    folder: str | Path, model: nn.Module, *, layer_ids: LayerIds | None = None
+) -> LoadedPEagle:
+    """Load the P-EAGLE head in a folder of its own; see `load_eagle_head`.
+
+    Raises:
+        ModelFolderError: it is no such head, not complete, or not of this target.
+    """
+    config, weights = _read(Path(folder).expanduser(), "peagle")
+    plan = _planned(config, weights, model, layer_ids)
+    _check_mask(plan, weights, model)
+    head = PEagleHead(plan.settings, plan.features, plan.ends, plan.norms)
+    load_into(head, weights, PARALLEL_NAME, _file_name)
+    return LoadedPEagle(head, plan.layers)
+
+
+class _Plan(NamedTuple):
+    """What a head is made of."""
+
+    settings: EagleSettings
+    features: int  # how many states of the target it reads
+    layers: tuple[int, ...]  # whose they are
+    ends: OwnEnds
+    norms: frozenset[str]
+
+
+def _read(folder: Path, kind: str) -> tuple[Config, Weights]:
     config = read_config(folder)
-    settings = read_settings(config)
+    weights = read_tensors(folder, NAME)
+    check_kind(weights, kind)
+    return config, _renamed(weights)
+
+
+def _planned(
+    config: Config, weights: Weights, model: nn.Module, layer_ids: LayerIds | None
+) -> _Plan:
+    """Return what the head is made of; d2t and t2d are taken out of the weights."""
+    settings = _by_tensors(read_settings(config), weights)
     parts = find_parts(model)
     parts.require("layers")
-    layers = target_layers(config, len(parts.layers), layer_ids)
-    weights = _renamed(read_tensors(folder, NAME))
+    trunk = len(parts.layers)
+    layers = target_layers(config, trunk, layer_ids)
     if settings.target_dim != parts.dim:
         _refuse(
             "target_hidden_size", settings.target_dim, f"this target has {parts.dim}"
         )
     vocab, dim = logit_width(model), settings.layer.hidden_size
+    own = weights.get("embed_tokens.weight")
+    if settings.tied and own is not None and "lm_head.weight" not in weights:
+        weights |= {
+            name.replace("embed_tokens.", "lm_head."): value
+            for name, value in weights.items()
+            if name.startswith("embed_tokens.")
+        }
     ends = take_own_ends(weights, NAME, dim=dim, target_dim=parts.dim, vocab=vocab)
     columns = ends.output or vocab
     if settings.draft_vocab not in (None, columns):
@@ -84,10 +153,47 @@ def load_eagle_head(
     if settings.norm_before_fc and not norms:
         _refuse("norm_before_fc", True, "there is neither input_norm nor fc_norm")
     features = features_of(weights, NAME, parts.dim)
-    check_layers(layers, NAME, trunk=len(parts.layers), features=features)
-    head = EagleHead(settings, len(layers), ends, norms)
-    load_into(head, weights, NAME)
-    return LoadedEagle(head, layers)
+    if not settings.projected:
+        features = 1
+        if dim != parts.dim:
+            _refuse("hidden_size", dim, f"there is no fc from the target's {parts.dim}")
+    if AFTER_NORM in layers:
+        check_layers([trunk - 1], NAME, trunk=trunk, features=features)
+    else:
+        check_layers(layers, NAME, trunk=trunk, features=features, lowest=-1)
+    return _Plan(settings, len(layers), layers, ends, norms)
+
+
+def _by_tensors(settings: EagleSettings, weights: Weights) -> EagleSettings:
+    """Return settings with what the tensors show."""
+    norm, query_norms = weights.get("midlayer.self_attn.q_norm.weight"), None
+    if norm is not None and settings.gemma is None:
+        args = settings.layer
+        size = args.head_dim or args.hidden_size // args.num_attention_heads
+        query_norms = "each" if norm.size == size else "together"
+    return replace(
+        settings,
+        projected="fc.weight" in weights,
+        query_norms=cast("QueryNorms | None", query_norms),
+    )
+
+
+def _check_mask(plan: _Plan, weights: Weights, model: nn.Module) -> None:
+    """Refuse a mask that does not fit, and make its state one vector."""
+    mask, state = plan.settings.mask, weights.get("mask_hidden")
+    width = plan.features * plan.settings.target_dim
+    if mask is None:
+        _refuse("no mask_token_id or ptd_token_id", "", "masks need a token")
+    rows = plan.ends.embedding or logit_width(model)
+    if mask.token >= rows:
+        _refuse("mask_token_id", mask.token, f"there are {rows} embeddings")
+    if state is None or state.size != width:
+        raise ModelFolderError(
+            f"mask_hidden of the {PARALLEL_NAME} has "
+            f"{0 if state is None else state.size} numbers, and fc takes {width}. Take "
+            "a whole checkpoint."
+        )
+    weights["mask_hidden"] = state.reshape(width)
 
 
 def _renamed(weights: Weights) -> Weights:
@@ -96,13 +202,20 @@ def _renamed(weights: Weights) -> Weights:
         for theirs, ours in _OTHER_NAMES.items():
             if name.startswith(theirs):
                 name = ours + name.removeprefix(theirs)
+        layer, _, rest = name.removeprefix("layers.").partition(".")
+        if name.startswith("layers.") and layer.isdigit():
+            rest = _LATER_NAMES.get(rest, rest)
+            name = f"later.{int(layer) - 1}.{rest}"
         found[name] = value
-    if "mask_hidden" in found:
-        raise ModelFolderError(
-            f"The {NAME} has a mask_hidden: it drafts all tokens at once (P-EAGLE), "
-            "which is not known here. Choose a head that drafts in a chain."
-        )
     return found
+
+
+def _file_name(name: str) -> str:
+    """Return what files call a parameter, where that is not one of two names."""
+    if not name.startswith("later."):
+        return name
+    _, layer, rest = name.split(".", 2)
+    return f"layers.{int(layer) + 1}.{rest}"
 
 
 def _norms(weights: Weights) -> frozenset[str]:
@@ -111,7 +224,7 @@ def _norms(weights: Weights) -> frozenset[str]:
     return frozenset(kind for name, kind in kinds.items() if name in found)
 
 
-def _refuse(key: str, value: Any, instead: str) -> None:
+def _refuse(key: str, value: Any, instead: str) -> NoReturn:
     raise ModelFolderError(
         f"config.json of the {NAME} says {key} {value}, and {instead}. Take a whole "
         f"checkpoint of this target's {NAME}."

@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from mlx_speculation.models.checkpoints.probe import Score, ranked
 from mlx_speculation.models.checkpoints.probe_text import OwnText
-from mlx_speculation.models.eagle.config import LayerIds
+from mlx_speculation.models.eagle.config import AFTER_NORM, LayerIds
 from mlx_speculation.models.eagle.head import Eagle, EagleHead
 from mlx_speculation.models.introspect.hidden_states import HiddenStates
 
@@ -32,7 +32,8 @@ def probe_layers(
     Raises:
         ConventionError: none is above chance.
     """
-    layers = sorted({index for each in readings.values() for index in each})
+    named = {index for each in readings.values() for index in each}
+    layers = sorted(named - {AFTER_NORM})
     taps = HiddenStates(model, layers=layers, before_norm=True, after_norm=True)
     try:
         text = OwnText.of(model, taps, starts)

@@ -12,6 +12,8 @@ Faults that were made by hand, and found here:
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import mlx.core as mx
@@ -19,7 +21,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_speculation import LookupDrafter
-from mlx_speculation.engine import AssistantDraft, Drafter
+from mlx_speculation.engine import AssistantDraft, Drafter, PEagleDraft
 from mlx_speculation.engine.drafters.base import Choose
 from mlx_speculation.engine.drafters.cascade import CascadeDrafter
 from mlx_speculation.engine.drafters.draft_model import ModelSource
@@ -36,7 +38,7 @@ from support.models.assistant_checkpoints import HEADS, TARGETS
 from support.models.assistant_checkpoints import make as make_assistant
 from support.models.block_checkpoints import PACKAGINGS
 from support.models.dflash_checkpoints import VARIANTS
-from support.models.eagle_checkpoints import DIALECTS
+from support.models.eagle_checkpoints import DIALECTS, PARALLEL, write_eagle
 from support.models.mtp_checkpoints import LAYOUTS
 from support.models.tiny_models import build
 
@@ -150,6 +152,15 @@ def of_block(variant: str, name: str) -> Kind:
     return Kind(model, draft.open, from_nothing.of_block(draft))
 
 
+@cache
+def of_peagle(dialect: str, name: str) -> Kind:
+    model = build(name, layers=4)
+    with TemporaryDirectory() as folder:
+        written = write_eagle(Path(folder), dialect)
+        draft: Any = PEagleDraft.from_folder(written, model)
+    return Kind(model, draft.open, from_nothing.of_peagle(draft))
+
+
 def of_assistant(target: str, head: str) -> Kind:
     made = make_assistant(target, head)
     draft = AssistantDraft(made.target, made.assistant)
@@ -172,6 +183,8 @@ KINDS: dict[str, Callable[[], Kind]] = {
     },
     **{f"mtp {layout}": partial(of_mtp, layout) for layout in LAYOUTS},
     **{f"eagle {d} {name}": partial(of_eagle, d, name) for d, name in EAGLES},
+    "peagle peagle qwen3_5": partial(of_peagle, "peagle", "qwen3_5"),
+    **{f"peagle {d} llama": partial(of_peagle, d, "llama") for d in PARALLEL},
     **{
         f"block {variant} qwen3_5": partial(of_block, variant, "qwen3_5")
         for variant in ("full", "dflash2", "deepspec, rnn", "speculators, given")

@@ -73,6 +73,6 @@ def block(
     """Return the logits of a block, `held` positions of its context fed before."""
     caches = draft.dflash.head.new_caches()
     if held:
-        draft.dflash.history(context[:, :held], caches)
+        draft.dflash.history(context[:, :held], mx.array([tokens[:held]]), caches)
     newest = mx.array([tokens[-1:]])
     return draft.dflash.block(context[:, held:], newest, caches, BLOCK - 1)

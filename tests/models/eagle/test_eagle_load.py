@@ -9,12 +9,20 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from mlx_speculation.engine import PEagleDraft
+from mlx_speculation.engine.drafters.registry import draft_folder
 from mlx_speculation.errors import InvalidRequestError, ModelFolderError
-from mlx_speculation.models.eagle import is_eagle, load_eagle_head
+from mlx_speculation.models.eagle import (
+    AFTER_NORM,
+    is_eagle,
+    load_eagle_head,
+    load_peagle_head,
+)
 from mlx_speculation.models.eagle.config import target_layers
 from support.models.eagle_checkpoints import (
     DIALECTS,
     DRAFT_VOCAB,
+    PARALLEL,
     VOCAB,
     draft_ids,
     write_eagle,
@@ -50,13 +58,62 @@ def test_every_dialect_is_known_and_read(dialect: str, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert is_eagle(config)
     head, layers = load_eagle_head(tmp_path, build("qwen3_5", layers=8))
-    assert layers == ((1, 3, 4) if dialect == "authors" else (0, 1, 3))
+    usual = {"authors": (1, 3, 4), "last state": (AFTER_NORM,)}
+    assert layers == usual.get(dialect, (0, 1, 3))
+    assert len(head.new_caches()[0]) == DIALECTS[dialect].layers
+    assert ("fc" in head) == (dialect != "last state")
     reduced = DIALECTS[dialect].reduced
     assert (None if head.ids is None else head.ids.tolist()) == (
         draft_ids() if reduced else None
     )
     assert ("embed_tokens" in head) == DIALECTS[dialect].embedding
-    assert ("lm_head" in head) == reduced
+    own = reduced or DIALECTS[dialect].output or dialect == "tied"
+    assert ("lm_head" in head) == own
+
+
+@pytest.mark.parametrize("dialect", PARALLEL)
+def test_every_parallel_dialect_is_known_and_read(dialect: str, tmp_path: Path) -> None:
+    folder = write_eagle(tmp_path, dialect)
+    assert draft_folder(folder) == (folder, PEagleDraft)
+    head, layers = load_peagle_head(folder, build("llama", layers=4))
+    assert layers == (0, 1, 3)
+    assert head.depth == (5 if dialect == "peagle" else None)
+    assert len(head.new_caches()[0]) == PARALLEL[dialect].layers
+    assert head.mask_hidden.shape == (192,)
+    with pytest.raises(ModelFolderError, match=r"EAGLE-3 head, .* of a P-EAGLE head"):
+        load_eagle_head(folder, build("llama", layers=4))
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensors", "message"),
+    [
+        ({"ptd_token_id": None}, {}, "no mask_token_id or ptd_token_id"),
+        ({"ptd_token_id": 256}, {}, "mask_token_id 256, and there are 256 embeddings"),
+        ({}, {"mask_hidden": mx.zeros((1, 128))}, "128 numbers, and fc takes 192"),
+    ],
+)
+def test_masks_that_do_not_fit_are_refused(
+    keys: dict[str, Any], tensors: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = write_eagle(tmp_path, "aws")
+    changed(folder, **keys)
+    change_tensors(folder, **tensors)
+    with pytest.raises(ModelFolderError, match=message):
+        load_peagle_head(folder, build("llama", layers=4))
+
+
+def test_later_layers_may_have_another_name_for_their_first_norm(
+    tmp_path: Path,
+) -> None:
+    folder, model = write_eagle(tmp_path, "several layers"), build("llama", layers=4)
+    before = load_eagle_head(folder, model).head.later[0].input_layernorm.weight
+    name = "layers__1__{}__weight"
+    change_tensors(
+        folder,
+        **{name.format("input_layernorm"): None, name.format("hidden_norm"): before},
+    )
+    after = load_eagle_head(folder, model).head.later[0].input_layernorm.weight
+    assert mx.array_equal(before, after)
 
 
 def test_models_and_other_drafts_are_no_heads() -> None:
@@ -76,6 +133,10 @@ def test_models_and_other_drafts_are_no_heads() -> None:
         ({"eagle_config": {IDS: [2, 16, 29]}}, "tuple", (1, 15, 28)),
         ({"eagle_config": {IDS: [28, 1, 15]}}, None, (1, 15, 28)),
         ({IDS: [32]}, None, (31,)),
+        ({IDS: [0, 2]}, None, (-1, 1)),
+        ({"target_layer_ids": [1, 9, 17, 25, 30]}, None, (1, 9, 17, 25, 30)),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, None, (AFTER_NORM,)),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "layers", (31,)),
     ],
 )
 def test_the_place_of_the_list_says_which_layers_are_meant(
@@ -85,8 +146,8 @@ def test_the_place_of_the_list_says_which_layers_are_meant(
 
 
 def test_layers_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ModelFolderError, match=r"layers \[-1, 1\] of its target"):
-        target_layers({IDS: [0, 2]}, 32)
+    with pytest.raises(ModelFolderError, match=r"layers \[-2, 1\] of its target"):
+        target_layers({IDS: [-1, 2]}, 32)
     with pytest.raises(ModelFolderError, match="this one has 8"):
         target_layers({"eagle_config": {IDS: [1, 3, 8]}}, 8)
     with pytest.raises(ModelFolderError, match="a list of whole numbers"):
@@ -145,7 +206,9 @@ def test_tensors_that_do_not_fit_are_refused(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"num_hidden_layers": 2}, "num_hidden_layers 2"),
+        ({"num_hidden_layers": 2}, "lacks layers.1.input_layernorm"),
+        ({"layer_types": ["linear_attention"]}, "layer_types"),
+        ({"kv_lora_rank": 512}, r"kv_lora_rank 512: its attention .* \(MLA\)"),
         ({"target_hidden_size": 96}, "target_hidden_size 96"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"draft_vocab_size": 95}, "draft_vocab_size 95, and it has 96"),
@@ -153,7 +216,7 @@ def test_tensors_that_do_not_fit_are_refused(
         ({"norm_output": "yes"}, "norm_output 'yes'"),
         ({"hidden_size": 0}, "hidden_size 0"),
         ({"rope_scaling": {"rope_type": "unheard"}}, "unheard"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "reads 3 layers"),
     ],
 )
 def test_a_config_that_is_not_known_is_refused(

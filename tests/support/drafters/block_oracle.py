@@ -65,7 +65,9 @@ class BlockOracle:
         drafter.rows = self.rows
         drafter._logits = self.logits
 
-    def history(self, context: mx.array, caches: Sequence[Any]) -> None:
+    def history(
+        self, context: mx.array, tokens: mx.array, caches: Sequence[Any]
+    ) -> None:
         """Write context."""
         self.fed += self._write(context, caches)
 

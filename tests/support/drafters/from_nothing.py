@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.engine import DFlashDraft, EagleDraft, MtpDraft
+from mlx_speculation.engine import DFlashDraft, EagleDraft, MtpDraft, PEagleDraft
 from mlx_speculation.engine.drafters.base import Choose
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import HiddenStates
@@ -73,7 +73,7 @@ def of_mtp(draft: MtpDraft) -> FromNothing:
 def of_eagle(draft: EagleDraft) -> FromNothing:
     """Return the twin of an EAGLE-3 head."""
     eagle = draft.eagle
-    taps = HiddenStates(draft.model, layers=eagle.layers)
+    taps = draft.taps
 
     def chain(sequence: Sequence, count: int, choose: Choose) -> list[int]:
         tokens = sequence.tokens
@@ -90,6 +90,27 @@ def of_eagle(draft: EagleDraft) -> FromNothing:
         return found[known:]
 
     return chain
+
+
+def of_peagle(draft: PEagleDraft) -> FromNothing:
+    """Return the twin of a P-EAGLE head: a forward of its own for each draft."""
+    eagle, taps = draft.eagle, draft.taps
+
+    def one_by_one(sequence: Sequence, count: int, choose: Choose) -> list[int]:
+        tokens = sequence.tokens
+        with taps.collect() as states:
+            draft.model(mx.array([tokens[:-1]]))
+        known, found = mx.array([tokens[1:]], mx.uint32), list[int]()
+        for k in range(count):
+            hidden, masks = eagle.head.masked(1, k)
+            hidden = mx.concatenate([eagle.states(states), hidden], axis=1)
+            read = mx.concatenate([known, masks], axis=1)
+            out = eagle.rows(hidden, read, eagle.new_caches())
+            rows = sequence.rows(_ahead(found))
+            found.append(_token(choose(out.logits[:, -1], rows, eagle.head.ids)))
+        return found
+
+    return one_by_one
 
 
 def of_block(draft: DFlashDraft) -> FromNothing:

@@ -31,6 +31,14 @@ class Dialect:
         speculators: whether the sizes stand in a part of their own.
         norms: of the layers' outputs: "", "each", "old names" or "joined".
         options: further keys of config.json.
+        layers: how many decoder layers.
+        query_norms: of queries and keys: "", "each" or "together".
+        deepspec: whether the list of layers is DeepSpec's.
+        output: whether it has an output layer for all ids.
+        last: whether it reads the last state alone, without `fc`.
+        biased: whether attention and `fc` have biases.
+        gemma: whether its layer is Gemma 4's.
+        mask: of a P-EAGLE head: the key of its mask; "": it is none.
     """
 
     architecture: str
@@ -41,8 +49,35 @@ class Dialect:
     speculators: bool = False
     norms: str = ""
     options: tuple[tuple[str, Any], ...] = ()
+    layers: int = 1
+    query_norms: str = ""
+    deepspec: bool = False
+    output: bool = False
+    last: bool = False
+    biased: bool = False
+    gemma: bool = False
+    mask: str = ""
 
 
+_GEMMA = {
+    "model_type": "gemma4_text",
+    "hidden_act": "gelu_pytorch_tanh",
+    "global_head_dim": 2 * HEAD_DIM,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 30.0,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 1e6,
+            "partial_rotary_factor": 0.25,
+        }
+    },
+}
+_SLIDING = {
+    "layer_types": ["full_attention", "sliding_attention"],
+    "sliding_window": 12,
+}
 DIALECTS = {
     "specforge": Dialect("LlamaForCausalLMEagle3"),
     "vllm": Dialect(
@@ -64,6 +99,70 @@ DIALECTS = {
         "Eagle3LlamaForCausalLM", norms="joined", options=(("norm_before_fc", True),)
     ),
     "whole": Dialect("Eagle3Qwen3ForCausalLM", tuple_ids=True, reduced=False),
+    "deepspec": Dialect(
+        "Qwen3Eagle3Model",
+        "layers.0.",
+        deepspec=True,
+        reduced=False,
+        embedding=True,
+        output=True,
+        query_norms="each",
+        options=(("ttt_length", 7),),
+    ),
+    "deepspec gemma": Dialect(
+        "Gemma4Eagle3Model",
+        "layers.0.",
+        deepspec=True,
+        reduced=False,
+        embedding=True,
+        output=True,
+        gemma=True,
+        options=tuple(_GEMMA.items()),
+    ),
+    "several layers": Dialect(
+        "Eagle3LlamaForCausalLM",
+        "layers.0.",
+        tuple_ids=True,
+        layers=2,
+        query_norms="together",
+        biased=True,
+        options=tuple(_SLIDING.items()),
+    ),
+    "last state": Dialect("LlamaForCausalLMEagle3", last=True),
+    "tied": Dialect(
+        "LlamaForCausalLMEagle3",
+        reduced=False,
+        embedding=True,
+        options=(
+            ("tie_word_embeddings", True),
+            ("logit_scale", 0.5),
+            ("rope_scaling", {"type": "mrope", "mrope_section": [2, 3, 3]}),
+        ),
+    ),
+}
+# Heads that draft in one forward.
+PARALLEL = {
+    "peagle": Dialect(
+        "PEagleSpeculator",
+        "layers.0.",
+        tuple_ids=True,
+        embedding=True,
+        speculators=True,
+        layers=2,
+        query_norms="each",
+        mask="mask_token_id",
+    ),
+    "aws": Dialect(
+        "LlamaForCausalLMEagle3",
+        "layers.0.",
+        tuple_ids=True,
+        embedding=True,
+        layers=3,
+        biased=True,
+        norms="each",
+        options=(("norm_output", True),),
+        mask="ptd_token_id",
+    ),
 }
 
 
@@ -83,7 +182,7 @@ def config_of(dialect: Dialect, layers: tuple[int, ...]) -> dict[str, Any]:
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": dialect.layers,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "vocab_size": VOCAB,
@@ -91,7 +190,7 @@ def config_of(dialect: Dialect, layers: tuple[int, ...]) -> dict[str, Any]:
     config: dict[str, Any] = {"architectures": [dialect.architecture]}
     if dialect.speculators:
         config |= {
-            "speculators_model_type": "eagle3",
+            "speculators_model_type": "peagle" if dialect.mask else "eagle3",
             "transformer_layer_config": sizes,
             "speculators_config": {"proposal_methods": [{"speculative_tokens": 5}]},
         }
@@ -99,7 +198,13 @@ def config_of(dialect: Dialect, layers: tuple[int, ...]) -> dict[str, Any]:
         config |= sizes
     if dialect.reduced:
         config["draft_vocab_size"] = DRAFT_VOCAB
-    if dialect.tuple_ids:
+    if dialect.mask:
+        config[dialect.mask] = VOCAB - 1
+    if dialect.deepspec:
+        config["target_layer_ids"] = list(layers)
+    elif dialect.last:
+        config["eagle_config"] = {"use_aux_hidden_state": False}
+    elif dialect.tuple_ids:
         config[_IDS] = [layer + 1 for layer in layers]
     elif dialect.tuple_ids is not None:
         config["eagle_config"] = {"use_aux_hidden_state": True, _IDS: list(layers)}
@@ -110,8 +215,8 @@ def tensors_of(dialect: Dialect, features: int) -> dict[str, mx.array]:
     """Return random tensors of a head, under the names of files."""
     rng = np.random.default_rng(0)
 
-    def matrix(rows: int, columns: int) -> mx.array:
-        values = rng.standard_normal((rows, columns)) * (2.0 / columns**0.5)
+    def matrix(*shape: int) -> mx.array:
+        values = rng.standard_normal(shape) * (2.0 / shape[-1] ** 0.5)
         return mx.array(values.astype(np.float32))
 
     def vector(size: int) -> mx.array:
@@ -146,12 +251,66 @@ def tensors_of(dialect: Dialect, features: int) -> dict[str, mx.array]:
         found |= {f"aux_norm_{name}.weight": vector(DIM) for name in names}
     elif dialect.norms == "joined":
         found["input_norm.weight"] = vector(features * DIM)
+    for index in range(1, dialect.layers):
+        found |= _later_layer(f"layers.{index}.", matrix, vector)
+    places = [layer, *(f"layers.{index}." for index in range(1, dialect.layers))]
+    for place in places if dialect.query_norms else ():
+        each = dialect.query_norms == "each"
+        for name, size in (("q", wide), ("k", narrow)):
+            norm = vector(HEAD_DIM if each else size)
+            found[f"{place}self_attn.{name}_norm.weight"] = norm
+    for place in places if dialect.biased else ():
+        for name, size in (("q", wide), ("k", narrow), ("v", narrow), ("o", DIM)):
+            found[f"{place}self_attn.{name}_proj.bias"] = vector(size)
+    if dialect.biased:
+        found["fc.bias"] = vector(DIM)
+    if dialect.output:
+        found["lm_head.weight"] = matrix(VOCAB, DIM)
+    if dialect.last:
+        del found["fc.weight"]
+    if dialect.mask:
+        found["mask_hidden"] = matrix(1, 1, features * DIM)
+    if dialect.gemma:
+        found |= _gemma_layer(layer, matrix, vector)
+        del found[f"{layer}self_attn.v_proj.weight"]
     return found
+
+
+def _later_layer(place: str, matrix: Any, vector: Any) -> dict[str, mx.array]:
+    wide, narrow = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    shapes = {
+        "self_attn.q_proj": (wide, DIM),
+        "self_attn.k_proj": (narrow, DIM),
+        "self_attn.v_proj": (narrow, DIM),
+        "self_attn.o_proj": (DIM, wide),
+        "mlp.gate_proj": (MLP, DIM),
+        "mlp.up_proj": (MLP, DIM),
+        "mlp.down_proj": (DIM, MLP),
+    }
+    norms = ("input_layernorm", "post_attention_layernorm")
+    return {
+        **{f"{place}{name}.weight": matrix(*shape) for name, shape in shapes.items()},
+        **{f"{place}{name}.weight": vector(DIM) for name in norms},
+    }
+
+
+def _gemma_layer(place: str, matrix: Any, vector: Any) -> dict[str, mx.array]:
+    size, attention = 2 * HEAD_DIM, f"{place}self_attn."
+    norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+    return {
+        f"{attention}q_proj.weight": matrix(HEADS * size, 2 * DIM),
+        f"{attention}k_proj.weight": matrix(size, 2 * DIM),
+        f"{attention}o_proj.weight": matrix(DIM, HEADS * size),
+        f"{attention}q_norm.weight": vector(size),
+        f"{attention}k_norm.weight": vector(size),
+        **{f"{place}{name}.weight": vector(DIM) for name in norms},
+        f"{place}layer_scalar": vector(1),
+    }
 
 
 def write_eagle(folder: Path, name: str, layers: tuple[int, ...] = (0, 1, 3)) -> Path:
     """Write a head of a dialect, and return its folder."""
-    dialect = DIALECTS[name]
+    dialect = (DIALECTS | PARALLEL)[name]
     folder.mkdir(parents=True, exist_ok=True)
     config = json.dumps(config_of(dialect, layers))
     (folder / "config.json").write_text(config, encoding="utf-8")

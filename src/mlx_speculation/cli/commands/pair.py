@@ -92,6 +92,7 @@ _KINDS = {
     "model": "a draft model",
     "mtp": "an MTP head",
     "eagle": "an EAGLE-3 head",
+    "peagle": "a P-EAGLE head",
     "dflash": "a DFlash drafter",
     "dflash2": "a DFlash2 drafter",
     "dspark": "a DSpark drafter",

@@ -1,0 +1,120 @@
+"""The caches of a head that makes all drafts of a round in one forward.
+
+With n known tokens before the newest one, a round over positions m to n - 1 writes
+their keys and values, then those of what is drafted behind them: a block, or slots of
+masks. A commit keeps positions m to n - 1, whatever is accepted, since they are of
+committed text; the others go.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from mlx_speculation.caches import Speculation, states, with_slack
+from mlx_speculation.models.checkpoints.draft_head import ChooseNext, TokensOf
+
+
+class ParallelHead(Protocol):
+    """A head on its target that makes all drafts in one forward."""
+
+    def new_caches(self) -> list[Any]:
+        """Return new caches, one for each of its layers."""
+        ...
+
+    def history(
+        self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any]
+    ) -> None:
+        """Write the keys and values of positions of committed text.
+
+        Args:
+            hidden: what is read of them, [1, positions, dim].
+            tokens: the one after each, ids [1, positions].
+            caches: what they are written to.
+        """
+        ...
+
+    def draft(
+        self,
+        hidden: mx.array,
+        tokens: mx.array,
+        caches: Sequence[Any],
+        count: int,
+        choose: ChooseNext,
+    ) -> mx.array | None:
+        """Write positions of committed text, at least one, and draft behind them.
+
+        Args:
+            hidden: see `history`.
+            tokens: likewise; the last one is the newest.
+            caches: what they are written to, and then what is drafted.
+            count: how many drafts, at most the head's depth.
+            choose: gets logits [1, n] for each draft in turn, and returns it, [1].
+
+        Returns:
+            See `HeadCache.draft`.
+        """
+        ...
+
+
+class ParallelCache:
+    """The caches of a head, from position `first` on; used as `MtpCache` are.
+
+    Args:
+        head: the head on its target.
+        first: the first position that they will hold.
+    """
+
+    def __init__(self, head: ParallelHead, first: int = 0) -> None:
+        self._head = head
+        self._caches = with_slack(head.new_caches())
+        self._round: Speculation | None = None
+        self.first = self.end = first
+        self._before = self._after = first
+
+    @property
+    def lag(self) -> int:
+        """How far a layer is behind the first one: all are written together."""
+        return 0
+
+    @property
+    def held(self) -> list[Any]:
+        """The caches, for a count of bytes."""
+        return self._caches
+
+    def feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
+        """Write positions of committed text, and keep them; see `HeadCache`."""
+        tokens = tokens_of(0, self.end, stop - self.end)
+        with Speculation(self._caches, whole=True) as speculation:
+            self._head.history(hidden, tokens, speculation.caches)
+            speculation.commit(stop - self.end)
+        self.end = self._before = self._after = stop
+        self._round = None
+        mx.eval(states(self._caches))
+
+    def draft(
+        self,
+        hidden: mx.array,  # of positions [end, stop), at least one
+        stop: int,  # the position of the newest token
+        tokens_of: TokensOf,  # gives the tokens after these positions
+        choose: ChooseNext,  # gets logits of the next draft, returns it, [1]
+        count: int,  # how many drafts to make; no more than the head's depth
+    ) -> mx.array | None:
+        """Open a round: write positions, and draft behind them; see `HeadCache`."""
+        self._before, self._after = self.end, stop
+        self._round = Speculation(self._caches)
+        tokens = tokens_of(0, self.end, stop - self.end)
+        return self._head.draft(hidden, tokens, self._round.caches, count, choose)
+
+    def commit(self) -> None:
+        """Keep what of the round is of committed text."""
+        if self._round is not None and self.end < self._after:
+            self._round.commit(self._after - self.end)
+            self._before, self.end = self.end, self._after
+
+    def rollback(self) -> None:
+        """Undo the round, also after its commit. Never raises."""
+        if self._round is not None:
+            self._round.rollback()
+        self.end = self._after = self._before
+        self._round = None

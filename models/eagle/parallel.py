@@ -1,0 +1,86 @@
+"""A P-EAGLE head: EAGLE-3's, which makes all drafts in one forward (arXiv 2602.01469).
+
+Behind the position that gives the first draft come masked ones, one for each further
+draft. Instead of a token they have the embedding of a mask, and instead of what the
+target's layers returned a state that was trained, which goes through the same `fc`:
+
+    positions m .. n-1    pairs that were committed since; the last one gives d_1
+    positions n, n+1      (fc(mask_hidden), mask) give d_2 and d_3
+
+Attention is causal, so a draft does not depend on how many come behind it. Nothing is
+recycled, and no draft depends on what was chosen before it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.models.checkpoints.draft_head import ChooseNext
+from mlx_speculation.models.checkpoints.joined_head import OwnEnds
+from mlx_speculation.models.eagle.config import EagleSettings
+from mlx_speculation.models.eagle.head import Eagle, EagleHead
+
+
+class PEagleHead(EagleHead):
+    """A head; see `EagleHead`.
+
+    Args:
+        settings: what config.json says, with a mask.
+        features: how many layers of the target it reads.
+        ends: those of its own.
+        norms: which norms there are before `fc`.
+    """
+
+    def __init__(
+        self,
+        settings: EagleSettings,
+        features: int,
+        ends: OwnEnds,
+        norms: frozenset[str] = frozenset(),
+    ) -> None:
+        super().__init__(settings, features, ends, norms)
+        assert settings.mask is not None
+        self.mask_hidden = mx.zeros(features * settings.target_dim)
+        self._features, self._mask = features, settings.mask
+
+    @property
+    def depth(self) -> int | None:  # type: ignore[override]
+        """The most drafts that it is good for; None: any number."""
+        return self._mask.depth
+
+    def masked(self, batch: int, count: int) -> tuple[mx.array, mx.array]:
+        """Return states [batch, count, dim] and tokens [batch, count] of masks."""
+        parts: Any = mx.split(self.mask_hidden[None, None], self._features, axis=-1)
+        state = self.joined(parts)
+        states = mx.broadcast_to(state, (batch, count, state.shape[-1]))
+        return states, mx.full((batch, count), self._mask.token, mx.uint32)
+
+
+class PEagle(Eagle):
+    """A head on its target; see `Eagle` and `ParallelHead`."""
+
+    head: PEagleHead
+
+    def new_caches(self) -> list[Any]:
+        """Return new caches, one for each layer."""
+        return self.head.new_caches()[0]
+
+    def draft(
+        self,
+        hidden: mx.array,
+        tokens: mx.array,
+        caches: Sequence[Any],
+        count: int,
+        choose: ChooseNext,
+    ) -> mx.array | None:
+        """Write pairs, and draft behind them; see `ParallelHead`."""
+        if count > 1:
+            states, masks = self.head.masked(len(tokens), count - 1)
+            hidden = mx.concatenate([hidden, states], axis=1)
+            tokens = mx.concatenate([tokens.astype(mx.uint32), masks], axis=1)
+        x = self._run(0, hidden, tokens, caches)
+        logits = self._output(0, x[:, -count:]).logits
+        for index in range(count):
+            choose(logits[:, index])
+        return None
