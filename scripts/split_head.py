@@ -2,20 +2,177 @@
 
 The new folder holds the model without its head, which mlx-lm alone can load, and the
 head beside it, where `draft="mtp"` and `draft="auto"` find it. All tensors stay what
-they are, byte by byte. The last line on standard output is one JSON object.
+they are: bytes are copied, whatever their dtype, from one mapped file into another. The
+last line on standard output is one JSON object.
 
     python scripts/split_head.py path/of/model path/of/new/folder
 """
 
 import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
 import typer
+from numpy.typing import NDArray
+from safetensors import TensorSpec, serialize_file
 
 from mlx_speculation.cli import run
+from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.checkpoints.convention import Norms
+from mlx_speculation.models.config_json import read_config
+from mlx_speculation.models.mtp.convention_store import NAME as SAVED
+from mlx_speculation.models.mtp.families import family_of
+from mlx_speculation.models.mtp.files import INDEX, find_head, is_leftover
+from mlx_speculation.models.mtp.load import FoundHead
+from mlx_speculation.models.safetensors_layout import (
+    TensorPlace,
+    header,
+    places_in,
+    shards,
+)
 
 app = typer.Typer(add_completion=False)
+
+SIDECAR = "mtp.safetensors"
+# What the library calls the dtypes of files when it writes.
+_DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16",
+    "U32": "uint32", "I32": "int32", "U64": "uint64", "I64": "int64",
+    "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """What was written."""
+
+    folder: Path  # where
+    head: tuple[str, ...]  # the names of the tensors in the file of the head
+    trunk: int  # how many tensors the shards hold
+    # What config.json now says of the head's norms, if that is known
+    norms: Norms | None
+
+
+def split_head(folder: Path, out: Path) -> Split:
+    """Write a model folder in which the head is in mtp.safetensors.
+
+    The shards without it can be loaded by mlx-lm alone. Names, dtypes and bytes of all
+    tensors stay. Where norms lack their one, which the shards with the head told,
+    config.json says so from now on.
+
+    Args:
+        folder: the model, with its head in the shards; it is not written to.
+        out: a folder that does not exist.
+
+    Raises:
+        ModelFolderError: there is no head in the shards, one is beside them, or `out`
+            exists.
+    """
+    folder = folder.expanduser()
+    config = read_config(folder)
+    module, trunk = _kind(config)
+    family = family_of(module)
+    if family is None:
+        raise ModelFolderError(
+            f"{str(folder)!r} is a {module}, of no family whose MTP heads are known."
+        )
+    files = find_head(folder, config, family, trunk)
+    norms = FoundHead(folder, config, family, trunk, files).norms
+    if not files.in_shards:
+        raise ModelFolderError(
+            f"The head of {str(folder)!r} is in {files.source} already, and in the "
+            "shards it would have to be. There is nothing to do."
+        )
+    if out.exists():
+        raise ModelFolderError(
+            f"{str(out)!r} exists, and a new folder is needed. Name another."
+        )
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        done = _written(folder, partial, module, trunk)
+        if norms == "plus_one":
+            config["mtp_norm_encoding"] = "delta"
+            text = json.dumps(config, indent=2) + "\n"
+            (partial / "config.json").write_text(text, encoding="utf-8")
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return Split(out, *done, norms)
+
+
+def _kind(config: dict[str, Any]) -> tuple[str, int]:
+    """Return a model's module, and how many layers it has; no weight is made."""
+    from mlx_lm.utils import _get_classes
+
+    try:
+        model, arguments = _get_classes(config)
+        empty: Any = model(arguments.from_dict(config))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ModelFolderError(
+            f"mlx-lm cannot make a model of config.json: {error}. Check it."
+        ) from error
+    return str(model.__module__), len(empty.layers)
+
+
+def _written(
+    folder: Path, out: Path, module: str, trunk: int
+) -> tuple[tuple[str, ...], int]:
+    """Write everything; return the head's names and how many the shards hold."""
+    of_shards = list(shards(folder))
+    left = {file.name for file in of_shards} | {SAVED}
+    shutil.copytree(folder, out, ignore=lambda _, names: left.intersection(names))
+    head: dict[str, tuple[Path, TensorPlace]] = {}
+    kept: dict[str, str] = {}
+    size, said = 0, {"format": "mlx"}
+    for file in of_shards:
+        mine: dict[str, tuple[Path, TensorPlace]] = {}
+        for name, place in places_in(file).items():
+            found = head if is_leftover(module, name, trunk) else mine
+            found[name] = file, place
+        said = header(file)[1] or said
+        if mine:
+            _write(out / file.name, mine, said)
+        kept |= dict.fromkeys(mine, file.name)
+        size += sum(place.end - place.begin for _, place in mine.values())
+    _write(out / SIDECAR, head, said)
+    if (folder / INDEX).is_file():
+        index = {"metadata": {"total_size": size}, "weight_map": kept}
+        text = json.dumps(index, indent=2) + "\n"
+        (out / INDEX).write_text(text, encoding="utf-8")
+    return tuple(sorted(head)), len(kept)
+
+
+def _write(
+    file: Path,
+    tensors: Mapping[str, tuple[Path, TensorPlace]],
+    metadata: dict[str, str],
+) -> None:
+    """Write tensors that lie in other files."""
+    maps: dict[Path, NDArray[np.uint8]] = {
+        source: np.memmap(source, dtype=np.uint8, mode="r")
+        for source in {source for source, _ in tensors.values()}
+    }
+    specs = {}
+    for name, (source, place) in tensors.items():
+        if place.dtype not in _DTYPES:
+            raise ModelFolderError(
+                f"{name!r} in {str(source)!r} is of dtype {place.dtype}, and "
+                f"{', '.join(_DTYPES)} are known."
+            )
+        specs[name] = TensorSpec(
+            dtype=_DTYPES[place.dtype],
+            shape=list(place.shape),
+            data_ptr=maps[source].ctypes.data + place.begin,
+            data_len=place.end - place.begin,
+        )
+    serialize_file(specs, file, metadata)
 
 
 @app.command()
@@ -24,8 +181,6 @@ def main(
     out: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
 ) -> None:
     """Split a head out of a model's shards."""
-    from mlx_speculation.models.mtp.split import SIDECAR, split_head
-
     done = split_head(folder, out)
     print(f"{len(done.head)} tensors of the head are in {done.folder / SIDECAR}")
     print(f"{done.trunk} tensors of the model are in its shards")

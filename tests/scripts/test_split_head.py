@@ -13,11 +13,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_model
+from split_head import SIDECAR, split_head
 
 from mlx_speculation import SpeculativeGenerator, demo_models
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models import MtpConvention, load
-from mlx_speculation.models.mtp.split import SIDECAR, split_head
 from mlx_speculation.models.safetensors_layout import places_in
 from support.identity import prompt_of
 from support.models.demo_folders import copy_of
