@@ -73,7 +73,7 @@ def from_hub(folder: Path, say: Say) -> Path:
             snapshot_download(REPOSITORY, allow_patterns=list(_FILES), etag_timeout=5)
         )
     except Exception as error:  # of several libraries, by what fails
-        raise OSError(f"the hub has it not ({type(error).__name__})") from error
+        raise OSError(f"the hub does not send it ({type(error).__name__})") from error
 
 
 def from_package(folder: Path, say: Say) -> Path:

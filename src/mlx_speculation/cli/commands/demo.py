@@ -230,8 +230,9 @@ def _warm(
 
 def _comparison_table(comparisons: list[_Comparison]) -> Table:
     table = Table(title="Plain and speculative decoding, tokens per second")
-    for column in ("target", "draft", "text"):
-        table.add_column(column)
+    chats = any(row.draft != "draft" for row in comparisons)
+    for column in ("draft" if chats else "target", "text"):
+        table.add_column(column, no_wrap=True)
     for column in ("plain", "with draft", "ratio", "accepted", "accepted length"):
         table.add_column(column, justify="right")
     table.add_column("same tokens")
@@ -243,8 +244,7 @@ def _comparison_table(comparisons: list[_Comparison]) -> Table:
             if parting.near_tie:
                 same = f"near-tie at {parting.index}"
         table.add_row(
-            row.target,
-            row.draft,
+            row.draft if chats else row.target,
             row.group,
             number(row.plain_speed),
             number(stats.tokens_per_second),
