@@ -24,9 +24,9 @@ import mlx.nn as nn
 from mlx_speculation import Cascade, LookupDrafter, Sampling, SpeculativeGenerator
 from mlx_speculation.caches import FixedShape
 from mlx_speculation.engine import AssistantDraft, DFlashDraft
-from mlx_speculation.engine.drafters.base import Choices
+from mlx_speculation.engine.drafters.base import CheckedChoose
 from mlx_speculation.engine.result import Result
-from mlx_speculation.samplers import Chosen, Rows
+from mlx_speculation.samplers import Proposal, Rows
 from support.drafters.batch_heads import eagle_on, mtp_on
 from support.fixed_shape import with_openblas_in_front
 from support.identity import GREEDY, SAMPLED, prompt_of
@@ -66,11 +66,11 @@ def pushed_towards(text: Sequence[int], right: float, seed: int) -> Iterator[Non
     """Let drafters choose the tokens of a text, each with this probability."""
     draw = random.Random(seed)
     pushed = [draw.random() < right for _ in text]
-    choose = Choices.__call__
+    choose = CheckedChoose.__call__
 
     def push(
-        self: Choices, logits: mx.array, rows: Rows, ids: mx.array | None = None
-    ) -> Chosen:
+        self: CheckedChoose, logits: mx.array, rows: Rows, ids: mx.array | None = None
+    ) -> Proposal:
         first = rows.start + len(rows.known) + rows.lead - rows.count + 1
         places = mx.arange(logits.shape[-1]) if ids is None else ids
         wanted = [
@@ -80,7 +80,7 @@ def pushed_towards(text: Sequence[int], right: float, seed: int) -> Iterator[Non
         hit = places[None] == mx.array(wanted)[:, None]
         return choose(self, mx.where(hit, logits + 1e4, logits), rows, ids)
 
-    with patch.object(Choices, "__call__", push):
+    with patch.object(CheckedChoose, "__call__", push):
         yield
 
 
