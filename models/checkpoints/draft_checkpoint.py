@@ -28,7 +28,7 @@ def layer_args(
     name: str,
     kind: type[Args],
     *,
-    acts: Sequence[str] = ("silu", "swish"),
+    act: Sequence[str] = ("hidden_act", "silu", "swish"),
 ) -> Args:
     """Read what mlx-lm makes the decoder layers of, from a Llama-like config.json.
 
@@ -38,16 +38,16 @@ def layer_args(
         config: what it holds.
         name: of the drafter, for messages.
         kind: the arguments of an mlx-lm model.
-        acts: the activations that its layers have; the usual one comes first.
+        act: the key of the activation, and what it may be; the usual one comes first.
 
     Raises:
         ModelFolderError: one is missing, or of another kind.
     """
-    act = config.get("hidden_act", acts[0])
-    if act not in acts:
+    key, *known = act
+    said = config.get(key, known[0])
+    if said not in known:
         raise ModelFolderError(
-            f"config.json of the {name} says hidden_act {act!r}, and {acts[0]!r} is "
-            "known."
+            f"config.json of the {name} says {key} {said!r}, and {known[0]!r} is known."
         )
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if isinstance(rope, dict) and "mrope_section" in rope:

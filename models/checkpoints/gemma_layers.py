@@ -25,3 +25,14 @@ def gemma_args(text: Config, layers: int) -> gemma4_text.ModelArgs:
     }
     found: gemma4_text.ModelArgs = gemma4_text.ModelArgs.from_dict({**text, **own})
     return found
+
+
+def act_of(gemma: gemma4_text.ModelArgs | None) -> tuple[str, ...]:
+    """Return the key of the layers' activation, and what it may be; see `layer_args`.
+
+    Args:
+        gemma: what its layers are made of; None: they are Llama's or Qwen 3's.
+    """
+    if gemma is None:
+        return ("hidden_act", "silu", "swish")
+    return ("hidden_activation", "gelu_pytorch_tanh")

@@ -11,7 +11,9 @@ _SCALE, _WHOLE = ".weight_scale", ".weight_scale_2"
 
 
 def unpacked(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Return weights of which none is packed in this way; bfloat16 where one was.
+    """Return weights of which none is packed in this way.
+
+    Those that were have the dtype of the norms, bfloat16 where there are none.
 
     Args:
         weights: by their names in files; scales of E4M3 are uint8.
@@ -19,13 +21,14 @@ def unpacked(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     parts = [name.removesuffix(_WHOLE) for name in weights if name.endswith(_WHOLE)]
     if not parts:
         return weights
-    found = dict(weights)
+    norms = (v.dtype for name, v in weights.items() if name.endswith("norm.weight"))
+    found, dtype = dict(weights), next(norms, mx.bfloat16)
     for part in parts:
         packed, scale = found.pop(f"{part}.weight"), found.pop(f"{part}{_SCALE}")
         whole = found.pop(f"{part}{_WHOLE}")
         found.pop(f"{part}.input_scale", None)  # of activations
         numbers = _numbers(packed) * _repeated(scale) * whole
-        found[f"{part}.weight"] = numbers.astype(mx.bfloat16)
+        found[f"{part}.weight"] = numbers.astype(dtype)
     return found
 
 

@@ -96,7 +96,10 @@ def block_settings(
     anchor: Anchor = "given",  # the usual one, where config.json says nothing
     # Whether a sliding layer is usually causal in the block
     causal: bool = True,
-    acts: Sequence[str] = ("silu", "swish"),  # what its layers' activations may be
+    # The key of its layers' activation, and what it may be
+    act: Sequence[str] = ("hidden_act", "silu", "swish"),
+    # Whether config.json may be a copy of the target's, and its layer_types with it
+    copied: bool = False,
 ) -> DFlashSettings:
     """Read what drafters of blocks have in common.
 
@@ -104,7 +107,7 @@ def block_settings(
         ModelFolderError: something is missing, or not known.
     """
     text = layer_part(config)
-    layers = layer_args(text, name, qwen3.ModelArgs, acts=acts)
+    layers = layer_args(text, name, qwen3.ModelArgs, act=act)
     own = own_keys(config)
     mask = own.get("mask_token_id", mask_token)
     if not isinstance(mask, int) or isinstance(mask, bool) or mask < 0:
@@ -121,7 +124,10 @@ def block_settings(
             f"config.json of the {name} says block_size {block}, and at least 2 are "
             "needed: the known token and one draft."
         )
-    windows = _windows(text | own, own, layers.num_hidden_layers, name)
+    keys = text | own
+    if copied and own.get("use_swa") and SLIDING not in (keys.get("layer_types") or ()):
+        keys = keys | {"layer_types": None}
+    windows = _windows(keys, own, layers.num_hidden_layers, name)
     of_qwen3_5 = str(text.get("model_type")).startswith("qwen3_5")
     factor = _rotary_factor(text) if of_qwen3_5 else None
     size: Any = layers.head_dim

@@ -17,7 +17,7 @@ from mlx_lm.models import gemma4_text
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.draft_checkpoint import Config, number
-from mlx_speculation.models.checkpoints.gemma_layers import gemma_args
+from mlx_speculation.models.checkpoints.gemma_layers import act_of, gemma_args
 from mlx_speculation.models.dflash import (
     DFlashSettings,
     block_settings,
@@ -79,8 +79,9 @@ def read_settings(config: Config) -> DSparkSettings:
         )
     _check_taps(config)
     gemma = _gemma(config, text)
-    acts = ("gelu_pytorch_tanh",) if gemma is not None else ("silu", "swish")
-    blocks = block_settings(config, NAME, anchor="samples", acts=acts)
+    blocks = block_settings(
+        config, NAME, anchor="samples", act=act_of(gemma), copied=True
+    )
     rank = own.get("markov_rank") or 0
     kind: Any = own.get("markov_head_type") or "vanilla"
     if kind not in get_args(Markov):

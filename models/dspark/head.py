@@ -151,7 +151,7 @@ class DSpark(DFlash):
         if snr is None:
             return found
         masks = block.shape[1] - 1
-        levels = mx.array([snr.most] + [snr.least] * masks)
+        levels = [snr.most] + [snr.least] * masks
         features = level_features(levels, snr.least, snr.most).astype(found.dtype)
         added = self.head.log_snr
         out: mx.array = found + added.log_snr_fc2(nn.silu(added.log_snr_fc1(features)))

@@ -6,10 +6,15 @@ With e = W1[the token before], g the block's state, and W2 back to the vocabular
     gated     W2 (sigmoid(G [g | e] + b) * e)
     rnn       o, c, out = thirds of J [s | e | g] + b;  W2 tanh(out), and then
               s = sigmoid(o) * s + (1 - sigmoid(o)) * tanh(c), from 0 in every block
+
+Biases are there where files have them.
 """
+
+from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlx_speculation.models.dspark.config import Markov
 
@@ -32,9 +37,9 @@ class MarkovHead(nn.Module):
         self.markov_w1 = nn.Embedding(rows, rank)
         self.markov_w2 = nn.Linear(rank, columns, bias=False)
         if kind == "gated":
-            self.gate_proj = nn.Linear(dim + rank, rank)
+            self.gate_proj = nn.Linear(dim + rank, rank, bias=False)
         elif kind == "rnn":
-            self.joint_proj = nn.Linear(2 * rank + dim, 3 * rank)
+            self.joint_proj = nn.Linear(2 * rank + dim, 3 * rank, bias=False)
 
     def before(self, token: mx.array) -> mx.array:
         """Return the embedding of the token before, [1, rank] of [1]."""
@@ -74,7 +79,7 @@ class ConfidenceHead(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.proj = nn.Linear(width, 1)
+        self.proj = nn.Linear(width, 1, bias=False)
 
     def logit(self, state: mx.array, before: mx.array | None) -> mx.array:
         """Return the logit of the probability, float32 [1].
@@ -84,8 +89,9 @@ class ConfidenceHead(nn.Module):
             before: the embedding of the token before, [1, rank], if it reads that.
         """
         read = state if before is None else mx.concatenate([state, before], axis=-1)
-        weight = self.proj.weight.astype(mx.float32)
-        found = read.astype(mx.float32) @ weight.T + self.proj.bias.astype(mx.float32)
+        found = read.astype(mx.float32) @ self.proj.weight.astype(mx.float32).T
+        if "bias" in self.proj:
+            found = found + self.proj.bias.astype(mx.float32)
         return found[:, 0]
 
 
@@ -94,19 +100,21 @@ class LogSnrEmbedding(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.log_snr_fc1 = nn.Linear(_FEATURES, dim)
-        self.log_snr_fc2 = nn.Linear(dim, dim)
+        self.log_snr_fc1 = nn.Linear(_FEATURES, dim, bias=False)
+        self.log_snr_fc2 = nn.Linear(dim, dim, bias=False)
 
 
 _FEATURES = 128
 
 
-def level_features(levels: mx.array, least: float, most: float) -> mx.array:
-    """Return [sin(t f) | cos(t f)] of levels [rows], float32 [rows, 128].
+def level_features(levels: Sequence[float], least: float, most: float) -> mx.array:
+    """Return [sin(t f) | cos(t f)] of levels, float32 [levels, 128].
 
     t goes from 0 for the least level to 1000 for the most; f_i = 10000 ** (-i / 64).
     """
     half = _FEATURES // 2
-    times = 1000 * (levels - least) / (most - least)
-    angles = times[:, None] * mx.power(10000.0, -mx.arange(half) / half)
-    return mx.concatenate([mx.sin(angles), mx.cos(angles)], axis=-1)
+    times = 1000 * (np.array(levels) - least) / (most - least)
+    # In float64: an angle of 1000 has errors that show in float32.
+    angles = times[:, None] * 10000.0 ** (-np.arange(half) / half)
+    features = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
+    return mx.array(features.astype(np.float32))

@@ -27,7 +27,7 @@ from mlx_speculation.models.checkpoints.draft_checkpoint import (
     number,
     whole_numbers,
 )
-from mlx_speculation.models.checkpoints.gemma_layers import gemma_args
+from mlx_speculation.models.checkpoints.gemma_layers import act_of, gemma_args
 from mlx_speculation.models.checkpoints.joined_head import check_layers
 from mlx_speculation.models.config_json import nested
 
@@ -114,8 +114,7 @@ def read_settings(config: Config) -> EagleSettings:
             "drafter."
         )
     gemma = _gemma(config, own)
-    acts = ("silu", "swish") if gemma is None else ("gelu_pytorch_tanh",)
-    layer = layer_args(own, NAME, llama.ModelArgs, acts=acts)
+    layer = layer_args(own, NAME, llama.ModelArgs, act=act_of(gemma))
     speculators = config.get("speculators_model_type") == "eagle3"
     vocab = config.get("draft_vocab_size")
     target = number(config, "target_hidden_size", NAME, layer.hidden_size)

@@ -29,6 +29,8 @@ def test_numbers_are_those_of_the_format() -> None:
     np.testing.assert_array_equal(
         np.array(found["a.weight"].astype(mx.float32)), expected
     )
+    found = unpacked({**weights, "norm.weight": mx.ones(2)})
+    assert found["a.weight"].dtype == mx.float32
 
 
 def test_weights_that_are_not_packed_stay() -> None:

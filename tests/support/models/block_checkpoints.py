@@ -127,7 +127,7 @@ def _gemma(layers: tuple[int, ...]) -> Config:
     return _deepspec(
         architectures=["Gemma4DSparkModel"],
         model_type="gemma4_text",
-        hidden_act="gelu_pytorch_tanh",
+        hidden_activation="gelu_pytorch_tanh",
         global_head_dim=2 * HEAD_DIM,
         num_global_key_value_heads=1,
         attention_k_eq_v=True,

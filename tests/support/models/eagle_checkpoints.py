@@ -61,7 +61,7 @@ class Dialect:
 
 _GEMMA = {
     "model_type": "gemma4_text",
-    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
     "global_head_dim": 2 * HEAD_DIM,
     "num_global_key_value_heads": 1,
     "attention_k_eq_v": True,
