@@ -270,17 +270,17 @@ def portable_vocabulary(tokenizer: Any) -> PortableVocabulary:
     return PortableVocabulary(backend.to_str(), end)
 
 
-def unusable(reason: str, grammar: str) -> InvalidRequestError:
-    """Return the error of a grammar that the library refuses."""
+def unusable(reason: str, grammar: str, kind: str = "grammar") -> InvalidRequestError:
+    """Return the error of a grammar, or what `kind` says, that the library refuses."""
     return InvalidRequestError(
-        f"The grammar cannot be used: {_plain(reason)}. It is: {_shortened(grammar)}"
+        f"The {kind} cannot be used: {_plain(reason)}. It is: {_shortened(grammar)}"
     )
 
 
-def not_enforced(warnings: str) -> InvalidRequestError:
+def not_enforced(warnings: str, kind: str = "grammar") -> InvalidRequestError:
     """Return the error of a grammar that the library would not follow in all parts."""
     return InvalidRequestError(
-        f"A part of the grammar would not be enforced: {warnings}. Leave it out, and "
+        f"A part of the {kind} would not be enforced: {warnings}. Leave it out, and "
         "check it afterwards."
     )
 

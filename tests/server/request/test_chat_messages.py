@@ -165,8 +165,31 @@ def test_a_text_fits_its_schema(chat: Callable[..., Any]) -> None:
 
 def test_a_schema_that_cannot_be_used_is_refused(chat: Callable[..., Any]) -> None:
     wrong = {"type": "json_schema", "json_schema": {"schema": {"type": "colour"}}}
-    with pytest.raises(openai.BadRequestError, match="grammar cannot be used"):
+    with pytest.raises(openai.BadRequestError, match="JSON schema cannot be") as error:
         chat(response_format=wrong)
+    assert error.value.param == "response_format"
+
+
+@pytest.mark.parametrize(
+    ("misplaced", "words"),
+    [
+        ({"schema": {"type": "object"}}, r"as response_format\.json_schema\.schema"),
+        ({"json_schema": {"type": "object"}}, r"json_schema\.schema is None"),
+    ],
+)
+def test_a_misplaced_schema_is_told_its_place(
+    misplaced: dict[str, Any], words: str, chat: Callable[..., Any]
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=words):
+        chat(response_format={"type": "json_schema", **misplaced})
+
+
+def test_tools_that_cannot_be_used_are_named(chat: Callable[..., Any]) -> None:
+    tool = {"name": "paint", "parameters": {"type": "colour"}}
+    tools = [{"type": "function", "function": tool}]
+    with pytest.raises(openai.BadRequestError, match="grammar of the tools") as error:
+        chat(tools=tools, tool_choice="required")
+    assert error.value.param == "tools"
 
 
 def test_a_schema_is_refused_where_the_model_thinks_first(

@@ -100,12 +100,12 @@ class Fields:
         needed = " or ".join(repr(one) for one in allowed)
         raise self.wrong(name, value, needed or "nothing, since it is not offered,")
 
-    def end(self) -> None:
-        """Refuse what nobody has taken."""
+    def end(self, advice: str = "Leave it out.") -> None:
+        """Refuse what nobody has taken, and say what to do instead."""
         for name in (*self._left, *self._nulls):
             known_as = self._where + name[:100]
             raise invalid(
-                f"{known_as!r} is not known here. Leave it out.",
+                f"{known_as!r} is not known here. {advice}",
                 param=known_as,
                 code="unknown_parameter",
             )

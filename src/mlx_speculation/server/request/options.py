@@ -105,7 +105,7 @@ def schema(fields: Fields, *, calls: bool) -> dict[str, Any] | None:
     if kind is None:
         raise inner.wrong("type", None, "'text', 'json_object' or 'json_schema'")
     described = inner.object("json_schema")
-    inner.end()
+    inner.end("A schema is given as response_format.json_schema.schema.")
     if kind == "text":
         return None
     if calls:
@@ -120,10 +120,10 @@ def schema(fields: Fields, *, calls: bool) -> dict[str, Any] | None:
         raise inner.wrong("json_schema", None, "an object with a schema")
     details = Fields(described, "response_format.json_schema.")
     found = details.object("schema")
-    details.without_effect("name", "description", "strict")
-    details.end()
     if found is None:
         raise details.wrong("schema", None, "a JSON schema")
+    details.without_effect("name", "description", "strict")
+    details.end()
     size = len(json.dumps(found))
     if size > LARGEST_SCHEMA:
         raise invalid(

@@ -39,6 +39,7 @@ OUT_OF_MEMORY = 3 << 8  # as waitpid says it; the status is template_process's
 UNUSABLE, NOT_ENFORCED = b"u", b"w"
 LARK = "lark:"  # before a grammar; as in template_process, which cannot be imported
 FIELD, CODE = "response_format", "schema_limit"
+TOOLS = "tools"  # whose parameters are schemas as well
 CLOSING = "The server is shutting down."
 LOST = "The process that compiles schemas has ended. Try again."
 
@@ -65,9 +66,10 @@ class SchemaCompilers:
             check: called while it waits; raises where waiting is of no use.
 
         Raises:
-            ApiError: a limit was hit, or there is no process.
+            ApiError: the schema cannot be used, a limit was hit, or there is no
+                process.
             ConstraintError: what may come first is not known.
-            InvalidRequestError: the schema or the tokenizer cannot be used.
+            InvalidRequestError: the tokenizer cannot be used.
             MissingLibraryError: llguidance is not installed.
         """
 
@@ -112,10 +114,8 @@ class SchemaCompilers:
     def _constraint(
         self, template: Template, child: ChildProcess, schema: str, answer: bytes
     ) -> SchemaConstraint:
-        if answer[:1] == UNUSABLE:
-            raise unusable(answer[1:].decode(), schema)
-        if answer[:1] == NOT_ENFORCED:
-            raise not_enforced(answer[1:].decode())
+        if answer[:1] in (UNUSABLE, NOT_ENFORCED):
+            raise _refused(schema, answer)
         return SchemaConstraint(
             child.channel,
             answer,
@@ -198,6 +198,15 @@ class SchemaCompilers:
             FIELD,
             code=CODE,
         )
+
+
+def _refused(schema: str, answer: bytes) -> ApiError:
+    """Return what a client learns of a schema that the library does not take."""
+    calls, reason = schema.startswith(LARK), answer[1:].decode()
+    field, kind = (TOOLS, "grammar of the tools") if calls else (FIELD, "JSON schema")
+    if answer[:1] == NOT_ENFORCED:
+        return invalid(str(not_enforced(reason, kind)), field)
+    return invalid(str(unusable(reason, schema, kind)), field)
 
 
 def _take(places: threading.Semaphore, waiting: Callable[[], None]) -> None:
