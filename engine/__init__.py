@@ -21,6 +21,7 @@ from mlx_speculation.engine.drafters.gemma_assistant import (
 )
 from mlx_speculation.engine.drafters.mtp import MtpDraft, MtpDrafter
 from mlx_speculation.engine.drafters.reduced_vocabulary import reduced_vocabulary
+from mlx_speculation.engine.drafters.source import DraftSource
 from mlx_speculation.engine.generator import SpeculativeGenerator
 from mlx_speculation.engine.lookup.drafter import LookupDrafter
 from mlx_speculation.engine.mlx_lm_compat.response import SpeculativeResponse
@@ -47,6 +48,7 @@ __all__ = [
     "DSparkDraft",
     "Draft",
     "DraftLengthPolicy",
+    "DraftSource",
     "Drafter",
     "DrafterFault",
     "EagleDraft",

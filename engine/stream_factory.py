@@ -254,7 +254,8 @@ class StreamFactory:
         if running is not None and not running.ended:
             raise InvalidRequestError(
                 "The drafter serves 1 open stream, and a second one was asked for. "
-                "Close the first, or pass a draft model instead of a drafter."
+                "Close the first, or pass a DraftSource, which opens a drafter for "
+                "each stream."
             )
         if source is None:
             return None

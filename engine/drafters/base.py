@@ -21,7 +21,11 @@ class Choose(Protocol):
     def __call__(
         self, logits: mx.array, rows: Rows, ids: mx.array | None = None
     ) -> Proposal:
-        """Choose one token per row of logits [rows, vocab], or [rows, n] of `ids`."""
+        """Choose one token per row of logits [rows, vocab], or [rows, n] of `ids`.
+
+        `rows` is `sequence.rows(ahead)`: what precedes the row. `ahead` holds the
+        tokens that this draft has chosen before it, integers [m]; None at the first.
+        """
         ...
 
 
@@ -294,6 +298,12 @@ def _check_rows(logits: Any, rows: Any, ids: Any) -> None:
         raise InvalidRequestError(
             f"choose was given logits of shape {shape} for {count} rows, and [rows, "
             "vocab] is needed. Pass choose(logits[-1:], sequence.rows(ahead))."
+        )
+    if rows.ahead is not None and not _holds_ids(rows.ahead):
+        raise InvalidRequestError(
+            f"sequence.rows was given {_said(rows.ahead)}, and the tokens chosen so "
+            "far in this draft, whole numbers [m], or None are needed. Pass "
+            "sequence.rows(Draft.of(choices).tokens if choices else None)."
         )
     if ids is not None and (not _holds_ids(ids) or len(ids) != shape[1]):
         raise InvalidRequestError(

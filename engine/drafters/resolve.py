@@ -50,6 +50,7 @@ from mlx_speculation.models.mtp import usual_convention
 from mlx_speculation.warn import notice
 
 ATTRIBUTE = "_mlx_speculation_draft"
+_METHODS = ("begin", "propose", "settle", "discard")  # of a `Drafter`
 # Whatever a generator takes as its draft.
 DraftArgument = nn.Module | Drafter | DraftSource | str | Path
 
@@ -164,15 +165,27 @@ def _source_of(draft: Any, target: TargetInfo) -> DraftSource:
     """Return the source of a draft that was passed as an object."""
     if isinstance(draft, Cascade):
         return Cascade(*(_member(each, target) for each in draft.drafters))
+    if isinstance(draft, type):
+        raise InvalidRequestError(
+            f"draft is the class {draft.__name__}, and an object is needed. Pass "
+            f"{draft.__name__}(...)."
+        )
     if isinstance(draft, DraftSource):
         return draft
     if isinstance(draft, nn.Module):
         return ModelSource(draft)
     if isinstance(draft, Drafter):
         return UserDrafter(draft)
+    name = type(draft).__name__
+    missing = [each for each in _METHODS if not hasattr(draft, each)]
+    if len(missing) < len(_METHODS):
+        raise InvalidRequestError(
+            f"draft is of the class {name}, which lacks {', '.join(missing)} of a "
+            f"Drafter's methods {', '.join(_METHODS)}. Add what is missing."
+        )
     raise InvalidRequestError(
-        f"draft is a {type(draft).__name__}, and an mlx-lm model, a Drafter, an "
-        "MtpDraft, a path, 'mtp', 'auto', 'lookup' or None is needed."
+        f"draft is a {name}, and an mlx-lm model, a Drafter, an MtpDraft, a path, "
+        "'mtp', 'auto', 'lookup' or None is needed."
     )
 
 

@@ -343,6 +343,25 @@ def test_what_a_drafter_passes_to_choose_is_its_own_fault(
     assert result.tokens == plain_text("custom", GREEDY)
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("ahead", [1, mx.array([1.0]), mx.array([[1]])], ids=str)
+def test_what_a_drafter_says_is_ahead_is_its_own_fault(
+    ahead: Any, sampling: Sampling
+) -> None:
+    """The place of a token, as a number, ended the text with an AttributeError."""
+
+    class Misplacing(ScriptedDrafter):
+        def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+            return Draft.of([choose(mx.zeros((1, 256)), sequence.rows(ahead))])
+
+    generator = SpeculativeGenerator(
+        target_of("custom"), byte_tokenizer(), draft=Misplacing([], 0), draft_length=2
+    )
+    with pytest.warns(DrafterFaultWarning, match="sequence.rows was given a"):
+        result = generator.generate(PROMPT, max_tokens=TOKENS, sampling=sampling)
+    assert result.tokens == plain_text("custom", sampling)
+
+
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
 def test_a_drafters_nan_leaves_proper_probabilities(acceptance: Any) -> None:
     """They decide what is accepted, and a NaN among them would go into the text."""

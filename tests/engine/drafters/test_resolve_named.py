@@ -16,6 +16,7 @@ import pytest
 from mlx_speculation import (
     DraftNotice,
     InvalidRequestError,
+    LookupDrafter,
     MtpDraft,
     TokenizerMismatchError,
     demo_models,
@@ -40,6 +41,27 @@ def text(model: Any, tokenizer: Any, **options: Any) -> tuple[list[int], Any]:
         stream_generate(model, tokenizer, PROMPT, 16, num_draft_tokens=3, **options)
     )
     return [response.token for response in responses], responses[-1].stats
+
+
+class Unfinished:
+    """A drafter that cannot be told what was accepted."""
+
+    def begin(self, sequence: Any) -> None: ...
+
+    def propose(self, sequence: Any, limit: int, choose: Any) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("draft", "words"),
+    [
+        (Unfinished(), "class Unfinished, which lacks settle, discard"),
+        (LookupDrafter, r"the class LookupDrafter.*Pass LookupDrafter\(\.\.\.\)"),
+        (3, "draft is a int"),
+    ],
+)
+def test_what_is_no_drafter_is_told_why(draft: Any, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        resolve(draft, TargetInfo(build("llama"), byte_tokenizer(), None, 255))
 
 
 def source(name: Any, model: Any, tokenizer: Any) -> DraftSource:
