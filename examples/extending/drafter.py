@@ -6,9 +6,16 @@ A wrong proposal costs time and never changes the text. The protocol is
 
 import warnings
 from itertools import pairwise
+from typing import Any
 
-from mlx_speculation import DrafterFaultWarning, SpeculativeGenerator, demo_models
-from mlx_speculation.engine import Choose, Draft, Sequence
+from mlx_speculation import (
+    DrafterFaultWarning,
+    Sampling,
+    SpeculativeGenerator,
+    demo_models,
+)
+from mlx_speculation.engine import Choose, Draft, DraftSource, Sequence
+from mlx_speculation.models import Lane
 
 # isort: split
 import mlx.core as mx  # last: this order brings a fast BLAS on a Linux CPU
@@ -58,3 +65,48 @@ with warnings.catch_warnings():
 
 assert result.tokens == plain.tokens
 print(result.stats.drafter_faults[0].reason)
+
+
+class PairsSource(DraftSource):
+    def open(
+        self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
+    ) -> Pairs:
+        return Pairs()
+
+
+several = SpeculativeGenerator(
+    generator.model, generator.tokenizer, draft=PairsSource(), draft_length=4
+)
+results = several.generate_batch([prompt, "import os\n"], max_tokens=64)
+
+assert results[0].tokens == plain.tokens
+print([result.stats.accepted for result in results])
+
+
+class Rising:
+    """Drafts with logits: they say that the next token id is the likeliest."""
+
+    def begin(self, sequence: Sequence) -> None: ...
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        token, ahead, choices = mx.array(sequence.tokens[-1:]), None, []
+        for _ in range(limit):
+            logits = mx.where(mx.arange(2048) == token + 1, 5.0, 0.0)  # [vocab]
+            choices.append(choose(logits[None], sequence.rows(ahead)))
+            token, ahead = choices[-1].tokens, Draft.of(choices).tokens
+        return Draft.of(choices, source="rising")
+
+    def settle(self, accepted: int) -> None: ...
+
+    def discard(self) -> None: ...
+
+
+rising = SpeculativeGenerator(
+    generator.model, generator.tokenizer, draft=Rising(), draft_length=2
+)
+sampling = Sampling(temperature=0.9, seed=3)
+result = rising.generate(prompt, max_tokens=32, sampling=sampling)
+plain = rising.generate(prompt, max_tokens=32, sampling=sampling, draft_length=0)
+
+assert result.tokens == plain.tokens
+print(result.stats.sources["rising"])

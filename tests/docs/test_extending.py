@@ -1,4 +1,4 @@
-"""The page on extending shows what its programs do, and the programs run."""
+"""The pages on extending show what its programs do, and the programs run."""
 
 import re
 from pathlib import Path
@@ -9,6 +9,7 @@ from support.processes.reader import Reader
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/extending.md").read_text("utf-8")
+DRAFTER_PAGE = (ROOT / "docs/new_drafter.md").read_text("utf-8")
 PROGRAMS = {
     "A new drafter": "drafter",
     "A new cache kind": "cache_kind",
@@ -17,7 +18,8 @@ PROGRAMS = {
 }
 # What each of them prints last, so that one that stops early is found.
 SAYS = {
-    "drafter": r"accepted=[1-9]\d*\)\nRuntimeError: out of ideas\n$",
+    "drafter": r"accepted=[1-9]\d*\)\nRuntimeError: out of ideas\n"
+    r"\[[1-9]\d*, [1-9]\d*\]\nSourceCounts\(drafts=[1-9]\d*, .*\)\n$",
     "cache_kind": r"^[1-9]\d* of \d+ drafted tokens accepted\n$",
     "mtp_family": r"^[1-9]\d* tokens drafted by a random head\n$",
     "constraint": r"^[1-9]\d* of \d+ drafted tokens accepted\n$",
@@ -29,13 +31,15 @@ def program(name: str) -> Path:
 
 
 def blocks() -> dict[str, list[str]]:
-    """Return the Python blocks of the page, by the heading that they are under."""
-    found = {}
-    for part in PAGE.split("\n## ")[1:]:
-        shown = re.findall(r"```python\n(.*?)```", part, flags=re.DOTALL)
-        if shown:
-            found[part.splitlines()[0]] = shown
-    return found
+    """Return the Python blocks of the pages, by the heading that they are under."""
+    found = {"A new drafter": shown(DRAFTER_PAGE)}
+    parts = {part.splitlines()[0]: shown(part) for part in PAGE.split("\n## ")[1:]}
+    return found | {heading: code for heading, code in parts.items() if code}
+
+
+def shown(text: str) -> list[str]:
+    """Return the Python blocks of a text."""
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 
 
 @pytest.mark.parametrize("name", SAYS)

@@ -2,7 +2,7 @@
 
 The snippets of a page run one after the other in one namespace, so each of them
 defines what it uses or stands behind one that does. Paths lead to the smallest bundled
-model. Those of docs/extending.md are parts of programs: tests/docs/test_extending.py.
+model. Those of `ELSEWHERE` are parts of programs: tests/docs/test_extending.py.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ ADDRESS = "http://127.0.0.1:8080"
 SHOWN = {
     name_of(page): blocks(page, "python") for page in TEXTS if blocks(page, "python")
 }
-ELSEWHERE = {"docs/extending.md"}
+ELSEWHERE = {"docs/extending.md", "docs/new_drafter.md"}
 
 
 @pytest.fixture(name="folder", scope="module")
