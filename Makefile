@@ -41,7 +41,7 @@ docs: environment
 
 test: environment
 	@sh scripts/run_stages.sh \
-		"docs: $(BUILD_DOCS)" \
+		"docs&: exec env $(BUILD_DOCS)" \
 		"ruff: $(BIN)/ruff check && $(BIN)/ruff format --check" \
 		"mypy: $(BIN)/mypy" \
 		"pytest: $(PYTEST)"

@@ -41,9 +41,46 @@ def test_a_stage_that_fails_is_the_last_and_its_status_is_kept(status: int) -> N
     )
 
 
-def test_ctrl_c_ends_the_stage_and_the_rest() -> None:
+def test_a_stage_runs_beside_the_others_and_the_last_waits_for_it() -> None:
+    begun = time.monotonic()
+    done = run("slow&: sleep 2; echo slow", "one: sleep 2; echo one", "last: echo last")
+    assert time.monotonic() - begun < 3.9
+    assert done.returncode == 0
+    *said, last = done.stdout.splitlines()
+    assert said == ["one", "slow", "last"]
+    assert re.fullmatch(r"stages: one \d s, slow \d s, last \d s", last), last
+
+
+def test_the_last_does_not_run_after_a_failure_beside_it() -> None:
+    done = run("bad&: echo no; exit 3", "one: sleep 1; echo one", "last: echo last")
+    assert done.returncode == 3
+    *said, last = done.stdout.splitlines()
+    assert said == ["one", "no"]
+    found = r"stages: one \d+ s, bad \d+ s \(failed with status 3\)"
+    assert re.fullmatch(found, last), last
+
+
+def test_a_failure_ends_what_runs_beside_it(tmp_path: Path) -> None:
+    file, begun = tmp_path / "id", time.monotonic()
+    beside = f"slow&: echo $$ > {file}; exec sleep 60"
+    done = run(beside, f"bad: until [ -s {file} ]; do :; done; exit 4", "last: echo no")
+    assert time.monotonic() - begun < 30
+    assert done.returncode == 4
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(file.read_text()), 0)
+    assert re.fullmatch(r"stages: bad \d s \(failed with status 4\)\n", done.stdout), (
+        done.stdout
+    )
+
+
+def test_ctrl_c_ends_the_stages_and_the_rest() -> None:
+    stages = (
+        "beside&: exec sleep 60",
+        "long: echo begun; exec sleep 60",
+        "never: echo no",
+    )
     with subprocess.Popen(
-        ["sh", SCRIPT, "long: echo begun; exec sleep 60", "never: echo not me"],
+        ["sh", SCRIPT, *stages],
         stdout=subprocess.PIPE,
         text=True,
         process_group=0,
@@ -69,5 +106,5 @@ def test_make_ends_with_the_stages() -> None:
         check=True,
     ).stdout
     command = shown[shown.index("sh scripts/run_stages.sh") :]
-    assert re.findall(r'"(\w+): ', command) == ["docs", "ruff", "mypy", "pytest"]
+    assert re.findall(r'"(\w+&?): ', command) == ["docs&", "ruff", "mypy", "pytest"]
     assert "--durations=10" in command
