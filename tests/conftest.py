@@ -88,7 +88,7 @@ def _reader() -> Iterator[Reader]:
 def _usual_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let EAGLE heads read the usual layers; a probe of the bundled one takes seconds.
 
-    The probe is tested in tests/models/eagle, and on that head in test_eagle.py.
+    The probe is tested in tests/models/eagle, on that head in test_resolve_named.py.
     """
 
     def usual(head: Any, model: Any, readings: Any, starts: Any) -> Any:

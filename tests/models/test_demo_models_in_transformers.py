@@ -23,7 +23,11 @@ def _text() -> list[int]:
     return [int(token) for token in tokenizer.encode(demo_prompts()[0].text)][:104]
 
 
-@pytest.mark.parametrize("name", ["dense", "sliding", "hybrid", "draft"])
+@pytest.mark.parametrize(
+    "name",
+    # The draft is of the dense one's classes.
+    [pytest.param("dense", marks=pytest.mark.slow), "sliding", "hybrid", "draft"],
+)
 def test_the_bundled_models_are_the_same_in_transformers(
     name: str, text: list[int]
 ) -> None:

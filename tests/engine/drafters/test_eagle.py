@@ -219,6 +219,7 @@ def test_a_folder_with_a_head_is_known_by_its_config(tmp_path: Path) -> None:
         SpeculativeGenerator.from_pretrained(demo_models()["dense"], draft=folder)
 
 
+@pytest.mark.slow  # test_resolve_named.py loads it by a probe, and it is right at times
 def test_the_trained_head_is_as_right_as_in_its_training() -> None:
     """Held-out code: 0.914 of first drafts, and 3.03 of 4, on 64 windows."""
     made = SpeculativeGenerator.from_pretrained(

@@ -468,9 +468,8 @@ def code(tokens: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    "temperature", [0.0, pytest.param(0.8, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # the next ones load it, and see that it guesses above chance
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_trained_assistant_is_often_right(temperature: float) -> None:
     """On the sliding demo target, past its window of 96; a random one has 2 % there."""
     sampling = Sampling(temperature=temperature, seed=3)

@@ -30,8 +30,6 @@ from support.models.demo_folders import probed_hybrid
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
-pytestmark = pytest.mark.usefixtures("usual_layers")
-
 PROMPT = "def read(path):"
 SOURCES = {"draft": "model", "eagle": "eagle"}
 
@@ -107,6 +105,7 @@ def test_auto_says_once_why_it_takes_a_lookup() -> None:
     assert not stats.drafter_faults
 
 
+@pytest.mark.usefixtures("usual_layers")
 def test_what_was_loaded_is_kept_until_another_name_is_asked_for() -> None:
     model, tokenizer = load(demo_models()["dense"])
     path = str(demo_models()["draft"])
@@ -122,6 +121,7 @@ def test_what_was_loaded_is_kept_until_another_name_is_asked_for() -> None:
     assert resolve_module.ATTRIBUTE not in dict(model.parameters())
 
 
+@pytest.mark.usefixtures("usual_layers")
 def test_what_was_loaded_goes_with_its_target() -> None:
     model, tokenizer = load(demo_models()["dense"])
     gone = weakref.ref(source(demo_models()["eagle"], model, tokenizer))
