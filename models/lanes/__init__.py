@@ -9,13 +9,8 @@ from mlx_speculation.models.lanes.batch_states import BatchStates, Unread
 from mlx_speculation.models.lanes.committed_states import CommittedStates
 from mlx_speculation.models.lanes.fixed_shape import check_fixed_shape
 from mlx_speculation.models.lanes.install_hooks import ModelHooks
-from mlx_speculation.models.lanes.lane import (
-    PREFILL_STEP,
-    Lane,
-    LaneRound,
-    Sliding,
-    usual_prefill_step,
-)
+from mlx_speculation.models.lanes.lane import Lane, LaneRound, Sliding
+from mlx_speculation.models.lanes.prefill_step import PREFILL_STEP, usual_prefill_step
 from mlx_speculation.models.lanes.restore_points import RestorePoints
 
 __all__ = [

@@ -35,6 +35,7 @@ from mlx_speculation.models.exclusions import takes_key_steps
 from mlx_speculation.models.introspect.hidden_states import HiddenStates
 from mlx_speculation.models.introspect.taps import States
 from mlx_speculation.models.lanes.committed_states import CommittedStates
+from mlx_speculation.models.lanes.prefill_step import PREFILL_STEP
 from mlx_speculation.models.lanes.restore_points import RestorePoints
 from mlx_speculation.models.recurrent.recorder import noting_reruns
 from mlx_speculation.models.round_context import (
@@ -43,19 +44,10 @@ from mlx_speculation.models.round_context import (
     rows_of_a_round,
 )
 
-PREFILL_STEP = 2048
-# On a CPU a chunk of 2048 takes half a minute, and Ctrl-C waits for its end.
-CPU_PREFILL_STEP = 256
 COUNTED_EVERY = 64  # rounds; to look at one takes some ten microseconds a layer
 
 Replaced = list[tuple[int, Any]]
 Sliding = Literal["slack", "native"]
-
-
-def usual_prefill_step() -> int:
-    """Return how many tokens of a prompt are read at once where nobody says it."""
-    on_cpu = mx.default_device() == mx.cpu
-    return CPU_PREFILL_STEP if on_cpu else PREFILL_STEP
 
 
 class Lane:
@@ -83,6 +75,7 @@ class Lane:
         guesses: whether its tokens only propose. Prompts are then read in the ways of a
             round too, see `models.round_context`: faster, and other than mlx's by
             rounding.
+        run: what is called for a forward: the model, or a request's `ImageForward`.
 
     Raises:
         UnsupportedCacheError: a cache is of an unknown kind, or holds a batch.
@@ -102,6 +95,7 @@ class Lane:
         if caches is None:
             caches = with_slack(own) if sliding == "slack" else own
         self.model = model
+        self.run: Callable[..., mx.array] = model
         self.caches = caches
         self.shape = shape
         self.seen = seen
@@ -175,6 +169,11 @@ class Lane:
         """Let the caches hold the tokens of a snapshot that begins at the first."""
         restore(held, self.caches)
         self.seen = held.stop
+
+    def skip(self, count: int) -> None:
+        """Leave out the next `count` tokens: the caches will not hold them."""
+        self.seen += count
+        self._unknown -= count
 
     def feed(
         self,
@@ -302,7 +301,7 @@ class LaneRound:
             return self._fixed(tokens, lane.shape)
         if lane.compiled is not None and lane.compiled.serves(lane.caches, len(tokens)):
             return lane.compiled.forward(tokens, lane.caches)
-        model, presented = lane.model, self._speculation.caches
+        run, presented = lane.run, self._speculation.caches
         if self._whole and not lane.guesses:  # a plain step, or part of a prompt
             ways: AbstractContextManager[None] = plain_step(len(tokens))
         else:
@@ -310,10 +309,10 @@ class LaneRound:
         logits: mx.array
         if self._taps is None:
             with ways:
-                logits = model(tokens[None], cache=presented)
+                logits = run(tokens[None], cache=presented)
         else:
             with self._taps.collect(self._hidden), ways:
-                logits = model(tokens[None], cache=presented)
+                logits = run(tokens[None], cache=presented)
         return logits.squeeze(0)
 
     def _fixed(self, tokens: mx.array, shape: FixedShape) -> mx.array:
@@ -393,6 +392,6 @@ def _feed_again(
     """Feed the first `keep` of the fed tokens to caches that were rolled back."""
     tokens = mx.concatenate(fed)[:keep]
     with Speculation(lane.caches, whole=True) as again:
-        lane.model(tokens[None], cache=again.caches)
+        lane.run(tokens[None], cache=again.caches)
         again.commit(keep)
     done.append(again)
