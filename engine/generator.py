@@ -12,11 +12,7 @@ from mlx_speculation.engine.batch.calibration import calibrate_batches
 from mlx_speculation.engine.batch.prompt_list import generate_batch
 from mlx_speculation.engine.config import checked_setup
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
-from mlx_speculation.engine.draft_length.calibration import (
-    PartsTable,
-    Progress,
-    follow,
-)
+from mlx_speculation.engine.draft_length.calibration import PartsTable, Progress, follow
 from mlx_speculation.engine.draft_length.costs import CostTable
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
 from mlx_speculation.engine.drafters.resolve import DraftArgument, find_draft
@@ -26,13 +22,7 @@ from mlx_speculation.engine.prompt import Prompt
 from mlx_speculation.engine.result import Result
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.engine.stream_factory import StreamFactory
-from mlx_speculation.models import (
-    Group,
-    MtpConvention,
-    Parallel,
-    Sliding,
-    load,
-)
+from mlx_speculation.models import Group, MtpConvention, Parallel, Sliding, load
 from mlx_speculation.samplers import Acceptance, Constraint, Sampling
 
 
@@ -142,6 +132,7 @@ class SpeculativeGenerator:
         group: Group | None = None,
         parallel: Parallel = "tensor",
         exact: bool | int = False,
+        vision: bool | None = None,
     ) -> "SpeculativeGenerator":
         """Load a target, and a draft model where `draft` names one.
 
@@ -159,8 +150,9 @@ class SpeculativeGenerator:
             trust_remote_code: let code in the folders of target and draft model run.
             group: spread the target over its ranks, see the constructor. A draft
                 model is read on rank 0 alone.
-            exact: see the constructor.
             parallel: how it is spread: "tensor" or "pipeline".
+            vision: load a target that reads images, with mlx-vlm; None: where the
+                folder has a vision part and mlx-lm does not know the architecture.
 
         Raises:
             ModelFolderError: a folder is not a model, or has no whole head, or its
@@ -182,6 +174,7 @@ class SpeculativeGenerator:
             trust_remote_code=trust_remote_code,
             group=group,
             parallel=parallel,
+            vision=vision,
         )
         return cls(
             model,
@@ -367,6 +360,7 @@ class SpeculativeGenerator:
         logprob_rows: bool = False,
         yielded_only: bool = False,
         level_draft: bool = False,
+        images: SequenceOf[Any] = (),
     ) -> Stream:
         """Start a generation; nothing runs before the first chunk is asked for.
 
@@ -396,5 +390,6 @@ class SpeculativeGenerator:
             logprob_rows=logprob_rows,
             yielded_only=yielded_only,
             level_draft=level_draft,
+            images=images,
         )
         return self._streams.make(prompt, options)

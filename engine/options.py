@@ -51,6 +51,8 @@ class GenerateOptions:
             is some forwards, at most a draft's tokens, at such a close.
         level_draft: at the end, let the draft model's caches hold what the
             target's do.
+        images: what the prompt's image parts show, in their order: paths, bytes,
+            data URLs or pictures of Pillow; for a target that reads images.
     """
 
     max_tokens: int = 256
@@ -71,6 +73,7 @@ class GenerateOptions:
     logprob_rows: bool = False
     yielded_only: bool = False
     level_draft: bool = False
+    images: Sequence[Any] = ()
 
     @property
     def prefill_step(self) -> int:

@@ -19,8 +19,10 @@ class PrefixReuse:
         # over
         lanes: Callable[[], Sequence[Lane | None]],
         reach: int,  # how many tokens a round adds to a lane at most
+        keys: Sequence[int] = (),  # what stands for the tokens of a prompt with images
     ) -> None:
         self._cache, self._lanes, self._reach = cache, lanes, reach
+        self._keys = keys
 
     def begin(self, tokens: Sequence[int]) -> int:
         """Let the lanes hold what is known of `tokens`, but not the last token.
@@ -30,7 +32,7 @@ class PrefixReuse:
         """
         self._thread = threading.get_ident()
         for which, lane in self._each():
-            held = self._cache.lookup(which, tokens[:-1])
+            held = self._cache.lookup(which, self._named(tokens)[:-1])
             if held is not None:
                 lane.resume(held)
             if self._cache.stateful(which):
@@ -50,7 +52,8 @@ class PrefixReuse:
         """Keep what the lanes hold of the known `tokens`."""
         for which, lane in self._each():
             points = None if lane.points is None else lane.points.running
-            self._cache.store(which, tokens[: lane.seen], lane.caches, points)
+            named = self._named(tokens)[: lane.seen]
+            self._cache.store(which, named, lane.caches, points)
 
     def store_dropped(self, tokens: Sequence[int]) -> None:
         """Keep it when the stream is dropped before its end, if that is safe here.
@@ -65,6 +68,11 @@ class PrefixReuse:
         """Keep nothing, after an error."""
         for _, lane in self._each():
             lane.points = None
+
+    def _named(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Return what the cache knows the tokens by."""
+        keys = self._keys
+        return [*keys, *tokens[len(keys) :]] if keys else tokens
 
     def _each(self) -> list[tuple[int, Lane]]:
         """Return the lanes, each with its place in the order."""

@@ -11,10 +11,11 @@ import mlx.core as mx
 
 from mlx_speculation.caches import check_single, check_supported, position
 from mlx_speculation.errors import ContextLengthNotice, InvalidRequestError
+from mlx_speculation.models.vision import ImagePrompt
 from mlx_speculation.samplers import Rows
 
-# Text, token ids, or the messages of a chat.
-Prompt = str | SequenceOf[int] | SequenceOf[Mapping[str, Any]]
+# Text, token ids, the messages of a chat, or what a processor made of text and images.
+Prompt = str | SequenceOf[int] | SequenceOf[Mapping[str, Any]] | ImagePrompt
 
 
 @dataclass(slots=True)
@@ -25,6 +26,8 @@ class Sequence:
     # How many tokens precede them that nobody named (a prompt cache that was passed
     # without `cached_tokens`)
     start: int = 0
+    # Which of the prompt's stand for parts of images, [start, stop) of each run
+    images: tuple[tuple[int, int], ...] = ()
 
     def rows(self, ahead: mx.array | None = None, count: int = 1) -> Rows:
         """Return what precedes `count` rows, the last of which follows `ahead`."""

@@ -23,6 +23,7 @@ from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.drafters.base import Drafter, lanes_of, remember
 from mlx_speculation.engine.drafters.cascade import CascadeDrafter, open_guarded
 from mlx_speculation.engine.drafters.source import DraftSource, members_of
+from mlx_speculation.engine.image_input import ImageInput, image_input
 from mlx_speculation.engine.lookup.measured_draft import measured_draft
 from mlx_speculation.engine.memory import Weights, held_memory
 from mlx_speculation.engine.options import (
@@ -81,8 +82,11 @@ class StreamFactory:
             sampling = session.with_seed(sampling)
         sampling = sampling.with_seed()
         check_counts(options.max_tokens, options.logprobs)
+        images = image_input(setup.model, prompt, options)
         sequence, seen = setup.prompts.sequence(
-            prompt, options.prompt_cache, options.cached_tokens
+            prompt if images is None else images.tokens,
+            options.prompt_cache,
+            options.cached_tokens,
         )
         target = Lane(
             setup.model,
@@ -94,6 +98,8 @@ class StreamFactory:
         target.prefill_step = options.prefill_step
         target.prefill_progress = options.prompt_progress
         target.quantization = options.kv_quantization
+        if images is not None:
+            images.enter(sequence, target)
         statistics = Statistics()
         drafter = self._drafter(target, options.draft_cache, sequence, statistics)
         chooser = self._chooser(sampling)
@@ -138,7 +144,7 @@ class StreamFactory:
             memory=partial(
                 held_memory, self._weights, target, drafter, setup.prefix_cache
             ),
-            prefixes=self._prefixes(options, target, drafter, lengths),
+            prefixes=self._prefixes(options, target, drafter, lengths, images),
             remember=partial(remember, drafter),
             yielded_only=options.yielded_only,
             level_draft=options.level_draft,
@@ -221,6 +227,7 @@ class StreamFactory:
         target: Lane,
         drafter: Drafter | None,
         lengths: DraftLengthPolicy,
+        images: ImageInput | None,
     ) -> PrefixReuse | None:
         """Return a stream's view of the prefix cache, where it may use one."""
         cache = self._setup.prefix_cache
@@ -228,9 +235,12 @@ class StreamFactory:
             return None
 
         def lanes() -> list[Lane | None]:
-            return [target, *lanes_of(drafter)]
+            found: list[Lane | None] = [target, *lanes_of(drafter)]
+            # A draft model's caches hold nothing of images.
+            return found if images is None else [target, *[None] * (len(found) - 1)]
 
-        return PrefixReuse(cache, lanes, reach=lengths.longest + 2)
+        keys = () if images is None else images.prefix_keys
+        return PrefixReuse(cache, lanes, reach=lengths.longest + 2, keys=keys)
 
     def _drafter(
         self,

@@ -1,6 +1,7 @@
 """Loading a model and its tokenizer with mlx-lm, ready for this machine."""
 
 from collections.abc import Collection
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 from mlx_lm.utils import (
+    MODEL_REMAPPING,
     _get_classes,
     load_adapters,
     load_model,
@@ -26,6 +28,7 @@ from mlx_speculation.models.model_folder import (
 from mlx_speculation.models.mtp.files import is_leftover, sidecar_names
 from mlx_speculation.models.quantize import runs_on_linux_cpu, to_float32
 from mlx_speculation.models.sharding import Group, Parallel, check_parallel, spread
+from mlx_speculation.models.vision.load import load_vision
 
 ADAPTER = ("adapter_config.json", "adapters.safetensors")
 
@@ -37,6 +40,7 @@ def load(
     trust_remote_code: bool = False,
     group: Group | None = None,
     parallel: Parallel = "tensor",
+    vision: bool | None = False,
 ) -> tuple[nn.Module, Any]:
     """Load a model with mlx-lm, plus what this device needs.
 
@@ -50,6 +54,8 @@ def load(
         group: spread the model over its ranks; every rank calls this, and keeps its
             part of the weights.
         parallel: how: "tensor" or "pipeline".
+        vision: load it with mlx-vlm, as a target that reads images; None: where the
+            folder has a vision part, and mlx-lm does not know the architecture.
 
     Returns:
         The model and mlx-lm's tokenizer wrapper. On a Linux CPU the weights are
@@ -59,11 +65,19 @@ def load(
         ModelFolderError: the folder is not a model, or mlx-lm could not read it, or
             the adapter.
         UnsupportedModelError: the model cannot be spread so over the ranks.
-        InvalidRequestError: an adapter was named for a model that is spread.
+        InvalidRequestError: an adapter was named for a model that is spread, or either
+            of them for a vision model.
     """
     check_parallel(parallel)
     spreads = group is not None and group.size() > 1
     check_model_folder(path_or_repo)
+    if vision or (vision is None and _needs_vision(path_or_repo)):
+        if adapter_path is not None or spreads:
+            raise InvalidRequestError(
+                "vision was asked for with an adapter or a group of several ranks, and "
+                "a vision model takes neither. Fuse the adapter, and leave group out."
+            )
+        return load_vision(path_or_repo, trust_remote_code=trust_remote_code)
     if adapter_path is not None:
         if spreads:
             raise InvalidRequestError(
@@ -95,6 +109,16 @@ def load(
         spread(model, group, parallel)
         mx.eval(model.parameters())
     return model, tokenizer
+
+
+def _needs_vision(path_or_repo: str | Path) -> bool:
+    """Whether a folder has a vision part and is of no architecture of mlx-lm."""
+    config = read_config(model_folder(path_or_repo))
+    kind = config.get("model_type")
+    if "vision_config" not in config or not isinstance(kind, str):
+        return False
+    name = MODEL_REMAPPING.get(kind, kind)
+    return find_spec(f"mlx_lm.models.{name}") is None
 
 
 def _check_config(folder: Path, trust_remote_code: bool) -> None:

@@ -60,6 +60,7 @@ ORDER: dict[str, list[set[str]]] = {
         {"models/checkpoints"},
         {"models/mtp", "models/eagle", "models/dflash", "models/gemma_assistant"},
         {"models/dflash2", "models/dspark"},  # built on DFlash
+        {"models/vision"},
         {"models/load_model"},  # it leaves out what is an MTP head's
     ],
     "engine": [
@@ -124,6 +125,7 @@ NAMED_ALIKE = {
     "request": "one request",
     "options": "what a caller asks for",
     "registry": "the table of the kinds that are known",
+    "families": "which families are known, and what of them",
     "fields": "a JSON object or a file as checked fields",
     "acceptance": "how often drafted tokens are accepted",
     "restore_points": "states that are taken on the way",

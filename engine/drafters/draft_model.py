@@ -184,17 +184,20 @@ class DraftModel:
 
     def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
         """Feed what fits of all but the last token to the lane of the next `begin`."""
-        lane = self._lane
-        if len(sequence.tokens) - lane.seen <= LONGEST_LAG:
+        lag = len(sequence.tokens) - self._lane.seen
+        if lag <= LONGEST_LAG and not sequence.images:
             return True
-        return lane.feed(sequence.tokens[lane.seen : -1], fits=fits)
+        return self._feed(sequence, fits)
 
     def begin(self, sequence: Sequence) -> None:
         """Take a lane with empty caches, or the given one, and feed it the prompt."""
         self._lane = self._first_lane or self._make_lane()
         self._first_lane = None
         self._round = None
-        self._catch_up(sequence)
+        if sequence.images:
+            self._feed(sequence)
+        else:
+            self._catch_up(sequence)
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
         """Feed what the lane has not seen, then its own choices, `limit` tokens."""
@@ -232,7 +235,24 @@ class DraftModel:
     def _catch_up(self, sequence: Sequence) -> None:
         """Feed committed text that is too long for a round, all but the last token."""
         if len(sequence.tokens) - self._lane.seen > LONGEST_LAG:
-            self._lane.feed(sequence.tokens[self._lane.seen : -1])
+            self._feed(sequence)
+
+    def _feed(
+        self, sequence: Sequence, fits: Callable[[int], bool] | None = None
+    ) -> bool:
+        """Feed all but the last token, and leave out what stands for images.
+
+        The model sees no images: it reads on as if they were not there.
+        """
+        lane, tokens = self._lane, sequence.tokens
+        for start, stop in sequence.images:
+            if lane.seen < start and not lane.feed(
+                tokens[lane.seen : start], fits=fits
+            ):
+                return False
+            if lane.seen < stop:
+                lane.skip(stop - lane.seen)
+        return lane.feed(tokens[lane.seen : -1], fits=fits)
 
     def settle(self, accepted: int) -> None:
         """Keep the lag and those of the accepted tokens that were fed.

@@ -1,0 +1,85 @@
+"""What a request with images asks of its lanes, and what is refused before that."""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_speculation.engine.options import GenerateOptions
+from mlx_speculation.engine.prompt import Prompt, Sequence
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models import Lane
+from mlx_speculation.models.vision import ImageForward, ImagePrompt, VisionTarget
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInput:
+    """A checked prompt with images."""
+
+    tokens: list[int]  # its ids, placeholders included
+    forward: ImageForward  # how the target is called for it
+    prefix_keys: list[int]  # what a prefix cache knows the tokens by
+
+    def enter(self, sequence: Sequence, target: Lane) -> None:
+        """Let a stream's sequence and target know of the images."""
+        sequence.images = tuple(self.forward.slots)
+        target.run = self.forward
+
+
+def image_input(
+    model: Any, prompt: Prompt, options: GenerateOptions
+) -> ImageInput | None:
+    """Return what a request with images asks for; None: it has none.
+
+    Raises:
+        InvalidRequestError: the target reads no images, or cannot do so with the other
+            options, or an image or the prompt is of no use.
+    """
+    asked = isinstance(prompt, ImagePrompt) or len(options.images) > 0
+    if isinstance(model, VisionTarget):
+        _check_options(model, options, asked=asked)
+    elif asked:
+        raise InvalidRequestError(
+            f"Images were passed, and {type(model).__module__} reads text only. Load a "
+            "vision model with from_pretrained(path, vision=True)."
+        )
+    if not asked:
+        return None
+    made = _prompt(model, prompt, options.images)
+    forward = ImageForward(model, made)
+    return ImageInput(made.tokens, forward, made.prefix_keys(model.placeholder))
+
+
+def _prompt(
+    model: VisionTarget, prompt: Prompt, images: SequenceOf[Any]
+) -> ImagePrompt:
+    """Return a prompt as a processor makes it."""
+    if not isinstance(prompt, ImagePrompt):
+        return model.image_prompt(prompt, images)
+    if images:
+        raise InvalidRequestError(
+            f"{len(images)} images and an ImagePrompt were passed, which has its own. "
+            "Leave one of them out."
+        )
+    return prompt
+
+
+def _check_options(
+    model: VisionTarget, options: GenerateOptions, *, asked: bool
+) -> None:
+    """Refuse what was not tried, or would lose where images have moved positions to."""
+    if options.kv_quantization is not None:
+        raise InvalidRequestError(
+            f"kv_quantization was passed, and {model.family.name} was not tried with "
+            "quantized caches. Leave it out."
+        )
+    if not options.own_caches:
+        return
+    held = options.cached_tokens
+    known = None if held is None else list(held)
+    if asked or known is None or model.placeholder in known:
+        raise InvalidRequestError(
+            "prompt_cache was passed, and images decide the positions of what follows "
+            "them: pass the whole conversation with its images, and let a PrefixCache "
+            "find what is known of it. Text alone may follow cached_tokens without "
+            "images."
+        )

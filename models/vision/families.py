@@ -1,0 +1,83 @@
+"""Which families of mlx-vlm are decoded here, and why others are not.
+
+`families.toml` beside this file names every one with a vision part. One is decoded when
+its text was compared with mlx-vlm's own, with images and without, under drafts
+(tests/engine/test_vision_text.py). What is in no table is refused.
+"""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_speculation.errors import UnsupportedModelError
+
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+MLX_VLM_VERSION: str = _TABLES["mlx_vlm_version"]
+REFUSED: dict[str, str] = _TABLES["refused"]
+UNTRIED = frozenset[str](_TABLES["untried"])
+CACHES: dict[str, str] = _TABLES["caches"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family that is decoded.
+
+    Attributes:
+        name: its package under mlx_vlm.models.
+        mrope: whether positions have three axes, which images advance otherwise than
+            text, and have to be passed in every call.
+    """
+
+    name: str
+    mrope: bool = False
+
+
+SERVED = {name: Family(name, **facts) for name, facts in _TABLES["served"].items()}
+
+
+def check_family(name: Any) -> Family:
+    """Return what is known of a family.
+
+    Raises:
+        UnsupportedModelError: it is not decoded here.
+    """
+    if name in SERVED:
+        return SERVED[name]
+    if name in REFUSED:
+        why = f"{REFUSED[name]}"
+    elif name in UNTRIED:
+        why = "it has not been compared with mlx-vlm's own decoding"
+    else:
+        why = f"mlx-vlm {MLX_VLM_VERSION} has no vision model of that name"
+    raise UnsupportedModelError(
+        f"Images cannot be read with {name!r}: {why}. Models of "
+        f"{', '.join(sorted(SERVED))} can."
+    )
+
+
+def family_of(vlm: nn.Module) -> Family:
+    """Return the family of a model of mlx-vlm.
+
+    Raises:
+        UnsupportedModelError: it is not mlx-vlm's, or of a family that is not decoded
+            here, or a setting of its config is not.
+    """
+    package, _, rest = type(vlm).__module__.partition(".models.")
+    if package != "mlx_vlm":
+        raise UnsupportedModelError(
+            f"{type(vlm).__module__}.{type(vlm).__name__} is no model of mlx-vlm. Load "
+            "one with mlx_vlm.load(path)."
+        )
+    family = check_family(rest.partition(".")[0])
+    text = getattr(vlm.config, "text_config", None)
+    seen = getattr(text, "use_bidirectional_attention", None)
+    if seen:
+        raise UnsupportedModelError(
+            f"The config of this {family.name} has use_bidirectional_attention "
+            f"{seen!r}: tokens of a prompt see later ones, and prompts are read in "
+            "chunks here. Take a causal variant."
+        )
+    return family

@@ -1,0 +1,116 @@
+"""The forwards of one request with images.
+
+    [0, images_end)    the prompt up to its last image is fed as embeddings, in which
+                       the slots of images hold what the vision tower has made
+    [images_end, ...)  the rest of it, and all that is generated, is fed as token ids,
+                       at positions that the images have shifted
+
+It is called as the target is, by the caches' offset. Nothing is written to the model
+that another request would read.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.caches import position
+from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
+from mlx_speculation.models.vision.image_prompt import ImagePrompt, slots_of
+from mlx_speculation.models.vision.vision_target import VisionTarget
+
+# Fields of mlx-vlm's features that have the prompt's length on an axis, and that axis.
+_ALONG = {"position_ids": -1, "visual_pos_masks": 1, "per_layer_inputs": 1}
+# Fields that the language models served here do not read in a prefill.
+_UNREAD = {"inputs_embeds", "attention_mask_4d", "attention_mask", "rope_deltas"}
+_PER_SLOT = "deepstack_visual_embeds"
+
+
+class ImageForward:
+    """Calls the target for one request: `forward(ids [1, n], cache) -> logits`.
+
+    The vision tower runs when the first chunk is fed that holds a part of an image.
+
+    Args:
+        target: the target.
+        prompt: the request's prompt.
+
+    Attributes:
+        slots: where the slots of images are, [start, stop) of each run.
+
+    Raises:
+        InvalidRequestError: the prompt has no image, or ends with one.
+    """
+
+    def __init__(self, target: VisionTarget, prompt: ImagePrompt) -> None:
+        self._target, self._prompt = target, prompt
+        self.slots = prompt.slots(target.placeholder)
+        length = prompt.input_ids.shape[1]
+        if bool(self.slots) != bool(prompt.inputs):
+            raise InvalidRequestError(
+                f"The prompt has {len(prompt.inputs)} tensors of images, and "
+                f"{len(self.slots)} places of the token {target.placeholder} that "
+                "stands for them. Pass as many images as the text has markers for."
+            )
+        self._end = self.slots[-1][1] if self.slots else 0
+        if self._end == length:
+            raise InvalidRequestError(
+                f"The prompt's {length} tokens end with an image, and a text has to "
+                "follow it. Put the question behind the image."
+            )
+        self._features: Any = None
+        self._shift: int | None = None
+
+    def __call__(self, inputs: mx.array, cache: Any) -> mx.array:
+        """Feed token ids [1, n], and return logits [1, n, vocab]."""
+        start = position(cache) or 0
+        if start >= self._end:
+            if self._shift is None:  # the caches came with the whole of the images
+                self._read()
+            self._features = None  # as large as the prompt
+            assert self._shift is not None
+            return self._target.forward(inputs, cache, start + self._shift)
+        stop = start + inputs.shape[1]
+        more = self._part(start, stop)
+        return self._target.forward(inputs, cache, start, **more)
+
+    def _read(self) -> Any:
+        """Return the features of the whole prompt; they are computed when evaluated."""
+        if self._features is None:
+            prompt = self._prompt
+            found = self._target.vlm.get_input_embeddings(
+                prompt.input_ids,
+                mask=mx.ones_like(prompt.input_ids),
+                **{"pixel_values": None, **prompt.inputs},
+            )
+            fields = vars(found)
+            unknown = {n for n, v in fields.items() if v is not None}
+            unknown -= {*_ALONG, *_UNREAD, _PER_SLOT}
+            if unknown:
+                raise UnsupportedModelError(
+                    f"{self._target.family.name} passes {', '.join(sorted(unknown))} "
+                    "from its images to its language model, which is not known here."
+                )
+            deltas = fields.get("rope_deltas")
+            self._shift = 0 if deltas is None else int(deltas.item())
+            self._features = fields
+        return self._features
+
+    def _part(self, start: int, stop: int) -> dict[str, Any]:
+        """Return what the language model is given for tokens [start, stop)."""
+        fields = self._read()
+        # A new array: gemma3 scales what it is given in place.
+        found: dict[str, Any] = {
+            "inputs_embeds": fields["inputs_embeds"][:, start:stop]
+        }
+        for name, axis in _ALONG.items():
+            value = fields.get(name)
+            if value is not None:
+                along = value[..., start:stop] if axis == -1 else value[:, start:stop]
+                found[name] = along
+        stack = fields.get(_PER_SLOT)
+        first, last = slots_of(self.slots, start, stop)
+        if stack is not None and first < last:
+            found[_PER_SLOT] = [layer[first:last] for layer in stack]
+        else:
+            found.pop("visual_pos_masks", None)
+        return found

@@ -1,0 +1,127 @@
+"""A prompt with images: token ids, among them those that stand for an image's parts."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_speculation.errors import InvalidRequestError
+
+# A key of a slot of an image, in a prefix cache: no token id is as large.
+_LEAST_KEY = 1 << 62
+# What a processor returns beside the tensors of images.
+_OF_TEXT = ("input_ids", "attention_mask", "token_type_ids")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImagePrompt:
+    """What the processor of a vision model makes of a text and its images.
+
+        inputs = mlx_vlm.prepare_inputs(processor, images=images, prompts=text)
+        generator.stream(ImagePrompt(**inputs))
+
+    Args:
+        input_ids: token ids [1, n], with one placeholder for each slot of an image.
+        inputs: the tensors of the images, `pixel_values` and what the family has
+            beside it, as `get_input_embeddings` of the model takes them.
+
+    Raises:
+        InvalidRequestError: the ids are not those of one prompt.
+    """
+
+    input_ids: mx.array
+    inputs: Mapping[str, mx.array] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ids = self.input_ids
+        if not isinstance(ids, mx.array) or ids.ndim != 2 or ids.shape[0] != 1:
+            shape = getattr(ids, "shape", None)
+            raise InvalidRequestError(
+                f"input_ids of an ImagePrompt have shape {shape}, and [1, n] is "
+                "needed: the ids of one prompt."
+            )
+        wrong = sorted(name for name in self.inputs if name in _OF_TEXT)
+        if wrong:
+            raise InvalidRequestError(
+                f"inputs of an ImagePrompt hold {', '.join(wrong)}, and only tensors "
+                "of images belong there. Use ImagePrompt.of(inputs)."
+            )
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, Any]) -> "ImagePrompt":
+        """Take what a processor returns, `input_ids` included.
+
+        Raises:
+            InvalidRequestError: it holds audio or video, or no ids of one prompt.
+        """
+        other = [n for n in inputs if "audio" in n or "video" in n or "feature" in n]
+        if other:
+            raise InvalidRequestError(
+                f"The inputs hold {other[0]!r}, and images are all that can be read "
+                "beside text. Leave audio and video out."
+            )
+        own = {n: v for n, v in inputs.items() if n not in _OF_TEXT and v is not None}
+        return cls(inputs["input_ids"], own)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The token ids."""
+        found: Any = self.input_ids[0].tolist()
+        return list(found)
+
+    def slots(self, placeholder: int) -> list[tuple[int, int]]:
+        """Return where placeholders stand: [start, stop) of each run of them."""
+        runs, start = [], 0
+        for is_slot, run in groupby(self.tokens, lambda token: token == placeholder):
+            stop = start + len(list(run))
+            if is_slot:
+                runs.append((start, stop))
+            start = stop
+        return runs
+
+    def prefix_keys(self, placeholder: int) -> list[int]:
+        """Return the keys of the tokens for a prefix cache.
+
+        That is a token's id, and for a slot of an image a number that follows from all
+        tensors of images and the slot's place: two prompts share slots where all their
+        images are the same. With other images they share the text before the first.
+        """
+        digest = self._digest()
+        return [
+            _LEAST_KEY + (int.from_bytes(_hash(digest, place)) >> 2)
+            if token == placeholder
+            else token
+            for place, token in enumerate(self.tokens)
+        ]
+
+    def _digest(self) -> bytes:
+        found = hashlib.sha256()
+        for name, value in sorted(self.inputs.items()):
+            array = np.array(value.astype(mx.float32) if _is_float(value) else value)
+            found.update(f"{name} {array.dtype} {array.shape}".encode())
+            found.update(array.tobytes())
+        return found.digest()
+
+
+def _is_float(value: mx.array) -> bool:
+    # numpy has no bfloat16
+    return isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating)
+
+
+def _hash(digest: bytes, place: int) -> bytes:
+    return hashlib.sha256(digest + place.to_bytes(8)).digest()[:8]
+
+
+def slots_of(
+    slots: Sequence[tuple[int, int]], start: int, stop: int
+) -> tuple[int, int]:
+    """Return how many slots lie before `start`, and how many before `stop`."""
+
+    def before(end: int) -> int:
+        return sum(max(0, min(end, last) - first) for first, last in slots)
+
+    return before(start), before(stop)

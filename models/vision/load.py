@@ -1,0 +1,185 @@
+"""Loading a vision model with mlx-vlm, and preparing prompts with its processor."""
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.utils import load_tokenizer
+
+from mlx_speculation.errors import (
+    InvalidRequestError,
+    MissingLibraryError,
+    ModelFolderError,
+    SpeculationError,
+)
+from mlx_speculation.models.config_json import read_config
+from mlx_speculation.models.model_folder import (
+    check_model_folder,
+    model_folder,
+    shortened,
+)
+from mlx_speculation.models.quantize import runs_on_linux_cpu, to_float32
+from mlx_speculation.models.vision.families import check_family
+from mlx_speculation.models.vision.image_prompt import ImagePrompt
+from mlx_speculation.models.vision.open_image import open_image
+from mlx_speculation.models.vision.vision_target import VisionTarget
+
+_IMAGE_PARTS = ("image", "image_url", "input_image")
+_OTHER_PARTS = ("audio", "input_audio", "video", "video_url")
+
+
+def load_vision(
+    path_or_repo: str | Path, *, trust_remote_code: bool = False
+) -> tuple[VisionTarget, Any]:
+    """Load a vision model with mlx-vlm.
+
+    Args:
+        path_or_repo: a folder in mlx-vlm's layout, or the name of a repository.
+        trust_remote_code: let code in the folder run, of the model or its processor.
+
+    Returns:
+        The target, with its processor, and mlx-lm's tokenizer wrapper. On a Linux CPU
+        the weights are float32.
+
+    Raises:
+        MissingLibraryError: mlx-vlm is not installed.
+        ModelFolderError: the folder is not a model, or mlx-vlm could not read it.
+        UnsupportedModelError: its family is not decoded here.
+        UnsupportedCacheError: it has caches of an unknown kind.
+    """
+    check_model_folder(path_or_repo)
+    if find_spec("mlx_vlm") is None:
+        raise MissingLibraryError(
+            f"{str(path_or_repo)!r} was asked for with vision, which needs mlx-vlm. "
+            'Install it with: pip install "mlx-speculation[vision]"'
+        )
+    folder = model_folder(path_or_repo)
+    config = read_config(folder)
+    file = config.get("model_file")
+    if file is not None:
+        raise ModelFolderError(
+            f"{str(folder / 'config.json')!r} has model_file {file!r}: the model is "
+            "built by code in its folder, whose caches and positions are not known "
+            "here. Take one of a family of mlx-vlm."
+        )
+    import mlx_vlm
+    from mlx_vlm.utils import get_model_type
+
+    check_family(get_model_type(config))  # before any weight is read
+    more: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    try:
+        vlm, processor = mlx_vlm.load(str(folder), **more)
+        inner = getattr(processor, "tokenizer", processor)
+        ends = inner.stopping_criteria.eos_token_ids
+        template = getattr(processor, "chat_template", None)
+        if isinstance(template, str):  # which may lie in a file of its own
+            more["chat_template"] = template
+        tokenizer = load_tokenizer(folder, more, eos_token_ids=ends)
+    except Exception as error:
+        raise ModelFolderError(
+            f"mlx-vlm {mlx_vlm.__version__} could not load {str(path_or_repo)!r}: "
+            f"{type(error).__name__}: {shortened(error)}. Check the folder with "
+            "mlx_vlm.generate."
+        ) from error
+    if runs_on_linux_cpu():
+        vlm = to_float32(vlm)
+    return VisionTarget(vlm, Processor(processor, vlm.config)), tokenizer
+
+
+class Processor:
+    """Makes prompts with images of text or messages and pictures.
+
+    Args:
+        processor: as `mlx_vlm.load` returns it.
+        config: of the model.
+    """
+
+    def __init__(self, processor: Any, config: Any) -> None:
+        self._processor, self._config = processor, config
+
+    def prompt(self, prompt: Any, images: Sequence[Any]) -> ImagePrompt:
+        """Return a prompt with images.
+
+        Args:
+            prompt: text in which the family's own marker stands for each image, or
+                messages: images belong to their image parts, those beyond them to the
+                last message of the user.
+            images: see `open_image`.
+
+        Raises:
+            InvalidRequestError: an image cannot be read, the prompt is of ids, or the
+                template or the processor refuses them.
+        """
+        from mlx_vlm.prompt_utils import apply_chat_template
+        from mlx_vlm.utils import prepare_inputs, should_add_special_tokens
+
+        if not isinstance(prompt, str) and not _are_messages(prompt):
+            raise InvalidRequestError(
+                f"{len(images)} images were passed with a prompt that is no text and "
+                "no messages. Pass an ImagePrompt, or let the template place them."
+            )
+        pictures = [open_image(each) for each in images]
+        try:
+            if not isinstance(prompt, str):
+                _check_parts(prompt, len(images))
+                prompt = apply_chat_template(
+                    self._processor,
+                    self._config,
+                    [dict(message) for message in prompt],
+                    num_images=len(images),
+                )
+            kind = self._config.model_type
+            special = should_add_special_tokens(kind, self._processor)
+            inputs = prepare_inputs(
+                self._processor,
+                images=pictures,
+                prompts=prompt,
+                add_special_tokens=special,
+            )
+            return ImagePrompt.of({n: _array(v) for n, v in inputs.items()})
+        except SpeculationError:
+            raise
+        except Exception as error:  # templates and processors raise what they like
+            raise InvalidRequestError(
+                f"The processor refused a prompt with {len(images)} images: "
+                f"{type(error).__name__}: {shortened(error)}. A text has one marker "
+                "for each image; messages get theirs from the template."
+            ) from error
+
+
+def _array(value: Any) -> Any:
+    """Return what a processor made as an array of mlx."""
+    if value is None or isinstance(value, mx.array):
+        return value
+    return mx.array(value)
+
+
+def _are_messages(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and all(
+        isinstance(each, Mapping) and "role" in each for each in prompt
+    )
+
+
+def _check_parts(messages: Sequence[Mapping[str, Any]], images: int) -> None:
+    """Refuse more image parts than images, and parts of other media."""
+    kinds = [
+        part.get("type")
+        for message in messages
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+        if isinstance(part, Mapping)
+    ]
+    other = next((kind for kind in kinds if kind in _OTHER_PARTS), None)
+    if other is not None:
+        raise InvalidRequestError(
+            f"A message has a part of type {other!r}, and text and images are all "
+            "that can be read. Leave it out."
+        )
+    parts = sum(kind in _IMAGE_PARTS for kind in kinds)
+    if parts > images:
+        raise InvalidRequestError(
+            f"The messages have {parts} image parts, and {images} images were passed. "
+            "Pass an image for each."
+        )

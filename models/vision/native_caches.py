@@ -1,0 +1,72 @@
+"""mlx-lm's caches in place of mlx-vlm's, class by class.
+
+mlx-vlm has taken over mlx-lm's cache classes, and its models run on mlx-lm's with the
+same results, which the transaction here can roll back. A class is replaced where its
+source is the one that was compared; a list keeps its length and order.
+"""
+
+import ast
+import functools
+import hashlib
+import inspect
+import sys
+from typing import Any
+
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from mlx_speculation.errors import UnsupportedCacheError
+from mlx_speculation.models.vision.families import CACHES, MLX_VLM_VERSION
+
+HOME = "mlx_vlm.models.cache"
+
+
+def native_caches(language_model: Any) -> list[Any]:
+    """Return new caches of mlx-lm for a language model of mlx-vlm.
+
+    Raises:
+        UnsupportedCacheError: one of its own is of a class that is not known, or whose
+            source has changed.
+    """
+    make = getattr(language_model, "make_cache", None)
+    own = _plain(language_model) if make is None else make()
+    return [_native(place, cache) for place, cache in enumerate(own)]
+
+
+def _plain(language_model: Any) -> list[Any]:
+    """Return what mlx-vlm takes where a model makes no caches itself."""
+    return [KVCache() for _ in language_model.layers]
+
+
+def _native(place: int, cache: Any) -> Any:
+    """Return mlx-lm's cache for one of mlx-vlm's, which is new and empty."""
+    kind: type = type(cache)
+    if kind in (KVCache, RotatingKVCache):  # of a model that uses mlx-lm's
+        return cache
+    known = kind.__module__ == HOME and kind.__name__ in CACHES
+    if not known:
+        raise UnsupportedCacheError(
+            f"The cache of layer {place} is a {kind.__module__}.{kind.__name__}, and "
+            f"those of mlx-vlm that can be rolled back are {', '.join(CACHES)}. Take "
+            "a model with these."
+        )
+    if source_digest(kind) != CACHES[kind.__name__]:
+        raise UnsupportedCacheError(
+            f"The cache of layer {place} is a {kind.__name__} whose source is not that "
+            f"of mlx-vlm {MLX_VLM_VERSION}. Install that version."
+        )
+    if kind.__name__ == "RotatingKVCache":
+        return RotatingKVCache(max_size=cache.max_size, keep=cache.keep)
+    return KVCache()
+
+
+@functools.cache
+def source_digest(kind: type) -> str | None:
+    """Return the SHA-256 of a class's syntax tree; None: it has no source here."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
+    except (KeyError, OSError):
+        return None
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == kind.__name__:
+            return hashlib.sha256(ast.dump(node).encode()).hexdigest()
+    return None

@@ -1,0 +1,123 @@
+"""A model of mlx-vlm as a target: its language model, with the face of an mlx-lm model.
+
+Text positions are passed in every call where a family has positions of several axes
+(M-RoPE): mlx-vlm would otherwise keep them on the model, where the next request finds
+those of the last one. Nothing of a request is kept here.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_speculation.caches import position
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models.vision.families import Family, family_of
+from mlx_speculation.models.vision.image_prompt import ImagePrompt
+from mlx_speculation.models.vision.native_caches import native_caches
+
+
+@runtime_checkable
+class MakesPrompts(Protocol):
+    """Makes prompts of what a user passes."""
+
+    def prompt(self, prompt: Any, images: Sequence[Any]) -> ImagePrompt:
+        """Return a prompt with images.
+
+        Raises:
+            InvalidRequestError: an image or the prompt is of no use.
+        """
+        ...
+
+
+class VisionTarget(nn.Module):
+    """The language model of a vision model, as `SpeculativeGenerator` takes a target.
+
+    Args:
+        vlm: a model of mlx-vlm, as `mlx_vlm.load` returns it.
+        processor: makes prompts of text and images; None: they are passed made.
+
+    Attributes:
+        vlm: as passed.
+        processor: likewise.
+        family: what is known of its family.
+
+    Raises:
+        UnsupportedModelError: its family is not decoded here, and why.
+        UnsupportedCacheError: it has caches of an unknown kind.
+    """
+
+    def __init__(self, vlm: nn.Module, processor: MakesPrompts | None = None) -> None:
+        super().__init__()
+        self.family: Family = family_of(vlm)
+        self.vlm = vlm
+        self.processor = processor
+        self.args = getattr(vlm.config, "text_config", None) or vlm.config
+        self.make_cache()  # refuses unknown kinds now
+
+    @property
+    def language_model(self) -> Any:
+        """The module that decodes."""
+        return self.vlm.language_model
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers."""
+        found: list[nn.Module] = self.language_model.layers
+        return found
+
+    @property
+    def placeholder(self) -> int:
+        """The token id that stands for a slot of an image."""
+        config = self.vlm.config
+        found = getattr(config, "image_token_id", None)
+        if found is None:
+            found = getattr(config, "image_token_index", None)
+        if not isinstance(found, int):
+            raise InvalidRequestError(
+                f"The config of {self.family.name} names no token for images."
+            )
+        return found
+
+    def image_prompt(self, prompt: Any, images: Sequence[Any]) -> ImagePrompt:
+        """Return a prompt with images, as the processor makes it.
+
+        Raises:
+            InvalidRequestError: there is no processor, or an image or the prompt is of
+                no use.
+        """
+        if self.processor is None:
+            raise InvalidRequestError(
+                f"{len(images)} images were passed, and the target has no processor. "
+                "Pass an ImagePrompt, or load the model with from_pretrained."
+            )
+        return self.processor.prompt(prompt, images)
+
+    def make_cache(self) -> list[Any]:
+        """Return new empty caches, of mlx-lm's classes."""
+        return native_caches(self.language_model)
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        """Decode text: token ids [1, n] in, logits [1, n, vocab] out."""
+        return self.forward(inputs, cache, position(cache) or 0 if cache else 0)
+
+    def forward(
+        self, inputs: mx.array, cache: Any, start: int, **more: Any
+    ) -> mx.array:
+        """Run the language model.
+
+        Args:
+            inputs: token ids [1, n].
+            cache: a list of caches; None: there is none.
+            start: the position of the first token.
+            more: what the family takes beside them.
+
+        Returns:
+            Logits [1, n, vocab].
+        """
+        if self.family.mrope and "position_ids" not in more:
+            row = mx.arange(start, start + inputs.shape[1])
+            more["position_ids"] = mx.broadcast_to(row, (3, 1, row.size))
+        logits: mx.array = self.language_model(inputs, cache=cache, **more).logits
+        return logits

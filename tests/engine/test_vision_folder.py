@@ -1,0 +1,161 @@
+"""A folder of a vision model: loaded, asked with images, refused where it has to be."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from mlx_speculation import SpeculativeGenerator
+from mlx_speculation.errors import (
+    InvalidRequestError,
+    ModelFolderError,
+    UnsupportedModelError,
+)
+from mlx_speculation.models import load
+from mlx_speculation.models.vision import VisionTarget
+from support.models.chat_folders import chat_folder
+from support.models.tiny_vision import WITHOUT_MLX_VLM
+from support.models.vision_folders import picture, vision_folder
+
+pytestmark = WITHOUT_MLX_VLM
+
+ASKED = [{"role": "user", "content": "What is it?"}]
+PICTURES = [picture(), picture(40, 16, seed=2)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vision_folder(tmp_path_factory.mktemp("vision") / "qwen3_vl")
+
+
+@pytest.fixture(scope="module")
+def generator(folder: Path) -> SpeculativeGenerator:
+    return SpeculativeGenerator.from_pretrained(
+        folder, vision=True, draft="lookup", draft_length=2
+    )
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_messages_with_images_write_what_mlx_vlm_writes(
+    generator: SpeculativeGenerator, count: int
+) -> None:
+    import mlx_vlm
+
+    images = PICTURES[:count]
+    model: Any = generator.model
+    processor = model.processor._processor
+    text = mlx_vlm.apply_chat_template(
+        processor, model.vlm.config, ASKED, num_images=count
+    )
+    opened = [Image.open(io.BytesIO(data)) for data in images]
+    theirs = mlx_vlm.stream_generate(
+        model.vlm, processor, text, opened or None, max_tokens=16, temperature=0.0
+    )
+    expected = [answer.token for answer in theirs][:16]
+    more = {"max_tokens": 16, "stop_tokens": (), "prefill_step_size": 7}
+    assert generator.generate(ASKED, images=images, **more).tokens == expected
+    assert generator.generate(text, images=images, **more).tokens == expected
+
+
+def test_images_stand_where_their_parts_do(generator: SpeculativeGenerator) -> None:
+    parts = [
+        {"type": "image"},
+        {"type": "text", "text": "or"},
+        {"type": "image_url", "image_url": {"url": "shown below"}},
+        {"type": "text", "text": "?"},
+    ]
+    stream = generator.stream([{"role": "user", "content": parts}], images=PICTURES)
+    (first, second) = stream.request.sequence.images
+    between = stream.request.sequence.tokens[first[1] + 1 : second[0] - 1]
+    assert generator.tokenizer.decode(between) == "or"
+
+
+def test_the_image_matters_and_a_path_is_its_bytes(
+    generator: SpeculativeGenerator, tmp_path: Path
+) -> None:
+    path = tmp_path / "picture.png"
+    path.write_bytes(PICTURES[0])
+    texts = [
+        generator.generate(ASKED, images=[image], max_tokens=12).tokens
+        for image in (PICTURES[0], path, picture(seed=9))
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "images", "why"),
+    [
+        (ASKED, [b"no image"], "cannot be read"),
+        (ASKED, ["https://example.org/a.png"], "none is fetched"),
+        (ASKED, [picture(4000, 4)], "aspect ratio"),
+        ([1, 2, 3], PICTURES, "no text and no messages"),
+        ("What is it?", PICTURES, "2 images|tensors of images"),
+        (
+            [{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}],
+            PICTURES[:1],
+            "2 image parts, and 1 images",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "input_audio"}]}],
+            PICTURES[:1],
+            "input_audio",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_one_clear_error(
+    generator: SpeculativeGenerator, prompt: Any, images: list[Any], why: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=why):
+        generator.stream(prompt, images=images)
+
+
+def changed(folder: Path, tmp_path: Path, **config: Any) -> Path:
+    """Return a folder like another one, with a changed configuration."""
+    for file in folder.iterdir():
+        if file.name != "config.json":
+            (tmp_path / file.name).symlink_to(file)
+    own = json.loads((folder / "config.json").read_text("utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**own, **config}), "utf-8")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "why"),
+    [
+        ({"model_type": "mllama"}, UnsupportedModelError, "cross-attention"),
+        ({"model_type": "llama"}, UnsupportedModelError, "no vision model"),
+        ({"model_file": "own.py"}, ModelFolderError, "model_file 'own.py'"),
+        ({"text_config": {}}, ModelFolderError, "could not load"),
+    ],
+)
+def test_a_folder_that_cannot_be_served_is_refused(
+    folder: Path, tmp_path: Path, config: Any, error: type[Exception], why: str
+) -> None:
+    other = changed(folder, tmp_path, **config)
+    with pytest.raises(error, match=why):
+        SpeculativeGenerator.from_pretrained(other, vision=True)
+
+
+def test_vision_is_taken_where_mlx_lm_does_not_know_the_architecture(
+    folder: Path, tmp_path: Path
+) -> None:
+    """mlx-lm reads the text part of this one; the other it does not know at all."""
+    model, _ = load(folder, vision=None)
+    assert not isinstance(model, VisionTarget)
+    unknown = changed(folder, tmp_path, model_type="florence2")
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+        SpeculativeGenerator.from_pretrained(unknown)
+
+
+def test_adapters_are_refused(folder: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="takes neither"):
+        SpeculativeGenerator.from_pretrained(folder, vision=True, adapter_path=folder)
+
+
+def test_a_text_model_reads_no_images(tmp_path: Path) -> None:
+    plain = SpeculativeGenerator.from_pretrained(chat_folder(tmp_path / "llama"))
+    with pytest.raises(InvalidRequestError, match="reads text only"):
+        plain.stream(ASKED, images=PICTURES)

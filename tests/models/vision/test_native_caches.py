@@ -1,0 +1,75 @@
+"""mlx-lm's caches in place of mlx-vlm's: by class and source, with equal results."""
+
+from importlib import import_module
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from mlx_speculation.errors import UnsupportedCacheError
+from mlx_speculation.models.vision.families import CACHES
+from mlx_speculation.models.vision.native_caches import native_caches, source_digest
+from support.models.tiny_vision import FAMILIES, WITHOUT_MLX_VLM, tiny
+
+pytestmark = WITHOUT_MLX_VLM
+
+
+def theirs() -> Any:
+    return import_module("mlx_vlm.models.cache")
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_the_class_is_the_one_that_was_compared(name: str) -> None:
+    assert source_digest(getattr(theirs(), name)) == CACHES[name]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_equal_on_either_class(name: str) -> None:
+    model = tiny(name)
+    own = theirs().make_prompt_cache(model.language_model)
+    native = model.make_cache()
+    assert [type(c).__name__ for c in own] == [type(c).__name__ for c in native]
+    assert {type(c) for c in native} <= {KVCache, RotatingKVCache}
+    ids = mx.array([[(7 * i) % 200 for i in range(20)]])
+    for start, stop in ((0, 12), (12, 16), (16, 17), (17, 18)):
+        one = model(ids[:, start:stop], own)
+        other = model(ids[:, start:stop], native)
+        assert mx.array_equal(one, other).item()
+    for one, other in zip(own, native, strict=True):
+        if isinstance(other, RotatingKVCache):
+            assert (one.max_size, one.keep) == (other.max_size, other.keep)
+
+
+class Making:
+    """A language model that makes the given caches."""
+
+    def __init__(self, *caches: Any) -> None:
+        self._caches = caches
+
+    def make_cache(self) -> list[Any]:
+        return list(self._caches)
+
+
+@pytest.mark.parametrize(
+    "name", ["QuantizedKVCache", "ChunkedKVCache", "ArraysCache", "PoolingCache"]
+)
+def test_another_class_is_refused(name: str) -> None:
+    kind = getattr(theirs(), name)
+    cache = kind.__new__(kind)
+    with pytest.raises(UnsupportedCacheError, match=f"layer 1 is a .*{name}"):
+        native_caches(Making(theirs().KVCache(), cache))
+
+
+def test_a_subclass_is_refused() -> None:
+    own = type("KVCache", (theirs().KVCache,), {})
+    with pytest.raises(UnsupportedCacheError, match="KVCache"):
+        native_caches(Making(own()))
+
+
+def test_a_class_whose_source_has_changed_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(CACHES, "KVCache", "0" * 64)
+    with pytest.raises(UnsupportedCacheError, match="not that of mlx-vlm"):
+        native_caches(Making(theirs().KVCache()))

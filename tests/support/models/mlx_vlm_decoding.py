@@ -1,0 +1,24 @@
+"""What mlx-vlm itself writes."""
+
+import mlx.core as mx
+
+from mlx_speculation.models.vision import ImagePrompt, VisionTarget
+
+
+def their_text(target: VisionTarget, prompt: ImagePrompt, tokens: int) -> list[int]:
+    """Decode greedily with mlx-vlm's own loop."""
+    from mlx_vlm.generate.ar import generate_step
+
+    inputs = dict(prompt.inputs)
+    pixels = inputs.pop("pixel_values", None)
+    mask = mx.ones_like(prompt.input_ids)
+    steps = generate_step(
+        prompt.input_ids,
+        target.vlm,
+        pixels,
+        mask,
+        max_tokens=tokens,
+        temperature=0.0,
+        **inputs,
+    )
+    return [int(token) for token, _ in steps][:tokens]

@@ -1,0 +1,69 @@
+"""Folders of tiny vision models with a processor, as `from_pretrained` takes them."""
+
+import copy
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from support.models.tiny_vision import FAMILIES, NAMES, VOCAB, tiny, tokenizer
+
+END = "<|4|>"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
+    "{% if c.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif 'text' in c %}{{ c.text }}{% endif %}{% endfor %}{% endif %}"
+    f"{END}{{% endfor %}}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def vision_folder(folder: Path, name: str = "qwen3_vl") -> Path:
+    """Write a model of a family of Qwen, and what its processor reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    target = tiny(name)
+    config: dict[str, Any] = {"model_type": name, **copy.deepcopy(FAMILIES[name])}
+    config |= {"vocab_size": VOCAB, "eos_token_id": 260}
+    write(folder / "config.json", config)
+    flat: Any = tree_flatten(target.vlm.parameters())
+    weights = folder / "model.safetensors"
+    mx.save_safetensors(str(weights), dict(flat), {"format": "mlx"})
+    own = tokenizer()._tokenizer
+    own.add_special_tokens(
+        {"eos_token": END, "pad_token": END, "additional_special_tokens": list(NAMES)}
+    )
+    own.chat_template = TEMPLATE
+    own.save_pretrained(folder)
+    write(
+        folder / "preprocessor_config.json",
+        {
+            "patch_size": 4,
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+            "min_pixels": 64,
+            "max_pixels": 1024,
+        },
+    )
+    return folder
+
+
+def write(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value), encoding="utf-8")
+
+
+def picture(
+    width: int = 24, height: int = 16, seed: int = 0, kind: str = "PNG"
+) -> bytes:
+    """Return a file with an image of random pixels."""
+    from PIL import Image
+
+    shape = (height, width, 3)
+    pixels = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, kind)
+    return file.getvalue()
