@@ -24,6 +24,7 @@ from mlx_speculation.caches.journals import rotating_kv
 from mlx_speculation.caches.journals.arrays import ArraysJournal
 from mlx_speculation.caches.journals.kv import KVJournal, KVJournals
 from mlx_speculation.caches.registry import KNOWN, open_journals, presented
+from mlx_speculation.caches.types.fixed_view import FixedShape
 from mlx_speculation.errors import (
     InvalidRequestError,
     SpeculationClosedError,
@@ -187,8 +188,11 @@ def test_a_closed_speculation_shows_how_to_use_one(use: str, end: str) -> None:
 
 @pytest.mark.parametrize("keep", [-1, 4, 99])
 @pytest.mark.parametrize("ask", ["prepare", "commit"])
-def test_a_prefix_out_of_range_is_refused_with_both_values(keep: int, ask: str) -> None:
-    caches = written_pair()
+@pytest.mark.parametrize("kinds", ["KV alone", "KV and a ring"])
+def test_a_prefix_out_of_range_is_refused_with_both_values(
+    keep: int, ask: str, kinds: str
+) -> None:
+    caches = written_pair()[: 1 if kinds == "KV alone" else 2]
     with Speculation(caches) as speculation:
         write(speculation.caches, 3)
         after = image(caches)
@@ -199,6 +203,16 @@ def test_a_prefix_out_of_range_is_refused_with_both_values(keep: int, ask: str) 
         assert_same(image(caches), after, "a refused commit")
         speculation.commit(3)
     assert_same(image(caches), after, "a commit after a refusal")
+
+
+@pytest.mark.parametrize("option", ["whole", "isolated", "key_steps"])
+def test_a_fixed_shape_goes_with_no_other_way_to_write(option: str) -> None:
+    caches = [KVCache(), KVCache()]
+    write(caches, 6)
+    before = image(caches)
+    with pytest.raises(InvalidRequestError, match="shape was passed"):
+        Speculation(caches, shape=FixedShape(4), **{option: True})
+    assert_same(image(caches), before, "a refused speculation")
 
 
 def test_keeping_something_of_nothing_written_is_refused() -> None:
