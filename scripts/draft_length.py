@@ -77,12 +77,15 @@ def draft_length(
     traces: Annotated[
         Path | None,
         typer.Option(
+            "--traces",
             help="Replay this file; --draft names its pairs.",
             exists=True,
             dir_okay=False,
         ),
     ] = None,
-    machine: Annotated[Machine, typer.Option(help="Whose costs a replay has.")] = "cpu",
+    machine: Annotated[
+        Machine, typer.Option("--machine", help="Whose costs a replay has.")
+    ] = "cpu",
     blas: Blas = "auto",
     json_file: Json = None,
 ) -> None:
