@@ -60,6 +60,9 @@ def test_nothing_is_written_where_nothing_is_new(tmp_path: Path) -> None:
     known.costs.note(10, 4, 1.1)
     known.save_if_new()
     assert not path.exists()
+    known.costs.note(10, 8, 1.5)  # a length that is not in it
+    known.save_if_new()
+    assert Known.read(KEY).costs.table()[0].keys() == {0, 4, 8}
 
 
 def test_rates_that_have_changed_are_written() -> None:
