@@ -56,7 +56,7 @@ def layer_args(
         raise ModelFolderError(
             f"rope_scaling of the {name} is {rope!r}, and an object or null is needed."
         )
-    theta: Any = config.get("rope_theta", (rope or {}).get("rope_theta", 10_000.0))
+    theta: Any = (rope or {}).get("rope_theta", config.get("rope_theta", 10_000.0))
     positions: int | None = config.get("max_position_embeddings")
     eps: Any = config.get("rms_norm_eps", config.get("norm_eps", 1e-6))
     dim = number(config, "hidden_size", name)

@@ -137,7 +137,7 @@ def block_settings(
         block=block,
         mask_token=mask,
         windows=windows,
-        causal=tuple(_causal(own, window, causal) for window in windows),
+        causal=tuple(_causal(config, window, causal) for window in windows),
         anchor=anchor,
         rotated=None if factor is None else int(size * factor),
         pairs=neox is False,
@@ -240,13 +240,14 @@ def _rotary_factor(text: Config) -> float | None:
     return None if found is None else float(found)
 
 
-def _causal(own: Config, window: int | None, usual: bool) -> bool:
+def _causal(config: Config, window: int | None, usual: bool) -> bool:
     """Return whether a layer's rows see no later positions of the block."""
+    own = own_keys(config)
     if own.get("dflash_query_causal"):
         return True
-    for key in ("is_causal", "causal"):
-        if own.get(key) is not None:
-            return bool(own[key])
+    for said in (config.get("is_causal"), own.get("is_causal"), own.get("causal")):
+        if said is not None:
+            return bool(said)
     if window is None:
         return False
     apart = own.get("sliding_window_non_causal")

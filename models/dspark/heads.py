@@ -89,6 +89,8 @@ class ConfidenceHead(nn.Module):
             before: the embedding of the token before, [1, rank], if it reads that.
         """
         read = state if before is None else mx.concatenate([state, before], axis=-1)
+        if isinstance(self.proj, nn.QuantizedLinear):
+            return self.proj(read).astype(mx.float32)[:, 0]
         found = read.astype(mx.float32) @ self.proj.weight.astype(mx.float32).T
         if "bias" in self.proj:
             found = found + self.proj.bias.astype(mx.float32)

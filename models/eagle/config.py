@@ -50,6 +50,18 @@ class Masks:
 
 
 @dataclass(frozen=True, slots=True)
+class Latents:
+    """Sizes of attention that keeps latents (MLA), for each head but for the ranks."""
+
+    rank: int  # of keys and values
+    query_rank: int | None  # None: queries are made at once
+    plain: int  # numbers of queries and keys that are not rotated
+    rotated: int
+    values: int
+    pairs: bool  # whether neighbours are rotated together, not halves
+
+
+@dataclass(frozen=True, slots=True)
 class EagleSettings:
     """An EAGLE-3 head's config.json."""
 
@@ -69,6 +81,7 @@ class EagleSettings:
     query_norms: QueryNorms | None = None
     # Of Gemma 4's layer, as mlx-lm takes them; None: it is Llama's or Qwen 3's
     gemma: gemma4_text.ModelArgs | None = None
+    latents: Latents | None = None  # None: its attention keeps none
     mask: Masks | None = None  # of a P-EAGLE head
 
     @property
@@ -107,12 +120,6 @@ def read_settings(config: Config) -> EagleSettings:
     """
     part = config.get("transformer_layer_config")
     own = part if isinstance(part, dict) else config
-    if own.get("kv_lora_rank") is not None:
-        raise ModelFolderError(
-            f"config.json of the {NAME} says kv_lora_rank {own['kv_lora_rank']!r}: its "
-            "attention keeps latents (MLA), which is not known here. Choose another "
-            "drafter."
-        )
     gemma = _gemma(config, own)
     layer = layer_args(own, NAME, llama.ModelArgs, act=act_of(gemma))
     speculators = config.get("speculators_model_type") == "eagle3"
@@ -129,6 +136,7 @@ def read_settings(config: Config) -> EagleSettings:
         logit_scale=float(config.get("logit_scale") or 1.0),
         tied=config.get("tie_word_embeddings") is True,
         gemma=gemma,
+        latents=_latents(own),
         mask=_masks(config),
     )
 
@@ -145,6 +153,20 @@ def _gemma(config: Config, own: Config) -> gemma4_text.ModelArgs | None:
             "heads of 1 layer are known. Choose another drafter."
         )
     return gemma_args(own, 1)
+
+
+def _latents(own: Config) -> Latents | None:
+    if own.get("kv_lora_rank") is None:
+        return None
+    query = own.get("q_lora_rank")
+    return Latents(
+        rank=number(own, "kv_lora_rank", NAME),
+        query_rank=None if query is None else number(own, "q_lora_rank", NAME),
+        plain=number(own, "qk_nope_head_dim", NAME),
+        rotated=number(own, "qk_rope_head_dim", NAME),
+        values=number(own, "v_head_dim", NAME),
+        pairs=own.get("rope_interleave") is not False,  # as in DeepSeek's own layers
+    )
 
 
 def _windows(own: Config, count: int) -> tuple[int | None, ...]:

@@ -16,6 +16,7 @@ from mlx_lm.models import gemma4_text, llama
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 
 from mlx_speculation.models.eagle.config import EagleSettings, QueryNorms
+from mlx_speculation.models.eagle.latent import LatentAttention
 
 
 class NormedAttention(llama.Attention):
@@ -64,9 +65,11 @@ class NormedAttention(llama.Attention):
         return x.swapaxes(1, 2)
 
 
-def _attention(settings: EagleSettings, width: int) -> llama.Attention:
+def _attention(settings: EagleSettings, width: int) -> Any:
     """Return the attention of a layer that reads states of some width."""
     args, norms = settings.layer, settings.query_norms
+    if settings.latents is not None:
+        return LatentAttention(args, settings.latents, width)
     wide = replace(args, hidden_size=width)
     made = llama.Attention(wide) if norms is None else NormedAttention(wide, norms)
     if width != args.hidden_size:

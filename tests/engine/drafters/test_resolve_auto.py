@@ -29,7 +29,9 @@ from mlx_speculation.engine.drafters.registry import SOURCES, source_of_config
 from mlx_speculation.models import MtpConvention
 from support.identity import plain_text, prompt_of
 from support.models import tiny_models
+from support.models.block_checkpoints import write_block
 from support.models.demo_folders import copy_of
+from support.models.eagle_checkpoints import write_eagle
 from support.models.mtp_checkpoints import flat, make, write, write_folder
 
 AUTO: dict[str, Any] = {"draft": "auto"}
@@ -57,10 +59,12 @@ def pair(folder: Path, **fields: Any) -> None:
     (folder / "speculation.json").write_text(json.dumps(fields), encoding="utf-8")
 
 
-def tiny(folder: Path, name: str = "llama") -> nn.Module:
+def tiny(folder: Path, name: str = "llama", layers: int | None = None) -> nn.Module:
     """Write a tiny model without a head."""
-    model = tiny_models.build(name)
-    write_folder(folder, tiny_models.TINY_MODELS[name].args, [flat(model)])
+    model = tiny_models.build(name, layers=layers)
+    args = tiny_models.TINY_MODELS[name].args
+    args = args if layers is None else {**args, "num_hidden_layers": layers}
+    write_folder(folder, args, [flat(model)])
     return model
 
 
@@ -206,6 +210,40 @@ def test_the_file_counts_where_it_is_asked_for_alone(tmp_path: Path) -> None:
     assert SpeculativeGenerator.from_pretrained(tmp_path)._setup.draft is None
     made = SpeculativeGenerator.from_pretrained(tmp_path, draft="lookup")
     assert isinstance(made._setup.draft, LookupDrafter)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("dflash2", "dflash2"),
+        ("dspark", "deepspec"),
+        ("dspark", "prism"),
+        ("peagle", "aws"),
+    ],
+)
+def test_the_file_may_name_a_head_of_any_kind(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    """A GGUF file leaves open what its layers are; a random head is refused then."""
+    target = tiny(tmp_path / "target", layers=4)
+    write_head = write_eagle if kind == "peagle" else write_block
+    write_head(tmp_path / "head", name)
+    pair(tmp_path / "target", draft="../head", kind=kind, draft_length=2)
+    with said() as notices:
+        made = SpeculativeGenerator.from_pretrained(tmp_path / "target", **AUTO)
+    draft = made._setup.draft
+    assert draft is not None
+    if name in ("prism", "aws"):  # what their lists count is asked of the target
+        assert "no better than by chance" in notices[0]
+        assert isinstance(draft, LookupDrafter)
+    else:
+        assert notices == []
+        assert draft.kind == kind
+    result = made.generate(prompt_of(20), max_tokens=12)
+    assert result.tokens == plain_text(target, prompt_of(20), 12)
+    pair(tmp_path / "target", draft="../head", kind="dflash")
+    with pytest.raises(ModelFolderError, match=f"is of kind '{kind}'"):
+        SpeculativeGenerator.from_pretrained(tmp_path / "target", **AUTO)
 
 
 def test_every_kind_has_a_name_and_the_last_one_fits_all() -> None:

@@ -52,6 +52,61 @@ def test_windows_are_those_of_the_config(
 
 
 @pytest.mark.parametrize(
+    ("top", "own", "causal"),
+    [
+        # One layer with a window, one without.
+        ({}, {}, (True, False)),
+        ({"is_causal": False}, {}, (False, False)),
+        ({"is_causal": True}, {}, (True, True)),
+        ({}, {"is_causal": False}, (False, False)),
+        ({}, {"causal": False}, (False, False)),
+        ({"is_causal": False}, {"causal": True}, (False, False)),
+        ({"is_causal": True}, {"is_causal": False}, (True, True)),
+        ({"dflash_query_causal": True}, {}, (True, True)),
+        ({"sliding_window_non_causal": True}, {}, (False, False)),
+        ({"sliding_window_non_causal": False}, {}, (True, False)),
+    ],
+)
+def test_whether_rows_see_later_ones_is_said_in_several_ways(
+    top: dict[str, Any], own: dict[str, Any], causal: tuple[bool, ...]
+) -> None:
+    config = {**with_own(config_of("sliding", (0, 1, 3)), **own), **top}
+    assert read_settings(config).causal == causal
+
+
+@pytest.mark.parametrize(
+    ("keys", "anchor", "depth"),
+    [
+        ({}, "given", 4),
+        ({"sample_from_anchor": True}, "samples", 5),
+        ({"sample_from_anchor": False}, "given", 4),
+        ({"speculators_config": {"proposal_methods": [{}]}}, "given", 4),
+        *(
+            (
+                {
+                    "speculators_config": {
+                        "proposal_methods": [{"speculative_tokens": drafts}]
+                    }
+                },
+                anchor,
+                depth,
+            )
+            for drafts, anchor, depth in (
+                (5, "samples", 5),
+                (4, "given", 4),
+                (3, "given", 4),
+            )
+        ),
+    ],
+)
+def test_what_a_row_is_for_is_said_or_counted(
+    keys: dict[str, Any], anchor: str, depth: int
+) -> None:
+    settings = read_settings({**config_of("full", (0, 1, 3)), **keys})
+    assert (settings.anchor, settings.depth) == (anchor, depth)
+
+
+@pytest.mark.parametrize(
     ("keys", "features", "expected"),
     [
         ({}, 5, (1, 9, 17, 25, 33)),

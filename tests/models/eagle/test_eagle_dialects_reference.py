@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from mlx_speculation.engine.drafters.registry import draft_folder
-from mlx_speculation.errors import ModelFolderError
 from support.drafters.block_drafts import Greedy
 from support.references.blocks import eagle3_dialects, p_eagle
 from support.references.blocks.packagings import eagle_taps
@@ -32,7 +31,7 @@ def layers_of(config: dict[str, Any]) -> list[int | None]:
     return list(eagle_taps(config, LAYERS))
 
 
-@pytest.mark.parametrize("dialect", [each for each in EAGLE3 if each != "mla"])
+@pytest.mark.parametrize("dialect", EAGLE3)
 @pytest.mark.parametrize("held", [0, 15])
 def test_chains_are_those_of_the_reference(
     dialect: str, held: int, tmp_path: Path
@@ -103,10 +102,3 @@ def test_parallel_drafts_are_those_of_the_reference(
     )
     assert_drafts(choose.seen, ids, expected.logits)
     assert np.array_equal(choose.tokens, expected.tokens)
-
-
-def test_latent_attention_is_refused_by_name(tmp_path: Path) -> None:
-    folder, source = draft_folder(write(tmp_path, tiny_eagle3("mla")))
-    known = Known.of(LAYERS, LENGTH)
-    with pytest.raises(ModelFolderError, match=r"kv_lora_rank 24: .* \(MLA\)"):
-        source.from_folder(folder, known.model)  # type: ignore[attr-defined]

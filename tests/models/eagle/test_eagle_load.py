@@ -208,7 +208,7 @@ def test_tensors_that_do_not_fit_are_refused(
     [
         ({"num_hidden_layers": 2}, "lacks layers.1.input_layernorm"),
         ({"layer_types": ["linear_attention"]}, "layer_types"),
-        ({"kv_lora_rank": 512}, r"kv_lora_rank 512: its attention .* \(MLA\)"),
+        ({"kv_lora_rank": 512}, "qk_nope_head_dim None"),
         ({"target_hidden_size": 96}, "target_hidden_size 96"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"draft_vocab_size": 95}, "draft_vocab_size 95, and it has 96"),

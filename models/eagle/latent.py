@@ -1,0 +1,83 @@
+"""Attention of EAGLE-3 heads that keep latents (DeepSeek's MLA), over any width.
+
+    q = B_q norm(A_q x), or Q x;  [c | k_r] = A_kv x;  [k | v] = B_kv norm(c)
+
+Of queries and keys the last numbers are rotated; those of the keys, k_r, are the same
+for all heads. Keys and values are kept as they are made: a head's text is one layer's.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import llama
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.rope_utils import apply_yarn_mscale, initialize_rope
+
+from mlx_speculation.models.eagle.config import Latents
+
+
+class LatentAttention(nn.Module):
+    """Attention from and to states of some width.
+
+    Args:
+        args: of the layer.
+        latents: the sizes of its parts.
+        width: of what it reads.
+    """
+
+    def __init__(self, args: llama.ModelArgs, latents: Latents, width: int) -> None:
+        super().__init__()
+        heads, eps, own = args.num_attention_heads, args.rms_norm_eps, latents
+        queries = heads * (own.plain + own.rotated)
+        if own.query_rank is None:
+            self.q_proj = nn.Linear(width, queries, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(width, own.query_rank, bias=False)
+            self.q_a_layernorm = nn.RMSNorm(own.query_rank, eps=eps)
+            self.q_b_proj = nn.Linear(own.query_rank, queries, bias=False)
+        joined, made = own.rank + own.rotated, heads * (own.plain + own.values)
+        self.kv_a_proj_with_mqa = nn.Linear(width, joined, bias=False)
+        self.kv_a_layernorm = nn.RMSNorm(own.rank, eps=eps)
+        self.kv_b_proj = nn.Linear(own.rank, made, bias=False)
+        self.o_proj = nn.Linear(heads * own.values, args.hidden_size, bias=False)
+        self.rope = initialize_rope(
+            own.rotated,
+            args.rope_theta,
+            own.pairs,
+            args.rope_scaling,
+            args.max_position_embeddings,
+        )
+        self._scale = apply_yarn_mscale(
+            (own.plain + own.rotated) ** -0.5, args.rope_scaling
+        )
+        self._heads, self._latents = heads, own
+
+    def __call__(
+        self, x: mx.array, mask: mx.array | None = None, cache: Any = None
+    ) -> mx.array:
+        """Attend from positions that follow the cache's, [batch, positions, width]."""
+        own = self._latents
+        if own.query_rank is None:
+            found = self.q_proj(x)
+        else:
+            found = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        queries, turned = mx.split(self._by_head(found), [own.plain], axis=-1)
+        queries = mx.concatenate(
+            [queries, self.rope(turned, offset=cache.offset)], axis=-1
+        )
+        latent, shared = mx.split(self.kv_a_proj_with_mqa(x), [own.rank], axis=-1)
+        both = self._by_head(self.kv_b_proj(self.kv_a_layernorm(latent)))
+        keys, values = mx.split(both, [own.plain], axis=-1)
+        shared = self.rope(shared[:, None], offset=cache.offset)
+        shared = mx.broadcast_to(shared, (*keys.shape[:-1], own.rotated))
+        keys = mx.concatenate([keys, shared], axis=-1)
+        keys, values = cache.update_and_fetch(keys, values)
+        mixed = scaled_dot_product_attention(
+            queries, keys, values, cache=cache, scale=self._scale, mask=mask
+        )
+        out: mx.array = self.o_proj(mixed.swapaxes(1, 2).flatten(2))
+        return out
+
+    def _by_head(self, x: mx.array) -> mx.array:
+        return x.reshape(*x.shape[:2], self._heads, -1).swapaxes(1, 2)
