@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import support.scheduling  # noqa: F401  for what it does
@@ -13,6 +14,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from mlx_speculation.models.checkpoints.probe_text import OwnText
 from support import usual_length
 from support.caches.cache_twins import Mixers
 from support.models.hooked_mixers import hooked_mixers
@@ -96,6 +98,12 @@ def _usual_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     home = "mlx_speculation.engine.drafters.eagle.probe_layers"
     monkeypatch.setattr(home, usual)
+
+
+@pytest.fixture(name="short_probe")
+def _short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a target write half as much for the probe of its head."""
+    monkeypatch.setattr(OwnText, "of", partial(OwnText.of, steps=8))
 
 
 @pytest.fixture(name="note_rounds")

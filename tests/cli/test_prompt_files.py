@@ -12,6 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 
 from mlx_speculation import Sampling, SpeculativeGenerator, demo_models
 from mlx_speculation.caches import save_caches
+from support.covering import others_slow
 from support.models.demo_folders import copy_of
 from support.processes.commands import Commands
 
@@ -35,9 +36,7 @@ def made_by_mlx_lm(file: Path, model: str, *options: str) -> Path:
     return file
 
 
-@pytest.mark.parametrize(
-    "name", ["hybrid", pytest.param("sliding", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", others_slow(["draft", "hybrid", "sliding"], ["draft"]))
 def test_the_text_is_that_of_the_whole_prompt(
     commands: Commands, tmp_path: Path, name: str
 ) -> None:

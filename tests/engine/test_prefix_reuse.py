@@ -91,7 +91,7 @@ requests = st.builds(
 
 @pytest.mark.parametrize("draft", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(
     played=st.lists(requests, min_size=2, max_size=4),
     max_bytes=st.sampled_from([0, 200_000, 1 << 30]),

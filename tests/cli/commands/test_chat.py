@@ -17,7 +17,7 @@ from support.models.demo_folders import copy_of
 from support.processes.commands import Commands
 
 DRAFT = str(demo_models()["draft"])
-OTHERS = ("dense", "sliding")
+OTHERS = ("dense", "sliding", "hybrid")
 LENGTH, DRAFTED = ["-m", "12"], ["--draft-length", "3"]
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>\n{% endfor %}"
@@ -47,7 +47,7 @@ def talk(commands: Commands, text: str, *options: Any, status: int = 0) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS), "hybrid"]
+    "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS), "draft"]
 )
 def test_a_turn_reads_only_what_is_new(commands: Commands, name: str) -> None:
     models = demo_models()

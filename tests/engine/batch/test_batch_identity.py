@@ -97,7 +97,7 @@ def machine(name: str, kind: str, sizes: bool) -> type[RuleBasedStateMachine]:
     most = 12 if sizes else MOST_ROWS
 
     class Machine(RuleBasedStateMachine):
-        @initialize(cases=st.lists(CASES, min_size=5 * sizes, max_size=11 * sizes))
+        @initialize(cases=st.lists(CASES, min_size=5 * sizes, max_size=7 * sizes))
         def open(self, cases: list[Case]) -> None:
             self.bench = bench_for(name, kind)
             self.generator = generator = self.bench.generator(kind)

@@ -42,6 +42,7 @@ def _hybrid(tmp_path: Path) -> Path:
     return copy_of("hybrid", tmp_path / "hybrid")
 
 
+@pytest.mark.usefixtures("short_probe")
 def test_a_probe_finds_the_convention_once_and_saves_it(hybrid: Path) -> None:
     model = trained().model
     head = load_mtp_head(hybrid, model)
