@@ -1,6 +1,8 @@
 """DFlash2: convolutions, the selector, and what is refused."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +150,82 @@ def test_scales_and_caps_come_before_the_selector() -> None:
     block = mx.array([[1, 2]])
     rows = made._target.embed(block, scaled=True)
     assert mx.allclose(made._embedded(block), 2 * rows)
+
+
+def _no_successors(made: Any) -> None:
+    selector = made.head.candidate_selector
+    selector.successor_codebook = mx.zeros_like(selector.successor_codebook)
+
+
+def _sides_of_their_own(made: Any) -> None:
+    """What comes after attention and MLP has kernels of what comes before."""
+    for layer in made.head.layers:
+        for conv in (layer.attention_conv, layer.mlp_conv):
+            conv.base_kernel = conv.base_kernel[::-1]
+
+
+def _groups_apart(made: Any) -> None:
+    for layer in made.head.layers:
+        for conv in (layer.attention_conv, layer.mlp_conv):
+            weight = conv.kernel_projection.weight
+            by_group = weight.reshape(4, -1, weight.shape[1])[:, ::-1]
+            conv.kernel_projection.weight = by_group.reshape(weight.shape)
+
+
+def _anchor_samples(made: Any) -> None:
+    made.head.settings = replace(made.head.settings, anchor="samples")
+
+
+def _causal(made: Any) -> None:
+    for layer in made.head.layers:
+        layer.self_attn._causal = True
+
+
+def _narrow(made: Any) -> None:
+    for layer in made.head.layers:
+        layer.self_attn._window = 2
+
+
+def _other_layers(made: Any) -> None:
+    made.layers = (-1, 0, 2)
+
+
+def _context_is_convolved(made: Any) -> None:
+    """Each position of the context is mixed with the one before."""
+    inner = made.rows
+
+    def rows(context: Any, *rest: Any) -> Any:
+        moved = mx.pad(context[:, :-1], [(0, 0), (1, 0), (0, 0)])
+        return inner(context + moved, *rest)
+
+    made.rows = rows
+
+
+WRONG = [
+    _no_successors,
+    _sides_of_their_own,
+    _groups_apart,
+    _anchor_samples,
+    _causal,
+    _narrow,
+    _other_layers,
+    _context_is_convolved,
+]
+
+
+@pytest.mark.parametrize("change", WRONG, ids=lambda change: change.__name__)
+def test_a_wrong_convention_changes_the_drafts(change: Callable[[Any], None]) -> None:
+    made, texts = drafter(), [prompt_of(9 + n)[n:] for n in range(12)]
+    before = [drafted(made, text, DRAFTS).tokens for text in texts]
+    assert before == [drafted(made, text, DRAFTS).tokens for text in texts]
+    change(made)
+    after = [drafted(made, text, DRAFTS).tokens for text in texts]
+    pairs = [
+        (one, other)
+        for a, b in zip(before, after, strict=True)
+        for one, other in zip(a, b, strict=True)
+    ]
+    assert sum(one == other for one, other in pairs) / len(pairs) < 0.9
 
 
 def test_ids_that_the_target_lacks_are_no_candidates(tmp_path: Path) -> None:

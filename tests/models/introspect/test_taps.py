@@ -81,6 +81,21 @@ def test_two_taps_on_one_model_collect_each_its_own() -> None:
     assert not hooked(model)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
+def test_the_layer_before_the_first_is_the_embedding(name: str) -> None:
+    """As the first layer gets it: Gemma's is scaled."""
+    model = build(name, layers=4)
+    taps = HiddenStates(model, layers=(-1, 0))
+    with removed(taps):
+        with taps.collect() as states:
+            model(IDS)
+        expected = taps.embed(IDS, scaled=True)
+        assert_same(read(states.layer(-1)), read(expected), "the embedding")
+        assert states.layer(0).shape == states.layer(-1).shape
+    with pytest.raises(InvalidRequestError, match="Layer -2 was asked for"):
+        HiddenStates(model, layers=(-2,))
+
+
 def test_states_of_forwards_are_joined_in_order() -> None:
     model = build("llama", layers=4)
     with removed(taps := HiddenStates(model, layers=(1,))):
