@@ -6,7 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -150,13 +150,13 @@ def members_of(draft: DraftSource | None) -> SequenceOf[DraftSource]:
     return () if draft is None else draft.members()
 
 
-class FolderSource(DraftSource):
+class FolderSource(DraftSource, Protocol):
     """A source that is loaded from a folder of its own, or out of the target's."""
 
     @staticmethod
     def fits(config: dict[str, Any]) -> bool:
-        """Return whether a folder with this config.json is one."""
-        raise NotImplementedError
+        """Return whether a folder with this config.json is one; none is by default."""
+        return False
 
     @classmethod
     def load(cls, folder: Path, target: TargetInfo) -> "FolderSource":
@@ -166,7 +166,7 @@ class FolderSource(DraftSource):
             ModelFolderError: the folder holds none, or not all of one.
             SpeculationError: it does not fit the target.
         """
-        raise NotImplementedError
+        ...
 
 
 class HeadSource(FolderSource):
@@ -183,18 +183,13 @@ class HeadSource(FolderSource):
     model: nn.Module
     head: nn.Module | None = None
     taps: HiddenStates
+    # Loads a head, given its folder, the target, and perhaps a `tokenizer`
+    from_folder: ClassVar[Callable[..., "HeadSource"]]
 
     @property
     def own_weights(self) -> nn.Module | None:
         """The head's own; embedding and output layer of the target are not in it."""
         return self.head
-
-    @classmethod
-    def from_folder(
-        cls, folder: str | Path, model: nn.Module, *, tokenizer: Any = None
-    ) -> "HeadSource":
-        """Load a head from a folder, for a target."""
-        raise NotImplementedError
 
     @classmethod
     def load(cls, folder: Path, target: TargetInfo) -> "HeadSource":
