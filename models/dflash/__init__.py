@@ -5,7 +5,6 @@ its parts. The model as a drafter is in the engine; other heads are not known he
 """
 
 from mlx_speculation.models.dflash.attention import (
-    BlockAttention,
     DFlashAttention,
     attended,
     by_head,
@@ -30,7 +29,6 @@ from mlx_speculation.models.dflash.load import (
 
 __all__ = [
     "Anchor",
-    "BlockAttention",
     "DFlash",
     "DFlashAttention",
     "DFlashHead",

@@ -1,6 +1,6 @@
 """Attention of a block to its context and to itself, whatever the layer is made of."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,18 +12,6 @@ from mlx_speculation.models.dflash.config import DFlashSettings
 
 # Logits of the softmax without a value, one for each head, where files have them.
 SINKS = "attention_sink_bias"
-
-
-class BlockAttention(Protocol):
-    """What a layer's attention offers."""
-
-    def write(self, rows: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
-        """Write keys and values of rows, and return all that the cache then holds."""
-        ...
-
-    def attend(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
-        """Attend from a block [1, block, dim] behind new context [1, rows, dim]."""
-        ...
 
 
 class DFlashAttention(qwen3.Attention):

@@ -23,15 +23,16 @@ import mlx.nn as nn
 
 from mlx_speculation import Cascade, LookupDrafter, Sampling, SpeculativeGenerator
 from mlx_speculation.caches import FixedShape
-from mlx_speculation.engine import AssistantDraft, DFlashDraft
+from mlx_speculation.engine import AssistantDraft, PEagleDraft
 from mlx_speculation.engine.drafters.base import CheckedChoose
 from mlx_speculation.engine.result import Result
 from mlx_speculation.samplers import Proposal, Rows
 from support.drafters.batch_heads import eagle_on, mtp_on
+from support.drafters.block_oracle import load_block
 from support.fixed_shape import with_openblas_in_front
 from support.identity import GREEDY, SAMPLED, prompt_of
 from support.models import assistant_checkpoints
-from support.models.dflash_checkpoints import write_dflash
+from support.models.eagle_checkpoints import write_eagle
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
@@ -84,12 +85,18 @@ def pushed_towards(text: Sequence[int], right: float, seed: int) -> Iterator[Non
         yield
 
 
-def dflash_on(name: str, layers: tuple[int, ...]) -> Pair:
-    """Return a target, and a random DFlash drafter on it."""
+def block_on(kind: str, name: str, layers: tuple[int, ...]) -> Pair:
+    """Return a target, and a random drafter of blocks on it."""
+    model = build(name)
+    return model, load_block(kind, model, layers)
+
+
+def peagle_on(name: str, layers: tuple[int, ...]) -> Pair:
+    """Return a target, and a random P-EAGLE head on it."""
     model = build(name)
     with TemporaryDirectory() as folder:
-        written = write_dflash(Path(folder), "full", layers)
-        return model, DFlashDraft.from_folder(written, model)
+        written = write_eagle(Path(folder), "qwen3", layers)
+        return model, PEagleDraft.from_folder(written, model)
 
 
 def assistant_on(name: str) -> Pair:
@@ -123,9 +130,12 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "eagle, dense": lambda: with_eagle("llama"),
     "eagle, hybrid": lambda: with_eagle("qwen3_5"),
     "eagle, sliding": lambda: with_eagle("llama(sliding)"),
-    "dflash, dense": lambda: dflash_on("llama", (0, 1)),
-    "dflash, hybrid": lambda: dflash_on("qwen3_5", (0, 1, 3)),
-    "dflash, sliding": lambda: dflash_on("gemma3_text", (0, 1, 2)),
+    "dflash, dense": lambda: block_on("full", "llama", (0, 1)),
+    "dflash, hybrid": lambda: block_on("full", "qwen3_5", (0, 1, 3)),
+    "dflash, sliding": lambda: block_on("full", "gemma3_text", (0, 1, 2)),
+    "dspark, dense": lambda: block_on("deepspec", "llama", (0, 1)),
+    "dspark, hybrid": lambda: block_on("speculators, given", "qwen3_5", (0, 1, 3)),
+    "peagle, sliding": lambda: peagle_on("gemma3_text", (0, 1, 2)),
     "assistant, sliding": lambda: assistant_on("unshared"),
     "assistant, shared": lambda: assistant_on("shared"),
     "assistant, gemma3": lambda: assistant_on("gemma3"),

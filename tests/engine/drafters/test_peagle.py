@@ -66,7 +66,7 @@ def generator(name: str, draft: Any, **options: Any) -> SpeculativeGenerator:
 
 @pytest.mark.parametrize(
     ("dialect", "name", "temperature"),
-    covering(PARALLEL, TARGETS, (0.0, 0.8), pairs=[(0, 1)]),
+    covering(PARALLEL, TARGETS, (0.0, 0.8)),
 )
 def test_a_head_leaves_the_text_as_plain_decoding_has_it(
     dialect: str, name: str, temperature: float

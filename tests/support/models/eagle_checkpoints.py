@@ -163,6 +163,15 @@ PARALLEL = {
         options=(("norm_output", True),),
         mask="ptd_token_id",
     ),
+    "qwen3": Dialect(
+        "PeagleQwen3ForCausalLM",
+        "layers.0.",
+        tuple_ids=True,
+        reduced=False,
+        layers=2,
+        query_norms="each",
+        mask="ptd_token_id",
+    ),
 }
 
 
