@@ -82,18 +82,19 @@ def test_an_error_of_the_package_is_one_line_and_status_one() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("groups", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_demo_finds_the_same_tokens_for_every_target_and_group(
-    in_process: CliRunner, monkeypatch: pytest.MonkeyPatch
+    groups: int, in_process: CliRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beginnings of its prompts: the stock BLAS is slow. The test of docs runs it."""
     prompts = [replace(each, text=each.text[:20]) for each in one_prompt_per_group()]
-    monkeypatch.setattr(f"{DEMO}.one_prompt_per_group", lambda: prompts)
+    monkeypatch.setattr(f"{DEMO}.one_prompt_per_group", lambda: prompts[:groups])
     # With a length, so that it does not calibrate: test_calibrate_prints_... does.
     done = in_process.invoke(app, ["demo", "--max-tokens", "2", "--draft-length", "1"])
     assert done.exit_code == 0, done.output
     for target in ("dense", "sliding", "hybrid"):
-        assert done.stdout.count(f"{target}: ") == 3
-    assert done.stdout.count("yes") + done.stdout.count("near-tie at") == 9
+        assert done.stdout.count(f"{target}: ") == groups
+    assert done.stdout.count("yes") + done.stdout.count("near-tie at") == 3 * groups
 
 
 def test_demo_fails_where_a_text_really_differs(

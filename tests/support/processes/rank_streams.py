@@ -172,38 +172,29 @@ WAYS = [
     "collected",
     "first_dropped",
 ]
-# The kinds of drafts, and the ways that each goes where not all go all of them. Mixed
-# drafts have what is in the others: plain steps, and rounds that are planned in them.
-SOME_WAYS = {
-    "adaptive": ["dropped_before_its_begin", "by_turns", "first_dropped"],
-    "mixed": WAYS,
-}
+# The kinds of drafts. Mixed ones have what is in the others: plain steps, and rounds
+# that are planned in them.
 LENGTHS: dict[str, int | None] = {
+    "mixed": 2,
     "plain": 0,
     "fixed": 2,
     "adaptive": None,
-    "mixed": 2,
 }
 
 
-def several(ways: str = "all") -> dict[str, dict[str, list[int]]]:
-    """Return the texts of `Streams` by their ways, for drafts of several kinds.
-
-    Args:
-        ways: "all" of them for each kind, or "some" of some.
-    """
+def several(*kinds: str) -> dict[str, dict[str, list[int]]]:
+    """Return the texts of `Streams` by their ways, for drafts of these kinds or all."""
     said: dict[str, dict[str, list[int]]] = {}
-    each = dict.fromkeys(LENGTHS, WAYS) if ways == "all" else SOME_WAYS
-    for name, chosen in each.items():
+    for name in kinds or LENGTHS:
         sampling = SAMPLED if name == "adaptive" else Sampling()
         streams = Streams(make(LENGTHS[name]), sampling, mixed=name == "mixed")
-        said[name] = {way: getattr(streams, way)() for way in ["alone", *chosen]}
+        said[name] = {way: getattr(streams, way)() for way in ["alone", *WAYS]}
     return said
 
 
 def several_and_apart() -> dict[str, Any]:
     """Run both, since a launch takes seconds."""
-    return {"several": several("some"), "apart": apart()}
+    return {"several": several("mixed"), "apart": apart()}
 
 
 def apart() -> dict[str, Any]:
