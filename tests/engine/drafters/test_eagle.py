@@ -219,6 +219,21 @@ def test_a_folder_with_a_head_is_known_by_its_config(tmp_path: Path) -> None:
         SpeculativeGenerator.from_pretrained(demo_models()["dense"], draft=folder)
 
 
+def test_the_reading_that_a_probe_puts_first_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def others_first(head: Any, model: Any, readings: Any, starts: Any) -> Any:
+        return dict.fromkeys(reversed(readings))
+
+    home = "mlx_speculation.engine.drafters.eagle.probe_layers"
+    monkeypatch.setattr(home, others_first)
+    folder, target = write_eagle(tmp_path, "specforge", (1, 2, 3)), target_of("llama")
+    usual = EagleDraft.from_folder(folder, target)
+    probed = EagleDraft.from_folder(folder, target, tokenizer=byte_tokenizer())
+    assert usual.eagle.layers == (1, 2, 3)
+    assert probed.eagle.layers == (0, 1, 2)
+
+
 @pytest.mark.slow  # test_resolve_named.py loads it by a probe, and it is right at times
 def test_the_trained_head_is_as_right_as_in_its_training() -> None:
     """Held-out code: 0.914 of first drafts, and 3.03 of 4, on 64 windows."""
