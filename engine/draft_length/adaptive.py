@@ -21,7 +21,7 @@ from mlx_speculation.models import row_size
 # In plain steps: the credit at first, the most and the least of it, and what a plain
 # step adds. A round that took ten times as long, on a busy machine, is made up for in
 # 200 plain steps.
-FIRST_CREDIT, MOST_CREDIT, LEAST_CREDIT = 3.0, 24.0, -3.0
+FIRST_CREDIT, MOST_CREDIT, LEAST_CREDIT = 2.0, 24.0, -3.0
 SHARE = 0.015
 # What a draft gains over plain steps where all of it is right, if it is to be tried.
 LEAST_GAIN = 1.1
