@@ -99,7 +99,9 @@ class Processor:
     def __init__(self, processor: Any, config: Any) -> None:
         self._processor, self._config = processor, config
 
-    def prompt(self, prompt: Any, images: Sequence[Any]) -> ImagePrompt:
+    def prompt(
+        self, prompt: Any, images: Sequence[Any], template: Mapping[str, Any]
+    ) -> ImagePrompt:
         """Return a prompt with images.
 
         Args:
@@ -107,6 +109,7 @@ class Processor:
                 messages: images belong to their image parts, those beyond them to the
                 last message of the user.
             images: see `open_image`.
+            template: keywords for the template of messages.
 
         Raises:
             InvalidRequestError: an image cannot be read, the prompt is of ids, or the
@@ -129,6 +132,7 @@ class Processor:
                     self._config,
                     [dict(message) for message in prompt],
                     num_images=len(images),
+                    **template,
                 )
             kind = self._config.model_type
             special = should_add_special_tokens(kind, self._processor)

@@ -5,7 +5,8 @@ Text positions are passed in every call where a family has positions of several 
 those of the last one. Nothing of a request is kept here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
@@ -22,8 +23,10 @@ from mlx_speculation.models.vision.native_caches import native_caches
 class MakesPrompts(Protocol):
     """Makes prompts of what a user passes."""
 
-    def prompt(self, prompt: Any, images: Sequence[Any]) -> ImagePrompt:
-        """Return a prompt with images.
+    def prompt(
+        self, prompt: Any, images: Sequence[Any], template: Mapping[str, Any]
+    ) -> ImagePrompt:
+        """Return a prompt with images; `template` has keywords for messages.
 
         Raises:
             InvalidRequestError: an image or the prompt is of no use.
@@ -80,8 +83,18 @@ class VisionTarget(nn.Module):
             )
         return found
 
-    def image_prompt(self, prompt: Any, images: Sequence[Any]) -> ImagePrompt:
+    def image_prompt(
+        self,
+        prompt: Any,
+        images: Sequence[Any],
+        template: Mapping[str, Any] = MappingProxyType({}),
+    ) -> ImagePrompt:
         """Return a prompt with images, as the processor makes it.
+
+        Args:
+            prompt: text with markers, or messages.
+            images: see `open_image`.
+            template: keywords for the chat template.
 
         Raises:
             InvalidRequestError: there is no processor, or an image or the prompt is of
@@ -92,7 +105,7 @@ class VisionTarget(nn.Module):
                 f"{len(images)} images were passed, and the target has no processor. "
                 "Pass an ImagePrompt, or load the model with from_pretrained."
             )
-        return self.processor.prompt(prompt, images)
+        return self.processor.prompt(prompt, images, template)
 
     def make_cache(self) -> list[Any]:
         """Return new empty caches, of mlx-lm's classes."""

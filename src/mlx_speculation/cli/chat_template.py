@@ -2,12 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mlx_speculation.cli.inputs import parsed_json, sound_text
 from mlx_speculation.cli.options import TEMPLATE
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.option_fields import option
+
+if TYPE_CHECKING:
+    from mlx_speculation import SpeculativeGenerator
+    from mlx_speculation.models.vision import ImagePrompt
 
 Message = dict[str, str]
 
@@ -72,6 +77,18 @@ class TemplateOptions:
                 f"{type(error).__name__}: {error}. See --ignore-chat-template."
             ) from error
         return text
+
+    def with_images(
+        self, generator: "SpeculativeGenerator", said: str, images: Sequence[Path]
+    ) -> "ImagePrompt":
+        """Return a message with images as a prompt, or a raw text with its markers."""
+        model: Any = generator.model
+        if not self.applies(generator.tokenizer):
+            asked: Any = said
+        else:
+            asked = [*self._system(), {"role": "user", "content": said}]
+        made: ImagePrompt = model.image_prompt(asked, images, self._config())
+        return made
 
     def _system(self) -> list[Message]:
         """Return the message of the system, if there is one."""

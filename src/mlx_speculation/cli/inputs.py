@@ -6,7 +6,7 @@ is full a `SpeculationError`.
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,22 @@ def check_input(option: str, path: Path) -> None:
             f"{option} is {str(path)!r}, which cannot be read: {error.strerror}. Name "
             "a file."
         ) from error
+
+
+def checked_images(paths: Sequence[Path], begun: str) -> list[Path]:
+    """Return the images of a prompt, which are files.
+
+    Raises:
+        InvalidRequestError: one is missing, or the answer is to begin with a text.
+    """
+    for path in paths:
+        check_input("--image", path)
+    if paths and begun:
+        raise InvalidRequestError(
+            "--image and --prefill-response are given, and an answer about an image "
+            "begins by itself. Leave one of them out."
+        )
+    return list(paths)
 
 
 def parsed_json(name: str, text: str) -> Any:

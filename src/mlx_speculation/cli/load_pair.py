@@ -30,9 +30,20 @@ def begin(blas: BlasName, screen: Screen) -> BlasChoice:
 
 
 def open_pair(
-    pair: PairOptions, screen: Screen, *, prefix_cache: "PrefixCache | None" = None
+    pair: PairOptions,
+    screen: Screen,
+    *,
+    prefix_cache: "PrefixCache | None" = None,
+    vision: bool | None = None,
 ) -> "SpeculativeGenerator":
-    """Load a target and its draft."""
+    """Load a target and its draft.
+
+    Args:
+        pair: the options.
+        screen: says that it takes a while.
+        prefix_cache: of the generator.
+        vision: see `SpeculativeGenerator.from_pretrained`.
+    """
     from mlx_speculation import SpeculativeGenerator
 
     if pair.draft == "":
@@ -57,6 +68,7 @@ def open_pair(
             trust_remote_code=pair.trust_remote_code,
             prefix_cache=prefix_cache,
             exact=pair.exact or False,
+            vision=vision,
         )
 
 

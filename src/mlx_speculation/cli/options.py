@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mlx_speculation import Sampling
 
 DRAFT = "Draft and its length"
+VISION = "Load a target that reads images, with mlx-vlm."
 TEMPLATE = "Prompt and chat template"
 
 AdapterPath = Annotated[

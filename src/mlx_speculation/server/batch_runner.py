@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_speculation.engine import SpeculativeGenerator
 from mlx_speculation.engine.batch.generator import BatchGenerator
 from mlx_speculation.engine.mlx_lm_compat.prompt_cache import limited
+from mlx_speculation.engine.prompt import Prompt
 from mlx_speculation.samplers import Sampling
 from mlx_speculation.server.api_errors import ApiError, as_api_error, late
 from mlx_speculation.server.config import Settings
@@ -50,11 +51,10 @@ class Rows:
         """The rows that have begun."""
         return len(self._batch.running)
 
-    def insert(self, job: Job, prompt: list[int]) -> None:
-        """Give a request a row."""
-        room = self.longest - len(prompt)
-        options = self._options(job, room)
-        reach = len(prompt) + options["max_tokens"]
+    def insert(self, job: Job, prompt: Prompt, length: int) -> None:
+        """Give a request a row, whose prompt has so many tokens."""
+        options = self._options(job, self.longest - length)
+        reach = length + options["max_tokens"]
         caches, quantization = limited(self.generator.model, reach, **self._kv)
         uid = self._batch.insert(
             prompt,
@@ -63,7 +63,7 @@ class Rows:
             **options,
         )
         self._jobs[uid] = job
-        job.prompt_tokens = len(prompt)
+        job.prompt_tokens = length
         if (reason := self._batch.why_alone(uid)) is not None:
             self._metrics.alone(reason)
 

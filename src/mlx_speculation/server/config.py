@@ -4,6 +4,7 @@ Limits and defaults are options of the command line too: each field says its own
 """
 
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, ClassVar
 
 from mlx_speculation.errors import InvalidRequestError
@@ -59,6 +60,14 @@ class Limits:
         1e-3,
     )
 
+    images: int = _limit(8, "Maximum number of images in a request.", "images", 0)
+    image_bytes: int = _limit(
+        16 << 20, "Maximum size of an image as it is stored.", "image-bytes", 1
+    )
+    image_pixels: int = _limit(
+        16_000_000, "Maximum number of pixels of an image.", "image-pixels", 1
+    )
+
     def __post_init__(self) -> None:
         """Refuse limits that let nothing through."""
         for each in fields(self):
@@ -103,6 +112,8 @@ class Settings:
     chat_template_args: dict[str, Any] = field(default_factory=dict)
     defaults: Defaults = Defaults()
     limits: Limits = Limits()
+    # Files under it may be named as images; None: data URLs alone are images
+    image_folder: Path | None = None
     # A request whose caches are limited so runs alone
     kv: KvLimits = field(default_factory=KvLimits)
 

@@ -9,12 +9,14 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from mlx_speculation.engine import SpeculativeGenerator
 from mlx_speculation.errors import InvalidRequestError, SpeculationError
+from mlx_speculation.models.vision import ImagePrompt, VisionTarget
 from mlx_speculation.server.api_errors import ApiError, invalid, unavailable
 from mlx_speculation.server.batch_runner import Rows, logged_api_error
 from mlx_speculation.server.config import Settings
@@ -25,6 +27,7 @@ from mlx_speculation.server.mlx_lm_server import (
     Provider,
     options_of,
 )
+from mlx_speculation.server.request import CheckedRequest, opened
 from mlx_speculation.server.schemas import SchemaCompilers
 
 if TYPE_CHECKING:
@@ -90,6 +93,18 @@ class Worker(EngineThread):
                     retry=True,
                 )
             self.taken += 1
+
+    def with_pictures(self, checked: CheckedRequest) -> CheckedRequest:
+        """Return a request whose images are opened; the caller's thread decodes them.
+
+        Raises:
+            ApiError: an image is none, or the target reads text only.
+        """
+        if not checked.images:
+            return checked
+        if not isinstance(self.model_provider.model, VisionTarget):
+            raise invalid("The model served here reads text only.", "messages")
+        return replace(checked, images=opened(checked.images, self._settings))
 
     def submit(self, job: Job) -> None:
         """Let the engine answer a request that was taken."""
@@ -184,11 +199,12 @@ class Worker(EngineThread):
         checked = job.checked
         rows = self._serving(checked.draft, checked.exact)
         prompt, state = self._prompt(job, rows.generator)
+        tokens = prompt.tokens if isinstance(prompt, ImagePrompt) else prompt
         limits, longest = self._settings.limits, rows.longest
         most = min(limits.prompt_tokens, longest - 1)  # and a token of the answer
-        if len(prompt) > most:
+        if len(tokens) > most:
             raise invalid(
-                f"The prompt has {len(prompt)} tokens, and {most} may be.",
+                f"The prompt has {len(tokens)} tokens, and {most} may be.",
                 "messages" if checked.chat else "prompt",
                 code="context_length_exceeded",
             )
@@ -200,23 +216,40 @@ class Worker(EngineThread):
                 '{"enable_thinking": false}.',
                 field,
             )
-        rows.insert(job, prompt)
-        job.put(self.context(prompt, state))
+        rows.insert(job, prompt, len(tokens))
+        job.put(self.context(tokens, state))
 
     def _prompt(
         self, job: Job, generator: SpeculativeGenerator
-    ) -> tuple[list[int], str]:
+    ) -> tuple[list[int] | ImagePrompt, str]:
         """Return token ids, and in what the answer begins."""
-        if job.checked.prompt is not None:
-            return generator.encode(job.checked.prompt), "normal"
+        checked = job.checked
+        if checked.prompt is not None:
+            return generator.encode(checked.prompt), "normal"
         try:
-            return self.rendered(job.request, job.checked.template_args)
+            tokens, state = self.rendered(job.request, checked.template_args)
+            if not checked.images:
+                return tokens, state
+            return self._image_prompt(checked, generator.model), state
+        except InvalidRequestError as error:
+            raise invalid(str(error), "messages") from error
         except Exception as error:  # a template raises what it likes
             raise invalid(
                 f"The chat template refused the messages: {type(error).__name__}: "
                 f"{str(error)[:200]}",
                 "messages",
             ) from error
+
+    def _image_prompt(self, checked: CheckedRequest, model: Any) -> ImagePrompt:
+        """Return what the processor makes of a chat with images."""
+        template = {
+            **self._settings.chat_template_args,
+            **(checked.template_args or {}),
+        }
+        if checked.body["tools"] is not None:
+            template["tools"] = checked.body["tools"]
+        made: ImagePrompt = model.image_prompt(checked.placed, checked.images, template)
+        return made
 
     def _leave(self) -> None:
         """End all rows, and let go of what this thread has made."""

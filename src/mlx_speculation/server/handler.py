@@ -298,7 +298,8 @@ class Handler(ChatHandler):
             raise self._no_such_path()
         most = self._settings.limits.body_bytes
         body = parsed(read_body(self.headers, self.rfile, most))
-        self._checked = read_request(body, self._settings, chat=self.path in CHATS)
+        checked = read_request(body, self._settings, chat=self.path in CHATS)
+        self._checked = self._worker.with_pictures(checked)
         self.connection.settimeout(self._settings.limits.read_seconds)
         self.handle_request(json.dumps(self._checked.body).encode())
 

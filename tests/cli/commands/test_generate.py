@@ -16,6 +16,8 @@ from mlx_speculation.cli.stream_view import PromptBar
 from mlx_speculation.engine import Chunk, Stream
 from support.models.adapters import write_adapter
 from support.models.demo_folders import copy_of
+from support.models.tiny_vision import WITHOUT_MLX_VLM
+from support.models.vision_folders import picture, vision_folder
 from support.processes.commands import Commands
 from support.processes.programs import command_line
 
@@ -317,3 +319,31 @@ def test_a_reader_that_leaves_ends_it_quietly() -> None:
     assert process.returncode == 141, told
     assert "Traceback" not in told
     assert "Exception ignored" not in told
+
+
+@WITHOUT_MLX_VLM
+def test_an_image_is_asked_about(commands: Commands, tmp_path: Path) -> None:
+    folder = vision_folder(tmp_path / "model")
+    images = [tmp_path / "one.png", tmp_path / "two.png"]
+    for number, path in enumerate(images):
+        path.write_bytes(picture(24 + 8 * number, 16, seed=number))
+    plain = SpeculativeGenerator.from_pretrained(folder, vision=True)
+    asked = [{"role": "user", "content": "What?"}]
+    for count in (1, 2):
+        given = [option for path in images[:count] for option in ("--image", path)]
+        options = [folder, "-p", "What?", "-m", "9", "--draft", "lookup", *given]
+        found = commands.object("generate", *options)
+        expected = plain.generate(asked, images=images[:count], max_tokens=9)
+        assert found["tokens"] == expected.tokens
+    raw = ["--ignore-chat-template", "-p", "<|vision_start|><|image_pad|>?"]
+    found = commands.object("generate", folder, *raw, "-m", "3", "--image", images[0])
+    assert found["prompt_tokens"] > 3
+
+
+def test_images_that_are_none_are_refused(commands: Commands, tmp_path: Path) -> None:
+    missing = commands.refused(*PLAIN_GENERATE, "--image", tmp_path / "none.png")
+    assert "--image" in missing
+    file = tmp_path / "a.png"
+    file.write_text("no image")
+    begun = ["--image", file, "--prefill-response", "It"]
+    assert "--prefill-response" in commands.refused(*PLAIN_GENERATE, *begun)

@@ -10,6 +10,7 @@ from mlx_speculation.cli.chat_template import TemplateOptions, encode
 from mlx_speculation.cli.console import Screen
 from mlx_speculation.cli.inputs import (
     check_output,
+    checked_images,
     read_json_file,
     read_prompt,
     sound_text,
@@ -33,6 +34,7 @@ from mlx_speculation.option_fields import option
 if TYPE_CHECKING:
     from mlx_speculation import Constraint, SpeculativeGenerator
     from mlx_speculation.engine import Chunk
+    from mlx_speculation.engine.prompt import Prompt
 
 ALTERNATIVES = 5
 PLACE = "<query>"  # stands for a message, to find where a template puts it
@@ -77,6 +79,12 @@ def generate(
         "-p",
         panel=TEMPLATE,
     ),
+    image: list[Path] | None = option(
+        None,
+        "Image that the prompt is about; loads the target with mlx-vlm. Repeatable.",
+        panel=TEMPLATE,
+        show_default=False,
+    ),
     prefill_response: str | None = option(
         None, "Beginning of the answer.", panel=TEMPLATE
     ),
@@ -93,15 +101,21 @@ def generate(
     begun = sound_text("--prefill-response", prefill_response or "")
     blas = begin(pair.blas, screen)
     sampling.check()
-    generator = open_pair(pair, screen)
+    images = checked_images(image or (), begun)
+    generator = open_pair(pair, screen, vision=True if images else None)
     before = kv.before(pair.model, generator)
-    text, rendered = _prompt_text(
-        generator, template, said, begun, follows=before is not None
-    )
-    tokens = encode(generator.tokenizer, text, rendered=rendered)
+    asked: Prompt
+    if images:
+        made = template.with_images(generator, said, images)
+        asked, tokens, text = made, made.tokens, said
+    else:
+        text, rendered = _prompt_text(
+            generator, template, said, begun, follows=before is not None
+        )
+        asked = tokens = encode(generator.tokenizer, text, rendered=rendered)
     bar = PromptBar(len(tokens) - 1)
     stream = generator.stream(
-        tokens,
+        asked,
         max_tokens=end.max_tokens,
         sampling=sampling.sampling(generator.tokenizer),
         stop=end.stops,

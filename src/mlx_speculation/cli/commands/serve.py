@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from mlx_speculation.cli.console import Screen
 from mlx_speculation.cli.inputs import parsed_json
 from mlx_speculation.cli.load_pair import begin, open_pair, prefix_cache
-from mlx_speculation.cli.options import PairOptions
+from mlx_speculation.cli.options import VISION, PairOptions
 from mlx_speculation.cli.run_app import note
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.option_fields import KvLimits, option
@@ -101,6 +101,14 @@ def serve(
     cache_gigabytes: float = option(
         2.0, "Size of the prefix cache; 0: off.", min=0.0, max=1e6
     ),
+    image_folder: Path | None = option(
+        None,
+        "Folder whose files requests may name as images. Default: data URLs alone.",
+        panel=Limits.panel,
+        exists=True,
+        file_okay=False,
+    ),
+    vision: bool = option(False, VISION),
     grace_seconds: float = option(
         5.0, "Time for running requests at shutdown.", min=0.0
     ),
@@ -124,10 +132,11 @@ def serve(
         defaults=defaults,
         limits=limits,
         kv=kv,
+        image_folder=image_folder,
     )
 
     def load(prefixes: "PrefixCache | None") -> "SpeculativeGenerator":
-        return open_pair(pair, screen, prefix_cache=prefixes)
+        return open_pair(pair, screen, prefix_cache=prefixes, vision=vision or None)
 
     server = Server(
         settings,

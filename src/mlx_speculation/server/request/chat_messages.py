@@ -4,24 +4,54 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_speculation.server.api_errors import invalid
+from mlx_speculation.server.config import Settings
 from mlx_speculation.server.request.fields import Fields
+from mlx_speculation.server.request.images import checked_image
 
 # Templates read what else a message of these holds, so the names are those they know.
 KNOWN = ("role", "name", "tool_call_id", "reasoning", "reasoning_content")
 
 
-def checked_messages(fields: Fields) -> list[dict[str, Any]]:
-    """Return the messages, each with one text as its content.
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """The messages of a chat, without its images and with them."""
 
-    Images are refused: mlx-lm's server would fetch them from wherever a client says.
+    texts: list[dict[str, Any]]  # each with one text as its content
+    # The same with image parts in their places; empty: there are no images
+    placed: tuple[dict[str, Any], ...] = ()
+    images: tuple[bytes, ...] = ()  # the files, in the order of their parts
+
+
+def checked_messages(fields: Fields, settings: Settings) -> Messages:
+    """Return the messages.
+
+    mlx-lm's server gets the texts alone: it would fetch images from wherever a client
+    says.
     """
     given = fields.list("messages")
     if not given:
         raise fields.wrong("messages", given, "a list of at least one message")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
+    images: list[bytes] = []
+    placed = [
+        _message(message, f"messages[{i}]", images, settings)
+        for i, message in enumerate(given)
+    ]
+    if not images:
+        return Messages(placed)
+    texts = [{**each, "content": _text_of(each["content"])} for each in placed]
+    return Messages(texts, tuple(placed), tuple(images))
 
 
-def _message(given: Any, where: str) -> dict[str, Any]:
+def _text_of(content: str | list[dict[str, Any]]) -> str:
+    """Return a content without its images."""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content)
+
+
+def _message(
+    given: Any, where: str, images: list[bytes], settings: Settings
+) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise invalid(f"{where} is no object.", where)
     inner = Fields(given, f"{where}.")
@@ -31,7 +61,8 @@ def _message(given: Any, where: str) -> dict[str, Any]:
             message[name] = value
     if "role" not in message:
         raise invalid(f"{where} has no role.", f"{where}.role")
-    message["content"] = _content(inner.take("content", ""), where)
+    content = inner.take("content", "")
+    message["content"] = _content(content, where, images, settings)
     calls = inner.list("tool_calls")
     if calls is not None:
         message["tool_calls"] = [
@@ -43,23 +74,35 @@ def _message(given: Any, where: str) -> dict[str, Any]:
     return message
 
 
-def _content(given: Any, where: str) -> str:
-    """Return one text of a content that may be in parts."""
+def _content(
+    given: Any, where: str, images: list[bytes], settings: Settings
+) -> str | list[dict[str, Any]]:
+    """Return one text of a content that may be in parts; with images, the parts."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
         raise invalid(f"{where}.content is no text.", f"{where}.content")
-    texts = []
-    for part in given:
+    parts: list[dict[str, Any]] = []
+    before = len(images)
+    for i, part in enumerate(given):
         text = part.get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str) or part.get("type") != "text":
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "image_url":
+            if len(images) >= settings.limits.images:
+                raise invalid(
+                    f"A request may have {settings.limits.images} images.", "messages"
+                )
+            images.append(checked_image(part, f"{where}.content[{i}]", settings))
+            parts.append({"type": "image"})
+        elif kind == "text" and isinstance(text, str):
+            parts.append({"type": "text", "text": text})
+        else:
             raise invalid(
-                f"{where}.content holds a part that is no text. Images, audio and "
+                f"{where}.content holds a part that is no text and no image. Audio and "
                 "files are not taken.",
                 f"{where}.content",
             )
-        texts.append(text)
-    return "".join(texts)
+    return _text_of(parts) if len(images) == before else parts
 
 
 def _tool_call(given: Any, where: str) -> dict[str, Any]:

@@ -50,6 +50,10 @@ class CheckedRequest:
     # Tokens drafted in a round at most; None: no limit of its own.
     max_draft: int | None
     exact: bool = False  # whether no draft may change a bit
+    # Of a chat with images: its messages with their parts; empty: it has none
+    placed: tuple[dict[str, Any], ...] = ()
+    # The files of its images; once they are opened, pictures
+    images: tuple[Any, ...] = ()
 
     @property
     def prompt(self) -> str | list[int] | None:
@@ -83,9 +87,10 @@ def read_request(
     body["stream"] = stream = fields.flag("stream")
     body["stream_options"] = _stream_options(fields, stream)
     prompts: tuple[str | list[int], ...] = ()
-    template_args = calls = None
+    template_args = calls = messages = None
     if chat:
-        body["messages"] = checked_messages(fields)
+        messages = checked_messages(fields, settings)
+        body["messages"] = messages.texts
         tools = checked_tools(fields)
         body["tools"], calls = tools.offered, tools.needed
         template_args = _template_args(fields)
@@ -112,6 +117,8 @@ def read_request(
         draft_length=length,
         max_draft=max_draft,
         exact=exact,
+        placed=() if messages is None else messages.placed,
+        images=() if messages is None else messages.images,
     )
     _refuse_the_rest(fields)
     return checked

@@ -1,0 +1,92 @@
+"""The images of a chat: data URLs, and files under the folder that the server allows.
+
+Nothing is fetched. What is too large, of no known format or outside of the folder is
+refused with the place of its part.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models.vision.open_image import (
+    ImageLimits,
+    data_of_url,
+    open_image,
+)
+from mlx_speculation.server.api_errors import ApiError, invalid
+from mlx_speculation.server.config import Settings
+
+
+def checked_image(part: dict[str, Any], where: str, settings: Settings) -> bytes:
+    """Return the bytes of an image part; they are not decoded yet.
+
+    Raises:
+        ApiError: it names no image, or one that this server does not open.
+    """
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, dict) else given
+    if not isinstance(url, str):
+        raise invalid(f"{where} has no image_url with a url.", where)
+    try:
+        if url.startswith("data:"):
+            return data_of_url(url, limits_of(settings))
+        return _read(url, where, settings)
+    except InvalidRequestError as error:
+        raise invalid(f"{where}: {error}", where) from error
+
+
+def opened(images: Sequence[bytes], settings: Settings) -> tuple[Any, ...]:
+    """Return pictures of the bytes of images.
+
+    Raises:
+        ApiError: names the first that is none.
+    """
+    found = []
+    for number, data in enumerate(images, 1):
+        try:
+            found.append(open_image(data, limits_of(settings)))
+        except InvalidRequestError as error:
+            raise invalid(
+                f"Image {number} of {len(images)}: {error}", "messages"
+            ) from error
+    return tuple(found)
+
+
+def limits_of(settings: Settings) -> ImageLimits:
+    """Return what an image may be at most."""
+    limits = settings.limits
+    return ImageLimits(limits.image_bytes, limits.image_pixels)
+
+
+def _read(url: str, where: str, settings: Settings) -> bytes:
+    """Return the bytes of a file under the allowed folder."""
+    folder, parts = settings.image_folder, urlsplit(url)
+    if (
+        folder is None
+        or parts.scheme != "file"
+        or parts.netloc not in ("", "localhost")
+    ):
+        also = "" if folder is None else ", or a file:// URL under the allowed folder,"
+        raise invalid(
+            f"{where} is {url[:60]!r}, which is not opened. A data URL"
+            f"{also} is needed.",
+            where,
+        )
+    try:
+        own = folder.resolve()
+        path = (own / unquote(parts.path)).resolve()  # links are followed first
+        if not path.is_relative_to(own):
+            raise _outside(where)
+        if not path.is_file():  # no device, no pipe
+            raise invalid(f"{where} names no file of the allowed folder.", where)
+        with path.open("rb") as file:
+            return file.read(settings.limits.image_bytes + 1)
+    except (OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, ApiError):
+            raise
+        raise invalid(f"{where} names a file that cannot be read.", where) from error
+
+
+def _outside(where: str) -> ApiError:
+    return invalid(f"{where} names a file outside of the allowed folder.", where)
