@@ -45,7 +45,9 @@ def probe_layers(
         score = EagleProbe(head, model, taps, text, readings).score
 
         def shown(reading: LayerIds) -> str:
-            return f"{reading!r} {list(readings[reading])}"
+            layers = readings[reading]
+            after = layers == (AFTER_NORM,)
+            return f"{reading!r} {'after the norm' if after else list(layers)}"
 
         return ranked(score, usual, others, advice, shown)
     finally:

@@ -13,7 +13,11 @@ from mlx_speculation.engine import EagleDraft
 from mlx_speculation.errors import ConventionError
 from mlx_speculation.models import HiddenStates
 from mlx_speculation.models.checkpoints.probe_text import OwnText
-from mlx_speculation.models.eagle import layer_readings, load_eagle_head
+from mlx_speculation.models.eagle import (
+    AFTER_NORM,
+    layer_readings,
+    load_eagle_head,
+)
 from mlx_speculation.models.eagle.probe import EagleProbe, probe_layers
 from support.models.eagle_checkpoints import write_eagle
 from support.models.tiny_models import build
@@ -74,6 +78,22 @@ def test_a_random_head_is_refused_unless_its_layers_are_named(tmp_path: Path) ->
     head, layers = load_eagle_head(write_eagle(tmp_path, "specforge"), model)
     with pytest.raises(ConventionError, match=r"chance.*'layers' \[0, 1, 3\] agrees"):
         probe_layers(head, model, {"layers": layers}, STARTS)
+
+
+def test_the_last_state_is_read_before_or_after_the_norm(tmp_path: Path) -> None:
+    """Files do not say which; the refusal names both."""
+    folder, model = write_eagle(tmp_path, "last state"), build("llama", layers=4)
+    head, layers = load_eagle_head(folder, model)
+    assert layers == (AFTER_NORM,)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    readings = layer_readings(config, 4)
+    assert readings == {"tuple": (AFTER_NORM,), "layers": (3,)}
+    with pytest.raises(
+        ConventionError, match=r"'tuple' after the norm .*'layers' \[3\]"
+    ):
+        probe_layers(head, model, readings, STARTS)
+    named = EagleDraft.from_folder(folder, model, layer_ids="layers")
+    assert named.eagle.layers == (3,)
 
 
 @pytest.mark.slow
