@@ -7,6 +7,7 @@ Faults that were made by hand, and found here:
 
 import json
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,10 @@ import pytest
 
 from mlx_speculation import SpeculativeGenerator
 from mlx_speculation.engine import EagleDraft
-from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.errors import InvalidRequestError, SpeculationError
 from mlx_speculation.models import load
 from mlx_speculation.training import memory_estimate
+from mlx_speculation.training.options import TrainOptions
 from mlx_speculation.training.state import Progress
 from mlx_speculation.training.training_run import Reports, TrainingResult, train
 from support.models.chat_folders import chat_folder
@@ -158,6 +160,43 @@ def test_a_folder_of_something_else_is_refused(target: Path, tmp_path: Path) -> 
         train(target, tmp_path, OPTIONS)
     with pytest.raises(InvalidRequestError, match="is a file"):
         train(target, tmp_path / "letter.txt", OPTIONS)
+
+
+def test_what_cannot_be_trained_is_refused_before_the_target_writes(
+    target: Path, tmp_path: Path
+) -> None:
+    """The config.json of a draft was read after hours of dialogues."""
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
+    small = replace(OPTIONS, kind="draft", draft_model=draft)
+    wrong: dict[str, tuple[TrainOptions, str]] = {
+        "small": (small, r"config\.json: .*missing"),
+        "layers": (replace(OPTIONS, layers=[1, 99]), "99"),
+        "mtp": (replace(OPTIONS, kind="mtp"), "no family whose MTP"),
+    }
+    for name, (options, words) in wrong.items():
+        with pytest.raises(SpeculationError, match=words):
+            train(target, tmp_path / name, options)
+        assert not (tmp_path / name).exists()
+
+
+def test_an_interrupt_says_what_is_kept(target: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def interrupted(done: int, whole: int) -> None:
+        assert whole == OPTIONS.dialogues + OPTIONS.held_out
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(
+            target,
+            tmp_path,
+            OPTIONS,
+            reports=Reports(say=said.append, data=interrupted),
+        )
+    assert re.match(r"\d+ dialogues are kept in .*dialogues\.safetensors; ", said[-1])
 
 
 def test_too_little_memory_is_refused(

@@ -16,7 +16,6 @@ import numpy as np
 
 from mlx_speculation.errors import ConventionError, InvalidRequestError
 from mlx_speculation.models import (
-    find_parts,
     load,
     logit_width,
     model_folder,
@@ -34,7 +33,11 @@ from mlx_speculation.training.data.dialogues import Dialogues
 from mlx_speculation.training.data.draft_ids import coverage
 from mlx_speculation.training.data.prompts import read_prompts
 from mlx_speculation.training.data.row_batches import RowBatches
-from mlx_speculation.training.kinds.choose_trainee import learning_rate, make_trainee
+from mlx_speculation.training.kinds.choose_trainee import (
+    check_trainee,
+    learning_rate,
+    make_trainee,
+)
 from mlx_speculation.training.kinds.trainee import Trainee, depths_of
 from mlx_speculation.training.loop import TrainingLoop, Watch
 from mlx_speculation.training.memory_estimate import BatchShape, choose_checkpoint
@@ -163,7 +166,8 @@ class _Run:
         fingerprint = target_hash(self.folder)
         fixed = {**self.options.fixed(), "target": fingerprint}
         progress = read_progress(self.out / RUN, fixed)
-        self._check_tapped()
+        if progress is None:
+            check_trainee(self.options, self.model, self.tokenizer, self.folder)
         dialogues = self._dialogues(fingerprint, prompts, progress)
         if self.options.data_only:
             said = self._described(dialogues, dialogues.training)
@@ -241,11 +245,6 @@ class _Run:
         ended = loop.run()
         return self._finished(trainee, dialogues, learned, progress, fixed, ended)
 
-    def _check_tapped(self) -> None:
-        """Refuse a target that cannot be tapped, before it writes anything."""
-        if self.options.kind != "draft":
-            find_parts(self.model).require("layers", "norm", "embedding")
-
     def _dialogues(
         self, fingerprint: str, prompts: list[Any], progress: Progress | None
     ) -> Dialogues:
@@ -257,11 +256,18 @@ class _Run:
         share = 1.0 if self.options.data_only else _DATA_SHARE
         until = None if minutes is None else self.began + 60 * minutes * share
         if progress is None:
-            collector.fill(
-                dialogues,
-                self.reports.data,
-                lambda: until is not None and time.monotonic() > until,
-            )
+            try:
+                collector.fill(
+                    dialogues,
+                    self.reports.data,
+                    lambda: until is not None and time.monotonic() > until,
+                )
+            except KeyboardInterrupt:
+                self.reports.say(
+                    f"{len(dialogues.all)} dialogues are kept in {dialogues.file}; "
+                    "the same command goes on from there."
+                )
+                raise
         if not dialogues.training or not dialogues.held_out:
             raise InvalidRequestError(
                 f"There are {len(dialogues.training)} dialogues to learn from and "

@@ -1,5 +1,6 @@
 """`train`: trains a draft for a target."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING
@@ -15,6 +16,8 @@ from mlx_speculation.cli.options import Blas, Json, Model, TrustRemoteCode
 from mlx_speculation.environment import versions
 from mlx_speculation.option_fields import option
 from mlx_speculation.training.options import TrainOptions
+
+_QUIET = 60.0  # seconds between lines of dialogues, at least
 
 if TYPE_CHECKING:
     from mlx_speculation.training.training_run import Reports, TrainingResult
@@ -59,7 +62,10 @@ def train(
 
 @contextmanager
 def _shown(screen: Screen) -> Iterator["Reports"]:
-    """Show two bars on a terminal, and a line for each evaluation everywhere."""
+    """Show two bars on a terminal, and a line for each evaluation everywhere.
+
+    Where there is no terminal, dialogues get a line now and then as well.
+    """
     from mlx_speculation.training.training_run import Reports
 
     bars = Progress(
@@ -80,9 +86,18 @@ def _shown(screen: Screen) -> Iterator["Reports"]:
                 tasks[name] = bars.add_task(name, total=total, more="")
             bars.update(tasks[name], completed=done, total=total, more=more)
 
+        due = 0.0  # of `time.monotonic`: when the next line of dialogues is
+
+        def wrote(done: int, whole: int) -> None:
+            nonlocal due
+            update("dialogues", done, whole)
+            if not screen.notes.is_terminal and time.monotonic() >= due:
+                due = time.monotonic() + _QUIET
+                screen.say(f"the target writes dialogues: {done} of {whole}")
+
         yield Reports(
             say=screen.say,
-            data=lambda done, whole: update("dialogues", done, whole),
+            data=wrote,
             step=lambda progress, loss: update(
                 "steps", progress.step, progress.steps, f"loss {loss:.3f}"
             ),

@@ -104,7 +104,6 @@ class Collector:
                 seed=seed,
             )
         done = len(dialogues.all)
-        whole = done + count
         found = [
             self._dialogue(prompt, answer, held, True, temperature)
             for prompt, answer in zip(
@@ -117,7 +116,8 @@ class Collector:
             for i in range(used)
         ]
         found += self._conversations(taken, held, temperature, seed)
-        report(done + len(found), max(whole, done + len(found)))
+        wanted = self._options.dialogues + self._options.held_out
+        report(done + len(found), max(wanted, done + len(found)))
         return found, used
 
     def _conversations(

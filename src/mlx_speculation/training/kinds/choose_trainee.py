@@ -7,7 +7,8 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
-from mlx_speculation.models import logit_width, read_config
+from mlx_speculation.models import find_parts, logit_width, read_config
+from mlx_speculation.models.mtp import find_mtp_head
 from mlx_speculation.training.data.dialogues import Dialogue
 from mlx_speculation.training.data.draft_ids import choose_ids, needed_ids
 from mlx_speculation.training.kinds.eagle_head import EagleTrainee
@@ -51,6 +52,31 @@ def make_trainee(
         chosen = choose_ids(learned, size, width, needed_ids(tokenizer))
     config = read_config(folder)
     return EagleTrainee(model, config, chosen, options.layers, options.seed)
+
+
+def check_trainee(
+    options: TrainOptions, model: nn.Module, tokenizer: Any, folder: Path
+) -> None:
+    """Refuse what cannot be trained, before the target writes anything.
+
+    Args:
+        options: of the training.
+        model: the target.
+        tokenizer: its tokenizer.
+        folder: its folder.
+
+    Raises:
+        InvalidRequestError: the target has no such layer.
+        ModelFolderError: the draft cannot be made, or the target has no MTP head.
+        TokenizerMismatchError: the draft has other token ids.
+        UnsupportedModelError: the target does not show what the draft reads, or the
+            draft is quantized.
+    """
+    if options.kind == "mtp":  # making it takes a probe
+        find_parts(model).require("layers", "norm", "embedding")
+        find_mtp_head(folder, model)
+    else:
+        make_trainee(options, model, tokenizer, folder, learned=[], ids=[0])
 
 
 def learning_rate(options: TrainOptions, dim: int) -> float:
