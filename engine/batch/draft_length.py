@@ -81,9 +81,8 @@ class BatchDraftLength:
     """
 
     def __init__(self, make: MakeLengths, costs: CostsOf) -> None:
-        self._make, self._costs = make, costs
-        self.rates = RowRates()
-        self._policy: BatchPolicy | None = None
+        self._costs, self.rates = costs, RowRates()
+        self._policy = make(self.rates)
         self.bucket = 0
         self._plan: Plan | None = None
         self._next: Plan | None = None
@@ -97,53 +96,47 @@ class BatchDraftLength:
         size: int | None = None,
     ) -> list[int]:
         """Return how many tokens each row may draft in the next round."""
-        measured = [row for row in rows if _measured(row)]
-        shared = 0
-        if measured:
-            self.rates.rows = measured
-            longest = max(
-                min(limit, row.request.policy.longest)
-                for limit, row in zip(room, rows, strict=True)
-                if _measured(row)
-            )
-            if self._plan is None:
-                if self._policy is None:
-                    self._policy = self._make(self.rates)
-                bucket = row_bucket(len(rows)) if size is None else size
-                if bucket != self.bucket:
-                    self._policy.costs = self._costs(bucket, self.rates)
-                    self._policy.decide_anew()
-                    self.bucket = bucket
-                self._plan = self._policy.plan(context, longest)
-            shared = self._plan.length
+        shared = {
+            index: min(limit, row.request.policy.longest)
+            for index, (row, limit) in enumerate(zip(rows, room, strict=True))
+            if _measured(row)
+        }
+        if shared:
+            self.rates.rows = [rows[index] for index in shared]
+        if shared and self._plan is None:
+            bucket = row_bucket(len(rows)) if size is None else size
+            if bucket != self.bucket:
+                self._policy.costs = self._costs(bucket, self.rates)
+                self._policy.decide_anew()
+                self.bucket = bucket
+            self._plan = self._policy.plan(context, max(shared.values()))
         found = []
-        for row, limit in zip(rows, room, strict=True):
-            if not _measured(row):
+        for index, (row, limit) in enumerate(zip(rows, room, strict=True)):
+            plan, most = self._plan, shared.get(index, limit)
+            if index not in shared:
                 if row.planned is None:
                     row.planned = row.request.policy.plan(context, limit)
-                limit = min(limit, row.planned.length)
-            else:
-                limit = min(limit, shared, row.request.policy.longest)
-            found.append(max(0, limit))
+                plan = row.planned
+            found.append(max(0, min(most, plan.length if plan is not None else 0)))
         return found
 
     def early(
         self, rows: Sequence[BatchRequest], context: int, room: list[int]
     ) -> bool:
         """Plan the round after a plain one already; return whether it drafts."""
-        drafts = False
+        plans = []
         for row, limit in zip(rows, room, strict=True):
             if limit <= 0:
                 continue
             if _measured(row):
-                if self._next is None and self._policy is not None:
+                if self._next is None:
                     self._next = self._policy.plan(context, max(room))
-                drafts = drafts or (self._next is not None and self._next.length > 0)
+                plans.append(self._next)
             else:
                 if row.following is None:
                     row.following = row.request.policy.plan(context, limit)
-                drafts = drafts or row.following.length > 0
-        return drafts
+                plans.append(row.following)
+        return any(plan.length > 0 for plan in plans)
 
     def width(
         self, rows: Sequence[BatchRequest], context: int, drafts: list[int]
@@ -154,13 +147,13 @@ class BatchDraftLength:
         """
         fixed = [n for n, row in zip(drafts, rows, strict=True) if not _measured(row)]
         least, longest = max(fixed, default=0), max(drafts, default=0)
-        policy, plan = self._policy, self._plan
-        if policy is None or plan is None or plan.reason not in ("best", "plain"):
+        costs, plan = self._policy.costs, self._plan
+        if plan is None or plan.reason not in ("best", "plain"):
             return longest
-        if least == longest or policy.costs.plain(context) is None:
+        if least == longest or costs.plain(context) is None:
             return longest
         each = [row.rates.expected(longest) for row in rows]
-        seconds = policy.costs.curve(context, longest)
+        seconds = costs.curve(context, longest)
 
         def speed(width: int) -> float:
             pairs = zip(each, drafts, strict=True)
@@ -186,7 +179,7 @@ class BatchDraftLength:
                 own = replace(feedback, drafted=count, accepted=right)
                 row.request.policy.note(context, row.planned, own)
             row.planned, row.following = row.following, None
-        if self._plan is not None and self._policy is not None:
+        if self._plan is not None:
             mean = replace(feedback, accepted=sum(accepted) / len(rows))
             self._policy.note(context, self._plan, mean)
         self._plan, self._next = self._next, None
@@ -194,21 +187,16 @@ class BatchDraftLength:
     def join(self, row: BatchRequest) -> None:
         """Let a new row begin with what is known of the others."""
         row.rates = self.rates.for_row()
-        self._reconsider()
+        self._policy.decide_anew()
 
     def leave(self) -> None:
         """Forget plans that were made for rows which are gone."""
         self._plan = self._next = None
-        self._reconsider()
-
-    def _reconsider(self) -> None:
-        if self._policy is not None:
-            self._policy.decide_anew()
+        self._policy.decide_anew()
 
     def end(self) -> None:
         """Keep what was learnt."""
-        if self._policy is not None:
-            self._policy.end()
+        self._policy.end()
 
 
 def _measured(row: BatchRequest) -> bool:
