@@ -22,7 +22,7 @@ from mlx_speculation import (
     SpeculativeGenerator,
 )
 from mlx_speculation.engine.batch.generator import BatchGenerator
-from mlx_speculation.server import Server, Settings
+from mlx_speculation.server import Server, Settings, mlx_lm_server
 from mlx_speculation.server import job as jobs
 from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.auth import check_permission
@@ -362,3 +362,24 @@ def test_an_engine_that_hangs_is_not_waited_for(
         assert error["message"] == "The engine does not answer."
         release.set()
         until(lambda: server.worker.taken == 0)
+
+
+def test_an_engine_has_ended_when_the_thread_of_the_system_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process that ended before aborted, 1 time in 8 after a refusal."""
+    asked: list[str] = []
+
+    class Task:
+        def __init__(self, path: str) -> None:
+            self.path = path
+
+        def exists(self) -> bool:
+            asked.append(self.path)
+            return len(asked) < 3
+
+    monkeypatch.setattr(mlx_lm_server, "Path", Task)
+    with serving() as server:
+        thread = server.worker._generation_thread
+        server.stop()
+    assert asked == [f"/proc/self/task/{thread.native_id}"] * 3

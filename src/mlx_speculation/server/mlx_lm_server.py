@@ -11,8 +11,10 @@ imported by name only, since it imports all of mlx-lm.
 
 import io
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +45,7 @@ __all__ = [
 
 # A response without one is followed by more.
 ENDED = "length"
+POLL_SECONDS = 0.01
 
 
 class Refused(Exception):  # noqa: N818  it is no error, but what mlx-lm's server says
@@ -134,10 +137,19 @@ class EngineThread(ResponseGenerator):
         raise NotImplementedError
 
     def end(self, seconds: float) -> bool:
-        """Ask the thread to end, and return whether it has."""
+        """Ask the thread to end, and return whether it has.
+
+        After Python's end of a thread mlx frees what it keeps for it, and asks for the
+        interpreter's lock: a process that ends meanwhile aborts. So on Linux the end is
+        that of the system's thread.
+        """
         self._stop = True
-        self._generation_thread.join(seconds)
-        return not self._generation_thread.is_alive()
+        thread, until = self._generation_thread, time.monotonic() + seconds
+        thread.join(seconds)
+        left = Path(f"/proc/self/task/{thread.native_id}")
+        while not thread.is_alive() and left.exists() and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+        return not thread.is_alive()
 
     @property
     def alive(self) -> bool:
