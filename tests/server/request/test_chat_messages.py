@@ -280,7 +280,7 @@ def test_a_call_that_cannot_be_asked_for_is_refused(
 def test_calls_that_are_no_json_are_not_forced() -> None:
     tokenizer = chat_tokenizer()
     tokenizer._tool_parser = pythonic.parse_tool_call
-    with pytest.raises(ApiError, match="its calls are of kind 'pythonic'"):
+    with pytest.raises(ApiError, match="writes its calls as 'pythonic'"):
         call_grammar([TOOL["function"]], tokenizer)
 
 

@@ -30,10 +30,11 @@ def call_grammar(functions: Sequence[dict[str, Any]], tokenizer: Any) -> str:
     """
     parser = getattr(tokenizer.tool_parser, "__module__", "")
     if not parser.endswith(".json_tools"):
-        kind = parser.rpartition(".")[2] or "none"
+        kind = parser.rpartition(".")[2]
+        has = f"writes its calls as {kind!r}" if kind else "has no tool calls"
         raise invalid(
-            f"tool_choice asks for a call, and its calls are of kind {kind!r}: "
-            "only calls in JSON can be forced. Leave tool_choice out.",
+            f"tool_choice asks for a call, and the model's chat template {has}: only "
+            "calls in JSON can be forced. Leave tool_choice out.",
             "tool_choice",
         )
     schema = {"x-guidance": SPACING, "anyOf": [_call(each) for each in functions]}
