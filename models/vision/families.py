@@ -29,10 +29,12 @@ class Family:
         name: its package under mlx_vlm.models.
         mrope: whether positions have three axes, which images advance otherwise than
             text, and have to be passed in every call.
+        recurrent: whether some layers keep states, see `recurrent_slots`.
     """
 
     name: str
     mrope: bool = False
+    recurrent: bool = False
 
 
 SERVED = {name: Family(name, **facts) for name, facts in _TABLES["served"].items()}

@@ -17,6 +17,7 @@ from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models.vision.families import Family, family_of
 from mlx_speculation.models.vision.image_prompt import ImagePrompt
 from mlx_speculation.models.vision.native_caches import native_caches
+from mlx_speculation.models.vision.recurrent_slots import with_slots
 
 
 @runtime_checkable
@@ -132,5 +133,7 @@ class VisionTarget(nn.Module):
         if self.family.mrope and "position_ids" not in more:
             row = mx.arange(start, start + inputs.shape[1])
             more["position_ids"] = mx.broadcast_to(row, (3, 1, row.size))
+        if self.family.recurrent and cache is not None:
+            cache = with_slots(cache)
         logits: mx.array = self.language_model(inputs, cache=cache, **more).logits
         return logits

@@ -169,6 +169,17 @@ def test_chunks_of_a_prompt_are_one_pass_and_rounds_leave_what_steps_leave(
     assert steps.seen == rounds.seen
 
 
+def test_states_of_rejected_drafts_are_undone_without_another_forward() -> None:
+    model, prompt = target("qwen3_5"), prompt_with("qwen3_5", ONE)
+    expected = text(model, prompt, GREEDY)
+    draft = TurningDrafter(prompt.tokens + expected, VOCAB)
+    made = generator(model, draft=draft, draft_length=4)
+    result = made.generate(prompt, **options())
+    assert result.tokens == expected
+    assert result.stats.drafted > result.stats.accepted
+    assert result.stats.reruns == 0
+
+
 def test_an_error_of_the_tower_ends_one_stream_and_the_next_is_right() -> None:
     model = tiny("qwen3_vl")
     prompt = prompt_with("qwen3_vl", ONE)
@@ -189,7 +200,9 @@ def test_an_error_of_the_tower_ends_one_stream_and_the_next_is_right() -> None:
     assert made.generate(prompt, **options()).tokens == expected
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "smolvlm"]
+)
 def test_a_second_turn_resumes_the_first_behind_its_images(name: str) -> None:
     model, first = target(name), prompt_with(name, TWO)
     prefixes = PrefixCache(1 << 28, every=8)
