@@ -4,8 +4,8 @@ Each prompt is continued without a draft, then with each kind of draft, at each
 temperature, with the seed of its number; a text counts as different where a token
 differs, and its probabilities where a bit of one does. Rows that are verified together
 differ from single rows by rounding on a GPU, so that texts differ without `exact`; with
-it none may. Speeds are those of the same runs, without the prompts and without the
-first text of each arm, in which kernels are compiled.
+it none may. Speeds are those of the same runs, without the prompts, the first round and
+the first text of each arm, in which kernels are compiled.
 
     python scripts/bench/exact_texts.py --texts 4 --tokens 40
     python scripts/bench/exact_texts.py --model FOLDER --drafts lookup --adaptive
@@ -74,7 +74,8 @@ class Arm:
     drafted: int = 0
     accepted: int = 0
     timed_tokens: int = 0
-    seconds: float = 0.0  # of all rounds of those
+    seconds: float = 0.0  # of all rounds of those; a text's first one is not timed
+    processor_seconds: float = 0.0  # likewise, which a busy machine leaves alone
     prompt_seconds: float = 0.0
     first: int | None = None  # the earliest token that differs
 
@@ -100,6 +101,11 @@ class Arm:
     def speed(self) -> float:
         """Tokens per second."""
         return self.timed_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def cost(self) -> float:
+        """Milliseconds of the processor for a token."""
+        return 1e3 * self.processor_seconds / max(self.timed_tokens, 1)
 
 
 class SometimesRight:
@@ -164,18 +170,23 @@ def run(
     generator: SpeculativeGenerator, arm: Arm, prompt: list[int], seed: int, length: int
 ) -> Any:
     """Write a text, and add it to the sums of its arm."""
-    started = time.perf_counter()
-    result = generator.generate(
+    stream = generator.stream(
         prompt,
         max_tokens=length,
         sampling=Sampling(temperature=arm.temperature, seed=seed),
         stop_tokens=(),
         logprobs=0,
     )
+    begun = len(stream.next_round())
+    started, started_cpu = time.perf_counter(), time.process_time()
+    for _ in stream:
+        pass
+    result = stream.result
     if arm.texts:
-        arm.seconds += time.perf_counter() - started - result.stats.prefill_seconds
+        arm.seconds += time.perf_counter() - started
+        arm.processor_seconds += time.process_time() - started_cpu
         arm.prompt_seconds += result.stats.prefill_seconds
-        arm.timed_tokens += len(result.tokens)
+        arm.timed_tokens += len(result.tokens) - begun
     arm.texts += 1
     arm.drafted += result.stats.drafted
     arm.accepted += result.stats.accepted
@@ -313,7 +324,8 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
             f"{mode:8} temperature {arm.temperature} {arm.draft or 'no draft':9}"
             f"{arm.different:4} of {arm.texts} texts differ, probabilities of "
             f"{arm.other_probabilities}; {arm.accepted} of {arm.drafted} drafted "
-            f"tokens accepted; {arm.speed:.1f} tokens/s"
+            f"tokens accepted; {arm.speed:.1f} tokens/s, {arm.cost:.1f} ms of "
+            "the processor for one"
         )
     options = {
         name: str(value) if isinstance(value, Path) else value

@@ -40,8 +40,9 @@ def test_no_text_differs_in_exact_mode(
     assert len(arms) == 2 * 2 * (1 + len(drafts))
     for arm in arms:
         assert arm["texts"] == 2
-        assert arm["timed_tokens"] == 12
+        assert 12 - 8 <= arm["timed_tokens"] < 12
         assert arm["speed"] > 0
+        assert arm["processor_seconds"] > 0
         assert (arm["drafted"] > 0) == (arm["draft"] not in (None, "lookup"))
         if arm["exact"] == 8:
             assert arm["different"] == arm["other_probabilities"] == 0
@@ -73,6 +74,6 @@ def test_processes_share_the_texts() -> None:
     expected = run(*few, "--control-every", "3")
     for arm, other in zip(arms, expected, strict=True):
         assert arm["texts"] == (8 if arm["exact"] else 5)
-        assert arm["timed_tokens"] == 2 * 12
+        assert 2 * (12 - 8) <= arm["timed_tokens"] < 2 * 12
         for name in exact_texts.COUNTS:
             assert arm[name] == other[name]
