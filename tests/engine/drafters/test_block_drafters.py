@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
@@ -194,6 +195,33 @@ def test_a_drafter_ends_drafts_where_it_is_unsure(acceptance: str) -> None:
     assert not any(result.stats.drafter_faults for result in made)
     assert 0 < at_times.drafted / at_times.rounds < always.drafted / always.rounds
     assert never.drafted < at_times.drafted
+
+
+@pytest.mark.parametrize(
+    ("confidence", "length"),
+    [(0.95, 0), (0.8, 1), (0.4, 2), (0.35, 3), (0.3, 4), (0.0, 4)],
+)
+def test_a_draft_ends_where_the_product_falls_below(
+    confidence: float, length: int
+) -> None:
+    """0.9, 0.72, 0.36, 0.324: what comes before counts too."""
+    known = draft_of("deepspec", "llama")
+    text = text_of("llama", 0.0)
+    made = generator("llama", known, draft_length=4, draft_confidence=confidence)
+    drafter: Any = made._setup.draft
+    assert (drafter is known) == (confidence == 0)
+    inner = drafter.dflash.draft
+
+    def draft(*args: Any) -> mx.array:
+        inner(*args)
+        return mx.array([0.9, 0.8, 0.5, 0.9])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafter.dflash, "draft", draft)
+        stats = made.generate(text[:PROMPT], max_tokens=5).stats
+    assert not stats.drafter_faults
+    assert stats.drafted >= length
+    assert stats.reached == [] if length == 0 else len(stats.reached) == length
 
 
 def test_a_confidence_is_asked_of_those_who_have_one() -> None:
