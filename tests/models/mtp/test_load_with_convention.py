@@ -6,6 +6,7 @@ head left with norms of another candidate.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from mlx_speculation.errors import ConventionError, ModelFolderError
 from mlx_speculation.models import MtpConvention, load
-from mlx_speculation.models.mtp import load_mtp_head
+from mlx_speculation.models.mtp import load_mtp_head, load_with_convention
 from mlx_speculation.models.mtp.convention_store import NAME
 from support.models.demo_folders import copy_of
 from support.models.mtp_checkpoints import LAYOUTS, family, flat, save, write
@@ -43,11 +44,18 @@ def _hybrid(tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("short_probe")
-def test_a_probe_finds_the_convention_once_and_saves_it(hybrid: Path) -> None:
+def test_a_probe_finds_the_convention_once_and_saves_it(
+    hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it is not what heads of the family usually have."""
     model = trained().model
-    head = load_mtp_head(hybrid, model)
+    wrong = replace(RIGHT, order="hidden_first")
+    with monkeypatch.context() as patch:
+        patch.setattr(load_with_convention, "decided", lambda usual, found: wrong)
+        head = load_mtp_head(hybrid, model)
     assert head.convention == RIGHT
     saved = json.loads((hybrid / NAME).read_text(encoding="utf-8"))
+    assert saved["convention"]["order"] == "embedding_first"
     assert len(saved["scores"]["first draft"]) >= 8
     assert len(saved["scores"]["second draft"]) == 2
     again = load_mtp_head(hybrid, model, tokenizer=Untouched())
