@@ -123,8 +123,10 @@ def train(
     prompts = [] if options.prompts is None else read_prompts(options.prompts)
     folder = model_folder(target)
     model, tokenizer = load(folder, trust_remote_code=trust_remote_code)
+    # A record may be published: it names folders without where they lie here.
+    name = folder.resolve().name if Path(target).is_dir() else str(target)
     run = _Run(
-        str(target), folder, model, tokenizer, out, options, reports or Reports(), began
+        name, folder, model, tokenizer, out, options, reports or Reports(), began
     )
     return run.whole(prompts)
 
@@ -359,8 +361,8 @@ class _Run:
     def _described(self, dialogues: Dialogues, learned: list[Any]) -> dict[str, Any]:
         """Return what the record says of the data."""
         return {
-            "file": str(dialogues.file),
-            "more": [str(file) for file in (self.options.data or [])[1:]],
+            "file": dialogues.file.name,
+            "more": [file.name for file in (self.options.data or [])[1:]],
             "dialogues": len(learned),
             "own": sum(each.own for each in learned),
             "tokens": sum(len(each.tokens) for each in learned),
