@@ -90,9 +90,12 @@ def model_folder(path_or_repo: str | Path) -> Path:
 def _meant(path: Path, words: Sequence[str]) -> str:
     """Return a question after a word or a folder whose name is nearly the same."""
     own = path.parent
-    beside = [str(each) for each in own.iterdir()] if own.is_dir() else []
-    near = get_close_matches(str(path), [*words, *beside], n=1, cutoff=0.66)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    beside = own.iterdir() if own.is_dir() else ()
+    meant = {each.name: str(each) for each in beside if each.is_dir()}
+    if path.name == str(path):  # a word has no folder before it
+        meant |= {word: word for word in words}
+    near = get_close_matches(path.name, meant, n=1, cutoff=0.66)
+    return f" Did you mean {meant[near[0]]!r}?" if near else ""
 
 
 def shortened(error: Exception) -> str:

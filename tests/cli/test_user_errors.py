@@ -171,7 +171,14 @@ def test_a_draft_whose_name_is_nearly_right_is_guessed(
     monkeypatch.chdir(tmp_path)
     said = commands.refused(*HI, "--draft", given)
     assert said.endswith(f"Did you mean {meant!r}?")
-    assert "Did you mean" not in commands.refused(*HI, "--draft", "quite-another")
+    (tmp_path / "others").touch()
+    beside = commands.refused(*HI, "--draft", str(tmp_path / given))
+    if meant == "draft":  # a word has no folder before it, and means none beside one
+        assert beside.endswith(f"Did you mean {str(tmp_path / meant)!r}?")
+    else:
+        assert "Did you mean" not in beside
+    for name in ("quite-another", str(tmp_path / "other")):
+        assert "Did you mean" not in commands.refused(*HI, "--draft", name)
 
 
 def test_a_repository_that_cannot_be_fetched(
