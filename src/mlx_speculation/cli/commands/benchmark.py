@@ -119,7 +119,9 @@ def benchmark(
     plain = _plain(arms)
     same = all(arm.same for arm in arms)
     kind = "chat messages" if chat else "texts"
-    title = f"{done} passes over {len(prompts)} {kind}, up to {tokens} tokens"
+    count = "1 pass" if done == 1 else f"{done} passes"
+    used = min(done, len(prompts))
+    title = f"{count} over {used} {kind}, up to {tokens} tokens"
     screen.table(_table(arms, plain, title))
     screen.text(f"{_result(arms, same)}\n{_advice(arms, plain, names)}\n")
     screen.object(
