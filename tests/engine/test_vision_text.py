@@ -2,19 +2,27 @@
 
 from functools import cache
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mlx_speculation import LookupDrafter, PrefixCache, Sampling, SpeculativeGenerator
+from mlx_speculation import (
+    Cascade,
+    EagleDraft,
+    LookupDrafter,
+    PrefixCache,
+    Sampling,
+    SpeculativeGenerator,
+)
 from mlx_speculation.caches import KVQuantization, states
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import Lane
 from mlx_speculation.models.vision import ImageForward, ImagePrompt, VisionTarget
 from support.drafters.scripted_drafter import ScriptedDrafter, TurningDrafter
-from support.models import tiny_models
+from support.models import eagle_checkpoints, tiny_models
 from support.models.mlx_vlm_decoding import their_text
 from support.models.tiny_vision import (
     FAMILIES,
@@ -72,12 +80,9 @@ def test_text_is_that_of_mlx_vlm_under_every_draft(
     for sampling in (GREEDY, SAMPLED):
         expected = plain if sampling.greedy else text(model, prompt, sampling)
         known = prompt.tokens + expected
-        drafts = (
-            ScriptedDrafter(known, 1.0, VOCAB),
-            ScriptedDrafter(known, 0.0, VOCAB),
-            TurningDrafter(known, VOCAB),
-            LookupDrafter(),
-        )
+        drafts = [TurningDrafter(known, VOCAB), LookupDrafter()]
+        if sampling.greedy:
+            drafts += [ScriptedDrafter(known, share, VOCAB) for share in (1.0, 0.0)]
         for draft in drafts:
             got = text(model, prompt, sampling, draft=draft, draft_length=3)
             assert got == expected, type(draft).__name__
@@ -97,6 +102,27 @@ def test_a_draft_model_reads_the_text_without_the_images(name: str) -> None:
         lane = stream.request.drafter.inner.lane  # type: ignore[union-attr]
         slots = sum(stop - start for start, stop in stream.request.sequence.images)
         assert lane.caches[0].offset == lane.seen - slots
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5", "gemma3", "llava"])
+def test_an_eagle_head_leaves_the_text_as_it_is(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads the target's states of all slots, images included."""
+    monkeypatch.setattr(eagle_checkpoints, "VOCAB", VOCAB)
+    model, prompt = target(name), prompt_with(name, TWO)
+    folder = eagle_checkpoints.write_eagle(tmp_path / "head", "specforge")
+    drafts = [
+        EagleDraft.from_folder(folder, model),
+        Cascade(LookupDrafter(), EagleDraft.from_folder(folder, model)),
+    ]
+    for draft in drafts:
+        for sampling in (GREEDY, SAMPLED):
+            made = generator(model, draft=draft, draft_length=3)
+            result = made.generate(prompt, **options(sampling))
+            assert result.tokens == text(model, prompt, sampling)
+            assert result.stats.drafted
+            assert not result.stats.drafter_faults
 
 
 def in_turns(*streams: Stream) -> list[list[int]]:

@@ -27,7 +27,14 @@ WITHOUT_MLX_VLM = pytest.mark.skipif(
 START, END, IMAGE, VIDEO = range(256, 260)
 NAMES = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 VOCAB = 264
-QWEN = {"qwen2_5_vl", "qwen3_vl", "qwen3_5"}
+QWEN = {
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+}
 
 _TEXT: dict[str, Any] = {
     "hidden_size": 64,
@@ -73,6 +80,24 @@ _LLAMA = {**_TEXT, "model_type": "llama"}
 _MISTRAL = {**_TEXT, "model_type": "mistral", "head_dim": 16, "rope_theta": 1e4}
 _PIXTRAL = {**_TOWER, "model_type": "pixtral", "head_dim": 16}
 
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LINEAR: dict[str, Any] = {
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+    "rope_parameters": {
+        "type": "default",
+        "mrope_section": [2, 1, 1],
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+    },
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {
         **_QWEN_IDS,
@@ -103,21 +128,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_QWEN_IDS,
         "text_config": {
             **_TEXT,
+            **_LINEAR,
             "model_type": "qwen3_5_text",
-            "head_dim": 16,
-            "max_position_embeddings": 512,
-            "linear_num_value_heads": 4,
-            "linear_num_key_heads": 2,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "linear_conv_kernel_dim": 4,
-            "full_attention_interval": 2,
-            "rope_parameters": {
-                "type": "default",
-                "mrope_section": [2, 1, 1],
-                "rope_theta": 1e4,
-                "partial_rotary_factor": 0.5,
-            },
         },
         "vision_config": {**_QWEN, "num_position_embeddings": 64},
     },
@@ -192,6 +204,63 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "text_config": _LLAMA,
         "vision_config": _SIGLIP,
     },
+    "qwen2_vl": {
+        **_QWEN_IDS,
+        **_TEXT,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+        "vision_config": {
+            **_QWEN,
+            "embed_dim": 32,
+            "hidden_size": 64,
+            "mlp_ratio": 2.0,
+        },
+    },
+    "qwen3_vl_moe": {
+        **_QWEN_IDS,
+        "text_config": {
+            **_TEXT,
+            **_EXPERTS,
+            "model_type": "qwen3_vl_moe_text",
+            "head_dim": 16,
+            "rope_theta": 1e4,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "rope_scaling": {"type": "default", "mrope_section": [4, 2, 2]},
+        },
+        "vision_config": {
+            **_QWEN,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+    },
+    "qwen3_5_moe": {
+        **_QWEN_IDS,
+        "text_config": {
+            **_TEXT,
+            **_EXPERTS,
+            **_LINEAR,
+            "model_type": "qwen3_5_moe_text",
+            "shared_expert_intermediate_size": 32,
+        },
+        "vision_config": {**_QWEN, "num_position_embeddings": 64},
+    },
+    "aya_vision": {
+        **_IMAGE_IDS,
+        "alignment_intermediate_size": 64,
+        "text_config": {
+            **_TEXT,
+            "model_type": "cohere2",
+            "head_dim": 16,
+            "sliding_window": 8,
+            "sliding_window_pattern": 2,
+        },
+        "vision_config": _SIGLIP,
+    },
+    "internvl_chat": {
+        **_IMAGE_IDS,
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": {**_TOWER, "model_type": "intern_vit_6b"},
+    },
     "pixtral": {**_IMAGE_IDS, "text_config": _MISTRAL, "vision_config": _PIXTRAL},
     "mistral3": {
         **_IMAGE_IDS,
@@ -211,7 +280,8 @@ def tiny(name: str, seed: int = 0) -> VisionTarget:
     config = copy.deepcopy({"model_type": name, **FAMILIES[name]})
     package: Any = importlib.import_module(f"mlx_vlm.models.{name}")
     made = package.ModelConfig.from_dict(copy.deepcopy(config))
-    made.text_config = package.TextConfig.from_dict(config["text_config"])
+    text = config.get("text_config", config)
+    made.text_config = package.TextConfig.from_dict(text)
     made.vision_config = package.VisionConfig.from_dict(config["vision_config"])
     vlm: nn.Module = package.Model(made)
     state = mx.random.key(seed)
