@@ -5,6 +5,7 @@ Read in this order; the steps 1 to 8 of a round are numbered in comments:
     request      what a generation runs its rounds with, put together once
     decoder      the plan before each round (1), and what is learnt from it
     round        a plain step, or a draft (2) and its verification (3, 6, 7, 8)
+    forced       drafts that a constraint leaves no choice of
     verify       the target's forwards (4), and the decisions on their rows (5)
     outcome      what a round brought, for one request and for each row of a batch
 

@@ -6,10 +6,11 @@ How a round runs is known to `engine.round.round` alone.
 import time
 
 from mlx_speculation.engine.draft_length.base import Feedback, Plan
-from mlx_speculation.engine.round.outcome import Cut
+from mlx_speculation.engine.round.forced import forced_draft
+from mlx_speculation.engine.round.outcome import Cut, RoundOutcome
 from mlx_speculation.engine.round.prefill import Prefill
 from mlx_speculation.engine.round.request import Request
-from mlx_speculation.engine.round.round import Rounds
+from mlx_speculation.engine.round.round import Before, Rounds
 
 
 class Decoder:
@@ -67,6 +68,8 @@ class Decoder:
         if request.target.quantization or request.target.shape:
             limit = min(limit, request.target.room - max(1, before.known - context))
         started = time.perf_counter()
+        if request.masks is not None and (found := self._forced(before, limit, cut)):
+            return found.reason
         if self._plan is None:  # else it was made before, or its round has failed
             self._plan = request.policy.plan(context, limit)
         if self._plan.length == 0 and self._following is None:
@@ -108,3 +111,18 @@ class Decoder:
         if self.decisions is not None:
             self.decisions.append((plan, became))
         return outcome.reason
+
+    def _forced(self, before: Before, limit: int, cut: Cut) -> RoundOutcome | None:
+        """Run a round with what the constraint forces, if it does; no plan is used."""
+        request = self.request
+        request.clock.start(behind=before.in_flight is not None)
+        try:
+            draft = forced_draft(request, before.in_flight, limit)
+            if draft is None:
+                return None
+            outcome = self.rounds.forced(draft, cut)
+        except BaseException as error:
+            self.rounds.undo(before, error)
+            raise
+        request.statistics.spend(request.clock.stop())
+        return outcome

@@ -97,7 +97,7 @@ class Rounds:
             submit_next: whether to pipeline.
         """
         if self.in_turn:
-            return self._in_turn(NOTHING, cut)
+            return self._in_turn(None, NOTHING, cut)
         request = self.request
         step, own = self.in_flight, []  # what this round has submitted
         try:
@@ -139,7 +139,7 @@ class Rounds:
         draft = drafter.propose(request.sequence, ahead + length, choices)
         request.clock.note("draft")
         if draft.length > ahead and self.in_turn:
-            return self._in_turn(draft, cut)
+            return self._in_turn(drafter, draft, cut)
         if draft.length > ahead:
             return self._verify(drafter, draft, cut)
         drafter.discard()
@@ -149,7 +149,12 @@ class Rounds:
         request.statistics.empty_drafts += draft is not NOTHING
         return outcome
 
-    def _verify(self, drafter: Drafter, draft: Draft, cut: Cut) -> RoundOutcome:
+    def forced(self, draft: Draft, cut: Cut) -> RoundOutcome:
+        """Run a round with what a constraint leaves no choice of; see `forced`."""
+        run = self._in_turn if self.in_turn else self._verify
+        return run(None, draft, cut)
+
+    def _verify(self, drafter: Drafter | None, draft: Draft, cut: Cut) -> RoundOutcome:
         """Let the target verify a draft, and commit what is accepted."""
         request, step = self.request, self.in_flight
         # 3. A journal of each of the target's caches lets a prefix of it stay.
@@ -166,7 +171,8 @@ class Rounds:
             accepted = min(found.accepted, keep - found.first)
             held = pending.fed + accepted
             lane_round.prepare(held)
-            drafter.settle(found.settled(draft, accepted))
+            if drafter is not None:
+                drafter.settle(found.settled(draft, accepted))
             # Before the commit, so that what the caches hold always has its name.
             request.sequence.tokens += outcome.tokens
             self.in_flight = None
@@ -179,9 +185,9 @@ class Rounds:
         self._count(outcome, draft, keep - found.first)
         return outcome
 
-    def _in_turn(self, draft: Draft, cut: Cut) -> RoundOutcome:
+    def _in_turn(self, drafter: Drafter | None, draft: Draft, cut: Cut) -> RoundOutcome:
         """Run a round, drafted or not, whose rows are decided one after the other."""
-        outcome, self.last_round = run_in_turn(self.request, draft, cut)
+        outcome, self.last_round = run_in_turn(self.request, draft, cut, drafter)
         self._drafting, self.next_token = False, None
         self._count(outcome, draft, len(outcome.tokens))
         return outcome

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlx_speculation.engine.drafters.base import Draft
+from mlx_speculation.engine.drafters.base import Draft, Drafter
 from mlx_speculation.engine.round.outcome import (
     Cut,
     RoundOutcome,
@@ -25,7 +25,7 @@ from mlx_speculation.samplers import Constrained, Verified
 
 
 def run_in_turn(
-    request: Request, draft: Draft, cut: Cut
+    request: Request, draft: Draft, cut: Cut, drafter: Drafter | None
 ) -> tuple[RoundOutcome, LaneRound]:
     """Run a round whose rows are decided one after the other, and commit it.
 
@@ -33,6 +33,7 @@ def run_in_turn(
         request: what it is run with.
         draft: what was drafted, perhaps nothing.
         cut: gets each token when it is known.
+        drafter: whose draft it is; None: nobody's.
 
     Returns:
         What it brought, and the transaction.
@@ -44,8 +45,8 @@ def run_in_turn(
         request.clock.note("sampler")
         held = len(fed) + outcome.accepted
         lane_round.prepare(held)
-        if draft.length and request.drafter is not None:
-            request.drafter.settle(outcome.accepted)
+        if draft.length and drafter is not None:
+            drafter.settle(outcome.accepted)
         request.sequence.tokens += outcome.tokens
         lane_round.commit(held)
     request.statistics.reads += len(outcome.tokens) - 1 + (draft.length > 0)

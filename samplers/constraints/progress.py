@@ -36,6 +36,13 @@ class Place:
     # Why the constraint does not know; nothing is allowed then.
     failure: ConstraintError | None = None
 
+    @property
+    def forced(self) -> int | None:
+        """The only id that may come next and goes on; None where there is a choice."""
+        if not self.goes_on or np.count_nonzero(self.mask) != 1:
+            return None
+        return int(self.mask.argmax())
+
 
 @dataclass(frozen=True, slots=True)
 class Followed:
@@ -98,6 +105,22 @@ class Constrained:
         if key not in self._places:
             self._places[key] = self._step(self.place(key[:-1]), key[-1])
         return self._places[key]
+
+    def forced(self, ahead: Sequence[int], limit: int) -> list[int]:
+        """Return the tokens, at most `limit`, that have to follow these.
+
+        Each is the only one that its mask allows. The masks of llguidance allow one way
+        to write a text that is fixed, the tokens of its `compute_ff_tokens`. They are
+        kept as places, which a round over these tokens asks for anyway.
+        """
+        path = list(ahead)
+        while len(path) < len(ahead) + limit:
+            place = self.place(path)
+            token = None if place is None else place.forced
+            if token is None:
+                break
+            path.append(token)
+        return path[len(ahead) :]
 
     def masks(self, ahead: Sequence[int], count: int) -> mx.array:
         """Return the masks of rows that follow the last `count` prefixes of `ahead`.
