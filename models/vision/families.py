@@ -30,11 +30,14 @@ class Family:
         mrope: whether positions have three axes, which images advance otherwise than
             text, and have to be passed in every call.
         recurrent: whether some layers keep states, see `recurrent_slots`.
+        text: the module of mlx_lm.models whose layers its MTP heads are made of; None:
+            no head is known.
     """
 
     name: str
     mrope: bool = False
     recurrent: bool = False
+    text: str | None = None
 
 
 SERVED = {name: Family(name, **facts) for name, facts in _TABLES["served"].items()}

@@ -106,7 +106,7 @@ class RecurrentSlots:
         """
         steps = length - 1 if self._notes and length > 1 else None
         output, state, *rest = update(self._cache[slot], steps)
-        states = rest[0] if rest else None
+        states: Any = rest[0] if rest else None
         self._write(slot, state, length, lambda keep: states[:, keep - 1])
         return output, state
 
@@ -135,7 +135,7 @@ class RecurrentSlots:
         rows: int,
         state_after: Callable[[int], mx.array],
     ) -> None:
-        cache = self._cache
+        cache: Any = self._cache
         call = SlotCall(_OPERATIONS[slot], rows, slot, state_after)
         noted = isinstance(cache, RecordingArraysCache)
         with cache.record(call) if noted else nullcontext():

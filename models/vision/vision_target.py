@@ -5,6 +5,7 @@ Text positions are passed in every call where a family has positions of several 
 those of the last one. Nothing of a request is kept here.
 """
 
+import importlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
@@ -70,6 +71,18 @@ class VisionTarget(nn.Module):
         """The decoder layers."""
         found: list[nn.Module] = self.language_model.layers
         return found
+
+    @property
+    def as_mlx_lm(self) -> tuple[str, Any] | None:
+        """The module of mlx-lm that has its layers, and their arguments; None: none.
+
+        An MTP head is made of these layers. It counts places, not positions.
+        """
+        if self.family.text is None:
+            return None
+        module = f"mlx_lm.models.{self.family.text}"
+        kind = importlib.import_module(module).TextModelArgs
+        return module, kind.from_dict(dict(vars(self.args)))
 
     @property
     def placeholder(self) -> int:

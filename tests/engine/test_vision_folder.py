@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from mlx_speculation import SpeculativeGenerator
+from mlx_speculation import (
+    MtpConvention,
+    MtpDraft,
+    Sampling,
+    SpeculativeGenerator,
+)
 from mlx_speculation.errors import (
     InvalidRequestError,
     ModelFolderError,
@@ -18,11 +23,12 @@ from mlx_speculation.models import load
 from mlx_speculation.models.vision import VisionTarget
 from support.models.chat_folders import chat_folder
 from support.models.tiny_vision import WITHOUT_MLX_VLM
-from support.models.vision_folders import picture, vision_folder
+from support.models.vision_folders import picture, vision_folder, with_mtp_head
 
 pytestmark = WITHOUT_MLX_VLM
 
 ASKED = [{"role": "user", "content": "What is it?"}]
+CONVENTION = MtpConvention(norms="stored")
 PICTURES = [picture(), picture(40, 16, seed=2)]
 
 
@@ -148,6 +154,39 @@ def test_vision_is_taken_where_mlx_lm_does_not_know_the_architecture(
     unknown = changed(folder, tmp_path, model_type="florence2")
     with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
         SpeculativeGenerator.from_pretrained(unknown)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_an_mtp_head_in_the_folder_leaves_the_text_as_it_is(
+    name: str, tmp_path: Path
+) -> None:
+    folder = vision_folder(tmp_path, name)
+    with_mtp_head(folder, name)
+    made = SpeculativeGenerator.from_pretrained(
+        folder, vision=True, draft="mtp", draft_length=2, convention=CONVENTION
+    )
+    plain = SpeculativeGenerator(made.model, made.tokenizer)
+    text_only = SpeculativeGenerator.from_pretrained(
+        folder, vision=False, draft="mtp", draft_length=2, convention=CONVENTION
+    )
+    for sampling in (Sampling(seed=0), Sampling(temperature=0.8, seed=3)):
+        more: dict[str, Any] = {"sampling": sampling, "stop_tokens": ()}
+        for images in ([], PICTURES):
+            asked = {"images": images, "max_tokens": 16, **more}
+            result = made.generate(ASKED, **asked)
+            assert result.tokens == plain.generate(ASKED, **asked).tokens
+            assert result.stats.drafted
+            assert not result.stats.drafter_faults
+            if not images:  # mlx-lm's model of the same folder, and its head
+                other = text_only.generate(ASKED, max_tokens=16, **more)
+                assert other.tokens == result.tokens
+                assert other.stats.drafted == result.stats.drafted
+                assert other.stats.accepted == result.stats.accepted
+
+
+def test_another_family_has_no_mtp_head(generator: SpeculativeGenerator) -> None:
+    with pytest.raises(UnsupportedModelError, match="no family whose MTP heads"):
+        MtpDraft.from_folder("nowhere", generator.model)
 
 
 def test_adapters_are_refused(folder: Path) -> None:

@@ -43,7 +43,8 @@ def test_a_part_of_a_round_is_what_mlx_vlm_commits(keep: int) -> None:
     assert mx.array_equal(ours, theirs).item()
     for cache, other in zip(caches, own, strict=True):
         if isinstance(cache, ArraysCache):
-            for one, two in zip(cache.cache, other.cache, strict=True):
+            slots: Any = zip(cache.cache, other.cache, strict=True)
+            for one, two in slots:
                 assert mx.array_equal(one, two).item()
         else:
             assert cache.offset == other.offset == 7 + keep

@@ -10,6 +10,8 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
+from support.models import mtp_checkpoints
+from support.models.tiny_models import randomise
 from support.models.tiny_vision import FAMILIES, NAMES, VOCAB, tiny, tokenizer
 
 END = "<|4|>"
@@ -67,3 +69,19 @@ def picture(
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, kind)
     return file.getvalue()
+
+
+def with_mtp_head(folder: Path, name: str) -> None:
+    """Put an MTP head with random weights into a folder that `vision_folder` wrote."""
+    target, layout = tiny(name), mtp_checkpoints.LAYOUTS[name]
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    config["mlx_lm_extra_tensors"] = {"mtp_file": "head.safetensors"}
+    write(folder / "config.json", config)
+    flat: Any = tree_flatten(target.vlm.parameters())
+    index = {"weight_map": {name: "model.safetensors" for name, _ in flat}}
+    write(folder / "model.safetensors.index.json", {"metadata": {}, **index})
+    head = mtp_checkpoints.make_head(layout, target, config)
+    randomise(head, embedding=1.0)
+    tensors = mtp_checkpoints.head_tensors(layout, target, head, raw=False)
+    mx.save_safetensors(str(folder / "head.safetensors"), tensors, {"format": "mlx"})
