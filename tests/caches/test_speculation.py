@@ -210,8 +210,9 @@ def test_a_fixed_shape_goes_with_no_other_way_to_write(option: str) -> None:
     caches = [KVCache(), KVCache()]
     write(caches, 6)
     before = image(caches)
+    options: Any = {option: True}
     with pytest.raises(InvalidRequestError, match="shape was passed"):
-        Speculation(caches, shape=FixedShape(4), **{option: True})
+        Speculation(caches, shape=FixedShape(4), **options)
     assert_same(image(caches), before, "a refused speculation")
 
 

@@ -35,7 +35,8 @@ def parameters(model: nn.Module) -> dict[str, mx.array]:
 
 def contents(model: nn.Module) -> dict[str, tuple[str, list[int], bytes]]:
     """Return dtype, shape and bytes of the parameters, by their paths."""
-    return {
-        path: (str(array.dtype), list(array.shape), bytes(memoryview(array)))
-        for path, array in parameters(model).items()
-    }
+
+    def content(array: Any) -> tuple[str, list[int], bytes]:
+        return str(array.dtype), list(array.shape), bytes(memoryview(array))
+
+    return {path: content(array) for path, array in parameters(model).items()}

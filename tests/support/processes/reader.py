@@ -133,7 +133,8 @@ def _command(words: list[str], text: str) -> int:
     from mlx_speculation.cli import load_pair
     from mlx_speculation.cli.app import app
 
-    load_pair.use_blas = lambda name="auto": BlasChoice("stock", name)  # it is chosen
+    chosen: Any = load_pair  # the BLAS is chosen
+    chosen.use_blas = lambda name="auto": BlasChoice("stock", name)
     done = CliRunner(env={"COLUMNS": "120"}).invoke(app, words, input=text)
     print(done.output, end="")  # noqa: T201
     return done.exit_code
