@@ -74,6 +74,7 @@ def _hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_of("hybrid", folder)
 
 
+@pytest.mark.usefixtures("short_probe")
 @pytest.mark.parametrize("draft", ["auto", pytest.param("mtp", marks=pytest.mark.slow)])
 def test_a_trained_head_is_found_probed_and_drafts(draft: str, hybrid: Path) -> None:
     with said() as notices:
