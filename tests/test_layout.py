@@ -184,6 +184,7 @@ def test_the_public_names_are_pinned() -> None:
         "reduced_vocabulary",
         "regex",
         "stream_generate",
+        "vision_stream_generate",
     ]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
 from mlx_speculation.errors import (
@@ -86,6 +87,14 @@ def load_vision(
     if runs_on_linux_cpu():
         vlm = to_float32(vlm)
     return VisionTarget(vlm, Processor(processor, vlm.config)), tokenizer
+
+
+def tokenizer_of(processor: Any) -> TokenizerWrapper:
+    """Return mlx-lm's wrapper of a processor's tokenizer, with mlx-vlm's ends."""
+    inner = getattr(processor, "tokenizer", processor)
+    ends = getattr(inner, "stopping_criteria", None)
+    ids = None if ends is None else ends.eos_token_ids
+    return TokenizerWrapper(inner, eos_token_ids=ids)
 
 
 class Processor:

@@ -61,6 +61,9 @@ if TYPE_CHECKING:
         reduced_vocabulary,
         stream_generate,
     )
+    from mlx_speculation.engine.mlx_lm_compat.vision_generate import (
+        vision_stream_generate,
+    )
     from mlx_speculation.models import MtpConvention, load
     from mlx_speculation.samplers import (
         Constraint,
@@ -134,6 +137,7 @@ __all__ = [
     "reduced_vocabulary",
     "regex",
     "stream_generate",
+    "vision_stream_generate",
 ]
 
 # Where each lazy name lives. A new one goes here, into __all__ and, for type
@@ -172,6 +176,7 @@ _HOMES = {
     "reduced_vocabulary": "mlx_speculation.engine",
     "regex": "mlx_speculation.samplers.constraints.llguidance",
     "stream_generate": "mlx_speculation.engine",
+    "vision_stream_generate": "mlx_speculation.engine.mlx_lm_compat.vision_generate",
 }
 
 watch()

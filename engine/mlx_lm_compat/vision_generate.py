@@ -1,0 +1,163 @@
+"""`vision_stream_generate`: mlx-vlm's arguments and defaults, with speculation.
+
+    from mlx_vlm import load
+    from mlx_speculation import vision_stream_generate   # for mlx_vlm.stream_generate
+
+    for response in vision_stream_generate(model, processor, prompt, "a.png"):
+        print(response.text, end="")
+
+The greedy text is that of mlx-vlm. Above temperature 0 it is that of the seed, whatever
+the draft; filters come in the order of `Sampling`. Other keywords are refused.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_speculation.engine.argument_checks import checked_count
+from mlx_speculation.engine.drafters.resolve import DraftArgument
+from mlx_speculation.engine.generator import SpeculativeGenerator
+from mlx_speculation.engine.mlx_lm_compat.response import (
+    Progress,
+    ResponseInfo,
+    responses,
+)
+from mlx_speculation.engine.mlx_lm_compat.stream_generate import Responses
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models import PREFILL_STEP, logit_width
+from mlx_speculation.models.vision import VisionTarget
+from mlx_speculation.models.vision.load import Processor, tokenizer_of
+from mlx_speculation.samplers import LogitsProcessor, Sampling
+
+
+def vision_stream_generate(
+    model: nn.Module,
+    processor: Any,
+    prompt: str,
+    image: Any = None,
+    audio: Any = None,
+    video: Any = None,
+    *,
+    draft_model: DraftArgument | None = None,
+    num_draft_tokens: int | None = None,
+    max_tokens: int = 2048,
+    temperature: float | None = 0.0,
+    top_p: float | None = 1.0,
+    min_p: float = 0.0,
+    top_k: int | None = 0,
+    seed: int | None = None,
+    repetition_penalty: float | None = None,
+    repetition_context_size: int | None = 20,
+    logits_processors: list[LogitsProcessor] | None = None,
+    prefill_step_size: int | None = PREFILL_STEP,
+    **unknown: Any,
+) -> Responses:
+    """Generate as `mlx_vlm.stream_generate` does, faster where a draft helps.
+
+    Everything is checked in the call, images included; the model runs when the first
+    response is asked for.
+
+    Args:
+        model: the target, loaded by mlx-vlm; or a `VisionTarget` of it, which keeps a
+            draft that is loaded by its path for the next call.
+        processor: its processor.
+        prompt: text, with the family's marker for each image.
+        image: one or several, see `open_image`; none is fetched.
+        audio: refused.
+        video: refused.
+        draft_model: see `SpeculativeGenerator`; None: plain decoding.
+        num_draft_tokens: drafted in a round. None: as many as pay by measurement.
+        max_tokens: at least 1.
+        temperature: 0: greedy. This and the next ones: see `Sampling`.
+        top_p: 1: off.
+        min_p: 0: off.
+        top_k: 0: off.
+        seed: decides the text above temperature 0; None: drawn from mlx's generator.
+        repetition_penalty: divides the logits of recent tokens.
+        repetition_context_size: how many of them.
+        logits_processors: called as in plain decoding, see `Sampling`.
+        prefill_step_size: prompt tokens that are fed at once.
+        unknown: refused.
+
+    Raises:
+        TypeError: a keyword is unknown.
+        InvalidRequestError: audio or video was passed, an image cannot be read, or two
+            values do not fit.
+        UnsupportedModelError: the model's family is not decoded here.
+    """
+    if unknown:
+        raise TypeError(
+            f"vision_stream_generate() takes no keyword "
+            f"{', '.join(map(repr, unknown))}. For others use "
+            "mlx_speculation.SpeculativeGenerator."
+        )
+    for name, given in (("audio", audio), ("video", video)):
+        if given:
+            raise InvalidRequestError(
+                f"{name} was passed, and text and images are all that can be read. "
+                "Leave it out."
+            )
+    target = model if isinstance(model, VisionTarget) else VisionTarget(model)
+    tokenizer = tokenizer_of(processor)
+    generator = SpeculativeGenerator(
+        target,
+        tokenizer,
+        draft=draft_model,
+        draft_length=0 if draft_model is None else num_draft_tokens,
+    )
+    sampling = Sampling(
+        temperature=temperature or 0.0,
+        top_p=top_p or 1.0,
+        min_p=min_p,
+        top_k=top_k or 0,
+        seed=seed,
+        repetition_penalty=repetition_penalty,
+        repetition_context_size=repetition_context_size or 0,
+        logits_processors=logits_processors or (),
+    )
+    images = _as_list(image)
+    own = Processor(processor, target.vlm.config)
+    asked: Any = own.prompt(prompt, images, {}) if images else prompt
+    stream = generator.stream(
+        asked,
+        max_tokens=checked_count("max_tokens", max_tokens, 1),
+        sampling=sampling,
+        logprobs=0,
+        logprob_rows=True,
+        prefill_step_size=checked_count(
+            "prefill_step_size", prefill_step_size or PREFILL_STEP, 1
+        ),
+    )
+    length = len(stream.request.sequence.tokens)
+    info = ResponseInfo(
+        detokenizer=_detokenizer(processor, tokenizer),
+        ends=frozenset(tokenizer.eos_token_ids),
+        prompt_tokens=length,
+        vocab=logit_width(target),
+        seed=None if sampling.greedy else stream.seed,
+    )
+    return responses(stream, info, None, _nothing, Progress(None, length))
+
+
+def _as_list(image: Any) -> list[Any]:
+    """Return images, of which one may stand alone."""
+    if image is None:
+        return []
+    alone = isinstance(image, str | bytes) or not isinstance(image, Sequence)
+    return [image] if alone else list(image)
+
+
+def _detokenizer(processor: Any, tokenizer: Any) -> Any:
+    """Return mlx-vlm's own detokenizer of a processor, fresh, where it has one."""
+    own = getattr(processor, "detokenizer", None)
+    if own is None:
+        return tokenizer.detokenizer
+    found = copy.copy(own)  # other streams have theirs
+    found.reset()
+    return found
+
+
+def _nothing() -> None:
+    """No caches of a caller's are to be written back."""
