@@ -15,9 +15,17 @@ from mlx_speculation.models.vision import ImageForward, ImagePrompt, VisionTarge
 class ImageInput:
     """A checked prompt with images."""
 
-    tokens: list[int]  # its ids, placeholders included
+    prompt: ImagePrompt
     forward: ImageForward  # how the target is called for it
-    prefix_keys: list[int]  # what a prefix cache knows the tokens by
+
+    @property
+    def tokens(self) -> list[int]:
+        """Its ids, placeholders included."""
+        return self.prompt.tokens
+
+    def prefix_keys(self, model: VisionTarget) -> list[int]:
+        """Return what a prefix cache knows the tokens by; it reads all pixels."""
+        return self.prompt.prefix_keys(model.placeholder)
 
     def enter(self, sequence: Sequence, target: Lane) -> None:
         """Let a stream's sequence and target know of the images."""
@@ -45,8 +53,7 @@ def image_input(
     if not asked:
         return None
     made = _prompt(model, prompt, options.images)
-    forward = ImageForward(model, made)
-    return ImageInput(made.tokens, forward, made.prefix_keys(model.placeholder))
+    return ImageInput(made, ImageForward(model, made))
 
 
 def _prompt(

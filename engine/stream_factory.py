@@ -239,7 +239,8 @@ class StreamFactory:
             # A draft model's caches hold nothing of images.
             return found if images is None else [target, *[None] * (len(found) - 1)]
 
-        keys = () if images is None else images.prefix_keys
+        model: Any = self._setup.model
+        keys = () if images is None else images.prefix_keys(model)
         return PrefixReuse(cache, lanes, reach=lengths.longest + 2, keys=keys)
 
     def _drafter(
