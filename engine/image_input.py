@@ -31,6 +31,8 @@ class ImageInput:
         """Let a stream's sequence and target know of the images."""
         sequence.images = tuple(self.forward.slots)
         target.run = self.forward
+        if self.forward.one_pass:
+            target.prefill_step = len(sequence.tokens)
 
 
 def image_input(

@@ -233,6 +233,8 @@ class StreamFactory:
         cache = self._setup.prefix_cache
         if cache is None or options.own_caches:
             return None
+        if images is not None and images.forward.one_pass:  # from the middle it is not
+            return None
 
         def lanes() -> list[Lane | None]:
             found: list[Lane | None] = [target, *lanes_of(drafter)]

@@ -30,6 +30,8 @@ class Family:
         mrope: whether positions have three axes, which images advance otherwise than
             text, and have to be passed in every call.
         recurrent: whether some layers keep states, see `recurrent_slots`.
+        one_pass: whether its config may let tokens of an image see later ones of it,
+            which needs a prompt's images in one forward.
         text: the module of mlx_lm.models whose layers its MTP heads are made of; None:
             no head is known.
     """
@@ -37,6 +39,7 @@ class Family:
     name: str
     mrope: bool = False
     recurrent: bool = False
+    one_pass: bool = False
     text: str | None = None
 
 
@@ -79,7 +82,7 @@ def family_of(vlm: nn.Module) -> Family:
     family = check_family(rest.partition(".")[0])
     text = getattr(vlm.config, "text_config", None)
     seen = getattr(text, "use_bidirectional_attention", None)
-    if seen:
+    if seen and not (family.one_pass and seen == "vision"):
         raise UnsupportedModelError(
             f"The config of this {family.name} has use_bidirectional_attention "
             f"{seen!r}: tokens of a prompt see later ones, and prompts are read in "

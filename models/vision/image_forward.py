@@ -36,6 +36,7 @@ class ImageForward:
 
     Attributes:
         slots: where the slots of images are, [start, stop) of each run.
+        one_pass: whether all of the prompt up to the last image has to be fed at once.
 
     Raises:
         InvalidRequestError: the prompt has no image, or ends with one.
@@ -51,6 +52,8 @@ class ImageForward:
                 f"{len(self.slots)} places of the token {target.placeholder} that "
                 "stands for them. Pass as many images as the text has markers for."
             )
+        # Where tokens of an image see each other, all images have to be in one forward.
+        self.one_pass = target.one_pass and bool(self.slots)
         self._end = self.slots[-1][1] if self.slots else 0
         if self._end == length:
             raise InvalidRequestError(
@@ -102,6 +105,12 @@ class ImageForward:
         found: dict[str, Any] = {
             "inputs_embeds": fields["inputs_embeds"][:, start:stop]
         }
+        if self.one_pass:
+            assert start == 0
+            assert stop >= self._end
+            ids = self._prompt.input_ids[:, :stop]
+            kinds = (ids == self._target.placeholder).astype(mx.int32)
+            found["mm_token_type_ids"] = kinds
         for name, axis in _ALONG.items():
             value = fields.get(name)
             if value is not None:

@@ -59,6 +59,9 @@ class VisionTarget(nn.Module):
         self.vlm = vlm
         self.processor = processor
         self.args = getattr(vlm.config, "text_config", None) or vlm.config
+        seen = getattr(self.args, "use_bidirectional_attention", None)
+        # Whether tokens of an image see later ones of it
+        self.one_pass = bool(self.family.one_pass and seen)
         self.make_cache()  # refuses unknown kinds now
 
     @property

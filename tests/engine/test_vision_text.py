@@ -125,6 +125,33 @@ def test_an_eagle_head_leaves_the_text_as_it_is(
             assert not result.stats.drafter_faults
 
 
+@pytest.mark.parametrize("sizes", [ONE, TWO], ids=["one", "two"])
+def test_tokens_of_an_image_see_each_other_where_the_config_says_so(
+    sizes: list[tuple[int, int]],
+) -> None:
+    """Longer than the window, and read at once, whatever the step."""
+    both = tiny("gemma4", use_bidirectional_attention="vision")
+    made = prompt_with("gemma4", sizes)
+    kinds = (made.input_ids == both.placeholder).astype(mx.int32)
+    inputs = {**made.inputs, "mm_token_type_ids": kinds}
+    prompt = ImagePrompt(made.input_ids, inputs)
+    expected = their_text(both, prompt, TOKENS)
+    assert expected != their_text(target("gemma4"), made, TOKENS)
+    prefixes = PrefixCache(1 << 28, every=4)
+    shared = generator(both, draft="lookup", draft_length=2, prefix_cache=prefixes)
+    for _ in range(2):
+        result = shared.generate(prompt, **options())
+        assert result.tokens == expected
+        assert result.stats.reused == 0
+    drawn = text(both, prompt, SAMPLED)
+    draft = TurningDrafter(prompt.tokens + drawn, VOCAB)
+    assert text(both, made, SAMPLED, draft=draft, draft_length=3) == drawn
+    alone = [text(both, each, GREEDY) for each in (prompt, prompt_with("gemma4", NONE))]
+    plain = asked(prompt_with("gemma4", NONE))
+    streams = [shared.stream(each, **options()) for each in (prompt, plain)]
+    assert in_turns(*streams) == alone
+
+
 def in_turns(*streams: Stream) -> list[list[int]]:
     rows = zip_longest(*streams)
     columns = zip(*rows, strict=True)

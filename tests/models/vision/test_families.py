@@ -84,7 +84,7 @@ def test_a_text_model_is_no_vision_model() -> None:
 @WITHOUT_MLX_VLM
 def test_tokens_that_see_later_ones_are_refused() -> None:
     vlm: Any = tiny("gemma4").vlm
-    vlm.config.text_config.use_bidirectional_attention = "vision"
+    vlm.config.text_config.use_bidirectional_attention = "all"
     with pytest.raises(UnsupportedModelError, match="see later ones"):
         family_of(vlm)
     vlm.config = SimpleNamespace(text_config=None)

@@ -275,9 +275,10 @@ _DRAWN = {"bias", "dt_bias", "A_log"}
 _SLOTS = {"pixtral": 16}
 
 
-def tiny(name: str, seed: int = 0) -> VisionTarget:
+def tiny(name: str, seed: int = 0, **text_config: Any) -> VisionTarget:
     """Return a model of a family with random weights, the same for the same seed."""
     config = copy.deepcopy({"model_type": name, **FAMILIES[name]})
+    config.get("text_config", config).update(text_config)
     package: Any = importlib.import_module(f"mlx_vlm.models.{name}")
     made = package.ModelConfig.from_dict(copy.deepcopy(config))
     text = config.get("text_config", config)
