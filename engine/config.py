@@ -1,7 +1,6 @@
 """What a generator is made with: every option checked once, and kept in one place."""
 
 import weakref
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,7 +12,10 @@ from mlx_speculation.caches import FixedShape, PrefixCache
 from mlx_speculation.engine.argument_checks import checked_choice, checked_exact
 from mlx_speculation.engine.distributed import RankedTarget, all_or_none
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
-from mlx_speculation.engine.drafters.reduced_vocabulary import checked_vocabulary
+from mlx_speculation.engine.drafters.reduced_vocabulary import (
+    DraftVocabulary,
+    checked_vocabulary,
+)
 from mlx_speculation.engine.drafters.resolve import resolve
 from mlx_speculation.engine.drafters.source import (
     DraftOptions,
@@ -87,7 +89,7 @@ def checked_setup(
     acceptance: Acceptance,
     sliding: Sliding,
     prefix_cache: PrefixCache | None,
-    draft_vocabulary: Iterable[int] | None,
+    draft_vocabulary: DraftVocabulary | None,
     compile_draft: bool,
     group: Group | None,
     exact: bool | int,
@@ -106,7 +108,8 @@ def checked_setup(
         own = wrapped(tokenizer)
         ids, width = TokenIds.of(tokenizer), logit_width(model)
         target = TargetInfo(model, own, None, min(ids.width, width) - 1)
-        found = resolve(draft, target, follower=not leads)
+        common = _is_intersection(draft_vocabulary)
+        found = resolve(draft, target, follower=not leads, foreign=common)
         source = found.source
         if draft is not None:
             check_causal(model)
@@ -134,7 +137,9 @@ def checked_setup(
         options = DraftOptions(
             sliding=sliding,
             confidence=float(draft_confidence),
-            vocabulary=_vocabulary(draft_vocabulary, source, target),
+            vocabulary=None
+            if common
+            else _vocabulary(draft_vocabulary, source, target),
             compiled=compiled_steps if compile_draft else None,
         )
         if prefix_cache is not None:
@@ -240,8 +245,18 @@ def _check_confidence(confidence: Any, draft: DraftSource | None) -> None:
         )
 
 
+def _is_intersection(vocabulary: Any) -> bool:
+    """Return whether to draft the tokens that a draft of another family shares."""
+    if isinstance(vocabulary, str) and vocabulary != "intersection":
+        raise InvalidRequestError(
+            f"draft_vocabulary is {vocabulary!r}, and 'intersection', token ids or "
+            "None are needed."
+        )
+    return isinstance(vocabulary, str)
+
+
 def _vocabulary(
-    ids: Iterable[int] | None, draft: DraftSource | None, target: TargetInfo
+    ids: Any, draft: DraftSource | None, target: TargetInfo
 ) -> list[int] | None:
     """Return the ids to draft from; None: all.
 

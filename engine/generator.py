@@ -15,6 +15,7 @@ from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
 from mlx_speculation.engine.draft_length.calibration import PartsTable, Progress, follow
 from mlx_speculation.engine.draft_length.costs import CostTable
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
+from mlx_speculation.engine.drafters.reduced_vocabulary import DraftVocabulary
 from mlx_speculation.engine.drafters.resolve import DraftArgument, find_draft
 from mlx_speculation.engine.drafters.source import DraftSource
 from mlx_speculation.engine.options import GenerateOptions
@@ -64,6 +65,8 @@ class SpeculativeGenerator:
             begin alike. Those with a `prompt_cache` of their own pass it by.
         draft_vocabulary: token ids that a draft model or an MTP head drafts from, see
             `reduced_vocabulary`; the text may hold every other one. None: all.
+            "intersection": `draft` is the folder of a model with another tokenizer,
+            and drafts the tokens that both have; `notices` says how many.
         compile_draft: compile the steps of a draft model, which takes 16 seconds once
             on a machine; see `models/cpu/compiled_draft.py`.
         group: the ranks of `mx.distributed` that the target is spread over; every
@@ -91,7 +94,7 @@ class SpeculativeGenerator:
         acceptance: Acceptance = "keyed",
         sliding: Sliding = "slack",
         prefix_cache: PrefixCache | None = None,
-        draft_vocabulary: Iterable[int] | None = None,
+        draft_vocabulary: DraftVocabulary | None = None,
         compile_draft: bool = False,
         group: Group | None = None,
         exact: bool | int = False,
@@ -125,7 +128,7 @@ class SpeculativeGenerator:
         prefix_cache: PrefixCache | None = None,
         convention: MtpConvention | None = None,
         quantize_draft: int | None = None,
-        draft_vocabulary: Iterable[int] | None = None,
+        draft_vocabulary: DraftVocabulary | None = None,
         compile_draft: bool = False,
         adapter_path: str | Path | None = None,
         trust_remote_code: bool = False,

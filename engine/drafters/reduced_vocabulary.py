@@ -10,10 +10,13 @@ import operator
 from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 from mlx_speculation.engine.argument_checks import checked_count
 from mlx_speculation.errors import InvalidRequestError
+
+# Token ids of the target, or those that a draft with another tokenizer has too.
+DraftVocabulary = Iterable[int] | Literal["intersection"]
 
 
 def reduced_vocabulary(

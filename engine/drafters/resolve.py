@@ -24,6 +24,7 @@ import mlx.nn as nn
 from mlx_speculation.engine.drafters.base import Drafter
 from mlx_speculation.engine.drafters.cascade import Cascade
 from mlx_speculation.engine.drafters.draft_model import ModelSource
+from mlx_speculation.engine.drafters.foreign_model import ForeignModel
 from mlx_speculation.engine.drafters.mtp import MtpDraft
 from mlx_speculation.engine.drafters.registry import SOURCES, draft_folder
 from mlx_speculation.engine.drafters.source import (
@@ -137,7 +138,9 @@ def find_draft(
     )
 
 
-def resolve(draft: Any, target: TargetInfo, *, follower: bool = False) -> Resolved:
+def resolve(
+    draft: Any, target: TargetInfo, *, follower: bool = False, foreign: bool = False
+) -> Resolved:
     """Return the source of a `draft=` argument.
 
     Args:
@@ -146,19 +149,35 @@ def resolve(draft: Any, target: TargetInfo, *, follower: bool = False) -> Resolv
             names one.
         follower: another rank drafts. A draft model is not loaded then, while a head
             is: it is probed on all ranks.
+        foreign: the draft model has another tokenizer than the target.
 
     Raises:
-        InvalidRequestError: it is no draft, or the target's folder is not known.
+        InvalidRequestError: it is no draft, or the target's folder is not known; or it
+            is not the folder of a model, and `foreign` was asked for.
         ModelFolderError: what is named is not there, or cannot be used.
         TokenizerMismatchError: target and draft do not share their token ids.
     """
     if isinstance(draft, str | Path):
         draft = find_draft(draft)
+    if foreign and not isinstance(draft, ForeignModel):
+        draft = _foreign(draft)
     if isinstance(draft, NamedDraft):
-        if follower and draft.loader is ModelSource:
+        if follower and draft.loader in (ModelSource, ForeignModel):
             return Resolved(None)
         return _loaded(draft, target)
     return Resolved(None if draft is None else _source_of(draft, target))
+
+
+def _foreign(draft: Any) -> NamedDraft:
+    """Return the folder of a draft model as one with a tokenizer of its own."""
+    if isinstance(draft, NamedDraft) and draft.loader is ModelSource:
+        return replace(draft, loader=ForeignModel)
+    named = repr(draft.name) if isinstance(draft, NamedDraft) else type(draft).__name__
+    raise InvalidRequestError(
+        f"draft_vocabulary is 'intersection', and draft is {named}, which is not the "
+        "folder of a draft model with its tokenizer. Pass draft=FOLDER, or leave "
+        "draft_vocabulary out."
+    )
 
 
 def _source_of(draft: Any, target: TargetInfo) -> DraftSource:
@@ -212,13 +231,15 @@ def _loaded(named: NamedDraft, target: TargetInfo) -> Resolved:
     else:
         folder, trusted = named.folder or target.folder, named.trust_remote_code
         target = replace(target, convention=named.convention, trust_remote_code=trusted)
-        resolved = Resolved(named.loader.load(folder or Path(), target))
+        source = named.loader.load(folder or Path(), target)
+        said = (source.notice,) if isinstance(source, ForeignModel) else ()
+        resolved = Resolved(source, notices=said)
     assert resolved.source is not None
     weights = resolved.source.own_weights
     if named.bits is not None and weights is not None:
         quantize_weights(weights, named.bits)
-    for said in resolved.notices:
-        notice(said)
+    for each in resolved.notices:
+        notice(each)
     setattr(target.model, ATTRIBUTE, _Kept(named, resolved))
     return resolved
 

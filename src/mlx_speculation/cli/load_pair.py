@@ -63,6 +63,7 @@ def open_pair(
             draft_length=pair.draft_length,
             draft_confidence=pair.draft_confidence,
             quantize_draft=pair.quantize_draft,
+            draft_vocabulary=pair.draft_vocabulary,
             compile_draft=pair.compile_draft,
             adapter_path=pair.adapter_path,
             trust_remote_code=pair.trust_remote_code,
@@ -90,6 +91,7 @@ def beside(
             trust_remote_code=pair.trust_remote_code,
         ),
         draft_length=pair.draft_length,
+        draft_vocabulary=None if pair.draft == "lookup" else pair.draft_vocabulary,
     )
 
 

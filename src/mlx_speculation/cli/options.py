@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
@@ -81,6 +81,12 @@ class TargetOptions:
     )
     quantize_draft: int | None = option(
         None, "Quantize the draft's weights to 2, 3, 4, 5, 6 or 8 bits.", panel=DRAFT
+    )
+    draft_vocabulary: Literal["intersection"] | None = option(
+        None,
+        "The draft is a model with another tokenizer, and drafts the tokens that both "
+        "have.",
+        panel=DRAFT,
     )
     compile_draft: bool = option(
         False,

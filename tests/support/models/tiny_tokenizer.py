@@ -1,5 +1,8 @@
 """Real byte-level tokenizers: of all 256 bytes, or of a few letters."""
 
+import random
+from collections.abc import Sequence
+
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -20,9 +23,25 @@ def letter_tokenizer(count: int) -> TokenizerWrapper:
     return _tokenizer([chr(ord("A") + i) for i in range(count)])
 
 
-def _tokenizer(tokens: list[str]) -> TokenizerWrapper:
+def merging_tokenizer(seed: int, merges: int, letters: int = 256) -> TokenizerWrapper:
+    """Make a tokenizer of some bytes and random pairs, its ids in random order."""
+    draw = random.Random(seed)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:letters]
+    tokens, pairs = list(alphabet), []
+    for _ in range(merges):
+        pair = (draw.choice(tokens[-40:]), draw.choice(alphabet[:40]))
+        if "".join(pair) not in tokens:
+            tokens.append("".join(pair))
+            pairs.append(pair)
+    draw.shuffle(tokens)
+    return _tokenizer(tokens, pairs)
+
+
+def _tokenizer(
+    tokens: list[str], merges: Sequence[tuple[str, str]] = ()
+) -> TokenizerWrapper:
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[*merges]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
