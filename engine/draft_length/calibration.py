@@ -1,8 +1,9 @@
 """Calibration: a policy that plans every length in turn, and keeps what rounds took."""
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import astuple
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from mlx_speculation.engine.draft_length.base import (
     FixedDraftLength,
     Plan,
 )
-from mlx_speculation.engine.draft_length.costs import RoundCosts, bucket_of
+from mlx_speculation.engine.draft_length.costs import SAMPLES, RoundCosts, bucket_of
 from mlx_speculation.engine.timing import RoundSeconds
 
 if TYPE_CHECKING:
@@ -53,7 +54,10 @@ class Calibration:
         once += [length for length in drafts for _ in range(DRAFTS)]
         self.rounds, self.done = PASSES * len(once), 0
         self._script = iter(PASSES * once)
-        self._parts: defaultdict[int, list[RoundSeconds]] = defaultdict(list)
+        # Of the same rounds as the costs are medians of
+        self._parts: defaultdict[int, deque[RoundSeconds]] = defaultdict(
+            partial(deque, maxlen=SAMPLES)
+        )
         self._drafted = False
 
     def plan(self, context: int, limit: int) -> Plan:
@@ -83,7 +87,7 @@ class Calibration:
         """Do nothing: the lengths are decided."""
 
 
-def _medians(found: list[RoundSeconds]) -> RoundSeconds:
+def _medians(found: Iterable[RoundSeconds]) -> RoundSeconds:
     parts = zip(*(astuple(one) for one in found), strict=True)
     return RoundSeconds(*(median(part) for part in parts))
 
