@@ -17,7 +17,14 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.replays import traces
-from bench.replays.replay import Machine, Replayed, replay, texts_of
+from bench.replays.replay import (
+    Machine,
+    Replayed,
+    compared,
+    machines_of,
+    replay,
+    texts_of,
+)
 from mlx_speculation import LookupDrafter, Sampling, SpeculativeGenerator
 from mlx_speculation.engine.draft_length.base import FixedDraftLength
 from support.draft_length import TRACES
@@ -161,7 +168,12 @@ def test_the_same_command_replays_and_prints_recorded_traces() -> None:
     assert rows == same
     assert not again
     assert [row["group"] for row in rows] == ["code", "prose", "edit"]
-    assert all(0.9 < row["x_best"] < 1.5 for row in rows)
+    recorded_traces = dict(np.load(TRACES))
+    pair = ["hybrid-lookup", "hybrid-mtp"]
+    found = compared(
+        recorded_traces, pair, machines_of(recorded_traces, pair)["h100"], 50
+    )
+    assert [row["x_best"] for row in rows] == [each.over_best for each in found]
     assert all("of each drafter: " in line for line in rounds)
     wrong = CliRunner().invoke(
         draft_length.app, [*options, "--draft", "none-lookup", "--blas", "stock"]
