@@ -35,6 +35,8 @@ QWEN = {
     "qwen3_5",
     "qwen3_5_moe",
 }
+# Images of these have sizes of their own.
+PATCHES = QWEN | {"lfm2_vl"}
 
 _TEXT: dict[str, Any] = {
     "hidden_size": 64,
@@ -261,6 +263,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "text_config": {**_TEXT, "model_type": "qwen2"},
         "vision_config": {**_TOWER, "model_type": "intern_vit_6b"},
     },
+    "lfm2_vl": {
+        **_IMAGE_IDS,
+        "projector_hidden_size": 32,
+        "downsample_factor": 2,
+        "text_config": {
+            **_TEXT,
+            "model_type": "lfm2",
+            "block_dim": 64,
+            "block_ff_dim": 128,
+            "conv_dim": 64,
+            "conv_dim_out": 64,
+            "num_heads": 4,
+            "layer_types": ["conv", "full_attention"] * 2,
+        },
+        "vision_config": {**_TOWER, "model_type": "lfm2_vl", "num_patches": 16},
+    },
     "pixtral": {**_IMAGE_IDS, "text_config": _MISTRAL, "vision_config": _PIXTRAL},
     "mistral3": {
         **_IMAGE_IDS,
@@ -334,7 +352,7 @@ def prompt_with(
     for number, part in enumerate(parts[1:]):
         if number < len(sizes):
             down, across = sizes[number]
-            slots = down * across // 4 if name in QWEN else _SLOTS.get(name, 4)
+            slots = down * across // 4 if name in PATCHES else _SLOTS.get(name, 4)
             ids += [START, *[IMAGE] * slots, END]
         ids += part.encode()
     inputs = _pixels(name, sizes, seed) if sizes else {}
@@ -351,6 +369,15 @@ def _pixels(
         return {
             "pixel_values": mx.random.normal((patches, 96), key=key),
             "image_grid_thw": mx.array([[1, down, across] for down, across in sizes]),
+        }
+    if name == "lfm2_vl":
+        sides = mx.array([list(size) for size in sizes])
+        most = max(down * across for down, across in sizes)
+        filled = mx.arange(most)[None] < (sides[:, 0] * sides[:, 1])[:, None]
+        return {
+            "pixel_values": mx.random.normal((count, most, 48), key=key),
+            "spatial_shapes": sides,
+            "pixel_attention_mask": filled.astype(mx.int32),
         }
     shape: tuple[int, ...] = (count, 3, 16, 16)
     if name in {"smolvlm", "idefics3"}:
