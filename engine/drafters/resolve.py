@@ -238,8 +238,9 @@ def _loaded(named: NamedDraft, target: TargetInfo) -> Resolved:
     weights = resolved.source.own_weights
     if named.bits is not None and weights is not None:
         quantize_weights(weights, named.bits)
-    for each in resolved.notices:
-        notice(each)
+    if named.loader is None:  # what is told of a draft that was asked for is no warning
+        for each in resolved.notices:
+            notice(each)
     setattr(target.model, ATTRIBUTE, _Kept(named, resolved))
     return resolved
 

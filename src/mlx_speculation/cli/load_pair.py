@@ -57,7 +57,7 @@ def open_pair(
             "folder, 'mtp', 'lookup' or 'auto', or leave --draft-length out."
         )
     with screen.busy(f"loading {Path(pair.model).name}"):
-        return SpeculativeGenerator.from_pretrained(
+        generator = SpeculativeGenerator.from_pretrained(
             pair.model,
             draft=pair.draft,
             draft_length=pair.draft_length,
@@ -71,6 +71,9 @@ def open_pair(
             exact=pair.exact or False,
             vision=vision,
         )
+    if pair.draft_vocabulary is not None:
+        screen.say(" ".join(generator.notices))
+    return generator
 
 
 def beside(
