@@ -160,6 +160,7 @@ def test_a_command_prints_what_was_known_and_chosen_of_a_live_text(
     assert any(re.search(r"0: 1.00 in [\d.]+ ms .*credit", line) for line in rounds)
 
 
+@pytest.mark.usefixtures("measured")
 def test_the_same_command_replays_and_prints_recorded_traces() -> None:
     options = ["--traces", str(TRACES), "--draft", "hybrid-lookup+hybrid-mtp"]
     options += ["--machine", "h100", "--tokens", "50"]
