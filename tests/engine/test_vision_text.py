@@ -16,7 +16,7 @@ from mlx_speculation import (
     Sampling,
     SpeculativeGenerator,
 )
-from mlx_speculation.caches import KVQuantization, states
+from mlx_speculation.caches import KVQuantization, position, states
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import Lane
@@ -220,6 +220,48 @@ def test_chunks_of_a_prompt_are_one_pass_and_rounds_leave_what_steps_leave(
     for held in (states(steps.caches), states(rounds.caches)):
         mx.eval(held)
     assert steps.seen == rounds.seen
+
+
+class FailingTarget(VisionTarget):
+    """A target one of whose forwards fails, after it has written."""
+
+    left = 1 << 30
+
+    def forward(self, *args: Any, **more: Any) -> mx.array:
+        logits = super().forward(*args, **more)
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError("no memory")
+        return logits
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5", "gemma3"])
+def test_a_forward_that_fails_leaves_what_was_committed(name: str) -> None:
+    """Wherever it does, in the prompt or in a round: a lane goes on from there."""
+    prompt = prompt_with(name, ONE)
+    expected = text(target(name), prompt, GREEDY)
+    failing = FailingTarget(target(name).vlm)
+    known = prompt.tokens + expected
+    for place in range(1, 12):
+        draft = TurningDrafter(known, VOCAB, seed=place)
+        made = generator(failing, draft=draft, draft_length=3)
+        stream = made.stream(prompt, **options())
+        failing.left = place
+        with pytest.raises(RuntimeError, match="no memory"):
+            list(stream)
+        failing.left = 1 << 30
+        assert stream.result.finish_reason == "error"
+        held = stream.request.target
+        assert stream.cached_tokens == known[: held.seen]
+        assert position(held.caches) == held.seen
+        rest, whole = known[held.seen :], Lane(failing, sliding="slack")
+        whole.run = ImageForward(failing, prompt)
+        whole.feed(known[: held.seen], step=5)
+        with held.begin() as one, whole.begin() as other:
+            fed = mx.array(rest[:1])
+            assert mx.allclose(one.forward(fed), other.forward(fed), atol=2e-4).item()
+    made = generator(failing)
+    assert made.generate(prompt, **options()).tokens == expected
 
 
 def test_states_of_rejected_drafts_are_undone_without_another_forward() -> None:
