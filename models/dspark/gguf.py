@@ -68,7 +68,10 @@ def gguf_file(path: Path) -> Path | None:
     """
     if path.suffix == ".gguf":
         return path
-    files = sorted(path.glob("*.gguf"))
+    try:
+        files = sorted(path.glob("*.gguf"))
+    except OSError:  # a name that is too long, say, which the next reader refuses
+        return None
     return files[0] if len(files) == 1 and not (path / "config.json").exists() else None
 
 

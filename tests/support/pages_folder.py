@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from mlx_speculation import demo_models
+from support.pages import ROOT
 
 TARGET, DRAFT, HEAD = "path/of/target", "path/of/draft", "path/of/head"
 CHAT = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -25,6 +26,8 @@ def fill(folder: Path) -> None:
         place = folder / name
         place.parent.mkdir(parents=True, exist_ok=True)
         place.symlink_to(small)
+    # A checkout's own models, by their paths in it.
+    (folder / "src").symlink_to(ROOT / "src")
     asked = [{"prompt": f"class Shape{number}:\n"} for number in range(16)]
     lines = "".join(f"{json.dumps(each)}\n" for each in asked)
     (folder / PROMPTS).write_text(lines, encoding="utf-8")
