@@ -242,6 +242,23 @@ def test_a_request_of_an_old_kind_is_answered(server: Server) -> None:
     assert exchange(server, b"GET /health\r\n\r\n").json == {"status": "ok"}
 
 
+@pytest.mark.parametrize(
+    ("fields", "advice"),
+    [
+        ({"max_token": 4}, "Did you mean 'max_tokens'?"),
+        ({"speculative": {"of": True}}, "Did you mean 'speculative.off'?"),
+        ({"guided": True}, "Leave it out."),
+        ({"sufix": "x"}, "Leave it out."),  # what is not offered is not proposed
+        ({"suffix": "x"}, "suffix is not offered here. Leave it out: a text"),
+        ({"functions": []}, "Name them in tools."),
+    ],
+)
+def test_a_field_that_is_not_taken_is_refused_with_advice(
+    server: Server, fields: dict[str, Any], advice: str
+) -> None:
+    assert advice in post(server, {**GOOD, **fields}).refused(400)["message"]
+
+
 def test_a_head_has_no_body(server: Server) -> None:
     answer = exchange(server, b"HEAD /health HTTP/1.1\r\n\r\n")
     assert (answer.status, answer.body) == (405, b"")

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from mlx_speculation.server.api_errors import ApiError, invalid
@@ -23,9 +24,11 @@ class Fields:
         self._left = {name: value for name, value in given.items() if value is not None}
         self._nulls = set(given) - set(self._left)
         self._where = where
+        self._known: set[str] = set()  # the names that were asked for
 
     def take(self, name: str, default: Any = None) -> Any:
         """Return a field of any kind."""
+        self._known.add(name)
         self._nulls.discard(name)
         return self._left.pop(name, default)
 
@@ -98,14 +101,25 @@ class Fields:
         ):
             return value
         needed = " or ".join(repr(one) for one in allowed)
-        raise self.wrong(name, value, needed or "nothing, since it is not offered,")
+        raise self.wrong(name, value, needed)
+
+    def refuse(self, name: str, advice: str) -> None:
+        """Refuse a field that is not offered, and say what to do instead."""
+        if self.take(name) is not None:
+            raise invalid(
+                f"{self._where}{name} is not offered here. {advice}",
+                param=self._where + name,
+            )
+        self._known.discard(name)
 
     def end(self, advice: str = "Leave it out.") -> None:
         """Refuse what nobody has taken, and say what to do instead."""
         for name in (*self._left, *self._nulls):
             known_as = self._where + name[:100]
+            near = get_close_matches(name[:100], self._known, n=1, cutoff=0.75)
+            meant = f"Did you mean {self._where + near[0]!r}?" if near else advice
             raise invalid(
-                f"{known_as!r} is not known here. {advice}",
+                f"{known_as!r} is not known here. {meant}",
                 param=known_as,
                 code="unknown_parameter",
             )

@@ -16,6 +16,13 @@ from mlx_speculation.server.request.fields import Fields
 
 # Keywords of a chat template that are not the template's: a client's own template could
 # run for ever.
+NOT_OFFERED = {  # fields of OpenAI's and mlx-lm's, and what to do instead
+    "adapters": "Start the server with --adapter-path.",
+    "suffix": "Leave it out: a text is continued at its end alone.",
+    "functions": "Name them in tools.",
+    "function_call": "Choose with tool_choice.",
+    "audio": "Leave it out: the answer is text.",
+}
 RESERVED = frozenset(
     (
         *("add_generation_prompt", "chat_template", "continue_final_message"),
@@ -216,6 +223,6 @@ def _refuse_the_rest(fields: Fields) -> None:
         "parallel_tool_calls",
     )
     fields.ignore("verbosity", "prediction", "reasoning_effort")
-    for name in ("adapters", "suffix", "functions", "function_call", "audio"):
-        fields.only(name)
+    for name, advice in NOT_OFFERED.items():
+        fields.refuse(name, advice)
     fields.end()
