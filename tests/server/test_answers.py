@@ -446,5 +446,5 @@ def test_an_error_of_one_text_is_that_of_the_request(client: openai.OpenAI) -> N
         with pytest.raises((openai.BadRequestError, openai.APIError), match="300"):
             several(client, prompt=too_long, stream=stream)
     assert several(client)  # and it goes on
-    with pytest.raises(openai.BadRequestError, match="64 texts are asked for at once"):
+    with pytest.raises(openai.BadRequestError, match="larger --max-rows"):
         several(client, n=64)

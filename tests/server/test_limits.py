@@ -79,7 +79,10 @@ def test_a_client_that_sends_too_much_gets_to_read_its_answer(server: Server) ->
 def test_a_prompt_that_is_too_long_is_refused(server: Server) -> None:
     error = post(server, {**SHORT, "prompt": "A" * 257}).refused(400)
     assert error["code"] == "context_length_exceeded"
-    assert error["message"] == "The prompt has 257 tokens, and 256 may be."
+    assert error["message"] == (
+        "The prompt has 257 tokens, and 256 may be. Shorten it, or start the server "
+        "with a larger --max-prompt-tokens."
+    )
     assert post(server, {**SHORT, "prompt": "A" * 256}).status == 200
 
 
@@ -95,7 +98,8 @@ def test_what_the_model_is_made_for_is_not_left(model_len: int, longest: int) ->
         error = post(server, {**SHORT, "prompt": "A" * longest}).refused(400)
         assert error["code"] == "context_length_exceeded"
         assert error["message"] == (
-            f"The prompt has {longest} tokens, and {longest - 1} may be."
+            f"The prompt has {longest} tokens, and {longest - 1} may be. Shorten it, "
+            "or start the server with a larger --max-model-len."
         )
         asked = {**SHORT, "prompt": "A" * (longest - 3), "max_tokens": 50}
         answer = json.loads(post(server, asked).body)

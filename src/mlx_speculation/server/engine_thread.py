@@ -203,8 +203,11 @@ class Worker(EngineThread):
         limits, longest = self._settings.limits, rows.longest
         most = min(limits.prompt_tokens, longest - 1)  # and a token of the answer
         if len(tokens) > most:
+            own = most == limits.prompt_tokens
+            option = "max-prompt-tokens" if own else "max-model-len"
             raise invalid(
-                f"The prompt has {len(tokens)} tokens, and {most} may be.",
+                f"The prompt has {len(tokens)} tokens, and {most} may be. Shorten it, "
+                f"or start the server with a larger --{option}.",
                 "messages" if checked.chat else "prompt",
                 code="context_length_exceeded",
             )

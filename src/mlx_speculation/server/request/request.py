@@ -182,7 +182,7 @@ def _count(fields: Fields, prompts: int, settings: Settings) -> int:
     if count * prompts > settings.max_rows:
         raise invalid(
             f"{count * prompts} texts are asked for at once, and {settings.max_rows} "
-            "may be.",
+            "may be. Ask for fewer, or start the server with a larger --max-rows.",
             "n" if count > 1 else "prompt",
         )
     return count
