@@ -22,6 +22,7 @@ from mlx_speculation.server.mlx_lm_server import (
     Refused,
     response,
 )
+from mlx_speculation.server.paths import CHATS, MODELS, TEXTS, no_such_path
 from mlx_speculation.server.request import (
     CheckedRequest,
     check_framing,
@@ -39,9 +40,6 @@ from mlx_speculation.server.sockets import (
 
 LOG = logging.getLogger("mlx_speculation.server")
 FINGERPRINT = f"mlx-speculation-{__version__}"
-CHATS = ("/v1/chat/completions", "/chat/completions")
-TEXTS = ("/v1/completions",)
-MODELS = "/v1/models"
 END = b"data: [DONE]\n\n"  # as mlx-lm's server ends a stream
 WELCOME = {
     "server": FINGERPRINT,
@@ -295,7 +293,7 @@ class Handler(ChatHandler):
         check_permission(self.headers, self._settings)
         self.path = self.path.partition("?")[0]
         if self.path not in (*CHATS, *TEXTS):
-            raise self._no_such_path()
+            raise no_such_path(self.command, self.path)
         most = self._settings.limits.body_bytes
         body = parsed(read_body(self.headers, self.rfile, most))
         checked = read_request(body, self._settings, chat=self.path in CHATS)
@@ -321,7 +319,7 @@ class Handler(ChatHandler):
         elif path == MODELS or path.startswith(f"{MODELS}/"):
             self._send(200, json.dumps(self._models(path)).encode())
         else:
-            raise self._no_such_path()
+            raise no_such_path(self.command, self.path)
 
     def _models(self, path: str) -> dict[str, Any]:
         """Return the list of models, or one of them."""
@@ -342,11 +340,6 @@ class Handler(ChatHandler):
                 code="model_not_found",
             )
         return own
-
-    def _no_such_path(self) -> ApiError:
-        return ApiError(
-            404, f"There is no {self.command} {self.path[:200]!r} here.", code="no_path"
-        )
 
     def _guarded(self, act: Callable[[], None]) -> None:
         """Do something that answers; an exception becomes an answer."""

@@ -183,6 +183,7 @@ RAW = [
     (b"GET /nothing HTTP/1.1\r\n\r\n", 404),
     (b"POST /v1/nothing HTTP/1.1\r\nContent-Length: 0\r\n\r\n", 404),
     (b"PUT /v1/completions HTTP/1.1\r\n\r\n", 405),
+    (b"GET /v1/completions HTTP/1.1\r\n\r\n", 405),
     (b"DELETE /v1/models HTTP/1.1\r\n\r\n", 405),
     (b"BREW /pot HTTP/1.1\r\n\r\n", 405),
     (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", 414),
@@ -257,6 +258,22 @@ def test_a_field_that_is_not_taken_is_refused_with_advice(
     server: Server, fields: dict[str, Any], advice: str
 ) -> None:
     assert advice in post(server, {**GOOD, **fields}).refused(400)["message"]
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "advice"),
+    [
+        ("GET /v1/chat/completions", 405, "Send a POST with a JSON object."),
+        ("POST /v1/models", 405, "Send a GET."),
+        ("GET /v1/responses", 404, "GET / lists the paths."),
+        ("POST /v1/responses", 404, "GET / lists the paths."),
+    ],
+)
+def test_a_wrong_path_or_method_is_refused_with_advice(
+    server: Server, line: str, status: int, advice: str
+) -> None:
+    raw = f"{line} HTTP/1.1\r\nContent-Length: 2\r\n\r\n{{}}".encode()
+    assert advice in exchange(server, raw).refused(status)["message"]
 
 
 def test_a_head_has_no_body(server: Server) -> None:
