@@ -114,6 +114,7 @@ class Settings:
     limits: Limits = Limits()
     # Files under it may be named as images; None: data URLs alone are images
     image_folder: Path | None = None
+    reads_images: bool = True  # what the loaded model does; set for each request
     # A request whose caches are limited so runs alone
     kv: KvLimits = field(default_factory=KvLimits)
 

@@ -69,6 +69,11 @@ class Worker(EngineThread):
         """Whether requests are taken."""
         return self._closed is None and self.loaded.done() and self.alive
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether the target reads images."""
+        return isinstance(self.model_provider.model, VisionTarget)
+
     def refuse(self, why: str) -> None:
         """Take no more requests."""
         self._closed = why
@@ -98,12 +103,10 @@ class Worker(EngineThread):
         """Return a request whose images are opened; the caller's thread decodes them.
 
         Raises:
-            ApiError: an image is none, or the target reads text only.
+            ApiError: an image is none.
         """
         if not checked.images:
             return checked
-        if not isinstance(self.model_provider.model, VisionTarget):
-            raise invalid("The model served here reads text only.", "messages")
         return replace(checked, images=opened(checked.images, self._settings))
 
     def submit(self, job: Job) -> None:

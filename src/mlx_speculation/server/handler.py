@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
@@ -296,7 +297,8 @@ class Handler(ChatHandler):
             raise no_such_path(self.command, self.path)
         most = self._settings.limits.body_bytes
         body = parsed(read_body(self.headers, self.rfile, most))
-        checked = read_request(body, self._settings, chat=self.path in CHATS)
+        settings = replace(self._settings, reads_images=self._worker.reads_images)
+        checked = read_request(body, settings, chat=self.path in CHATS)
         self._checked = self._worker.with_pictures(checked)
         self.connection.settimeout(self._settings.limits.read_seconds)
         self.handle_request(json.dumps(self._checked.body).encode())

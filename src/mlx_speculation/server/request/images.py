@@ -22,8 +22,15 @@ def checked_image(part: dict[str, Any], where: str, settings: Settings) -> bytes
     """Return the bytes of an image part; they are not decoded yet.
 
     Raises:
-        ApiError: it names no image, or one that this server does not open.
+        ApiError: the target reads text only, or the part names no image, or one that
+            this server does not open.
     """
+    if not settings.reads_images:
+        raise invalid(
+            f"{where} is an image, and the model served here reads text only. Leave "
+            "images out, or serve a vision model.",
+            where,
+        )
     given = part.get("image_url")
     url = given.get("url") if isinstance(given, dict) else given
     if not isinstance(url, str):
