@@ -85,11 +85,18 @@ class Prompts:
         No text gets a second beginning-of-text token; a template writes its own.
         """
         ids: Any = prompt
+        if isinstance(prompt, Mapping):
+            raise InvalidRequestError(
+                f"The prompt is a dictionary, {prompt!r}. Pass a conversation as a "
+                "list of messages, and several conversations as a list of such lists."
+            )
         if isinstance(prompt, str):
             bos = self._tokenizer.bos_token
             special = bos is None or not prompt.startswith(bos)
             ids = self._tokenizer.encode(prompt, add_special_tokens=special)
-        elif isinstance(prompt, SequenceOf) and any(_is_message(m) for m in prompt):
+        elif isinstance(prompt, SequenceOf) and any(
+            isinstance(each, Mapping) for each in prompt
+        ):
             text = self._render(prompt)
             ids = self._tokenizer.encode(text, add_special_tokens=False)
         tokens = self._checked_ids(ids)
@@ -114,7 +121,7 @@ class Prompts:
             )
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [dict(each) for each in messages],
+                [{**each, **_as_text(each)} for each in messages],
                 tokenize=False,
                 add_generation_prompt=True,
             )
@@ -155,6 +162,25 @@ class Prompts:
 def _plain(ids: Any) -> list[Any]:
     """Return arrays of mlx and numpy as lists, and other iterables too."""
     return list(ids.tolist()) if hasattr(ids, "tolist") else list(ids)
+
+
+def _as_text(message: Mapping[str, Any]) -> dict[str, str]:
+    """Return a content that is in parts as one text, as mlx-lm's server does.
+
+    Raises:
+        InvalidRequestError: a part is no text.
+    """
+    parts = message.get("content")
+    if isinstance(parts, str) or not isinstance(parts, SequenceOf):
+        return {}
+    for part in parts:
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str) or part.get("type", "text") != "text":
+            raise InvalidRequestError(
+                f"A content holds the part {part!r}, and text is read here. Images are "
+                "passed by images=, to a model that was loaded with vision=True."
+            )
+    return {"content": "".join(part["text"] for part in parts)}
 
 
 def _is_message(value: Any) -> bool:

@@ -45,6 +45,13 @@ def test_messages_are_rendered_by_the_template_everywhere() -> None:
         assert batch.remove(uid).tokens == expected
 
 
+def test_a_content_in_text_parts_is_their_text() -> None:
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    chat = [CHAT[0], {"role": "user", "content": parts}]
+    generator = made()
+    assert generator.encode(chat) == generator.encode(CHAT)
+
+
 def test_a_template_writes_its_own_special_tokens() -> None:
     """The beginning-of-text token stands once, where the template puts it."""
     generator = made("<s>" + TEMPLATE)
@@ -67,7 +74,13 @@ def test_a_template_writes_its_own_special_tokens() -> None:
     [
         ([{"role": "tool", "content": "x"}], "The chat template refused 1 messages"),
         ([*CHAT, "Hi"], "One of 3 messages is 'Hi'. Each is a dictionary"),
-        ([{"content": "x"}], "Token ids are whole numbers in one dimension"),
+        ([{"content": "x"}], "One of 1 messages is {'content': 'x'}. Each is a"),
+        (CHAT[0], "Pass a conversation as a list of messages"),
+        (
+            [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}],
+            "Images are passed by images=",
+        ),
+        ([{"role": "user", "content": ["x"]}], "holds the part 'x', and text is read"),
         ([], "The prompt has 0 tokens"),
     ],
 )
