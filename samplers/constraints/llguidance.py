@@ -64,13 +64,22 @@ class Grammar:
     Args:
         text: the grammar, in the library's own form.
         tokenizer: a fast tokenizer of transformers, or mlx-lm's wrapper of one.
+        kind: what the caller calls it in errors.
+        given: what the caller wrote, shown in errors; None: `text`.
 
     Raises:
         InvalidRequestError: the grammar or the tokenizer cannot be used.
         MissingLibraryError: llguidance is not installed.
     """
 
-    def __init__(self, text: str, tokenizer: Any) -> None:
+    def __init__(
+        self,
+        text: str,
+        tokenizer: Any,
+        *,
+        kind: str = "grammar",
+        given: str | None = None,
+    ) -> None:
         library = _library()
         self._vocabulary = _vocabulary(tokenizer)
         limits = library.LLParserLimits(verbose_errors=False)
@@ -78,9 +87,9 @@ class Grammar:
             self._vocabulary.tokens, text, log_level=0, limits=limits
         )
         if self._matcher.is_error():
-            raise unusable(self._matcher.get_error(), text)
+            raise unusable(self._matcher.get_error(), given or text, kind)
         if warnings := self._matcher.get_grammar_warnings():
-            raise not_enforced("; ".join(warnings))
+            raise not_enforced("; ".join(warnings), kind)
 
     def begin(self) -> "GrammarState":
         """Return a state before the first generated token."""
@@ -167,7 +176,7 @@ def json_schema(
     grammar = library.LLMatcher.grammar_from_json_schema(
         text, overrides=COMPACT if compact else None
     )
-    return Grammar(grammar, tokenizer)
+    return Grammar(grammar, tokenizer, kind="JSON schema", given=text)
 
 
 def regex(pattern: str, tokenizer: Any) -> Grammar:
@@ -183,7 +192,8 @@ def regex(pattern: str, tokenizer: Any) -> Grammar:
         InvalidRequestError: the pattern or the tokenizer cannot be used.
         MissingLibraryError: llguidance is not installed.
     """
-    return Grammar(_library().LLMatcher.grammar_from_regex(pattern), tokenizer)
+    grammar = _library().LLMatcher.grammar_from_regex(pattern)
+    return Grammar(grammar, tokenizer, kind="regular expression", given=pattern)
 
 
 def lark(grammar: str, tokenizer: Any) -> Grammar:
@@ -199,7 +209,8 @@ def lark(grammar: str, tokenizer: Any) -> Grammar:
         InvalidRequestError: the grammar or the tokenizer cannot be used.
         MissingLibraryError: llguidance is not installed.
     """
-    return Grammar(_library().LLMatcher.grammar_from_lark(grammar), tokenizer)
+    text = _library().LLMatcher.grammar_from_lark(grammar)
+    return Grammar(text, tokenizer, given=grammar)
 
 
 def _library() -> Any:
