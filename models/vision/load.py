@@ -14,6 +14,7 @@ from mlx_speculation.errors import (
     MissingLibraryError,
     ModelFolderError,
     SpeculationError,
+    UnsupportedModelError,
 )
 from mlx_speculation.models.config_json import read_config
 from mlx_speculation.models.model_folder import (
@@ -52,6 +53,13 @@ def load_vision(
     """
     check_model_folder(path_or_repo)
     if find_spec("mlx_vlm") is None:
+        here = Path(path_or_repo).expanduser()
+        if here.is_dir() and "vision_config" not in read_config(here):
+            raise UnsupportedModelError(
+                f"{str(path_or_repo)!r} was asked for with vision, and its config.json "
+                "has no vision_config: it reads text only. Name a vision model, or "
+                "leave images out."
+            )
         raise MissingLibraryError(
             f"{str(path_or_repo)!r} was asked for with vision, which needs mlx-vlm. "
             'Install it with: pip install "mlx-speculation[vision]"'

@@ -340,6 +340,19 @@ def test_an_image_is_asked_about(commands: Commands, tmp_path: Path) -> None:
     assert found["prompt_tokens"] > 3
 
 
+def test_a_text_model_is_asked_about_no_image(
+    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody installs mlx-vlm to read that the model is none for it."""
+    monkeypatch.setattr(
+        "mlx_speculation.models.vision.load.find_spec", lambda name: None
+    )
+    image = tmp_path / "one.png"
+    image.write_bytes(picture())
+    said = commands.refused(*PLAIN_GENERATE, "--image", image)
+    assert "it reads text only. Name a vision model" in said
+
+
 def test_images_that_are_none_are_refused(commands: Commands, tmp_path: Path) -> None:
     missing = commands.refused(*PLAIN_GENERATE, "--image", tmp_path / "none.png")
     assert "--image" in missing
