@@ -153,6 +153,40 @@ def test_ctrl_c_at_the_prompt_ends_with_130(
     assert len(found["turns"]) == 1
 
 
+@pytest.mark.parametrize(
+    ("pressed", "turns", "status"),
+    [
+        (["a = 1", "^C", "b = 2", "^C"], 2, 0),
+        (["a = 1", "^C", "^C", "b = 2"], 1, 130),
+    ],
+)
+def test_one_ctrl_c_at_the_prompt_of_a_terminal_does_not_end_it(
+    commands: Commands,
+    monkeypatch: pytest.MonkeyPatch,
+    pressed: list[str],
+    turns: int,
+    status: int,
+) -> None:
+    """It may be meant for an answer that has just ended."""
+    lines = iter(pressed)
+
+    def asked(prompt: str) -> str:
+        line = next(lines, None)
+        if line is None:
+            raise EOFError
+        if line == "^C":
+            raise KeyboardInterrupt
+        return line
+
+    terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("mlx_speculation.cli.commands.chat.sys", terminal)
+    monkeypatch.setattr("builtins.input", asked)
+    done = commands("chat", DRAFT, *LENGTH)
+    assert done.exit_code == status
+    assert "Ctrl-C again, or Ctrl-D, ends the chat." in done.stderr
+    assert f"{turns} turns, " in done.stderr
+
+
 def test_a_terminal_is_asked_for_messages(
     commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:

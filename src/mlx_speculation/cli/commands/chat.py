@@ -160,8 +160,17 @@ def _messages(screen: Screen) -> Iterator[str]:
             yield text.rstrip("\r\n")
         return
     screen.say(HELP)
+    interrupted = False
     while True:
         try:
-            yield input("> ")
+            line = input("> ")
         except EOFError:
             return
+        except KeyboardInterrupt:  # often meant for an answer that has just ended
+            if interrupted:
+                raise
+            interrupted = True
+            screen.say("\nCtrl-C again, or Ctrl-D, ends the chat.")
+            continue
+        interrupted = False
+        yield line
