@@ -9,6 +9,10 @@ from mlx_lm.utils import _download
 from mlx_speculation.errors import ModelFolderError
 
 NEEDED = ("config.json", "tokenizer_config.json")
+NO_GGUF = (
+    "Take the model's repository in mlx-community, or convert the original with "
+    "mlx_lm.convert --hf-path ORGANISATION/MODEL."
+)
 
 
 def is_there(path: Path) -> bool:
@@ -48,9 +52,7 @@ def check_model_folder(path_or_repo: str | Path, *words: str) -> None:
         )
     if path.suffix == ".gguf":
         raise ModelFolderError(
-            f"{str(path)!r} is a GGUF file, and mlx-lm reads folders. Take the model's "
-            "repository in mlx-community, or convert the original with mlx_lm.convert "
-            "--hf-path ORGANISATION/MODEL."
+            f"{str(path)!r} is a GGUF file, and mlx-lm reads folders. {NO_GGUF}"
         )
     if not path.is_dir():
         raise ModelFolderError(
@@ -60,6 +62,11 @@ def check_model_folder(path_or_repo: str | Path, *words: str) -> None:
     missing = [name for name in NEEDED if not (path / name).is_file()]
     if not any(path.glob("model*.safetensors")):
         missing.append("model*.safetensors")
+    if missing and any(path.glob("*.gguf")):
+        raise ModelFolderError(
+            f"The folder {str(path)!r} holds a model in a GGUF file, which mlx-lm does "
+            f"not read. {NO_GGUF}"
+        )
     if missing:
         raise ModelFolderError(
             f"The folder {str(path)!r} lacks {', '.join(missing)}. Pass a folder in "

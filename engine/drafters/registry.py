@@ -18,6 +18,7 @@ from mlx_speculation.engine.drafters.eagle import EagleDraft, PEagleDraft
 from mlx_speculation.engine.drafters.gemma_assistant import AssistantDraft
 from mlx_speculation.engine.drafters.mtp import MtpDraft
 from mlx_speculation.engine.drafters.source import FolderSource
+from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models import (
     check_model_folder,
     is_there,
@@ -65,6 +66,11 @@ def draft_folder(path_or_repo: str | Path) -> tuple[Path, type[FolderSource]]:
     if gguf_file(folder) is not None:
         return folder, DSparkDraft
     if not is_there(folder / "config.json"):
+        if str(path_or_repo).lower() in ("none", "off", "no"):
+            raise ModelFolderError(
+                f"There is no draft {str(path_or_repo)!r}. Leave the draft out for "
+                "plain decoding."
+            )
         check_model_folder(path_or_repo, "mtp", "lookup", "auto")
         folder = model_folder(path_or_repo)
     source = source_of_folder(folder)

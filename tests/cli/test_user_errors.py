@@ -54,6 +54,7 @@ NUMBERS = [
     ("--extra-eos-token", "no such", "--extra-eos-token is 'no such', and the"),
     ("--draft", "", "--draft is empty. Give a folder, 'mtp'"),
     ("--draft", "nowhere", "There is no folder 'nowhere'"),
+    ("--draft", "none", "There is no draft 'none'. Leave the draft out"),
     ("--draft", "mtp", "whose MTP heads are known"),
     ("--quantize-draft", "4", "quantize_draft is 4, and draft is None, which is not"),
     ("--quantize-draft", "7", "one of 2, 3, 4, 5, 6, 8 bits is needed"),
@@ -141,6 +142,10 @@ def test_models_that_are_none_are_refused(commands: Commands, tmp_path: Path) ->
         each.write_bytes(b"GGUF")
     assert "convert the original with mlx_lm.convert" in said(gguf)
     assert "is a file, and a model is a folder" in said(file)
+    held = tmp_path / "download"
+    held.mkdir()
+    (held / "model.gguf").write_bytes(b"GGUF")
+    assert "convert the original with mlx_lm.convert" in said(held)
 
     folder = copy_of("draft", tmp_path / "cut")
     (folder / "model.safetensors").write_bytes(b"\x08")
@@ -275,7 +280,9 @@ def test_schemas_that_cannot_be_used_are_refused(
 
     assert "is not JSON" in said(b"{")
     assert "is not UTF-8" in said(b"\xff")
-    assert "schema" in said(b'{"type": "no such type"}')
+    wrong = said(b'{"type": "no such type"}')
+    assert wrong.startswith("The JSON schema cannot be used: Invalid type")
+    assert wrong.endswith('It is: {"type": "no such type"}')
     assert "schema" in said(b"3")
     assert "is nested too deep" in said(b"[" * 100_000)
 
