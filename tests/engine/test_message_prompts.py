@@ -47,7 +47,7 @@ def test_messages_are_rendered_by_the_template_everywhere() -> None:
 
 def test_a_content_in_text_parts_is_their_text() -> None:
     parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
-    chat = [CHAT[0], {"role": "user", "content": parts}]
+    chat: list[dict[str, Any]] = [CHAT[0], {"role": "user", "content": parts}]
     generator = made()
     assert generator.encode(chat) == generator.encode(CHAT)
 
