@@ -94,6 +94,15 @@ def check_counts(max_tokens: Any, logprobs: Any) -> None:
         checked_count("logprobs", logprobs, 0, hint)
 
 
+def check_sampling(sampling: Any) -> None:
+    """Refuse options that are not in a `Sampling`."""
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise InvalidRequestError(
+            f"sampling is {sampling!r}, and a Sampling is needed, such as "
+            "Sampling(temperature=0.8, seed=1)."
+        )
+
+
 def check_rule(acceptance: Acceptance, chooser: Chooser) -> None:
     """Refuse a rule that the request's sampler or processors do not allow."""
     if acceptance != "keyed" and chooser.sampling.sampler is not None:

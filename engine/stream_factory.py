@@ -32,6 +32,7 @@ from mlx_speculation.engine.options import (
     check_counts,
     check_own_choice,
     check_rule,
+    check_sampling,
     checked_stops,
 )
 from mlx_speculation.engine.prefix_reuse import PrefixReuse
@@ -75,6 +76,7 @@ class StreamFactory:
             InvalidRequestError: names the two values that do not fit.
             ConstraintError: the constraint fails before the first token.
         """
+        check_sampling(options.sampling)
         setup, ranked = self._setup, self._setup.ranked
         session = None if ranked is None else ranked.next_stream(setup.draft)
         sampling = options.sampling or Sampling()

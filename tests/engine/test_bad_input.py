@@ -58,6 +58,7 @@ def generator(model: nn.Module) -> SpeculativeGenerator:
         ({"stop": ""}, ["empty", "Leave it out"]),
         ({"stop": ["a", ""]}, ["empty"]),
         ({"cached_tokens": [1, 2]}, ["2 tokens", "prompt_cache is None"]),
+        ({"sampling": {"top_p": 0.5}}, ["{'top_p': 0.5}", "a Sampling is needed"]),
         ({"sampling": Sampling(logit_bias={256: 1.0})}, ["logit_bias", "256", "255"]),
     ],
 )
