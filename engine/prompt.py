@@ -119,9 +119,10 @@ class Prompts:
                 f"The prompt is {len(messages)} messages, and the tokenizer has no "
                 "chat template. Pass a text, or take an instruct model."
             )
+        conversation = [{**each, **_as_text(each)} for each in messages]
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [{**each, **_as_text(each)} for each in messages],
+                conversation,
                 tokenize=False,
                 add_generation_prompt=True,
             )
