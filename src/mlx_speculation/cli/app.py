@@ -1,5 +1,6 @@
 """The application of all commands, each in a file of its own."""
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -55,5 +56,13 @@ COMMANDS = (
     doctor,
     demo,
 )
+
+
+def _help(command: Callable[..., None]) -> str:
+    """Return a docstring with a line for each paragraph, for a terminal to wrap."""
+    paragraphs = (command.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(each.split()) for each in paragraphs)
+
+
 for command in COMMANDS:
-    app.command()(guarded(flattened(command)))
+    app.command(help=_help(command))(guarded(flattened(command)))
