@@ -3,11 +3,14 @@
 import json
 from importlib.metadata import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mlx_speculation import SpeculativeGenerator, demo_models, models
+from mlx_speculation.cli.commands.calibrate import _table
+from mlx_speculation.cli.console import Screen
 from mlx_speculation.cli.doctor_advice import Advice, Facts, advice
 from mlx_speculation.demo import DemoPrompt
 from mlx_speculation.engine import Chunk, Stream
@@ -477,6 +480,17 @@ def test_calibrate_and_demo_print_one_object(
     assert only["same"] is True
     assert only["group"] == "code"
     assert json.dumps(only["text"])
+
+
+def test_names_of_a_wide_table_of_costs_are_not_folded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    seconds = dict.fromkeys(range(17), 0.4)
+    own = SimpleNamespace(draft=0.1, verify=0.1, sampler=0.1, host=0.1)
+    parts: Any = {0: dict.fromkeys(range(17), own)}
+    Screen().table(_table("costs", {0: seconds}, parts))
+    assert "│   sampler " in capsys.readouterr().out
 
 
 def test_calibrate_measures_batches_too(

@@ -99,7 +99,7 @@ def _by_context(costs: "CostTable") -> dict[int, dict[int, float]]:
 def _table(title: str, costs: "CostTable", parts: "PartsTable") -> Table:
     lengths = sorted({length for table in costs.values() for length in table})
     table = Table(title=title)
-    table.add_column("context up to")
+    table.add_column("context up to", no_wrap=True)
     for length in lengths:
         table.add_column("plain" if length == 0 else str(length), justify="right")
     for bucket, seconds in costs.items():
