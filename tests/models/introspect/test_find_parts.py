@@ -252,7 +252,17 @@ def test_one_of_two_tables_is_the_embedding_if_the_head_is_tied_to_it() -> None:
     taps.remove()
 
 
-@pytest.mark.parametrize("index", [-1, 4, 100])
+def test_the_layer_before_the_first_is_what_that_was_given() -> None:
+    model, ids = build("llama", layers=2), mx.array([[4, 5, 6]])
+    taps = HiddenStates(model, layers=(-1, 0))
+    with taps.collect() as states:
+        model(ids)
+    assert mx.array_equal(states.layer(-1), model.model.embed_tokens(ids)).item()
+    assert not mx.array_equal(states.layer(-1), states.layer(0)).item()
+    taps.remove()
+
+
+@pytest.mark.parametrize("index", [-2, 4, 100])
 def test_a_layer_that_is_not_there_is_refused(index: int) -> None:
     model = build("llama", layers=4)
     with pytest.raises(InvalidRequestError, match=f"Layer {index} .* model has 4"):
