@@ -54,7 +54,7 @@ def fill(
             of("person", 0)
             text = pronouns[known]
         else:
-            text = of(known, int(number or 1) - 1)
+            text = _SLOT.sub(slot, of(known, int(number or 1) - 1))
         return text[0].upper() + text[1:] if name[0].isupper() else text
 
     return [_SLOT.sub(slot, turn) for turn in template.split(TURNS)]
