@@ -562,6 +562,7 @@ def test_ctrl_c_in_the_demo_shows_what_is_done(
     assert [each["group"] for each in found["comparisons"]] == ["code"]
 
 
+@pytest.mark.slow
 def test_the_demo_chats_with_a_published_model(
     commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
