@@ -18,9 +18,9 @@ from mlx_speculation.engine.draft_length.base import Feedback, Option, Plan
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.models import row_size
 
-# In plain steps: the credit at first, the most and the least of it, and what a plain
-# step adds. A round that took ten times as long, on a busy machine, is made up for in
-# 200 plain steps.
+# In plain steps: the credit at first, the most of it, the least after rounds that took
+# longer than usual, and what a plain step adds. A round that took ten times as long, on
+# a busy machine, is made up for in 200 plain steps.
 FIRST_CREDIT, MOST_CREDIT, LEAST_CREDIT = 2.0, 24.0, -3.0
 SHARE = 0.015
 # What a draft gains over plain steps where all of it is right, if it is to be tried.
@@ -43,9 +43,14 @@ class Credit:
 
     steps: float = FIRST_CREDIT
 
-    def add(self, gain: float) -> None:
-        """Add what a round has gained or lost."""
-        self.steps = max(LEAST_CREDIT, min(self.steps + gain, MOST_CREDIT))
+    def add(self, gain: float, usual: float = 0.0) -> None:
+        """Add what a round has gained or lost.
+
+        What it would have lost in its usual time counts whole; the rest does not lead
+        below `LEAST_CREDIT`.
+        """
+        least = min(LEAST_CREDIT, self.steps + usual)
+        self.steps = max(least, min(self.steps + gain, MOST_CREDIT))
 
 
 class AdaptiveDraftLength:
@@ -167,7 +172,7 @@ class AdaptiveDraftLength:
         usual = self.costs.curve(context, feedback.drafted)[-1]
         gain = feedback.accepted + 1 - min(seconds, SLOWEST * usual) / plain
         self._gained += gain
-        self.credit.add(gain)
+        self.credit.add(gain, feedback.accepted + 1 - usual / plain)
 
     def _note_plain(self, context: int, feedback: Feedback) -> None:
         self._lag += 1

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bench.replays.replay import Machine, Replayed, Text, replay
@@ -86,6 +86,13 @@ def machine_of(costs: dict[int, float], **options: float) -> Machine:
     seed=st.integers(0, 99),
 )
 @settings(max_examples=60)
+@example(  # long drafts that are expected to pay, and lose more than there is credit
+    verify=[1.8125, 0, 0, 0, 0, 1.0625, 0, 1, 0, 0, 0, 0, 0, 0, 0.3125, 0.125],
+    first=1.0,
+    right=0.65625,
+    known=True,
+    seed=37,
+)
 def test_no_machine_and_no_text_lose_more_than_the_credit(
     verify: list[float], first: float, right: float, known: bool, seed: int
 ) -> None:
