@@ -172,7 +172,7 @@ class AdaptiveDraftLength:
         usual = self.costs.curve(context, feedback.drafted)[-1]
         gain = feedback.accepted + 1 - min(seconds, SLOWEST * usual) / plain
         self._gained += gain
-        self.credit.add(gain, feedback.accepted + 1 - usual / plain)
+        self.credit.add(gain, feedback.accepted + 1 - usual / plain if knows else 0.0)
 
     def _note_plain(self, context: int, feedback: Feedback) -> None:
         self._lag += 1
