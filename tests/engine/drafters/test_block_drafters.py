@@ -12,24 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_speculation import Sampling, SpeculativeGenerator, demo_models
+from mlx_speculation import SpeculativeGenerator, demo_models
 from mlx_speculation.engine import DFlashDraft
 from mlx_speculation.engine.drafters import mtp as mtp_module
 from mlx_speculation.errors import InvalidRequestError, ModelFolderError
 from support.covering import covering
 from support.drafters.block_oracle import BlockOracle, load_block
-from support.identity import GREEDY, SAMPLED, plain_text, prompt_of
+from support.drafters.drafted_targets import (
+    PROMPT,
+    TARGETS,
+    DraftedTargets,
+    sampling,
+)
+from support.identity import SAMPLED, plain_text
 from support.models.block_checkpoints import PACKAGINGS
 from support.models.dflash_checkpoints import VARIANTS, write_dflash
-from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
-PROMPT, TOKENS = 40, 16  # more than a window of 16
-TARGETS = ("llama", "qwen3_5", "gemma3_text", "llama(sliding)")
+TOKENS = 16
 # The last one of llama's and qwen3_5's: its state is that after the norm.
 LAYERS = {"llama": (0, 1), "llama(sliding)": (0, 1), "gemma3_text": (0, 1, 2)}
 # One of each kind, and of each way to read a block.
@@ -40,39 +43,14 @@ CASES = [
 ]
 
 
-@cache
-def target_of(name: str) -> nn.Module:
-    """Return a target."""
-    return build(name)
+TARGETED = DraftedTargets(TOKENS)
+target_of, text_of, generator = TARGETED.target, TARGETED.text, TARGETED.generator
 
 
 @cache
 def draft_of(variant: str, name: str) -> DFlashDraft:
     """Return a random drafter on a target."""
     return load_block(variant, target_of(name), LAYERS.get(name, (0, 1, 3)))
-
-
-@cache
-def text_of(name: str, temperature: float) -> list[int]:
-    """Return a prompt and its plain continuation, longer than will be asked for."""
-    tokens = prompt_of(PROMPT)
-    result = SpeculativeGenerator(target_of(name), byte_tokenizer()).generate(
-        tokens, max_tokens=TOKENS + 12, sampling=sampling(temperature)
-    )
-    return tokens + result.tokens
-
-
-def sampling(temperature: float) -> Sampling:
-    """Return how tokens are chosen."""
-    return SAMPLED if temperature else GREEDY
-
-
-def generator(name: str, draft: Any, **options: Any) -> SpeculativeGenerator:
-    """Return a generator on a target."""
-    options.setdefault("draft_length", 3)
-    return SpeculativeGenerator(
-        target_of(name), byte_tokenizer(), draft=draft, **options
-    )
 
 
 @pytest.mark.parametrize(("case", "temperature"), covering(CASES, (0.0, 0.8)))

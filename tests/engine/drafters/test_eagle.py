@@ -12,10 +12,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 
-from mlx_speculation import Sampling, SpeculativeGenerator, demo_models, load
+from mlx_speculation import SpeculativeGenerator, demo_models, load
 from mlx_speculation.demo import demo_prompts
 from mlx_speculation.engine import Cascade, Draft, EagleDraft, MtpDrafter
 from mlx_speculation.engine.drafters import mtp as mtp_module
@@ -23,24 +22,26 @@ from mlx_speculation.errors import InvalidRequestError, ModelFolderError
 from mlx_speculation.models import HiddenStates
 from mlx_speculation.models.eagle import Eagle, load_eagle_head
 from support.covering import covering
-from support.identity import GREEDY, SAMPLED, plain_text, prompt_of
+from support.drafters.drafted_targets import (
+    PROMPT,
+    TARGETS,
+    DraftedTargets,
+    sampling,
+)
+from support.identity import plain_text, prompt_of
 from support.models.eagle_checkpoints import DIALECTS, draft_ids, write_eagle
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 from support.references.mtp_oracles import OracleMtp, held_tokens
 
-PROMPT, TOKENS = 40, 16  # more than a window of 16
-# Dense, hybrid, sliding with full layers, sliding alone.
-TARGETS = ("llama", "qwen3_5", "gemma3_text", "llama(sliding)")
+TOKENS = 16
 LAYERS = {"llama(sliding)": (0, 1), "gemma3_text": (0, 1, 2)}
 # Heads of the authors name no layers, and the usual ones need seven.
 DEPTHS = {"llama": 4, "qwen3_5": 8}
 
 
-@cache
-def target_of(name: str) -> nn.Module:
-    """Return a target."""
-    return build(name, layers=DEPTHS.get(name))
+TARGETED = DraftedTargets(TOKENS, DEPTHS)
+target_of, text_of, generator = TARGETED.target, TARGETED.text, TARGETED.generator
 
 
 @cache
@@ -49,29 +50,6 @@ def draft_of(dialect: str, name: str) -> EagleDraft:
     with TemporaryDirectory() as folder:
         written = write_eagle(Path(folder), dialect, LAYERS.get(name, (0, 1, 3)))
         return EagleDraft.from_folder(written, target_of(name))
-
-
-@cache
-def text_of(name: str, temperature: float) -> list[int]:
-    """Return a prompt and its plain continuation, longer than will be asked for."""
-    tokens = prompt_of(PROMPT)
-    result = SpeculativeGenerator(target_of(name), byte_tokenizer()).generate(
-        tokens, max_tokens=TOKENS + 12, sampling=sampling(temperature)
-    )
-    return tokens + result.tokens
-
-
-def sampling(temperature: float) -> Sampling:
-    """Return how tokens are chosen."""
-    return SAMPLED if temperature else GREEDY
-
-
-def generator(name: str, draft: Any, **options: Any) -> SpeculativeGenerator:
-    """Return a generator on a target."""
-    options.setdefault("draft_length", 3)
-    return SpeculativeGenerator(
-        target_of(name), byte_tokenizer(), draft=draft, **options
-    )
 
 
 OTHERS = [dialect for dialect in DIALECTS if dialect != "specforge"]

@@ -7,28 +7,27 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 
-from mlx_speculation import Sampling, SpeculativeGenerator
 from mlx_speculation.engine import PEagleDraft
 from mlx_speculation.models.eagle import Eagle
 from support.covering import covering
 from support.drafters.block_drafts import Greedy
-from support.identity import GREEDY, SAMPLED, plain_text, prompt_of
+from support.drafters.drafted_targets import (
+    PROMPT,
+    TARGETS,
+    DraftedTargets,
+    sampling,
+)
+from support.identity import plain_text, prompt_of
 from support.models.eagle_checkpoints import DIM, PARALLEL, VOCAB, write_eagle
-from support.models.tiny_models import build
-from support.models.tiny_tokenizer import byte_tokenizer
 
-PROMPT, TOKENS = 40, 24  # more than a window of 16
-TARGETS = ("llama", "qwen3_5", "gemma3_text", "llama(sliding)")
+TOKENS = 24
 LAYERS = {"llama": (0, 1), "llama(sliding)": (0, 1), "gemma3_text": (0, 1, 2)}
 
 
-@cache
-def target_of(name: str) -> nn.Module:
-    """Return a target."""
-    return build(name)
+TARGETED = DraftedTargets(TOKENS)
+target_of, text_of, generator = TARGETED.target, TARGETED.text, TARGETED.generator
 
 
 @cache
@@ -39,29 +38,6 @@ def draft_of(dialect: str, name: str) -> PEagleDraft:
         draft: Any = PEagleDraft.from_folder(written, target_of(name))
         assert isinstance(draft, PEagleDraft)
         return draft
-
-
-@cache
-def text_of(name: str, temperature: float) -> list[int]:
-    """Return a prompt and its plain continuation, longer than will be asked for."""
-    tokens = prompt_of(PROMPT)
-    result = SpeculativeGenerator(target_of(name), byte_tokenizer()).generate(
-        tokens, max_tokens=TOKENS + 12, sampling=sampling(temperature)
-    )
-    return tokens + result.tokens
-
-
-def sampling(temperature: float) -> Sampling:
-    """Return how tokens are chosen."""
-    return SAMPLED if temperature else GREEDY
-
-
-def generator(name: str, draft: Any, **options: Any) -> SpeculativeGenerator:
-    """Return a generator on a target."""
-    options.setdefault("draft_length", 3)
-    return SpeculativeGenerator(
-        target_of(name), byte_tokenizer(), draft=draft, **options
-    )
 
 
 @pytest.mark.parametrize(
