@@ -6,7 +6,8 @@ Drafts begin short: only lengths up to twice the longest measured one are option
 Where plain steps are the fastest, a draft is tried now and then, for a round and on
 while all of it is right. What drafts lose against plain steps is paid out of a credit,
 which is filled by what they gain; without credit there are plain steps until a share of
-their time has filled it. So drafts cost no more than the first credit and that share.
+their time has filled it. So drafts cost no more than the first credit, that share and
+the round that uses the credit up, but for rounds that take longer than is usual.
 """
 
 from collections.abc import Callable
