@@ -8,6 +8,7 @@ from mlx_speculation import demo_models
 from support.pages import ROOT
 
 TARGET, DRAFT, HEAD = "path/of/target", "path/of/draft", "path/of/head"
+UNTRAINED = "path/of/small"
 CHAT = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PROMPTS = "prompts.jsonl"
 TEMPLATE = (
@@ -19,13 +20,17 @@ TEMPLATE = (
 def fill(folder: Path) -> None:
     """Put models where the pages say that a reader's are.
 
-    All of them are the smallest bundled model; the chat model has a template beside.
+    All of them are the smallest bundled model, of which one folder holds the config
+    alone; the chat model has a template beside.
     """
     small = demo_models()["draft"]
     for name in (TARGET, DRAFT, HEAD):
         place = folder / name
         place.parent.mkdir(parents=True, exist_ok=True)
         place.symlink_to(small)
+    untrained = folder / UNTRAINED
+    untrained.mkdir()
+    shutil.copy(small / "config.json", untrained)
     # A checkout's own models, by their paths in it.
     (folder / "src").symlink_to(ROOT / "src")
     asked = [{"prompt": f"class Shape{number}:\n"} for number in range(16)]

@@ -16,7 +16,7 @@ import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from support.processes.programs import python
 
@@ -89,9 +89,13 @@ class Reader:
 
 def serve() -> None:
     """Run what is asked for on standard input, and answer each in a line."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
-    _as_in_tests()
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)  # what a library prints is no answer
+        _as_in_tests()
+        _answer(answers)
+
+
+def _answer(answers: TextIO) -> None:
     for line in sys.stdin:
         out, err, error, status = io.StringIO(), io.StringIO(), "", 0
         with redirect_stdout(out), redirect_stderr(err):
