@@ -15,6 +15,8 @@ from mlx_speculation.errors import InvalidRequestError
 _LEAST_KEY = 1 << 62
 # What a processor returns beside the tensors of images.
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids")
+# A tensor of all images; or one of each, where they have shapes of their own (Gemma 4).
+ImageTensor = mx.array | list[mx.array]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,14 +29,15 @@ class ImagePrompt:
     Args:
         input_ids: token ids [1, n], with one placeholder for each slot of an image.
         inputs: the tensors of the images, `pixel_values` and what the family has
-            beside it, as `get_input_embeddings` of the model takes them.
+            beside it, as `get_input_embeddings` of the model takes them: arrays, or a
+            list of one for each image where their shapes differ.
 
     Raises:
         InvalidRequestError: the ids are not those of one prompt.
     """
 
     input_ids: mx.array
-    inputs: Mapping[str, mx.array] = field(default_factory=dict)
+    inputs: Mapping[str, ImageTensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ids = self.input_ids
@@ -101,9 +104,10 @@ class ImagePrompt:
     def _digest(self) -> bytes:
         found = hashlib.sha256()
         for name, value in sorted(self.inputs.items()):
-            array = np.array(value.astype(mx.float32) if _is_float(value) else value)
-            found.update(f"{name} {array.dtype} {array.shape}".encode())
-            found.update(array.tobytes())
+            for part in value if isinstance(value, list) else [value]:
+                array = np.array(part.astype(mx.float32) if _is_float(part) else part)
+                found.update(f"{name} {array.dtype} {array.shape}".encode())
+                found.update(array.tobytes())
         return found.digest()
 
 

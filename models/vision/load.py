@@ -30,6 +30,15 @@ from mlx_speculation.models.vision.vision_target import VisionTarget
 
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 _OTHER_PARTS = ("audio", "input_audio", "video", "video_url")
+# Keywords of `apply_chat_template` itself.
+_OF_RENDERING = (
+    "chat_template",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tools",
+    "documents",
+)
 
 
 def load_vision(
@@ -145,7 +154,7 @@ class Processor:
             if not isinstance(prompt, str):
                 _check_parts(prompt, len(images))
                 prompt = apply_chat_template(
-                    self._processor,
+                    _Templates(self._processor),
                     self._config,
                     [dict(message) for message in prompt],
                     num_images=len(images),
@@ -171,10 +180,40 @@ class Processor:
 
 
 def _array(value: Any) -> Any:
-    """Return what a processor made as an array of mlx."""
+    """Return what a processor made as an array of mlx.
+
+    Where images have shapes of their own it has made a list, and it stays one.
+    """
     if value is None or isinstance(value, mx.array):
         return value
+    if isinstance(value, list) and any(hasattr(each, "shape") for each in value):
+        return [mx.array(each) for each in value]
     return mx.array(value)
+
+
+class _Templates:
+    """A processor whose chat template gets the keywords that it reads.
+
+    mlx-vlm passes `enable_thinking` always, and transformers takes what a template does
+    not read for a keyword of tokenizing, which is not done here, and warns of it.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._processor, name)
+
+    def apply_chat_template(self, messages: Any, **keywords: Any) -> Any:
+        """Render messages as the processor does."""
+        text = keywords.get("chat_template") or self._processor.chat_template
+        if isinstance(text, str):
+            keywords = {
+                name: value
+                for name, value in keywords.items()
+                if name in _OF_RENDERING or name in text
+            }
+        return self._processor.apply_chat_template(messages, **keywords)
 
 
 def _are_messages(prompt: Any) -> bool:

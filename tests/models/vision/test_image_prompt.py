@@ -46,6 +46,16 @@ def test_keys_follow_from_tensors_of_every_kind(dtype: mx.Dtype) -> None:
     assert len(keys) == 3
 
 
+def test_keys_follow_from_tensors_of_shapes_of_their_own() -> None:
+    parts = [mx.zeros((1, 2)), mx.zeros((3, 2))]
+    keys = {
+        ImagePrompt(IDS, {"pixel_values": each}).prefix_keys(9)[1]
+        for each in (parts, parts[::-1], parts[:1], parts[0])
+    }
+    assert len(keys) == 3  # one tensor in a list is that tensor
+    assert ImagePrompt.of({"input_ids": IDS, "pixel_values": parts}).inputs
+
+
 def test_what_a_processor_returns_is_taken_apart() -> None:
     pixels = mx.zeros((1, 3))
     made = ImagePrompt.of(

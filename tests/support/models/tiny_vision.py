@@ -214,7 +214,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             **_QWEN,
             "embed_dim": 32,
             "hidden_size": 64,
-            "mlp_ratio": 2.0,
+            "mlp_ratio": 2,
         },
     },
     "qwen3_vl_moe": {
@@ -326,9 +326,9 @@ def tiny(name: str, seed: int = 0, **text_config: Any) -> VisionTarget:
     return VisionTarget(vlm)
 
 
-def tokenizer() -> Any:
+def tokenizer(names: tuple[str, ...] = NAMES) -> Any:
     """Return a tokenizer of bytes and the tokens that frame an image."""
-    extra = [*NAMES, *(f"<|{i}|>" for i in range(len(NAMES), VOCAB - 256))]
+    extra = [*names, *(f"<|{i}|>" for i in range(len(names), VOCAB - 256))]
     return byte_tokenizer(tuple(extra))
 
 

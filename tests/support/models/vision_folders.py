@@ -12,45 +12,49 @@ from mlx.utils import tree_flatten
 
 from support.models import mtp_checkpoints
 from support.models.tiny_models import randomise
-from support.models.tiny_vision import FAMILIES, NAMES, VOCAB, tiny, tokenizer
+from support.models.tiny_vision import FAMILIES, VOCAB, tiny, tokenizer
+from support.models.vision_processors import PROCESSORS
 
 END = "<|4|>"
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>"
     "{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
-    "{% if c.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif 'text' in c %}{{ c.text }}{% endif %}{% endfor %}{% endif %}"
+    "{% if c.type == 'image' %}MARKER"
+    "{% elif c.type == 'text' %}{{ c.text or c.content }}{% endif %}"
+    "{% endfor %}{% endif %}"
     f"{END}{{% endfor %}}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
 def vision_folder(folder: Path, name: str = "qwen3_vl") -> Path:
-    """Write a model of a family of Qwen, and what its processor reads."""
+    """Write a model of a family, and what its processor reads."""
     folder.mkdir(parents=True, exist_ok=True)
-    target = tiny(name)
+    target, files = tiny(name), PROCESSORS[name]
     config: dict[str, Any] = {"model_type": name, **copy.deepcopy(FAMILIES[name])}
-    config |= {"vocab_size": VOCAB, "eos_token_id": 260}
+    if name == "qwen2_5_vl":  # its files have what is of the text beside the rest
+        config = {**config.pop("text_config"), **config}
+    config |= {"vocab_size": VOCAB, "eos_token_id": 260, **files.model}
     write(folder / "config.json", config)
     flat: Any = tree_flatten(target.vlm.parameters())
     weights = folder / "model.safetensors"
     mx.save_safetensors(str(weights), dict(flat), {"format": "mlx"})
-    own = tokenizer()._tokenizer
+    own = tokenizer(files.names)._tokenizer
     own.add_special_tokens(
-        {"eos_token": END, "pad_token": END, "additional_special_tokens": list(NAMES)}
-    )
-    own.chat_template = TEMPLATE
-    own.save_pretrained(folder)
-    write(
-        folder / "preprocessor_config.json",
         {
-            "patch_size": 4,
-            "temporal_patch_size": 2,
-            "merge_size": 2,
-            "min_pixels": 64,
-            "max_pixels": 1024,
-        },
+            "eos_token": END,
+            "pad_token": END,
+            "additional_special_tokens": list(files.names),
+        }
     )
+    own.chat_template = TEMPLATE.replace("MARKER", files.marker)
+    own.save_pretrained(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+    write(folder / "tokenizer_config.json", {**settings, **files.special})
+    if files.image_processor:
+        write(folder / "preprocessor_config.json", files.image_processor)
+    if files.processor:
+        write(folder / "processor_config.json", files.processor)
     return folder
 
 

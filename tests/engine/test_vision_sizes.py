@@ -1,0 +1,222 @@
+"""Images of every size, from a folder to the text: mlx-vlm's own, whatever drafts.
+
+A folder has the model and what the family's processor reads, and mlx-vlm prepares the
+prompt by itself. Families whose processor cannot be had take tensors instead.
+"""
+
+import io
+import logging
+from functools import cache
+from itertools import zip_longest
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from mlx_speculation import (
+    LookupDrafter,
+    PrefixCache,
+    Sampling,
+    SpeculativeGenerator,
+)
+from mlx_speculation.models.vision import ImagePrompt
+from mlx_speculation.models.vision.load import load_vision
+from support.drafters.scripted_drafter import ScriptedDrafter, TurningDrafter
+from support.models.mlx_vlm_decoding import their_text
+from support.models.tiny_vision import (
+    FAMILIES,
+    VOCAB,
+    WITHOUT_MLX_VLM,
+    prompt_with,
+    tiny,
+    tokenizer,
+)
+from support.models.vision_folders import picture, vision_folder
+from support.models.vision_processors import PROCESSORS, WITHOUT
+
+pytestmark = [
+    WITHOUT_MLX_VLM,
+    pytest.mark.filterwarnings("ignore:At least one mel filter"),  # of Gemma 4's audio
+]
+
+# Width and height of the images of a prompt
+SIZES: dict[str, list[tuple[int, int]]] = {
+    "small": [(6, 5)],
+    "large": [(64, 48)],
+    "wide": [(40, 12)],
+    "tall": [(10, 36)],
+    "two": [(6, 5), (40, 12)],
+}
+TOKENS = 12
+GREEDY, SAMPLED = Sampling(seed=0), Sampling(temperature=0.8, top_p=0.9, seed=11)
+# One of each way to treat a size: a list of tensors, tiles, padding to the largest
+QUICK = ("gemma4", "smolvlm", "pixtral")
+Messages = list[dict[str, Any]]
+
+
+def families(*quick: str) -> list[Any]:
+    """Return all families; those that are not named run in the long suite alone."""
+    slow = pytest.mark.slow
+    return [
+        name if name in quick else pytest.param(name, marks=slow) for name in FAMILIES
+    ]
+
+
+@cache
+def loaded(name: str) -> tuple[Any, Any]:
+    """Return a target and its tokenizer: from a folder, where there is a processor."""
+    if name not in PROCESSORS:
+        return tiny(name), tokenizer()
+    return load_vision(vision_folder(Path(mkdtemp()) / name, name))
+
+
+def pictures(sizes: list[tuple[int, int]], seed: int = 0) -> list[bytes]:
+    return [picture(w, h, seed=seed + i) for i, (w, h) in enumerate(sizes)]
+
+
+def asked(text: str, images: int) -> dict[str, Any]:
+    parts: list[dict[str, Any]] = [{"type": "image"}] * images
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+def prompt_of(name: str, messages: Messages, images: list[bytes]) -> ImagePrompt:
+    """Return the prompt of a chat; without a processor one with as many images."""
+    if name in PROCESSORS:
+        found: ImagePrompt = loaded(name)[0].image_prompt(messages, images)
+        return found
+    sizes = [[(4, 6), (2, 4)][i % 2] for i in range(len(images))]
+    return prompt_with(name, sizes, seed=len(images[0]), text="{} and {} or {}, what?")
+
+
+def tokens(name: str, prompt: Any, sampling: Sampling = GREEDY, **more: Any) -> Any:
+    made = SpeculativeGenerator(*loaded(name), **more)
+    return made.generate(prompt, **options(sampling)).tokens
+
+
+def options(sampling: Sampling = GREEDY) -> dict[str, Any]:
+    return {
+        "max_tokens": TOKENS,
+        "sampling": sampling,
+        "stop_tokens": (),
+        "prefill_step_size": 7,
+    }
+
+
+def theirs(name: str, text: str, images: list[bytes]) -> list[int]:
+    """Return what mlx-vlm writes, from the pictures on."""
+    import mlx_vlm
+
+    target = loaded(name)[0]
+    processor = target.processor._processor
+    prompt = mlx_vlm.apply_chat_template(
+        processor, target.vlm.config, [asked(text, len(images))], num_images=len(images)
+    )
+    opened = [Image.open(io.BytesIO(data)) for data in images]
+    answers = mlx_vlm.stream_generate(
+        target.vlm, processor, prompt, opened, max_tokens=TOKENS, temperature=0.0
+    )
+    return [answer.token for answer in answers][:TOKENS]
+
+
+def test_every_family_has_a_processor_or_a_reason() -> None:
+    assert not PROCESSORS.keys() & WITHOUT.keys()
+    assert PROCESSORS.keys() | WITHOUT.keys() <= FAMILIES.keys()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", families())
+def test_a_text_is_that_of_mlx_vlm_at_every_size(name: str, size: str) -> None:
+    """Right, wrong and random drafts, greedy and drawn."""
+    images = pictures(SIZES[size])
+    prompt = prompt_of(name, [asked("What is it?", len(images))], images)
+    plain = tokens(name, prompt)
+    if name in PROCESSORS:
+        assert plain == theirs(name, "What is it?", images)
+    else:
+        assert plain == their_text(loaded(name)[0], prompt, TOKENS)
+    for sampling in (GREEDY, SAMPLED):
+        expected = plain if sampling.greedy else tokens(name, prompt, sampling)
+        known = prompt.tokens + expected
+        drafts = [TurningDrafter(known, VOCAB), LookupDrafter()]
+        drafts += [ScriptedDrafter(known, share, VOCAB) for share in (1.0, 0.0)]
+        for draft in drafts:
+            got = tokens(name, prompt, sampling, draft=draft, draft_length=3)
+            assert got == expected, type(draft).__name__
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_two_images_of_different_sizes_write_what_mlx_vlm_writes(name: str) -> None:
+    images = pictures(SIZES["two"])
+    prompt = prompt_of(name, [asked("What is it?", 2)], images)
+    expected = theirs(name, "What is it?", images)
+    draft = TurningDrafter(prompt.tokens + expected, VOCAB)
+    assert tokens(name, prompt, draft=draft, draft_length=3) == expected
+    other = prompt_of(name, [asked("What is it?", 2)], images[::-1])
+    keys = [each.prefix_keys(loaded(name)[0].placeholder) for each in (prompt, other)]
+    first = prompt.slots(loaded(name)[0].placeholder)[0][0]
+    assert keys[0][: first + 1] != keys[1][: first + 1]
+
+
+@pytest.mark.parametrize("name", families())
+def test_requests_in_turns_with_images_of_different_sizes(name: str) -> None:
+    prompts = [
+        prompt_of(name, [asked("What?", len(sizes))], pictures(sizes, seed=3))
+        for sizes in (SIZES["tall"], SIZES["two"], SIZES["large"])
+    ]
+    for sampling in (GREEDY, SAMPLED):
+        alone = [tokens(name, each, sampling) for each in prompts]
+        made = SpeculativeGenerator(*loaded(name), draft="lookup", draft_length=2)
+        rows = zip_longest(*(made.stream(p, **options(sampling)) for p in prompts))
+        columns = zip(*rows, strict=True)
+        got = [[chunk.token for chunk in column if chunk] for column in columns]
+        assert got == alone
+
+
+@pytest.mark.parametrize("name", families("gemma4"))
+def test_a_second_turn_brings_an_image_of_another_size(name: str) -> None:
+    """It shares what both turns have in common, and never a place of an image."""
+    images = pictures([*SIZES["wide"], *SIZES["small"]], seed=5)
+    first = prompt_of(name, [asked("What?", 1)], images[:1])
+    made = SpeculativeGenerator(
+        *loaded(name),
+        draft="lookup",
+        draft_length=2,
+        prefix_cache=PrefixCache(1 << 28, every=4),
+    )
+    result = made.generate(first, **options())
+    assert result.tokens == tokens(name, first)
+    answer = {"role": "assistant", "content": "A thing."}
+    turns = [asked("What?", 1), answer, asked("And that?", 1)]
+    second = prompt_of(name, turns, images)
+    for sampling in (GREEDY, SAMPLED):
+        again = made.generate(second, **options(sampling))
+        assert again.tokens == tokens(name, second, sampling)
+    assert made.generate(first, **options()).tokens == result.tokens
+
+
+@pytest.mark.parametrize("name", families("qwen3_vl"))
+def test_a_request_logs_no_warning(name: str) -> None:
+    if name in WITHOUT:
+        pytest.skip(WITHOUT[name])
+    target = loaded(name)[0]
+    heard = _Heard()
+    logging.getLogger("transformers").addHandler(heard)
+    try:
+        target.image_prompt([asked("What?", 1)], pictures(SIZES["small"]))
+        target.image_prompt(
+            [asked("What?", 1)], pictures(SIZES["small"]), {"enable_thinking": False}
+        )
+    finally:
+        logging.getLogger("transformers").removeHandler(heard)
+    assert heard.records == []
+
+
+class _Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.records: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record.getMessage())
