@@ -39,13 +39,22 @@ class DFlashAttention(qwen3.Attention):
                 args.max_position_embeddings,
             )
 
-    def write(self, rows: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
-        """Write keys and values of rows, and return all that the cache then holds."""
+    def keys_values(self, rows: mx.array, offset: Any) -> tuple[mx.array, mx.array]:
+        """Return keys and values of rows [batch, positions, dim].
+
+        Args:
+            rows: what they are made of.
+            offset: the position of the first one, for each text if it is an array.
+        """
         keys = self.k_norm(by_head(self.k_proj(rows), self.n_kv_heads))
         values = by_head(self.v_proj(rows), self.n_kv_heads)
         if self._value_scale != 1:
             values = values * self._value_scale
-        keys = self.rope(keys, offset=cache.offset)
+        return self.rope(keys, offset=offset), values
+
+    def write(self, rows: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
+        """Write keys and values of rows, and return all that the cache then holds."""
+        keys, values = self.keys_values(rows, cache.offset)
         found: tuple[mx.array, mx.array] = cache.update_and_fetch(keys, values)
         return found
 

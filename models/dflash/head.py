@@ -104,14 +104,16 @@ class DFlash:
         self._target = target
         self._last = len(target.parts.layers) - 1
 
+    def outputs(self, states: States) -> list[mx.array]:
+        """Return what it reads of positions, each [1, positions, width]."""
+        return [
+            states.after_norm if index == self._last else states.layer(index)
+            for index in self.layers
+        ]
+
     def states(self, states: States) -> mx.array:
         """Return the context of positions, [1, positions, dim]."""
-        return self.head.joined(
-            [
-                states.after_norm if index == self._last else states.layer(index)
-                for index in self.layers
-            ]
-        )
+        return self.head.joined(self.outputs(states))
 
     def new_caches(self) -> list[Any]:
         """Return new caches, one for each layer."""
