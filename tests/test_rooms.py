@@ -85,7 +85,10 @@ ORDER: dict[str, list[set[str]]] = {
         {FRONT},
         {f"{FRONT}/blas"},
         {f"{FRONT}/before_mlx"},
-        {f"{FRONT}/training/{name}" for name in ("options", "unroll", "loss")},
+        {
+            f"{FRONT}/training/{name}"
+            for name in ("options", "unroll", "many_blocks", "loss")
+        },
         {f"{FRONT}/training/data"},
         {f"{FRONT}/training/kinds"},
         {f"{FRONT}/training"},

@@ -40,8 +40,6 @@ CHEAPLY = {
             "2",
             "--slots",
             "64",
-            "--depths",
-            "2",
         ),
         *("--steps", "2", "--evaluations", "1", "--skip-speed"),
     ),

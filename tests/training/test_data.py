@@ -238,6 +238,30 @@ def test_each_slot_of_a_pass_is_in_one_row(
         assert counts == (int(token) in learned)
 
 
+def test_slots_that_draft_what_is_learned_are_drawn_first() -> None:
+    dialogues = [dialogue(list(range(8 * i, 8 * i + 8)), begin=5) for i in range(20)]
+    batches = RowBatches(dialogues, 3, 16, 5, 0, anchors=4, first=2)
+    drawn: set[tuple[int, ...]] = set()
+    for number in range(4):
+        batch = batches.batch(number)
+        assert batch.slots is not None
+        assert batch.slots.shape == (3, 4)
+        again = RowBatches(dialogues, 3, 16, 5, 0, anchors=4, first=2)
+        same = again.batch(number).slots
+        assert same is not None
+        assert np.array_equal(batch.slots, same)
+        for row, slots in enumerate(batch.slots):
+            assert slots.tolist() == sorted({*slots.tolist()})
+            assert 0 <= slots[0] <= slots[-1] < 16
+            learned = batch.counts[row, 2:18]
+            assert learned[slots].sum() == min(4, learned.sum())
+            drawn.add(tuple(slots))
+    assert len(drawn) > 6
+    whole = RowBatches(dialogues, 3, 16, 5, 0, anchors=99, first=2).batch(0).slots
+    assert whole is not None
+    assert whole.tolist() == [list(range(16))] * 3
+
+
 def test_passes_have_other_orders() -> None:
     dialogues = [dialogue([number] * 8) for number in range(20)]
     batches = RowBatches(dialogues, 2, 16, 2, 0)

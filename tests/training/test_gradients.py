@@ -15,9 +15,11 @@ import pytest
 import torch
 from mlx.utils import tree_flatten
 
+from mlx_speculation.training.data.row_batches import RowBatch
 from mlx_speculation.training.kinds.eagle_head import EagleTrainee
+from mlx_speculation.training.kinds.trainee import FADING
 from mlx_speculation.training.loss import Teacher, distance
-from mlx_speculation.training.step import FADING, HARD, TrainingStep
+from mlx_speculation.training.step import HARD, TrainingStep
 from mlx_speculation.training.teacher import TargetModel
 from support.identity import prompt_of
 from support.references import eagle_unroll
@@ -52,7 +54,7 @@ def test_loss_and_gradients_are_those_of_the_reference(checkpoint: bool) -> None
     rows = [prompt_of(ROWS * length)[i * length :][:length] for i in range(ROWS)]
     counts = np.ones((ROWS, length), np.bool_)
     counts[0, :5] = counts[1, 4] = False
-    loss, gradients = step.gradients(mx.array(rows), mx.array(counts))
+    loss, gradients = step.gradients(RowBatch(np.array(rows, np.uint32), counts))
 
     module: Any = head.module
     flat: Any = tree_flatten(module.parameters())

@@ -140,6 +140,81 @@ def test_dialogues_of_a_killed_run_are_taken_up(
     assert same(weights(out), weights(trained[0]))
 
 
+BLOCKS = replace(
+    OPTIONS,
+    kind="dspark",
+    depths=None,
+    dialogues=8,
+    held_out=4,
+    block=4,
+    anchors=16,
+    draft_layers=1,
+    steps=12,
+    evaluations=2,
+)
+
+
+@pytest.mark.parametrize(
+    "kind", ["dspark", pytest.param("dflash", marks=pytest.mark.slow)]
+)
+def test_a_drafter_of_blocks_learns_to_draft(
+    kind: Any, target: Path, tmp_path: Path
+) -> None:
+    """All ids are drafted by the target's own output; it is resumed as a head is."""
+    out, whole = tmp_path / "drafter", replace(BLOCKS, kind=kind, draft_vocab=None)
+    at = whole.steps or 0
+
+    def stop(progress: Progress, loss: float) -> None:
+        if progress.step == at // 2:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        train(target, out, whole, reports=Reports(step=stop))
+    result = train(target, out, whole)
+    untrained, *_, last = lengths(result)
+    assert result.ended == "steps"
+    assert last > untrained + 0.02
+    shares = result.record["evaluations"][-1]["acceptance"]["greedy"]["positions"]
+    assert len(shares) == (4 if kind == "dspark" else 3)
+    generator = SpeculativeGenerator.from_pretrained(target, draft=out, draft_length=3)
+    drafted = generator.generate([1, 2, 3], max_tokens=24)
+    plain = generator.generate([1, 2, 3], max_tokens=24, draft_length=0)
+    assert drafted.tokens == plain.tokens
+    assert drafted.stats.drafted > 0
+
+
+@pytest.mark.slow
+def test_a_killed_drafter_of_blocks_comes_to_the_same_weights(
+    target: Path, tmp_path: Path
+) -> None:
+    def stop(progress: Progress, loss: float) -> None:
+        if progress.step == 6:
+            raise KilledError
+
+    whole = train(target, tmp_path / "whole", BLOCKS)
+    with pytest.raises(KilledError):
+        train(target, tmp_path / "killed", BLOCKS, reports=Reports(step=stop))
+    resumed = train(target, tmp_path / "killed", BLOCKS)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
+    assert resumed.record["losses"] == whole.record["losses"]
+
+
+def test_options_of_another_kind_are_refused() -> None:
+    wrong: list[dict[str, Any]] = [
+        {"kind": "eagle", "block": 8},
+        {"kind": "mtp", "anchors": 8},
+        {"kind": "eagle", "draft_layers": 2},
+        {"kind": "dflash", "markov_rank": 8},
+        {"kind": "dspark", "depths": 3},
+    ]
+    for options in wrong:
+        name = list(options)[-1]
+        with pytest.raises(InvalidRequestError, match=rf"{name} is \d, and kind is"):
+            TrainOptions(**options).check()
+    assert TrainOptions(kind="dflash").unrolled == 7
+    assert TrainOptions(kind="dspark", block=6).unrolled == 6
+
+
 def test_a_finished_training_takes_no_further_step(
     target: Path, trained: tuple[Path, TrainingResult]
 ) -> None:

@@ -127,8 +127,7 @@ class TrainingLoop:
         return loss * scale
 
     def _gradients(self, number: int) -> tuple[mx.array, Any]:
-        batch = self.batches.batch(number)
-        return self.stepper.gradients(mx.array(batch.tokens), mx.array(batch.counts))
+        return self.stepper.gradients(self.batches.batch(number))
 
     def _evaluated(self) -> None:
         """Evaluate, keep what is better, and save the state."""

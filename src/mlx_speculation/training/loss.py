@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+# How many slots from 0 on, or which ones, int32 [rows, n]
+Slots = int | mx.array
+
 
 class Teacher(NamedTuple):
     """What the target says of the token after each position, [rows, positions, ...]."""
@@ -21,10 +24,19 @@ class Teacher(NamedTuple):
     # none of the draft's ids
     likeliest: mx.array
 
-    def behind(self, first: int, count: int) -> "Teacher":
-        """Return that of `count` positions from `first` on."""
-        part = slice(first, first + count)
-        return Teacher(self.logits[:, part], self.likeliest[:, part])
+    def behind(self, first: int, slots: Slots) -> "Teacher":
+        """Return that of the position i + first for each slot i."""
+        return Teacher(
+            at_slots(self.logits, first, slots), at_slots(self.likeliest, first, slots)
+        )
+
+
+def at_slots(values: mx.array, first: int, slots: Slots) -> mx.array:
+    """Return what of [rows, positions, ...] is at i + first for each slot i."""
+    if isinstance(slots, int):
+        return values[:, first : first + slots]
+    at = (slots + first).reshape(*slots.shape, *[1] * (values.ndim - 2))
+    return mx.take_along_axis(values, at, axis=1)
 
 
 def distance(

@@ -32,9 +32,14 @@ class BatchShape:
     vocab: int  # of the target's
     depths: int  # how many tokens are drafted
     item: int  # bytes of a number
+    blocks: int | None = None  # of a row, of a drafter of blocks
+    layers: int = 1  # of a drafter of blocks
 
     def bytes(self, checkpoint: bool) -> int:
         """Return what gradients of a batch hold."""
+        teacher = self.tokens * (self.vocab + self.ids) * self.item
+        if self.blocks is not None:
+            return teacher + self._of_blocks(self.blocks, checkpoint)
         # Logits and their gradient, scores and weights of attention, the layer.
         depth = self.tokens * (
             2 * self.ids * self.item
@@ -43,8 +48,19 @@ class BatchShape:
         )
         kept = self.tokens * 6 * self.dim * self.item
         held = depth + self.depths * kept if checkpoint else self.depths * depth
-        teacher = self.tokens * (self.vocab + self.ids) * self.item
         return held + teacher + depth
+
+    def _of_blocks(self, blocks: int, checkpoint: bool) -> int:
+        """Return what gradients of blocks hold: each layer, and each draft's logits."""
+        drafted = self.tokens // self.slots * blocks
+        # Those of the drafter, their gradient, and the teacher's
+        logits = drafted * 3 * self.ids * self.item
+        rows = drafted * (self.depths + 1)
+        layer = rows * self.heads * self.slots * 3 * self.item
+        layer += (rows + self.tokens) * 24 * self.dim * self.item
+        if checkpoint:
+            return layer + logits + self.layers * rows * self.dim * self.item
+        return (self.layers + 1) * layer + self.depths * logits
 
 
 def choose_checkpoint(

@@ -7,8 +7,10 @@ from typing import Any, ClassVar, Literal, get_args
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.option_fields import option
 
-Kind = Literal["eagle", "mtp", "draft"]
+Kind = Literal["eagle", "dflash", "dspark", "mtp", "draft"]
+_BLOCKS = ("dflash", "dspark")
 DATA = "Data"
+BLOCK, ANCHORS, BLOCK_LAYERS, RANK = 8, 128, 3, 64
 LENGTH = "Length and evaluation"
 # What may differ when a training is resumed: how long, and what is done afterwards.
 _FREE = (
@@ -32,8 +34,8 @@ class TrainOptions:
 
     kind: Kind = option(
         "eagle",
-        "What to train: an EAGLE-3 head, the MTP head that the target has, or a small "
-        "draft model.",
+        "What to train: an EAGLE-3 head, a DFlash or DSpark drafter of blocks, the MTP "
+        "head that the target has, or a small draft model.",
     )
     draft_model: Path | None = option(
         None,
@@ -93,20 +95,47 @@ class TrainOptions:
     slots: int = option(1024, "Drafting positions of a row.", min=8)
     accumulate: int = option(1, "Batches whose gradients are added up.", min=1)
     depths: int | None = option(
-        None, "Tokens drafted in training. Default: 6, and 3 of an MTP head.", min=1
+        None,
+        "Tokens drafted in training. Default: 6, and 3 of an MTP head. Drafters of "
+        "blocks draft a block.",
+        min=1,
+    )
+    block: int | None = option(
+        None,
+        "Tokens of a block of a DFlash or DSpark drafter, the known one included. "
+        "Default: 8.",
+        min=2,
+    )
+    anchors: int | None = option(
+        None,
+        "Blocks of a row, of a drafter of blocks: they begin at slots that each pass "
+        "draws anew. Default: 128.",
+        min=1,
+    )
+    draft_layers: int | None = option(
+        None, "Layers that a drafter of blocks has. Default: 3.", min=1
+    )
+    markov_rank: int | None = option(
+        None,
+        "Of a DSpark drafter: numbers of a token that bear upon the next one. "
+        "Default: 64.",
+        min=1,
     )
     rate: float | None = option(
         None, "Highest learning rate. Default: by kind and hidden size."
     )
     weight_decay: float = option(0.1, "Of matrices.", min=0.0)
     warmup: int = option(100, "Steps of warm-up, at most a tenth of all.", min=0)
-    draft_vocab: int = option(
-        16384, "Token ids that an EAGLE-3 head drafts from; 0: all.", min=0
+    draft_vocab: int | None = option(
+        None,
+        "Token ids that a new head drafts from; 0: all. Default: 16384 of an EAGLE-3 "
+        "head; all, by the target's own output, of a drafter of blocks.",
+        min=0,
     )
     layers: list[int] | None = option(
         None,
-        "Layer of the target, from 0, whose output an EAGLE-3 head reads. Repeatable. "
-        "Default: the second, a middle and a late one.",
+        "Layer of the target, from 0, whose output a new head reads. Repeatable. "
+        "Default: the second, a middle and a late one; five of a drafter of blocks.",
     )
     checkpoint: bool = option(
         False,
@@ -143,6 +172,7 @@ class TrainOptions:
                 f"kind is {self.kind!r} and draft_model {self.draft_model}, and the "
                 "kind 'draft' takes one, the others none."
             )
+        self._check_blocks()
         if self.bits not in (None, 4, 8):
             raise InvalidRequestError(f"bits is {self.bits}, and 4 or 8 are known.")
         if self.rate is not None and not self.rate > 0:
@@ -152,6 +182,27 @@ class TrainOptions:
                 f"own_prompts is {self.own_prompts}, and there is no file for the "
                 "others. Pass prompts, or leave it out."
             )
+
+    def _check_blocks(self) -> None:
+        """Refuse options of drafters of blocks where they do not apply."""
+        wrong = {
+            "depths": self.blocks,
+            "block": not self.blocks,
+            "anchors": not self.blocks,
+            "draft_layers": not self.blocks,
+            "markov_rank": self.kind != "dspark",
+        }
+        for name, refused in wrong.items():
+            if refused and getattr(self, name) is not None:
+                raise InvalidRequestError(
+                    f"{name} is {getattr(self, name)}, and kind is {self.kind!r}, "
+                    "which has none. Leave it out."
+                )
+
+    @property
+    def blocks(self) -> bool:
+        """Whether a drafter of blocks is trained."""
+        return self.kind in _BLOCKS
 
     @property
     def own_share(self) -> float:
@@ -163,12 +214,27 @@ class TrainOptions:
     @property
     def unrolled(self) -> int:
         """How many tokens are drafted in training."""
+        if self.blocks:
+            rows = self.block or BLOCK
+            return rows if self.kind == "dspark" else rows - 1
         usual = {"eagle": 6, "mtp": 3, "draft": 1}[self.kind]
         return usual if self.depths is None else self.depths
+
+    @property
+    def drafted_slots(self) -> int | None:
+        """How many slots of a row are drafted from; None: all."""
+        return (self.anchors or ANCHORS) if self.blocks else None
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids a new head drafts from; 0: all."""
+        usual = 0 if self.blocks else 16384
+        return usual if self.draft_vocab is None else self.draft_vocab
 
     def fixed(self) -> dict[str, Any]:
         """Return what has to be the same when the training is resumed."""
         held = {field.name: getattr(self, field.name) for field in fields(self)}
+        held["draft_vocab"] = self.vocabulary
         return {
             name: str(value) if isinstance(value, Path) else value
             for name, value in held.items()

@@ -10,11 +10,11 @@ import mlx.core as mx
 import mlx.optimizers as optim
 from mlx.utils import tree_map
 
+from mlx_speculation.training.data.row_batches import RowBatch
 from mlx_speculation.training.kinds.trainee import Trainee, slots_of
-from mlx_speculation.training.loss import Teacher, distance
+from mlx_speculation.training.loss import Teacher, at_slots, distance
 from mlx_speculation.training.teacher import TargetModel
 
-FADING = 0.8  # what a depth counts over the one before, as in EAGLE-3
 HARD = 0.1  # the weight of the likeliest token beside the distribution
 LEAST_RATE = 0.02  # of the highest one, at the end
 LARGEST_NORM = 1.0
@@ -72,13 +72,10 @@ class TrainingStep:
         if mx.default_device() == mx.gpu:  # a CPU's compiler takes a minute
             self._gradients = mx.compile(self._gradients)
 
-    def gradients(self, tokens: mx.array, counts: mx.array) -> tuple[mx.array, Any]:
-        """Return the loss of a batch, and its gradients by parameter, float32.
-
-        Args:
-            tokens: ids [rows, tokens].
-            counts: bool [rows, tokens], which of them are to be learned.
-        """
+    def gradients(self, batch: RowBatch) -> tuple[mx.array, Any]:
+        """Return the loss of a batch, and its gradients by parameter, float32."""
+        tokens, counts = mx.array(batch.tokens), mx.array(batch.counts)
+        slots = None if batch.slots is None else mx.array(batch.slots)
         lesson = self._target.lesson(tokens)
         teacher = self._target.teacher(lesson.logits)
         module = self._trainee.module
@@ -86,7 +83,13 @@ class TrainingStep:
         inputs = [each.astype(self._dtype) for each in lesson.inputs]
         module.train()  # some kernels of a model have no gradients
         loss, gradients = self._gradients(
-            parameters, inputs, teacher.logits, teacher.likeliest, tokens, counts
+            parameters,
+            inputs,
+            teacher.logits,
+            teacher.likeliest,
+            tokens,
+            counts,
+            slots,
         )
         module.eval()
         module.update(parameters)
@@ -105,15 +108,16 @@ class TrainingStep:
         likeliest: mx.array,
         tokens: mx.array,
         counts: mx.array,
+        slots: mx.array | None,
     ) -> mx.array:
         trainee = self._trainee
         teacher = Teacher(logits, likeliest)
-        n = slots_of(trainee, tokens, self._depths)
+        every = slots_of(trainee, tokens, self._depths) if slots is None else slots
 
         def read(depth: int, found: mx.array) -> mx.array:
             after = depth + trainee.first - 1  # the position that the drafted one is of
-            own = teacher.behind(after, n)
-            weights = counts[:, after + 1 : after + 1 + n].astype(mx.float32)
+            own = teacher.behind(after, every)
+            weights = at_slots(counts, after + 1, every).astype(mx.float32)
             number = (weights * (own.likeliest >= 0)).sum()
             weights = weights / mx.maximum(number, 1)
             return distance(found, own, weights, HARD)
@@ -122,8 +126,13 @@ class TrainingStep:
             tree_map(lambda weight: weight.astype(self._dtype), parameters)
         )
         made = trainee.run(
-            inputs, tokens, self._depths, read, checkpoint=self._checkpoint
+            inputs,
+            tokens,
+            self._depths,
+            read,
+            slots=slots,
+            checkpoint=self._checkpoint,
         )
-        faded = [FADING**depth * loss for depth, loss in enumerate(made)]
+        faded = [trainee.fading**depth * loss for depth, loss in enumerate(made)]
         total: mx.array = sum(faded[1:], start=faded[0])
         return total

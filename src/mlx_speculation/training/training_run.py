@@ -41,7 +41,7 @@ from mlx_speculation.training.kinds.choose_trainee import (
 from mlx_speculation.training.kinds.trainee import Trainee, depths_of
 from mlx_speculation.training.loop import TrainingLoop, Watch
 from mlx_speculation.training.memory_estimate import BatchShape, choose_checkpoint
-from mlx_speculation.training.options import TrainOptions
+from mlx_speculation.training.options import BLOCK_LAYERS, TrainOptions
 from mlx_speculation.training.output.curves import PLOT, draw_curves
 from mlx_speculation.training.output.pair_file import pair_with
 from mlx_speculation.training.output.record import RECORD, write_record
@@ -201,6 +201,8 @@ class _Run:
             self.options.slots,
             depths + trainee.first - 1,
             self.options.seed,
+            self.options.drafted_slots,
+            trainee.first,
         )
         fresh = progress is None
         if progress is None:
@@ -296,6 +298,8 @@ class _Run:
             vocab=width,
             depths=depths,
             item=dtype.size,
+            blocks=options.drafted_slots,
+            layers=options.draft_layers or BLOCK_LAYERS,
         )
         checkpoint, needed = choose_checkpoint(
             self.model, trainee.module, shape, options.checkpoint
@@ -315,10 +319,7 @@ class _Run:
         for number in range(_TIMED + 2):
             if number == 2:  # compiled by now
                 began = time.monotonic()
-            batch = batches.batch(number)
-            loss, gradients = stepper.gradients(
-                mx.array(batch.tokens), mx.array(batch.counts)
-            )
+            loss, gradients = stepper.gradients(batches.batch(number))
             mx.eval(loss, gradients)
         seconds = (time.monotonic() - began) / _TIMED * options.accumulate
         left = self.began + 60 * options.minutes - time.monotonic()

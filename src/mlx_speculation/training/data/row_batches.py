@@ -19,6 +19,8 @@ class RowBatch(NamedTuple):
 
     tokens: NDArray[np.uint32]  # uint32 [rows, tokens]
     counts: NDArray[np.bool_]  # bool [rows, tokens], whether a token is one to learn
+    # int32 [rows, n], the slots that are drafted from; None: all
+    slots: NDArray[np.int32] | None = None
 
 
 class RowBatches:
@@ -31,9 +33,13 @@ class RowBatches:
         slots: int,  # by which rows are apart
         more: int,  # tokens of a row behind its slots
         seed: int,  # decides the order
+        # How many slots of a row are drafted from, others in each pass; None: all
+        anchors: int | None = None,
+        first: int = 0,  # slot i drafts token i + first
     ) -> None:
         self._dialogues, self._rows, self._slots = dialogues, rows, slots
         self._more, self._seed = more, seed
+        self._anchors, self._first = anchors, first
         total = sum(len(each.tokens) for each in dialogues)
         # Of few dialogues rows are cut that overlap.
         self._count = max(rows, (total - more) // slots)
@@ -53,7 +59,21 @@ class RowBatches:
         starts = (place * self._rows + np.arange(self._rows)) * self._slots
         index = np.minimum(starts, last)[:, None] + np.arange(length)
         index %= len(stream.tokens)
-        return RowBatch(stream.tokens[index], stream.counts[index])
+        counts = stream.counts[index]
+        return RowBatch(stream.tokens[index], counts, self._chosen(number, counts))
+
+    def _chosen(
+        self, number: int, counts: NDArray[np.bool_]
+    ) -> NDArray[np.int32] | None:
+        """Return slots at random, those first whose first draft is one to learn."""
+        if self._anchors is None:
+            return None
+        draw = np.random.default_rng([self._seed, number, 2]).random(
+            (self._rows, self._slots)
+        )
+        draw += ~counts[:, self._first : self._first + self._slots]
+        order = np.argsort(draw, axis=1)[:, : self._anchors]
+        return np.sort(order, axis=1).astype(np.int32)
 
     def _stream(self, epoch: int) -> RowBatch:
         """Return all tokens of a pass."""

@@ -6,16 +6,18 @@ from typing import Any
 
 import mlx.nn as nn
 import numpy as np
+from numpy.typing import NDArray
 
 from mlx_speculation.models import find_parts, logit_width, read_config
 from mlx_speculation.models.mtp import find_mtp_head
 from mlx_speculation.training.data.dialogues import Dialogue
 from mlx_speculation.training.data.draft_ids import choose_ids, needed_ids
+from mlx_speculation.training.kinds.block_drafter import BlockTrainee, mask_id
 from mlx_speculation.training.kinds.eagle_head import EagleTrainee
 from mlx_speculation.training.kinds.mtp_head import MtpTrainee
 from mlx_speculation.training.kinds.small_model import SmallModelTrainee
 from mlx_speculation.training.kinds.trainee import Trainee
-from mlx_speculation.training.options import TrainOptions
+from mlx_speculation.training.options import BLOCK, BLOCK_LAYERS, RANK, TrainOptions
 
 _RATES = {"mtp": 1e-4, "draft": 3e-4}
 
@@ -46,12 +48,36 @@ def make_trainee(
         draft = options.draft_model
         return SmallModelTrainee(model, tokenizer, folder, draft, options.seed)
     width = logit_width(model)
+    size, config = options.vocabulary, read_config(folder)
+    if options.blocks and not size:
+        return _block_trainee(options, model, tokenizer, config, None)
     chosen = np.array(ids, np.int64)
     if not len(ids):
-        size = options.draft_vocab or width
-        chosen = choose_ids(learned, size, width, needed_ids(tokenizer))
-    config = read_config(folder)
+        chosen = choose_ids(learned, size or width, width, needed_ids(tokenizer))
+    if options.blocks:
+        return _block_trainee(options, model, tokenizer, config, chosen)
     return EagleTrainee(model, config, chosen, options.layers, options.seed)
+
+
+def _block_trainee(
+    options: TrainOptions,
+    model: nn.Module,
+    tokenizer: Any,
+    config: dict[str, Any],
+    ids: NDArray[np.int64] | None,
+) -> BlockTrainee:
+    return BlockTrainee(
+        "dspark" if options.kind == "dspark" else "dflash",
+        model,
+        config,
+        ids,
+        mask=mask_id(tokenizer, logit_width(model)),
+        block=options.block or BLOCK,
+        count=options.draft_layers or BLOCK_LAYERS,
+        rank=options.markov_rank or RANK,
+        layers=options.layers,
+        seed=options.seed,
+    )
 
 
 def check_trainee(

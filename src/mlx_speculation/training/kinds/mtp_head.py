@@ -21,6 +21,7 @@ from mlx_speculation.models.mtp import Mtp, find_mtp_head, load_mtp_head
 from mlx_speculation.models.mtp.families import module_of
 from mlx_speculation.models.mtp.files import SPLIT
 from mlx_speculation.training.kinds.packing import packed, write_tensors
+from mlx_speculation.training.kinds.trainee import FADING
 from mlx_speculation.training.unroll import Made, Read, unroll
 
 # Copies of the target's ends, and what decides which expert runs, are left alone.
@@ -43,6 +44,7 @@ class MtpTrainee:
     """
 
     kind = "mtp"
+    fading = FADING
     first = 2
     ids = None
 
@@ -87,6 +89,7 @@ class MtpTrainee:
         depths: int,
         read: Read[Made],
         *,
+        slots: mx.array | None = None,
         checkpoint: bool = False,
     ) -> list[Made]:
         """Draft from all slots; see `Trainee.run`."""

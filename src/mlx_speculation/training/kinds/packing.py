@@ -5,7 +5,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
+from numpy.typing import NDArray
 
 from mlx_speculation.models.quantize import GROUP_SIZES
 
@@ -39,6 +41,18 @@ def packed(module: nn.Module, bits: int | None) -> tuple[Tensors, dict[str, Any]
     # mlx-lm reads one size of groups; a matrix of another says its own.
     said = {"group_size": max(used), "bits": bits} if used else {}
     return stored, {"quantization": said} if said else {}
+
+
+def id_tensors(ids: NDArray[np.int64], width: int) -> Tensors:
+    """Return d2t and t2d, which say the target's ids of a head's logits.
+
+    Args:
+        ids: in order.
+        width: how many ids the target has.
+    """
+    known = np.zeros(width, np.bool_)
+    known[ids] = True
+    return {"d2t": mx.array(ids - np.arange(len(ids))), "t2d": mx.array(known)}
 
 
 def write_tensors(folder: Path, tensors: Tensors, made_by: str) -> None:

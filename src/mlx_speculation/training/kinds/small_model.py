@@ -20,6 +20,7 @@ from mlx_speculation.models import (
     read_config,
 )
 from mlx_speculation.training.kinds.packing import packed, write_tensors
+from mlx_speculation.training.kinds.trainee import FADING
 from mlx_speculation.training.unroll import Made, Read
 
 _TOKENIZER = ("*token*", "vocab*", "merges.txt", "chat_template*", "generation_config*")
@@ -42,6 +43,7 @@ class SmallModelTrainee:
     """
 
     kind = "draft"
+    fading = FADING
     first = 1
     most: int | None = None
     taps: HiddenStates | None = None
@@ -82,6 +84,7 @@ class SmallModelTrainee:
         depths: int,
         read: Read[Made],
         *,
+        slots: mx.array | None = None,
         checkpoint: bool = False,
     ) -> list[Made]:
         """Draft from all slots: the tokens before are the recorded ones at any depth.

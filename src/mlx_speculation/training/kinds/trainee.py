@@ -9,19 +9,23 @@ import mlx.nn as nn
 from mlx_speculation.models import HiddenStates, States
 from mlx_speculation.training.unroll import Made, Read
 
+FADING = 0.8  # as in EAGLE-3
+
 
 class Trainee(Protocol):
     """A drafter that is trained.
 
     Attributes:
-        kind: "eagle", "mtp" or "draft".
+        kind: as `TrainOptions` names it.
         first: slot i at depth 0 drafts token i + `first`.
         most: the most tokens that it drafts in a row; None: any number.
+        fading: what a depth counts over the one before.
     """
 
     kind: str
     first: int
     most: int | None
+    fading: float
 
     @property
     def module(self) -> nn.Module:
@@ -49,15 +53,18 @@ class Trainee(Protocol):
         depths: int,
         read: Read[Made],
         *,
+        slots: mx.array | None = None,
         checkpoint: bool = False,
     ) -> list[Made]:
-        """Draft from all slots of recorded text; see `unroll`.
+        """Draft from slots of recorded text; see `unroll` and `many_blocks`.
 
         Args:
             inputs: what `read` returned, for at least the slots.
             tokens: ids [rows, slots + depths + first - 1].
             depths: how many tokens are drafted.
             read: called with each depth and its logits [rows, slots, ids].
+            slots: those to draft from, int32 [rows, n]; None: all. Drafters of blocks
+                alone get some.
             checkpoint: whether gradients compute each depth again.
         """
         ...

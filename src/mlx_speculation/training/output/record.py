@@ -14,6 +14,8 @@ from mlx_speculation.training.state import Progress
 RECORD = "training.json"
 _NAMES = {
     "eagle": "EAGLE-3 head",
+    "dflash": "DFlash drafter",
+    "dspark": "DSpark drafter",
     "mtp": "MTP head, fine-tuned",
     "draft": "draft model, distilled",
 }

@@ -1,0 +1,259 @@
+"""A new drafter of blocks for a target, DFlash's or DSpark's, and its files.
+
+Both are written as z-lab's DFlash and SpecForge's DSpark are: sizes at the top, and
+what blocks need in `dflash_config`. A DFlash block drafts for its masks alone, one of
+DSpark for its anchor too, and adds to each draft what the token before says.
+
+A drafter of some ids has an output layer of its own, which is trained; one of all ids
+uses the target's. The embedding is the target's.
+"""
+
+import json
+from collections.abc import Sequence
+from math import exp
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models import HiddenStates, States, find_parts, logit_width
+from mlx_speculation.models.checkpoints.joined_head import OwnEnds
+from mlx_speculation.models.config_json import text_config
+from mlx_speculation.models.dflash import DFlash, DFlashHead
+from mlx_speculation.models.dflash.config import read_settings as read_dflash
+from mlx_speculation.models.dspark import DSparkHead
+from mlx_speculation.models.dspark.config import read_settings as read_dspark
+from mlx_speculation.training.kinds.new_head import begin_head, layer_sizes
+from mlx_speculation.training.kinds.packing import id_tensors, packed, write_tensors
+from mlx_speculation.training.many_blocks import BlocksCache, run_many_blocks
+from mlx_speculation.training.unroll import Made, Read
+
+BlockKind = Literal["dflash", "dspark"]
+_ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
+_READ = 5  # layers of the target that are read, where it has so many
+_AT_ONCE = 128  # blocks of a row in a forward without gradients
+
+
+class BlockTrainee:
+    """A drafter of blocks that is trained.
+
+    Args:
+        kind: "dflash" or "dspark".
+        model: the target.
+        config: what the target's config.json holds.
+        ids: the ids to draft from, in order; None: all, by the target's output.
+        mask: the id that stands for tokens to be drafted.
+        block: rows of a block, the anchor included.
+        count: its decoder layers.
+        rank: of the embedding of the token before; of DFlash 0.
+        layers: of the target, whose outputs it reads; None: the usual five.
+        seed: of the weights that begin at random.
+
+    Raises:
+        UnsupportedModelError: the target does not show its layers, entry or norm.
+        InvalidRequestError: it has no such layer.
+    """
+
+    first = 2
+
+    def __init__(
+        self,
+        kind: BlockKind,
+        model: nn.Module,
+        config: dict[str, Any],
+        ids: NDArray[np.int64] | None,
+        *,
+        mask: int,
+        block: int,
+        count: int,
+        rank: int,
+        layers: Sequence[int] | None,
+        seed: int,
+    ) -> None:
+        parts = find_parts(model)
+        parts.require("layers", "norm", "entry")
+        trunk = len(parts.layers)
+        taken = usual_layers(trunk) if layers is None else sorted(layers)
+        if len(set(taken)) < len(taken) or not taken:
+            raise InvalidRequestError(
+                f"layers are {list(taken)}, and different ones are needed."
+            )
+        self.taps = HiddenStates(model, layers=taken, after_norm=True)
+        self.kind: str = kind
+        self._ids, self._width = ids, logit_width(model)
+        self.ids = None if ids is None else mx.array(ids.astype(np.uint32))
+        own: dict[str, Any] = {"mask_token_id": mask, "target_layer_ids": list(taken)}
+        if kind == "dspark":
+            own |= {
+                "projector_type": "dspark",
+                "markov_rank": rank,
+                "markov_head_type": "vanilla",
+                "sample_from_anchor": True,
+            }
+        self._config = layer_sizes(text_config(config), parts.dim) | {
+            "architectures": [_ARCHITECTURES[kind]],
+            "model_type": "qwen3",
+            "num_hidden_layers": count,
+            "layer_types": ["full_attention"] * count,
+            "num_target_layers": trunk,
+            "block_size": block,
+            "vocab_size": self._width,
+            "dflash_config": own,
+        }
+        if ids is not None:
+            self._config["draft_vocab_size"] = len(ids)
+        self.module = self._made(len(taken) * parts.dim)
+        run_many_blocks(self.module)
+        begin_head(self.module, self.taps, self.ids, seed)
+        self.dflash = DFlash(self.module, self.taps, taken)
+        self.most: int | None = self.module.depth
+        # As DFlash weighs positions: exp(-d / gamma), gamma half a block
+        self.fading = exp(-2 / block)
+
+    def _made(self, width: int) -> DFlashHead:
+        ends = OwnEnds(self.ids, None if self.ids is None else self.ids.size)
+        if self.kind == "dflash":
+            return DFlashHead(read_dflash(self._config), width, ends)
+        columns = ends.output or self._width
+        settings = read_dspark(self._config)
+        return DSparkHead(settings, width, ends, self._width, columns)
+
+    def read(self, states: States) -> list[mx.array]:
+        """Return the outputs of the layers."""
+        return self.dflash.outputs(states)
+
+    def run(
+        self,
+        inputs: list[mx.array],
+        tokens: mx.array,
+        depths: int,
+        read: Read[Made],
+        *,
+        slots: mx.array | None = None,
+        checkpoint: bool = False,
+    ) -> list[Made]:
+        """Draft from slots; see `Trainee.run`.
+
+        What the token before adds is that of the recorded one.
+        """
+        head, n = self.module, tokens.shape[1] - depths - 1
+        context = head.joined([each[:, :n] for each in inputs])
+        if slots is None:
+            every = mx.broadcast_to(mx.arange(n), (len(tokens), n))
+            parts = []
+            for begin in range(0, n, _AT_ONCE):
+                some = every[:, begin : begin + _AT_ONCE]
+                parts.append(self._states(context, tokens, some, depths, False))
+                mx.eval(parts[-1])
+            states, slots = mx.concatenate(parts, axis=1), every
+        else:
+            states = self._states(context, tokens, slots, depths, checkpoint)
+        parameters = head.trainable_parameters()
+        found = []
+        for depth in range(depths):
+
+            def one(parameters: Any, states: mx.array, depth: int = depth) -> Made:
+                head.update(parameters)
+                before = mx.take_along_axis(tokens, slots + 1 + depth, axis=1)
+                return read(depth, self._logits(states, before))
+
+            made = mx.checkpoint(one) if checkpoint else one
+            found.append(made(parameters, states[:, :, depth]))
+            head.update(parameters)
+        return found
+
+    def _states(
+        self,
+        context: mx.array,
+        tokens: mx.array,
+        slots: mx.array,
+        depths: int,
+        checkpoint: bool,
+    ) -> mx.array:
+        """Return states after the norm, [rows, blocks, depths, dim]."""
+        anchors = mx.take_along_axis(tokens, slots + 1, axis=1)
+        caches = [BlocksCache(slots, checkpoint=checkpoint) for _ in self.module.layers]
+        flat = self.dflash.rows(context, anchors.reshape(-1, 1), caches, depths)
+        return flat.reshape(*slots.shape, depths, -1)
+
+    def _logits(self, states: mx.array, before: mx.array) -> mx.array:
+        """Return logits [rows, blocks, ids] of states [rows, blocks, dim].
+
+        Args:
+            states: of a draft of each block.
+            before: the recorded token before it, [rows, blocks].
+        """
+        logits: mx.array = self.module.logits(states, self.taps)
+        markov = self.module.get("markov_head")
+        if markov is None:
+            return logits
+        table = markov.markov_w1.weight
+        added: mx.array = markov.markov_w2(looked_up(table, before))
+        return logits + added
+
+    def save(self, folder: Path, bits: int | None) -> None:
+        """Write config.json and model.safetensors."""
+        tensors, quantization = packed(self.module, bits)
+        if self._ids is not None:
+            tensors |= id_tensors(self._ids, self._width)
+        write_tensors(folder, tensors, "mlx" if bits else "pt")
+        text = json.dumps(self._config | quantization, indent=2) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
+
+    def source(self, folder: Path) -> Any:
+        """Return the folder: a generator loads it."""
+        return str(folder)
+
+
+def usual_layers(count: int) -> list[int]:
+    """Return the layers that DFlash reads: five from the second to a late one."""
+    if count < _READ + 3:
+        return list(range(count))
+    return [round(1 + i * (count - 4) / (_READ - 1)) for i in range(_READ)]
+
+
+def mask_id(tokenizer: Any, width: int) -> int:
+    """Return an id that no text has: one behind the tokenizer's, or a special one.
+
+    Args:
+        tokenizer: the target's.
+        width: how many rows the target's embedding has, by its logits.
+    """
+    behind = 1 + max(tokenizer.get_vocab().values())
+    if behind < width:
+        return int(behind)
+    ends = set(tokenizer.eos_token_ids)
+    added = set(getattr(tokenizer, "added_tokens_decoder", {})) - ends
+    return int(max((each for each in added if each < width), default=width - 1))
+
+
+def looked_up(table: mx.array, ids: mx.array) -> mx.array:
+    """Return rows of a table, whose gradients are added up in float32.
+
+    In 16 bits the sum over a frequent id would stop growing.
+
+    Args:
+        table: [rows, size].
+        ids: of any shape.
+
+    Returns:
+        [*ids, size]
+    """
+
+    @mx.custom_function
+    def taken(table: mx.array) -> mx.array:
+        return table[ids]
+
+    @taken.vjp
+    def backward(primal: mx.array, cotangent: mx.array, _: Any) -> mx.array:
+        flat = cotangent.astype(mx.float32).reshape(-1, primal.shape[-1])
+        summed = mx.zeros(primal.shape, mx.float32).at[ids.flatten()].add(flat)
+        return summed.astype(primal.dtype)
+
+    found: Any = taken(table)
+    rows: mx.array = found
+    return rows

@@ -1,0 +1,125 @@
+"""A drafter of blocks on recorded text: many blocks of a row in one forward.
+
+Slot i drafts as a round does in which positions 0 to i are known, and token i + 1 is
+the newest one:
+
+    context    positions 0 .. i of the row, the same keys for all its blocks
+    block      token i + 1, the anchor, and masks, at positions i + 1, i + 2, ..
+
+A block sees its context and itself, and nothing of other blocks. The drafter is the one
+that drafts, called as it is when it drafts; what differs is its cache, which says where
+blocks stand, and attention by it.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.models.dflash import DFlashAttention, DFlashHead, DFlashLayer
+from mlx_speculation.models.dflash.attention import by_head
+
+
+class BlocksCache:
+    """The cache of a layer that runs many blocks of a row, in the place of `KVCache`.
+
+    Args:
+        slots: of each block, int32 [rows, blocks].
+        checkpoint: whether gradients compute each layer again.
+    """
+
+    def __init__(self, slots: mx.array, *, checkpoint: bool = False) -> None:
+        self.slots, self.checkpoint = slots, checkpoint
+
+
+class _BlocksAttention(DFlashAttention):
+    """DFlash's attention, of many blocks of a row if the cache says so."""
+
+    def attend(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
+        """Attend from blocks [rows * blocks, block, dim] to context [rows, n, dim]."""
+        if not isinstance(cache, BlocksCache):
+            return super().attend(x, context, cache)
+        starts = cache.slots.flatten() + 1
+        queries = self.q_norm(by_head(self.q_proj(x), self.n_heads))
+        found = attend_blocks(
+            self.rope(queries, offset=starts),
+            self.keys_values(context, 0),
+            self.keys_values(x, starts),
+            cache.slots,
+            self.scale,
+        )
+        out: mx.array = self.o_proj(found.swapaxes(1, 2).flatten(2))
+        return out
+
+
+class _BlocksLayer(DFlashLayer):
+    """DFlash's layer, which gradients compute again if the cache says so."""
+
+    def run(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
+        if not (isinstance(cache, BlocksCache) and cache.checkpoint):
+            return super().run(x, context, cache)
+
+        def one(parameters: Any, x: mx.array, context: mx.array) -> mx.array:
+            self.update(parameters)
+            return DFlashLayer.run(self, x, context, cache)
+
+        parameters = self.trainable_parameters()
+        out: mx.array = mx.checkpoint(one)(parameters, x, context)
+        self.update(parameters)
+        return out
+
+
+def run_many_blocks(head: DFlashHead) -> None:
+    """Let the layers of a drafter run many blocks of a row with a `BlocksCache`."""
+    settings = head.settings
+    assert not settings.gated
+    assert set(settings.windows) == {None}
+    assert not any(settings.causal)
+    for layer in head.layers:
+        assert type(layer) is DFlashLayer
+        layer.__class__ = _BlocksLayer
+        layer.self_attn.__class__ = _BlocksAttention
+
+
+def attend_blocks(
+    queries: mx.array,
+    context: tuple[mx.array, mx.array],
+    own: tuple[mx.array, mx.array],
+    slots: mx.array,
+    scale: float,
+) -> mx.array:
+    """Attend from each block to the context up to its slot, and to all of itself.
+
+    Keys of the context are one array for all blocks of a row. Weights take rows *
+    heads * blocks * block * n numbers.
+
+    Args:
+        queries: [rows * blocks, heads, block, size].
+        context: keys and values, each [rows, kv_heads, n, size].
+        own: those of the blocks, each [rows * blocks, kv_heads, block, size].
+        slots: the last position that a block sees, int32 [rows, blocks].
+        scale: of the products.
+
+    Returns:
+        [rows * blocks, heads, block, size]
+    """
+    rows, blocks = slots.shape
+    keys, values = context
+    kv_heads, n, size = keys.shape[1:]
+    block = queries.shape[2]
+    # The queries that share a head of keys are rows of one product.
+    grouped = (queries * scale).reshape(rows, blocks, kv_heads, -1, size)
+    each = grouped.shape[3]
+    wide = grouped.swapaxes(1, 2).flatten(2, 3) @ keys.swapaxes(-1, -2)
+    seen = mx.arange(n) <= slots[..., None]  # [rows, blocks, n]
+    wide = mx.where(
+        seen[:, None, :, None],
+        wide.reshape(rows, kv_heads, blocks, each, n),
+        mx.array(-mx.inf, wide.dtype),
+    )
+    near = grouped.flatten(0, 1) @ own[0].swapaxes(-1, -2)
+    near = near.reshape(rows, blocks, kv_heads, each, block).swapaxes(1, 2)
+    weights = mx.softmax(mx.concatenate([wide, near], axis=-1), axis=-1, precise=True)
+    far, near = weights[..., :n], weights[..., n:].swapaxes(1, 2)
+    out = (far.flatten(2, 3) @ values).reshape(rows, kv_heads, blocks, each, size)
+    beside = (near.flatten(0, 1) @ own[1]).reshape(rows, blocks, kv_heads, each, size)
+    return (out.swapaxes(1, 2) + beside).reshape(queries.shape)

@@ -1,0 +1,272 @@
+"""Drafters of blocks on recorded text against drafting from one slot after the other.
+
+Faults that were made by hand, and found here:
+    an anchor is that of the slot before, or stands one position later
+    a block sees the position of its anchor, a later one, or one too few
+    a block sees another block, or is causal; the token before is one too early
+    slots of a row are those of another row
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten, tree_map
+from numpy.typing import NDArray
+
+from mlx_speculation.engine import DFlashDraft, DSparkDraft
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models import load
+from mlx_speculation.models.dflash import is_dflash
+from mlx_speculation.models.dspark import DSpark, is_dspark
+from mlx_speculation.training.data.row_batches import RowBatch
+from mlx_speculation.training.kinds import block_drafter
+from mlx_speculation.training.kinds.block_drafter import (
+    BlockKind,
+    BlockTrainee,
+    looked_up,
+    mask_id,
+    usual_layers,
+)
+from mlx_speculation.training.step import HARD, TrainingStep
+from mlx_speculation.training.teacher import TargetModel
+from support.identity import prompt_of
+from support.models.chat_folders import VOCAB, chat_folder
+from support.references.reference_target import target
+
+CONFIG = {
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rope_theta": 500.0,
+}
+ROWS, SLOTS, BLOCK = 2, 12, 5
+IDS = np.flatnonzero(np.arange(256) % 4)
+KINDS: tuple[BlockKind, ...] = ("dflash", "dspark")
+
+
+def drafter(kind: BlockKind, **options: Any) -> BlockTrainee:
+    """Return one of two layers with matrices that are not small."""
+    given: dict[str, Any] = {
+        "ids": IDS,
+        "mask": 255,
+        "block": BLOCK,
+        "count": 2,
+        "rank": 8,
+        "layers": [1, 4, 7],
+        "seed": 3,
+    }
+    given |= options
+    made = BlockTrainee(kind, target(), CONFIG, given.pop("ids"), **given)
+    module: Any = made.module
+    module.update(tree_map(lambda w: 6 * w if w.ndim > 1 else w, module.parameters()))
+    return made
+
+
+def text(made: BlockTrainee) -> tuple[mx.array, list[mx.array]]:
+    """Return rows of tokens, and what is read of them."""
+    assert made.most is not None
+    length = SLOTS + made.most + 1
+    flat = prompt_of(ROWS * length)
+    tokens = mx.array([flat[i * length :][:length] for i in range(ROWS)])
+    return tokens, TargetModel(target(), made).lesson(tokens).inputs
+
+
+def drafted(
+    made: BlockTrainee, tokens: mx.array, inputs: list[mx.array], row: int, slot: int
+) -> list[mx.array]:
+    """Return the logits of each draft as a round makes them, [ids] each.
+
+    Each draft is the recorded token, so that what it adds to the next one is known.
+    """
+    head, found = made.module, []
+    kind = DSpark if made.kind == "dspark" else type(made.dflash)
+    model: Any = kind(head, made.taps, made.dflash.layers)
+    own = [each[row : row + 1] for each in inputs]
+    context = head.joined(own)
+
+    def choose(logits: mx.array) -> mx.array:
+        found.append(logits[0])
+        return tokens[row, slot + 1 + len(found)][None]
+
+    caches = head.new_caches()
+    known = tokens[row : row + 1, : slot + 2]
+    if slot:
+        model.history(context[:, :slot], known[:, 1 : slot + 1], caches)
+    now = context[:, slot : slot + 1]
+    model.draft(now, known[:, -1:], caches, head.depth, choose)
+    return found
+
+
+def rounds(
+    made: BlockTrainee, tokens: mx.array, inputs: list[mx.array]
+) -> NDArray[np.float64]:
+    """Return logits as rounds make them, [rows, slots, depths, ids]."""
+    every = [
+        [mx.stack(drafted(made, tokens, inputs, row, slot)) for slot in range(SLOTS)]
+        for row in range(ROWS)
+    ]
+    return np.array(mx.stack([mx.stack(own) for own in every]), np.float64)
+
+
+@pytest.mark.parametrize(("kind", "own"), [("dflash", False), ("dspark", True)])
+def test_each_slot_drafts_as_a_round_does(
+    kind: BlockKind, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_drafter, "_AT_ONCE", 5)
+    made = drafter(kind, **({} if own else {"ids": None}))
+    depths = BLOCK if kind == "dspark" else BLOCK - 1
+    assert made.most == depths
+    tokens, inputs = text(made)
+    wanted = rounds(made, tokens, inputs)
+    assert wanted.shape[2:] == (depths, IDS.size if own else 256)
+    scale = np.abs(wanted).max()
+
+    def logits(**options: Any) -> NDArray[np.float64]:
+        found = made.run(inputs, tokens, depths, lambda _, each: each, **options)
+        return np.array(mx.stack(found, axis=2), np.float64)
+
+    assert np.abs(logits() - wanted).max() < 1e-4 * scale
+
+    @settings(max_examples=settings().max_examples // 2)
+    @given(
+        chosen=st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=4),
+        checkpoint=st.booleans(),
+    )
+    def some(chosen: list[int], checkpoint: bool) -> None:
+        rows = np.array([chosen, chosen[::-1]], np.int32)  # each row has its own
+        got = logits(slots=mx.array(rows), checkpoint=checkpoint)
+        expected = wanted[np.arange(ROWS)[:, None], rows]
+        assert np.abs(got - expected).max() < 1e-4 * scale
+
+    some()
+
+
+CHOSEN = np.array([[0, 3, 4, 9], [2, 5, 10, 11]], np.int32)
+
+
+def lesson(made: BlockTrainee) -> tuple[TrainingStep, RowBatch]:
+    """Return a step, and a batch in which some tokens do not count."""
+    assert made.most is not None
+    tokens = np.array(text(made)[0])
+    counts = np.ones(tokens.shape, np.bool_)
+    counts[0, :6] = counts[1, 8] = False
+    step = TrainingStep(
+        made, TargetModel(target(), made), made.most, mx.float32, checkpoint=False
+    )
+    return step, RowBatch(tokens, counts, CHOSEN)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_is_that_of_the_drafts_of_rounds(kind: BlockKind) -> None:
+    """Each draft by the target behind the recorded tokens before it, in float64."""
+    made = drafter(kind)
+    step, batch = lesson(made)
+    loss, _ = step.gradients(batch)
+    tokens, inputs = text(made)
+    wanted = log_softmax(rounds(made, tokens, inputs))
+    logits = np.array(TargetModel(target(), made).lesson(tokens).logits, np.float64)
+    law = log_softmax(logits[..., IDS])
+    expected = 0.0
+    for depth in range(wanted.shape[2]):
+        found = []
+        for place, slot in enumerate(CHOSEN.flatten()):
+            row = place // CHOSEN.shape[1]
+            token = slot + 2 + depth  # the one that is drafted
+            best = int(logits[row, token - 1].argmax())
+            if not batch.counts[row, token] or not best % 4:
+                continue
+            own, target_law = wanted[row, slot, depth], law[row, token - 1]
+            soft = (np.exp(target_law) * (target_law - own)).sum()
+            found.append(soft - HARD * own[np.searchsorted(IDS, best)])
+        assert 0 < len(found) < CHOSEN.size
+        expected += np.exp(-2 * depth / BLOCK) * np.mean(found)
+    assert float(loss) == pytest.approx(expected, rel=1e-4)
+
+
+def log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    highest = logits.max(-1, keepdims=True)
+    found: NDArray[np.float64] = logits - highest
+    found -= np.log(np.exp(found).sum(-1, keepdims=True))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [("dspark", 1), pytest.param("dflash", 3, marks=pytest.mark.slow)],
+)
+def test_gradients_are_the_slopes_of_the_loss(kind: BlockKind, count: int) -> None:
+    """By differences along a direction in each parameter."""
+    made = drafter(kind, count=count)
+    module: Any = made.module
+    module.update(tree_map(lambda w: w / 3, module.parameters()))
+    step, batch = lesson(made)
+    _, gradients = step.gradients(batch)
+    begun: Any = dict(tree_flatten(module.trainable_parameters()))
+    flat: Any = dict(tree_flatten(gradients))
+    assert flat.keys() == begun.keys()
+    for name, slope in flat.items():
+        size = float(mx.linalg.norm(slope))
+        assert size > 0, name
+        direction = slope / size
+        reach = 0.02 * float(mx.linalg.norm(begun[name])) / (1 + size)
+
+        def moved(by: float, name: str = name, to: mx.array = direction) -> float:
+            module.load_weights([(name, begun[name] + by * to)], strict=False)
+            return float(step.gradients(batch)[0])
+
+        found = (moved(reach) - moved(-reach)) / (2 * reach)
+        module.load_weights([(name, begun[name])], strict=False)
+        assert found == pytest.approx(size, rel=0.03, abs=2e-3), name
+
+
+def test_gradients_of_a_table_add_up_in_float32() -> None:
+    table = mx.zeros((4, 2), mx.bfloat16)
+    ids = mx.array([[3] * 1000 + [1]])
+    slope = mx.grad(lambda rows: looked_up(rows, ids).sum())(table)
+    assert slope.dtype == mx.bfloat16
+    assert slope[:, 0].tolist() == [0, 1, 0, 1000]
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drafter_is_loaded_as_it_was_written(
+    kind: BlockKind, bits: int | None, tmp_path: Path
+) -> None:
+    made = drafter(kind, **({"ids": None} if bits else {}), rank=32)
+    made.save(tmp_path, bits)
+    source = DFlashDraft if kind == "dflash" else DSparkDraft
+    draft = source.from_folder(tmp_path, target())
+    assert draft.dflash.layers == (1, 4, 7)
+    assert draft.head.settings == made.module.settings
+    head: Any = draft.head
+    module: Any = made.module
+    loaded: Any = dict(tree_flatten(head.parameters()))
+    expected: Any = dict(tree_flatten(module.parameters()))
+    assert loaded.keys() == expected.keys()
+    for name, value in expected.items():
+        error = float(mx.abs(loaded[name] - value).max())
+        assert error <= 0.01 * float(mx.abs(value).max()), name
+    assert (draft.head.ids is None) == (bits is not None)
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert is_dspark(said) == (kind == "dspark")
+    assert is_dflash(said)
+
+
+def test_layers_and_the_mask_of_a_new_drafter(tmp_path: Path) -> None:
+    assert usual_layers(36) == [1, 9, 17, 25, 33]  # as DFlash reads Qwen3-4B
+    assert usual_layers(30) == [1, 8, 14, 20, 27]
+    assert usual_layers(3) == [0, 1, 2]
+    tokenizer: Any = load(chat_folder(tmp_path))[1]
+    assert mask_id(tokenizer, VOCAB + 8) == VOCAB
+    assert mask_id(tokenizer, VOCAB) == VOCAB - 1
+    tokenizer.add_eos_token(VOCAB - 1)
+    assert mask_id(tokenizer, VOCAB) == VOCAB - 2
+    with pytest.raises(InvalidRequestError, match="different ones are needed"):
+        drafter("dflash", layers=[1, 1])
