@@ -15,7 +15,7 @@ from support.models.tiny_models import randomise
 from support.models.tiny_vision import FAMILIES, VOCAB, tiny, tokenizer
 from support.models.vision_processors import PROCESSORS
 
-END = "<|4|>"
+END, END_ID = "<|4|>", 260
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>"
     "{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
@@ -34,7 +34,7 @@ def vision_folder(folder: Path, name: str = "qwen3_vl") -> Path:
     config: dict[str, Any] = {"model_type": name, **copy.deepcopy(FAMILIES[name])}
     if name == "qwen2_5_vl":  # its files have what is of the text beside the rest
         config = {**config.pop("text_config"), **config}
-    config |= {"vocab_size": VOCAB, "eos_token_id": 260, **files.model}
+    config |= {"vocab_size": VOCAB, "eos_token_id": END_ID, **files.model}
     write(folder / "config.json", config)
     flat: Any = tree_flatten(target.vlm.parameters())
     weights = folder / "model.safetensors"
