@@ -8,7 +8,12 @@ from mlx_speculation.engine.options import GenerateOptions
 from mlx_speculation.engine.prompt import Prompt, Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
-from mlx_speculation.models.vision import ImageForward, ImagePrompt, VisionTarget
+from mlx_speculation.models.vision import (
+    QUANTIZABLE,
+    ImageForward,
+    ImagePrompt,
+    VisionTarget,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +81,13 @@ def _check_options(
     model: VisionTarget, options: GenerateOptions, *, asked: bool
 ) -> None:
     """Refuse what was not tried, or would lose where images have moved positions to."""
-    if options.kv_quantization is not None:
+    name = model.family.name
+    if options.kv_quantization is not None and (
+        name not in QUANTIZABLE or model.one_pass
+    ):
         raise InvalidRequestError(
-            f"kv_quantization was passed, and {model.family.name} was not tried with "
-            "quantized caches. Leave it out."
+            f"kv_quantization was passed, and {name} was not tried with quantized "
+            "caches, or cannot have them. Leave it out."
         )
     if not options.own_caches:
         return

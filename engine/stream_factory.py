@@ -235,6 +235,8 @@ class StreamFactory:
         cache = self._setup.prefix_cache
         if cache is None or options.own_caches:
             return None
+        if options.kv_quantization is not None:  # it holds rows as they were made
+            return None
         if images is not None and images.forward.one_pass:  # from the middle it is not
             return None
 

@@ -18,6 +18,25 @@ from mlx_speculation.errors import UnsupportedCacheError
 from mlx_speculation.models.vision.families import CACHES, MLX_VLM_VERSION
 
 HOME = "mlx_vlm.models.cache"
+# Families whose attention was tried with the quantized twins of these caches. mlx-lm
+# cannot quantize windows, so those with sliding layers are not among them.
+QUANTIZABLE = frozenset(
+    {
+        "idefics3",
+        "internvl_chat",
+        "lfm2_vl",
+        "llava",
+        "mistral3",
+        "pixtral",
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "smolvlm",
+    }
+)
 
 
 def native_caches(language_model: Any) -> list[Any]:

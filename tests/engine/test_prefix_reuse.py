@@ -15,7 +15,7 @@ The tests of this file fail for each of these faults, made by hand (killed by ha
 """
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -27,10 +27,11 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation import PrefixCache, Sampling, SpeculativeGenerator
+from mlx_speculation.caches import KVQuantization
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers import Chooser
 from support.identity import assert_same_text
-from support.models.tiny_models import TINY_MODELS, build
+from support.models.tiny_models import TINY_MODELS, build, build_tiny
 from support.models.tiny_tokenizer import byte_tokenizer
 
 # Rows alone, a window of 16 that wraps, recurrent layers beside rows.
@@ -156,6 +157,21 @@ def test_the_same_prompt_again_is_not_read_again(name: str) -> None:
     two = ours.generate(prompt, max_tokens=9, sampling=SAMPLED)
     assert (one.stats.reused, two.stats.reused) == (0, len(prompt) - 1)
     assert one.tokens == two.tokens
+
+
+@pytest.mark.parametrize("start", [0, 9])
+def test_a_request_with_quantized_caches_passes_it_by(start: int) -> None:
+    """A second one with the same prompt was an error: rows of the first were taken."""
+    tiny = TINY_MODELS["llama"]
+    model = build_tiny(replace(tiny, args={**tiny.args, "head_dim": 32}))
+    held = KVQuantization(bits=8, group_size=32, start=start)
+    prefixes = PrefixCache(1 << 26, every=4)
+    generator = SpeculativeGenerator(model, byte_tokenizer(), prefix_cache=prefixes)
+    for quantization in (held, held, None):
+        result = generator.generate(
+            [*range(40, 60)], max_tokens=4, kv_quantization=quantization
+        )
+        assert result.stats.reused == 0
 
 
 def test_a_request_with_caches_of_its_own_passes_it_by() -> None:

@@ -345,8 +345,9 @@ def test_what_does_not_go_with_images_is_refused() -> None:
         made.stream(prompt, prompt_cache=caches)
     with pytest.raises(InvalidRequestError, match="prompt_cache was passed"):
         made.stream([1, 2], prompt_cache=caches)
+    windows = generator(target("gemma3"))
     with pytest.raises(InvalidRequestError, match="not tried with quantized caches"):
-        made.stream([1, 2], kv_quantization=KVQuantization(bits=4))
+        windows.stream([1, 2], kv_quantization=KVQuantization(bits=4))
     with pytest.raises(InvalidRequestError, match="which has its own"):
         made.stream(prompt, images=[b"picture"])
     cut = ImagePrompt(prompt.input_ids[:, :8], prompt.inputs)

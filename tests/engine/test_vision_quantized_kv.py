@@ -1,0 +1,133 @@
+"""Quantized caches behind images: mlx-lm's steps, whatever drafts."""
+
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.cache import QuantizedKVCache
+
+from mlx_speculation import LookupDrafter, Sampling, SpeculativeGenerator
+from mlx_speculation.caches import KVQuantization
+from mlx_speculation.models.vision import (
+    QUANTIZABLE,
+    ImageForward,
+    ImagePrompt,
+    VisionTarget,
+)
+from support.drafters.scripted_drafter import TurningDrafter
+from support.models.tiny_vision import (
+    VOCAB,
+    WITHOUT_MLX_VLM,
+    prompt_with,
+    tiny,
+    tokenizer,
+)
+
+pytestmark = WITHOUT_MLX_VLM
+
+# Heads of 32 numbers, the least that can be quantized
+_FEW: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+_MROPE: dict[str, Any] = {
+    **_FEW,
+    "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
+}
+_QWEN3: dict[str, Any] = {
+    "head_dim": 32,
+    "rope_scaling": {"type": "default", "mrope_section": [8, 4, 4]},
+}
+_QWEN3_5: dict[str, Any] = {
+    "head_dim": 32,
+    "rope_parameters": {
+        "type": "default",
+        "mrope_section": [4, 2, 2],
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+    },
+}
+WIDE: dict[str, dict[str, Any]] = {
+    "idefics3": _FEW,
+    "internvl_chat": _FEW,
+    "lfm2_vl": {**_FEW, "num_heads": 2},
+    "llava": _FEW,
+    "mistral3": {"head_dim": 32},
+    "pixtral": {"head_dim": 32},
+    "qwen2_vl": _MROPE,
+    "qwen2_5_vl": _MROPE,
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe": _QWEN3_5,
+    "smolvlm": _FEW,
+}
+TOKENS, STEP = 14, 7
+TWO = [(2, 4), (6, 4)]
+GREEDY, SAMPLED = Sampling(seed=0), Sampling(temperature=0.8, top_p=0.9, seed=11)
+
+
+@cache
+def target(name: str) -> VisionTarget:
+    return tiny(name, **WIDE[name])
+
+
+def stepped(name: str, prompt: ImagePrompt, start: int, bits: int) -> list[int]:
+    """Decode greedily, one token a forward, as mlx-lm quantizes."""
+    model, caches = target(name), target(name).make_cache()
+    run = ImageForward(model, prompt)
+    ids, at, found = prompt.input_ids, 0, []
+    while len(found) < TOKENS:
+        left = ids.shape[1] - at
+        count = min(STEP, left - 1) if left > 1 else 1
+        if start > at:  # no row may see plain keys where its own step would not
+            count = min(count, start - at)
+        logits = run(ids[:, at : at + count], caches)
+        maybe_quantize_kv_cache(caches, start, 32, bits)
+        mx.eval([each.state for each in caches])
+        at += count
+        if at == ids.shape[1]:
+            found.append(int(mx.argmax(logits[0, -1]).item()))
+            ids = mx.concatenate([ids, mx.array([found[-1:]])], axis=1)
+    assert any(isinstance(each, QuantizedKVCache) for each in caches)
+    return found
+
+
+def text(name: str, prompt: Any, sampling: Sampling, start: int, **more: Any) -> Any:
+    made = SpeculativeGenerator(target(name), tokenizer(), **more)
+    return made.generate(
+        prompt,
+        max_tokens=TOKENS,
+        sampling=sampling,
+        stop_tokens=(),
+        prefill_step_size=STEP,
+        kv_quantization=KVQuantization(bits=8, group_size=32, start=start),
+    )
+
+
+def test_every_family_that_may_have_quantized_caches_is_tried() -> None:
+    assert WIDE.keys() == QUANTIZABLE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [0, 9, 40])
+@pytest.mark.parametrize("name", sorted(QUANTIZABLE))
+def test_a_text_is_that_of_steps_whatever_drafts(name: str, start: int) -> None:
+    """From the beginning, within an image, and within the text."""
+    check(name, start)
+
+
+@pytest.mark.parametrize(("name", "start"), [("qwen3_vl", 9), ("qwen3_5", 0)])
+def test_a_text_is_that_of_steps(name: str, start: int) -> None:
+    check(name, start)
+
+
+def check(name: str, start: int) -> None:
+    prompt = prompt_with(name, TWO)
+    expected = stepped(name, prompt, start, 8)
+    for sampling in (GREEDY, SAMPLED):
+        plain = text(name, prompt, sampling, start).tokens
+        if sampling.greedy:
+            assert plain == expected
+        for draft in (TurningDrafter(prompt.tokens + plain, VOCAB), LookupDrafter()):
+            result = text(name, prompt, sampling, start, draft=draft, draft_length=3)
+            assert result.tokens == plain, type(draft).__name__
