@@ -67,6 +67,9 @@ class Limits:
     image_pixels: int = _limit(
         16_000_000, "Maximum number of pixels of an image.", "image-pixels", 1
     )
+    fetch_seconds: float = _limit(
+        10.0, "Maximum time to fetch an image.", "fetch-seconds", 1e-3
+    )
 
     def __post_init__(self) -> None:
         """Refuse limits that let nothing through."""
@@ -112,8 +115,10 @@ class Settings:
     chat_template_args: dict[str, Any] = field(default_factory=dict)
     defaults: Defaults = Defaults()
     limits: Limits = Limits()
-    # Files under it may be named as images; None: data URLs alone are images
+    # Files under it may be named as images; None: none may
     image_folder: Path | None = None
+    fetch_images: bool = False  # whether URLs of http and https may be named
+    fetch_private: bool = False  # also where they lead to addresses that are not public
     reads_images: bool = True  # what the loaded model does; set for each request
     # A request whose caches are limited so runs alone
     kv: KvLimits = field(default_factory=KvLimits)

@@ -103,10 +103,20 @@ def serve(
     ),
     image_folder: Path | None = option(
         None,
-        "Folder whose files requests may name as images. Default: data URLs alone.",
+        "Folder whose files requests may name as images. Default: none.",
         panel=Limits.panel,
         exists=True,
         file_okay=False,
+    ),
+    fetch_images: bool = option(
+        False,
+        "Fetch images that requests name by http:// or https:// URLs.",
+        panel=Limits.panel,
+    ),
+    fetch_private: bool = option(
+        False,
+        "Fetch them from private, loopback and link-local addresses too.",
+        panel=Limits.panel,
     ),
     vision: bool = option(False, VISION),
     grace_seconds: float = option(
@@ -133,6 +143,8 @@ def serve(
         limits=limits,
         kv=kv,
         image_folder=image_folder,
+        fetch_images=fetch_images,
+        fetch_private=fetch_private,
     )
 
     def load(prefixes: "PrefixCache | None") -> "SpeculativeGenerator":

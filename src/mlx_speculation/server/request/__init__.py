@@ -6,6 +6,7 @@
     options         sampling, ends, log-probabilities, schema and draft of a request
     chat_messages   messages and tools of a chat
     images          data URLs and files to pictures, within limits
+    fetch_image     the bytes behind a URL, where fetching is switched on
 
 What is wrong is an error object of OpenAI's interface. Connections, threads and models
 are not known here.

@@ -1,7 +1,7 @@
-"""The images of a chat: data URLs, and files under the folder that the server allows.
+"""The images of a chat: data URLs, files under the allowed folder, and fetched ones.
 
-Nothing is fetched. What is too large, of no known format or outside of the folder is
-refused with the place of its part.
+Nothing is fetched unless fetching is switched on. What is too large, of no known format
+or outside of the folder is refused with the place of its part.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from mlx_speculation.models.vision.open_image import (
 )
 from mlx_speculation.server.api_errors import ApiError, invalid
 from mlx_speculation.server.config import Settings
+from mlx_speculation.server.request.fetch_image import FetchLimits, fetch_image
 
 
 def checked_image(part: dict[str, Any], where: str, settings: Settings) -> bytes:
@@ -38,6 +39,8 @@ def checked_image(part: dict[str, Any], where: str, settings: Settings) -> bytes
     try:
         if url.startswith("data:"):
             return data_of_url(url, limits_of(settings))
+        if settings.fetch_images and url.lower().startswith(("http://", "https://")):
+            return fetch_image(url, _fetch_limits(settings))
         return _read(url, where, settings)
     except InvalidRequestError as error:
         raise invalid(f"{where}: {error}", where) from error
@@ -66,6 +69,13 @@ def limits_of(settings: Settings) -> ImageLimits:
     return ImageLimits(limits.image_bytes, limits.image_pixels)
 
 
+def _fetch_limits(settings: Settings) -> FetchLimits:
+    limits = settings.limits
+    return FetchLimits(
+        limits.image_bytes, limits.fetch_seconds, private=settings.fetch_private
+    )
+
+
 def _read(url: str, where: str, settings: Settings) -> bytes:
     """Return the bytes of a file under the allowed folder."""
     folder, parts = settings.image_folder, urlsplit(url)
@@ -74,10 +84,14 @@ def _read(url: str, where: str, settings: Settings) -> bytes:
         or parts.scheme != "file"
         or parts.netloc not in ("", "localhost")
     ):
-        also = "" if folder is None else ", or a file:// URL under the allowed folder,"
+        known = ["a data URL"]
+        if folder is not None:
+            known.append("a file:// URL under the allowed folder")
+        if settings.fetch_images:
+            known.append("one of http:// or https://")
         raise invalid(
-            f"{where} is {url[:60]!r}, which is not opened. A data URL"
-            f"{also} is needed.",
+            f"{where} is {url[:60]!r}, which is not opened. It has to be "
+            f"{', or '.join(known)}.",
             where,
         )
     try:

@@ -1,0 +1,231 @@
+"""Fetching an image that a client names by its URL, where a server may do so.
+
+Whoever may ask a server may make it ask others, so what is asked for is limited:
+
+    where    http and https, no user in the URL, no redirect; every address that the
+             host resolves to is a public one, unless private ones are allowed
+    what     the bytes of one answer with status 200, without compression
+    how much bytes, while they are read, and seconds from the first look-up to the last
+             byte
+
+The name is resolved once, and the socket is opened to an address that was checked, so a
+name that resolves to another one a moment later changes nothing. Proxies of the
+environment are not used. Whether the bytes are an image is found out where they are
+decoded, not by what the answer says of them.
+"""
+
+import ipaddress
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from urllib.parse import SplitResult, urlsplit
+
+from mlx_speculation.errors import InvalidRequestError
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+_PORTS = {"http": 80, "https": 443}
+_CHUNK = 1 << 16  # bytes
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+
+
+@dataclass(frozen=True, slots=True)
+class FetchLimits:
+    """What is fetched at most, and from where."""
+
+    bytes: int
+    seconds: float
+    private: bool = False  # whether addresses that are not public may be asked
+
+
+def fetch_image(url: str, limits: FetchLimits) -> bytes:
+    """Return the bytes behind a URL.
+
+    Raises:
+        InvalidRequestError: the URL is none that is fetched, it leads to an address
+            that is not public, or the answer is not 200, too large or too late.
+    """
+    parts = _checked_url(url)
+    deadline = time.monotonic() + limits.seconds
+    try:
+        port = parts.port or _PORTS[parts.scheme]
+        addresses = _addresses(parts.hostname or "", port, private=limits.private)
+        with _socket_to(addresses, port, parts, deadline) as opened:
+            found = _answer(opened, parts, limits)
+        if time.monotonic() >= deadline:  # cut, which is an end like another
+            raise TimeoutError
+        return found
+    except (OSError, HTTPException, ValueError) as error:
+        if isinstance(error, InvalidRequestError):
+            raise
+        late = time.monotonic() >= deadline
+        why = f"it took longer than {limits.seconds:g} s" if late else _why(error)
+        raise InvalidRequestError(
+            f"The image could not be fetched from its URL: {why}. Pass it as a data "
+            "URL."
+        ) from error
+
+
+def is_public(address: Address) -> bool:
+    """Return whether an address is of the public Internet.
+
+    Addresses of IPv6 that stand for one of IPv4 are what that one is.
+    """
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour
+        if address in _NAT64:
+            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(inner)
+        if address.teredo is not None or address.is_site_local:
+            return False
+    return address.is_global and not address.is_multicast and not address.is_reserved
+
+
+def _checked_url(url: str) -> SplitResult:
+    """Return the parts of a URL that may be fetched."""
+    try:
+        parts = urlsplit(url)
+        named = bool(parts.hostname) and parts.port != 0
+    except ValueError as error:  # a port that is none, a bracket that is left open
+        raise InvalidRequestError(f"The image's URL is malformed: {error}.") from error
+    if parts.scheme not in _PORTS or not named or "@" in parts.netloc:
+        raise InvalidRequestError(
+            "The image's URL is not fetched: http:// or https://, a host and no user "
+            "are needed."
+        )
+    return parts
+
+
+def _addresses(host: str, port: int, *, private: bool) -> list[Address]:
+    """Return the addresses of a host, of which each may be asked."""
+    try:
+        name = host.encode("idna").decode()
+        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise InvalidRequestError(
+            f"The image's host {host[:60]!r} is not known here."
+        ) from error
+    addresses = [ipaddress.ip_address(each[4][0]) for each in found]
+    if not private and not all(is_public(each) for each in addresses):
+        raise InvalidRequestError(
+            f"The image's host {host[:60]!r} is at an address that is not public, and "
+            "such are not asked. Pass it as a data URL."
+        )
+    return addresses
+
+
+@contextmanager
+def _socket_to(
+    addresses: list[Address], port: int, parts: SplitResult, deadline: float
+) -> Iterator[socket.socket]:
+    """Open a connection to the first of some addresses that answers.
+
+    At the deadline it is cut, whatever it waits for: a server that sends a byte now and
+    then never runs into the timeout of one read.
+    """
+    with (
+        _connected(addresses, port, deadline) as plain,
+        _secured(plain, parts) as opened,
+    ):
+        left = max(0.0, deadline - time.monotonic())
+        cut = threading.Timer(left, _cut, [opened])
+        cut.daemon = True
+        cut.start()
+        try:
+            if isinstance(opened, ssl.SSLSocket):
+                opened.do_handshake()
+            yield opened
+        finally:
+            cut.cancel()
+
+
+def _connected(addresses: list[Address], port: int, deadline: float) -> socket.socket:
+    error: OSError = TimeoutError()
+    for address in addresses:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        try:
+            return socket.create_connection((str(address), port), timeout=left)
+        except OSError as failed:
+            error = failed
+    raise error
+
+
+def _secured(plain: socket.socket, parts: SplitResult) -> socket.socket:
+    """Return a socket under TLS for https, the handshake still to be made."""
+    if parts.scheme == "http":
+        return plain
+    return _context().wrap_socket(
+        plain, server_hostname=parts.hostname, do_handshake_on_connect=False
+    )
+
+
+def _context() -> ssl.SSLContext:
+    """Return what checks certificates, by the authorities of certifi or the system."""
+    try:
+        import certifi
+    except ImportError:
+        return ssl.create_default_context()
+    return ssl.create_default_context(cafile=certifi.where())
+
+
+def _cut(opened: socket.socket) -> None:
+    try:
+        socket.socket.shutdown(opened, socket.SHUT_RDWR)  # under TLS too
+    except OSError:  # it has ended
+        return
+
+
+def _answer(opened: socket.socket, parts: SplitResult, limits: FetchLimits) -> bytes:
+    """Ask, and return the body of the answer."""
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    headers = {"Accept": "image/*", "Accept-Encoding": "identity"}
+    with closing(HTTPConnection(parts.netloc)) as asked:
+        asked.sock = opened  # so that it opens none by itself
+        asked.request("GET", path, headers={**headers, "Connection": "close"})
+        with asked.getresponse() as answer:
+            return _body(answer, limits)
+
+
+def _body(answer: HTTPResponse, limits: FetchLimits) -> bytes:
+    """Return the body of an answer that is one."""
+    if answer.status != 200:
+        also = ", and redirects are not followed" if answer.status // 100 == 3 else ""
+        raise InvalidRequestError(
+            f"The image's URL was answered with status {answer.status}{also}. Pass one "
+            "that is answered with the image."
+        )
+    coding = answer.headers.get("Content-Encoding", "identity").lower()
+    if coding != "identity":
+        raise InvalidRequestError(
+            f"The image's URL was answered in the encoding {coding[:20]!r}, which was "
+            "not asked for."
+        )
+    if answer.length is not None and answer.length > limits.bytes:
+        raise _too_large(answer.length, limits)
+    found = bytearray()
+    while chunk := answer.read1(_CHUNK):
+        found += chunk
+        if len(found) > limits.bytes:
+            raise _too_large(len(found), limits)
+    if answer.length:  # what is left of what was promised
+        raise HTTPException(f"{answer.length} bytes are missing")
+    return bytes(found)
+
+
+def _too_large(count: int, limits: FetchLimits) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"The image behind the URL has {count} bytes or more, and at most "
+        f"{limits.bytes} are read. Pass a smaller one."
+    )
+
+
+def _why(error: Exception) -> str:
+    text = " ".join(str(error).split()).rstrip(".")
+    return text[:80] or type(error).__name__

@@ -1,0 +1,337 @@
+"""Fetching an image: what is asked, what is taken, and what is refused before or after.
+
+Faults that were made by hand, and found here:
+    the name is resolved again for the connection; one public address is enough
+    the limit is checked at the end alone; the deadline is one of each read
+    redirects are followed
+"""
+
+import gzip
+import ipaddress
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.server.api_errors import ApiError
+from mlx_speculation.server.config import Limits, Settings
+from mlx_speculation.server.request import fetch_image as fetching
+from mlx_speculation.server.request.fetch_image import (
+    FetchLimits,
+    fetch_image,
+    is_public,
+)
+from mlx_speculation.server.request.images import checked_image
+
+BODY = bytes(range(256)) * 8
+LOCAL = FetchLimits(bytes=4096, seconds=5.0, private=True)
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Answers by what the path says."""
+
+    protocol_version = "HTTP/1.1"
+    asked: list[tuple[str, str | None]]
+
+    def do_GET(self) -> None:
+        self.asked.append((self.path, self.headers["Host"]))
+        kind = self.path.strip("/").partition("?")[0]
+        getattr(self, f"_{kind}")()
+
+    def _send(self, body: bytes, status: int = 200, **headers: str) -> None:
+        self.send_response(status)
+        named = {"Content_Length": str(len(body)), **headers}
+        for name, value in named.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _whole(self) -> None:
+        self._send(BODY)
+
+    def _chunks(self, count: int = 4) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for _ in range(count):
+            self.wfile.write(b"200\r\n" + BODY[:512] + b"\r\n")
+        self.wfile.write(b"0\r\n\r\n")
+
+    def _endless(self) -> None:
+        self._chunks(1 << 20)
+
+    def _large(self) -> None:
+        self._send(b"", Content_Length=str(1 << 40))
+
+    def _cut(self) -> None:
+        self._send(BODY, Content_Length=str(len(BODY) + 1))
+        self.close_connection = True
+
+    def _gzip(self) -> None:
+        self._send(gzip.compress(BODY), Content_Encoding="gzip")
+
+    def _moved(self) -> None:
+        self._send(b"", 302, Location="/whole")
+
+    def _none(self) -> None:
+        self._send(b"", 404)
+
+    def _slow(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "4096")
+        self.end_headers()
+        self._trickle()
+
+    def _headers(self) -> None:
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nX-Header: ")
+        self._trickle()
+
+    def _trickle(self) -> None:
+        for _ in range(200):
+            self.wfile.write(b"x")
+            self.wfile.flush()
+            time.sleep(0.02)
+
+    def _silent(self) -> None:
+        time.sleep(1.0)
+        self.close_connection = True
+
+    def _garbage(self) -> None:
+        self.wfile.write(b"no http at all\r\n\r\n")
+        self.close_connection = True
+
+    def log_message(self, *args: Any) -> None:
+        """Say nothing."""
+
+
+class Quiet(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *args: Any) -> None:
+        """Clients leave in the middle here."""
+
+
+@contextmanager
+def listening() -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
+    handler = type("Own", (Answers,), {"asked": []})
+    with Quiet(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_port}", handler.asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[str]:
+    with listening() as (address, _):
+        yield address
+
+
+@pytest.mark.parametrize("path", ["whole", "chunks", "whole?a=b&c", "whole#part"])
+def test_an_answer_is_its_bytes(place: str, path: str) -> None:
+    assert fetch_image(f"http://{place}/{path}", LOCAL) == (
+        BODY if "whole" in path else BODY[:512] * 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("endless", "4[0-9]+ bytes or more"),
+        ("large", "1099511627776 bytes or more"),
+        ("cut", "1 bytes are missing"),
+        ("gzip", "encoding 'gzip'"),
+        ("moved", "status 302, and redirects"),
+        ("none", "status 404"),
+        ("garbage", "could not be fetched"),
+    ],
+)
+def test_an_answer_that_is_of_no_use_is_one_clear_error(
+    place: str, path: str, why: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=why) as caught:
+        fetch_image(f"http://{place}/{path}", LOCAL)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("path", ["slow", "headers", "silent"])
+def test_a_server_that_takes_its_time_is_left_at_the_deadline(
+    place: str, path: str
+) -> None:
+    """Also one that sends a byte now and then, within the headers too."""
+    began = time.monotonic()
+    with pytest.raises(InvalidRequestError, match="longer than"):
+        fetch_image(
+            f"http://{place}/{path}", FetchLimits(4096, seconds=0.2, private=True)
+        )
+    assert time.monotonic() - began < 2.0
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("ftp://example.org/a", "not fetched"),
+        ("file:///etc/passwd", "not fetched"),
+        ("gopher://127.0.0.1/", "not fetched"),
+        ("http:///a.png", "not fetched"),
+        ("http://user:word@example.org/a.png", "no user"),
+        ("http://example.org:0/a.png", "not fetched"),
+        ("http://example.org:port/a.png", "malformed"),
+        ("http://[::1/a.png", "malformed"),
+        ("http://127.0.0.1/a.png", "not public"),
+        ("http://127.1/a.png", "not public"),
+        ("http://2130706433/a.png", "not public"),
+        ("http://0x7f000001/a.png", "not public"),
+        ("http://0.0.0.0/a.png", "not public"),
+        ("http://[::1]/a.png", "not public"),
+        ("http://[::ffff:10.0.0.1]/a.png", "not public"),
+        ("http://169.254.169.254/latest/meta-data", "not public"),
+        ("http://localhost/a.png", "not public"),
+        ("http://" + "a" * 300 + ".org/", "not known"),
+        ("http://..../", "not known|not public"),
+    ],
+)
+def test_where_nothing_is_asked(url: str, why: str) -> None:
+    with pytest.raises(InvalidRequestError, match=why):
+        fetch_image(url, FetchLimits(4096, 5.0))
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("93.184.216.34", True),
+        ("2606:2800:220:1::1", True),
+        ("2002:5db8:d822::1", True),  # 6to4 of the first
+        ("64:ff9b::5db8:d822", True),  # NAT64 of it
+        ("10.1.2.3", False),
+        ("172.16.0.1", False),
+        ("192.168.0.1", False),
+        ("127.8.8.8", False),
+        ("169.254.169.254", False),
+        ("100.64.0.1", False),
+        ("0.0.0.0", False),
+        ("224.0.1.1", False),
+        ("240.0.0.1", False),
+        ("255.255.255.255", False),
+        ("::", False),
+        ("::1", False),
+        ("fe80::1", False),
+        ("fc00::1", False),
+        ("fec0::1", False),
+        ("ff0e::1", False),
+        ("::ffff:127.0.0.1", False),
+        ("64:ff9b::7f00:1", False),
+        ("2002:7f00:1::1", False),
+        ("2001:0:7f00:1::1", False),  # Teredo
+    ],
+)
+def test_public_addresses_are_told_from_others(address: str, public: bool) -> None:
+    assert is_public(ipaddress.ip_address(address)) == public
+
+
+def resolving(monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> list[str]:
+    """Let names resolve to one list of addresses after the other; return who asked."""
+    asked: list[str] = []
+
+    def found(host: str, port: int, *args: Any, **more: Any) -> Any:
+        asked.append(host)
+        addresses = answers[min(len(asked), len(answers)) - 1]
+        kind = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
+        return [(*kind, (address, port)) for address in addresses]
+
+    monkeypatch.setattr(fetching.socket, "getaddrinfo", found)
+    return asked
+
+
+def test_all_addresses_of_a_name_have_to_be_public(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resolving(monkeypatch, ["93.184.216.34", "10.0.0.1"])
+    with pytest.raises(InvalidRequestError, match="not public"):
+        fetch_image("http://pictures.example/a.png", FetchLimits(4096, 5.0))
+
+
+def test_the_connection_goes_to_the_address_that_was_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A name that leads elsewhere a moment later is not asked a second time."""
+    asked = resolving(monkeypatch, ["93.184.216.34"], ["127.0.0.1"])
+    opened: list[Any] = []
+
+    def connect(address: Any, timeout: float) -> Any:
+        opened.append(address)
+        raise ConnectionRefusedError("nobody there")
+
+    monkeypatch.setattr(fetching.socket, "create_connection", connect)
+    with pytest.raises(InvalidRequestError, match="nobody there"):
+        fetch_image("http://pictures.example/a.png", FetchLimits(4096, 5.0))
+    assert asked == ["pictures.example"]
+    assert opened == [("93.184.216.34", 80)]
+
+
+def test_the_host_is_named_and_the_first_address_that_answers_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with listening() as (address, seen):
+        port = address.partition(":")[2]
+        resolving(monkeypatch, ["127.0.0.2", "127.0.0.1"])
+        url = f"http://pictures.example:{port}/whole"
+        assert fetch_image(url, LOCAL) == BODY
+    assert seen == [("/whole", f"pictures.example:{port}")]
+
+
+def test_a_certificate_is_that_of_the_name(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """And what does not speak TLS is one error."""
+    context = fetching._context()
+    assert context.check_hostname
+    named: list[str] = []
+    wrap = context.wrap_socket
+
+    def noting(plain: socket.socket, **options: Any) -> Any:
+        named.append(options["server_hostname"])
+        return wrap(plain, **options)
+
+    monkeypatch.setattr(context, "wrap_socket", noting)
+    monkeypatch.setattr(fetching, "_context", lambda: context)
+    resolving(monkeypatch, ["127.0.0.1"])
+    port = place.partition(":")[2]
+    with pytest.raises(InvalidRequestError, match="could not be fetched"):
+        fetch_image(f"https://pictures.example:{port}/whole", LOCAL)
+    assert named == ["pictures.example"]
+
+
+def part(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def test_a_server_fetches_where_it_is_switched_on(place: str) -> None:
+    url = f"http://{place}/whole"
+    off = Settings(names=("model",))
+    fetching_ones = replace(off, fetch_images=True)
+    private = replace(fetching_ones, fetch_private=True)
+    with pytest.raises(ApiError, match="which is not opened"):
+        checked_image(part(url), "here", off)
+    with pytest.raises(ApiError, match=r"here: .* not public"):
+        checked_image(part(url), "here", fetching_ones)
+    assert checked_image(part(url), "here", private) == BODY
+    assert checked_image(part(url.replace("http", "HTTP")), "here", private) == BODY
+    small = replace(private, limits=Limits(image_bytes=len(BODY) - 1))
+    with pytest.raises(ApiError, match="bytes or more") as caught:
+        checked_image(part(url), "here", small)
+    assert caught.value.status == 400
+    with pytest.raises(ApiError, match="http:// or https://"):
+        checked_image(part("ftp://example.org/a.png"), "here", private)
+    with pytest.raises(ApiError, match="reads text only"):
+        checked_image(part(url), "here", replace(private, reads_images=False))
