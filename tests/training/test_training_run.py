@@ -9,11 +9,13 @@ import json
 import os
 import re
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 from mlx_speculation import SpeculativeGenerator
@@ -274,6 +276,39 @@ def test_an_interrupt_says_what_is_kept(target: Path, tmp_path: Path) -> None:
             reports=Reports(say=said.append, data=interrupted),
         )
     assert re.match(r"\d+ dialogues are kept in .*dialogues\.safetensors; ", said[-1])
+
+
+@pytest.mark.slow
+def test_a_training_ends_before_its_time_is_up(target: Path, tmp_path: Path) -> None:
+    """It ran past it by an evaluation, and the last steps were not kept."""
+    began = time.monotonic()
+    options = replace(OPTIONS, steps=9_999, minutes=0.25, evaluations=2)
+    result = train(target, tmp_path / "head", options)
+    assert time.monotonic() - began < 20
+    assert result.ended == "time"
+    taken = result.record["steps"]["taken"]
+    assert taken > 0
+    assert result.record["evaluations"][-1]["step"] == taken
+    assert result.record["best"]["step"] == taken
+
+
+def test_memory_can_be_limited() -> None:
+    shape = memory_estimate.BatchShape(64, 32, 16, 2, 99, 99, 3, 4, blocks=8, layers=2)
+    module = nn.Linear(16, 16)
+    before = mx.set_memory_limit(10**10)
+    try:
+        with memory_estimate.memory_limit(2):
+            assert mx.set_memory_limit(2 * 10**9) == 2 * 10**9
+        assert mx.set_memory_limit(before) == 10**10
+    finally:
+        mx.set_memory_limit(before)
+    estimate = memory_estimate.choose_checkpoint
+    plain, most = estimate(module, module, shape, False, 2)
+    again, least = estimate(module, module, shape, False, (most - 1) / 0.9e9)
+    assert (plain, again) == (False, True)
+    assert least < most
+    with pytest.raises(InvalidRequestError, match=r"needs about .* GB, and 0\.0 GB"):
+        estimate(module, module, shape, False, 1e-6)
 
 
 def test_too_little_memory_is_refused(

@@ -6,7 +6,7 @@ or at Ctrl-C; the last two leave a state from which the same steps follow.
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from mlx_speculation.training.step import TrainingStep
 _GAIN = 0.002  # of the mean length: less is no gain
 _SAVED = 120.0  # seconds between states at most
 _LOOKED = 10  # steps between losses that are read
+_PARTS = ("steps", "evaluation")
 
 Evaluate = Callable[[], dict[str, Acceptance]]
 Ended = str
@@ -61,6 +62,8 @@ class TrainingLoop:
     between: int  # steps between evaluations
     patience: int  # evaluations without gain that end it; 0: never
     deadline: float | None = None  # when to stop, of `time.monotonic`; None: never
+    # How long the last steps and the last evaluation took, in seconds
+    took: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
 
     def run(self) -> Ended:
         """Train; return why it has ended: "steps", "stale", "time" or "interrupt"."""
@@ -70,8 +73,9 @@ class TrainingLoop:
         saved = time.monotonic()
         try:
             while not progress.done:
-                if self.deadline is not None and time.monotonic() >= self.deadline:
-                    self._save()
+                if self._runs_out:
+                    if progress.history[-1]["step"] < progress.step:
+                        self._evaluated()
                     return "time"
                 with DeferredSignals(checkpoints=True):
                     self._steps()
@@ -91,6 +95,13 @@ class TrainingLoop:
     def _last(self) -> bool:
         return self.progress.step >= self.progress.steps
 
+    @property
+    def _runs_out(self) -> bool:
+        """Whether there is no time for more steps and an evaluation of them."""
+        if self.deadline is None:
+            return False
+        return time.monotonic() + sum(self.took.values()) >= self.deadline
+
     def _steps(self) -> None:
         """Take a few steps, up to the next evaluation at most."""
         progress, began = self.progress, time.monotonic()
@@ -108,7 +119,8 @@ class TrainingLoop:
                 mx.eval(losses[-2])
             progress.step += 1
         mx.eval(losses, self.trainee.module.state, self.optimizer.state)
-        progress.seconds += time.monotonic() - began
+        self.took["steps"] = time.monotonic() - began
+        progress.seconds += self.took["steps"]
         loss = float(mx.stack(losses).mean())
         progress.losses.append((progress.step, round(loss, 5)))
         self.watch.step(progress, loss)
@@ -131,8 +143,9 @@ class TrainingLoop:
 
     def _evaluated(self) -> None:
         """Evaluate, keep what is better, and save the state."""
-        progress = self.progress
+        progress, began = self.progress, time.monotonic()
         found = self.evaluate()
+        self.took["evaluation"] = time.monotonic() - began
         lengths = [each.length for each in found.values()]
         length = sum(lengths) / len(lengths)
         progress.history.append(

@@ -6,6 +6,8 @@ compared with the peak that mlx reports.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,8 +65,31 @@ class BatchShape:
         return (self.layers + 1) * layer + self.depths * logits
 
 
+@contextmanager
+def memory_limit(gb: float | None) -> Iterator[None]:
+    """Let mlx use so much memory inside the block, what it keeps for later included.
+
+    Args:
+        gb: 10^9 bytes; None: nothing is changed.
+    """
+    if gb is None:
+        yield
+        return
+    before = mx.set_memory_limit(int(gb * _GB))
+    kept = mx.set_cache_limit(int(gb * _GB / 4))
+    try:
+        yield
+    finally:
+        mx.set_memory_limit(before)
+        mx.set_cache_limit(kept)
+
+
 def choose_checkpoint(
-    model: nn.Module, trained: nn.Module, shape: BatchShape, asked: bool
+    model: nn.Module,
+    trained: nn.Module,
+    shape: BatchShape,
+    asked: bool,
+    limit: float | None = None,
 ) -> tuple[bool, int]:
     """Return whether depths are computed again for gradients, and the bytes needed.
 
@@ -73,12 +98,14 @@ def choose_checkpoint(
         trained: what is trained.
         shape: of a batch.
         asked: whether they are even where the memory would be enough without.
+        limit: what may be used at most, in 10^9 bytes; None: what there is.
 
     Raises:
         InvalidRequestError: the memory is not enough.
     """
     fixed = weight_bytes(model) + 4 * trained_bytes(trained)
-    known = available()
+    found = [available(), None if limit is None else int(limit * _GB)]
+    known = min((each for each in found if each is not None), default=None)
     if known is None:
         return asked, fixed + shape.bytes(asked)
     most = _SHARE * known
@@ -90,7 +117,7 @@ def choose_checkpoint(
             return checkpoint, needed
     raise InvalidRequestError(
         f"The training needs about {needed / _GB:.1f} GB, and {most / _GB:.1f} GB of "
-        "this machine's memory can be used. Take fewer --rows with --accumulate, "
+        "memory can be used here. Take fewer --rows with --accumulate, "
         "shorter --slots, a smaller --draft-vocab, or fewer --depths."
     )
 

@@ -22,6 +22,7 @@ _FREE = (
     "prompts",
     "batch",
     "checkpoint",
+    "memory_gb",
     "skip_speed",
 )
 
@@ -86,8 +87,10 @@ class TrainOptions:
     epochs: float = option(10.0, "Passes over the data, without --steps.", min=0.01)
     minutes: float | None = option(
         None,
-        "Time for everything. Without --steps as many are planned as fit; with them "
-        "the training stops, and the same command resumes it.",
+        "Time for everything but the measured speeds. Without --steps as many are "
+        "planned as fit; with them the training stops, and the same command resumes "
+        "it. Held-out dialogues, one batch to learn from, the first evaluation and ten "
+        "steps are made in any case.",
         panel=LENGTH,
         min=0.0,
     )
@@ -141,6 +144,12 @@ class TrainOptions:
         False,
         "Compute each depth again for its gradients, which saves memory, also where "
         "the memory would be enough without.",
+    )
+    memory_gb: float | None = option(
+        None,
+        "Most memory to use, in GB, where others use the same machine or GPU. Default: "
+        "as mlx does, nearly all.",
+        min=0.0,
     )
     seed: int = option(0, "Seed of data, weights and order.")
     patience: int = option(

@@ -40,7 +40,11 @@ from mlx_speculation.training.kinds.choose_trainee import (
 )
 from mlx_speculation.training.kinds.trainee import Trainee, depths_of
 from mlx_speculation.training.loop import TrainingLoop, Watch
-from mlx_speculation.training.memory_estimate import BatchShape, choose_checkpoint
+from mlx_speculation.training.memory_estimate import (
+    BatchShape,
+    choose_checkpoint,
+    memory_limit,
+)
 from mlx_speculation.training.options import BLOCK_LAYERS, TrainOptions
 from mlx_speculation.training.output.curves import PLOT, draw_curves
 from mlx_speculation.training.output.pair_file import pair_with
@@ -122,13 +126,14 @@ def train(
     check_folder(out)
     prompts = [] if options.prompts is None else read_prompts(options.prompts)
     folder = model_folder(target)
-    model, tokenizer = load(folder, trust_remote_code=trust_remote_code)
     # A record may be published: it names folders without where they lie here.
     name = folder.resolve().name if Path(target).is_dir() else str(target)
-    run = _Run(
-        name, folder, model, tokenizer, out, options, reports or Reports(), began
-    )
-    return run.whole(prompts)
+    with memory_limit(options.memory_gb):
+        model, tokenizer = load(folder, trust_remote_code=trust_remote_code)
+        run = _Run(
+            name, folder, model, tokenizer, out, options, reports or Reports(), began
+        )
+        return run.whole(prompts)
 
 
 def check_folder(out: Path) -> None:
@@ -256,16 +261,10 @@ class _Run:
         file, *more = self.options.data or [own]
         dialogues = Dialogues.open(file, fingerprint, more)
         collector = Collector(self.model, self.tokenizer, self.options, prompts)
-        minutes = self.options.minutes
         share = 1.0 if self.options.data_only else _DATA_SHARE
-        until = None if minutes is None else self.began + 60 * minutes * share
         if progress is None:
             try:
-                collector.fill(
-                    dialogues,
-                    self.reports.data,
-                    lambda: until is not None and time.monotonic() > until,
-                )
+                collector.fill(dialogues, self.reports.data, self._running_out(share))
             except KeyboardInterrupt:
                 self.reports.say(
                     f"{len(dialogues.all)} dialogues are kept in {dialogues.file}; "
@@ -280,6 +279,19 @@ class _Run:
             )
         mx.clear_cache()
         return dialogues
+
+    def _running_out(self, share: float) -> Callable[[], bool]:
+        """Return what says whether another batch as the last one takes too long."""
+        asked = time.monotonic()
+
+        def stop() -> bool:
+            nonlocal asked
+            now = time.monotonic()
+            took, asked = now - asked, now
+            until = self._deadline(share)
+            return until is not None and now + took > until
+
+        return stop
 
     def _number(self, key: str, default: int) -> int:
         """Return a number in the target's config.json."""
@@ -302,7 +314,7 @@ class _Run:
             layers=options.draft_layers or BLOCK_LAYERS,
         )
         checkpoint, needed = choose_checkpoint(
-            self.model, trainee.module, shape, options.checkpoint
+            self.model, trainee.module, shape, options.checkpoint, options.memory_gb
         )
         again = ", each depth computed again" if checkpoint else ""
         self.reports.say(f"about {needed / 1e9:.1f} GB of memory{again}")
@@ -325,9 +337,9 @@ class _Run:
         left = self.began + 60 * options.minutes - time.monotonic()
         return max(10, int(_STEP_SHARE * left / seconds))
 
-    def _deadline(self) -> float | None:
+    def _deadline(self, share: float = 1.0) -> float | None:
         minutes = self.options.minutes
-        return None if minutes is None else self.began + 60 * minutes
+        return None if minutes is None else self.began + 60 * minutes * share
 
     def _finished(
         self,
