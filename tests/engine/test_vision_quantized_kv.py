@@ -116,7 +116,7 @@ def test_a_text_is_that_of_steps_whatever_drafts(name: str, start: int) -> None:
     check(name, start)
 
 
-@pytest.mark.parametrize(("name", "start"), [("qwen3_vl", 9), ("qwen3_5", 0)])
+@pytest.mark.parametrize(("name", "start"), [("qwen3_vl", 9), ("llava", 0)])
 def test_a_text_is_that_of_steps(name: str, start: int) -> None:
     check(name, start)
 

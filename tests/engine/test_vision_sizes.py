@@ -4,9 +4,12 @@ A folder has the model and what the family's processor reads, and mlx-vlm prepar
 prompt by itself. Families whose processor cannot be had take tensors instead.
 """
 
+import atexit
 import io
 import logging
+import shutil
 from functools import cache
+from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 from tempfile import mkdtemp
@@ -21,8 +24,7 @@ from mlx_speculation import (
     Sampling,
     SpeculativeGenerator,
 )
-from mlx_speculation.models.vision import ImagePrompt
-from mlx_speculation.models.vision.load import load_vision
+from mlx_speculation.models.vision import ImagePrompt, VisionTarget
 from support.drafters.scripted_drafter import ScriptedDrafter, TurningDrafter
 from support.models.mlx_vlm_decoding import their_text
 from support.models.tiny_vision import (
@@ -54,6 +56,8 @@ GREEDY, SAMPLED = Sampling(seed=0), Sampling(temperature=0.8, top_p=0.9, seed=11
 # One of each way to treat a size: a list of tensors, tiles, padding to the largest
 QUICK = ("gemma4", "smolvlm", "pixtral")
 Messages = list[dict[str, Any]]
+# Read by mlx-lm, text alone, under another name
+OF_MLX_LM = {"qwen2_5_vl", "lfm2_vl"}
 
 
 def families(*quick: str) -> list[Any]:
@@ -71,11 +75,21 @@ def with_processor(*quick: str) -> list[Any]:
 
 
 @cache
+def folders() -> Path:
+    """Return where folders of models are written, until the end."""
+    made = Path(mkdtemp())
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return made
+
+
+@cache
 def loaded(name: str) -> tuple[Any, Any]:
     """Return a target and its tokenizer: from a folder, where there is a processor."""
     if name not in PROCESSORS:
         return tiny(name), tokenizer()
-    return load_vision(vision_folder(Path(mkdtemp()) / name, name))
+    folder = vision_folder(folders() / name, name)
+    made = SpeculativeGenerator.from_pretrained(folder, vision=True)
+    return made.model, made.tokenizer
 
 
 def pictures(sizes: list[tuple[int, int]], seed: int = 0) -> list[bytes]:
@@ -202,6 +216,27 @@ def test_a_second_turn_brings_an_image_of_another_size(name: str) -> None:
         again = made.generate(second, **options(sampling))
         assert again.tokens == tokens(name, second, sampling)
     assert made.generate(first, **options()).tokens == result.tokens
+
+
+@pytest.mark.parametrize("name", with_processor("smolvlm"))
+def test_what_transformers_writes_of_a_processor_is_read(
+    name: str, tmp_path: Path
+) -> None:
+    """Loaded without `vision=True` where mlx-lm does not know the architecture."""
+    target: Any = loaded(name)[0]
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).symlink_to(folders() / name / file)
+    target.processor._processor.save_pretrained(tmp_path)
+    if not (tmp_path / "tokenizer_config.json").exists():
+        assert name == "internvl_chat"  # mlx-vlm's own writes nothing
+        return
+    known = find_spec(f"mlx_lm.models.{name}") is not None or name in OF_MLX_LM
+    vision = True if known else None
+    again = SpeculativeGenerator.from_pretrained(tmp_path, vision=vision)
+    assert isinstance(again.model, VisionTarget)
+    asking, images = [asked("What is it?", 2)], pictures(SIZES["two"])
+    found = again.generate(asking, images=images, **options())
+    assert found.tokens == tokens(name, prompt_of(name, asking, images))
 
 
 @pytest.mark.parametrize("name", with_processor("qwen3_vl"))

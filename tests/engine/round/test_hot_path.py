@@ -10,14 +10,17 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 
 import mlx_speculation
 from mlx_speculation import SpeculativeGenerator
 from support.identity import prompt_of
+from support.models import tiny_vision
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
+from support.models.tiny_vision import WITHOUT_MLX_VLM
 
 PACKAGE = Path(mlx_speculation.__file__).parent
 FOLDERS = {
@@ -98,11 +101,15 @@ def walk(act: Callable[[], object]) -> Walk:
 
 def walk_of_a_round(length: int) -> Walk:
     """Return what a round of so many drafted tokens does, in the middle of a text."""
-    target, draft = build("llama"), build("llama", seed=1)
+    return walk_of_target(build("llama"), byte_tokenizer(), 256, length)
+
+
+def walk_of_target(target: Any, tokenizer: Any, vocab: int, length: int) -> Walk:
+    """Return what a round of a text on a target does, with a draft model."""
     generator = SpeculativeGenerator(
         target,
-        byte_tokenizer(),
-        draft=draft if length else None,
+        tokenizer,
+        draft=build("llama", seed=1, vocab=vocab) if length else None,
         draft_length=length,
     )
     stream = generator.stream(prompt_of(21), max_tokens=200, stop_tokens=())
@@ -127,6 +134,31 @@ def test_a_round_makes_few_calls_in_few_files(
     assert len(found.files) <= files, found.files
     assert found.calls <= calls
     assert found.depth <= depth
+
+
+@pytest.mark.parametrize("length", [4, 0])
+def test_a_round_of_text_knows_nothing_of_images(length: int) -> None:
+    found = walk_of_a_round(length).files
+    assert not [module for module in found if "vision" in module or "image" in module]
+
+
+@WITHOUT_MLX_VLM
+@pytest.mark.parametrize("length", [4, 0])
+def test_a_text_costs_a_target_that_reads_images_what_it_costs_another(
+    length: int,
+) -> None:
+    """Six calls more for its forward: the position, before an image and behind it."""
+    target, tokenizer = tiny_vision.tiny("qwen3_vl"), tiny_vision.tokenizer()
+    text = walk_of_a_round(length)
+    before = walk_of_target(target, tokenizer, tiny_vision.VOCAB, length)
+    made = SpeculativeGenerator(target, tokenizer)
+    open_request = made.stream(tiny_vision.prompt_with("qwen3_vl", [(4, 6)]))
+    next(open_request)
+    after = walk_of_target(target, tokenizer, tiny_vision.VOCAB, length)
+    assert after.tree == before.tree
+    added = set(before.files) - set(text.files)
+    assert added == {"models/vision/vision_target", "caches/types/leaves"}
+    assert sum(call.split()[0] in added for call in before.tree) <= 6
 
 
 def test_the_round_reads_in_one_sitting() -> None:
