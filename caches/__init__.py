@@ -53,6 +53,12 @@ from mlx_speculation.caches.types.leaves import (
     states,
 )
 from mlx_speculation.caches.types.padded_kv import asks_cudnn, whole_steps, with_room
+from mlx_speculation.caches.types.tree_view import (
+    TreeRows,
+    check_trees,
+    holds_trees,
+    tree_views,
+)
 
 __all__ = [
     "FixedShape",
@@ -66,6 +72,7 @@ __all__ = [
     "SlidingKVCache",
     "Snapshot",
     "Speculation",
+    "TreeRows",
     "array_bytes",
     "arrays_in",
     "as_native",
@@ -75,10 +82,12 @@ __all__ = [
     "check_readable",
     "check_single",
     "check_supported",
+    "check_trees",
     "columns_shown",
     "drop_last",
     "extend_all",
     "has_states",
+    "holds_trees",
     "leaves",
     "load_caches",
     "load_into",
@@ -93,6 +102,7 @@ __all__ = [
     "snapshot",
     "split",
     "states",
+    "tree_views",
     "whole_steps",
     "with_room",
     "with_slack",

@@ -11,6 +11,7 @@ keeps 3, 0 and 5 positions of rows 0, 1 and 2. It knows nothing about tokens or 
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from mlx_speculation.caches.journal import Journal, Keep
@@ -28,6 +29,7 @@ from mlx_speculation.caches.registry import (
 from mlx_speculation.caches.types.fixed_view import FixedShape
 from mlx_speculation.caches.types.leaves import position
 from mlx_speculation.caches.types.padded_kv import steps_of_a_round
+from mlx_speculation.caches.types.tree_view import check_trees, move_rows
 from mlx_speculation.errors import (
     InvalidRequestError,
     SpeculationClosedError,
@@ -169,6 +171,37 @@ class Speculation:
         Legal until the commit.
         """
         return bytes_beside(self._leaves, self._live)
+
+    def move(self, rows: Sequence[int]) -> None:
+        """Let these of the written rows be the first ones, to keep a path of a tree.
+
+        What is kept then is a prefix again. Legal where the model was fed a tree in one
+        forward, and before `prepare`; rolling back undoes it with the rest.
+
+        Args:
+            rows: counted from the first that was written, each larger than the last.
+
+        Raises:
+            InvalidRequestError: the rows are not in order, or not all written.
+            UnsupportedCacheError: a cache is of a kind that holds no trees.
+            SpeculationClosedError: the speculation is closed.
+        """
+        if not self.open:
+            self._refuse("move")
+        check_trees(self._live)
+        wrote = None if self._unopened is None else self._unopened.wrote()
+        each = {leaf.written for leaf in self._leaves} if wrote is None else {wrote}
+        written = max((count or 0 for count in each), default=0)
+        ordered = all(low < high for low, high in pairwise((-1, *rows, written)))
+        live = wrote is not None or all(leaf.live for leaf in self._leaves)
+        if not ordered or not live or len(each) > 1:
+            raise InvalidRequestError(
+                f"move({[*rows]}) was asked of {written} written positions, and rows "
+                "in rising order below that are needed, of a speculation that is not "
+                "isolated. Pass those of one path."
+            )
+        for cache in self._live:
+            move_rows(cache, written, rows)
 
     def prepare(self, keep: Keep) -> None:
         """Do everything of `commit(keep)` that can fail, and change nothing yet.

@@ -1,0 +1,141 @@
+"""Caches as a model sees them while it is fed a tree instead of a chain.
+
+Rows are written in the order in which they are fed, parents before their children; what
+differs is what a row sees, and where it stands:
+
+    offset 7; rows 0 1 2 3, row 3 a second child of row 0     parents  -  0  1  0
+    row 3 sees positions 0 to 6, row 0 and itself             depths   0  1  2  1
+    with a window of 4 it sees positions 5 and 6 of these: it stands at 8, not at 10
+
+The mask is made here; the rows' positions are for who turns queries and keys. A view
+holds nothing: what is written is in the cache, and undone like any rows.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx.utils import tree_map
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
+
+from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
+from mlx_speculation.errors import UnsupportedCacheError
+
+
+class TreeRows(NamedTuple):
+    """Rows of a forward that are a tree, or a level of one.
+
+    Attributes:
+        seen: bool [rows, columns], which of the newest columns a row sees: those of
+            its ancestors and its own. The last columns are of these rows, and before
+            them those that a round has written already.
+        depths: int32 [rows], how far each row stands behind the first one's position.
+        shift: added to the offset that a model reads, where rows of other branches
+            have been written since the first row's position.
+    """
+
+    seen: mx.array
+    depths: mx.array
+    shift: int = 0
+
+
+class TreeView:
+    """One cache, to a model that is fed a tree: another mask, all else as it is."""
+
+    def __init__(self, cache: Any, rows: TreeRows) -> None:
+        self._cache, self._rows = cache, rows
+
+    @property
+    def offset(self) -> int:
+        """The position of the first row that is not written."""
+        return int(self._cache.offset) + self._rows.shift
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def make_mask(
+        self,
+        N: int,  # noqa: N803  models may name it
+        window_size: int | None = None,
+        return_array: bool = False,
+    ) -> mx.array:
+        """Return what the rows see, bool [rows, columns], in a window too."""
+        cache, rows = self._cache, self._rows
+        native = cache.make_mask(N, window_size=window_size, return_array=True)
+        written, window = int(cache.offset) + N, window_size
+        if isinstance(cache, RotatingKVCache | SlidingKVCache):
+            written = min(int(cache.offset), cache.max_size - 1) + N
+            window = min(window_size or cache.max_size, cache.max_size)
+        before = written - rows.seen.shape[1]  # columns of committed rows
+        seen = mx.broadcast_to(mx.array(True), (N, before))
+        own = rows.seen
+        if window is not None:
+            # Row i stands at `before` + depths[i], counted from the first column.
+            reach = rows.depths[:, None] - window
+            seen = mx.arange(before)[None] > before + reach
+            if own.shape[1] == N:
+                own = own & (rows.depths[None] > reach)
+        mask = mx.concatenate([seen, own], axis=1)
+        # More are shown, where keys are in whole steps.
+        shown: int = written if native is None else native.shape[-1]
+        return mx.pad(mask, [(0, 0), (0, shown - written)])
+
+
+def holds_trees(caches: Sequence[Any]) -> bool:
+    """Whether the rows of these caches can be a tree."""
+    return next(_without_trees(caches), None) is None
+
+
+def check_trees(caches: Sequence[Any]) -> None:
+    """Refuse caches whose rows cannot be a tree. Touches nothing.
+
+    Raises:
+        UnsupportedCacheError: one is of another kind.
+    """
+    for cache in _without_trees(caches):
+        raise UnsupportedCacheError(
+            f"A {type(cache).__name__} cannot hold a tree: that takes rows of keys and "
+            "values, in a KVCache, QuantizedKVCache, SlidingKVCache or "
+            "RotatingKVCache with keep=0. Leave draft_tree out for this model."
+        )
+
+
+def _without_trees(caches: Sequence[Any]) -> Iterator[Any]:
+    for cache in caches:
+        rows = isinstance(cache, KVCache | QuantizedKVCache | SlidingKVCache)
+        if not rows and not (isinstance(cache, RotatingKVCache) and cache.keep == 0):
+            yield cache
+
+
+def tree_views(caches: Sequence[Any], rows: TreeRows) -> list[TreeView]:
+    """Return what a model gets for caches that `check_trees` has passed."""
+    return [TreeView(cache, rows) for cache in caches]
+
+
+def move_rows(cache: Any, written: int, rows: Sequence[int]) -> None:
+    """Let the first of the rows that a round wrote be these, in this order.
+
+    Rows of a tree's accepted path then stand one behind the other, and what comes
+    behind them is to be dropped. Rows of before the round stay.
+
+    Args:
+        cache: a live cache, of a kind that `check_trees` passes.
+        written: how many rows the round wrote, in one forward.
+        rows: which of them, from 0, each one larger than the one before.
+    """
+    kept = next((i for i, row in enumerate(rows) if row != i), len(rows))
+    if kept == len(rows):
+        return
+    end = cache.offset
+    if isinstance(cache, SlidingKVCache):
+        end = cache._end
+    elif isinstance(cache, RotatingKVCache):
+        end = cache._idx  # type: ignore[attr-defined]
+    start, index = end - written, mx.array([*rows[kept:]]) + (end - written)
+
+    def moved(buffer: mx.array) -> mx.array:
+        buffer[..., start + kept : start + len(rows), :] = buffer[..., index, :]
+        return buffer
+
+    cache.keys = tree_map(moved, cache.keys)
+    cache.values = tree_map(moved, cache.values)
