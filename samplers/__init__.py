@@ -4,6 +4,7 @@
     results         what a choice and a verification give back
     verifier        what a drafter proposes, and what the target accepts of it
     batch_verifier  the same for the rows of a batch
+    tree_verifier   the same for a draft that branches
     sampling        the options of a request
     chooser         logits to tokens, by these options
     rules           token-wise rejection, block verification
@@ -38,6 +39,11 @@ from mlx_speculation.samplers.sampling import (
     Sampling,
     derived_seed,
 )
+from mlx_speculation.samplers.tree_verifier import (
+    best_children,
+    serves_trees,
+    verify_tree,
+)
 from mlx_speculation.samplers.verifier import Acceptance, Verifier
 
 __all__ = [
@@ -60,10 +66,13 @@ __all__ = [
     "Verifier",
     "VerifyRequest",
     "allowed_tokens",
+    "best_children",
     "derived_seed",
     "make_sampler",
     "peaks",
     "propose_batch",
     "pure",
+    "serves_trees",
     "verify_batch",
+    "verify_tree",
 ]
