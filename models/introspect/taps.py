@@ -79,6 +79,11 @@ class States:
         last = self._forwards[-1]
         self._forwards[-1] = {key: x[:, :positions] for key, x in last.items()}
 
+    def take(self, rows: Sequence[int]) -> None:
+        """Let the only forward have shown these positions, in this order."""
+        (only,), index = self._forwards, mx.array([*rows])
+        self._forwards = [{key: x[:, index] for key, x in only.items()}]
+
     def _joined(self, key: Key) -> mx.array:
         if key not in self._keys:
             raise InvalidRequestError(

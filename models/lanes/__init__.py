@@ -12,6 +12,14 @@ from mlx_speculation.models.lanes.install_hooks import ModelHooks
 from mlx_speculation.models.lanes.lane import Lane, LaneRound, Sliding
 from mlx_speculation.models.lanes.prefill_step import PREFILL_STEP, usual_prefill_step
 from mlx_speculation.models.lanes.restore_points import RestorePoints
+from mlx_speculation.models.lanes.tree_forward import (
+    TreeForward,
+    TreeHooks,
+    check_tree_model,
+    keep_path,
+    tree_forward,
+    tree_rows,
+)
 
 __all__ = [
     "PREFILL_STEP",
@@ -24,7 +32,13 @@ __all__ = [
     "ModelHooks",
     "RestorePoints",
     "Sliding",
+    "TreeForward",
+    "TreeHooks",
     "Unread",
     "check_fixed_shape",
+    "check_tree_model",
+    "keep_path",
+    "tree_forward",
+    "tree_rows",
     "usual_prefill_step",
 ]

@@ -237,6 +237,7 @@ class LaneRound:
 
     Attributes:
         start: how many positions the caches held when it began; None: they do not know.
+        speculation: the transaction.
         replaced: the caches that its commit has quantized, as they were.
     """
 
@@ -253,15 +254,15 @@ class LaneRound:
             self._whole = whole = False
             if lane.quantization is not None:  # none of its rows may see plain keys
                 lane.quantization.replace(lane.caches)
-            self._speculation = Speculation(lane.caches, shape=lane.shape)
+            self.speculation = Speculation(lane.caches, shape=lane.shape)
         else:
-            self._speculation = Speculation(
+            self.speculation = Speculation(
                 lane.caches,
                 whole=whole,
                 rerun=rerun,
                 key_steps=lane.key_steps and not whole,
             )
-        self.start = self._speculation.start
+        self.start = self.speculation.start
         self._committed = 0
         self._prepared: int | None = None
         self._mixers_ran = False
@@ -270,7 +271,7 @@ class LaneRound:
     @property
     def presented(self) -> list[Any]:
         """The caches that the model writes to."""
-        return self._speculation.caches
+        return self.speculation.caches
 
     @property
     def hidden(self) -> States:
@@ -301,7 +302,7 @@ class LaneRound:
             return self._fixed(tokens, lane.shape)
         if lane.compiled is not None and lane.compiled.serves(lane.caches, len(tokens)):
             return lane.compiled.forward(tokens, lane.caches)
-        run, presented = lane.run, self._speculation.caches
+        run, presented = lane.run, self.speculation.caches
         if self._whole and not lane.guesses:  # a plain step, or part of a prompt
             ways: AbstractContextManager[None] = plain_step(len(tokens))
         else:
@@ -322,7 +323,7 @@ class LaneRound:
         assert count <= lane.room, f"{count} tokens, and room for {lane.room}"
         padding = mx.zeros(shape.rows - count, tokens.dtype)
         rows = mx.concatenate([tokens, padding])[None]
-        presented = self._speculation.caches
+        presented = self.speculation.caches
         with fixed_shape_forward(count):
             if self._taps is None:
                 logits: mx.array = lane.model(rows, cache=presented)
@@ -335,11 +336,11 @@ class LaneRound:
 
     def prepare(self, keep: int) -> None:
         """Do what of `commit(keep)` can fail; see `Speculation.prepare`."""
-        if self._whole or self._speculation.only_kv:  # nothing is run again
-            self._speculation.prepare(keep)
+        if self._whole or self.speculation.only_kv:  # nothing is run again
+            self.speculation.prepare(keep)
         else:
             with noting_reruns() as ran:
-                self._speculation.prepare(keep)
+                self.speculation.prepare(keep)
             self._mixers_ran = bool(ran)
             if ran and self._lane.shape is not None:
                 raise UnsupportedModelError(
@@ -353,7 +354,7 @@ class LaneRound:
         """Keep the first `keep` tokens fed; see `Speculation.commit`."""
         if self._prepared != keep and not self._whole:  # else `Speculation` does
             self.prepare(keep)
-        lane, speculation = self._lane, self._speculation
+        lane, speculation = self._lane, self.speculation
         lane.count_bytes(speculation, self._width, self._whole)
         speculation.commit(keep)
         self._committed = keep
@@ -370,7 +371,7 @@ class LaneRound:
         for place, cache in self.replaced:
             self._lane.caches[place] = cache
         self.replaced = []
-        self._speculation.rollback()
+        self.speculation.rollback()
         for again in self._again:  # where the model ran again, this one has written
             again.rollback()
         self._lane.seen -= self._committed
@@ -382,8 +383,8 @@ class LaneRound:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._speculation.open:
-            self._speculation.rollback()
+        if self.speculation.open:
+            self.speculation.rollback()
 
 
 def _feed_again(

@@ -20,7 +20,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.caches import Speculation, states, with_slack
+from mlx_speculation.caches import (
+    Speculation,
+    TreeRows,
+    states,
+    tree_views,
+    with_slack,
+)
 from mlx_speculation.models.checkpoints.draft_head import (
     ChooseNext,
     HeadOnTarget,
@@ -158,6 +164,19 @@ class MtpCache:
             out = self._again(out, token)
             token = choose(out.logits[:, -1])
 
+    def draft_tree(
+        self, hidden: mx.array, stop: int, tokens_of: TokensOf
+    ) -> "TreeRound":
+        """Open a round as `draft` does, of a head that is no chain; see `TreeRound`."""
+        held = self._held
+        self._before = self._after = held
+        speculation = Speculation(self._caches[0], key_steps=True)
+        self._round = [speculation]
+        tokens = tokens_of(0, held.ends[0], hidden.shape[1])
+        out = self.mtp.step(hidden, tokens, speculation.caches, 0)
+        self._after = _Held((max(held.ends[0], stop),), (None,))
+        return TreeRound(self.mtp, speculation, out)
+
     def commit(self) -> None:
         """Keep what of the round is of committed text."""
         for layer, speculation in enumerate(self._round):
@@ -177,6 +196,47 @@ class MtpCache:
         """Run the position of a draft: the head's own state, and the draft."""
         caches = self._round[0].caches
         return self.mtp.step(out.recycled[:, -1:], token[None], caches)
+
+
+class TreeRound:
+    """The nodes of a tree behind the newest position, level by level.
+
+    All nodes of a level stand at one position. They are written one level behind the
+    other, and see the committed positions and their ancestors.
+
+    Args:
+        mtp: the head on its target.
+        speculation: of its caches, which committed positions were written to.
+        out: what the newest position has given.
+
+    Attributes:
+        logits: of the nodes that were run last, [nodes, vocab]; of the root at first.
+    """
+
+    def __init__(
+        self, mtp: HeadOnTarget, speculation: Speculation, out: HeadOutput
+    ) -> None:
+        self._mtp, self._caches = mtp, speculation.caches
+        self._recycled = out.recycled[:, -1:]
+        self.logits = out.logits[:, -1]
+        self._level = self._columns = 0
+
+    def run(self, tokens: mx.array, above: mx.array, seen: mx.array) -> None:
+        """Run the nodes of the next level.
+
+        Args:
+            tokens: uint32 [1, nodes].
+            above: int32 [nodes], which of the nodes that were run before each one
+                follows; of the first level all 0.
+            seen: bool [nodes, columns], which of the columns that hold nodes each one
+                sees, its own among them.
+        """
+        depths = mx.zeros(tokens.shape[1], mx.int32)
+        rows = TreeRows(seen, depths, self._level - self._columns)
+        hidden = self._recycled[:, above]
+        out = self._mtp.rows(hidden, tokens, tree_views(self._caches, rows))
+        self._recycled, self.logits = out.recycled, out.logits[0]
+        self._level, self._columns = self._level + 1, seen.shape[1]
 
 
 def _joined(first: mx.array | None, second: mx.array | None) -> mx.array | None:

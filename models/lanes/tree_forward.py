@@ -1,0 +1,240 @@
+"""Forwards over a tree of tokens: which rows each row sees, and where it stands.
+
+With the root t, which is fed with it, and nodes 0 to 3:
+
+    t ─┬─ 0 ─── 1        rows      t  0  1  2  3
+       └─ 2 ─── 3        parents   -  t  0  t  2      depths  0  1  2  1  2
+
+Row i has the position offset + depths[i] and sees the committed rows, its ancestors and
+itself. The caches' views make the masks (`caches.types.tree_view`). Positions come by
+way of the layers' rotary embeddings: each of these has a hook, which puts the rows on
+the batch axis, where mlx's function takes an offset for each (TensorFold and mlxcel do
+the same). Without the positions a row of a second branch would be turned as if it
+stood behind the first.
+
+What else a model makes of positions cannot be seen. So `check_tree_model` feeds every
+model a tree and its paths, and refuses one whose rows are not the same.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import rope_utils
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_speculation.caches import (
+    Speculation,
+    TreeRows,
+    check_trees,
+    tree_views,
+    with_slack,
+)
+from mlx_speculation.errors import UnsupportedModelError
+from mlx_speculation.models.instance_hooks import Hook, Hooked, derived, plain_class
+from mlx_speculation.models.lanes.lane import LaneRound
+from mlx_speculation.models.round_context import rows_of_a_round
+
+_ROPES = (
+    nn.RoPE,
+    rope_utils.Llama3RoPE,
+    rope_utils.ProportionalRoPE,
+    rope_utils.SuScaledRoPE,
+    rope_utils.YarnRoPE,
+)
+_RANK = 2  # outside of what serves one device
+
+# Layers whose attention has a scale that grows with the position, past some thousand
+# positions: the probe's few show nothing of it.
+_SCALED = frozenset(
+    f"mlx_lm.models.{name}" for name in ("llama4", "ministral3", "mistral4")
+)
+
+# Of the probe: a bushy tree, whose last rows are far behind their depths.
+_PROMPT, _PARENTS = 9, (-1, -1, -1, 0, 1, 1, 4, 4, 6, 2, 9, 10)
+# By how much rows may differ, in standard deviations of their logits: what two ways of
+# feeding one chain differ by, so many times, and this at least.
+_TIMES, _LEAST = 16, 2e-3
+
+_tree: ContextVar[TreeRows | None] = ContextVar("tree", default=None)
+
+
+def tree_rows(parents: mx.array, levels: int, lead: int = 1) -> TreeRows:
+    """Return what the rows of a tree see, and their depths.
+
+    Args:
+        parents: int32 [nodes], the parent of each node, smaller than itself; -1: the
+            last of the tokens before the nodes.
+        levels: no node is deeper, counted from 1.
+        lead: how many tokens are fed before the nodes, from 1: a chain.
+
+    Returns:
+        Of lead + nodes rows, with depths from the first of them.
+    """
+    chain = mx.arange(-1, lead - 1, dtype=mx.int32)
+    above = mx.concatenate([chain, parents.astype(mx.int32) + lead])
+    count = above.shape[0]
+    own = mx.arange(count, dtype=mx.int32)
+    seen = ((own[None] == above[:, None]) | mx.eye(count, dtype=mx.bool_)).astype(
+        mx.float32
+    )
+    reach = 1  # steps towards the root that are followed
+    while reach < levels + lead - 1:
+        seen, reach = mx.minimum(seen @ seen, 1.0), 2 * reach
+    depths = seen.sum(axis=1).astype(mx.int32) - 1
+    return TreeRows(seen > 0, depths)
+
+
+@functools.cache
+def _by_depth(kind: Any) -> type[nn.Module]:
+    """Return a class of rotary embeddings that turns rows of a tree by their depths."""
+
+    def call(self: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        rows = _tree.get()
+        if rows is None:
+            plain: mx.array = kind.__call__(self, x, *args, **kwargs)
+            return plain
+        return _turned(kind.__call__, self, x, rows, *args, **kwargs)
+
+    return derived(kind, {"__call__": call})
+
+
+def _turned(
+    call: Any, rope: nn.Module, x: mx.array, rows: TreeRows, offset: Any = 0
+) -> mx.array:
+    """Turn x [1, heads, rows, dim], each row by its own position."""
+    if x.ndim != 4 or x.shape[0] != 1 or x.shape[2] != rows.depths.shape[0]:
+        raise UnsupportedModelError(
+            f"A rotary embedding got {x.shape} in a forward over a tree of "
+            f"{rows.depths.shape[0]} rows, and [1, heads, rows, dim] is needed. Leave "
+            "draft_tree out for this model."
+        )
+    places = rows.depths + offset
+    turned: mx.array = call(rope, x.transpose(2, 1, 0, 3), offset=places)
+    return turned.transpose(2, 1, 0, 3)
+
+
+def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
+    for _, module in model.named_modules():
+        if issubclass(plain_class(module), _ROPES):
+            yield module, Hook(_RANK, _by_depth)
+
+
+class TreeForward:
+    """A model that is fed a tree where one is set: what a lane runs.
+
+    Args:
+        model: one that `check_tree_model` has passed; it keeps the hooks.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = model
+
+    def __call__(self, ids: mx.array, cache: Sequence[Any]) -> mx.array:
+        """Return logits [1, rows, vocab] of ids [1, rows]."""
+        rows = _tree.get()
+        if rows is not None:
+            cache = tree_views(cache, rows)
+        found: mx.array = self._model(ids, cache=cache)
+        return found
+
+
+class tree_forward:  # noqa: N801 - used like a function
+    """Let the forward that is built inside the block be one over a tree."""
+
+    __slots__ = ("_rows", "_token")
+
+    def __init__(self, rows: TreeRows) -> None:
+        self._rows = rows
+
+    def __enter__(self) -> None:
+        self._token = _tree.set(self._rows)
+
+    def __exit__(self, *error: Any) -> None:
+        _tree.reset(self._token)
+
+
+def keep_path(lane_round: LaneRound, rows: Sequence[int], *, shown: bool) -> None:
+    """Let these of the rows that a round has fed be its first ones; see `move`.
+
+    Args:
+        lane_round: it has fed a tree, in one forward.
+        rows: which of them, from 0; the others are to be dropped.
+        shown: whether the round has hidden states.
+    """
+    lane_round.speculation.move(rows)
+    if shown and [*rows] != [*range(len(rows))]:
+        lane_round.hidden.take(rows)
+
+
+class TreeHooks:
+    """The hooks on the rotary embeddings of one model, for the life of their owner."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._hooked = Hooked(_hooks(model))
+
+    def remove(self) -> None:
+        """Give every module its own class back, unless another owner needs the hook."""
+        self._hooked.remove()
+
+
+def check_tree_model(model: nn.Module, highest: int) -> None:
+    """Refuse a model whose rows of a tree are not those of its paths.
+
+    It is fed 9 tokens and a tree of 12 nodes behind them, and each path of the tree as
+    a chain; what is compared are logits.
+
+    Args:
+        model: the model, with `TreeHooks` on it.
+        highest: the largest token id.
+
+    Raises:
+        UnsupportedCacheError: its caches are of a kind that holds no trees.
+        UnsupportedModelError: the rows differ by more than rounding.
+    """
+    check_trees(with_slack(make_prompt_cache(model)))
+    for each in model.modules():
+        if plain_class(each).__module__ in _SCALED:
+            raise UnsupportedModelError(
+                f"draft_tree was passed, and {plain_class(each).__module__} scales its "
+                "attention by the position, which a tree's rows do not stand at. Leave "
+                "draft_tree out for this model."
+            )
+    ids = [(7 + 31 * i * i + 17 * i) % (highest + 1) for i in range(_PROMPT + 12)]
+    known, nodes = ids[:_PROMPT], ids[_PROMPT:]
+    rows = tree_rows(mx.array(_PARENTS), levels=5)
+
+    def fed(tokens: Sequence[int], tree: TreeRows | None = None) -> mx.array:
+        caches = with_slack(make_prompt_cache(model))
+        model(mx.array([known[:-1]]), cache=caches)
+        with Speculation(caches) as round_, rows_of_a_round(len(tokens)):
+            token = _tree.set(tree)
+            try:
+                views = round_.caches if tree is None else tree_views(caches, tree)
+                logits = model(mx.array([[known[-1], *tokens]]), cache=views)
+                mx.eval(logits)
+            finally:
+                _tree.reset(token)
+        return logits[0].astype(mx.float32)
+
+    found, worst, rounding = fed(nodes, rows), 0.0, 0.0
+    for leaf in sorted({*range(len(nodes))} - {*_PARENTS}):
+        path = [leaf]
+        while _PARENTS[path[0]] >= 0:
+            path.insert(0, _PARENTS[path[0]])
+        chain = fed([nodes[i] for i in path])
+        scale = mx.maximum(mx.std(chain), 1e-6)
+        longer = fed([*(nodes[i] for i in path), *nodes])[: len(chain)]
+        mine = found[mx.array([0, *(i + 1 for i in path)])]
+        worst = max(worst, float((mx.abs(mine - chain).max() / scale).item()))
+        rounding = max(rounding, float((mx.abs(longer - chain).max() / scale).item()))
+    if not worst <= max(_TIMES * rounding, _LEAST):
+        raise UnsupportedModelError(
+            f"draft_tree was passed, and rows of a tree differ from those of its paths "
+            f"in {type(model).__module__}: by {worst:.2g} standard deviations of the "
+            f"logits, where rounding makes {rounding:.2g}. Leave draft_tree out for "
+            "this model."
+        )

@@ -1,0 +1,95 @@
+"""Growing a tree by what a head holds for likely, as EAGLE-2 does (arXiv 2406.16858).
+
+Level by level the head runs the likeliest nodes, and each gets its likeliest children;
+how likely a node is, is the product along its path. Then the likeliest nodes of all
+levels are the tree: a node is never likelier than its parent, so these hang together.
+
+    level 1     a .6   b .3                  the two of the root
+    level 2     ac .5  ad .1   be .2  bf .1  of a and b; ac and be are run
+    level 3     ...                          of ac and be
+    4 nodes     a .6   ac .5   b .3   be .2
+
+Nothing is read back to the host: which nodes these are is known to the device alone.
+The path of first choices comes first, since a path that is accepted from the front
+need not be moved in the caches.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import mlx.core as mx
+
+BEAM = 8  # nodes that are run at each level, at most
+CHILDREN = 4  # of each node behind the first level
+_LESS = 1e-4  # by which a child is less likely than its parent at least
+
+
+class Level(NamedTuple):
+    """The nodes of one level that the head is to run.
+
+    Attributes:
+        tokens: uint32 [1, nodes].
+        above: int32 [nodes], the place of each one's parent among those run before.
+        seen: bool [nodes, columns], which of all nodes that were run, level by level,
+            are its ancestors, and itself.
+    """
+
+    tokens: mx.array
+    above: mx.array
+    seen: mx.array
+
+
+# Returns the likeliest children of the nodes that were run last, uint32 and float32
+# [nodes, count]: ids, and how likely they are (logarithms)
+Children = Callable[[int], tuple[mx.array, mx.array]]
+
+
+def grow(
+    children: Children, run: Callable[[Level], None], nodes: int, levels: int
+) -> tuple[mx.array, mx.array]:
+    """Grow a tree.
+
+    Args:
+        children: asked for the root's, and then for those of each level that was run.
+        run: runs the nodes of a level.
+        nodes: how many the tree has, from 2.
+        levels: how deep it may be, from 1.
+
+    Returns:
+        Tokens, uint32 [nodes], or fewer where so few levels have no more; and of each
+        its parent, which comes before it, int32 [nodes], -1: the root.
+    """
+    beam = min(BEAM, nodes)
+    tokens, values = (each[0] for each in children(nodes if levels == 1 else beam))
+    values = mx.minimum(values, 0.0) - _LESS
+    width = len(tokens)
+    first = mx.arange(width) == 0  # whether nodes are on the path of first choices
+    parents = mx.full(width, -1, mx.int32)
+    every = [(tokens, values, parents, first)]
+    place = mx.arange(width, dtype=mx.int32)  # of the beam, among all candidates
+    above = mx.zeros(width, mx.int32)
+    seen = mx.eye(width, dtype=mx.bool_)
+    count = width
+    for _ in range(1, levels):
+        run(Level(tokens[None], above, seen))
+        ids, likely = children(CHILDREN)
+        likely = values[:, None] + mx.minimum(likely, 0.0) - _LESS
+        here = first[:, None] & (mx.arange(ids.shape[1]) == 0)[None]
+        from_beam = mx.broadcast_to(place[:, None], ids.shape)
+        level = [each.flatten() for each in (ids, likely, from_beam, here)]
+        every.append(tuple(level))  # type: ignore[arg-type]
+        best = mx.argsort(-level[1])[:beam].astype(mx.int32)
+        tokens, values, _, first = (each[best] for each in level)
+        above, place = best // ids.shape[1], best + count
+        seen = mx.concatenate([seen[above], mx.eye(len(best), dtype=mx.bool_)], axis=1)
+        count += ids.size
+    tokens, values, parents, first = map(mx.concatenate, zip(*every, strict=True))
+    # A stable order by level, the path of first choices in front.
+    chosen = mx.sort(mx.argsort(-values)[:nodes].astype(mx.int32))
+    key = mx.where(first[chosen], chosen - count, chosen)
+    chosen = chosen[mx.argsort(key)]
+    new = mx.full(count, -1, mx.int32)
+    new[chosen] = mx.arange(len(chosen), dtype=mx.int32)
+    above = parents[chosen]
+    above = mx.where(above < 0, -1, new[mx.maximum(above, 0)])
+    return tokens[chosen], above
