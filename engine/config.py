@@ -9,7 +9,11 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_speculation.caches import FixedShape, PrefixCache
-from mlx_speculation.engine.argument_checks import checked_choice, checked_exact
+from mlx_speculation.engine.argument_checks import (
+    checked_choice,
+    checked_count,
+    checked_exact,
+)
 from mlx_speculation.engine.distributed import RankedTarget, all_or_none
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
 from mlx_speculation.engine.drafters.reduced_vocabulary import (
@@ -33,9 +37,11 @@ from mlx_speculation.models import (
     ModelHooks,
     Sliding,
     TokenIds,
+    TreeHooks,
     check_causal,
     check_fixed_shape,
     check_resumable,
+    check_tree_model,
     compiled_steps,
     context_length,
     evaluate_held,
@@ -43,6 +49,8 @@ from mlx_speculation.models import (
     wrapped,
 )
 from mlx_speculation.samplers import Acceptance
+
+MOST_NODES = 64  # of a tree
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True, weakref_slot=True)
@@ -67,6 +75,7 @@ class GeneratorConfig:
     # What requests leave for later ones; None: nothing
     prefix_cache: PrefixCache | None
     shape: FixedShape | None  # of every forward of the target; None: not in exact mode
+    tree: int  # the nodes of a draft that is a tree; 0: drafts are chains
 
     @property
     def decides(self) -> bool:
@@ -85,6 +94,7 @@ def checked_setup(
     *,
     draft: Any,
     draft_length: int | None,
+    draft_tree: int | None,
     draft_confidence: float,
     acceptance: Acceptance,
     sliding: Sliding,
@@ -122,6 +132,7 @@ def checked_setup(
         models = [] if source is None else source.models
         _check_compiled(compile_draft, models, draft_vocabulary)
         _check_confidence(draft_confidence, source)
+        tree = _checked_tree(draft_tree, source, shape, ranked)
         lengths = PolicyFactory(
             model,
             source,
@@ -129,6 +140,7 @@ def checked_setup(
             found.length if draft_length is None else draft_length,
             compiled=compile_draft,
             shape=shape,
+            tree=tree,
         )
         for module in (model, *models):  # refuses unknown caches, not in a stream
             Lane(module, sliding=sliding, shape=shape if module is model else None)
@@ -147,6 +159,9 @@ def checked_setup(
         with ExitStack() as hooks:
             for module in (model, *models):
                 hooks.callback(ModelHooks(module).remove)
+            if tree:
+                hooks.callback(TreeHooks(model).remove)
+                check_tree_model(model, target.highest_id)
             setup = GeneratorConfig(
                 model=model,
                 tokenizer=own,
@@ -161,6 +176,7 @@ def checked_setup(
                 sliding=sliding,
                 prefix_cache=prefix_cache,
                 shape=shape,
+                tree=tree,
             )
             # For streams in other threads; the checks have built their forwards by now.
             heads = [each for each in members_of(setup.draft) if each.follows]
@@ -243,6 +259,39 @@ def _check_confidence(confidence: Any, draft: DraftSource | None) -> None:
             f"draft_confidence is {confidence!r}, and no draft model is there to be "
             f"asked for it: the draft is of kind {draft.kind!r}. Leave it out."
         )
+
+
+def _checked_tree(
+    nodes: Any,
+    draft: DraftSource | None,
+    shape: FixedShape | None,
+    ranked: RankedTarget | None,
+) -> int:
+    """Return how many nodes drafts have that are trees; 0: they are chains.
+
+    Raises:
+        InvalidRequestError: it is no number from 2 to 64, or nothing drafts trees.
+    """
+    if nodes is None:
+        return 0
+    if checked_count("draft_tree", nodes, 2, ", or None for chains") > MOST_NODES:
+        raise InvalidRequestError(
+            f"draft_tree is {nodes}, and {MOST_NODES} nodes are the most. Pass 16: "
+            "rows of the target cost more than the last nodes bring."
+        )
+    if draft is None or not draft.trees:
+        kind = "None" if draft is None else f"of kind {draft.kind!r}"
+        raise InvalidRequestError(
+            f"draft_tree is {nodes}, and the draft is {kind}, which drafts chains. "
+            "Pass an EAGLE-3 head without a window, or leave draft_tree out."
+        )
+    for what, is_so in (("exact", shape), ("group", ranked)):
+        if is_so is not None:
+            raise InvalidRequestError(
+                f"draft_tree is {nodes}, and {what} was passed, with which drafts are "
+                "chains. Leave one of them out."
+            )
+    return int(nodes)
 
 
 def _is_intersection(vocabulary: Any) -> bool:

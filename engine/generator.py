@@ -52,6 +52,8 @@ class SpeculativeGenerator:
         draft_length: tokens drafted in a round; 0 is plain decoding. None: as many as
             pay, by what rounds cost here and what is accepted, see `calibrate`. With
             other rules than "keyed" the timing of rounds then changes a seed's text.
+        draft_tree: an EAGLE-3 head drafts a tree of so many tokens, 2 to 64, with
+            `draft_length` levels; 16 pays on a large GPU. None: a chain.
         draft_confidence: a draft model stops before a token where the product of its
             largest probabilities falls below this, and a head with a confidence of
             its own where that of its estimates does; 0: never. See `DraftModel`.
@@ -90,6 +92,7 @@ class SpeculativeGenerator:
         *,
         draft: DraftArgument | None = None,
         draft_length: int | None = None,
+        draft_tree: int | None = None,
         draft_confidence: float = 0.0,
         acceptance: Acceptance = "keyed",
         sliding: Sliding = "slack",
@@ -104,6 +107,7 @@ class SpeculativeGenerator:
             tokenizer,
             draft=draft,
             draft_length=draft_length,
+            draft_tree=draft_tree,
             draft_confidence=draft_confidence,
             acceptance=acceptance,
             sliding=sliding,
@@ -122,6 +126,7 @@ class SpeculativeGenerator:
         *,
         draft: DraftArgument | None = None,
         draft_length: int | None = None,
+        draft_tree: int | None = None,
         draft_confidence: float = 0.0,
         acceptance: Acceptance = "keyed",
         sliding: Sliding = "slack",
@@ -184,6 +189,7 @@ class SpeculativeGenerator:
             tokenizer,
             draft=found,
             draft_length=draft_length,
+            draft_tree=draft_tree,
             draft_confidence=draft_confidence,
             acceptance=acceptance,
             sliding=sliding,
@@ -258,10 +264,7 @@ class SpeculativeGenerator:
         return self._setup.lengths.parts
 
     def calibrate(
-        self,
-        contexts: SequenceOf[int] = (64,),
-        *,
-        progress: Progress | None = None,
+        self, contexts: SequenceOf[int] = (64,), *, progress: Progress | None = None
     ) -> CostTable:
         """Measure what rounds cost here, by draft length, and keep it in a file.
 
@@ -318,11 +321,7 @@ class SpeculativeGenerator:
         return stream.result
 
     def generate_batch(
-        self,
-        prompts: SequenceOf[Prompt],
-        *,
-        max_rows: int = 32,
-        **options: Any,
+        self, prompts: SequenceOf[Prompt], *, max_rows: int = 32, **options: Any
     ) -> list[Result]:
         """Generate the text of each prompt, many of them at once; see `BatchGenerator`.
 

@@ -39,10 +39,11 @@ from mlx_speculation.engine.prefix_reuse import PrefixReuse
 from mlx_speculation.engine.prompt import Prompt, Sequence
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.request import Request
+from mlx_speculation.engine.round.tree_round import nodes_for
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import Lane, stream_resources, wired
+from mlx_speculation.models import Lane, TreeForward, stream_resources, wired
 from mlx_speculation.samplers import Chooser, Constrained, Sampling, Verifier
 from mlx_speculation.samplers.constraints.masks import Masks
 
@@ -102,6 +103,8 @@ class StreamFactory:
         target.quantization = options.kv_quantization
         if images is not None:
             images.enter(sequence, target)
+        elif setup.tree:
+            target.run = TreeForward(setup.model)
         statistics = Statistics()
         drafter = self._drafter(target, options.draft_cache, sequence, statistics)
         chooser = self._chooser(sampling)
@@ -130,6 +133,8 @@ class StreamFactory:
             explain=options.explain,
             statistics=statistics,
         )
+        if setup.tree and images is None:
+            request = replace(request, tree=nodes_for(request, setup.tree))
         running: AbstractContextManager[None] = wired(setup.model)
         if ranked is not None and session is not None:
             session.expect(self._fields(options, sequence, seen, sampling, stops, ends))

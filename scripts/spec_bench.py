@@ -10,6 +10,8 @@ accepted length: tokens of a round with a draft.
     python scripts/spec_bench.py question.jsonl --target path/of/model
     python scripts/spec_bench.py question.jsonl --target path/of/model --questions 2 \
         --draft lookup --draft path/of/head --draft lookup+path/of/head
+    python scripts/spec_bench.py question.jsonl --target path/of/model \
+        --draft path/of/head --draft path/of/head%16 --draft-length 7
 """
 
 from pathlib import Path

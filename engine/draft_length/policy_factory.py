@@ -41,7 +41,8 @@ class PolicyFactory:
     """Makes a policy for each stream.
 
     `usual` is the length of streams that name none, None an adaptive one. A `shape` of
-    exact mode limits drafts, and has costs of its own.
+    exact mode limits drafts, and has costs of its own. With drafts of `tree` nodes a
+    length is a number of levels, which has costs and acceptance of its own too.
 
     Raises:
         InvalidRequestError: the usual length is not a number of tokens.
@@ -56,10 +57,11 @@ class PolicyFactory:
         *,
         compiled: bool = False,
         shape: FixedShape | None = None,
+        tree: int = 0,
     ) -> None:
         self.usual = _checked(usual, "draft_length")
         self._model, self._draft, self._sliding = model, draft, sliding
-        self._compiled, self._shape = compiled, shape
+        self._compiled, self._shape, self._tree = compiled, shape, tree
         self.longest = LONGEST if shape is None else min(LONGEST, shape.rows - 1)
         self._each = members_of(draft)
         self._batches: dict[int, Known] = {}
@@ -199,6 +201,7 @@ class PolicyFactory:
             "sliding": self._sliding,
             "compiled": self._compiled,
             "exact": self._shape and self._shape.rows,
+            **({"tree": self._tree} if self._tree else {}),
             **more,
         }
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
-from mlx_speculation.samplers import Proposal, Rows, Verifier, peaks
+from mlx_speculation.samplers import Proposal, Rows, Verifier, best_children, peaks
 from mlx_speculation.samplers.constraints.masks import Masks
 
 
@@ -30,6 +30,20 @@ class Choose(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Branches:
+    """How the tokens of a draft hang together that is a tree.
+
+    Attributes:
+        parents: integers [k], of each token the one that it follows, which comes before
+            it; -1: it follows the known tokens.
+        levels: no token that is deeper is accepted; from 1.
+    """
+
+    parents: mx.array
+    levels: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Draft:
     """Proposed tokens, not read back to the host.
 
@@ -39,12 +53,15 @@ class Draft:
             token; None where it returned none, or was not asked.
         source: the kind of drafter, which the statistics count by.
         reads: how often the host waited for the device while drafting.
+        branches: where it is a tree, which may be proposed if `choose.tree` is not 0.
+            Those that come first should be the likeliest path. None: a chain.
     """
 
     tokens: mx.array
     probs: mx.array | None = None
     source: str = "drafter"
     reads: int = 0
+    branches: Branches | None = None
 
     @classmethod
     def of(
@@ -182,14 +199,19 @@ class CheckedChoose:
     Args:
         verifier: chooses for the request.
         masks: what its constraint allows, if it has one.
+        tree: how many tokens a draft may have that is a tree; 0: it has to be a chain.
 
     Attributes:
+        tree: as passed.
         raised: what the request's own processors or constraint have raised in here.
     """
 
-    def __init__(self, verifier: Verifier, masks: Masks | None = None) -> None:
+    def __init__(
+        self, verifier: Verifier, masks: Masks | None = None, tree: int = 0
+    ) -> None:
         self._verifier = verifier
         self._masks = masks
+        self.tree = tree
         self._drew = False
         self._seen: list[mx.array] = []  # logits, judged together at the end
         self.raised: BaseException | None = None
@@ -217,9 +239,19 @@ class CheckedChoose:
         self._drew = self._drew or chosen.probs is not None
         return chosen
 
+    def children(
+        self, logits: mx.array, rows: Rows, count: int, ids: mx.array | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """Return the likeliest next tokens of nodes of one level; see `best_children`.
+
+        Legal where `tree` is not 0.
+        """
+        self._seen.append(logits)
+        return best_children(self._verifier, logits, rows, count, ids)
+
     def fresh(self) -> "CheckedChoose":
         """Return one for another drafter's draft."""
-        return CheckedChoose(self._verifier, self._masks)
+        return CheckedChoose(self._verifier, self._masks, self.tree)
 
     def checked(self, draft: Draft, limit: int) -> CheckedDraft:
         """Return the draft with ids that the target has a row for.
@@ -236,10 +268,14 @@ class CheckedChoose:
                 f"The drafter's propose() returned {_said(draft)}, and a Draft of "
                 "whole numbers [k] is needed. Return Draft(mx.array([...]))."
             )
-        if draft.length > limit:
+        length, most, branches = draft.length, limit, draft.branches
+        if branches is not None:
+            draft = replace(draft, branches=_within_tree(branches, length, limit))
+            most = self.tree
+        if length > most:
             raise InvalidRequestError(
-                f"The drafter proposed {draft.length} tokens, and at most {limit} were "
-                "asked for. Fix its propose()."
+                f"The drafter proposed {length} tokens, and at most {most} were asked "
+                "for. Fix its propose()."
             )
         chooser, proposed = self._verifier.chooser, draft.tokens
         if not draft.length:
@@ -274,6 +310,19 @@ class DraftChain:
         token = self.chosen[-1].tokens
         mx.async_eval(token)
         return token
+
+
+def _within_tree(branches: Branches, count: int, limit: int) -> Branches:
+    """Return branches whose parents come before their children."""
+    parents, levels = branches.parents, branches.levels
+    if not _holds_ids(parents) or len(parents) != count or not 1 <= levels <= limit:
+        raise InvalidRequestError(
+            f"The drafter proposed a tree of {count} tokens with {_said(parents)} as "
+            f"their parents and {levels} levels, and one parent for each token and 1 "
+            f"to {limit} levels are needed. Fix its propose()."
+        )
+    before = mx.arange(count, dtype=mx.int32) - 1
+    return Branches(mx.clip(parents.astype(mx.int32), -1, before), levels)
 
 
 def _within(tokens: mx.array, limit: int) -> mx.array:

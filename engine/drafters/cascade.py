@@ -81,6 +81,11 @@ class Cascade(DraftSource):
         return any(member.confident for member in self.members())
 
     @property
+    def trees(self) -> bool:
+        """Whether one of its members drafts trees; the others draft chains."""
+        return any(member.trees for member in self.members())
+
+    @property
     def models(self) -> list[nn.Module]:
         """The draft models of its members."""
         return [model for member in self.members() for model in member.models]

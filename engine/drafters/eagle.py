@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
+from mlx_lm.models.cache import KVCache
 
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.drafters.source import HeadSource
@@ -119,7 +120,14 @@ class EagleDraft(HeadSource):
             depth=self.eagle.head.depth,
             source=self.kind,
             ids=self.eagle.head.ids,
+            trees=self.trees,
         )
+
+    @property
+    def trees(self) -> bool:
+        """Whether it drafts trees: it does, unless it has a window of its own."""
+        caches = self.head.new_caches()[0]
+        return all(type(cache) is KVCache for cache in caches)
 
     def _new_cache(self) -> Callable[[int], HeadCache]:
         return partial(MtpCache, self.eagle)
@@ -144,6 +152,11 @@ class PEagleDraft(EagleDraft):
         cls, folder: str | Path, model: nn.Module, layer_ids: LayerIds | None
     ) -> tuple[EagleHead, tuple[int, ...]]:
         return load_peagle_head(folder, model, layer_ids=layer_ids)
+
+    @property
+    def trees(self) -> bool:
+        """Whether it drafts trees: what it says of a draft follows from none before."""
+        return False
 
     def _new_cache(self) -> Callable[[int], HeadCache]:
         return partial(ParallelCache, self.eagle)

@@ -22,7 +22,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.engine.drafters.base import Choose, Draft, DraftChain
+from mlx_speculation.engine.drafters.base import (
+    Branches,
+    CheckedChoose,
+    Choose,
+    Draft,
+    DraftChain,
+)
 from mlx_speculation.engine.drafters.source import (
     DraftOptions,
     HeadSource,
@@ -45,6 +51,7 @@ from mlx_speculation.models.mtp import (
     is_split_head,
     load_mtp_head,
 )
+from mlx_speculation.models.mtp.tree_growth import Level, grow
 from mlx_speculation.samplers import Proposal
 
 # More positions are fed by themselves, and not in a batch with a first draft.
@@ -178,7 +185,9 @@ class MtpDrafter:
         # they are accepted, up to it, is below this; 0: never. Costs a wait for the
         # device in each draft
         confidence: float = 0.0,
+        trees: bool = False,  # whether it can draft trees, see `EagleDraft`
     ) -> None:
+        self._trees = trees
         self._new_cache, self._tokens = new_cache, sequence.tokens
         self.depth, self.source, self.ids = depth, source, ids
         self._confidence = confidence
@@ -236,6 +245,9 @@ class MtpDrafter:
         newest = len(self._tokens) - 1
         if not self.committed.start < newest <= self.committed.stop:
             return Draft(mx.array([], mx.uint32), source=self.source)
+        if getattr(choose, "tree", 0) and self._trees:
+            assert isinstance(choose, CheckedChoose)
+            return self._tree(sequence, limit, choose, newest)
         chain = DraftChain(choose, sequence)
 
         def tokens_of(layer: int, first: int, count: int) -> mx.array:
@@ -254,6 +266,31 @@ class MtpDrafter:
         if sure is None or not self._confidence:
             return Draft.of(chain.chosen, source=self.source)
         return self._ended(chain.chosen, sure)
+
+    def _tree(
+        self, sequence: Sequence, limit: int, choose: CheckedChoose, newest: int
+    ) -> Draft:
+        """Draft a tree of at most `limit` levels."""
+        assert isinstance(self._cache, MtpCache)
+        round_ = self._cache.draft_tree(
+            self.committed.between(self._cache.end, newest),
+            newest,
+            partial(self._pairs, chosen=()),
+        )
+        ahead: list[mx.array] = []  # stands for the tokens of the levels above
+
+        def children(count: int) -> tuple[mx.array, mx.array]:
+            before = mx.concatenate(ahead) if ahead else None
+            ahead.append(mx.zeros(1, mx.uint32))
+            rows = sequence.rows(before)
+            return choose.children(round_.logits, rows, count, self.ids)
+
+        def run(level: Level) -> None:
+            round_.run(*level)
+
+        levels = limit if self.depth is None else min(limit, self.depth)
+        tokens, parents = grow(children, run, choose.tree, levels)
+        return Draft(tokens, source=self.source, branches=Branches(parents, levels))
 
     def _ended(self, chosen: SequenceOf[Proposal], sure: mx.array) -> Draft:
         """Return the draft up to where it is unsure, which may be all of it.

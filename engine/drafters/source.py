@@ -84,6 +84,11 @@ class DraftSource(Protocol):
         return bool(self.models)
 
     @property
+    def trees(self) -> bool:
+        """Whether its drafters can propose trees; an EAGLE-3 head's do."""
+        return False
+
+    @property
     def models(self) -> SequenceOf[nn.Module]:
         """The draft models, which have caches of their own."""
         return ()

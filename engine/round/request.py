@@ -59,6 +59,9 @@ class Request:
     # for plain decoding
     drafter: Drafter | None
     policy: DraftLengthPolicy  # decides how many tokens to propose in a round
+    tree: int = (
+        0  # how many nodes a draft may have that is a tree; 0: drafts are chains
+    )
     # Decides in the place of the verifier; None: that does
     decisions: Decisions | None = None
     masks: Masks | None = None  # what its constraint allows, if it has one

@@ -24,6 +24,7 @@ from mlx_speculation.engine.drafters.base import NOTHING, CheckedChoose, Draft, 
 from mlx_speculation.engine.round.outcome import Cut, Pending, RoundOutcome, outcome_of
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.round.sequential import run_in_turn
+from mlx_speculation.engine.round.tree_round import submit_tree
 from mlx_speculation.engine.round.verify import submit_step, submit_verify
 from mlx_speculation.errors import NonFiniteLogitsError
 from mlx_speculation.models import LaneRound
@@ -127,14 +128,14 @@ class Rounds:
             length: how many tokens to draft at most, from 1.
             cut: gets the emitted tokens before anything is committed.
         """
-        # 2. The drafter proposes up to k tokens, which its fault guard has checked and
-        #    submitted; nothing is read back to the host. The token of a step in flight
-        #    is not known yet: the first one stands for it.
+        # 2. The drafter proposes up to k tokens, checked and submitted by its guard and
+        #    not read. Behind a step in flight the first one stands for its token.
         request, ahead = self.request, 0 if self.in_flight is None else 1
         drafter = request.drafter
         assert drafter is not None
         request.clock.note("host")
-        choices = CheckedChoose(request.verifier, request.masks)
+        nodes = 0 if ahead else request.tree
+        choices = CheckedChoose(request.verifier, request.masks, nodes)
         self._drafting = True
         draft = drafter.propose(request.sequence, ahead + length, choices)
         request.clock.note("draft")
@@ -159,7 +160,8 @@ class Rounds:
         request, step = self.request, self.in_flight
         # 3. A journal of each of the target's caches lets a prefix of it stay.
         with request.target.begin() as lane_round:
-            pending = submit_verify(request, lane_round, draft, step)  # 4. and 5.
+            submit = submit_verify if draft.branches is None else submit_tree
+            pending = submit(request, lane_round, draft, step)  # 4. and 5.
             # 6. One evaluation brings back the tokens and the count.
             pending.wait(request.clock)
             found = outcome_of(pending.verified)

@@ -8,6 +8,7 @@ eagle, ...      the bundled heads, each for the target it was trained on
 a folder        as in `draft=`
 one+other       a cascade; a lookup in it wants long matches
 one@4           its weights in 4 bits
+one%16          it drafts trees of 16 tokens, with as many levels as a chain has tokens
 one~1024        it drafts from the 1,024 token ids that come most often here
 """
 
@@ -110,7 +111,9 @@ class Bench:
             draft = None
         options |= {} if self.group is None else {"group": self.group}
         options |= {"compile_draft": True} if draft == "compiled" else {}
-        name, _, size = (draft or "").partition("~")
+        name, _, nodes = (draft or "").partition("%")
+        options |= {"draft_tree": int(nodes)} if nodes else {}
+        name, _, size = name.partition("~")
         if size:
             options["draft_vocabulary"] = self._common_ids(int(size))
         made = self._draft(name) if name else None

@@ -61,6 +61,7 @@ def open_pair(
             pair.model,
             draft=pair.draft,
             draft_length=pair.draft_length,
+            draft_tree=pair.draft_tree,
             draft_confidence=pair.draft_confidence,
             quantize_draft=pair.quantize_draft,
             draft_vocabulary=pair.draft_vocabulary,
@@ -94,6 +95,7 @@ def beside(
             trust_remote_code=pair.trust_remote_code,
         ),
         draft_length=pair.draft_length,
+        draft_tree=None if pair.draft == "lookup" else pair.draft_tree,
         draft_vocabulary=None if pair.draft == "lookup" else pair.draft_vocabulary,
     )
 

@@ -74,6 +74,11 @@ class TargetOptions:
 
     model: Model
     draft_length: DraftLength = None
+    draft_tree: int | None = option(
+        None,
+        "Let an EAGLE-3 head draft a tree of so many tokens, 2 to 64.",
+        panel=DRAFT,
+    )
     draft_confidence: float = option(
         0.0,
         "End a draft when the product of its probabilities falls below this; 0: off.",

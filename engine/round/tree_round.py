@@ -1,0 +1,102 @@
+"""The target's forward over a draft that is a tree, and the path that is taken.
+
+    fed       t   a  ac  b  be          rows 0 to 4
+    choices   b   .  .   e  x           b, then e, then x: accepted 2
+    path      0   3  4                  these rows become the first three
+    emitted   b  e  x                   the lane keeps t b e, as after a chain
+
+Which rows the path has is read with the tokens; all else is as in `verify`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.caches import holds_trees
+from mlx_speculation.engine.drafters.base import Draft
+from mlx_speculation.engine.round.outcome import Pending
+from mlx_speculation.engine.round.request import Request
+from mlx_speculation.engine.round.verify import unseen
+from mlx_speculation.engine.timing import RoundClock
+from mlx_speculation.models import LaneRound, keep_path, tree_forward, tree_rows
+from mlx_speculation.samplers import Rows, serves_trees, verify_tree
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTree(Pending):
+    """A forward over a tree that was submitted and is not read."""
+
+    path: mx.array  # int32 [levels], the accepted nodes, then anything
+    shown: bool  # whether its round has hidden states
+
+    def wait(self, clock: RoundClock) -> None:
+        """Wait, and let the rows of the path be the first ones."""
+        Pending.wait(self, clock)
+        nodes: Any = self.path.tolist()  # came with the tokens
+        accepted: Any = self.verified.accepted
+        path = [self.fed + node for node in nodes[: accepted.item()]]
+        keep_path(self.lane_round, [*range(self.fed), *path], shown=self.shown)
+
+
+def nodes_for(request: Request, nodes: int) -> int:
+    """Return of how many nodes the trees of a request are; 0: it has chains.
+
+    Chains are drafted under a constraint, where tokens are decided by processors or by
+    a sampler of the user's, under XTC, under the rules of rejection and block
+    verification, on several ranks, where the caches are to be quantized, and in passed
+    ones that cannot hold trees.
+    """
+    target = request.target
+    alone = request.masks is None and request.decisions is None
+    plain = target.quantization is None and target.shape is None
+    held = alone and plain and holds_trees(target.caches)
+    return nodes if held and serves_trees(request.verifier) else 0
+
+
+def submit_tree(
+    request: Request, lane_round: LaneRound, draft: Draft, step: Pending | None = None
+) -> Pending:
+    """Submit a forward over a tree, and over what the target has not seen.
+
+    Args:
+        request: whose rows they are.
+        lane_round: the transaction.
+        draft: the nodes.
+        step: none: behind a step in flight drafts are chains.
+    """
+    assert step is None
+    clock, exact, branches = request.clock, request.explain, draft.branches
+    assert branches is not None
+    fed, levels, parents = unseen(request), branches.levels, branches.parents
+    lead = len(fed)
+    rows = tree_rows(parents, levels, lead)
+    with tree_forward(rows):
+        both = mx.concatenate([fed, draft.tokens])
+        logits = lane_round.forward(both)[lead - 1 :]
+    if not exact:
+        clock.submit("verify", logits)  # runs while its choices' graph is built
+    clock.wait("draft", draft.tokens)
+    if exact:
+        clock.submit("verify", logits)
+    known = request.sequence
+    chain = mx.zeros(levels, mx.uint32)  # where tokens stand counts, not which
+    found = verify_tree(
+        request.verifier,
+        logits,
+        Rows(known.tokens, chain, levels + 1, known.start),
+        draft.tokens,
+        parents,
+        rows.seen[lead - 1 :, lead - 1 :],
+        levels,
+        top=request.top,
+    )
+    if exact:
+        clock.wait("verify", logits)
+    arrays = [*found.verified.arrays, found.path]
+    clock.submit("sampler" if exact else "verify", *arrays)
+    lane = request.target
+    shown = lane.taps is not None or lane.follower is not None
+    return PendingTree(
+        lane_round, lead, logits, found.verified, path=found.path, shown=shown
+    )
