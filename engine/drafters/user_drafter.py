@@ -19,6 +19,11 @@ class UserDrafter(DraftSource):
         self.inner = inner
 
     @property
+    def trees(self) -> bool:
+        """Whether it proposes trees where it may: it says so in an attribute."""
+        return bool(getattr(self.inner, "trees", False))
+
+    @property
     def own_weights(self) -> nn.Module | None:
         """The module that it names as its own, if any."""
         found = getattr(self.inner, "own_weights", None)

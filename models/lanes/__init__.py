@@ -7,12 +7,7 @@ or rolled back as a whole. How tokens are drafted or accepted is not known here.
 from mlx_speculation.models.lanes.batch_lane import BatchLane, BatchRound
 from mlx_speculation.models.lanes.batch_states import BatchStates, Unread
 from mlx_speculation.models.lanes.committed_states import CommittedStates
-from mlx_speculation.models.lanes.fixed_shape import check_fixed_shape
-from mlx_speculation.models.lanes.install_hooks import ModelHooks
-from mlx_speculation.models.lanes.lane import Lane, LaneRound, Sliding
-from mlx_speculation.models.lanes.prefill_step import PREFILL_STEP, usual_prefill_step
-from mlx_speculation.models.lanes.restore_points import RestorePoints
-from mlx_speculation.models.lanes.tree_forward import (
+from mlx_speculation.models.lanes.draft_tree import (
     TreeForward,
     TreeHooks,
     check_tree_model,
@@ -20,6 +15,11 @@ from mlx_speculation.models.lanes.tree_forward import (
     tree_forward,
     tree_rows,
 )
+from mlx_speculation.models.lanes.fixed_shape import check_fixed_shape
+from mlx_speculation.models.lanes.install_hooks import ModelHooks
+from mlx_speculation.models.lanes.lane import Lane, LaneRound, Sliding
+from mlx_speculation.models.lanes.prefill_step import PREFILL_STEP, usual_prefill_step
+from mlx_speculation.models.lanes.restore_points import RestorePoints
 
 __all__ = [
     "PREFILL_STEP",

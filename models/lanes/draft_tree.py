@@ -56,8 +56,9 @@ _SCALED = frozenset(
 # Of the probe: a bushy tree, whose last rows are far behind their depths.
 _PROMPT, _PARENTS = 9, (-1, -1, -1, 0, 1, 1, 4, 4, 6, 2, 9, 10)
 # By how much rows may differ, in standard deviations of their logits: what two ways of
-# feeding one chain differ by, so many times, and this at least.
-_TIMES, _LEAST = 16, 2e-3
+# feeding one chain differ by, so many times; this at least, in half precision and in
+# float32; and this at most. A row at a wrong place differs by 3.
+_TIMES, _LEAST_HALF, _LEAST, _MOST = 16, 0.1, 2e-3, 0.5
 
 _tree: ContextVar[TreeRows | None] = ContextVar("tree", default=None)
 
@@ -207,17 +208,21 @@ def check_tree_model(model: nn.Module, highest: int) -> None:
     known, nodes = ids[:_PROMPT], ids[_PROMPT:]
     rows = tree_rows(mx.array(_PARENTS), levels=5)
 
+    half = False
+
     def fed(tokens: Sequence[int], tree: TreeRows | None = None) -> mx.array:
+        nonlocal half
         caches = with_slack(make_prompt_cache(model))
         model(mx.array([known[:-1]]), cache=caches)
-        with Speculation(caches) as round_, rows_of_a_round(len(tokens)):
+        with Speculation(caches) as opened, rows_of_a_round(len(tokens)):
             token = _tree.set(tree)
             try:
-                views = round_.caches if tree is None else tree_views(caches, tree)
+                views = opened.caches if tree is None else tree_views(caches, tree)
                 logits = model(mx.array([[known[-1], *tokens]]), cache=views)
                 mx.eval(logits)
             finally:
                 _tree.reset(token)
+        half = logits.dtype != mx.float32
         return logits[0].astype(mx.float32)
 
     found, worst, rounding = fed(nodes, rows), 0.0, 0.0
@@ -226,15 +231,24 @@ def check_tree_model(model: nn.Module, highest: int) -> None:
         while _PARENTS[path[0]] >= 0:
             path.insert(0, _PARENTS[path[0]])
         chain = fed([nodes[i] for i in path])
-        scale = mx.maximum(mx.std(chain), 1e-6)
         longer = fed([*(nodes[i] for i in path), *nodes])[: len(chain)]
-        mine = found[mx.array([0, *(i + 1 for i in path)])]
-        worst = max(worst, float((mx.abs(mine - chain).max() / scale).item()))
-        rounding = max(rounding, float((mx.abs(longer - chain).max() / scale).item()))
-    if not worst <= max(_TIMES * rounding, _LEAST):
+        own = found[mx.array([0, *(i + 1 for i in path)])]
+        worst = max(worst, _difference(own, chain))
+        rounding = max(rounding, _difference(longer, chain))
+    least = _LEAST_HALF if half else _LEAST
+    if worst > min(max(_TIMES * rounding, least), _MOST):
         raise UnsupportedModelError(
             f"draft_tree was passed, and rows of a tree differ from those of its paths "
             f"in {type(model).__module__}: by {worst:.2g} standard deviations of the "
             f"logits, where rounding makes {rounding:.2g}. Leave draft_tree out for "
             "this model."
         )
+
+
+def _difference(rows: mx.array, others: mx.array) -> float:
+    """Return the largest difference of logits in their standard deviations."""
+    finite = mx.isfinite(rows) & mx.isfinite(others)
+    apart = mx.where(finite, mx.abs(rows - others), mx.where(rows == others, 0, mx.inf))
+    scale = mx.std(mx.where(mx.isfinite(others), others, 0))
+    found: Any = (apart.max() / mx.maximum(scale, 1e-6)).item()
+    return float(found)
