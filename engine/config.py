@@ -160,7 +160,10 @@ def checked_setup(
             for module in (model, *models):
                 hooks.callback(ModelHooks(module).remove)
             if tree:
-                hooks.callback(TreeHooks(model).remove)
+                drafting = (m.own_weights for m in members_of(source) if m.trees)
+                for each in (model, *drafting):
+                    if each is not None:
+                        hooks.callback(TreeHooks(each).remove)
                 check_tree_model(model, target.highest_id)
             setup = GeneratorConfig(
                 model=model,

@@ -33,6 +33,7 @@ from mlx_speculation.models.checkpoints.draft_head import (
     HeadOutput,
     TokensOf,
 )
+from mlx_speculation.models.lanes import tree_forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +235,8 @@ class TreeRound:
         depths = mx.zeros(tokens.shape[1], mx.int32)
         rows = TreeRows(seen, depths, self._level - self._columns)
         hidden = self._recycled[:, above]
-        out = self._mtp.rows(hidden, tokens, tree_views(self._caches, rows))
+        with tree_forward(rows):
+            out = self._mtp.rows(hidden, tokens, tree_views(self._caches, rows))
         self._recycled, self.logits = out.recycled, out.logits[0]
         self._level, self._columns = self._level + 1, seen.shape[1]
 

@@ -76,7 +76,7 @@ class TargetOptions:
     draft_length: DraftLength = None
     draft_tree: int | None = option(
         None,
-        "Let an EAGLE-3 head draft a tree of so many tokens, 2 to 64.",
+        "Let an EAGLE-3 head draft trees of so many tokens, 2 to 64.",
         panel=DRAFT,
     )
     draft_confidence: float = option(

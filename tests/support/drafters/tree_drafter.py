@@ -50,14 +50,14 @@ class TreeDrafter:
         """Do nothing."""
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
-        """Propose a tree of at most `limit` levels, or a chain of one wrong token."""
+        """Propose a tree of at most `limit` levels, or the text as a chain."""
         start, draw = len(sequence.tokens), self._random
         known = [*self._text[start : start + limit], *[0] * limit]
         nodes = getattr(choose, "tree", 0)
         if not nodes:
             self.chains += 1
-            self._deepest = 1
-            return Draft(mx.array(known[:1], mx.uint32))
+            self._deepest = limit
+            return Draft(mx.array(known[:limit], mx.uint32))
         self.proposed += 1
         nodes = draw.randint(2, nodes)
         parents = random_parents(draw, nodes)
