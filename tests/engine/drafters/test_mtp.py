@@ -126,7 +126,7 @@ def test_an_oracle_is_always_right(name: str, length: int, temperature: float) -
     assert result.tokens == text[PROMPT : PROMPT + TOKENS]
     assert result.stats.acceptance_rate == 1.0
     depth = min(length, knowing.head.depth or length)
-    assert result.stats.mean_accepted_length > depth + 0.7
+    assert result.stats.rounds == -(-TOKENS // (depth + 1))
     assert knowing.head.chained or (knowing.own > 0) == (depth > 1)
 
 
@@ -147,7 +147,9 @@ def test_after_a_wrong_draft_an_oracle_is_right_again(name: str, every: int) -> 
         held = held_tokens(caches)
         assert held == text[1 + layer : 1 + layer + len(held)]
         assert len(held) == drafter._cache._held.ends[layer]
-    assert drafter.history.stop >= PROMPT + TOKENS - 6
+    # It is refreshed when it drafts: what it may lack is the last draft's round, and
+    # a plain step where one token is left.
+    assert drafter.history.stop >= PROMPT + TOKENS - (4 + 1) - 2
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "step3p5"])
