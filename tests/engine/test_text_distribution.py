@@ -48,6 +48,7 @@ from support.models.tiny_tokenizer import letter_tokenizer
 VOCAB, EMITTED = 4, 3
 NORMAL = 3.719  # what a normal variable exceeds with odds of 1e-4
 CONTROL = 200  # generations: the faults are large
+CONTROL_OF = {"block": CONTROL, "rejection": 800}  # the latter notices it less
 PROMPT = [0, 2, 1, 3, 3]
 TEXTS = list(product(range(VOCAB), repeat=EMITTED))
 
@@ -242,7 +243,7 @@ def _wrong_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_biased_rule_is_found(acceptance: Acceptance) -> None:
     options = CASES[PLAIN]
-    counts = count_texts(generator_of(acceptance), options, CONTROL)
+    counts = count_texts(generator_of(acceptance), options, CONTROL_OF[acceptance])
     assert excess(counts, joint_distribution(Options(**options))) > 1
 
 
