@@ -285,7 +285,7 @@ class SpeculativeGenerator:
         """
         start = self._streams.start_calibration()
         if not self._setup.decides:
-            follow(start, contexts)
+            follow(start, contexts, self._setup.lengths.longest)
             return {}
         return self._setup.lengths.calibrate(start, contexts, progress)
 

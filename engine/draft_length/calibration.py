@@ -11,7 +11,6 @@ from mlx_speculation.engine.draft_length.adaptive import few_lengths
 from mlx_speculation.engine.draft_length.base import (
     DraftLengthPolicy,
     Feedback,
-    FixedDraftLength,
     Plan,
 )
 from mlx_speculation.engine.draft_length.costs import SAMPLES, RoundCosts, bucket_of
@@ -118,8 +117,10 @@ def measure(start: Start, context: int, longest: int, report: Progress) -> Calib
     return policy
 
 
-def follow(start: Start, contexts: Iterable[int]) -> None:
+def follow(start: Start, contexts: Iterable[int], longest: int) -> None:
     """Run the rounds of a calibration on a rank that does not decide their lengths."""
     for context in sorted(contexts):
-        for _ in start(calibration_prompt(context), FixedDraftLength(0)):
+        # Of rank 0's kind, or the options of the ranks would differ; it is not asked.
+        policy = Calibration(context, longest)
+        for _ in start(calibration_prompt(context), policy):
             pass  # to where rank 0 ends it

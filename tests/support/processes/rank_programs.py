@@ -70,9 +70,11 @@ def built(name: str) -> nn.Module:
     return build(name) if layout == name else mtp_checkpoints.make(layout)[1]
 
 
-def on_ranks(name: str, parallel: Any = "tensor") -> nn.Module:
-    """Return this rank's part of a tiny model."""
-    model = built(name)
+def on_ranks(
+    name: str, parallel: Any = "tensor", layers: int | None = None
+) -> nn.Module:
+    """Return this rank's part of a tiny model, with other than its usual layers."""
+    model = built(name) if layers is None else build(name, layers=layers)
     spread(model, group, parallel)
     return model
 
@@ -248,6 +250,7 @@ def decisions() -> dict[str, Any]:
             prompt_of(PROMPT), max_tokens=TOKENS
         )
     )
+    said["calibrated contexts"] = len(made.calibrate())
     said["after all"] = _shown(made.generate(prompt_of(PROMPT), max_tokens=TOKENS))
     failing = Sampling(logits_processors=[_failing])
     said["rank 0 raises"] = raised(
@@ -258,13 +261,6 @@ def decisions() -> dict[str, Any]:
 
 
 _calls: list[int] = []
-
-
-def calibrated() -> int:
-    """Calibrate on all ranks; return how many contexts are known on this one."""
-    model = on_ranks("llama")
-    made = generator(model, build("llama", seed=3) if rank == 0 else None)
-    return len(made.calibrate())
 
 
 def _counting(tokens: mx.array, logits: mx.array) -> mx.array:

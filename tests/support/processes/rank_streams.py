@@ -28,7 +28,9 @@ ODD = group.size() - 1
 
 def make(length: int | None) -> Any:
     """Return a generator on all ranks, with a draft model on rank 0."""
-    parts = ("llama", "tensor") if group.size() == 2 else ("qwen3_moe", "pipeline")
+    parts: tuple[Any, ...] = ("llama", "tensor")
+    if group.size() > 2:  # a layer for each
+        parts = ("qwen3_moe", "pipeline", group.size())
     draft = build("llama", seed=3) if rank == 0 and length != 0 else None
     return generator(on_ranks(*parts), draft, draft_length=length)
 
