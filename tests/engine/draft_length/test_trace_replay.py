@@ -28,6 +28,7 @@ from bench.replays.replay import (
     texts_of,
 )
 from mlx_speculation.engine.draft_length.base import FixedDraftLength
+from support.covering import covering
 from support.draft_length import HELD_OUT, TRACES
 
 pytestmark = pytest.mark.usefixtures("measured")
@@ -85,16 +86,14 @@ def check(
     assert best / own >= least_sum
 
 
-@pytest.mark.parametrize("name", MACHINES)
-@pytest.mark.parametrize("tokens", REQUESTS)
+@pytest.mark.parametrize(("name", "tokens"), covering(MACHINES, REQUESTS))
 def test_it_loses_nothing_to_plain_steps_and_little_to_the_best_length(
     name: str, tokens: int
 ) -> None:
     check(TRACES, PAIRS, name, tokens, (LEAST_SUM, LEAST_PAIR))
 
 
-@pytest.mark.parametrize("name", MACHINES)
-@pytest.mark.parametrize("tokens", REQUESTS)
+@pytest.mark.parametrize(("name", "tokens"), covering(MACHINES, REQUESTS))
 def test_neither_does_it_on_texts_that_chose_no_policy(name: str, tokens: int) -> None:
     """Of other questions and prompts, and one of a higher temperature and new seeds."""
     pairs = [*PAIRS, ("dense-model-0.8",)]

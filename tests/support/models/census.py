@@ -134,6 +134,12 @@ def build_from(module: str, own: dict[str, Any], *, seed: int = 0) -> nn.Module:
         args["text_config"] = {**COMMON, **own["text_config"]}
     mx.random.seed(seed)  # The constructors draw from the global generator.
     model = cast(nn.Module, imported.Model(imported.ModelArgs.from_dict(args)))
+    known = json.dumps([module, args, seed])
+    tiny_models.keep_weights(model, known, lambda: _draw(model, module, args))
+    return model
+
+
+def _draw(model: Any, module: str, args: dict[str, Any]) -> None:
     tiny_models.randomise(model, embedding=tiny_models.embedding_scale(module))
     for _, layer in model.named_modules():
         if {"weight", "scales", "biases"} <= layer.keys():
@@ -141,7 +147,6 @@ def build_from(module: str, own: dict[str, Any], *, seed: int = 0) -> nn.Module:
     if args["vocab_size"] > COMMON["vocab_size"]:
         model.model.embed_tokens.weight[COMMON["vocab_size"] :] = 0
     mx.eval(model.parameters())
-    return model
 
 
 def _randomise_two_bits(layer: Any) -> None:

@@ -10,7 +10,13 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from mlx_speculation.caches.types.leaves import flat
-from support.models.tiny_models import TINY_MODELS, TinyModel, build_tiny, read_table
+from support.models.tiny_models import (
+    TINY_MODELS,
+    TinyModel,
+    build_tiny,
+    read_table,
+    structure,
+)
 
 _MORE = read_table(Path(__file__).with_suffix(".json"))
 
@@ -24,7 +30,7 @@ def recurrent_caches(model: nn.Module) -> list[ArraysCache]:
 RECURRENT_MODELS: dict[str, TinyModel] = {
     name: tiny
     for name, tiny in (TINY_MODELS | _MORE).items()
-    if recurrent_caches(build_tiny(tiny))
+    if recurrent_caches(structure(tiny))
 }
 
 # Their mixers run again over their inputs: no recipe for the state.

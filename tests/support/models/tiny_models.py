@@ -9,6 +9,7 @@ a token changed far back in the context changes the logits.
 import importlib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -53,6 +54,10 @@ def read_table(path: Path) -> dict[str, TinyModel]:
     return {name: TinyModel(name=name, **row) for name, row in rows.items()}
 
 
+# Of so many models, of half a megabyte each, weights are kept.
+MOST_KEPT = 200
+_WEIGHTS: dict[str, list[tuple[str, mx.array]]] = {}
+
 TINY_MODELS = read_table(Path(__file__).with_suffix(".json"))
 
 
@@ -82,12 +87,41 @@ def build_tiny(
     tiny: TinyModel, *, seed: int = 0, vocab: int | None = None
 ) -> nn.Module:
     """Build a model from its configuration; see `build`."""
+    mx.random.seed(seed)  # The constructors draw from the global generator.
+    model = structure(tiny, vocab=vocab)
+    scale = embedding_scale(tiny.module)
+    known = json.dumps([tiny.module, tiny.args, vocab, seed])
+    keep_weights(model, known, lambda: randomise(model, embedding=scale))
+    return model
+
+
+def structure(tiny: TinyModel, *, vocab: int | None = None) -> nn.Module:
+    """Make a model whose weights are not computed yet, and are the constructors'."""
     module = importlib.import_module(f"mlx_lm.models.{tiny.module}")
     args = module.ModelArgs.from_dict(_arguments(tiny, vocab))
-    mx.random.seed(seed)  # The constructors draw from the global generator.
-    model = cast(nn.Module, module.Model(args))
-    randomise(model, embedding=embedding_scale(tiny.module))
-    return model
+    return cast(nn.Module, module.Model(args))
+
+
+def keep_weights(model: nn.Module, known: str, draw: Callable[[], None]) -> None:
+    """Give a model its random weights: those of the last model of the kind.
+
+    To draw them takes most of the time that a model takes, and a test may well write
+    into its own, so that each model gets arrays of its own that share the memory.
+
+    Args:
+        model: made anew.
+        known: what kind of model it is, and its seed.
+        draw: gives it random weights.
+    """
+    if known in _WEIGHTS:
+        weights = [(path, mx.array(each)) for path, each in _WEIGHTS[known]]
+        model.update(tree_unflatten(weights))
+        return
+    draw()
+    weights = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+    _WEIGHTS[known] = [(path, mx.array(each)) for path, each in weights]
+    if len(_WEIGHTS) > MOST_KEPT:
+        del _WEIGHTS[next(iter(_WEIGHTS))]
 
 
 def embedding_scale(module: str) -> float:
