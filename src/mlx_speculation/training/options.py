@@ -111,7 +111,7 @@ class TrainOptions:
     )
     anchors: int | None = option(
         None,
-        "Blocks of a row, of a drafter of blocks: they begin at slots that each pass "
+        "Blocks of a row, of a drafter of blocks: they begin at places that each pass "
         "draws anew. Default: 128.",
         min=1,
     )
