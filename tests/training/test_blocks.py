@@ -65,7 +65,16 @@ def drafter(kind: BlockKind, **options: Any) -> BlockTrainee:
     given |= options
     made = BlockTrainee(kind, target(), CONFIG, given.pop("ids"), **given)
     module: Any = made.module
-    module.update(tree_map(lambda w: 6 * w if w.ndim > 1 else w, module.parameters()))
+    key = mx.random.key(5)
+
+    def drawn(value: mx.array) -> mx.array:
+        nonlocal key
+        key, own = mx.random.split(key)
+        return (
+            0.12 * mx.random.normal(value.shape, key=own) if value.ndim > 1 else value
+        )
+
+    module.update(tree_map(drawn, module.parameters()))
     return made
 
 
@@ -257,6 +266,30 @@ def test_a_drafter_is_loaded_as_it_was_written(
     said = json.loads((tmp_path / "config.json").read_text())
     assert is_dspark(said) == (kind == "dspark")
     assert is_dflash(said)
+
+
+def test_a_new_drafter_attends_to_the_nearest_positions() -> None:
+    made = BlockTrainee(
+        "dflash",
+        target(),
+        CONFIG,
+        None,
+        mask=255,
+        block=BLOCK,
+        count=2,
+        rank=0,
+        layers=[1, 4, 7],
+        seed=3,
+    )
+    head: Any = made.module
+    assert float(mx.abs(head.fc.weight[:, -64:] - mx.eye(64)).max()) < 0.02
+    for layer in head.layers:
+        attention = layer.self_attn
+        assert attention.q_proj.weight.shape == (64, 64)
+        own = attention.q_proj.weight.reshape(2, 2, 16, 64)
+        keys = attention.k_proj.weight.reshape(2, 1, 16, 64)
+        assert mx.array_equal(own, mx.broadcast_to(keys, own.shape))
+        assert 0.11 < float(keys.std()) < 0.14
 
 
 def test_layers_and_the_mask_of_a_new_drafter(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from mlx_speculation.models.dflash import DFlash, DFlashHead
 from mlx_speculation.models.dflash.config import read_settings as read_dflash
 from mlx_speculation.models.dspark import DSparkHead
 from mlx_speculation.models.dspark.config import read_settings as read_dspark
-from mlx_speculation.training.kinds.new_head import begin_head, layer_sizes
+from mlx_speculation.training.kinds.new_head import SPREAD, begin_head, layer_sizes
 from mlx_speculation.training.kinds.packing import id_tensors, packed, write_tensors
 from mlx_speculation.training.many_blocks import BlocksCache, run_many_blocks
 from mlx_speculation.training.unroll import Made, Read
@@ -109,6 +109,7 @@ class BlockTrainee:
         self.module = self._made(len(taken) * parts.dim)
         run_many_blocks(self.module)
         begin_head(self.module, self.taps, self.ids, seed)
+        begin_near(self.module)
         self.dflash = DFlash(self.module, self.taps, taken)
         self.most: int | None = self.module.depth
         # As DFlash weighs positions: exp(-d / gamma), gamma half a block
@@ -207,6 +208,28 @@ class BlockTrainee:
     def source(self, folder: Path) -> Any:
         """Return the folder: a generator loads it."""
         return str(folder)
+
+
+def begin_near(head: DFlashHead) -> None:
+    """Let a new drafter read the last layer that it gets, and the nearest positions.
+
+    With matrices that are small, attention begins as a mean over all of the context,
+    and takes long to find the position before the anchor. Where queries are made as
+    keys are, like rows attend to one another, and the nearest of them most.
+    """
+    wide = head.fc.weight
+    dim = wide.shape[0]
+    own = mx.eye(dim, wide.shape[1], wide.shape[1] - dim)
+    head.fc.weight = own + wide / 10
+    for layer in head.layers:
+        attention = layer.self_attn
+        for name in ("k_proj", "v_proj", "o_proj"):
+            weight = attention[name].weight
+            attention[name].weight = weight * (weight.shape[1] ** -0.5 / SPREAD)
+        keys = attention.k_proj.weight.reshape(attention.n_kv_heads, 1, -1, dim)
+        shared = attention.n_heads // attention.n_kv_heads
+        attention.q_proj.weight = mx.repeat(keys, shared, axis=1).reshape(-1, dim)
+    mx.eval(head.parameters())
 
 
 def usual_layers(count: int) -> list[int]:

@@ -7,7 +7,7 @@ from mlx.utils import tree_map
 
 from mlx_speculation.models import HiddenStates
 
-_SPREAD = 0.02  # of matrices that begin at random
+SPREAD = 0.02  # of matrices that begin at random
 
 
 def layer_sizes(config: dict[str, Any], dim: int) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def begin_head(head: Any, taps: HiddenStates, ids: mx.array | None, seed: int) -
         if value.ndim < 2:
             return mx.ones_like(value)
         key, own = mx.random.split(key)
-        return _SPREAD * mx.random.normal(value.shape, key=own)
+        return SPREAD * mx.random.normal(value.shape, key=own)
 
     head.update(tree_map(drawn, head.parameters()))
     rows = None if ids is None else output_rows(taps, ids)
