@@ -75,7 +75,8 @@ def stepped(name: str, prompt: ImagePrompt, start: int, bits: int) -> list[int]:
     """Decode greedily, one token a forward, as mlx-lm quantizes."""
     model, caches = target(name), target(name).make_cache()
     run = ImageForward(model, prompt)
-    ids, at, found = prompt.input_ids, 0, []
+    ids, at = prompt.input_ids, 0
+    found: list[int] = []
     while len(found) < TOKENS:
         left = ids.shape[1] - at
         count = min(STEP, left - 1) if left > 1 else 1
@@ -86,7 +87,8 @@ def stepped(name: str, prompt: ImagePrompt, start: int, bits: int) -> list[int]:
         mx.eval([each.state for each in caches])
         at += count
         if at == ids.shape[1]:
-            found.append(int(mx.argmax(logits[0, -1]).item()))
+            chosen: Any = mx.argmax(logits[0, -1]).item()
+            found.append(chosen)
             ids = mx.concatenate([ids, mx.array([found[-1:]])], axis=1)
     assert any(isinstance(each, QuantizedKVCache) for each in caches)
     return found

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -38,7 +38,7 @@ class Answers(BaseHTTPRequestHandler):
     """Answers by what the path says."""
 
     protocol_version = "HTTP/1.1"
-    asked: list[tuple[str, str | None]]
+    asked: ClassVar[list[tuple[str, str | None]]]
 
     def do_GET(self) -> None:
         self.asked.append((self.path, self.headers["Host"]))
@@ -120,12 +120,14 @@ class Quiet(ThreadingHTTPServer):
 
 @contextmanager
 def listening() -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
-    handler = type("Own", (Answers,), {"asked": []})
-    with Quiet(("127.0.0.1", 0), handler) as server:
+    class Own(Answers):
+        asked: ClassVar[list[tuple[str, str | None]]] = []
+
+    with Quiet(("127.0.0.1", 0), Own) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
-            yield f"127.0.0.1:{server.server_port}", handler.asked
+            yield f"127.0.0.1:{server.server_port}", Own.asked
         finally:
             server.shutdown()
             thread.join()
@@ -249,7 +251,7 @@ def resolving(monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> list[str]
         kind = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
         return [(*kind, (address, port)) for address in addresses]
 
-    monkeypatch.setattr(fetching.socket, "getaddrinfo", found)
+    monkeypatch.setattr(socket, "getaddrinfo", found)
     return asked
 
 
@@ -272,7 +274,7 @@ def test_the_connection_goes_to_the_address_that_was_checked(
         opened.append(address)
         raise ConnectionRefusedError("nobody there")
 
-    monkeypatch.setattr(fetching.socket, "create_connection", connect)
+    monkeypatch.setattr(socket, "create_connection", connect)
     with pytest.raises(InvalidRequestError, match="nobody there"):
         fetch_image("http://pictures.example/a.png", FetchLimits(4096, 5.0))
     assert asked == ["pictures.example"]
