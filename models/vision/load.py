@@ -1,5 +1,6 @@
 """Loading a vision model with mlx-vlm, and preparing prompts with its processor."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -163,7 +164,7 @@ class Processor:
             kind = self._config.model_type
             special = should_add_special_tokens(kind, self._processor)
             inputs = prepare_inputs(
-                self._processor,
+                usable(self._processor, self._config),
                 images=pictures,
                 prompts=prompt,
                 add_special_tokens=special,
@@ -177,6 +178,33 @@ class Processor:
                 f"{type(error).__name__}: {shortened(error)}. A text has one marker "
                 "for each image; messages get theirs from the template."
             ) from error
+
+
+def usable(processor: Any, config: Any) -> Any:
+    """Return a processor that works with transformers 5.24.
+
+    That of llava in mlx-vlm 0.7.10 passes `padding`, which is for its tokenizer, to its
+    image processor too, and that refuses it. Goes when mlx-vlm no longer does.
+    """
+    if getattr(config, "model_type", None) != "llava":
+        return processor
+    found = copy.copy(processor)  # the caller's stays as it is
+    found.image_processor = _WithoutPadding(processor.image_processor)
+    return found
+
+
+class _WithoutPadding:
+    """An image processor that is not asked to pad text."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __call__(self, images: Any, *, padding: Any = None, **keywords: Any) -> Any:
+        """Prepare images."""
+        return self._inner(images, **keywords)
 
 
 def _array(value: Any) -> Any:

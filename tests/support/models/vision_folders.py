@@ -27,11 +27,12 @@ TEMPLATE = (
 )
 
 
-def vision_folder(folder: Path, name: str = "qwen3_vl") -> Path:
+def vision_folder(folder: Path, name: str = "qwen3_vl", **text_config: Any) -> Path:
     """Write a model of a family, and what its processor reads."""
     folder.mkdir(parents=True, exist_ok=True)
-    target, files = tiny(name), PROCESSORS[name]
+    target, files = tiny(name, **text_config), PROCESSORS[name]
     config: dict[str, Any] = {"model_type": name, **copy.deepcopy(FAMILIES[name])}
+    config.get("text_config", config).update(text_config)
     if name == "qwen2_5_vl":  # its files have what is of the text beside the rest
         config = {**config.pop("text_config"), **config}
     config |= {"vocab_size": VOCAB, "eos_token_id": END_ID, **files.model}

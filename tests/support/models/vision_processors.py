@@ -120,6 +120,16 @@ PROCESSORS: dict[str, VisionFiles] = {
             "image_token": "<|image|>",
         },
     ),
+    "llava": VisionFiles(
+        marker="<image>",
+        image_processor={
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": 16},
+            "crop_size": _SQUARE,
+        },
+        processor={"patch_size": 8, "vision_feature_select_strategy": "full"},
+        fixed=True,
+    ),
     "smolvlm": _tiles("SmolVLMImageProcessor"),
     "idefics3": _tiles("Idefics3ImageProcessor"),
     "aya_vision": VisionFiles(
@@ -160,9 +170,5 @@ PROCESSORS: dict[str, VisionFiles] = {
     "pixtral": _PIXTRAL,
     "mistral3": _PIXTRAL,
 }
-WITHOUT = {
-    "llava": (
-        "mlx-vlm 0.7.10's processor passes padding on to the image processor, which "
-        "transformers 5.24 refuses; images are cut to one size anyway"
-    ),
-}
+# By family; none today.
+WITHOUT: dict[str, str] = {}
