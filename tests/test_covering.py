@@ -65,3 +65,11 @@ def test_values_may_be_equal_or_without_a_hash() -> None:
     assert len(parameters) == 4
     assert len(quick(parameters)) == 2
     assert pytest.param([1], {}) in parameters
+
+
+def test_values_that_are_always_slow_are_named() -> None:
+    parameters = covering("abc", (1, 2, 3, 4), quick=(0, "ac"))
+    assert len(parameters) == 12
+    assert quick(parameters) == [("a", 1), ("a", 4), ("c", 3)]
+    with pytest.raises(AssertionError, match="no values"):
+        covering("abc", (1, 2), quick=(0, "d"))

@@ -60,9 +60,14 @@ def served_by(
     [
         "from mlx_speculation import SpeculativeGenerator",
         "from mlx_speculation import demo_models; import mlx_lm",
-        "import mlx_speculation; mlx_speculation.Sampling",
         "import mlx_speculation; import mlx.core; mlx_speculation.Sampling",
-        "from mlx_speculation.samplers import Sampling",
+        *(
+            pytest.param(program, marks=pytest.mark.slow)
+            for program in (
+                "import mlx_speculation; mlx_speculation.Sampling",
+                "from mlx_speculation.samplers import Sampling",
+            )
+        ),
     ],
 )
 def test_a_program_that_imports_this_package_first_gets_openblas(program: str) -> None:
@@ -124,8 +129,14 @@ def _said(code: str, folder: Path, **environment: str | None) -> list[str]:
     [
         ("import mlx_speculation", 4),
         ("from mlx_speculation import Sampling", 2),
-        ("from mlx_speculation.models import load", 2),
-        ("import importlib; importlib.import_module('mlx_speculation.engine')", 2),
+        pytest.param(
+            "from mlx_speculation.models import load", 2, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "import importlib; importlib.import_module('mlx_speculation.engine')",
+            2,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_where_mlx_came_first_one_warning_stands_at_the_first_use(

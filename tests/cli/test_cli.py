@@ -74,6 +74,7 @@ def test_a_prompt_can_be_an_option(in_process: CliRunner) -> None:
     assert done.stdout == expected.text + "\n"
 
 
+@pytest.mark.slow  # test_user_errors.py has it in this process
 def test_an_error_of_the_package_is_one_line_and_status_one() -> None:
     done = run("generate", "missing", "--prompt", "x")
     assert done.returncode == 1

@@ -37,9 +37,15 @@ REST = {
     for name, row in census.BUILT.items()
     if row.tiny is None and row.unequal is None and name not in RECURRENT
 }
+# What of a model is hooked is looked at in tests/models/test_instance_copies.py, for
+# each mixer; here is a stream between, which is one for all.
+QUICK = (
+    *("llama", "qwen3_5", "mamba", "lfm2", "recurrent_gemma", "rwkv7", "gemma3_text"),
+    *("deepseek_v3(MLA)", "bailing_moe_v3", "llama(sliding)", "kimi_k3", "plamo2"),
+)
 CASES = [
-    *(pytest.param(build, id=name) for name, build in (TINY | RECURRENT).items()),
-    *(pytest.param(b, id=n, marks=pytest.mark.slow) for n, b in REST.items()),
+    pytest.param(b, id=n, marks=() if n in QUICK else pytest.mark.slow)
+    for n, b in (TINY | RECURRENT | REST).items()
 ]
 
 

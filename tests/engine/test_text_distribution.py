@@ -237,10 +237,9 @@ def _wrong_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     return
 
 
+@pytest.mark.slow  # the next control is quick
 @pytest.mark.usefixtures("wrong_distribution")
-@pytest.mark.parametrize(
-    "acceptance", ["block", pytest.param("rejection", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("acceptance", ["block", "rejection"])
 def test_a_biased_rule_is_found(acceptance: Acceptance) -> None:
     options = CASES[PLAIN]
     counts = count_texts(generator_of(acceptance), options, CONTROL_OF[acceptance])

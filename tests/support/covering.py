@@ -18,7 +18,9 @@ Need = frozenset[tuple[int, int]]
 
 
 def covering(
-    *values: Collection[Any], pairs: Collection[tuple[int, int]] = ()
+    *values: Collection[Any],
+    pairs: Collection[tuple[int, int]] = (),
+    quick: tuple[int, Collection[Any]] | None = None,
 ) -> list[Any]:
     """Return every combination, for pytest's parametrize; a few of them are quick.
 
@@ -27,14 +29,22 @@ def covering(
     Args:
         values: of each parameter.
         pairs: the numbers of two parameters whose values shall all meet.
+        quick: the number of a parameter, and those of its values that are not slow in
+            all combinations.
     """
     lists = [list(each) for each in values]
     places = list(product(*(range(len(each)) for each in lists)))
-    quick = _covering_places(places, pairs)
+    chosen_places = _covering_places(places, pairs)
+    if quick is not None:
+        number, some = quick
+        assert set(some) <= set(lists[number]), "no values of the parameter"
+        chosen_places = {
+            each for each in chosen_places if lists[number][each[number]] in some
+        }
     return [
         pytest.param(
             *(each[place] for each, place in zip(lists, chosen, strict=True)),
-            marks=() if chosen in quick else pytest.mark.slow,
+            marks=() if chosen in chosen_places else pytest.mark.slow,
         )
         for chosen in places
     ]

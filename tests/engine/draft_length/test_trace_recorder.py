@@ -50,7 +50,12 @@ def recorded(draft: Any, sampling: Sampling) -> tuple[Any, dict[str, np.ndarray]
 
 @pytest.mark.parametrize(
     ("kind", "temperature"),
-    [("lookup", 0.0), ("lookup", 0.8), ("same", 0.8), ("other", 0.8)],
+    [
+        ("lookup", 0.0),
+        ("other", 0.8),
+        pytest.param("lookup", 0.8, marks=pytest.mark.slow),
+        pytest.param("same", 0.8, marks=pytest.mark.slow),
+    ],
 )
 def test_a_replay_has_the_rounds_of_a_generation(kind: str, temperature: float) -> None:
     """Those of every fixed length, of the same seed: drafted, accepted, in flight."""

@@ -127,7 +127,7 @@ def generated(
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), greedy=st.booleans(), length=st.integers(1, 5))
-@settings(max_examples=max(12, EXAMPLES // 8))
+@settings(max_examples=max(8, EXAMPLES // 8))
 def test_a_fault_leaves_text_and_caches_as_plain_decoding_has_them(
     kind: str, data: st.DataObject, greedy: bool, length: int
 ) -> None:

@@ -68,7 +68,7 @@ def permuted(source: nn.Module, ids: list[int]) -> nn.Module:
     confidence=st.sampled_from([0.0, 0.3]),
     constrained=st.booleans(),
 )
-@settings(max_examples=EXAMPLES // 3)
+@settings(max_examples=EXAMPLES // 5)
 def test_the_text_is_that_of_plain_decoding_for_any_two_vocabularies(
     name: str,
     target_merges: int,

@@ -25,7 +25,7 @@ from mlx_speculation.cli.console import Screen
 from mlx_speculation.cli.load_pair import open_pair
 from mlx_speculation.cli.options import PairOptions
 from mlx_speculation.engine.stats import Statistics
-from support.covering import covering
+from support.covering import covering, others_slow
 from support.models.demo_folders import probed_hybrid
 from support.processes.servers import serving
 
@@ -111,7 +111,7 @@ def test_a_path_and_a_lookup_draft(draft: str, door: str) -> None:
     assert draft == "lookup" or stats.sources[kind].accepted > 0
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", others_slow(DOORS, ["constructor", "command line"]))
 def test_the_length_in_the_targets_folder_counts(door: str, hybrid: Path) -> None:
     file = hybrid / "speculation.json"
     file.write_text('{"draft": "mtp", "draft_length": 2}', encoding="utf-8")

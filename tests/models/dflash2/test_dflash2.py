@@ -213,6 +213,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow  # a control: references show which convention is right
 @pytest.mark.parametrize("change", WRONG, ids=lambda change: change.__name__)
 def test_a_wrong_convention_changes_the_drafts(change: Callable[[Any], None]) -> None:
     made, texts = drafter(), [prompt_of(9 + n)[n:] for n in range(12)]

@@ -188,6 +188,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow  # a control: references show which convention is right
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_convention_changes_the_drafts(name: str) -> None:
     packaging, change = WRONG[name]

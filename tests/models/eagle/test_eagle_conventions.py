@@ -109,6 +109,7 @@ WRONG: list[tuple[str, Callable[[Any], None]]] = [
 ]
 
 
+@pytest.mark.slow  # a control: references show which convention is right
 @pytest.mark.parametrize(
     ("dialect", "change"), WRONG, ids=lambda each: getattr(each, "__name__", each)
 )

@@ -126,17 +126,35 @@ def build(module: str, *, seed: int = 0) -> nn.Module:
     return build_from(module, row.args, seed=seed)
 
 
+def structure(module: str) -> nn.Module:
+    """Make the model of a row, whose weights are not computed yet."""
+    row = BUILT[module]
+    if row.tiny is not None:
+        return tiny_models.structure(tiny_models.TINY_MODELS[row.tiny])
+    assert row.args is not None
+    return _made(module, _arguments(module, row.args))
+
+
 def build_from(module: str, own: dict[str, Any], *, seed: int = 0) -> nn.Module:
     """Build a module's model from the common arguments and its own."""
-    imported = importlib.import_module(f"mlx_lm.models.{module}")
-    args = {"model_type": module, **COMMON, **own}
-    if "text_config" in own:
-        args["text_config"] = {**COMMON, **own["text_config"]}
+    args = _arguments(module, own)
     mx.random.seed(seed)  # The constructors draw from the global generator.
-    model = cast(nn.Module, imported.Model(imported.ModelArgs.from_dict(args)))
+    model = _made(module, args)
     known = json.dumps([module, args, seed])
     tiny_models.keep_weights(model, known, lambda: _draw(model, module, args))
     return model
+
+
+def _arguments(module: str, own: dict[str, Any]) -> dict[str, Any]:
+    args = {"model_type": module, **COMMON, **own}
+    if "text_config" in own:
+        args["text_config"] = {**COMMON, **own["text_config"]}
+    return args
+
+
+def _made(module: str, args: dict[str, Any]) -> nn.Module:
+    imported = importlib.import_module(f"mlx_lm.models.{module}")
+    return cast(nn.Module, imported.Model(imported.ModelArgs.from_dict(args)))
 
 
 def _draw(model: Any, module: str, args: dict[str, Any]) -> None:
