@@ -130,7 +130,7 @@ def move_rows(cache: Any, written: int, rows: Sequence[int]) -> None:
     if isinstance(cache, SlidingKVCache):
         end = cache._end
     elif isinstance(cache, RotatingKVCache):
-        end = cache._idx  # type: ignore[attr-defined]
+        end = cache._idx
     start, index = end - written, mx.array([*rows[kept:]]) + (end - written)
 
     def moved(buffer: mx.array) -> mx.array:

@@ -206,7 +206,7 @@ def check_tree_model(model: nn.Module, highest: int) -> None:
             )
     ids = [(7 + 31 * i * i + 17 * i) % (highest + 1) for i in range(_PROMPT + 12)]
     known, nodes = ids[:_PROMPT], ids[_PROMPT:]
-    rows = tree_rows(mx.array(_PARENTS), levels=5)
+    tree = tree_rows(mx.array(_PARENTS), levels=5)
 
     half = False
 
@@ -223,9 +223,10 @@ def check_tree_model(model: nn.Module, highest: int) -> None:
             finally:
                 _tree.reset(token)
         half = logits.dtype != mx.float32
-        return logits[0].astype(mx.float32)
+        rows: mx.array = logits[0].astype(mx.float32)
+        return rows
 
-    found, worst, rounding = fed(nodes, rows), 0.0, 0.0
+    found, worst, rounding = fed(nodes, tree), 0.0, 0.0
     for leaf in sorted({*range(len(nodes))} - {*_PARENTS}):
         path = [leaf]
         while _PARENTS[path[0]] >= 0:

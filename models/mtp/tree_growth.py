@@ -83,7 +83,9 @@ def grow(
         above, place = best // ids.shape[1], best + count
         seen = mx.concatenate([seen[above], mx.eye(len(best), dtype=mx.bool_)], axis=1)
         count += ids.size
-    tokens, values, parents, first = map(mx.concatenate, zip(*every, strict=True))
+    tokens, values, parents, first = (
+        mx.concatenate([*each]) for each in zip(*every, strict=True)
+    )
     # A stable order by level, the path of first choices in front.
     chosen = mx.sort(mx.argsort(-values)[:nodes].astype(mx.int32))
     key = mx.where(first[chosen], chosen - count, chosen)

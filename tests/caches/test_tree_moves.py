@@ -56,7 +56,7 @@ def shown(cache: Any) -> tuple[list[float], list[float]]:
     cache = cache if not isinstance(cache, list) else cache[0]
     found: Any = written(cache, [-1])
     if isinstance(cache, QuantizedKVCache):
-        found = [mx.dequantize(*each, group_size=32, bits=8) for each in found]
+        found = [mx.dequantize(w, s, b, 32, 8) for w, s, b in found]
     keys, values = (each[0, 0, :, 0].tolist() for each in found)
     return keys, values
 

@@ -110,7 +110,8 @@ class TreeOracle(OracleMtp):
         ids: Any = held[0, 0, :, 0].tolist()
         follows = []
         for node in range(count):
-            seen = [token for token, see in zip(ids, mask[node].tolist()) if see]  # noqa: B905
+            sees: Any = mask[node].tolist()
+            seen = [token for token, see in zip(ids, sees, strict=True) if see]
             assert len(seen) == slot + 1  # a token for each slot so far
             follows.append(seen == self._text[1 : slot + 2])
             was = seen[:-1] == self._text[1 : slot + 1]
@@ -254,12 +255,14 @@ def test_a_tree_has_the_likeliest_of_what_was_looked_at(
         tokens: Any = level.tokens[0].tolist()
         run[:] = [(*run[a], t) for a, t in zip(above, tokens, strict=True)]
         columns.extend(run)
-        for path, seen in zip(run, level.seen.tolist(), strict=True):
+        sights: Any = level.seen.tolist()
+        for path, seen in zip(run, sights, strict=True):
             own = [column for column, see in zip(columns, seen, strict=True) if see]
             assert own == [path[: i + 1] for i in range(len(path))]
 
     found, above = grow(children, run_level, nodes, levels)
-    tokens, parents = (each.tolist() for each in (found, above))
+    tokens: Any = found.tolist()
+    parents: Any = above.tolist()
     assert all(parent < node for node, parent in enumerate(parents))
     made = [
         tuple(tokens[i] for i in path_to(parents, node)) for node in range(len(tokens))

@@ -113,6 +113,7 @@ def trees_of(sliding: Any) -> SpeculativeGenerator:
 
 def test_log_probabilities_are_those_of_plain_decoding() -> None:
     options: dict[str, Any] = {"max_tokens": 20, "sampling": SAMPLED, "logprobs": 3}
+    options["explain"] = True
     drafter = TreeDrafter(plain("llama", SAMPLED), 0.8)
     stream = with_trees("llama", drafter).stream(PROMPT, **options)
     generator = SpeculativeGenerator(build("llama"), byte_tokenizer())
@@ -187,7 +188,8 @@ def test_passed_caches_have_trees_where_they_hold_them() -> None:
 def test_behind_a_step_in_flight_a_chain_is_drafted() -> None:
     """It is so behind a draft that was empty."""
     text = plain("llama", GREEDY)
-    drafter, asked = TreeDrafter(text, 1.0), 0
+    drafter: Any = TreeDrafter(text, 1.0)
+    asked = 0
     propose = drafter.propose
 
     def every_other(sequence: Any, limit: int, choose: Any) -> Any:
@@ -197,7 +199,7 @@ def test_behind_a_step_in_flight_a_chain_is_drafted() -> None:
             return Draft(mx.array([], mx.uint32))
         return propose(sequence, limit, choose)
 
-    drafter.propose = every_other  # type: ignore[method-assign]
+    drafter.propose = every_other
     result = with_trees("llama", drafter).generate(PROMPT, max_tokens=TOKENS)
     assert PROMPT + result.tokens == text[: len(PROMPT) + TOKENS]
     assert result.stats.empty_drafts
@@ -248,13 +250,13 @@ def test_after_an_error_the_round_has_not_been(
 @pytest.mark.parametrize("branches", ["parents", "levels"])
 def test_a_tree_that_is_none_disables_its_drafter(branches: str) -> None:
     text = plain("llama", GREEDY)
-    drafter = TreeDrafter(text, 1.0)
+    drafter: Any = TreeDrafter(text, 1.0)
     wrong = {
         "parents": Branches(mx.array([-1]), 2),
         "levels": Branches(mx.array([-1, 0]), LEVELS + 1),
     }[branches]
     tokens = mx.array([1, 2], mx.uint32)
-    drafter.propose = lambda *_: Draft(tokens, branches=wrong)  # type: ignore[method-assign]
+    drafter.propose = lambda *_: Draft(tokens, branches=wrong)
     with pytest.warns(DrafterFaultWarning):
         result = with_trees("llama", drafter).generate(PROMPT, max_tokens=6)
     assert PROMPT + result.tokens == text[: len(PROMPT) + 6]
@@ -264,17 +266,24 @@ def test_a_tree_that_is_none_disables_its_drafter(branches: str) -> None:
 
 def test_parents_that_come_later_are_taken_for_the_token_before() -> None:
     text = plain("llama", GREEDY)
-    drafter = TreeDrafter(text, 1.0)
-    branches = Branches(mx.array([7, -9, 2, 99]), 4)
-    drafter.propose = (
-        lambda sequence, limit, _: Draft(  # type: ignore[method-assign]
-            mx.array(text[len(sequence.tokens) :][:4], mx.uint32),
-            branches=Branches(branches.parents, min(4, limit)),
-        )
-    )
+    drafter: Any = TreeDrafter(text, 1.0)
+    parents = mx.array([7, -9, 2, 99])
+
+    def propose(sequence: Any, limit: int, choose: Any) -> Draft:
+        tokens = mx.array(text[len(sequence.tokens) :][:4], mx.uint32)
+        return Draft(tokens, branches=Branches(parents, min(4, limit)))
+
+    drafter.propose = propose
     result = with_trees("llama", drafter).generate(PROMPT, max_tokens=TOKENS)
     assert PROMPT + result.tokens == text[: len(PROMPT) + TOKENS]
     assert not result.stats.drafter_faults
+
+
+def test_a_batch_drafts_chains() -> None:
+    text = plain("llama", GREEDY)
+    generator = with_trees("llama", TreeDrafter(text, 1.0))
+    (result,) = generator.generate_batch([PROMPT], max_tokens=TOKENS)
+    assert PROMPT + result.tokens == text[: len(PROMPT) + TOKENS]
 
 
 def test_what_cannot_have_trees_is_refused_when_the_generator_is_made() -> None:
