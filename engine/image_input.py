@@ -23,10 +23,13 @@ class ImageInput:
     prompt: ImagePrompt
     forward: ImageForward  # how the target is called for it
 
-    @property
-    def tokens(self) -> list[int]:
-        """Its ids, placeholders included."""
-        return self.prompt.tokens
+    def ids(self, highest: int) -> list[int]:
+        """Return its ids, placeholders included.
+
+        Args:
+            highest: stands for slots that have none.
+        """
+        return [token if token >= 0 else highest for token in self.prompt.tokens]
 
     def prefix_keys(self, model: VisionTarget) -> list[int]:
         """Return what a prefix cache knows the tokens by; it reads all pixels."""
@@ -59,7 +62,7 @@ def image_input(
         )
     if not asked:
         return None
-    made = _prompt(model, prompt, options.images)
+    made = model.with_slots(_prompt(model, prompt, options.images))
     return ImageInput(made, ImageForward(model, made))
 
 

@@ -41,13 +41,17 @@ class Prompts:
         tokenizer: the target's, in mlx-lm's wrapper.
         highest_id: the largest id that the target has a row for.
         context_length: tokens that the target was made for; None: it does not say.
+
+    Attributes:
+        highest_id: as passed.
+        context_length: likewise.
     """
 
     def __init__(
         self, tokenizer: Any, highest_id: int, context_length: int | None = None
     ) -> None:
         self._tokenizer = tokenizer
-        self._highest_id = highest_id
+        self.highest_id = highest_id
         self.context_length = context_length
 
     def sequence(
@@ -151,11 +155,11 @@ class Prompts:
             raise InvalidRequestError(
                 f"Token ids are whole numbers in one dimension, and these are {ids!r}."
             ) from error
-        wrong = next((t for t in tokens if not 0 <= t <= self._highest_id), None)
+        wrong = next((t for t in tokens if not 0 <= t <= self.highest_id), None)
         if wrong is not None:
             raise InvalidRequestError(
                 f"There is a token id {wrong}, and the ids go from 0 to "
-                f"{self._highest_id}. Encode the text with the target's tokenizer."
+                f"{self.highest_id}. Encode the text with the target's tokenizer."
             )
         return tokens
 

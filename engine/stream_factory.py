@@ -87,7 +87,7 @@ class StreamFactory:
         check_counts(options.max_tokens, options.logprobs)
         images = image_input(setup.model, prompt, options)
         sequence, seen = setup.prompts.sequence(
-            prompt if images is None else images.tokens,
+            prompt if images is None else images.ids(setup.prompts.highest_id),
             options.prompt_cache,
             options.cached_tokens,
         )

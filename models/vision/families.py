@@ -2,13 +2,13 @@
 
 `families.toml` beside this file names every one with a vision part. One is decoded when
 its text was compared with mlx-vlm's own, with images and without, under drafts
-(tests/engine/test_vision_text.py). What is in no table is refused.
+(tests/engine/test_vision_families.py). What is in no table is refused.
 """
 
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.nn as nn
 
@@ -17,7 +17,6 @@ from mlx_speculation.errors import UnsupportedModelError
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 MLX_VLM_VERSION: str = _TABLES["mlx_vlm_version"]
 REFUSED: dict[str, str] = _TABLES["refused"]
-UNTRIED = frozenset[str](_TABLES["untried"])
 CACHES: dict[str, str] = _TABLES["caches"]
 
 
@@ -29,17 +28,27 @@ class Family:
         name: its package under mlx_vlm.models.
         mrope: whether positions have three axes, which images advance otherwise than
             text, and have to be passed in every call.
+        axes_last: whether its positions are [1, n, 3], and not [3, 1, n].
         recurrent: whether some layers keep states, see `recurrent_slots`.
         one_pass: whether its config may let tokens of an image see later ones of it,
             which needs a prompt's images in one forward.
+        one_image: whether mlx-vlm reads one image in a prompt, and no more.
+        slots: where the slots of images are: "ids" has one placeholder for each; for
+            the others see `engine_ids`.
+        placeholder: what config.json calls the token that stands for a slot, or its id;
+            None: `image_token_id` or `image_token_index`.
         text: the module of mlx_lm.models whose layers its MTP heads are made of; None:
             no head is known.
     """
 
     name: str
     mrope: bool = False
+    axes_last: bool = False
     recurrent: bool = False
     one_pass: bool = False
+    one_image: bool = False
+    slots: Literal["ids", "spread", "beyond", "bounds"] = "ids"
+    placeholder: str | int | None = None
     text: str | None = None
 
 
@@ -55,14 +64,12 @@ def check_family(name: Any) -> Family:
     if name in SERVED:
         return SERVED[name]
     if name in REFUSED:
-        why = f"{REFUSED[name]}"
-    elif name in UNTRIED:
-        why = "it has not been compared with mlx-vlm's own decoding"
+        why = REFUSED[name]
     else:
         why = f"mlx-vlm {MLX_VLM_VERSION} has no vision model of that name"
     raise UnsupportedModelError(
-        f"Images cannot be read with {name!r}: {why}. Models of "
-        f"{', '.join(sorted(SERVED))} can."
+        f"Images cannot be read with {name!r}: {why}. Take one of the {len(SERVED)} "
+        "families that docs/vision.md lists."
     )
 
 

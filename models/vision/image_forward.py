@@ -52,6 +52,11 @@ class ImageForward:
                 f"{len(self.slots)} places of the token {target.placeholder} that "
                 "stands for them. Pass as many images as the text has markers for."
             )
+        if target.family.one_image and _images(prompt) > 1:
+            raise InvalidRequestError(
+                f"The prompt has {_images(prompt)} images, and mlx-vlm reads one in a "
+                f"prompt of {target.family.name}. Ask about one."
+            )
         # Where tokens of an image see each other, all images have to be in one forward.
         self.one_pass = target.one_pass and bool(self.slots)
         self._end = self.slots[-1][1] if self.slots else 0
@@ -80,12 +85,7 @@ class ImageForward:
         """Return the features of the whole prompt; they are computed when evaluated."""
         if self._features is None:
             prompt = self._prompt
-            found = self._target.vlm.get_input_embeddings(
-                prompt.input_ids,
-                mask=mx.ones_like(prompt.input_ids),
-                **{"pixel_values": None, **prompt.inputs},
-            )
-            fields = vars(found)
+            fields = self._target.embedded(prompt)
             unknown = {n for n, v in fields.items() if v is not None}
             unknown -= {*_ALONG, *_UNREAD, _PER_SLOT}
             if unknown:
@@ -93,7 +93,16 @@ class ImageForward:
                     f"{self._target.family.name} passes {', '.join(sorted(unknown))} "
                     "from its images to its language model, which is not known here."
                 )
+            rows, ids = fields["inputs_embeds"].shape[1], prompt.input_ids.shape[1]
+            if rows != ids:
+                raise UnsupportedModelError(
+                    f"{self._target.family.name} makes {rows} embeddings of a prompt "
+                    f"of {ids} tokens. Pass a prompt as its processor makes it."
+                )
             deltas = fields.get("rope_deltas")
+            if self._target.family.mrope and fields.get("position_ids") is None:
+                positions, deltas = self._target.positions(prompt)
+                fields = {**fields, "position_ids": positions}
             self._shift = 0 if deltas is None else int(deltas.item())
             self._features = fields
         return self._features
@@ -117,9 +126,21 @@ class ImageForward:
                 along = value[..., start:stop] if axis == -1 else value[:, start:stop]
                 found[name] = along
         stack = fields.get(_PER_SLOT)
+        if isinstance(stack, mx.array):  # the model takes its part of the whole itself
+            found |= {name: fields[name] for name in (_PER_SLOT, "visual_pos_masks")}
+            return found
         first, last = slots_of(self.slots, start, stop)
         if stack is not None and first < last:
-            found[_PER_SLOT] = [layer[first:last] for layer in stack]
+            layers = getattr(stack, "embeddings", stack)
+            found[_PER_SLOT] = [layer[first:last] for layer in layers]
         else:
             found.pop("visual_pos_masks", None)
         return found
+
+
+def _images(prompt: ImagePrompt) -> int:
+    """Return how many images a prompt of a family that reads one has."""
+    pixels = prompt.inputs.get("pixel_values")
+    if isinstance(pixels, list):  # DeepSeek-OCR: crops of all images, and the images
+        pixels = pixels[-1]
+    return 0 if pixels is None else len(pixels)

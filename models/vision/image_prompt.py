@@ -1,7 +1,7 @@
 """A prompt with images: token ids, among them those that stand for an image's parts."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -13,10 +13,13 @@ from mlx_speculation.errors import InvalidRequestError
 
 # A key of a slot of an image, in a prefix cache: no token id is as large.
 _LEAST_KEY = 1 << 62
+# Stands for a slot where a model's own number is below 0: no token id.
+SLOT = -1
 # What a processor returns beside the tensors of images.
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids")
-# A tensor of all images; or one of each, where they have shapes of their own (Gemma 4).
-ImageTensor = mx.array | list[mx.array]
+# A tensor of all images; or one of each, where they have shapes of their own (Gemma 4),
+# and lists of such for each prompt (MiniCPM).
+ImageTensor = mx.array | list[Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,12 +35,16 @@ class ImagePrompt:
             beside it, as `get_input_embeddings` of the model takes them: arrays, or a
             list of one for each image where their shapes differ.
 
+    Attributes:
+        given: the ids as the model takes them, where they are others, see `engine_ids`.
+
     Raises:
         InvalidRequestError: the ids are not those of one prompt.
     """
 
     input_ids: mx.array
     inputs: Mapping[str, ImageTensor] = field(default_factory=dict)
+    given: mx.array | None = None
 
     def __post_init__(self) -> None:
         ids = self.input_ids
@@ -72,14 +79,14 @@ class ImagePrompt:
 
     @property
     def tokens(self) -> list[int]:
-        """The token ids."""
+        """The token ids, and -1 where a model has a number below 0 for a slot."""
         found: Any = self.input_ids[0].tolist()
-        return list(found)
+        return [max(token, SLOT) for token in found]
 
     def slots(self, placeholder: int) -> list[tuple[int, int]]:
         """Return where placeholders stand: [start, stop) of each run of them."""
-        runs, start = [], 0
-        for is_slot, run in groupby(self.tokens, lambda token: token == placeholder):
+        runs, start, kinds = [], 0, (placeholder, SLOT)
+        for is_slot, run in groupby(self.tokens, lambda token: token in kinds):
             stop = start + len(list(run))
             if is_slot:
                 runs.append((start, stop))
@@ -96,7 +103,7 @@ class ImagePrompt:
         digest = self._digest()
         return [
             _LEAST_KEY + (int.from_bytes(_hash(digest, place)) >> 2)
-            if token == placeholder
+            if token in (placeholder, SLOT)
             else token
             for place, token in enumerate(self.tokens)
         ]
@@ -104,11 +111,20 @@ class ImagePrompt:
     def _digest(self) -> bytes:
         found = hashlib.sha256()
         for name, value in sorted(self.inputs.items()):
-            for part in value if isinstance(value, list) else [value]:
+            for part in _parts(value):
                 array = np.array(part.astype(mx.float32) if _is_float(part) else part)
                 found.update(f"{name} {array.dtype} {array.shape}".encode())
                 found.update(array.tobytes())
         return found.digest()
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield the arrays of a tensor that may be a list of one for each image."""
+    if isinstance(value, list):
+        for each in value:
+            yield from _parts(each)
+    else:
+        yield value
 
 
 def _is_float(value: mx.array) -> bool:

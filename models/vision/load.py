@@ -214,9 +214,14 @@ def _array(value: Any) -> Any:
     """
     if value is None or isinstance(value, mx.array):
         return value
-    if isinstance(value, list) and any(hasattr(each, "shape") for each in value):
-        return [mx.array(each) for each in value]
+    if isinstance(value, list) and any(_holds_arrays(each) for each in value):
+        return [_array(each) for each in value]
     return mx.array(value)
+
+
+def _holds_arrays(value: Any) -> bool:
+    nested = isinstance(value, list) and any(_holds_arrays(each) for each in value)
+    return nested or hasattr(value, "shape")
 
 
 class _Templates:

@@ -15,8 +15,9 @@ import mlx.nn as nn
 
 from mlx_speculation.caches import position
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models.vision import engine_ids
 from mlx_speculation.models.vision.families import Family, family_of
-from mlx_speculation.models.vision.image_prompt import ImagePrompt
+from mlx_speculation.models.vision.image_prompt import SLOT, ImagePrompt
 from mlx_speculation.models.vision.native_caches import native_caches
 from mlx_speculation.models.vision.recurrent_slots import with_slots
 
@@ -90,10 +91,14 @@ class VisionTarget(nn.Module):
     @property
     def placeholder(self) -> int:
         """The token id that stands for a slot of an image."""
-        config = self.vlm.config
-        found = getattr(config, "image_token_id", None)
-        if found is None:
-            found = getattr(config, "image_token_index", None)
+        if self.family.slots in ("beyond", "bounds"):
+            return SLOT
+        own = self.family.placeholder
+        if isinstance(own, int):
+            return own
+        names = ("image_token_id", "image_token_index") if own is None else (own,)
+        values = [getattr(self.vlm.config, name, None) for name in names]
+        found = next((value for value in values if value is not None), None)
         if not isinstance(found, int):
             raise InvalidRequestError(
                 f"The config of {self.family.name} names no token for images."
@@ -122,7 +127,44 @@ class VisionTarget(nn.Module):
                 f"{len(images)} images were passed, and the target has no processor. "
                 "Pass an ImagePrompt, or load the model with from_pretrained."
             )
-        return self.processor.prompt(prompt, images, template)
+        return self.with_slots(self.processor.prompt(prompt, images, template))
+
+    def with_slots(self, prompt: ImagePrompt) -> ImagePrompt:
+        """Return a prompt with an id for each slot of its images, see `engine_ids`."""
+        kind = self.family.slots
+        if not prompt.inputs or prompt.given is not None:
+            return prompt
+        if kind == "spread":
+            rows = self.embedded(prompt)["inputs_embeds"].shape[1]  # is not computed
+            return engine_ids.spread(prompt, self.placeholder, rows)
+        if kind == "beyond":
+            return engine_ids.beyond(prompt, self.args.vocab_size)
+        return engine_ids.bounds(prompt) if kind == "bounds" else prompt
+
+    def embedded(self, prompt: ImagePrompt) -> dict[str, Any]:
+        """Return mlx-vlm's embeddings of a whole prompt, and what is beside them."""
+        ids = prompt.input_ids if prompt.given is None else prompt.given
+        found: dict[str, Any] = vars(
+            self.vlm.get_input_embeddings(
+                ids,
+                mask=mx.ones_like(ids),
+                **{"pixel_values": None, **prompt.inputs},
+            )
+        )
+        return found
+
+    def positions(self, prompt: ImagePrompt) -> tuple[mx.array, mx.array]:
+        """Return positions of three axes for a family whose features have none.
+
+        Returns:
+            Positions [3, 1, n], and what text behind the prompt is shifted by [1, 1].
+        """
+        found, shift = self.language_model.get_rope_index(
+            prompt.input_ids,
+            image_grid_thw=prompt.inputs.get("image_grid_thw"),
+            attention_mask=mx.ones_like(prompt.input_ids),
+        )
+        return mx.moveaxis(found, -1, 0) if self.family.axes_last else found, shift
 
     def make_cache(self) -> list[Any]:
         """Return new empty caches, of mlx-lm's classes."""
@@ -149,6 +191,8 @@ class VisionTarget(nn.Module):
         if self.family.mrope and "position_ids" not in more:
             row = mx.arange(start, start + inputs.shape[1])
             more["position_ids"] = mx.broadcast_to(row, (3, 1, row.size))
+        if self.family.axes_last:
+            more["position_ids"] = mx.moveaxis(more["position_ids"], 0, -1)
         if self.family.recurrent and cache is not None:
             cache = with_slots(cache)
         logits: mx.array = self.language_model(inputs, cache=cache, **more).logits

@@ -30,6 +30,7 @@ from support.drafters.scripted_drafter import ScriptedDrafter, TurningDrafter
 from support.models.mlx_vlm_decoding import their_text
 from support.models.tiny_vision import (
     FAMILIES,
+    KINDS,
     VOCAB,
     WITHOUT_MLX_VLM,
     prompt_with,
@@ -64,14 +65,12 @@ OF_MLX_LM = {"qwen2_5_vl", "lfm2_vl"}
 def families(*quick: str) -> list[Any]:
     """Return all families; those that are not named run in the long suite alone."""
     slow = pytest.mark.slow
-    return [
-        name if name in quick else pytest.param(name, marks=slow) for name in FAMILIES
-    ]
+    return [name if name in quick else pytest.param(name, marks=slow) for name in KINDS]
 
 
 def with_processor(*quick: str) -> list[Any]:
     """Return those that have a processor."""
-    marked = zip(FAMILIES, families(*quick), strict=True)
+    marked = zip(KINDS, families(*quick), strict=True)
     return [each for name, each in marked if name in PROCESSORS]
 
 

@@ -1,7 +1,5 @@
 """Texts after images: mlx-vlm's own, whatever drafts, and whoever else is served."""
 
-from functools import cache
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,82 +11,41 @@ from mlx_speculation import (
     EagleDraft,
     LookupDrafter,
     PrefixCache,
-    Sampling,
-    SpeculativeGenerator,
 )
-from mlx_speculation.caches import KVQuantization, position, states
-from mlx_speculation.engine.stream import Stream
+from mlx_speculation.caches import KVQuantization, position
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import Lane
 from mlx_speculation.models.vision import ImageForward, ImagePrompt, VisionTarget
-from support.drafters.scripted_drafter import ScriptedDrafter, TurningDrafter
+from mlx_speculation.models.vision.families import SERVED
+from support.drafters.scripted_drafter import TurningDrafter
 from support.models import eagle_checkpoints, tiny_models
 from support.models.mlx_vlm_decoding import their_text
 from support.models.tiny_vision import (
-    FAMILIES,
-    QWEN,
     VOCAB,
     WITHOUT_MLX_VLM,
+    grid,
     prompt_with,
     tiny,
-    tokenizer,
+)
+from support.models.vision_requests import (
+    GREEDY,
+    NONE,
+    ONE,
+    SAMPLED,
+    TOKENS,
+    TWO,
+    asked,
+    generator,
+    in_turns,
+    options,
+    target,
+    text,
 )
 
 pytestmark = WITHOUT_MLX_VLM
 
-GREEDY, SAMPLED = Sampling(seed=0), Sampling(temperature=0.8, top_p=0.9, seed=11)
-TOKENS = 16
-NONE: list[tuple[int, int]] = []
-ONE = [(4, 6)]
-TWO = [(2, 4), (6, 4)]
 
-
-@cache
-def target(name: str) -> VisionTarget:
-    return tiny(name)
-
-
-def generator(model: Any, **options: Any) -> SpeculativeGenerator:
-    return SpeculativeGenerator(model, tokenizer(), **options)
-
-
-def asked(prompt: ImagePrompt) -> Any:
-    """Return a prompt as a user would pass it: without images it is ids."""
-    return prompt if prompt.inputs else prompt.tokens
-
-
-def options(sampling: Sampling = GREEDY, **more: Any) -> dict[str, Any]:
-    chosen = {"max_tokens": TOKENS, "sampling": sampling, "stop_tokens": ()}
-    return {**chosen, "prefill_step_size": 5, **more}
-
-
-def text(
-    model: Any, prompt: ImagePrompt, sampling: Sampling, **draft: Any
-) -> list[int]:
-    made = generator(model, **draft)
-    return made.generate(asked(prompt), **options(sampling)).tokens
-
-
-@pytest.mark.parametrize("sizes", [NONE, ONE, TWO], ids=["none", "one", "two"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_text_is_that_of_mlx_vlm_under_every_draft(
-    name: str, sizes: list[tuple[int, int]]
-) -> None:
-    model, prompt = target(name), prompt_with(name, sizes)
-    plain = text(model, prompt, GREEDY)
-    assert plain == their_text(model, prompt, TOKENS)
-    for sampling in (GREEDY, SAMPLED):
-        expected = plain if sampling.greedy else text(model, prompt, sampling)
-        known = prompt.tokens + expected
-        drafts = [TurningDrafter(known, VOCAB), LookupDrafter()]
-        if sampling.greedy:
-            drafts += [ScriptedDrafter(known, share, VOCAB) for share in (1.0, 0.0)]
-        for draft in drafts:
-            got = text(model, prompt, sampling, draft=draft, draft_length=3)
-            assert got == expected, type(draft).__name__
-
-
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "phi3_v", "molmo"])
 def test_a_draft_model_reads_the_text_without_the_images(name: str) -> None:
     draft = tiny_models.build("llama", vocab=VOCAB)
     model, prompt = target(name), prompt_with(name, TWO)
@@ -104,7 +61,7 @@ def test_a_draft_model_reads_the_text_without_the_images(name: str) -> None:
         assert lane.caches[0].offset == lane.seen - slots
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5", "gemma3", "llava"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5", "gemma3", "llava", "phi3_v"])
 def test_an_eagle_head_leaves_the_text_as_it_is(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,17 +83,18 @@ def test_an_eagle_head_leaves_the_text_as_it_is(
 
 
 @pytest.mark.parametrize("sizes", [ONE, TWO], ids=["one", "two"])
+@pytest.mark.parametrize("name", grid(n for n in SERVED if SERVED[n].one_pass))
 def test_tokens_of_an_image_see_each_other_where_the_config_says_so(
-    sizes: list[tuple[int, int]],
+    name: str, sizes: list[tuple[int, int]]
 ) -> None:
     """Longer than the window, and read at once, whatever the step."""
-    both = tiny("gemma4", use_bidirectional_attention="vision")
-    made = prompt_with("gemma4", sizes)
+    both = tiny(name, use_bidirectional_attention="vision")
+    made = prompt_with(name, sizes)
     kinds = (made.input_ids == both.placeholder).astype(mx.int32)
     inputs = {**made.inputs, "mm_token_type_ids": kinds}
     prompt = ImagePrompt(made.input_ids, inputs)
     expected = their_text(both, prompt, TOKENS)
-    assert expected != their_text(target("gemma4"), made, TOKENS)
+    assert expected != their_text(target(name), made, TOKENS)
     prefixes = PrefixCache(1 << 28, every=4)
     shared = generator(both, draft="lookup", draft_length=2, prefix_cache=prefixes)
     for _ in range(2):
@@ -146,80 +104,10 @@ def test_tokens_of_an_image_see_each_other_where_the_config_says_so(
     drawn = text(both, prompt, SAMPLED)
     draft = TurningDrafter(prompt.tokens + drawn, VOCAB)
     assert text(both, made, SAMPLED, draft=draft, draft_length=3) == drawn
-    alone = [text(both, each, GREEDY) for each in (prompt, prompt_with("gemma4", NONE))]
-    plain = asked(prompt_with("gemma4", NONE))
+    alone = [text(both, each, GREEDY) for each in (prompt, prompt_with(name, NONE))]
+    plain = asked(prompt_with(name, NONE))
     streams = [shared.stream(each, **options()) for each in (prompt, plain)]
     assert in_turns(*streams) == alone
-
-
-def in_turns(*streams: Stream) -> list[list[int]]:
-    rows = zip_longest(*streams)
-    columns = zip(*rows, strict=True)
-    return [[chunk.token for chunk in column if chunk] for column in columns]
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_requests_in_turns_write_what_each_does_alone(name: str) -> None:
-    """mlx-vlm keeps positions on the model: those of the request before."""
-    prompts = [
-        prompt_with(name, ONE),
-        prompt_with(name, TWO, seed=1),
-        prompt_with(name, NONE, text="A text without a picture, of some length."),
-    ]
-    alone = [text(tiny(name), each, GREEDY) for each in prompts]
-    shared = generator(target(name), draft="lookup", draft_length=2)
-    assert in_turns(*(shared.stream(asked(p), **options()) for p in prompts)) == alone
-
-
-@pytest.mark.parametrize("name", sorted(QWEN))
-def test_positions_on_the_model_are_not_read(name: str) -> None:
-    model = tiny(name)
-    prompt = prompt_with(name, ONE)
-    plain = prompt_with(name, NONE)
-    expected = [text(model, each, GREEDY) for each in (prompt, plain)]
-
-    class Poisoned(VisionTarget):
-        def forward(self, *args: Any, **more: Any) -> mx.array:
-            self.language_model._rope_deltas = mx.array([[999]])
-            self.language_model._position_ids = mx.full((3, 1, 999), 77)
-            return super().forward(*args, **more)
-
-    poisoned = Poisoned(model.vlm)
-    assert [text(poisoned, each, GREEDY) for each in (prompt, plain)] == expected
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_chunks_of_a_prompt_are_one_pass_and_rounds_leave_what_steps_leave(
-    name: str,
-) -> None:
-    """A lane after rounds, one of which failed, holds what a lane of steps holds."""
-    model, prompt = target(name), prompt_with(name, TWO)
-    rest = [70, 80, 90, 100, 110, 120]
-
-    def fed(step: int) -> Lane:
-        lane = Lane(model, sliding="slack")
-        lane.run = ImageForward(model, prompt)
-        lane.feed(prompt.tokens, step=step)
-        return lane
-
-    steps, rounds = fed(1000), fed(3)
-    for token in rest:
-        steps.feed([token])
-    kept = 0
-    while kept < len(rest):
-        keep = min(2, len(rest) - kept)
-        with rounds.begin() as failed:
-            failed.forward(mx.array([1, 2, 3]))
-        with rounds.begin() as round_:
-            round_.forward(mx.array([*rest[kept : kept + keep], 5, 6]))
-            round_.commit(keep)
-        kept += keep
-    with steps.begin() as one, rounds.begin() as other:
-        logits = one.forward(mx.array([9])), other.forward(mx.array([9]))
-        assert mx.allclose(*logits, atol=2e-4).item()
-    for held in (states(steps.caches), states(rounds.caches)):
-        mx.eval(held)
-    assert steps.seen == rounds.seen
 
 
 class FailingTarget(VisionTarget):

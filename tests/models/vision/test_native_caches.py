@@ -10,7 +10,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from mlx_speculation.errors import UnsupportedCacheError
 from mlx_speculation.models.vision.families import CACHES
 from mlx_speculation.models.vision.native_caches import native_caches, source_digest
-from support.models.tiny_vision import FAMILIES, WITHOUT_MLX_VLM, tiny
+from support.models.tiny_vision import WITHOUT_MLX_VLM, grid, tiny
 
 pytestmark = WITHOUT_MLX_VLM
 
@@ -24,7 +24,7 @@ def test_the_class_is_the_one_that_was_compared(name: str) -> None:
     assert source_digest(getattr(theirs(), name)) == CACHES[name]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", grid())
 def test_logits_are_equal_on_either_class(name: str) -> None:
     model = tiny(name)
     own = theirs().make_prompt_cache(model.language_model)

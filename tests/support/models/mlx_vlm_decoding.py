@@ -11,9 +11,10 @@ def their_text(target: VisionTarget, prompt: ImagePrompt, tokens: int) -> list[i
 
     inputs = dict(prompt.inputs)
     pixels = inputs.pop("pixel_values", None)
-    mask = mx.ones_like(prompt.input_ids)
+    ids = prompt.input_ids if prompt.given is None else prompt.given
+    mask = mx.ones_like(ids)
     steps = generate_step(
-        prompt.input_ids,
+        ids,
         target.vlm,
         pixels,
         mask,

@@ -1,0 +1,133 @@
+"""Texts of every family after images: mlx-vlm's own, whatever drafts."""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_speculation import LookupDrafter
+from mlx_speculation.caches import states
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models import Lane
+from mlx_speculation.models.vision import ImageForward, VisionTarget
+from mlx_speculation.models.vision.families import SERVED
+from support.drafters.scripted_drafter import ScriptedDrafter, TurningDrafter
+from support.models.mlx_vlm_decoding import their_text
+from support.models.tiny_vision import OTHERS, WITHOUT_MLX_VLM, grid, prompt_with, tiny
+from support.models.vision_requests import (
+    GREEDY,
+    NONE,
+    ONE,
+    SAMPLED,
+    TOKENS,
+    TWO,
+    asked,
+    generator,
+    in_turns,
+    most,
+    options,
+    prompt_of,
+    target,
+    text,
+    written,
+)
+
+pytestmark = WITHOUT_MLX_VLM
+
+
+@pytest.mark.parametrize("sizes", [NONE, ONE, TWO], ids=["none", "one", "two"])
+@pytest.mark.parametrize("name", grid())
+def test_text_is_that_of_mlx_vlm_under_every_draft(
+    name: str, sizes: list[tuple[int, int]]
+) -> None:
+    if SERVED[name].one_image and sizes == TWO:
+        with pytest.raises(InvalidRequestError, match="mlx-vlm reads one"):
+            text(target(name), prompt_of(name, sizes), GREEDY)
+        return
+    model, prompt = target(name), prompt_of(name, sizes)
+    plain = text(model, prompt, GREEDY)
+    assert plain == their_text(model, prompt, TOKENS)
+    for sampling in (GREEDY, SAMPLED):
+        expected = plain if sampling.greedy else text(model, prompt, sampling)
+        known, ids = prompt.tokens + expected, written(name)
+        drafts = [TurningDrafter(known, ids), LookupDrafter()]
+        if sampling.greedy:
+            drafts += [ScriptedDrafter(known, share, ids) for share in (1.0, 0.0)]
+        for draft in drafts:
+            got = text(model, prompt, sampling, draft=draft, draft_length=3)
+            assert got == expected, type(draft).__name__
+
+
+@pytest.mark.parametrize("first", range(0, len(OTHERS), 6))
+def test_a_few_words_of_other_families_are_those_of_mlx_vlm(first: int) -> None:
+    """The grid of these is slow: a model, a prompt and a wrong draft of each."""
+    for name in OTHERS[first : first + 6]:
+        model, prompt = target(name), prompt_of(name, most(name))
+        expected = their_text(model, prompt, 6)
+        draft = TurningDrafter(prompt.tokens + expected, written(name))
+        made = generator(model, draft=draft, draft_length=3)
+        assert made.generate(prompt, **options(max_tokens=6)).tokens == expected, name
+
+
+@pytest.mark.parametrize("name", grid())
+def test_requests_in_turns_write_what_each_does_alone(name: str) -> None:
+    """mlx-vlm keeps positions on the model: those of the request before."""
+    prompts = [
+        prompt_with(name, ONE),
+        prompt_with(name, most(name), seed=1),
+        prompt_with(name, NONE, text="A text without a picture, of some length."),
+    ]
+    alone = [text(tiny(name), each, GREEDY) for each in prompts]
+    shared = generator(target(name), draft="lookup", draft_length=2)
+    assert in_turns(*(shared.stream(asked(p), **options()) for p in prompts)) == alone
+
+
+@pytest.mark.parametrize("name", grid(n for n in SERVED if SERVED[n].mrope))
+def test_positions_on_the_model_are_not_read(name: str) -> None:
+    model = tiny(name)
+    prompt = prompt_with(name, ONE)
+    plain = prompt_with(name, NONE)
+    expected = [text(model, each, GREEDY) for each in (prompt, plain)]
+
+    class Poisoned(VisionTarget):
+        def forward(self, *args: Any, **more: Any) -> mx.array:
+            self.language_model._rope_deltas = mx.array([[999]])
+            self.language_model._position_ids = mx.full((3, 1, 999), 77)
+            return super().forward(*args, **more)
+
+    poisoned = Poisoned(model.vlm)
+    assert [text(poisoned, each, GREEDY) for each in (prompt, plain)] == expected
+
+
+@pytest.mark.parametrize("name", grid())
+def test_chunks_of_a_prompt_are_one_pass_and_rounds_leave_what_steps_leave(
+    name: str,
+) -> None:
+    """A lane after rounds, one of which failed, holds what a lane of steps holds."""
+    model, prompt = target(name), prompt_of(name, most(name))
+    rest = [70, 80, 90, 100, 110, 120]
+
+    def fed(step: int) -> Lane:
+        lane = Lane(model, sliding="slack")
+        lane.run = ImageForward(model, prompt)
+        lane.feed(prompt.tokens, step=step)
+        return lane
+
+    steps, rounds = fed(1000), fed(3)
+    for token in rest:
+        steps.feed([token])
+    kept = 0
+    while kept < len(rest):
+        keep = min(2, len(rest) - kept)
+        with rounds.begin() as failed:
+            failed.forward(mx.array([1, 2, 3]))
+        with rounds.begin() as round_:
+            round_.forward(mx.array([*rest[kept : kept + keep], 5, 6]))
+            round_.commit(keep)
+        kept += keep
+    with steps.begin() as one, rounds.begin() as other:
+        logits = one.forward(mx.array([9])), other.forward(mx.array([9]))
+        assert mx.allclose(*logits, atol=2e-4).item()
+    for held in (states(steps.caches), states(rounds.caches)):
+        mx.eval(held)
+    assert steps.seen == rounds.seen

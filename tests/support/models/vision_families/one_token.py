@@ -1,0 +1,177 @@
+"""Families whose prompts have other numbers of tokens for an image than slots.
+
+That is one for each image; or as many as transformers counts, where mlx-vlm has others.
+
+Towers of one size, which no config makes small, are replaced: what is compared is the
+text behind them.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from support.models.vision_families.parts import (
+    IMAGE,
+    IMAGE_IDS,
+    LLAMA,
+    SIGLIP,
+    TEXT,
+    TOWER,
+    Sizes,
+    TinyFamily,
+    nested,
+    padded,
+    square,
+)
+
+
+def _one(size: tuple[int, int]) -> int:
+    return 1
+
+
+class _Quarters(nn.Module):
+    """Cuts an image into four rows [n, 4, width]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.conv = nn.Conv2d(3, width, 8, 8)
+
+    def __call__(self, pixels: mx.array) -> mx.array:
+        found: mx.array = self.conv(pixels.transpose(0, 2, 3, 1))
+        return found.reshape(len(pixels), 4, -1)
+
+
+class _Phi(_Quarters):
+    """Writes the rows of each image into the embeddings, from its first place on."""
+
+    def __call__(self, *args: Any) -> mx.array:
+        pixels, embeds, _, places = args
+        found: mx.array = embeds
+        for number, rows in enumerate(super().__call__(pixels)):
+            row, start = places[4 * number]
+            found[row, start : start + 4] = rows
+        return found
+
+
+def _small_phi(vlm: Any) -> None:
+    vlm.model.vision_embed_tokens = _Phi(64)
+
+
+class _Fast(nn.Module):
+    """Has the face of FastViTHD: a stem that is looked at, and rows of a grid."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.vision_model = nn.Module()
+        self.vision_model.patch_embed = nn.Module()
+        stem = nn.Module()
+        stem.reparam_conv = nn.Conv2d(3, 32, 8, 8)
+        self.vision_model.patch_embed.blocks = [stem]
+
+    def __call__(self, pixels: mx.array) -> tuple[None, mx.array, None]:
+        (stem,) = self.vision_model.patch_embed.blocks
+        return None, stem.reparam_conv(pixels), None
+
+
+def _small_fast(vlm: Any) -> None:
+    vlm.vision_tower = _Fast()
+
+
+def _large(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
+    """Images [n, 3, 27, 27]."""
+    return {"pixel_values": mx.random.normal((len(sizes), 3, 27, 27), key=key)}
+
+
+def _tiles(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
+    """Images [n, 1, 3, 16, 16], of one tile each."""
+    return {"pixel_values": nested(sizes, key)["pixel_values"].swapaxes(0, 1)}
+
+
+FAMILIES: dict[str, TinyFamily] = {
+    "llava_next": TinyFamily(
+        {
+            "image_token_index": IMAGE,
+            "text_config": LLAMA,
+            "vision_config": {**TOWER, "model_type": "clip_vision_model"},
+        },
+        _tiles,
+        lambda size: 3,
+    ),
+    "granite_vision": TinyFamily(
+        {
+            "image_token_index": IMAGE,
+            "vision_feature_layer": [-1, -2],
+            "text_config": {**TEXT, "model_type": "granite"},
+            "vision_config": SIGLIP,
+        },
+        _tiles,
+        lambda size: 3,
+    ),
+    "multi_modality": TinyFamily(
+        {
+            "image_token_index": IMAGE,
+            "num_image_tokens": 16,
+            "text_config": LLAMA,
+            "vision_config": {
+                **TOWER,
+                "model_type": "vision",
+                "cls": "CLIPVisionTower",
+                "params": {},
+            },
+            "projector_config": {
+                "cls": "MlpProjector",
+                "model_type": "projector",
+                "params": {"projector_type": "mlp_gelu", "depth": 2},
+            },
+        },
+        square,
+        lambda size: 16,
+    ),
+    "llava_bunny": TinyFamily(
+        {
+            "auto_map": {},
+            "hidden_size": 64,
+            "mm_hidden_size": 32,
+            "text_config": {**TEXT, "model_type": "qwen2"},
+            "vision_config": {**SIGLIP, "image_size": 27, "patch_size": 1},
+        },
+        _large,
+        _one,
+        image=-200,
+    ),
+    "fastvlm": TinyFamily(
+        {
+            "mm_hidden_size": 32,
+            "text_config": {**TEXT, "model_type": "qwen2"},
+            "vision_config": {},
+        },
+        square,
+        _one,
+        image=-200,
+        adapt=_small_fast,
+    ),
+    "phi4_siglip": TinyFamily(
+        {
+            "mm_hidden_size": 32,
+            "text_config": {
+                **{name: TEXT[name] for name in TEXT if "max" not in name},
+                "model_type": "phi4-siglip",
+            },
+            "vision_config": {
+                **TOWER,
+                "model_type": "siglip2_vision_model",
+                "num_patches": 16,
+            },
+        },
+        padded,
+        _one,
+        image=-200,
+    ),
+    "phi3_v": TinyFamily(
+        {**TEXT, "vision_config": {"model_type": "phi3_v"}, **IMAGE_IDS},
+        square,
+        image=-1,
+        adapt=_small_phi,
+    ),
+}

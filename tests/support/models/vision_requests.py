@@ -1,0 +1,64 @@
+"""Requests with images to tiny models, as several tests ask them."""
+
+from functools import cache
+from itertools import zip_longest
+from typing import Any
+
+from mlx_speculation import Sampling, SpeculativeGenerator
+from mlx_speculation.engine.stream import Stream
+from mlx_speculation.models.vision import ImagePrompt, VisionTarget
+from mlx_speculation.models.vision.families import SERVED
+from support.models.tiny_vision import VOCAB, prompt_with, tiny, tokenizer
+
+GREEDY, SAMPLED = Sampling(seed=0), Sampling(temperature=0.8, top_p=0.9, seed=11)
+TOKENS = 16
+NONE: list[tuple[int, int]] = []
+ONE = [(4, 6)]
+TWO = [(2, 4), (6, 4)]
+
+
+@cache
+def target(name: str) -> VisionTarget:
+    return tiny(name)
+
+
+def generator(model: Any, **options: Any) -> SpeculativeGenerator:
+    return SpeculativeGenerator(model, tokenizer(), **options)
+
+
+def asked(prompt: ImagePrompt) -> Any:
+    """Return a prompt as a user would pass it: without images it is ids."""
+    return prompt if prompt.inputs else prompt.tokens
+
+
+def options(sampling: Sampling = GREEDY, **more: Any) -> dict[str, Any]:
+    chosen = {"max_tokens": TOKENS, "sampling": sampling, "stop_tokens": ()}
+    return {**chosen, "prefill_step_size": 5, **more}
+
+
+def text(
+    model: Any, prompt: ImagePrompt, sampling: Sampling, **draft: Any
+) -> list[int]:
+    made = generator(model, **draft)
+    return made.generate(asked(prompt), **options(sampling)).tokens
+
+
+def prompt_of(name: str, sizes: list[tuple[int, int]], **more: Any) -> ImagePrompt:
+    """Return a prompt with an id for each slot, as the engine reads it."""
+    return target(name).with_slots(prompt_with(name, sizes, **more))
+
+
+def written(name: str) -> int:
+    """Return how many ids a family writes: molmo reads some that it does not."""
+    return VOCAB if SERVED[name].slots != "beyond" else 256
+
+
+def most(name: str) -> list[tuple[int, int]]:
+    """Return sizes of as many images as a family reads in a prompt, up to two."""
+    return ONE if SERVED[name].one_image else TWO
+
+
+def in_turns(*streams: Stream) -> list[list[int]]:
+    rows = zip_longest(*streams)
+    columns = zip(*rows, strict=True)
+    return [[chunk.token for chunk in column if chunk] for column in columns]
