@@ -16,6 +16,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+from mlx_lm.utils import MODEL_REMAPPING
 from PIL import Image
 
 from mlx_speculation import (
@@ -58,8 +59,6 @@ GREEDY, SAMPLED = Sampling(seed=0), Sampling(temperature=0.8, top_p=0.9, seed=11
 # One of each way to treat a size: a list of tensors, tiles, padding to the largest
 QUICK = ("gemma4", "smolvlm", "pixtral")
 Messages = list[dict[str, Any]]
-# Read by mlx-lm, text alone, under another name
-OF_MLX_LM = {"qwen2_5_vl", "lfm2_vl"}
 
 
 def families(*quick: str) -> list[Any]:
@@ -245,7 +244,7 @@ def test_what_transformers_writes_of_a_processor_is_read(
     if not (tmp_path / "tokenizer_config.json").exists():
         assert name == "internvl_chat"  # mlx-vlm's own writes nothing
         return
-    known = find_spec(f"mlx_lm.models.{name}") is not None or name in OF_MLX_LM
+    known = find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(name, name)}") is not None
     vision = True if known else None
     again = SpeculativeGenerator.from_pretrained(tmp_path, vision=vision)
     assert isinstance(again.model, VisionTarget)
