@@ -103,7 +103,8 @@ def attend_blocks(
         [rows * blocks, heads, block, size]
     """
     rows, blocks = slots.shape
-    keys, values = context
+    # A product over texts that lie apart would be a kernel for each of them.
+    keys, values, own_keys, own_values = map(mx.contiguous, (*context, *own))
     kv_heads, n, size = keys.shape[1:]
     block = queries.shape[2]
     # The queries that share a head of keys are rows of one product.
@@ -116,10 +117,12 @@ def attend_blocks(
         wide.reshape(rows, kv_heads, blocks, each, n),
         mx.array(-mx.inf, wide.dtype),
     )
-    near = grouped.flatten(0, 1) @ own[0].swapaxes(-1, -2)
+    near = grouped.flatten(0, 1) @ own_keys.swapaxes(-1, -2)
     near = near.reshape(rows, blocks, kv_heads, each, block).swapaxes(1, 2)
     weights = mx.softmax(mx.concatenate([wide, near], axis=-1), axis=-1, precise=True)
     far, near = weights[..., :n], weights[..., n:].swapaxes(1, 2)
     out = (far.flatten(2, 3) @ values).reshape(rows, kv_heads, blocks, each, size)
-    beside = (near.flatten(0, 1) @ own[1]).reshape(rows, blocks, kv_heads, each, size)
+    beside = (near.flatten(0, 1) @ own_values).reshape(
+        rows, blocks, kv_heads, each, size
+    )
     return (out.swapaxes(1, 2) + beside).reshape(queries.shape)
