@@ -200,8 +200,7 @@ class Speculation:
                 "in rising order below that are needed, of a speculation that is not "
                 "isolated. Pass those of one path."
             )
-        for cache in self._live:
-            move_rows(cache, written, rows)
+        move_rows(self._live, written, rows)
 
     def prepare(self, keep: Keep) -> None:
         """Do everything of `commit(keep)` that can fail, and change nothing yet.

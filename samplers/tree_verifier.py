@@ -19,7 +19,7 @@ from mlx_speculation.samplers.acceptance import LogProbs, Verified, normalizers,
 from mlx_speculation.samplers.chooser import Chooser
 from mlx_speculation.samplers.noise.gumbel import GumbelNoise
 from mlx_speculation.samplers.row_context import Rows
-from mlx_speculation.samplers.verifier import Verifier, reported, spread
+from mlx_speculation.samplers.verifier import Verifier, reported
 
 FEW = 1024  # token ids that are sorted at once
 
@@ -114,14 +114,13 @@ def best_children(
         many ids the others are the best of different parts of the vocabulary.
     """
     chooser: Chooser = verifier._draft_chooser
-    if ids is not None:
-        logits = spread(logits, ids, chooser.width)
-    scores = chooser.processed(logits, rows, for_draft=True)
+    scores = logits
+    if ids is None:
+        scores = chooser.processed(logits, rows, for_draft=True)
     if not chooser.sampling.greedy:
-        together = copy(chooser)
-        depths = mx.zeros(len(logits), mx.int32)
-        together._noise = _NoiseOfNodes(chooser._noise, depths)  # type: ignore[assignment]
-        scores = together.scores(scores, rows)
+        noise = chooser.noise(rows.positions)
+        noise = noise[:, : scores.shape[-1]] if ids is None else noise[:, ids]
+        scores = chooser.log_probs(scores, rows) + noise
     scores = scores.astype(mx.float32)
     total = mx.logsumexp(scores, axis=-1, keepdims=True)
     tokens: mx.array | None = None
@@ -137,4 +136,4 @@ def best_children(
     values = mx.take_along_axis(scores, order, axis=-1) - total
     if tokens is not None:
         order = mx.take_along_axis(tokens, order, axis=-1)
-    return order.astype(mx.uint32), values
+    return (order if ids is None else ids[order]).astype(mx.uint32), values

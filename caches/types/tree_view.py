@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
@@ -112,30 +111,38 @@ def tree_views(caches: Sequence[Any], rows: TreeRows) -> list[TreeView]:
     return [TreeView(cache, rows) for cache in caches]
 
 
-def move_rows(cache: Any, written: int, rows: Sequence[int]) -> None:
+def move_rows(caches: Sequence[Any], written: int, rows: Sequence[int]) -> None:
     """Let the first of the rows that a round wrote be these, in this order.
 
     Rows of a tree's accepted path then stand one behind the other, and what comes
     behind them is to be dropped. Rows of before the round stay.
 
     Args:
-        cache: a live cache, of a kind that `check_trees` passes.
-        written: how many rows the round wrote, in one forward.
+        caches: live ones, of kinds that `check_trees` passes.
+        written: how many rows the round wrote to each, in one forward.
         rows: which of them, from 0, each one larger than the one before.
     """
     kept = next((i for i, row in enumerate(rows) if row != i), len(rows))
     if kept == len(rows):
         return
-    end = cache.offset
+    found: dict[int, mx.array] = {}  # by where the round began, the rows
+    for cache in caches:
+        start = _end(cache) - written
+        if start not in found:
+            found[start] = mx.array([start + row for row in rows[kept:]])
+        place = slice(start + kept, start + len(rows))
+        _move(cache.keys, found[start], place)
+        _move(cache.values, found[start], place)
+
+
+def _end(cache: Any) -> int:
+    """Return behind which row of its buffers a cache ends."""
     if isinstance(cache, SlidingKVCache):
-        end = cache._end
-    elif isinstance(cache, RotatingKVCache):
-        end = cache._idx
-    start, index = end - written, mx.array([*rows[kept:]]) + (end - written)
+        return cache._end
+    ring: Any = cache
+    return int(ring._idx if isinstance(cache, RotatingKVCache) else cache.offset)
 
-    def moved(buffer: mx.array) -> mx.array:
-        buffer[..., start + kept : start + len(rows), :] = buffer[..., index, :]
-        return buffer
 
-    cache.keys = tree_map(moved, cache.keys)
-    cache.values = tree_map(moved, cache.values)
+def _move(buffers: Any, rows: mx.array, place: slice) -> None:
+    for buffer in [buffers] if isinstance(buffers, mx.array) else buffers:
+        buffer[..., place, :] = buffer[..., rows, :]

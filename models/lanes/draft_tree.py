@@ -60,7 +60,24 @@ _PROMPT, _PARENTS = 9, (-1, -1, -1, 0, 1, 1, 4, 4, 6, 2, 9, 10)
 # float32; and this at most. A row at a wrong place differs by 3.
 _TIMES, _LEAST_HALF, _LEAST, _MOST = 16, 0.1, 2e-3, 0.5
 
-_tree: ContextVar[TreeRows | None] = ContextVar("tree", default=None)
+
+class _Fed:
+    """The tree of one forward, and what its layers share."""
+
+    __slots__ = ("_places", "rows")
+
+    def __init__(self, rows: TreeRows) -> None:
+        self.rows = rows
+        self._places: dict[int, mx.array] = {}
+
+    def places(self, offset: int) -> mx.array:
+        """Return the positions of the rows, int32 [rows], for the first one's."""
+        if offset not in self._places:
+            self._places[offset] = self.rows.depths + offset
+        return self._places[offset]
+
+
+_tree: ContextVar[_Fed | None] = ContextVar("tree", default=None)
 
 
 def tree_rows(parents: mx.array, levels: int, lead: int = 1) -> TreeRows:
@@ -94,27 +111,28 @@ def _by_depth(kind: Any) -> type[nn.Module]:
     """Return a class of rotary embeddings that turns rows of a tree by their depths."""
 
     def call(self: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        rows = _tree.get()
-        if rows is None:
+        fed = _tree.get()
+        if fed is None:
             plain: mx.array = kind.__call__(self, x, *args, **kwargs)
             return plain
-        return _turned(kind.__call__, self, x, rows, *args, **kwargs)
+        return _turned(kind.__call__, self, x, fed, *args, **kwargs)
 
     return derived(kind, {"__call__": call})
 
 
 def _turned(
-    call: Any, rope: nn.Module, x: mx.array, rows: TreeRows, offset: Any = 0
+    call: Any, rope: nn.Module, x: mx.array, fed: _Fed, offset: int = 0
 ) -> mx.array:
     """Turn x [1, heads, rows, dim], each row by its own position."""
+    rows = fed.rows
     if x.ndim != 4 or x.shape[0] != 1 or x.shape[2] != rows.depths.shape[0]:
         raise UnsupportedModelError(
             f"A rotary embedding got {x.shape} in a forward over a tree of "
             f"{rows.depths.shape[0]} rows, and [1, heads, rows, dim] is needed. Leave "
             "draft_tree out for this model."
         )
-    places = rows.depths + offset
-    turned: mx.array = call(rope, x.transpose(2, 1, 0, 3), offset=places)
+    by_row = x.transpose(2, 1, 0, 3)
+    turned: mx.array = call(rope, by_row, offset=fed.places(offset))
     return turned.transpose(2, 1, 0, 3)
 
 
@@ -136,9 +154,9 @@ class TreeForward:
 
     def __call__(self, ids: mx.array, cache: Sequence[Any]) -> mx.array:
         """Return logits [1, rows, vocab] of ids [1, rows]."""
-        rows = _tree.get()
-        if rows is not None:
-            cache = tree_views(cache, rows)
+        fed = _tree.get()
+        if fed is not None:
+            cache = tree_views(cache, fed.rows)
         found: mx.array = self._model(ids, cache=cache)
         return found
 
@@ -152,7 +170,7 @@ class tree_forward:  # noqa: N801 - used like a function
         self._rows = rows
 
     def __enter__(self) -> None:
-        self._token = _tree.set(self._rows)
+        self._token = _tree.set(_Fed(self._rows))
 
     def __exit__(self, *error: Any) -> None:
         _tree.reset(self._token)
@@ -215,7 +233,7 @@ def check_tree_model(model: nn.Module, highest: int) -> None:
         caches = with_slack(make_prompt_cache(model))
         model(mx.array([known[:-1]]), cache=caches)
         with Speculation(caches) as opened, rows_of_a_round(len(tokens)):
-            token = _tree.set(tree)
+            token = _tree.set(None if tree is None else _Fed(tree))
             try:
                 views = opened.caches if tree is None else tree_views(caches, tree)
                 logits = model(mx.array([[known[-1], *tokens]]), cache=views)
