@@ -74,9 +74,12 @@ def verify_tree(
     chooser._noise = _NoiseOfNodes(chooser._noise, places)
     processed = chooser.processed(logits, rows)
     choices = chooser.pick(processed, rows)
-    agree = mx.concatenate([mx.array([True]), tokens == choices[parents + 1]])
-    taken = ~(seen & ~agree[None]).any(axis=1)
     # Of equal siblings the first is taken.
+    equal = (tokens[:, None] == tokens) & (parents[:, None] == parents)
+    others = (equal & mx.tri(len(tokens), k=-1, dtype=mx.bool_)).any(axis=1)
+    agree = (tokens == choices[parents + 1]) & ~others
+    agree = mx.concatenate([mx.array([True]), agree])
+    taken = ~(seen & ~agree[None]).any(axis=1)
     on_path = taken[None] & (depths[None] == mx.arange(1, levels + 1)[:, None])
     found = mx.argmax(on_path, axis=1).astype(mx.int32)  # [levels], rows
     accepted = on_path.any(axis=1).astype(mx.int32).sum()
