@@ -202,6 +202,7 @@ def test_every_mutant_gets_its_verdict_from_the_tests_that_run_it(
     assert project.report("report") == report
 
 
+@pytest.mark.slow
 def test_a_test_that_fails_under_coverage_counts_for_every_line(
     project: Project,
 ) -> None:
@@ -214,6 +215,7 @@ def test_a_test_that_fails_under_coverage_counts_for_every_line(
     assert project.report("run", "--jobs", "2")["killed"] == 1
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_was_cut_off(project: Project) -> None:
     changes = [("value + 1", "value - 1"), ("return low", "return 7")]
     project.write([TOY.replace(old, new) for old, new in changes])
@@ -229,7 +231,7 @@ def test_a_run_goes_on_where_it_was_cut_off(project: Project) -> None:
     assert (project.folder / "results.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("deadline", ["0", "2"])
+@pytest.mark.parametrize("deadline", ["0", pytest.param("2", marks=pytest.mark.slow)])
 def test_what_a_deadline_ends_is_left_to_the_next_run(
     project: Project, deadline: str
 ) -> None:

@@ -49,6 +49,12 @@ TOKENIZER = byte_tokenizer()
 PROMPT = prompt_of(21)
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.8, seed=4)
 EXAMPLES = settings.get_profile("default").max_examples
+# One of each drafter, on a hybrid where it can be.
+QUICK_PAIRS = (
+    *("mtp, hybrid", "mtp, sliding", "eagle, hybrid", "lookup and model, hybrid"),
+    *("dflash, hybrid", "dspark, hybrid", "peagle, sliding", "assistant, sliding"),
+    "lookup and eagle, sliding",
+)
 # A choice, then five tokens without one, for ever.
 LOOP = {0: {9: 1, 8: 1}, **{n: {10 + n: (n + 1) % 6} for n in range(1, 6)}}
 
@@ -144,7 +150,8 @@ def test_the_text_is_that_without_forced_tokens(
 
 
 @pytest.mark.parametrize(
-    ("pair", "chosen"), covering(PAIRS, {"greedy": GREEDY, "sampled": SAMPLED})
+    ("pair", "chosen"),
+    covering(PAIRS, {"greedy": GREEDY, "sampled": SAMPLED}, quick=(0, QUICK_PAIRS)),
 )
 def test_every_drafter_goes_on_behind_forced_tokens(pair: str, chosen: str) -> None:
     """Its caches and states are right then: it is pushed, and most is accepted."""

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 
-def until(met: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(met: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait for something that has to come."""
     end = time.monotonic() + seconds
     while not met():
