@@ -11,9 +11,18 @@ from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
 from mlx_speculation.models.vision import ImageForward, VisionTarget
 from mlx_speculation.models.vision.families import SERVED
+from support.covering import covering
 from support.drafters.scripted_drafter import ScriptedDrafter, TurningDrafter
 from support.models.mlx_vlm_decoding import their_text
-from support.models.tiny_vision import OTHERS, WITHOUT_MLX_VLM, grid, prompt_with, tiny
+from support.models.tiny_vision import (
+    FAMILIES,
+    KINDS,
+    OTHERS,
+    WITHOUT_MLX_VLM,
+    grid,
+    prompt_with,
+    tiny,
+)
 from support.models.vision_requests import (
     GREEDY,
     NONE,
@@ -35,11 +44,14 @@ from support.models.vision_requests import (
 pytestmark = WITHOUT_MLX_VLM
 
 
-@pytest.mark.parametrize("sizes", [NONE, ONE, TWO], ids=["none", "one", "two"])
-@pytest.mark.parametrize("name", grid())
-def test_text_is_that_of_mlx_vlm_under_every_draft(
-    name: str, sizes: list[tuple[int, int]]
-) -> None:
+SIZES = {"none": NONE, "one": ONE, "two": TWO}
+
+
+@pytest.mark.parametrize(
+    ("name", "images"), covering(FAMILIES, SIZES, quick=(0, KINDS))
+)
+def test_text_is_that_of_mlx_vlm_under_every_draft(name: str, images: str) -> None:
+    sizes = SIZES[images]
     if SERVED[name].one_image and sizes == TWO:
         with pytest.raises(InvalidRequestError, match="mlx-vlm reads one"):
             text(target(name), prompt_of(name, sizes), GREEDY)
@@ -71,13 +83,18 @@ def test_a_few_words_of_other_families_are_those_of_mlx_vlm(first: int) -> None:
 
 @pytest.mark.parametrize("name", grid())
 def test_requests_in_turns_write_what_each_does_alone(name: str) -> None:
-    """mlx-vlm keeps positions on the model: those of the request before."""
+    """mlx-vlm keeps positions on the model: those of the request before.
+
+    Each is mlx-vlm's own: without images, with one and with two.
+    """
     prompts = [
         prompt_with(name, ONE),
         prompt_with(name, most(name), seed=1),
         prompt_with(name, NONE, text="A text without a picture, of some length."),
     ]
     alone = [text(tiny(name), each, GREEDY) for each in prompts]
+    read = [target(name).with_slots(each) for each in prompts]
+    assert alone == [their_text(target(name), each, TOKENS) for each in read]
     shared = generator(target(name), draft="lookup", draft_length=2)
     assert in_turns(*(shared.stream(asked(p), **options()) for p in prompts)) == alone
 
