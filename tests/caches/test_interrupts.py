@@ -15,7 +15,8 @@ import mlx_lm.models.cache
 import mlx_lm.models.deepseek_v41
 import pytest
 
-from mlx_speculation.caches import Speculation, journal
+from mlx_speculation.caches import Speculation, holds_trees, journal
+from mlx_speculation.caches.types import tree_view
 from mlx_speculation.models import ModelHooks
 from support.caches.cache_twins import (
     Kind,
@@ -40,6 +41,7 @@ TRACED = (
     mlx_lm.models.cache.__file__,
     mlx_lm.models.deepseek_v41.__file__,
     str(Path(journal.__file__).parent),
+    tree_view.__file__,
 )
 
 PROBES = (2, 6)
@@ -168,3 +170,21 @@ def test_an_interrupted_round_leaves_the_cache_as_it_was(
         which = line % len(PROBES)
         found = contents(kind, cache, PROBES[which])
         assert_same(found, before[which], f"interrupted at line {line}")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_interrupted_round_with_a_tree_leaves_the_cache_as_it_was(name: str) -> None:
+    kind, cache, position = prepared(name)
+    if not holds_trees([cache]):
+        return
+    before = contents(kind, cache, PROBES[0])
+
+    def action() -> None:
+        with Speculation([cache]) as speculation:
+            kind.forward(speculation.caches[0], rows(position, 5, 500))
+            speculation.move([0, 2, 4])
+            speculation.commit(3)
+
+    for line in at_every_line(lambda: action):
+        found = contents(kind, cache, PROBES[0])
+        assert_same(found, before, f"interrupted at line {line}")
