@@ -286,6 +286,7 @@ class MtpDrafter:
             return choose.children(round_.logits, rows, count, self.ids)
 
         def run(level: Level) -> None:
+            mx.async_eval(level.tokens)  # computed while the next graph is built
             round_.run(*level)
 
         levels = limit if self.depth is None else min(limit, self.depth)
