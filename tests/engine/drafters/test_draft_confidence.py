@@ -99,7 +99,9 @@ def test_a_chain_stops_where_the_product_falls_below(
     del generator
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
+@pytest.mark.parametrize(
+    "name", ["gemma3_text", "qwen3_5", pytest.param("llama", marks=pytest.mark.slow)]
+)
 def test_stopping_early_leaves_the_text_as_it_is(name: str) -> None:
     model, draft = build(name), build("llama", seed=1)
     plain = SpeculativeGenerator(model, byte_tokenizer())

@@ -70,7 +70,7 @@ from mlx_speculation import (
 from mlx_speculation.caches import KVQuantization
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Chooser
-from support.covering import covering
+from support.covering import covering, others_slow
 from support.drafters.scripted_drafter import ScriptedDrafter
 from support.drop_in import Answer, assert_same_answer, assert_same_caches, both
 from support.identity import plain_text, prompt_of
@@ -80,6 +80,11 @@ from support.sampling.sampling_options import penalty_options
 
 # Rows alone, a window of 16 that wraps, recurrent layers beside rows, no rows at all.
 MODELS = ("llama", "gemma3_text", "qwen3_5", "mamba")
+# Each kind of cache once.
+COUNTED = (
+    *(*MODELS, "lfm2", "recurrent_gemma", "rwkv7", "bailing_moe_v3"),
+    *("deepseek_v3(MLA)", "gpt_oss", "gemma4_text", "llama(sliding)"),
+)
 PROMPT = prompt_of(21)
 TOKENS = 28
 
@@ -101,7 +106,7 @@ def ending_with(*ids: int) -> Any:
     return tokenizer
 
 
-@pytest.mark.parametrize("name", TINY_MODELS)
+@pytest.mark.parametrize("name", others_slow(TINY_MODELS, COUNTED))
 def test_text_counts_and_caches_are_those_of_mlx_lm(name: str) -> None:
     model, text = known(name)
     bitwise = TINY_MODELS[name].bitwise
