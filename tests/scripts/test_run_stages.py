@@ -71,7 +71,7 @@ def test_a_failure_ends_what_runs_beside_it(tmp_path: Path) -> None:
     assert done.returncode == 4
     with pytest.raises(ProcessLookupError):
         os.kill(int(file.read_text()), 0)
-    assert re.fullmatch(r"stages: bad \d s \(failed with status 4\)\n", done.stdout), (
+    assert re.fullmatch(r"stages: bad \d+ s \(failed with status 4\)\n", done.stdout), (
         done.stdout
     )
 

@@ -120,7 +120,7 @@ def test_a_request_that_does_not_arrive_is_given_up(
 ) -> None:
     started = time.monotonic()
     exchange(server, sent).refused(408)
-    assert 0.9 < time.monotonic() - started < 15
+    assert 0.9 < time.monotonic() - started < 60
 
 
 def test_a_body_that_drips_in_is_given_up_too(server: Server) -> None:

