@@ -1,7 +1,7 @@
 """Images of every size, from a folder to the text: mlx-vlm's own, whatever drafts.
 
 A folder has the model and what the family's processor reads, and mlx-vlm prepares the
-prompt by itself. Families whose processor cannot be had take tensors instead.
+prompt by itself. Families without a processor are in test_vision_families alone.
 """
 
 import atexit
@@ -28,18 +28,12 @@ from mlx_speculation import (
 from mlx_speculation.models.vision import ImagePrompt, VisionTarget
 from mlx_speculation.models.vision.load import usable
 from support.drafters.scripted_drafter import ScriptedDrafter, TurningDrafter
-from support.models.mlx_vlm_decoding import their_text
 from support.models.tiny_vision import (
-    FAMILIES,
-    KINDS,
     VOCAB,
     WITHOUT_MLX_VLM,
-    prompt_with,
-    tiny,
-    tokenizer,
 )
 from support.models.vision_folders import END_ID, picture, vision_folder
-from support.models.vision_processors import PROCESSORS, WITHOUT
+from support.models.vision_processors import PROCESSORS
 
 pytestmark = [
     WITHOUT_MLX_VLM,
@@ -62,15 +56,9 @@ Messages = list[dict[str, Any]]
 
 
 def families(*quick: str) -> list[Any]:
-    """Return all families; those that are not named run in the long suite alone."""
+    """Return those with a processor; the long suite alone runs what is not named."""
     slow = pytest.mark.slow
-    return [name if name in quick else pytest.param(name, marks=slow) for name in KINDS]
-
-
-def with_processor(*quick: str) -> list[Any]:
-    """Return those that have a processor."""
-    marked = zip(KINDS, families(*quick), strict=True)
-    return [each for name, each in marked if name in PROCESSORS]
+    return [n if n in quick else pytest.param(n, marks=slow) for n in PROCESSORS]
 
 
 @cache
@@ -87,14 +75,12 @@ BOTH_WAYS = "gemma4, both ways"
 
 @cache
 def loaded(name: str) -> tuple[Any, Any]:
-    """Return a target and its tokenizer: from a folder, where there is a processor."""
+    """Return a target and its tokenizer, from a folder."""
     if name == BOTH_WAYS:
         more = {"use_bidirectional_attention": "vision"}
         folder = vision_folder(folders() / "both", "gemma4", **more)
         made = SpeculativeGenerator.from_pretrained(folder, vision=True)
         return made.model, made.tokenizer
-    if name not in PROCESSORS:
-        return tiny(name), tokenizer()
     folder = vision_folder(folders() / name, name)
     made = SpeculativeGenerator.from_pretrained(folder, vision=True)
     return made.model, made.tokenizer
@@ -110,12 +96,9 @@ def asked(text: str, images: int) -> dict[str, Any]:
 
 
 def prompt_of(name: str, messages: Messages, images: list[bytes]) -> ImagePrompt:
-    """Return the prompt of a chat; without a processor one with as many images."""
-    if has_processor(name):
-        found: ImagePrompt = loaded(name)[0].image_prompt(messages, images)
-        return found
-    sizes = [[(4, 6), (2, 4)][i % 2] for i in range(len(images))]
-    return prompt_with(name, sizes, seed=len(images[0]), text="{} and {} or {}, what?")
+    """Return the prompt of a chat."""
+    found: ImagePrompt = loaded(name)[0].image_prompt(messages, images)
+    return found
 
 
 def tokens(name: str, prompt: Any, sampling: Sampling = GREEDY, **more: Any) -> Any:
@@ -130,10 +113,6 @@ def options(sampling: Sampling = GREEDY) -> dict[str, Any]:
         "stop_tokens": (),
         "prefill_step_size": 7,
     }
-
-
-def has_processor(name: str) -> bool:
-    return name in PROCESSORS or name == BOTH_WAYS
 
 
 def theirs(name: str, text: str, images: list[bytes]) -> list[int]:
@@ -152,11 +131,6 @@ def theirs(name: str, text: str, images: list[bytes]) -> list[int]:
     return [answer.token for answer in answers][:TOKENS]
 
 
-def test_every_family_has_a_processor_or_a_reason() -> None:
-    assert not PROCESSORS.keys() & WITHOUT.keys()
-    assert PROCESSORS.keys() | WITHOUT.keys() <= FAMILIES.keys()
-
-
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     "name", [*families(), pytest.param(BOTH_WAYS, marks=pytest.mark.slow)]
@@ -166,12 +140,9 @@ def test_a_text_is_that_of_mlx_vlm_at_every_size(name: str, size: str) -> None:
     images = pictures(SIZES[size])
     prompt = prompt_of(name, [asked("What is it?", len(images))], images)
     plain = tokens(name, prompt)
-    if has_processor(name):
-        ended = theirs(name, "What is it?", images)
-        assert plain[: len(ended)] == ended
-        assert len(ended) == TOKENS or ended[-1] == END_ID
-    else:
-        assert plain == their_text(loaded(name)[0], prompt, TOKENS)
+    ended = theirs(name, "What is it?", images)
+    assert plain[: len(ended)] == ended
+    assert len(ended) == TOKENS or ended[-1] == END_ID
     for sampling in (GREEDY, SAMPLED):
         expected = plain if sampling.greedy else tokens(name, prompt, sampling)
         known = prompt.tokens + expected
@@ -232,7 +203,7 @@ def test_a_second_turn_brings_an_image_of_another_size(name: str) -> None:
     assert made.generate(first, **options()).tokens == result.tokens
 
 
-@pytest.mark.parametrize("name", with_processor("smolvlm"))
+@pytest.mark.parametrize("name", families("smolvlm"))
 def test_what_transformers_writes_of_a_processor_is_read(
     name: str, tmp_path: Path
 ) -> None:
@@ -253,7 +224,7 @@ def test_what_transformers_writes_of_a_processor_is_read(
     assert found.tokens == tokens(name, prompt_of(name, asking, images))
 
 
-@pytest.mark.parametrize("name", with_processor("qwen3_vl"))
+@pytest.mark.parametrize("name", families("qwen3_vl"))
 def test_a_request_logs_no_warning(name: str) -> None:
     target = loaded(name)[0]
     heard = _Heard()

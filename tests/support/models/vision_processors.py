@@ -1,8 +1,6 @@
 """What the processors of vision families read from a folder, for the tiny models.
 
-    PROCESSORS    by family
-    WITHOUT       families whose processor cannot be had, and why; their prompts are
-                  tensors of the shapes that it would make, see `tiny_vision`
+    PROCESSORS    by family; prompts of others are tensors, see `tiny_vision`
 
 Each gives the names of the tokens 256 and on, the files as transformers'
 `save_pretrained` writes them, and the marker of an image in a text. Images are cut and
@@ -170,5 +168,3 @@ PROCESSORS: dict[str, VisionFiles] = {
     "pixtral": _PIXTRAL,
     "mistral3": _PIXTRAL,
 }
-# By family; none today.
-WITHOUT: dict[str, str] = {}
