@@ -7,7 +7,7 @@ Each gives the names of the tokens 256 and on, the files as transformers'
 scaled by the family's own code.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from support.models.tiny_vision import NAMES
@@ -48,6 +48,27 @@ _QWEN = VisionFiles(
         "merge_size": 2,
         "min_pixels": 64,
         "max_pixels": 1024,
+    },
+)
+_GLM = VisionFiles(
+    marker="<|begin_of_image|><|image|><|end_of_image|>",
+    names=("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>"),
+    image_processor={
+        "patch_size": 4,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "size": {"shortest_edge": 128, "longest_edge": 2048},
+    },
+)
+_MEDIA = VisionFiles(
+    marker="<|media_pad|>",
+    names=("<|media_start|>", "<|media_end|>", "<|media_pad|>", "<|video|>"),
+    image_processor={
+        "media_proc_cfg": {
+            "patch_size": 4,
+            "in_patch_limit": 48,
+            "merge_kernel_size": 2,
+        }
     },
 )
 _PIXTRAL = VisionFiles(
@@ -167,4 +188,73 @@ PROCESSORS: dict[str, VisionFiles] = {
     ),
     "pixtral": _PIXTRAL,
     "mistral3": _PIXTRAL,
+    "glm4v": _GLM,
+    "glm4v_moe": _GLM,
+    "glm_ocr": _GLM,
+    "kimi_k25": _MEDIA,
+    "mage_vl": replace(
+        _QWEN, image_processor={**_QWEN.image_processor, "temporal_patch_size": 1}
+    ),
+    "mimo_v2": _QWEN,
+    "cohere_compass": replace(
+        _QWEN,
+        marker="<|VISION_START|><|IMAGE_PAD|><|VISION_END|>",
+        names=("<|VISION_START|>", "<|VISION_END|>", "<|IMAGE_PAD|>", "<|video|>"),
+    ),
+    "muse_glimmer": VisionFiles(
+        marker="<|patch|>",
+        names=("<|start|>", "<|end|>", "<|patch|>", "<|video|>"),
+        processor={
+            "image_processor": {
+                "patch_size": 4,
+                "temporal_patch_size": 2,
+                "merge_size": 2,
+                "max_image_tokens": 12,
+            }
+        },
+    ),
+    "idefics2": VisionFiles(
+        marker="<image>",
+        names=("<fake_token_around_image>", "<|end|>", "<image>", "<|video|>"),
+        image_processor={
+            **_HALF,
+            "image_processor_type": "Idefics2ImageProcessor",
+            "do_image_splitting": False,
+            "size": {"longest_edge": 16, "shortest_edge": 8},
+        },
+        processor={"image_seq_len": 4},
+        special={
+            "image_token": "<image>",
+            "image_boundary_token": "<fake_token_around_image>",
+        },
+    ),
+    "internvl": VisionFiles(
+        marker="<IMG_CONTEXT>",
+        names=("<img>", "</img>", "<IMG_CONTEXT>", "<|video|>"),
+        processor={"image_seq_length": 4},
+        model={"max_dynamic_patch": 4},
+    ),
+    "llava_onevision": VisionFiles(
+        marker="<image>",
+        image_processor={
+            **_HALF,
+            "image_processor_type": "LlavaOnevisionImageProcessor",
+            "image_grid_pinpoints": [[16, 16], [16, 32], [32, 16]],
+            "size": _SQUARE,
+        },
+        processor={
+            "num_image_tokens": 4,
+            "vision_feature_select_strategy": "full",
+        },
+    ),
+    "llava_next": VisionFiles(
+        marker="<image>",
+        image_processor={
+            "image_processor_type": "LlavaNextImageProcessor",
+            "image_grid_pinpoints": [[16, 16], [16, 32], [32, 16]],
+            "size": {"shortest_edge": 16},
+            "crop_size": _SQUARE,
+        },
+        processor={"patch_size": 4, "vision_feature_select_strategy": "default"},
+    ),
 }
