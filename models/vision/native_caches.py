@@ -12,7 +12,7 @@ import inspect
 import sys
 from typing import Any
 
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
 from mlx_speculation.errors import UnsupportedCacheError
 from mlx_speculation.models.vision.families import CACHES, MLX_VLM_VERSION
@@ -75,6 +75,8 @@ def _native(place: int, cache: Any) -> Any:
         )
     if kind.__name__ == "ArraysCache":
         return ArraysCache(size=len(cache.cache))
+    if kind.__name__ == "ChunkedKVCache":
+        return ChunkedKVCache(cache.chunk_size)
     if kind.__name__ == "RotatingKVCache":
         return RotatingKVCache(max_size=cache.max_size, keep=cache.keep)
     return KVCache()

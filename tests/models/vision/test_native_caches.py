@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
 from mlx_speculation.errors import UnsupportedCacheError
 from mlx_speculation.models.vision.families import CACHES
@@ -30,7 +30,8 @@ def test_logits_are_equal_on_either_class(name: str) -> None:
     own = theirs().make_prompt_cache(model.language_model)
     native = model.make_cache()
     assert [type(c).__name__ for c in own] == [type(c).__name__ for c in native]
-    assert {type(c) for c in native} <= {ArraysCache, KVCache, RotatingKVCache}
+    kinds = {ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache}
+    assert {type(c) for c in native} <= kinds
     ids = mx.array([[(7 * i) % 200 for i in range(20)]])
     for start, stop in ((0, 12), (12, 16), (16, 17), (17, 18)):
         one = model(ids[:, start:stop], own)
@@ -52,7 +53,7 @@ class Making:
 
 
 @pytest.mark.parametrize(
-    "name", ["QuantizedKVCache", "ChunkedKVCache", "CacheList", "PoolingCache"]
+    "name", ["QuantizedKVCache", "ConcatenateKVCache", "CacheList", "PoolingCache"]
 )
 def test_another_class_is_refused(name: str) -> None:
     kind = getattr(theirs(), name)

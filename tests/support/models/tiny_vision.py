@@ -41,7 +41,14 @@ KINDS = (
 )
 OTHERS = [name for name in FAMILIES if name not in KINDS]
 # Vectors that a model draws at random where it is made.
-_DRAWN = {"bias", "dt_bias", "A_log", "image_newline", "view_separator"}
+_DRAWN = {
+    "bias",
+    "dt_bias",
+    "A_log",
+    "image_newline",
+    "view_separator",
+    "class_embedding",
+}
 
 
 def grid(names: Iterable[str] = FAMILIES) -> list[Any]:

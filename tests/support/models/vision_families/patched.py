@@ -20,11 +20,11 @@ from support.models.vision_families.parts import (
 )
 
 
-def _squares(grid: str) -> Pixels:
+def _squares(grid: str, *, time: bool = False) -> Pixels:
     """Patches [all, 3, 4, 4], and each image's rows and columns."""
 
     def made(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
-        found = patches(48, grid, time=False)(sizes, key)
+        found = patches(48, grid, time=time)(sizes, key)
         return {**found, "pixel_values": found["pixel_values"].reshape(-1, 3, 4, 4)}
 
     return made
@@ -237,6 +237,42 @@ FAMILIES: dict[str, TinyFamily] = {
             },
         },
         _squares("image_grid_hws"),
+        merged,
+    ),
+    "kimi_k3": TinyFamily(
+        {
+            "media_placeholder_token_id": IMAGE,
+            "text_config": {
+                **TEXT,
+                **LATENT,
+                "model_type": "kimi_linear",
+                "num_key_value_heads": 4,
+                "linear_attn_config": {
+                    "kda_layers": [1, 3],
+                    "num_heads": 2,
+                    "head_dim": 16,
+                    "short_conv_kernel_size": 4,
+                },
+                "num_experts": 4,
+                "num_experts_per_token": 2,
+                "num_shared_experts": 1,
+                "moe_intermediate_size": 32,
+                "first_k_dense_replace": 1,
+            },
+            "vision_config": {
+                "patch_size": 4,
+                "init_pos_emb_height": 8,
+                "init_pos_emb_width": 8,
+                "vt_num_attention_heads": 2,
+                "vt_num_hidden_layers": 2,
+                "vt_hidden_size": 32,
+                "vt_intermediate_size": 64,
+                "qkv_hidden_size": 32,
+                "mm_hidden_size": 32,
+                "text_hidden_size": 64,
+            },
+        },
+        _squares("grid_thws", time=True),
         merged,
     ),
 }

@@ -206,4 +206,53 @@ FAMILIES: dict[str, TinyFamily] = {
         _tiled,
         lambda size: 4 + 4 + 2,
     ),
+    "llama4": TinyFamily(
+        {
+            "image_token_id": IMAGE,
+            "text_config": {
+                **TEXT,
+                "model_type": "llama4_text",
+                "head_dim": 16,
+                "intermediate_size_mlp": 128,
+                "num_local_experts": 4,
+                "attention_chunk_size": 8,
+                "interleave_moe_layer_step": 2,
+            },
+            "vision_config": {
+                **TOWER,
+                "model_type": "llama4_vision_model",
+                "intermediate_size": 128,
+                "initializer_range": 0.02,
+                "norm_eps": 1e-5,
+                "num_channels": 3,
+                "pixel_shuffle_ratio": 0.5,
+                "projector_dropout": 0.0,
+                "projector_input_dim": 64,
+                "projector_output_dim": 64,
+                "rope_theta": 1e4,
+                "vision_feature_layer": -1,
+                "vision_feature_select_strategy": "default",
+                "vision_output_dim": 64,
+            },
+        },
+    ),
+    "plamo2vl": TinyFamily(
+        {
+            "text_config": {
+                **TEXT,
+                "model_type": "plamo2",
+                "hidden_size_per_head": 16,
+                "mamba_d_state": 8,
+                "mamba_num_heads": 4,
+                "attention_window_size": 64,
+            },
+            "vision_config": {
+                **SIGLIP,
+                "image_token_id": IMAGE,
+                "image_feature_size": 32,
+                "image_proj_hidden_size": 64,
+            },
+        },
+        slots=lambda size: 16,
+    ),
 }
