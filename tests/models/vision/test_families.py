@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.cache import KVCache
 
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models.vision import ImageForward, ImagePrompt, VisionTarget
@@ -23,6 +25,7 @@ from support.models.tiny_vision import FAMILIES, WITHOUT_MLX_VLM, build, tiny
 from support.models.vision_families import REFUSED as TINY_REFUSED
 
 
+@cache
 def packages() -> dict[str, str]:
     """Return the source of each package of mlx_vlm.models, by its name."""
     spec = importlib.util.find_spec("mlx_vlm")
@@ -115,6 +118,26 @@ def test_rows_of_gemma3n_are_not_steps() -> None:
     alone = [vlm.language_model(row, cache=caches[1]).logits for row in steps]
     apart = mx.abs(at_once - mx.concatenate(alone, axis=1)).max(axis=-1)
     assert mx.all(apart[0, 1:] > 0.01).item()
+
+
+@WITHOUT_MLX_VLM
+def test_hunyuan_reads_positions_from_the_model() -> None:
+    """The reason why it is refused: those of another request are there."""
+    vlm = build("hunyuan_vl", TINY_REFUSED["hunyuan_vl"])
+    own = mx.broadcast_to(mx.arange(6), (1, 4, 6))
+    ids = mx.arange(6)[None]
+
+    def logits(passed: mx.array, kept: mx.array | None) -> mx.array:
+        vlm.language_model._position_ids = kept
+        caches = [KVCache() for _ in vlm.layers]
+        found: mx.array = vlm.language_model(
+            ids, cache=caches, position_ids=passed
+        ).logits
+        return found
+
+    alone = logits(own, None)
+    assert not mx.allclose(alone, logits(2 * own, None)).item()
+    assert mx.array_equal(logits(own, 2 * own), logits(2 * own, None)).item()
 
 
 def test_one_image_is_one_where_mlx_vlm_reads_no_more() -> None:

@@ -16,4 +16,4 @@ FAMILIES: dict[str, TinyFamily] = {
     for module in (axes, gemma, one_token, patched, placed, qwen, square)
     for name, family in module.FAMILIES.items()
 }
-REFUSED: dict[str, TinyFamily] = gemma.REFUSED
+REFUSED: dict[str, TinyFamily] = {**axes.REFUSED, **gemma.REFUSED}

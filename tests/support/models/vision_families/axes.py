@@ -172,3 +172,23 @@ FAMILIES: dict[str, TinyFamily] = {
         merged,
     ),
 }
+# Built to show that the reason holds, for which each is refused.
+REFUSED = {
+    "hunyuan_vl": TinyFamily(
+        {
+            "image_token_id": IMAGE,
+            "text_config": {
+                **TEXT,
+                "model_type": "hunyuan_vl",
+                "head_dim": 16,
+                "attention_head_dim": 16,
+                "rope_scaling": {
+                    "type": "xdrope",
+                    "alpha": 1000.0,
+                    "xdrope_section": [2, 2, 2, 2],
+                },
+            },
+            "vision_config": {**TOWER, "out_hidden_size": 64, "max_image_size": 64},
+        },
+    ),
+}
