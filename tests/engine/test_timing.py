@@ -222,7 +222,7 @@ def test_each_part_gets_what_is_slow_in_it(length: int, explain: bool) -> None:
 
 def test_a_draft_models_work_is_the_drafts() -> None:
     slow = SlowLogits(build("llama", seed=7))
-    noted = NotedRounds(3)
+    noted = NotedRounds(6)
     generator(slow).generate(PROMPT, max_tokens=16, draft_length=noted)
     assert noted.largest == "draft"
 
