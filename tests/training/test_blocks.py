@@ -24,7 +24,8 @@ from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import load
 from mlx_speculation.models.dflash import is_dflash
 from mlx_speculation.models.dspark import DSpark, is_dspark
-from mlx_speculation.training.data.row_batches import RowBatch
+from mlx_speculation.training.data.dialogues import Dialogue
+from mlx_speculation.training.data.row_batches import RowBatch, RowBatches
 from mlx_speculation.training.kinds import block_drafter
 from mlx_speculation.training.kinds.block_drafter import (
     BlockKind,
@@ -233,6 +234,18 @@ def test_gradients_are_the_slopes_of_the_loss(kind: BlockKind, count: int) -> No
         found = (moved(reach) - moved(-reach)) / (2 * reach)
         module.load_weights([(name, begun[name])], strict=False)
         assert found == pytest.approx(size, rel=0.03, abs=2e-3), name
+
+
+def test_a_timed_step_leaves_the_weights() -> None:
+    made = drafter("dspark", count=1)
+    module: Any = made.module
+    before: Any = dict(tree_flatten(module.parameters()))
+    tokens = np.array(prompt_of(80), np.uint32)
+    text = Dialogue(tokens, tokens >= 0, False, True, 0.0)
+    batches = RowBatches([text], 2, SLOTS, BLOCK + 1, 0, anchors=3, first=2)
+    assert lesson(made)[0].seconds(batches) > 0
+    after: Any = dict(tree_flatten(module.parameters()))
+    assert all(mx.array_equal(value, after[name]) for name, value in before.items())
 
 
 def test_gradients_of_a_table_add_up_in_float32() -> None:

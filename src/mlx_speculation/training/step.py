@@ -4,13 +4,14 @@ Weights and the optimizer's moments are float32; the drafter runs in the type of
 target's states on a GPU, and in float32 on a CPU.
 """
 
+import time
 from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers as optim
 from mlx.utils import tree_map
 
-from mlx_speculation.training.data.row_batches import RowBatch
+from mlx_speculation.training.data.row_batches import RowBatch, RowBatches
 from mlx_speculation.training.kinds.trainee import Trainee, slots_of
 from mlx_speculation.training.loss import Teacher, at_slots, distance
 from mlx_speculation.training.teacher import TargetModel
@@ -18,6 +19,7 @@ from mlx_speculation.training.teacher import TargetModel
 HARD = 0.1  # the weight of the likeliest token beside the distribution
 LEAST_RATE = 0.02  # of the highest one, at the end
 LARGEST_NORM = 1.0
+_TIMED = 8  # steps that are timed
 
 
 class MatrixDecayAdamW(optim.AdamW):
@@ -99,6 +101,27 @@ class TrainingStep:
         """Change the weights by gradients."""
         gradients, _ = optim.clip_grad_norm(gradients, LARGEST_NORM)
         optimizer.update(self._trainee.module, gradients)
+
+    def seconds(self, batches: RowBatches) -> float:
+        """Return how long a step takes; the weights stay as they are."""
+        module = self._trainee.module
+        kept = module.trainable_parameters()
+        optimizer = new_optimizer(1e-6, 1, 0, 0.0)
+        optimizer.init(kept)
+        began, before = 0.0, mx.array(0.0)
+        for number in range(_TIMED + 2):
+            loss, gradients = self.gradients(batches.batch(number))
+            self.apply(optimizer, gradients)
+            mx.async_eval(loss, module.state, optimizer.state)
+            mx.eval(before)  # one is computed while the next is built, as in the loop
+            before = loss
+            if number == 1:  # compiled by now
+                mx.eval(module.state, optimizer.state)
+                began = time.monotonic()
+        mx.eval(module.state, optimizer.state)
+        taken = time.monotonic() - began
+        module.update(kept)
+        return taken / _TIMED
 
     def _loss(
         self,

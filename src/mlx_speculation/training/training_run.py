@@ -57,7 +57,6 @@ from mlx_speculation.training.teacher import TargetModel
 RUN = "run"
 _DATA_SHARE = 0.4  # of the minutes, at most
 _STEP_SHARE = 0.85  # of the minutes that are left, for steps
-_TIMED = 4
 _EVALUATED_ROWS = 16
 
 
@@ -327,13 +326,7 @@ class _Run:
             return options.steps
         if options.minutes is None:
             return max(1, round(options.epochs * batches.per_pass / options.accumulate))
-        began = 0.0
-        for number in range(_TIMED + 2):
-            if number == 2:  # compiled by now
-                began = time.monotonic()
-            loss, gradients = stepper.gradients(batches.batch(number))
-            mx.eval(loss, gradients)
-        seconds = (time.monotonic() - began) / _TIMED * options.accumulate
+        seconds = stepper.seconds(batches) * options.accumulate
         left = self.began + 60 * options.minutes - time.monotonic()
         return max(10, int(_STEP_SHARE * left / seconds))
 
