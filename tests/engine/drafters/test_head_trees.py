@@ -9,7 +9,7 @@ import random
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from mlx_speculation import SpeculativeGenerator, demo_models, load
 from mlx_speculation.caches.types.tree_view import TreeView
 from mlx_speculation.engine import Cascade, EagleDraft, LookupDrafter
+from mlx_speculation.engine.drafters.base import CheckedChoose
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import HiddenStates, TreeHooks
 from mlx_speculation.models.checkpoints import HeadOutput
@@ -286,6 +287,29 @@ def test_a_tree_has_the_likeliest_of_what_was_looked_at(
         if all(token == likely(path[:i])[0][1] for i, token in enumerate(path))
     ]
     assert made[: len(chain)] == sorted(chain, key=len)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_tree_begins_with_what_a_chain_would_be(temperature: float) -> None:
+    text, draft = TARGETED.text("llama", temperature), draft_of("specforge", "llama")
+    generator = with_tree("llama", draft, draft_tree=64)
+    stream = generator.stream(
+        text[:PROMPT], max_tokens=99, sampling=sampling(temperature), stop_tokens=()
+    )
+    together = 0
+    for _ in range(6):
+        stream.next_round()
+        request, guard = stream.request, cast(Any, stream.request.drafter)
+        found = []
+        for tree in (64, 0):
+            choose = CheckedChoose(request.verifier, None, tree)
+            found.append(guard.inner.propose(request.sequence, LEVELS, choose))
+            guard.inner.discard()
+        parents: Any = found[0].branches.parents.tolist()
+        first = next(i for i, parent in enumerate([*parents, 9]) if parent != i - 1)
+        assert found[0].tokens[:first].tolist() == found[1].tokens[:first].tolist()
+        together += first
+    assert together > 12
 
 
 @pytest.mark.slow
