@@ -279,14 +279,8 @@ def _checked_tree(
         return 0
     if checked_count("draft_tree", nodes, 2, ", or None for chains") > MOST_NODES:
         raise InvalidRequestError(
-            f"draft_tree is {nodes}, and {MOST_NODES} nodes are the most. Pass 16: "
+            f"draft_tree is {nodes}, and {MOST_NODES} nodes are the most. Pass 15: "
             "rows of the target cost more than the last nodes bring."
-        )
-    if draft is None or not draft.trees:
-        kind = "None" if draft is None else f"of kind {draft.kind!r}"
-        raise InvalidRequestError(
-            f"draft_tree is {nodes}, and the draft is {kind}, which drafts chains. "
-            "Pass an EAGLE-3 head without a window, or leave draft_tree out."
         )
     for what, is_so in (("exact", shape), ("group", ranked)):
         if is_so is not None:
@@ -294,6 +288,12 @@ def _checked_tree(
                 f"draft_tree is {nodes}, and {what} was passed, with which drafts are "
                 "chains. Leave one of them out."
             )
+    if draft is None or not draft.trees:
+        kind = "None" if draft is None else f"of kind {draft.kind!r}"
+        raise InvalidRequestError(
+            f"draft_tree is {nodes}, and the draft is {kind}, which drafts chains. "
+            "Pass an EAGLE-3 head without a window, or leave draft_tree out."
+        )
     return int(nodes)
 
 

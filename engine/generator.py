@@ -53,7 +53,7 @@ class SpeculativeGenerator:
             pay, by what rounds cost here and what is accepted, see `calibrate`. With
             other rules than "keyed" the timing of rounds then changes a seed's text.
         draft_tree: an EAGLE-3 head drafts a tree of so many tokens, 2 to 64, with
-            `draft_length` levels; 16 pays on a large GPU. None: a chain.
+            `draft_length` levels; 15 may pay on a large GPU. None: a chain.
         draft_confidence: a draft model stops before a token where the product of its
             largest probabilities falls below this, and a head with a confidence of
             its own where that of its estimates does; 0: never. See `DraftModel`.
