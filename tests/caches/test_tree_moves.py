@@ -29,7 +29,8 @@ from mlx_speculation.caches import (
     check_trees,
     tree_views,
 )
-from mlx_speculation.caches.types import tree_view
+from mlx_speculation.caches.journals import sliding_kv
+from mlx_speculation.caches.types import padded_kv, tree_view
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 from mlx_speculation.models.lanes import tree_rows
 from support.drafters.tree_drafter import path_to, random_parents
@@ -179,3 +180,29 @@ def test_a_move_that_is_interrupted_is_rolled_back(
         assert cache.offset == 8
         for rows, more in zip(shown(cache), (0, 0.25), strict=True):
             assert sorted(rows)[1 - WINDOW :] == [row + more for row in range(3, 8)]
+
+
+@pytest.mark.parametrize("kind", ["KVCache", "SlidingKVCache"])
+@pytest.mark.parametrize("held", [0, 3, 5, 40])
+def test_keys_in_whole_steps_have_masks_of_trees(
+    kind: str, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So they are shown on CUDA; what is behind the written rows is not seen."""
+    for module in (padded_kv, sliding_kv):
+        monkeypatch.setattr(module, "asks_cudnn", lambda dtype: True)
+    cache = KVCache() if kind == "KVCache" else SlidingKVCache(6, 600)
+    if held:
+        written(cache, [*range(held)])
+    rows = tree_rows(mx.array([-1, 0, 0, 1]), levels=3)
+    with Speculation([cache], key_steps=True) as speculation:
+        (view,) = tree_views(speculation.caches, rows)
+        for _ in range(2):  # a second one, as the levels of a head
+            mask = np.array(view.make_mask(5, return_array=True))
+            keys = np.array(written(view, [100, 101, 102, 103, 104])[0][0, 0, :, 0])
+            assert mask.shape == (5, len(keys))
+        assert len(keys) == padded_kv.STEP or kind != "KVCache"
+        before = [*range(held), *range(100, 105)]
+        text = [*before, 100, 101, 102, 104]
+        window = 6 if kind == "SlidingKVCache" else 99
+        assert keys[mask[4]].tolist() == text[-window:]
+    assert cache.offset == held
