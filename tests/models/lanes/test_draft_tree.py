@@ -1,7 +1,7 @@
 """Rows of a tree are those of its paths, each fed as a chain.
 
 The reference is the model itself, without hooks and by mlx-lm's own caches: every path
-from the root is fed as a plain chain, past the window where there is one.
+from the root is fed row by row, past the window where there is one.
 
 Faults that were made by hand, and found here: rows stand where they are fed; a row sees
 its siblings; the window follows from the rows; a second level is one position too far.
@@ -49,7 +49,10 @@ def by_chains(model: nn.Module, prompt: list[int]) -> mx.array:
     for node in range(len(PARENTS)):
         path = [NODES[each] for each in path_to(PARENTS, node)]
         caches: Any = make_prompt_cache(model)
-        found.append(model(mx.array([[*prompt, *path]]), cache=caches)[0, -1])
+        row = model(mx.array([prompt[:-1]]), cache=caches)
+        for token in [prompt[-1], *path]:
+            row = model(mx.array([[token]]), cache=caches)
+        found.append(row[0, -1])
     return mx.stack(found)
 
 
