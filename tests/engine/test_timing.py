@@ -169,7 +169,8 @@ class NotedRounds(FixedDraftLength):
         """The part with the largest lower quartile."""
 
         def quartile(name: str) -> float:
-            return quantiles([getattr(parts, name) for parts in self.rounds], n=4)[0]
+            seconds: list[float] = [getattr(parts, name) for parts in self.rounds]
+            return quantiles(seconds, n=4)[0]
 
         return max(PARTS, key=quartile)
 
