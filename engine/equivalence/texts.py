@@ -9,8 +9,11 @@ once token by token and once in blocks, and the row that decides is compared:
     margin       how much better the one token's score is than the other's
     edge         how far a token is from the border of the top-p set
 
-A near-tie has a margin within twice the difference (divided by the temperature), or
-an edge within it. Anything else is a real difference of two texts.
+A near-tie has a margin within twice the difference (divided by the temperature) and
+the spacing of the logits' own dtype at the largest of them, or an edge within twice the
+difference. Anything else is a real difference of two texts. The spacing matters in
+bfloat16, where two tokens next to each other are one rounding apart, and a few widths
+may agree by chance.
 """
 
 from collections.abc import Callable, Sequence
@@ -81,7 +84,8 @@ def find_parting(
         deciding(first=first, width=width)
         for first in range(1, min(width, places or width) + 1)
     ]
-    difference = max(float(mx.abs(single - row).max()) for row in wide)
+    changes = (single.astype(mx.float32) - row.astype(mx.float32) for row in wide)
+    difference = max(float(mx.abs(change).max()) for change in changes)
     return weigh(chooser, single, Rows(shared), (index, one, two), difference)
 
 
@@ -94,7 +98,7 @@ def deciding_row(
     width: int,
     make_lane: MakeLane = Lane,
 ) -> mx.array:
-    """Return the logits after the last of `tokens`, float32 [1, vocab].
+    """Return the logits after the last of `tokens`, [1, vocab], in the model's dtype.
 
     The prompt but its last token is fed as both engines do, the rest in blocks: one
     of `first` tokens and then of `width`. The last block is filled up, because its
@@ -114,8 +118,7 @@ def deciding_row(
             lane_round.commit(len(block))
         if last:
             place = len(rest) - 1 - start
-            row: mx.array = rows[place : place + 1].astype(mx.float32)
-            return row
+            return rows[place : place + 1]
         mx.eval(rows, states(lane.caches))
         start, size = start + size, width
 
@@ -129,7 +132,8 @@ def weigh(
 ) -> Parting:
     """Measure how near a tie two tokens of a row [1, vocab] are."""
     index, expected, got = parting
-    scores = np.array(chooser.scores(chooser.processed(row, rows), rows))[0]
+    processed = chooser.processed(row.astype(mx.float32), rows)
+    scores = np.array(chooser.scores(processed, rows))[0]
     allowed = 2 * difference / (chooser.sampling.temperature or 1.0) + _ulp(row)
     margin = edge = np.inf
     if expected is not None and got is not None and max(expected, got) < len(scores):
@@ -141,9 +145,13 @@ def weigh(
 
 
 def _ulp(row: mx.array) -> float:
-    """Return the rounding of mlx-lm's `logits - logsumexp`, which the engine omits."""
+    """Return the spacing of a row's dtype at its largest logit.
+
+    It is also the rounding of mlx-lm's `logits - logsumexp`, which the engine omits.
+    """
+    row, eps = row.astype(mx.float32), mx.finfo(row.dtype).eps
     largest = mx.maximum(mx.abs(row).max(), mx.abs(mx.logsumexp(row)))
-    return float(largest) * float(mx.finfo(row.dtype).eps)
+    return float(largest) * float(eps)
 
 
 def _distance_to_top_p(

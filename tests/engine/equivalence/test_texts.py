@@ -28,6 +28,15 @@ def test_a_margin_within_the_difference_of_the_widths_is_a_near_tie() -> None:
     assert not texts.weigh(chooser, row, PRECEDING, (0, 1, None), 1e-4).near_tie
 
 
+def test_neighbours_in_the_dtype_of_the_logits_are_a_near_tie() -> None:
+    chooser = Chooser(Sampling(seed=0), 4)
+    row = mx.array([[16.0, 20.0, 19.875, 19.5]])
+    for dtype, near in ((mx.bfloat16, True), (mx.float16, False), (mx.float32, False)):
+        typed = row.astype(dtype)
+        assert texts.weigh(chooser, typed, PRECEDING, (0, 1, 2), 0).near_tie == near
+        assert not texts.weigh(chooser, typed, PRECEDING, (0, 1, 3), 0).near_tie
+
+
 def test_noise_and_temperature_count_when_sampling() -> None:
     sampling = Sampling(temperature=0.5, seed=3)
     noise = gumbel(stream_key(3, CHOICE), mx.array([9]), 4)
