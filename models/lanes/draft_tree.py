@@ -57,8 +57,9 @@ _SCALED = frozenset(
 _PROMPT, _PARENTS = 9, (-1, -1, -1, 0, 1, 1, 4, 4, 6, 2, 9, 10)
 # By how much rows may differ, in standard deviations of their logits: what two ways of
 # feeding one chain differ by, so many times; this at least, in half precision and in
-# float32; and this at most. A row at a wrong place differs by 3.
-_TIMES, _LEAST_HALF, _LEAST, _MOST = 16, 0.1, 2e-3, 0.5
+# float32; and this at most. A row at a wrong place differs by 3. In bfloat16 on an H100
+# a model of 30 layers differs by 0.24 where its texts are right.
+_TIMES, _LEAST_HALF, _LEAST, _MOST = 16, 0.5, 2e-3, 0.5
 
 
 class _Fed:
