@@ -1,5 +1,6 @@
 """The options that benchmarks have in common, and the bundled models by name."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -61,4 +62,6 @@ Json = Annotated[
 
 def folder_of(name: str) -> Path:
     """Return the folder of a bundled model, or the given one."""
+    if Path(name).is_absolute() or os.sep in name:  # needs no bundled model
+        return Path(name)
     return demo_models().get(name, Path(name))

@@ -94,9 +94,9 @@ def _print(report: Report, context: typer.Context, blas: dict[str, Any]) -> None
         },
         default=asdict,  # a Spread
     )
-    written: Path | None = context.params["json_file"]
+    written: Path | str | None = context.params["json_file"]  # by version of typer
     if written is not None:
-        written.write_text(line + "\n", encoding="utf-8")
+        Path(written).write_text(line + "\n", encoding="utf-8")
     print(line)
 
 
