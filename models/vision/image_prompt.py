@@ -68,13 +68,15 @@ class ImagePrompt:
         Raises:
             InvalidRequestError: it holds audio or video, or no ids of one prompt.
         """
-        other = [n for n in inputs if "audio" in n or "video" in n or "feature" in n]
-        if other:
+        given = {n: v for n, v in inputs.items() if v is not None}
+        other = {n for n in given if "audio" in n or "video" in n or "feature" in n}
+        held = sorted(n for n in other if any(map(_size, _parts(given[n]))))
+        if held:
             raise InvalidRequestError(
-                f"The inputs hold {other[0]!r}, and images are all that can be read "
+                f"The inputs hold {held[0]!r}, and images are all that can be read "
                 "beside text. Leave audio and video out."
             )
-        own = {n: v for n, v in inputs.items() if n not in _OF_TEXT and v is not None}
+        own = {n: v for n, v in given.items() if n not in {*_OF_TEXT, *other}}
         return cls(inputs["input_ids"], own)
 
     @property
@@ -125,6 +127,12 @@ def _parts(value: Any) -> Iterator[Any]:
             yield from _parts(each)
     else:
         yield value
+
+
+def _size(value: Any) -> int:
+    """Return how many numbers something is: a processor says so that there are none."""
+    size = getattr(value, "size", 1)
+    return size if isinstance(size, int) else 1
 
 
 def _is_float(value: mx.array) -> bool:

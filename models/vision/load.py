@@ -210,13 +210,20 @@ class _WithoutPadding:
 def _array(value: Any) -> Any:
     """Return what a processor made as an array of mlx.
 
-    Where images have shapes of their own it has made a list, and it stays one.
+    Where images have shapes of their own it has made a list, and it stays one. A text
+    that it returns beside them is left out.
     """
     if value is None or isinstance(value, mx.array):
         return value
+    if isinstance(value, str) or (isinstance(value, list) and _all_text(value)):
+        return None
     if isinstance(value, list) and any(_holds_arrays(each) for each in value):
         return [_array(each) for each in value]
     return mx.array(value)
+
+
+def _all_text(values: list[Any]) -> bool:
+    return len(values) > 0 and all(isinstance(each, str) for each in values)
 
 
 def _holds_arrays(value: Any) -> bool:

@@ -1,5 +1,7 @@
 """Prompts with images: their slots, their keys, and what cannot be one."""
 
+from typing import Any
+
 import mlx.core as mx
 import pytest
 
@@ -62,6 +64,12 @@ def test_what_a_processor_returns_is_taken_apart() -> None:
         {"input_ids": IDS, "attention_mask": IDS, "pixel_values": pixels, "x": None}
     )
     assert set(made.inputs) == {"pixel_values"}
+
+
+def test_other_media_may_be_empty() -> None:
+    none: dict[str, Any] = {"video_sizes": [], "num_frames_per_video": mx.zeros((1, 0))}
+    made = ImagePrompt.of({"input_ids": IDS, "grids_videos": [[]], **none})
+    assert made.inputs == {}
 
 
 @pytest.mark.parametrize(

@@ -56,13 +56,6 @@ def _masked(ids: mx.array) -> dict[str, mx.array]:
     return {"images_seq_mask": ids == IMAGE}
 
 
-def _tiles(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
-    """Tiles [1, 2n, 3, 16, 16]: each image as a whole, and one tile of it."""
-    pixels = mx.random.normal((1, 2 * len(sizes), 3, 16, 16), key=key)
-    crops = mx.array([[[1, 1]] * len(sizes) + [[0, 0]]])
-    return {"pixel_values": pixels, "images_spatial_crop": crops}
-
-
 def _whole(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
     """No crops, and images [n, 3, 16, 16]."""
     pixels = mx.random.normal((len(sizes), 3, 16, 16), key=key)
@@ -241,30 +234,6 @@ FAMILIES: dict[str, TinyFamily] = {
         _crops,
         located=_indexed,
         adapt=_name_patches,
-    ),
-    "deepseek_vl_v2": TinyFamily(
-        {
-            "image_token_index": IMAGE,
-            "text_config": {**_DEEPSEEK, "topk_method": "greedy"},
-            "vision_config": {
-                "model_type": "vision",
-                "layers": 2,
-                "width": 32,
-                "intermediate_size": 64,
-                "num_attention_heads": 2,
-                "image_size": 16,
-                "patch_size": 4,
-                "mlp_ratio": 2.0,
-            },
-            "projector_config": {
-                "projector_type": "downsample_mlp_gelu",
-                "input_dim": 32,
-                "n_embed": 64,
-            },
-        },
-        _tiles,
-        lambda size: 6 + 1 + 6,
-        located=_masked,
     ),
     "deepseekocr": TinyFamily(
         {
