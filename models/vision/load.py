@@ -167,6 +167,7 @@ class Processor:
                 usable(self._processor, self._config),
                 images=pictures,
                 prompts=prompt,
+                image_token_index=getattr(self._config, "image_token_index", None),
                 add_special_tokens=special,
             )
             return ImagePrompt.of({n: _array(v) for n, v in inputs.items()})

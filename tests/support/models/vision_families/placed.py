@@ -39,11 +39,21 @@ def _crops(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
     }
 
 
+def _crops_of_each(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
+    """Crops [n, 1, 16, 48]: one of each image."""
+    return {name: value[:, None] for name, value in _crops(sizes, key).items()}
+
+
 def _indexed(ids: mx.array) -> dict[str, mx.array]:
     """The places of slots, four of each image."""
     tokens: Any = ids[0].tolist()
     places = [place for place, token in enumerate(tokens) if token == IMAGE]
     return {"image_input_idx": mx.array(places).reshape(-1, 4)}
+
+
+def _indexed_of_each(ids: mx.array) -> dict[str, mx.array]:
+    """The same, in the one crop of each image."""
+    return {name: value[:, None] for name, value in _indexed(ids).items()}
 
 
 def _name_patches(vlm: Any) -> None:
@@ -231,8 +241,8 @@ FAMILIES: dict[str, TinyFamily] = {
                 "connector_hidden_size": 64,
             },
         },
-        _crops,
-        located=_indexed,
+        _crops_of_each,
+        located=_indexed_of_each,
         adapt=_name_patches,
     ),
     "deepseekocr": TinyFamily(
