@@ -120,6 +120,8 @@ def keep_weights(model: nn.Module, known: str, draw: Callable[[], None]) -> None
     draw()
     weights = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
     _WEIGHTS[known] = [(path, mx.array(each)) for path, each in weights]
+    # Another thread, such as a server's, cannot compute what this one has begun.
+    mx.eval([each for _, each in _WEIGHTS[known]])
     if len(_WEIGHTS) > MOST_KEPT:
         del _WEIGHTS[next(iter(_WEIGHTS))]
 
