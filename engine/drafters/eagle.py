@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
 
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.drafters.source import HeadSource
@@ -126,8 +125,7 @@ class EagleDraft(HeadSource):
     @property
     def trees(self) -> bool:
         """Whether it drafts trees: it does, unless it has a window of its own."""
-        caches = self.head.new_caches()[0]
-        return all(type(cache) is KVCache for cache in caches)
+        return not self.head.windowed
 
     def _new_cache(self) -> Callable[[int], HeadCache]:
         return partial(MtpCache, self.eagle)

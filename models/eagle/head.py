@@ -68,6 +68,11 @@ class EagleHead(JoinedHead):
         windows = self._settings.windows
         return [[KVCache() if w is None else RotatingKVCache(w) for w in windows]]
 
+    @property
+    def windowed(self) -> bool:
+        """Whether a layer of its own looks back through a window."""
+        return any(window is not None for window in self._settings.windows)
+
     def joined(self, outputs: Sequence[mx.array]) -> mx.array:
         """Return the state that positions begin with, [batch, positions, dim].
 
