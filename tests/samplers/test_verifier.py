@@ -282,3 +282,26 @@ def test_every_draw_of_a_round_has_a_key_of_its_own(
     drafted, probs, _ = drafted_by(verifier, 3, 3)
     verifier.verify(logits_of(1, 4), Rows(KNOWN, drafted, 4), drafted, probs)
     assert len(keys) == len(set(keys)) == 3 + 3 + 1
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "options", "indifferent"),
+    [
+        ("keyed", {"seed": 1}, True),
+        ("keyed", {"temperature": 0.7, "seed": 1}, True),
+        ("keyed", {"temperature": 0.7, "seed": 1, "repetition_penalty": 1.4}, False),
+        ("rejection", {"temperature": 0.7, "seed": 1}, False),
+        ("block", {"seed": 1}, True),
+    ],
+)
+def test_unusable_proposals_harm_where_something_is_kept_of_them(
+    acceptance: Acceptance, options: dict[str, Any], indifferent: bool
+) -> None:
+    assert verifier_of(options, acceptance).indifferent == indifferent
+
+
+def test_decisions_have_a_fixed_shape_where_rows_are_named() -> None:
+    chooser = Chooser(Sampling(temperature=0.7, seed=1), WIDTH)
+    assert Verifier(chooser).chooser is chooser
+    fixed = Verifier(chooser, rows=8).chooser
+    assert fixed.filled_up(logits_of(1, 1)).shape == (8, WIDTH)
