@@ -71,9 +71,9 @@ class ImageForward:
     def __call__(self, inputs: mx.array, cache: Any) -> mx.array:
         """Feed token ids [1, n], and return logits [1, n, vocab]."""
         start = position(cache) or 0
+        if self._shift is None and start >= self._end:
+            self._read()  # the caches came with the whole of the images
         if start >= self._end:
-            if self._shift is None:  # the caches came with the whole of the images
-                self._read()
             self._features = None  # as large as the prompt
             assert self._shift is not None
             return self._target.forward(inputs, cache, start + self._shift)
@@ -104,6 +104,7 @@ class ImageForward:
                 positions, deltas = self._target.positions(prompt)
                 fields = {**fields, "position_ids": positions}
             self._shift = 0 if deltas is None else int(deltas.item())
+            self._end = max(self._end, _last_moved(fields, self._shift) + 1)
             self._features = fields
         return self._features
 
@@ -144,3 +145,18 @@ def _images(prompt: ImagePrompt) -> int:
     if isinstance(pixels, list):  # DeepSeek-OCR: crops of all images, and the images
         pixels = pixels[-1]
     return 0 if pixels is None else len(pixels)
+
+
+def _last_moved(fields: dict[str, Any], shift: int) -> int:
+    """Return the last place that is not where text is; -1: there is none.
+
+    MiniCPM has a place of its own for the token behind an image.
+    """
+    positions = fields.get("position_ids")
+    if positions is None:
+        return -1
+    ids = positions.reshape(-1, positions.shape[-1])
+    places = mx.arange(ids.shape[-1])
+    moved = mx.any(ids != places + shift, axis=0)
+    last: Any = mx.where(moved, places, -1).max().item()
+    return int(last)
