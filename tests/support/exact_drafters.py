@@ -36,8 +36,8 @@ from support.models.eagle_checkpoints import write_eagle
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
-# Of a forward, the default: with 6 rows OpenBLAS keeps no bits on a CPU without AVX-512;
-# of the views, so that every text passes several
+# Of a forward, the default: six keep no bits with OpenBLAS on a CPU without AVX-512.
+# And of the views, so that every text passes several.
 ROWS, STEP = 8, 16
 PROMPT, TOKENS = 21, 40  # more than a window of 16
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
