@@ -59,9 +59,8 @@ class Request:
     # for plain decoding
     drafter: Drafter | None
     policy: DraftLengthPolicy  # decides how many tokens to propose in a round
-    tree: int = (
-        0  # how many nodes a draft may have that is a tree; 0: drafts are chains
-    )
+    # How many nodes a draft may have that is a tree; 0: drafts are chains
+    tree: int = 0
     # Decides in the place of the verifier; None: that does
     decisions: Decisions | None = None
     masks: Masks | None = None  # what its constraint allows, if it has one

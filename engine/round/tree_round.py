@@ -44,14 +44,13 @@ def nodes_for(request: Request, nodes: int) -> int:
 
     Chains are drafted under a constraint, where tokens are decided by processors or by
     a sampler of the user's, under XTC, under the rules of rejection and block
-    verification, on several ranks, where the caches are to be quantized, and in passed
-    ones that cannot hold trees.
+    verification, where the caches are to be quantized, and in passed ones that cannot
+    hold trees. A generator with trees has no ranks and no exact mode.
     """
     target = request.target
-    alone = request.masks is None and request.decisions is None
-    plain = target.quantization is None and target.shape is None
-    held = alone and plain and holds_trees(target.caches)
-    return nodes if held and serves_trees(request.verifier) else 0
+    held = target.quantization is None and holds_trees(target.caches)
+    free = request.masks is None and serves_trees(request.verifier)
+    return nodes if held and free else 0
 
 
 def submit_tree(
