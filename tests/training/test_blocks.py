@@ -182,7 +182,7 @@ def test_the_loss_is_that_of_the_drafts_of_rounds(kind: BlockKind) -> None:
     tokens, inputs = text(made)
     wanted = log_softmax(rounds(made, tokens, inputs))
     logits = np.array(TargetModel(target(), made).lesson(tokens).logits, np.float64)
-    law = log_softmax(logits[..., IDS])
+    target_log_probs = log_softmax(logits[..., IDS])
     expected = 0.0
     for depth in range(wanted.shape[2]):
         found = []
@@ -192,8 +192,9 @@ def test_the_loss_is_that_of_the_drafts_of_rounds(kind: BlockKind) -> None:
             best = int(logits[row, token - 1].argmax())
             if not batch.counts[row, token] or not best % 4:
                 continue
-            own, target_law = wanted[row, slot, depth], law[row, token - 1]
-            soft = (np.exp(target_law) * (target_law - own)).sum()
+            own = wanted[row, slot, depth]
+            theirs = target_log_probs[row, token - 1]
+            soft = (np.exp(theirs) * (theirs - own)).sum()
             found.append(soft - HARD * own[np.searchsorted(IDS, best)])
         assert 0 < len(found) < CHOSEN.size
         expected += np.exp(-2 * depth / BLOCK) * np.mean(found)
