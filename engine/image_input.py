@@ -9,7 +9,6 @@ from mlx_speculation.engine.prompt import Prompt, Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
 from mlx_speculation.models.vision import (
-    QUANTIZABLE,
     ImageForward,
     ImagePrompt,
     VisionTarget,
@@ -86,7 +85,7 @@ def _check_options(
     """Refuse what was not tried, or would lose where images have moved positions to."""
     name = model.family.name
     if options.kv_quantization is not None and (
-        name not in QUANTIZABLE or model.one_pass
+        not model.family.quantizes or model.one_pass
     ):
         raise InvalidRequestError(
             f"kv_quantization was passed, and {name} was not tried with quantized "

@@ -15,7 +15,6 @@ or accepted is not known here, and neither is where a request came from.
 
 from mlx_speculation.models.vision.image_forward import ImageForward
 from mlx_speculation.models.vision.image_prompt import ImagePrompt
-from mlx_speculation.models.vision.native_caches import QUANTIZABLE
 from mlx_speculation.models.vision.vision_target import VisionTarget
 
-__all__ = ["QUANTIZABLE", "ImageForward", "ImagePrompt", "VisionTarget"]
+__all__ = ["ImageForward", "ImagePrompt", "VisionTarget"]

@@ -32,6 +32,8 @@ class Family:
         recurrent: whether some layers keep states, see `recurrent_slots`.
         one_pass: whether its config may let tokens of an image see later ones of it,
             which needs a prompt's images in one forward.
+        quantizes: whether its attention was tried with quantized caches. mlx-lm cannot
+            quantize windows, so families with sliding layers do not.
         one_image: whether mlx-vlm reads one image in a prompt, and no more.
         slots: where the slots of images are: "ids" has one placeholder for each; for
             the others see `engine_ids`.
@@ -46,6 +48,7 @@ class Family:
     axes_last: bool = False
     recurrent: bool = False
     one_pass: bool = False
+    quantizes: bool = False
     one_image: bool = False
     slots: Literal["ids", "spread", "beyond", "bounds"] = "ids"
     placeholder: str | int | None = None

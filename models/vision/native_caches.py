@@ -18,50 +18,6 @@ from mlx_speculation.errors import UnsupportedCacheError
 from mlx_speculation.models.vision.families import CACHES, MLX_VLM_VERSION
 
 HOME = "mlx_vlm.models.cache"
-# Families whose attention was tried with the quantized twins of these caches. mlx-lm
-# cannot quantize windows, so those with sliding layers are not among them.
-QUANTIZABLE = frozenset(
-    {
-        "deepseekocr",
-        "deepseekocr_2",
-        "dots_ocr",
-        "ernie4_5_moe_vl",
-        "fastvlm",
-        "glm4v",
-        "glm4v_moe",
-        "glm_ocr",
-        "got",
-        "granite4_vision",
-        "granite_vision",
-        "idefics2",
-        "idefics3",
-        "internvl",
-        "internvl_chat",
-        "jina_vlm",
-        "lfm2_vl",
-        "llava",
-        "llava_bunny",
-        "llava_next",
-        "llava_onevision",
-        "llmjpvl",
-        "locateanything",
-        "mage_vl",
-        "minicpmv4_6",
-        "minicpmv4_7",
-        "mistral3",
-        "molmo2",
-        "multi_modality",
-        "paddleocr_vl",
-        "pixtral",
-        "qwen2_vl",
-        "qwen2_5_vl",
-        "qwen3_vl",
-        "qwen3_vl_moe",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "smolvlm",
-    }
-)
 
 
 def native_caches(language_model: Any) -> list[Any]:
