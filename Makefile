@@ -43,13 +43,14 @@ test: environment
 	@sh scripts/run_stages.sh \
 		"docs&: exec env $(BUILD_DOCS)" \
 		"ruff: $(BIN)/ruff check && $(BIN)/ruff format --check" \
-		"mypy: $(BIN)/mypy" \
+		"mypy: $(BIN)/mypy -n auto" \
 		"pytest: $(PYTEST)"
 
 test-long: environment
 	$(PYTEST) -m "slow or not slow" --hypothesis-profile=long
 
 environment: $(TEST_STAMP)
+	@sh scripts/precompile_kernels.sh $(VENV)
 
 # What a demo needs, without torch, mypy and the like. Two backends of mlx overwrite each
 # other's files, so another EXTRAS starts afresh.
@@ -62,6 +63,7 @@ $(RUN_STAMP): pyproject.toml | system
 	fi
 	@echo "installing mlx-speculation[$(EXTRAS)] into $(VENV)"
 	@$(PIP_INSTALL) '.$(if $(EXTRAS),[$(EXTRAS)])'
+	@sh scripts/precompile_kernels.sh $(VENV)
 	@touch $@
 
 $(TEST_STAMP): $(RUN_STAMP)
