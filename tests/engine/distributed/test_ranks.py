@@ -1,7 +1,12 @@
 """Targets on two ranks: the text of one, the same decisions, and no hang.
 
-A launch costs seconds, so one runs many cases. Faults that were made by hand, and
-found here:
+A launch costs seconds, so one runs all that is not slow.
+
+Streams that were dropped ended older ones by `RankLostError: it runs another part of
+its program`, since the message of the drop came before those of the older stream, in
+every run.
+
+Faults that were made by hand, and found here:
     another rank takes its own verdict, another draft, or its own length
     a draft is not told; a verdict is told without the count of accepted tokens
     the hidden states of a prompt are computed on rank 0 alone (it hangs, and is killed)
@@ -10,17 +15,23 @@ found here:
     the seed, or the length, is not compared; each rank draws a seed of its own
     a processor's error on rank 0 leaves the others in their round
     a generator that one rank refuses is made on the other
+    a dropped stream ends itself on all ranks, from its finalizer
+    an exchange does not say of which stream it is; steps of streams are not counted
+    the places of ranks are not compared, or by some ranks only
+    a rank that leaves a stream does not say so
+    a round that was planned in the one before begins without an exchange
 """
 
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlx_speculation.engine.distributed.ring_watch import STATUS
+from mlx_speculation.engine.distributed.ring_watch import END_SECONDS, STATUS
 from support.processes.ranks import Ended, run_ranks, wait_for
 
 DENSE_SLIDING_HYBRID = (
@@ -43,6 +54,12 @@ REFUSED: list[tuple[str, dict[str, str]]] = [
 ]
 
 
+def said_by(ended: list[Ended]) -> list[Any]:
+    """Return what ranks have said that all came to their end."""
+    assert [each.status for each in ended] == [0] * len(ended), ended
+    return [each.said for each in ended]
+
+
 def check_texts(
     said: list[list[dict[str, Any]]], *, ties: int = 0
 ) -> list[dict[str, Any]]:
@@ -63,17 +80,63 @@ def check_texts(
     return first
 
 
-def test_two_ranks_write_the_text_of_one_and_do_what_rank_0_decides(
+def check_several(each: list[Any], kinds: list[str]) -> None:
+    """Assert that each text is the same, on every rank, as without other streams."""
+    said = each[0]
+    assert each == [said] * len(each)
+    counts = {name: len(texts) - 1 for name, texts in said.items()}
+    assert counts == dict.fromkeys(kinds, 7)
+    for name, texts in said.items():
+        assert len(texts["alone"]) == 8
+        for way, tokens in texts.items():
+            assert tokens == texts["alone"], (name, way)
+
+
+def check_apart(each: list[Any]) -> None:
+    """Assert that all ranks raise alike, and are together again afterwards."""
+    before, last = each[0]["before"], len(each) - 1
+    for rank, said in enumerate(each):
+        other = last if rank != last else 0
+        for name in ("order", "another_stream", "another_generator"):
+            text = said[name]
+            assert text.startswith(f"RankMismatchError: Rank {other} "), (rank, name)
+            assert f", and rank {rank} " in text
+            assert "their programs have come apart" in text
+            assert said[f"after {name}"] == before, (rank, name)
+        assert "of stream" in said["order"]
+        assert "makes generator" in said["another_generator"]
+        assert said["options_meanwhile"].startswith(
+            f"RankMismatchError: max_tokens is 9 on rank {last}, and 8 on rank 0"
+        )
+        assert "ValueError: the last rank has failed" in said["leaving"]
+        if rank != last:
+            assert said["leaving"].startswith(f"RankLostError: Rank {last} (")
+        assert said["after leaving"] == before
+
+
+def test_two_ranks_write_the_text_of_one_and_rank_0_decides_until_one_is_lost(
     tmp_path: Path,
 ) -> None:
-    ended = run_ranks(f"texts_and_decisions {DENSE_SLIDING_HYBRID}", tmp_path)
-    assert [each.status for each in ended] == [0, 0], ended
-    said = check_texts([each.said["texts"] for each in ended])
+    killed: list[float] = []
+
+    def kill(processes: list[int]) -> None:
+        wait_for(tmp_path / "started0")
+        wait_for(tmp_path / "started1")
+        killed.append(time.time())
+        os.kill(processes[1], signal.SIGKILL)
+
+    program = f"processes.rank_streams.all_and_lost {DENSE_SLIDING_HYBRID}"
+    ended = run_ranks(program, tmp_path, meanwhile=kill)
+    zero, one = (each.said for each in ended)
+    said = check_texts([zero["texts"], one["texts"]])
     assert len(said) == 5
     assert all(each["accepted"] for each in said if "lookup" in each["case"])
-    zero, one = [each.said["decisions"] for each in ended]
-    _check_refusals(zero, one)
-    _check_decisions(zero, one)
+    _check_refusals(zero["decisions"], one["decisions"])
+    _check_decisions(zero["decisions"], one["decisions"])
+    check_several([zero["several"], one["several"]], ["mixed"])
+    check_apart([zero["apart"], one["apart"]])
+    assert ended[1].status == -signal.SIGKILL
+    _check_lost(replace(ended[0], said=zero.get("lost")), tmp_path, killed[0])
 
 
 def _check_decisions(zero: dict[str, Any], one: dict[str, Any]) -> None:
@@ -125,18 +188,9 @@ def _check_refusals(zero: dict[str, Any], one: dict[str, Any]) -> None:
         assert "no group of several ranks was passed" in said["no group"]
 
 
-def test_a_killed_rank_is_reported_within_ten_seconds(tmp_path: Path) -> None:
-    killed: list[float] = []
-
-    def kill(processes: list[int]) -> None:
-        wait_for(tmp_path / "started0")
-        wait_for(tmp_path / "started1")
-        killed.append(time.time())
-        os.kill(processes[1], signal.SIGKILL)
-
-    zero, one = run_ranks("endless wait 1", tmp_path, meanwhile=kill)
-    assert one.status == -signal.SIGKILL
-    _check_reported(zero, tmp_path, 0, killed[0], 1)
+def _check_lost(zero: Ended, folder: Path, killed: float) -> None:
+    """Rank 0 says within ten seconds that rank 1 is lost."""
+    _check_reported(zero, folder, 0, killed, 1)
     # The ring does not always come back, see docs/distributed.md.
     errors = [zero.errors]
     if zero.said is not None:
@@ -273,3 +327,40 @@ def test_all_ranks_know_of_the_loss_of_one(tmp_path: Path, ranks: int) -> None:
         if rank != 2:
             beside = rank in (1, (2 + 1) % ranks)
             _check_reported(each, tmp_path, rank, killed[0], 2 if beside else None)
+
+
+@pytest.mark.slow
+def test_streams_can_be_dropped_and_interleaved_on_three_ranks(tmp_path: Path) -> None:
+    ended = run_ranks("processes.rank_streams.several", tmp_path, ranks=3)
+    check_several(said_by(ended), ["plain", "fixed", "adaptive", "mixed"])
+
+
+@pytest.mark.slow
+def test_programs_that_differ_are_an_error_on_three_ranks(tmp_path: Path) -> None:
+    check_apart(said_by(run_ranks("processes.rank_streams.apart", tmp_path, ranks=3)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_stopped_rank_is_waited_for(tmp_path: Path, who: int) -> None:
+    """Longer than a lost one; when it runs on, the text is what it would have been."""
+
+    def stop(processes: list[int]) -> None:
+        wait_for(tmp_path / "started0")
+        wait_for(tmp_path / "started1")
+        os.kill(processes[who], signal.SIGSTOP)
+        (tmp_path / "go").write_text("")
+        time.sleep(END_SECONDS + 3)  # what is shown is that nothing happens meanwhile
+        for rank, process in enumerate(processes):
+            assert not (tmp_path / f"rank{rank}.json").exists()
+            os.kill(process, 0)
+        os.kill(processes[who], signal.SIGCONT)
+
+    ended = run_ranks("processes.rank_streams.patient", tmp_path, meanwhile=stop)
+    assert [each.status for each in ended] == [0, 0], ended
+    assert ended[0].said == ended[1].said
+    assert len(ended[0].said) == 60
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again" / "go").write_text("")
+    again = run_ranks("processes.rank_streams.patient", tmp_path / "again")
+    assert again[0].said == ended[0].said

@@ -86,8 +86,12 @@ def test_a_process_that_waits_in_mlx_is_ended_and_says_why(
     assert ended == [STATUS]  # it came out
 
 
-def test_a_lost_neighbour_is_found_by_the_thread(pair: Pair) -> None:
+def test_a_lost_neighbour_is_found_by_the_thread(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The thread calls what ends the process; nobody else looks here."""
+    monkeypatch.setattr(ring_watch, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(ring_watch, "END_SECONDS", 0.05)
     ended, other = socket.socketpair()
     with ended, other:
         ended.settimeout(30.0)

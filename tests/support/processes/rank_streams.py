@@ -7,16 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from mlx_speculation import Sampling, SpeculativeGenerator
+from mlx_speculation.engine.distributed import ring_watch
+from mlx_speculation.engine.draft_length import calibration
 from mlx_speculation.engine.draft_length.base import Feedback, Plan
 from support.identity import SAMPLED, prompt_of
 from support.models.tiny_models import build
 from support.processes.rank_programs import (
     FOLDER,
+    decisions,
+    endless,
     generator,
     group,
     on_ranks,
     raised,
     rank,
+    say,
+    texts,
 )
 from support.processes.ranks import wait_for
 
@@ -194,9 +200,21 @@ def several(*kinds: str) -> dict[str, dict[str, list[int]]]:
     return said
 
 
-def several_and_apart() -> dict[str, Any]:
-    """Run both, since a launch takes seconds."""
-    return {"several": several("mixed"), "apart": apart()}
+def all_and_lost(*cases: str) -> dict[str, Any]:
+    """Run all that has an end, and then until rank 1 is killed: a launch takes seconds.
+
+    Most of calibration is the same in every pass, and so is to wait for a lost rank.
+    """
+    calibration.PASSES = 1
+    said: dict[str, Any] = {
+        "texts": texts("tensor", *cases, by_turns=True, tokens=10),
+        "decisions": decisions(),
+        "several": several("mixed"),
+        "apart": apart(),
+    }
+    say(said)
+    ring_watch.SAY_SECONDS, ring_watch.END_SECONDS = 0.2, 1.0
+    return said | {"lost": endless("wait", "1")}
 
 
 def apart() -> dict[str, Any]:

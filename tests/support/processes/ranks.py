@@ -81,8 +81,8 @@ def run_ranks(
             meanwhile([process.pid for process in started])
         for process in started:
             process.wait(max(0.1, until - time.monotonic()))
-    except subprocess.TimeoutExpired as error:
-        raise AssertionError(f"a rank still runs: {_errors(folder)}") from error
+    except (subprocess.TimeoutExpired, AssertionError) as error:
+        raise AssertionError(f"{error}: {_errors(folder)}") from error
     finally:
         for process in started:
             _kill(process)
@@ -94,9 +94,10 @@ def run_ranks(
 
 
 def wait_for(path: Path, seconds: float = 300.0) -> None:
-    """Wait until a rank has written a file."""
+    """Wait until a rank has written a file; not if one has failed before."""
     until = time.monotonic() + seconds
     while not path.exists():
+        assert not path.with_name("failed").exists(), "a rank has failed"
         assert time.monotonic() < until, f"nobody has written {path.name}"
         time.sleep(0.02)
 
