@@ -206,8 +206,8 @@ def test_rows_expect_by_their_own_acceptance() -> None:
 def test_lengths_by_measurement_change_no_text(kind: str) -> None:
     made = head_bench("llama") if kind == "mtp" else bench("llama")
     generator = made.generator(kind, draft_length=None)
-    cases = [Case(p, s, 25) for p in (2, 23) for s in SAMPLINGS[:3]]
-    cases[1] = Case(2, SAMPLINGS[1], 25, draft_length=3)
+    cases = [Case(p, s, 18) for p in (2, 23) for s in SAMPLINGS[:3]]
+    cases[1] = Case(2, SAMPLINGS[1], 18, draft_length=3)
     with BatchGenerator(generator) as batch:
         uids = [made.insert(batch, case) for case in cases]
         while batch.waiting or batch.running:

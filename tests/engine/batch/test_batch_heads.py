@@ -13,6 +13,7 @@ files of engine/batch of models, and found by the default tests of batches:
     the ids of columns are not passed on
 """
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -299,6 +300,7 @@ def test_an_interrupt_anywhere_leaves_rows_and_head_as_they_were(
 ) -> None:
     """Ctrl-C in every call of the target, and in every one of the head."""
     made, cases = head_bench("llama"), [CASES[0], CASES[3], CASES[4]]
+    cases = [replace(case, max_tokens=14) for case in cases]
     for case in cases:
         made.text(case.prompt, case.sampling)
     for forward in range(1, 9, every):

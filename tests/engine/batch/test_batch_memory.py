@@ -43,9 +43,9 @@ def play(made: Bench, batch: BatchGenerator, requests: int, seed: int) -> int:
 @pytest.mark.parametrize(
     ("name", "kind", "requests", "sizes"),
     [
-        ("llama", "model", 30, False),
-        ("llama", "model", 30, True),
-        ("llama", "random", 30, False),  # a head, which knows nothing
+        ("llama", "model", 15, False),
+        ("llama", "model", 15, True),
+        ("llama", "random", 15, False),  # a head, which knows nothing
         *(
             pytest.param(name, kind, 150, sizes, marks=pytest.mark.slow)
             for name in ("llama", "gemma3_text", "qwen3_5")
@@ -80,7 +80,7 @@ def test_caches_are_as_wide_as_the_longest_row(sizes: bool) -> None:
     made, most = bench("llama"), 6 if sizes else 3
     generator = made.generator("model")
     with BatchGenerator(generator, max_rows=most, row_sizes=sizes) as batch:
-        long = batch.insert(prompt_of(30), max_tokens=120, stop_tokens=())
+        long = batch.insert(prompt_of(30), max_tokens=80, stop_tokens=())
         spare = 0
         for number in range(1000):
             if long not in batch.running and long not in batch.waiting:
@@ -96,5 +96,5 @@ def test_caches_are_as_wide_as_the_longest_row(sizes: bool) -> None:
                 longest = known if not sizes else -(-known // 256) * 256
                 assert caches[0].columns <= longest
                 spare = max(spare, caches[0].keys.shape[2] - known)
-        assert len(batch.result(long).tokens) == 120
+        assert len(batch.result(long).tokens) == 80
         assert spare <= 256

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from mlx_speculation import Cascade, LookupDrafter, SpeculativeGenerator
+from mlx_speculation.engine.draft_length import calibration
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.adaptive import AdaptiveDraftLength, Credit
 from mlx_speculation.engine.draft_length.base import Feedback, Plan
@@ -236,9 +237,10 @@ def test_costs_are_kept_for_each_drafter_and_the_text_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
+    monkeypatch.setattr(calibration, "PASSES", 1)
     model, small = build("llama"), build("llama", seed=1)
     plain = SpeculativeGenerator(model, byte_tokenizer())
-    options: dict[str, Any] = {"max_tokens": 160, "sampling": SAMPLED}
+    options: dict[str, Any] = {"max_tokens": 80, "sampling": SAMPLED}
     expected = plain.generate(PROMPT, **options).tokens
     cascade = Cascade(LookupDrafter(minimum_match=1), small)
     generator = SpeculativeGenerator(model, byte_tokenizer(), draft=cascade)

@@ -25,6 +25,7 @@ from mlx_speculation import (
     SpeculativeGenerator,
 )
 from mlx_speculation.engine import Stream
+from mlx_speculation.engine.draft_length import calibration
 from mlx_speculation.engine.drafters.source import HeadSource
 from mlx_speculation.engine.stream_factory import StreamFactory
 from mlx_speculation.errors import SpeculationError
@@ -245,7 +246,13 @@ def test_calibration_measures_every_length_and_keeps_it() -> None:
     assert reasons.count("measure") == 1  # the first token waits for no draft
 
 
-@pytest.mark.usefixtures("nothing_known")
+@pytest.fixture(name="one_pass")
+def _one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a calibration measure in one pass what takes three."""
+    monkeypatch.setattr(calibration, "PASSES", 1)
+
+
+@pytest.mark.usefixtures("nothing_known", "one_pass")
 def test_a_calibration_at_the_end_of_a_bucket_stays_in_it() -> None:
     """The text grows while it is measured."""
     model = build("llama")
@@ -255,6 +262,7 @@ def test_a_calibration_at_the_end_of_a_bucket_stays_in_it() -> None:
     assert sorted(table[0]) == CALIBRATED
 
 
+@pytest.mark.usefixtures("one_pass")
 def test_a_lookup_is_calibrated_too() -> None:
     generator = SpeculativeGenerator(build("llama"), byte_tokenizer(), draft="lookup")
     table = generator.calibrate(contexts=[30])
@@ -274,6 +282,7 @@ def test_contexts_are_numbers_of_tokens(contexts: list[int]) -> None:
         generator.calibrate(contexts)
 
 
+@pytest.mark.usefixtures("one_pass")
 def test_calibration_leaves_nothing_to_later_requests() -> None:
     """What it generates is of no use, and would push out what is."""
     prefixes, lookup = PrefixCache(max_bytes=1 << 20), LookupDrafter(earlier_tokens=999)
