@@ -21,6 +21,7 @@ from mlx_speculation.errors import (
 )
 from mlx_speculation.models import load
 from mlx_speculation.models.vision import VisionTarget
+from support.covering import others_slow
 from support.models.chat_folders import chat_folder
 from support.models.tiny_vision import WITHOUT_MLX_VLM
 from support.models.vision_folders import picture, vision_folder, with_mtp_head
@@ -156,7 +157,7 @@ def test_vision_is_taken_where_mlx_lm_does_not_know_the_architecture(
         SpeculativeGenerator.from_pretrained(unknown)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("name", others_slow(["qwen3_5", "qwen3_5_moe"], ["qwen3_5"]))
 def test_an_mtp_head_in_the_folder_leaves_the_text_as_it_is(
     name: str, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import Lane
 from mlx_speculation.models.vision import ImageForward, ImagePrompt, VisionTarget
 from mlx_speculation.models.vision.families import SERVED
+from support.covering import others_slow
 from support.drafters.scripted_drafter import TurningDrafter
 from support.models import eagle_checkpoints, tiny_models
 from support.models.mlx_vlm_decoding import their_text
@@ -38,11 +39,15 @@ from support.models.vision_requests import (
     generator,
     in_turns,
     options,
+    plain_text,
     target,
     text,
 )
 
 pytestmark = WITHOUT_MLX_VLM
+
+# Positions of three axes, layers with states, windows.
+SOME = ("qwen2_5_vl", "qwen3_5", "gemma3")
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "phi3_v", "molmo"])
@@ -53,7 +58,7 @@ def test_a_draft_model_reads_the_text_without_the_images(name: str) -> None:
     for sampling in (GREEDY, SAMPLED):
         stream = drafted.stream(prompt, **options(sampling))
         got = [chunk.token for chunk in stream]
-        assert got == text(model, prompt, sampling)
+        assert got == plain_text(name, TWO, sampling)
         assert stream.stats.drafted
         assert not stream.stats.drafter_faults
         lane = stream.request.drafter.inner.lane  # type: ignore[union-attr]
@@ -61,7 +66,7 @@ def test_a_draft_model_reads_the_text_without_the_images(name: str) -> None:
         assert lane.caches[0].offset == lane.seen - slots
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5", "gemma3", "llava", "phi3_v"])
+@pytest.mark.parametrize("name", others_slow([*SOME, "llava", "phi3_v"], SOME))
 def test_an_eagle_head_leaves_the_text_as_it_is(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,20 +74,19 @@ def test_an_eagle_head_leaves_the_text_as_it_is(
     monkeypatch.setattr(eagle_checkpoints, "VOCAB", VOCAB)
     model, prompt = target(name), prompt_with(name, TWO)
     folder = eagle_checkpoints.write_eagle(tmp_path / "head", "specforge")
-    drafts = [
-        EagleDraft.from_folder(folder, model),
-        Cascade(LookupDrafter(), EagleDraft.from_folder(folder, model)),
-    ]
-    for draft in drafts:
-        for sampling in (GREEDY, SAMPLED):
-            made = generator(model, draft=draft, draft_length=3)
-            result = made.generate(prompt, **options(sampling))
-            assert result.tokens == text(model, prompt, sampling)
-            assert result.stats.drafted
-            assert not result.stats.drafter_faults
+    head = EagleDraft.from_folder(folder, model)
+    cascade = Cascade(LookupDrafter(), EagleDraft.from_folder(folder, model))
+    for draft, sampling in ((head, GREEDY), (head, SAMPLED), (cascade, GREEDY)):
+        made = generator(model, draft=draft, draft_length=3)
+        result = made.generate(prompt, **options(sampling))
+        assert result.tokens == plain_text(name, TWO, sampling)
+        assert result.stats.drafted
+        assert not result.stats.drafter_faults
 
 
-@pytest.mark.parametrize("sizes", [ONE, TWO], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(ONE, marks=pytest.mark.slow), TWO], ids=["one", "two"]
+)
 @pytest.mark.parametrize("name", grid(n for n in SERVED if SERVED[n].one_pass))
 def test_tokens_of_an_image_see_each_other_where_the_config_says_so(
     name: str, sizes: list[tuple[int, int]]
@@ -127,10 +131,11 @@ class FailingTarget(VisionTarget):
 def test_a_forward_that_fails_leaves_what_was_committed(name: str) -> None:
     """Wherever it does, in the prompt or in a round: a lane goes on from there."""
     prompt = prompt_with(name, ONE)
-    expected = text(target(name), prompt, GREEDY)
+    expected = plain_text(name, ONE)
     failing = FailingTarget(target(name).vlm)
     known = prompt.tokens + expected
-    for place in range(1, 12):
+    forwards = -(len(prompt.tokens) // -9)  # of the prompt
+    for place in range(1, forwards + 4):
         draft = TurningDrafter(known, VOCAB, seed=place)
         made = generator(failing, draft=draft, draft_length=3)
         stream = made.stream(prompt, **options())
@@ -154,7 +159,7 @@ def test_a_forward_that_fails_leaves_what_was_committed(name: str) -> None:
 
 def test_states_of_rejected_drafts_are_undone_without_another_forward() -> None:
     model, prompt = target("qwen3_5"), prompt_with("qwen3_5", ONE)
-    expected = text(model, prompt, GREEDY)
+    expected = plain_text("qwen3_5", ONE)
     draft = TurningDrafter(prompt.tokens + expected, VOCAB)
     made = generator(model, draft=draft, draft_length=4)
     result = made.generate(prompt, **options())
@@ -183,9 +188,7 @@ def test_an_error_of_the_tower_ends_one_stream_and_the_next_is_right() -> None:
     assert made.generate(prompt, **options()).tokens == expected
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "smolvlm"]
-)
+@pytest.mark.parametrize("name", others_slow([*SOME, "qwen3_vl", "smolvlm"], SOME))
 def test_a_second_turn_resumes_the_first_behind_its_images(name: str) -> None:
     model, first = target(name), prompt_with(name, TWO)
     prefixes = PrefixCache(1 << 28, every=8)
@@ -206,7 +209,7 @@ def test_another_image_shares_no_more_than_the_text_before_it(name: str) -> None
     model = target(name)
     one, other = prompt_with(name, ONE), prompt_with(name, ONE, seed=5)
     assert one.tokens == other.tokens
-    texts = [text(model, each, GREEDY) for each in (one, other)]
+    texts = [plain_text(name, ONE, seed=seed) for seed in (0, 5)]
     assert texts[0] != texts[1]
     made = generator(model, prefix_cache=PrefixCache(1 << 28, every=4))
     assert made.generate(one, **options()).tokens == texts[0]
@@ -222,7 +225,8 @@ def test_rows_of_a_batch_write_what_each_does_alone() -> None:
     prompts = [prompt_with("qwen3_vl", sizes) for sizes in (NONE, ONE, TWO)]
     made = generator(model, draft="lookup", draft_length=2)
     results = made.generate_batch([asked(p) for p in prompts], **options())
-    assert [r.tokens for r in results] == [text(model, p, GREEDY) for p in prompts]
+    alone = [plain_text("qwen3_vl", sizes) for sizes in (NONE, ONE, TWO)]
+    assert [r.tokens for r in results] == alone
 
 
 def test_what_does_not_go_with_images_is_refused() -> None:

@@ -12,6 +12,7 @@ are cut into patches each has a size of its own; others have one size for all.
 import copy
 import importlib
 from collections.abc import Iterable, Sequence
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -67,6 +68,7 @@ def build(name: str, family: TinyFamily, seed: int = 0, **text_config: Any) -> A
     config = copy.deepcopy({"model_type": name, **family.config})
     config.get("text_config", config).update(text_config)
     package: Any = importlib.import_module(f"mlx_vlm.models.{name}")
+    _let_chunks_be_short()
     made = package.ModelConfig.from_dict(copy.deepcopy(config))
     # As mlx_vlm.load does; where the text's keys are the model's own it takes these.
     for part in ("text", "vision", "perceiver", "projector", "audio"):
@@ -98,6 +100,17 @@ def build(name: str, family: TinyFamily, seed: int = 0, **text_config: Any) -> A
     vlm.eval()
     mx.eval(vlm.parameters())
     return vlm
+
+
+@cache
+def _let_chunks_be_short() -> None:
+    """Let layers with states read prompts in chunks of 8 rows, padded, and not of 64.
+
+    The texts are of some 40 tokens, and to invert a chunk takes an operation per row.
+    """
+    from mlx_vlm.models.qwen3_5 import gated_delta
+
+    gated_delta.gated_delta_chunked.__defaults__ = (None, 8)
 
 
 def tokenizer(names: tuple[str, ...] = NAMES) -> Any:

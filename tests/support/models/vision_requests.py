@@ -11,7 +11,7 @@ from mlx_speculation.models.vision.families import SERVED
 from support.models.tiny_vision import VOCAB, prompt_with, tiny, tokenizer
 
 GREEDY, SAMPLED = Sampling(seed=0), Sampling(temperature=0.8, top_p=0.9, seed=11)
-TOKENS = 16
+TOKENS = 12
 NONE: list[tuple[int, int]] = []
 ONE = [(4, 6)]
 TWO = [(2, 4), (6, 4)]
@@ -33,7 +33,7 @@ def asked(prompt: ImagePrompt) -> Any:
 
 def options(sampling: Sampling = GREEDY, **more: Any) -> dict[str, Any]:
     chosen = {"max_tokens": TOKENS, "sampling": sampling, "stop_tokens": ()}
-    return {**chosen, "prefill_step_size": 5, **more}
+    return {**chosen, "prefill_step_size": 9, **more}
 
 
 def text(
@@ -41,6 +41,18 @@ def text(
 ) -> list[int]:
     made = generator(model, **draft)
     return made.generate(asked(prompt), **options(sampling)).tokens
+
+
+@cache
+def _plain(name: str, sizes: tuple[Any, ...], sampling: Sampling, seed: int) -> Any:
+    return text(target(name), prompt_with(name, sizes, seed=seed), sampling)
+
+
+def plain_text(
+    name: str, sizes: list[tuple[int, int]], sampling: Sampling = GREEDY, seed: int = 0
+) -> list[int]:
+    """Return the text of a family's target without drafts, decoded once."""
+    return list(_plain(name, tuple(sizes), sampling, seed))
 
 
 def prompt_of(name: str, sizes: list[tuple[int, int]], **more: Any) -> ImagePrompt:
