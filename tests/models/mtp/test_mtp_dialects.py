@@ -16,7 +16,8 @@ from mlx_speculation import SpeculativeGenerator, demo_models
 from mlx_speculation.engine.drafters.registry import source_of_config
 from mlx_speculation.errors import DraftNotice, ModelFolderError
 from mlx_speculation.models import MtpConvention, load
-from mlx_speculation.models.mtp import load_mtp_head
+from mlx_speculation.models.checkpoints.probe_text import STARTS
+from mlx_speculation.models.mtp import load_mtp_head, load_with_convention
 from mlx_speculation.models.mtp.convention_store import NAME, pack_convention
 from mlx_speculation.models.mtp.load import build_mtp_head, decided, find_mtp_head
 from support.identity import plain_text, prompt_of
@@ -40,6 +41,8 @@ DEFAULT = MtpConvention()
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLX_SPECULATION_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # A text of half as many rows, which is enough to tell conventions apart.
+    monkeypatch.setattr(load_with_convention, "STARTS", STARTS[:2])
 
 
 @pytest.mark.parametrize(

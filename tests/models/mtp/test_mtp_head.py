@@ -20,7 +20,8 @@ from mlx_speculation.caches import Speculation, check_supported, leaves, with_sl
 from mlx_speculation.models import HiddenStates
 from mlx_speculation.models.checkpoints.convention import MtpConvention
 from mlx_speculation.models.mtp.head import Mtp, MtpHead
-from support.models.mtp_checkpoints import LAYOUTS, family, flat, make
+from support.covering import others_slow
+from support.models.mtp_checkpoints import EACH_KIND, LAYOUTS, family, flat, make
 
 DIM, VOCAB = 64, 256
 SLOTS = 21  # more than a window of 16
@@ -57,7 +58,7 @@ def equal(left: list[mx.array], right: list[mx.array]) -> bool:
     return all(mx.array_equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", others_slow(LAYOUTS, EACH_KIND))
 def test_rows_of_history_leave_what_whole_rows_leave(name: str, built: Build) -> None:
     """Whole rows, rows of history, and one batch that ends in a whole row."""
     mtp, (hidden, tokens) = built(name), rows()
@@ -111,7 +112,7 @@ def _operations(*arrays: mx.array) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", others_slow(LAYOUTS, EACH_KIND))
 def test_slots_one_by_one_are_as_slots_at_once(name: str, built: Build) -> None:
     mtp, (hidden, tokens) = built(name), rows()
     for layer in range(len(mtp.head.layers)):

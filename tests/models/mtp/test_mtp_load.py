@@ -17,9 +17,11 @@ from mlx_speculation.models import load
 from mlx_speculation.models.checkpoints.convention import MtpConvention
 from mlx_speculation.models.mtp.families import FAMILIES
 from mlx_speculation.models.mtp.load_with_convention import load_mtp_head
+from support.covering import others_slow
 from support.identity import plain_text, prompt_of
 from support.models import tiny_models
 from support.models.mtp_checkpoints import (
+    EACH_KIND,
     LAYOUTS,
     Checkpoint,
     Weights,
@@ -88,7 +90,7 @@ def test_a_head_is_read_tensor_by_tensor(name: str, written: Write) -> None:
     same(flat(head), used(made, layers))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", others_slow(LAYOUTS, EACH_KIND))
 def test_a_target_loads_without_its_head_and_generates(
     name: str, written: Write
 ) -> None:
@@ -167,7 +169,7 @@ _SAID = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", others_slow(LAYOUTS, EACH_KIND))
 def test_a_head_that_lacks_any_tensor_is_refused_by_its_name(
     name: str, written: Write, tmp_path: Path
 ) -> None:

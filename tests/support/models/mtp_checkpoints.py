@@ -193,6 +193,13 @@ LAYOUTS = {
     "exaone_moe": Layout("exaone_moe", QWEN, NEXTN),
 }
 
+# Layouts that have something of their own each: in stored norms, in experts, in caches,
+# in layers and how they follow each other, in ends of their own, in blocks.
+EACH_KIND = (
+    *("qwen3_5_moe", "deepseek_v32", "mimo_v2_flash", "ernie4_5_moe"),
+    *("longcat_flash", "nemotron_h", "step3p5", "bailing_hybrid"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:

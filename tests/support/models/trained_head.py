@@ -76,7 +76,7 @@ def trained(truth: Truth = "as trained") -> Trained:
     if truth == "before_norm":
         convention = MtpConvention("before_norm", "before_norm", norms="stored")
     taps = HiddenStates(model, before_norm=True, after_norm=True)
-    starts = [tokenizer.encode(start) for start in STARTS]
+    starts = [tokenizer.encode(start) for start in STARTS[:2]]
     text = OwnText.of(model, taps, starts, steps=8)  # a few less, to be quick
     return Trained(model, tokenizer, head, stored, taps, text, convention)
 
