@@ -22,6 +22,7 @@ from mlx_speculation.models import Lane, ModelHooks
 from support.models import census
 from support.models.tiny_models import TINY_MODELS, build
 from support.processes.blas_processes import run_python
+from support.processes.reader import ROOT, Reader
 
 Logits = dict[int, NDArray[np.float32]]  # by position
 SHAPE = FixedShape(8, 32)
@@ -136,10 +137,15 @@ def compare(names: Sequence[str], length: int, seeds: Sequence[int]) -> None:
 
 
 def compared(
-    names: Sequence[str], length: int, seeds: Sequence[int]
+    reader: Reader, names: Sequence[str], length: int, seeds: Sequence[int]
 ) -> dict[str, tuple[int, int, int]]:
-    """Return what `compare` prints in a process that has OpenBLAS in front."""
-    lines = with_openblas_in_front(f"compare({list(names)}, {length}, {list(seeds)})")
+    """Return what `compare` prints in the process that has OpenBLAS in front."""
+    code = (
+        "import mlx.core as mx; import support.fixed_shape as program\n"
+        "with mx.stream(mx.cpu): "
+        f"program.compare({list(names)}, {length}, {list(seeds)})"
+    )
+    lines = reader.snippets("compared", [code], ROOT).out.splitlines()
     rows = [json.loads(line) for line in lines]
     return {name: (exact, control, rows) for name, exact, control, rows in rows}
 

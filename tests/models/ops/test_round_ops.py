@@ -9,9 +9,7 @@ elements and other dtypes are not left to mlx; sinks are ignored; mixers are hoo
 twice; nothing is compiled before the first text.
 """
 
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -29,7 +27,8 @@ from mlx_speculation.models.ops.round_ops import round_op_hooks
 from mlx_speculation.models.round_context import rows_of_a_round
 from support.covering import others_slow
 from support.models.census import BUILT, EACH_KIND, build
-from support.processes.programs import python
+from support.processes.blas_processes import with_openblas
+from support.processes.reader import ROOT, Reader
 
 PROMPT = [(7 * i * i + 3 * i) % 256 for i in range(21)]
 ROWS = [201, 7, 96, 255, 31]
@@ -214,39 +213,28 @@ def test_attention_serves_what_it_can() -> None:
 
 
 WITH_OPENBLAS = """
-import sys
-sys.path.insert(0, ".")
-from mlx_speculation.blas import use_blas
-try:
-    use_blas("openblas")
-except Exception:
-    sys.exit("no OpenBLAS")
+import runpy
 import mlx.core as mx
 from mlx_speculation.models.cpu import attention as blas_attention
 from mlx_speculation.models.round_context import x86_serves
 from support.models.census import build
-from models.ops.test_round_ops import rows_of
+rows_of = runpy.run_path("tests/models/ops/test_round_ops.py")["rows_of"]
 seen = []
 attention = blas_attention.attention
 blas_attention.attention = lambda *a: seen.append(0) or attention(*a)
 model = build("llama")
-wanted, found = (rows_of(model, hooked=hooked) for hooked in (False, True))
+try:
+    wanted, found = (rows_of(model, hooked=hooked) for hooked in (False, True))
+finally:
+    blas_attention.attention = attention
 same = mx.allclose(found, wanted, 1e-3, 1e-3).item()
 print(same, x86_serves(), len(seen), len(model.layers))
 """
 
 
-def test_with_openblas_in_front_rounds_call_what_stands_in() -> None:
-    done = subprocess.run(
-        python(WITH_OPENBLAS),
-        cwd=Path(__file__).parents[2],  # for `support`
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.stderr.strip() == "no OpenBLAS":
-        pytest.skip("OpenBLAS is not installed")
-    assert done.returncode == 0, done.stderr
-    same, serves, seen, layers = done.stdout.split()
+@with_openblas
+def test_with_openblas_in_front_rounds_call_what_stands_in(reader: Reader) -> None:
+    said = reader.snippets("rounds", [WITH_OPENBLAS], ROOT)
+    same, serves, seen, layers = said.out.split()
     assert same == "True"
     assert seen == (layers if serves == "True" else "0")

@@ -29,9 +29,7 @@ The tests of this file fail for each of these faults, made by hand (killed by ha
 """
 
 import importlib
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -58,9 +56,10 @@ from mlx_speculation.models.recurrent.chunked_delta import (
     run_chunk,
 )
 from support.caches.cache_twins import detached
-from support.identity import check_identity, prompt_of
+from support.identity import GREEDY, check_identity, prompt_of
 from support.models.recurrent_models import RECURRENT_MODELS, build_recurrent
-from support.processes.programs import python
+from support.processes.blas_processes import with_openblas
+from support.processes.reader import ROOT, Reader
 
 SCALAR_DECAYS = ("qwen3_5", "qwen3_next(moe)", "olmo_hybrid")
 VECTOR_DECAYS = ("kimi_linear", "bailing_moe_v3")
@@ -373,6 +372,7 @@ def test_text_stays_what_it_was(
         tokens=24,
         bitwise=False,
         kinds=["turning"],
+        samplings=[GREEDY],
     )
     assert seen.rejected
     assert not seen.reruns
@@ -397,9 +397,6 @@ def test_plain_decoding_and_prompts_are_left_to_mlx_lm(
 
 
 WITH_OPENBLAS = """
-from mlx_speculation.blas import use_blas
-if use_blas("auto").name != "openblas":
-    raise SystemExit("no OpenBLAS")
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_speculation.models import Lane, ModelHooks
 from mlx_speculation.models.recurrent import chunked_delta
@@ -408,29 +405,25 @@ import mlx.core as mx
 ran = []
 native = chunked_delta.run_chunk
 chunked_delta.run_chunk = lambda *args: ran.append(1) or native(*args)
-model = build_recurrent("qwen3_5")
-owner = ModelHooks(model)
-lane = Lane(model)
-lane.feed([1, 2, 3])
-for width in (1, 4):
-    with lane.begin() as lane_round:
-        mx.eval(lane_round.forward(mx.array([7] * width)))
-        lane_round.commit(1)
-    print(width, len(ran))
+try:
+    model = build_recurrent("qwen3_5")
+    owner = ModelHooks(model)
+    lane = Lane(model)
+    lane.feed([1, 2, 3])
+    for width in (1, 4):
+        with lane.begin() as lane_round:
+            mx.eval(lane_round.forward(mx.array([7] * width)))
+            lane_round.commit(1)
+        print(width, len(ran))
+    owner.remove()
+finally:
+    chunked_delta.run_chunk = native
 """
 
 
+@with_openblas
 @pytest.mark.skipif(sys.platform != "linux", reason="chooses a BLAS on Linux")
-def test_with_openblas_in_front_a_verify_runs_in_chunks() -> None:
-    done = subprocess.run(
-        python(WITH_OPENBLAS),
-        cwd=Path(__file__).parents[2],  # for `support`
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.stderr.strip() == "no OpenBLAS":
-        pytest.skip("OpenBLAS is not installed")
-    assert done.returncode == 0, done.stderr
+def test_with_openblas_in_front_a_verify_runs_in_chunks(reader: Reader) -> None:
+    said = reader.snippets("chunks", [WITH_OPENBLAS], ROOT)
     layers = len(recurrent(make_prompt_cache(build_recurrent("qwen3_5"))))
-    assert done.stdout.split() == ["1", "0", "4", str(layers)]
+    assert said.out.split() == ["1", "0", "4", str(layers)]
