@@ -26,6 +26,7 @@ from mlx_speculation.models import (
     tree_forward,
     tree_rows,
 )
+from support.caches.cache_twins import detached
 from support.drafters.tree_drafter import path_to
 from support.identity import prompt_of
 from support.models import census
@@ -45,14 +46,13 @@ TAKEN = {
 
 def by_chains(model: nn.Module, prompt: list[int]) -> mx.array:
     """Return the logits of each node, [nodes, vocab], by mlx-lm's own caches."""
-    found = []
-    for node in range(len(PARENTS)):
-        path = [NODES[each] for each in path_to(PARENTS, node)]
-        caches: Any = make_prompt_cache(model)
-        row = model(mx.array([prompt[:-1]]), cache=caches)
-        for token in [prompt[-1], *path]:
-            row = model(mx.array([[token]]), cache=caches)
-        found.append(row[0, -1])
+    root: Any = make_prompt_cache(model)
+    model(mx.array([prompt[:-1]]), cache=root)
+    model(mx.array([prompt[-1:]]), cache=root)
+    held, found = [], []
+    for parent, token in zip(PARENTS, NODES, strict=True):
+        held.append(detached(root if parent < 0 else held[parent]))
+        found.append(model(mx.array([[token]]), cache=held[-1])[0, -1])
     return mx.stack(found)
 
 

@@ -23,6 +23,7 @@ from mlx_speculation.models.cpu import registration
 from mlx_speculation.models.lanes.install_hooks import ROOMS
 from mlx_speculation.models.ops.dispatch import register
 from mlx_speculation.models.recurrent import recorder
+from support.covering import covering
 from support.identity import GREEDY, check_identity, prompt_of
 from support.models.census import build
 from support.models.tiny_tokenizer import byte_tokenizer
@@ -66,8 +67,7 @@ def _entered(
     recorder._recorded.cache_clear()
 
 
-@pytest.mark.parametrize("out", OUT)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "out"), covering(NAMES, OUT))
 def test_texts_are_those_of_plain_decoding(
     name: str, out: str, entered: dict[str, set[str]]
 ) -> None:

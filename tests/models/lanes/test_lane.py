@@ -5,14 +5,18 @@ Faults that were made by hand, and found here:
     they are counted for another number than the committed one
 """
 
+from functools import cache
+from typing import Any
+
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation.errors import UnsupportedCacheError
 from mlx_speculation.models import Lane, ModelHooks
 from mlx_speculation.models.recurrent.replay import ConvsAndScan
-from support.caches.cache_twins import assert_same, read
+from support.caches.cache_twins import assert_same, detached, read
 from support.models.tiny_models import build
 
 TOKENS = [(7 * i * i + 3 * i) % 256 for i in range(40)]
@@ -29,11 +33,17 @@ def logits_after(lane: Lane) -> mx.array:
 
 def fed(name: str, count: int) -> Lane:
     """Return a lane whose model was fed `count` tokens one by one, without rounds."""
+    model, caches = fed_once(name, count)
+    return Lane(model, detached(caches), seen=count)
+
+
+@cache
+def fed_once(name: str, count: int) -> tuple[nn.Module, list[Any]]:
     model = build(name)
-    caches = make_prompt_cache(model)
+    caches: list[Any] = make_prompt_cache(model)
     for token in TOKENS[:count]:
         mx.eval(model(mx.array([[token]]), cache=caches))
-    return Lane(model, caches, seen=count)
+    return model, caches
 
 
 def assert_close(found: Lane, expected: Lane, name: str) -> None:
