@@ -19,10 +19,16 @@ from mlx_speculation.models import ModelHooks
 from mlx_speculation.models.recurrent import recorder
 from mlx_speculation.models.recurrent.mixers import MIXERS
 from support.caches.cache_twins import assert_same, detached, read
+from support.covering import others_slow
 from support.models.copies import left_on
 from support.models.recurrent_models import RECURRENT_MODELS, build_recurrent
 
 PREFIX = mx.array([[3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62]])
+# One of each recipe, and mixers that run again; all are in the test of prefixes.
+QUICK = (
+    *("qwen3_5", "mamba", "mamba2", "recurrent_gemma", "rwkv7", "bailing_moe_v3"),
+    *("kimi_linear", "lfm2", "falcon_h1", "plamo2", "baichuan_m1", "bailing_hybrid"),
+)
 BLOCK = mx.array([[201, 7, 96, 255, 31, 148]])
 NEXT = mx.array([[77]])
 
@@ -99,24 +105,22 @@ def test_a_replayed_prefix_equals_the_prefix_fed_alone(name: str) -> None:
     model = build_recurrent(name)
     start = prefilled(model)
     with hooked(model):
-        for width in (2, 6):
-            for keep in range(1, width + 1):
-                caches, together, singly = (detached(start) for _ in range(3))
-                speculated(model, caches, width, keep)
-                model(BLOCK[:, :keep], cache=together)
-                for index in range(keep):
-                    model(BLOCK[:, index : index + 1], cache=singly)
-                found, at_once, one_by_one = (
-                    outcome(model, held) for held in (caches, together, singly)
-                )
-                if RECURRENT_MODELS[name].bitwise:
-                    assert_same(found, one_by_one, f"{keep} of {width}")
-                    continue
-                allowed = largest_difference(at_once, one_by_one) + 1e-4
-                assert largest_difference(found, at_once) <= allowed, (width, keep)
+        for width, keep in [(2, 1), (6, 1), (6, 4), (6, 6)]:
+            caches, together, singly = (detached(start) for _ in range(3))
+            speculated(model, caches, width, keep)
+            for index in range(keep):
+                model(BLOCK[:, index : index + 1], cache=singly)
+            found, one_by_one = outcome(model, caches), outcome(model, singly)
+            if RECURRENT_MODELS[name].bitwise:
+                assert_same(found, one_by_one, f"{keep} of {width}")
+                continue
+            model(BLOCK[:, :keep], cache=together)
+            at_once = outcome(model, together)
+            allowed = largest_difference(at_once, one_by_one) + 1e-4
+            assert largest_difference(found, at_once) <= allowed, (width, keep)
 
 
-@pytest.mark.parametrize("name", RECURRENT_MODELS)
+@pytest.mark.parametrize("name", others_slow(RECURRENT_MODELS, QUICK))
 def test_several_forwards_and_several_rounds_are_replayed(name: str) -> None:
     model = build_recurrent(name)
     caches = prefilled(model)
@@ -136,7 +140,7 @@ def test_several_forwards_and_several_rounds_are_replayed(name: str) -> None:
     assert largest_difference(found, expected) < 2e-3
 
 
-@pytest.mark.parametrize("name", RECURRENT_MODELS)
+@pytest.mark.parametrize("name", others_slow(RECURRENT_MODELS, QUICK))
 def test_hooks_change_neither_logits_nor_paths_nor_types(name: str) -> None:
     model = build_recurrent(name)
     plain = read(model(PREFIX))
