@@ -13,6 +13,7 @@ import pytest
 
 from mlx_speculation.demo import demo_models, demo_prompts
 from mlx_speculation.models import load
+from support.covering import others_slow
 from support.references.torch_twins import UnlikeError, load_twin
 
 
@@ -25,8 +26,8 @@ def _text() -> list[int]:
 
 @pytest.mark.parametrize(
     "name",
-    # The draft is of the dense one's classes.
-    [pytest.param("dense", marks=pytest.mark.slow), "sliding", "hybrid", "draft"],
+    # The others take seconds each.
+    others_slow(["dense", "sliding", "hybrid", "draft"], ["draft"]),
 )
 def test_the_bundled_models_are_the_same_in_transformers(
     name: str, text: list[int]

@@ -27,7 +27,7 @@ from mlx_speculation.caches.types import padded_kv, ragged_kv
 from mlx_speculation.models import BatchLane, Lane, ModelHooks, why_alone
 from mlx_speculation.models.exclusions import KEY_STEPS, takes_key_steps
 from support.caches.cache_twins import read
-from support.covering import covering
+from support.covering import covering, others_slow
 from support.models.tiny_models import TINY_MODELS, build
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
@@ -58,6 +58,11 @@ def test_other_models_get_the_native_keys() -> None:
     assert not takes_key_steps(Model(model.args))
 
 
+# One of each kind of attention and cache; all are in the test of single rows.
+QUICK = (
+    *("llama", "qwen3_5", "lfm2", "bailing_moe_v3", "deepseek_v3(MLA)"),
+    *("gemma3_text", "gpt_oss", "llama(sliding)"),
+)
 SLIDING = [name for name in NAMES if TINY_MODELS[name].window]
 OTHERS = [name for name in NAMES if name not in SLIDING]
 
@@ -80,7 +85,7 @@ def test_rounds_in_whole_steps_compute_what_native_rounds_do(
     for caches in lanes:
         mx.eval(model(prompt, cache=caches))
     stepped = 0
-    for number in range(24):
+    for number in range(13):
         width = (4, 1, 7, 2, 3)[number % 5]
         tokens = mx.array([[(11 * number + 5 * i) % 256 for i in range(width)]])
         found = []
@@ -95,7 +100,7 @@ def test_rounds_in_whole_steps_compute_what_native_rounds_do(
     assert stepped
 
 
-@pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.parametrize("name", others_slow(BATCHED, QUICK))
 def test_a_batch_in_whole_steps_computes_what_a_native_one_does(name: str) -> None:
     """Three rows of other lengths, ragged prefixes kept, past many steps."""
     model = build(name)
@@ -108,7 +113,7 @@ def test_a_batch_in_whole_steps_computes_what_a_native_one_does(name: str) -> No
         for row, one in enumerate(alone):
             one.feed([(7 * i * i + 3 * i + row) % 256 for i in range(4 + 3 * row)])
         lane.join(alone)
-    for number in range(12):
+    for number in range(8):
         width = (4, 1, 5, 2, 3)[number % 5]
         keep = [1 + (number * (row + 1) + row) % width for row in range(3)]
         tokens = [

@@ -21,6 +21,7 @@ from mlx_speculation.models import BatchLane, Lane, ModelHooks, RowSizes
 from mlx_speculation.models.exclusions import TOGETHER
 from mlx_speculation.models.shape_buckets import row_size
 from support.caches.cache_twins import read
+from support.covering import others_slow
 from support.models.recurrent_models import RECURRENT_MODELS
 from support.models.tiny_models import TINY_MODELS, build_tiny
 
@@ -75,11 +76,7 @@ def test_no_size_is_larger_than_the_most_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
-        for name in BATCHED
-    ],
+    "name", others_slow(BATCHED, ["llama", "gemma3_text", "qwen3_5"])
 )
 @settings(max_examples=max(2, settings().max_examples // 100))
 @given(data=st.data())
@@ -92,7 +89,7 @@ def test_rows_compute_what_they_do_in_a_batch_of_their_own_size(
     lanes = [BatchLane(model, RowSizes(used=False)), BatchLane(model, IN_SIZES)]
     seeds: list[int] = []
     shown = set()
-    for number in range(8):
+    for number in range(6):
         joining = data.draw(st.integers(0 if seeds else 5, max(0, 7 - len(seeds))))
         if joining:
             new = [10 * number + i for i in range(joining)]

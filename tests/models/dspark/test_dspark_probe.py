@@ -19,6 +19,7 @@ from mlx_speculation.errors import ConventionError
 from mlx_speculation.models import HiddenStates
 from mlx_speculation.models.dspark.load import load_dspark
 from mlx_speculation.models.gemma_assistant import starts_for
+from support.covering import covering
 from support.models.block_checkpoints import BLOCK, PACKAGINGS, write_block
 from support.models.dflash_checkpoints import DIM, VOCAB
 from support.models.tiny_models import build
@@ -95,8 +96,9 @@ def knowing(folder: Path, model: Any, layers: tuple[int, ...], given: bool) -> P
     return folder
 
 
-@pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("counted", ["tuple", "layers"])
+@pytest.mark.parametrize(
+    ("given", "counted"), covering((False, True), ("tuple", "layers"))
+)
 def test_the_reading_in_which_it_guesses_is_taken(
     counted: str, given: bool, tmp_path: Path
 ) -> None:

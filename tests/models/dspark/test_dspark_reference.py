@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from mlx_speculation.engine.drafters.registry import draft_folder
+from support.covering import covering
 from support.drafters.block_drafts import Greedy
 from support.references.blocks import dspark
 from support.references.blocks.packagings import block_taps
@@ -38,11 +39,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("packaging", "options"), CASES)
-@pytest.mark.parametrize("held", [0, 15])
+@pytest.mark.parametrize(("case", "held"), covering(CASES, (0, 15)))
 def test_drafts_are_those_of_the_reference(
-    packaging: str, options: dict[str, Any], held: int, tmp_path: Path
+    case: tuple[str, dict[str, Any]], held: int, tmp_path: Path
 ) -> None:
+    packaging, options = case
     tiny = tiny_dspark(packaging, seed=3, **options)
     folder, source = draft_folder(write(tmp_path, tiny))
     known = Known.of(TARGET_LAYERS, LENGTH)

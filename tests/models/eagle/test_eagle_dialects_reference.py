@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mlx_speculation.engine.drafters.registry import draft_folder
+from support.covering import covering
 from support.drafters.block_drafts import Greedy
 from support.references.blocks import eagle3_dialects, p_eagle
 from support.references.blocks.packagings import eagle_taps
@@ -35,8 +36,7 @@ def layers_of(config: dict[str, Any]) -> list[int | None]:
     return list(eagle_taps(config, LAYERS))
 
 
-@pytest.mark.parametrize("dialect", EAGLE3)
-@pytest.mark.parametrize("held", [0, 15])
+@pytest.mark.parametrize(("dialect", "held"), covering(EAGLE3, (0, 15)))
 def test_chains_are_those_of_the_reference(
     dialect: str, held: int, tmp_path: Path
 ) -> None:
@@ -73,12 +73,14 @@ def test_chains_are_those_of_the_reference(
     assert_drafts(seen, ids, expected.logits)
 
 
-@pytest.mark.parametrize("packaging", P_EAGLE)
-@pytest.mark.parametrize("layers", [1, 2, 3])
-@pytest.mark.parametrize(("held", "drafts"), [(0, 4), (15, 4), (15, 1)])
+@pytest.mark.parametrize(
+    ("packaging", "layers", "part"),
+    covering(P_EAGLE, (1, 2, 3), ((0, 4), (15, 4), (15, 1)), pairs=[(1, 2)]),
+)
 def test_parallel_drafts_are_those_of_the_reference(
-    packaging: str, layers: int, held: int, drafts: int, tmp_path: Path
+    packaging: str, layers: int, part: tuple[int, int], tmp_path: Path
 ) -> None:
+    held, drafts = part
     tiny = tiny_p_eagle(packaging, seed=6, layers=layers)
     folder, source = draft_folder(write(tmp_path, tiny))
     assert source.kind == "peagle"

@@ -27,6 +27,7 @@ from mlx_speculation.models.gemma_assistant.probe import (
     _whole,
     position_of,
 )
+from support.covering import covering
 from support.models.assistant_checkpoints import HEADS, TARGETS, make
 from support.references import gemma4_assistant as reference
 
@@ -42,9 +43,9 @@ def probe_of(name: str, head: str) -> tuple[AssistantProbe, OwnText]:
     return AssistantProbe(made.assistant, made.target, taps, text), text
 
 
-@pytest.mark.parametrize("anchor", ["state", "token"])
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(
+    ("name", "head", "anchor"), covering(TARGETS, HEADS, ("state", "token"))
+)
 def test_guesses_are_those_of_a_round_that_begins_there(
     name: str, head: str, anchor: Any
 ) -> None:

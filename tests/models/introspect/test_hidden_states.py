@@ -20,6 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_speculation.errors import UnsupportedModelError
 from mlx_speculation.models import HiddenStates, find_parts
 from support.caches.cache_twins import assert_same, read
+from support.covering import covering
 from support.models import census
 from support.models.copies import left_on
 from support.models.tiny_models import TINY_MODELS
@@ -276,8 +277,10 @@ def test_a_model_without_the_later_layers_ends_in_the_state_of_the_last_one(
         assert_same(read(shorter), expected[count - 1], f"{count} layers")
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5", "gemma2"])
-@pytest.mark.parametrize("form", ["bfloat16", "4 bit", "4 bit bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    covering(("llama", "qwen3_5", "gemma2"), ("bfloat16", "4 bit", "4 bit bfloat16")),
+)
 def test_other_types_and_quantized_weights_change_nothing(name: str, form: str) -> None:
     model = census.build(name)
     if "bfloat16" in form:

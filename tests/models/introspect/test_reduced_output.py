@@ -21,6 +21,7 @@ from mlx_speculation.models import (
     quantize_weights,
 )
 from mlx_speculation.models.introspect.reduced_output import sliced
+from support.covering import covering
 from support.models import census
 from support.models.tiny_models import TINY_MODELS, build
 
@@ -39,8 +40,7 @@ def close(some: mx.array, whole: mx.array) -> bool:
     return bool(mx.allclose(some, whole, atol=1e-4, rtol=1e-4))
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("name", TINY_MODELS)
+@pytest.mark.parametrize(("name", "quantized"), covering(TINY_MODELS, (False, True)))
 def test_the_logits_are_the_models_at_those_ids(name: str, quantized: bool) -> None:
     model = build(name)
     if quantized:
