@@ -157,6 +157,11 @@ def modules() -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
+@cache
+def all_modules() -> frozenset[str]:
+    return frozenset(modules())
+
+
 def room_of(module: str) -> str:
     """Return the folder that a module lies in."""
     return str(PurePosixPath(module).parent)
@@ -180,6 +185,8 @@ def source(module: str) -> str:
 def nodes(tree: ast.AST) -> Iterator[ast.AST]:
     """Yield what runs: not what stands under `if TYPE_CHECKING`."""
     for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.expr):
+            continue  # without imports
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             for other in child.orelse:
                 yield other
@@ -196,8 +203,7 @@ def path_of(dotted: str) -> str | None:
         return None
     rest = "/".join(parts[1:])
     top = rest if parts[1:2] and parts[1] in FOLDERS else f"{FRONT}/{rest}".rstrip("/")
-    known = set(modules())
-    return next((m for m in (top, f"{top}/__init__") if m in known), None)
+    return next((m for m in (top, f"{top}/__init__") if m in all_modules()), None)
 
 
 @cache
