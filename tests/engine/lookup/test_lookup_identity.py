@@ -28,7 +28,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 MODELS = ("llama", "gemma3_text", "qwen3_5", "recurrent_gemma")
 OTHERS = sorted(set(TINY_MODELS) - set(MODELS))
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
-TOKENS = 70
+TOKENS = 60
 KINDS = ("text", "corpus", "cascade", "sure cascade")
 
 
@@ -91,7 +91,7 @@ def check(
 
 
 WAYS = [
-    *covering(MODELS, KINDS, ("greedy", "sampled"), pairs=[(1, 2)]),
+    *covering(MODELS, KINDS, ("greedy", "sampled")),
     *(
         pytest.param(name, kind, chosen, marks=pytest.mark.slow)
         for name in OTHERS
@@ -135,7 +135,7 @@ def test_lookups_and_cascades_leave_the_text_as_it_is(
     seed=st.integers(0, 9),
     index=st.sampled_from(["automaton", "ngram"]),
 )
-@settings(max_examples=max(12, settings().max_examples // 8))
+@settings(max_examples=max(8, settings().max_examples // 8))
 def test_any_lookup_leaves_the_text_as_it_is(
     name: str,
     sampled: bool,
