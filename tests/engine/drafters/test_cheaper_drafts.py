@@ -15,7 +15,6 @@ import mlx.nn as nn
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_lm.utils import save_config, save_model
 
 from mlx_speculation import (
     Cascade,
@@ -34,24 +33,21 @@ from mlx_speculation.models import (
     wrapped,
 )
 from mlx_speculation.models.quantize import weight_bytes
-from support.covering import covering
+from support.covering import covering, others_slow
 from support.identity import GREEDY, SAMPLED, prompt_of
 from support.models.eagle_checkpoints import write_eagle
-from support.models.mtp_checkpoints import LAYOUTS, family, flat, make, write
-from support.models.tiny_models import TINY_MODELS, build
+from support.models.mtp_checkpoints import (
+    LAYOUTS,
+    family,
+    flat,
+    make,
+    write,
+    write_tiny,
+)
+from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
-PROMPT, TOKENS = prompt_of(24), 18
-
-
-def saved(folder: Path, name: str, seed: int = 0) -> Path:
-    """Write a tiny model as a folder."""
-    folder.mkdir()
-    save_model(folder, build(name, seed=seed))
-    config = {**TINY_MODELS[name].args, "model_type": TINY_MODELS[name].module}
-    save_config(config, folder / "config.json")
-    byte_tokenizer()._tokenizer.save_pretrained(folder)
-    return folder
+PROMPT, TOKENS = prompt_of(24), 14
 
 
 def same_text(folder: Path, **options: Any) -> SpeculativeGenerator:
@@ -71,7 +67,8 @@ def same_text(folder: Path, **options: Any) -> SpeculativeGenerator:
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_a_quantized_draft_model_leaves_the_text(tmp_path: Path, bits: int) -> None:
-    folder = saved(tmp_path / "llama", "llama")
+    folder = tmp_path / "llama"
+    write_tiny(folder)
     generator = same_text(folder, draft=folder, quantize_draft=bits)
     draft: Any = generator.draft_models[0]
     assert isinstance(draft.lm_head, nn.QuantizedLinear)
@@ -84,7 +81,8 @@ def test_under_other_rules_a_quantized_draft_is_a_draft_like_any_other(
     tmp_path: Path, acceptance: Any
 ) -> None:
     """Its law is that of its own logits; test_text_distribution.py has the texts'."""
-    folder = saved(tmp_path / "llama", "llama")
+    folder = tmp_path / "llama"
+    write_tiny(folder)
     generator = SpeculativeGenerator.from_pretrained(
         folder, draft=folder, quantize_draft=4, acceptance=acceptance
     )
@@ -93,7 +91,7 @@ def test_under_other_rules_a_quantized_draft_is_a_draft_like_any_other(
     assert result.stats.accepted > 0
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "mimo", "step3p5"])
+@pytest.mark.parametrize("name", others_slow(["qwen3_5", "mimo", "step3p5"], ["mimo"]))
 def test_a_quantized_head_leaves_the_text(tmp_path: Path, name: str) -> None:
     written = write(tmp_path / "model", name)
     convention = family(LAYOUTS[name]).convention
@@ -156,7 +154,9 @@ def drafted_ids(generator: SpeculativeGenerator, **options: Any) -> set[int]:
 @pytest.mark.parametrize(
     ("name", "acceptance"),
     covering(
-        ("llama", "gemma3_text", "qwen3_5", "lfm2"), ("keyed", "rejection", "block")
+        ("llama", "gemma3_text", "qwen3_5", "lfm2"),
+        ("keyed", "rejection", "block"),
+        quick=(0, ("llama", "gemma3_text", "qwen3_5")),
     ),
 )
 def test_a_model_drafts_from_the_reduced_vocabulary_alone(
@@ -176,7 +176,12 @@ def test_a_model_drafts_from_the_reduced_vocabulary_alone(
         assert max(found) > len(IDS)  # ids, and not places
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "step3p5", "longcat_flash", "mimo"])
+@pytest.mark.parametrize(
+    "name",
+    others_slow(
+        ["qwen3_5", "step3p5", "longcat_flash", "mimo"], ["qwen3_5", "step3p5"]
+    ),
+)
 def test_a_head_drafts_from_the_reduced_vocabulary_alone(name: str) -> None:
     """step3p5's layers have output layers of their own."""
     _, target, head = make(name)
@@ -299,7 +304,8 @@ def test_what_cannot_be_quantized_is_refused_before_anything_is_loaded(
 def test_the_quantized_draft_is_not_the_targets_own_folder_in_memory(
     tmp_path: Path,
 ) -> None:
-    folder = saved(tmp_path / "llama", "llama")
+    folder = tmp_path / "llama"
+    write_tiny(folder)
     model, _ = load(folder)
     generator = SpeculativeGenerator.from_pretrained(
         folder, draft=folder, quantize_draft=4

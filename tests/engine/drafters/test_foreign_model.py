@@ -6,6 +6,7 @@ Faults that were made by hand, and found:
 """
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -27,11 +28,11 @@ from mlx_speculation import (
     SpeculativeGenerator,
     TokenizerMismatchError,
     allowed_tokens,
-    demo_models,
 )
 from mlx_speculation.engine.drafters.common_tokens import CommonTokens, TokenTexts
 from mlx_speculation.engine.drafters.foreign_model import ForeignModel
 from support.identity import prompt_of
+from support.models.mtp_checkpoints import write_tiny
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer, merging_tokenizer
 
@@ -68,7 +69,7 @@ def permuted(source: nn.Module, ids: list[int]) -> nn.Module:
     confidence=st.sampled_from([0.0, 0.3]),
     constrained=st.booleans(),
 )
-@settings(max_examples=EXAMPLES // 5)
+@settings(max_examples=EXAMPLES // 8)
 def test_the_text_is_that_of_plain_decoding_for_any_two_vocabularies(
     name: str,
     target_merges: int,
@@ -84,7 +85,7 @@ def test_the_text_is_that_of_plain_decoding_for_any_two_vocabularies(
     own = merging_tokenizer(seed + 1, draft_merges, letters)
     common = CommonTokens(tokenizer, own)
     options: dict[str, Any] = {
-        "max_tokens": 24,
+        "max_tokens": 16,
         "sampling": sampling,
         "stop_tokens": (),
         "constraint": allowed_tokens(range(0, 250, 3)) if constrained else None,
@@ -192,16 +193,16 @@ def _words(words: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-def test_a_folder_is_loaded_and_says_what_it_shares() -> None:
-    paths = demo_models()
+def test_a_folder_is_loaded_and_says_what_it_shares(tmp_path: Path) -> None:
+    write_tiny(tmp_path)
     generator = SpeculativeGenerator.from_pretrained(
-        paths["dense"],
-        draft=paths["draft"],
+        tmp_path,
+        draft=tmp_path,
         draft_length=3,
         draft_vocabulary="intersection",
     )
     (said,) = generator.notices
-    assert "2048 tokens in common, 100% of the target's 2048 and 100% of" in said
+    assert "256 tokens in common, 100% of the target's 256 and 100% of" in said
     found = generator.generate("def add(a, b):", max_tokens=12)
     assert found.stats.sources["foreign model"].accepted > 0
     plain = generator.generate("def add(a, b):", max_tokens=12, draft_length=0)

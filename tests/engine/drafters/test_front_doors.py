@@ -17,7 +17,6 @@ from mlx_speculation import (
     ModelFolderError,
     PrefixCache,
     SpeculativeGenerator,
-    demo_models,
     load,
     stream_generate,
 )
@@ -25,8 +24,11 @@ from mlx_speculation.cli.console import Screen
 from mlx_speculation.cli.load_pair import open_pair
 from mlx_speculation.cli.options import PairOptions
 from mlx_speculation.engine.stats import Statistics
+from mlx_speculation.models import MtpConvention
 from support.covering import covering, others_slow
-from support.models.demo_folders import probed_hybrid
+from support.models.demo_folders import probed
+from support.models.eagle_checkpoints import write_eagle
+from support.models.mtp_checkpoints import write, write_tiny
 from support.processes.servers import serving
 
 PROMPT = "def area(width, height):\n"
@@ -85,7 +87,9 @@ DOORS: dict[str, Callable[[Path, str], Statistics]] = {
 
 @pytest.fixture(name="hybrid", scope="module")
 def _hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return probed_hybrid(tmp_path_factory.mktemp("doors") / "hybrid")
+    written = write(tmp_path_factory.mktemp("doors"), "qwen3_5")
+    convention = MtpConvention(norms="stored")
+    return probed(written.folder, written.target, convention)
 
 
 @pytest.mark.parametrize(("draft", "door"), covering(["mtp", "auto"], DOORS))
@@ -97,18 +101,29 @@ def test_a_head_in_the_targets_folder_drafts(
     assert stats.drafts > 0
 
 
+@pytest.fixture(name="folders", scope="module")
+def _folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a target, a draft model that is always right, and a head that never is."""
+    made = tmp_path_factory.mktemp("folders")
+    write_tiny(made / "target", layers=4)
+    write_tiny(made / "draft", layers=4)
+    write_eagle(made / "eagle", "specforge")
+    return made
+
+
 KINDS = {"draft": "model", "eagle": "eagle", "lookup": "lookup"}
 
 
 @pytest.mark.usefixtures("usual_layers")
 @pytest.mark.parametrize(("draft", "door"), covering(KINDS, DOORS))
-def test_a_path_and_a_lookup_draft(draft: str, door: str) -> None:
-    kind, folder = KINDS[draft], demo_models()["dense"]
-    name = draft if draft == "lookup" else str(demo_models()[draft])
-    stats = DOORS[door](folder, name)
+def test_a_path_and_a_lookup_draft(draft: str, door: str, folders: Path) -> None:
+    kind = KINDS[draft]
+    name = draft if draft == "lookup" else str(folders / draft)
+    stats = DOORS[door](folders / "target", name)
     assert set(stats.sources) <= {kind}
     assert not stats.drafter_faults
-    assert draft == "lookup" or stats.sources[kind].accepted > 0
+    assert draft == "lookup" or stats.sources[kind].drafted > 0
+    assert draft != "draft" or stats.sources[kind].accepted > 0
 
 
 @pytest.mark.parametrize("door", others_slow(DOORS, ["constructor", "command line"]))
@@ -122,6 +137,6 @@ def test_the_length_in_the_targets_folder_counts(door: str, hybrid: Path) -> Non
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_what_is_no_draft_is_refused_alike(door: str) -> None:
+def test_what_is_no_draft_is_refused_alike(door: str, folders: Path) -> None:
     with pytest.raises(ModelFolderError, match="no folder 'no/such/draft'"):
-        DOORS[door](demo_models()["dense"], "no/such/draft")
+        DOORS[door](folders / "target", "no/such/draft")

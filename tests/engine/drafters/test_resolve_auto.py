@@ -28,11 +28,10 @@ from mlx_speculation.engine.drafters.draft_model import ModelSource
 from mlx_speculation.engine.drafters.registry import SOURCES, source_of_config
 from mlx_speculation.models import MtpConvention
 from support.identity import plain_text, prompt_of
-from support.models import tiny_models
 from support.models.block_checkpoints import write_block
 from support.models.demo_folders import copy_of
 from support.models.eagle_checkpoints import write_eagle
-from support.models.mtp_checkpoints import flat, make, write, write_folder
+from support.models.mtp_checkpoints import flat, make, write, write_folder, write_tiny
 
 AUTO: dict[str, Any] = {"draft": "auto"}
 
@@ -59,15 +58,6 @@ def pair(folder: Path, **fields: Any) -> None:
     (folder / "speculation.json").write_text(json.dumps(fields), encoding="utf-8")
 
 
-def tiny(folder: Path, name: str = "llama", layers: int | None = None) -> nn.Module:
-    """Write a tiny model without a head."""
-    model = tiny_models.build(name, layers=layers)
-    args = tiny_models.TINY_MODELS[name].args
-    args = args if layers is None else {**args, "num_hidden_layers": layers}
-    write_folder(folder, args, [flat(model)])
-    return model
-
-
 @pytest.fixture(name="hybrid", scope="module")
 def _hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo") / "hybrid"
@@ -84,14 +74,14 @@ def test_a_trained_head_is_found_probed_and_drafts(draft: str, hybrid: Path) -> 
     assert head.mtp.head.convention == MtpConvention(norms="stored")
     assert (hybrid / "mtp_convention.json").is_file()
     prompt = made.tokenizer.encode("def add(first, second):\n")
-    result = made.generate(prompt, max_tokens=24)
-    assert result.tokens == plain_text(made.model, prompt, 24)
+    result = made.generate(prompt, max_tokens=16)
+    assert result.tokens == plain_text(made.model, prompt, 16)
     assert result.stats.accepted_per_position[0] > 0.7
     assert result.stats.sources["mtp"].accepted > 10
 
 
 def test_without_a_head_a_lookup_is_taken_and_said_once(tmp_path: Path) -> None:
-    model = tiny(tmp_path / "llama")
+    model = write_tiny(tmp_path / "llama")
     with said() as notices:
         made = SpeculativeGenerator.from_pretrained(tmp_path / "llama", **AUTO)
         result = made.generate(prompt_of(20), max_tokens=12)
@@ -127,8 +117,8 @@ def test_a_head_that_the_probe_refuses_is_said_with_its_scores(tmp_path: Path) -
 
 @pytest.mark.parametrize("where", ["target/draft", "small"])
 def test_the_model_that_a_folder_names_drafts(where: str, tmp_path: Path) -> None:
-    target = tiny(tmp_path / "target")
-    tiny(tmp_path / where)
+    target = write_tiny(tmp_path / "target")
+    write_tiny(tmp_path / where)
     path = "draft" if where == "target/draft" else "../small"
     pair(tmp_path / "target", draft=path, kind="model", draft_length=2)
     with said() as notices:
@@ -148,7 +138,7 @@ def test_the_model_that_a_folder_names_drafts(where: str, tmp_path: Path) -> Non
 
 
 def test_a_lookup_that_is_named_is_no_fall_back(tmp_path: Path) -> None:
-    tiny(tmp_path)
+    write_tiny(tmp_path)
     pair(tmp_path, draft="lookup", draft_length=3)
     with said() as notices:
         made = SpeculativeGenerator.from_pretrained(tmp_path, **AUTO)
@@ -197,8 +187,8 @@ def test_a_named_head_that_the_probe_refuses_falls_back(tmp_path: Path) -> None:
 def test_a_file_that_is_wrong_is_an_error_and_no_fall_back(
     fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    tiny(tmp_path / "target")
-    tiny(tmp_path / "small")
+    write_tiny(tmp_path / "target")
+    write_tiny(tmp_path / "small")
     (tmp_path / "empty").mkdir()
     pair(tmp_path / "target", **fields)
     with pytest.raises((ModelFolderError, TypeError), match=message):
@@ -206,7 +196,7 @@ def test_a_file_that_is_wrong_is_an_error_and_no_fall_back(
 
 
 def test_the_file_counts_where_it_is_asked_for_alone(tmp_path: Path) -> None:
-    tiny(tmp_path)
+    write_tiny(tmp_path)
     pair(tmp_path, draft="nonsense")
     assert SpeculativeGenerator.from_pretrained(tmp_path)._setup.draft is None
     made = SpeculativeGenerator.from_pretrained(tmp_path, draft="lookup")
@@ -226,7 +216,7 @@ def test_the_file_may_name_a_head_of_any_kind(
     kind: str, name: str, tmp_path: Path
 ) -> None:
     """A GGUF file leaves open what its layers are; a random head is refused then."""
-    target = tiny(tmp_path / "target", layers=4)
+    target = write_tiny(tmp_path / "target", layers=4)
     write_head = write_eagle if kind == "peagle" else write_block
     write_head(tmp_path / "head", name)
     pair(tmp_path / "target", draft="../head", kind=kind, draft_length=2)
@@ -256,10 +246,10 @@ def test_every_kind_has_a_name_and_the_last_one_fits_all() -> None:
 def test_a_draft_that_is_chosen_is_quantized_where_it_has_weights(
     tmp_path: Path,
 ) -> None:
-    tiny(tmp_path / "target")
+    write_tiny(tmp_path / "target")
     pair(tmp_path / "target", draft="lookup")
     SpeculativeGenerator.from_pretrained(tmp_path / "target", quantize_draft=4, **AUTO)
-    tiny(tmp_path / "target" / "draft")
+    write_tiny(tmp_path / "target" / "draft")
     pair(tmp_path / "target", draft="draft")
     made = SpeculativeGenerator.from_pretrained(
         tmp_path / "target", quantize_draft=4, **AUTO

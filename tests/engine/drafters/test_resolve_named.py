@@ -26,7 +26,10 @@ from mlx_speculation import (
 from mlx_speculation.engine.drafters import resolve as resolve_module
 from mlx_speculation.engine.drafters.resolve import resolve
 from mlx_speculation.engine.drafters.source import DraftSource, TargetInfo
-from support.models.demo_folders import probed_hybrid
+from mlx_speculation.models import MtpConvention
+from support.models.demo_folders import probed
+from support.models.eagle_checkpoints import write_eagle
+from support.models.mtp_checkpoints import write, write_tiny
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
@@ -69,6 +72,24 @@ def source(name: Any, model: Any, tokenizer: Any) -> DraftSource:
     return found
 
 
+@pytest.fixture(name="dense", scope="module")
+def _dense() -> tuple[Any, Any, list[int]]:
+    """Return the bundled target, its tokenizer and its plain text."""
+    model, tokenizer = load(demo_models()["dense"])
+    return model, tokenizer, text(model, tokenizer)[0]
+
+
+@pytest.fixture(name="tiny", scope="module")
+def _tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a target, a draft model and a head of it."""
+    made = tmp_path_factory.mktemp("tiny")
+    write_tiny(made / "target", layers=4)
+    write_tiny(made / "draft")
+    write_eagle(made / "eagle", "specforge")
+    return made
+
+
+@pytest.mark.usefixtures("short_probe")
 @pytest.mark.parametrize(
     ("name", "form"),
     [
@@ -77,9 +98,8 @@ def source(name: Any, model: Any, tokenizer: Any) -> DraftSource:
         ("eagle", Path),
     ],
 )
-def test_a_path_names_a_model_or_a_head(name: str, form: Any) -> None:
-    model, tokenizer = load(demo_models()["dense"])
-    plain, _ = text(model, tokenizer)
+def test_a_path_names_a_model_or_a_head(name: str, form: Any, dense: Any) -> None:
+    model, tokenizer, plain = dense
     path = form(demo_models()[name])
     drafted, stats = text(model, tokenizer, draft_model=path)
     assert drafted == plain
@@ -87,17 +107,19 @@ def test_a_path_names_a_model_or_a_head(name: str, form: Any) -> None:
 
 
 def test_the_head_in_the_targets_folder_is_found_by_its_name(tmp_path: Path) -> None:
-    model, tokenizer = load(probed_hybrid(tmp_path / "hybrid"))
+    written = write(tmp_path, "qwen3_5")
+    convention = MtpConvention(norms="stored")
+    model, tokenizer = load(probed(tmp_path, written.target, convention))
     plain, _ = text(model, tokenizer)
     for name in ("mtp", "auto"):
         drafted, stats = text(model, tokenizer, draft_model=name)
         assert drafted == plain
-        assert stats.sources["mtp"].accepted > 0
+        assert stats.sources["mtp"].drafted > 0
         assert isinstance(source(name, model, tokenizer), MtpDraft)
 
 
-def test_auto_says_once_why_it_takes_a_lookup() -> None:
-    model, tokenizer = load(demo_models()["dense"])
+def test_auto_says_once_why_it_takes_a_lookup(tiny: Path) -> None:
+    model, tokenizer = load(tiny / "target")
     with pytest.warns(DraftNotice, match="takes a lookup"):
         first, stats = text(model, tokenizer, draft_model="auto")
     again, _ = text(model, tokenizer, draft_model="auto")  # a warning is an error
@@ -106,14 +128,14 @@ def test_auto_says_once_why_it_takes_a_lookup() -> None:
 
 
 @pytest.mark.usefixtures("usual_layers")
-def test_what_was_loaded_is_kept_until_another_name_is_asked_for() -> None:
-    model, tokenizer = load(demo_models()["dense"])
-    path = str(demo_models()["draft"])
+def test_what_was_loaded_is_kept_until_another_name_is_asked_for(tiny: Path) -> None:
+    model, tokenizer = load(tiny / "target")
+    path = str(tiny / "draft")
     kept = source(path, model, tokenizer)
     assert source(Path(path), model, tokenizer) is kept
     assert source("lookup", model, tokenizer).kind == "lookup"
     assert source(path, model, tokenizer) is kept
-    source(str(demo_models()["eagle"]), model, tokenizer)
+    source(str(tiny / "eagle"), model, tokenizer)
     gone = weakref.ref(kept)
     del kept
     gc.collect()
@@ -122,9 +144,9 @@ def test_what_was_loaded_is_kept_until_another_name_is_asked_for() -> None:
 
 
 @pytest.mark.usefixtures("usual_layers")
-def test_what_was_loaded_goes_with_its_target() -> None:
-    model, tokenizer = load(demo_models()["dense"])
-    gone = weakref.ref(source(demo_models()["eagle"], model, tokenizer))
+def test_what_was_loaded_goes_with_its_target(tiny: Path) -> None:
+    model, tokenizer = load(tiny / "target")
+    gone = weakref.ref(source(tiny / "eagle", model, tokenizer))
     del model
     gc.collect()
     assert gone() is None

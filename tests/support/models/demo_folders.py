@@ -3,6 +3,8 @@
 import shutil
 from pathlib import Path
 
+import mlx.nn as nn
+
 from mlx_speculation import demo_models
 from mlx_speculation.models import MtpConvention, load
 from mlx_speculation.models.mtp.convention_store import Pair, SavedConventions
@@ -19,7 +21,12 @@ def copy_of(name: str, folder: Path) -> Path:
 def probed_hybrid(folder: Path) -> Path:
     """Copy the hybrid model with what a probe of its head finds, in some seconds."""
     copy = copy_of("hybrid", folder)
-    found = find_mtp_head(copy, load(copy)[0])
+    return probed(copy, load(copy)[0], MtpConvention(norms="stored"))
+
+
+def probed(folder: Path, model: nn.Module, convention: MtpConvention) -> Path:
+    """Let a folder's head be taken for one with a convention, and not be probed."""
+    found = find_mtp_head(folder, model)
     pair = Pair(target_hash(found.folder), head_hash(found.files))
-    SavedConventions(copy, pair).save(MtpConvention(norms="stored"), {})
-    return copy
+    SavedConventions(folder, pair).save(convention, {})
+    return folder

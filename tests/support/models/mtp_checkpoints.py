@@ -432,6 +432,17 @@ def write_folder(
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
+def write_tiny(
+    folder: Path, name: str = "llama", layers: int | None = None
+) -> nn.Module:
+    """Write a tiny model without a head, and return it."""
+    model = tiny_models.build(name, layers=layers)
+    args = tiny_models.TINY_MODELS[name].args
+    args = args if layers is None else {**args, "num_hidden_layers": layers}
+    write_folder(folder, args, [flat(model)])
+    return model
+
+
 def save(file: Path, weights: Weights, *, kind: str = "pt") -> None:
     """Write one safetensors file."""
     file.parent.mkdir(parents=True, exist_ok=True)
