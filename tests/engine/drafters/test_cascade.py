@@ -24,6 +24,7 @@ from mlx_speculation.engine.round.request import Request
 from mlx_speculation.models import Lane, LaneRound
 from mlx_speculation.samplers import Chooser, Verifier
 from support.caches.contents import assert_same_content, content
+from support.covering import covering
 from support.drafters.scripted_drafter import ScriptedDrafter
 from support.identity import SAMPLED
 from support.models.tiny_models import build
@@ -80,8 +81,10 @@ def test_the_first_draft_is_taken_and_only_its_drafter_hears_of_it() -> None:
     assert first.calls[-1] == second.calls[-1] == "discard"
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5", "lfm2"])
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    ("name", "fails"),
+    covering(("llama", "gemma3_text", "qwen3_5", "lfm2"), (False, True)),
+)
 def test_the_models_caches_stay_right_between_turns(name: str, fails: bool) -> None:
     """It lags while others speak, and an error in their rounds does not touch it."""
     model, small = build(name), build(name)

@@ -203,18 +203,15 @@ KINDS: dict[str, Callable[[], Kind]] = {
 # One of each drafter, of each way to hold what it has read, and of each selector of
 # blocks. The others differ in their files and layers, which references show.
 QUICK = (
-    *("lookup", "cascade", "peagle peagle qwen3_5", "peagle aws llama"),
-    *(f"model {name}" for name in ("llama", "gemma3_text", "qwen3_5", "lfm2")),
-    *("mtp qwen3_5", "mtp step3p5", "mtp exaone_moe", "mtp deepseek_v3"),
-    *("mtp deepseek_v32", "mtp mimo", "mtp longcat_flash", "mtp bailing_hybrid"),
-    *("eagle specforge llama", "eagle specforge gemma3_text", "eagle authors qwen3_5"),
-    *("eagle norm_output llama", "eagle several layers llama"),
-    *("block full qwen3_5", "block sliding llama", "block not causal llama"),
-    *("block dflash2 qwen3_5", "block deepspec, rnn qwen3_5", "block nvidia llama"),
-    *("block dflash2, causal llama", "block deepspec, gated llama"),
-    *("block speculators, given llama", "block swa keys llama"),
-    *("assistant gemma3 centroids", "assistant shared dense"),
-    "assistant unshared centroids",
+    *("lookup", "cascade", "model gemma3_text", "model qwen3_5"),
+    *("mtp qwen3_5", "mtp step3p5", "mtp deepseek_v32", "mtp mimo"),
+    *("eagle specforge gemma3_text", "eagle authors qwen3_5"),
+    *("eagle several layers llama", "peagle peagle qwen3_5"),
+    *("block full qwen3_5", "block sliding llama", "block nvidia llama"),
+    *("block dflash2 qwen3_5", "block dflash2, causal llama"),
+    *("block deepspec, rnn qwen3_5", "block deepspec, gated llama"),
+    *("block speculators, given llama", "assistant gemma3 centroids"),
+    "assistant shared dense",
 )
 
 

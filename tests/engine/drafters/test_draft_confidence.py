@@ -16,12 +16,13 @@ from mlx_speculation.engine.round.request import Request
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Chooser, Sampling, Verifier
 from support.caches.contents import assert_same_content, content
+from support.covering import others_slow
 from support.identity import GREEDY, SAMPLED
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
-LENGTH = 6
+LENGTH, TOKENS = 6, 20
 
 
 def expected_length(model: nn.Module, tokens: list[int], confidence: float) -> int:
@@ -75,7 +76,7 @@ def test_a_chain_stops_where_the_product_falls_below(
     generator = SpeculativeGenerator(model, byte_tokenizer())  # installs recorders
     decoder, drafter, sequence = decoder_of(model, model, GREEDY, confidence)
     lengths = []
-    for _ in range(6):
+    for _ in range(4):
         expected = expected_length(model, sequence.tokens, confidence)
         before = decoder.request.statistics.drafted, decoder.request.statistics.reads
         decoder.next_round(99, all_of)
@@ -100,13 +101,13 @@ def test_a_chain_stops_where_the_product_falls_below(
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma3_text", "qwen3_5", pytest.param("llama", marks=pytest.mark.slow)]
+    "name", others_slow(["gemma3_text", "qwen3_5", "llama"], ["qwen3_5"])
 )
 def test_stopping_early_leaves_the_text_as_it_is(name: str) -> None:
     model, draft = build(name), build("llama", seed=1)
     plain = SpeculativeGenerator(model, byte_tokenizer())
     for sampling in (GREEDY, SAMPLED):
-        expected = plain.generate(PROMPT, max_tokens=30, sampling=sampling).tokens
+        expected = plain.generate(PROMPT, max_tokens=TOKENS, sampling=sampling).tokens
         for drafting in (model, draft):
             generator = SpeculativeGenerator(
                 model,
@@ -115,7 +116,7 @@ def test_stopping_early_leaves_the_text_as_it_is(name: str) -> None:
                 draft_length=LENGTH,
                 draft_confidence=0.02,
             )
-            result = generator.generate(PROMPT, max_tokens=30, sampling=sampling)
+            result = generator.generate(PROMPT, max_tokens=TOKENS, sampling=sampling)
             assert result.tokens == expected
             assert result.stats.reads > 0
             assert result.stats.drafted < LENGTH * result.stats.drafts

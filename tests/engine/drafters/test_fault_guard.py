@@ -89,6 +89,14 @@ def plain_text(kind: str, sampling: Sampling) -> list[int]:
     return result.tokens
 
 
+@cache
+def held_after(kind: str, sampling: Sampling) -> Any:
+    """Return what caches hold after the plain text, written token by token."""
+    twin = Lane(target_of(kind))
+    twin.feed(PROMPT + plain_text(kind, sampling), step=1)
+    return content(twin.caches)
+
+
 def draft_of(kind: str, sampling: Sampling) -> Any:
     if kind == "model":
         return small()
@@ -127,7 +135,7 @@ def generated(
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), greedy=st.booleans(), length=st.integers(1, 5))
-@settings(max_examples=max(8, EXAMPLES // 8))
+@settings(max_examples=max(6, EXAMPLES // 8))
 def test_a_fault_leaves_text_and_caches_as_plain_decoding_has_them(
     kind: str, data: st.DataObject, greedy: bool, length: int
 ) -> None:
@@ -144,9 +152,7 @@ def test_a_fault_leaves_text_and_caches_as_plain_decoding_has_them(
     assert result.tokens == expected
     assert result.cached_tokens == PROMPT + expected
     if target is build_of_llama(kind):
-        twin = Lane(target)
-        twin.feed(result.cached_tokens, step=1)
-        assert_same_content(content(twin.caches), content(caches))
+        assert_same_content(held_after(kind, sampling), content(caches))
     faults = result.stats.drafter_faults
     assert len(faults) == len(warned) == happened.faults
     assert happened.later == 0  # nobody asks it again
@@ -200,7 +206,7 @@ def build_of_llama(kind: str) -> nn.Module | None:
 
 @pytest.mark.parametrize("failing", [0, 1])
 @given(data=st.data(), nth=st.integers(1, 4))
-@settings(max_examples=max(10, EXAMPLES // 10))
+@settings(max_examples=max(7, EXAMPLES // 10))
 def test_of_a_cascade_only_the_member_that_fails_is_disabled(
     failing: int, data: st.DataObject, nth: int
 ) -> None:

@@ -36,6 +36,12 @@ TARGETS = ("llama", "gemma3_text", "llama(sliding)")
 LAYERS = {"llama(sliding)": (0, 1), "gemma3_text": (0, 1, 2)}
 # Those that draft trees and read a target of four layers.
 HEADS = sorted({*DIALECTS} - {"authors", "several layers"})
+CASES = [
+    *((name, "specforge") for name in TARGETS),
+    *(("llama", dialect) for dialect in HEADS if dialect != "specforge"),
+]
+# Levels of all heads are compared with chains below; the target sees tokens alone.
+QUICK = [*CASES[: len(TARGETS)], ("llama", "whole")]
 TARGETED = DraftedTargets(TOKENS, {"llama": 4})
 
 
@@ -56,10 +62,7 @@ def with_tree(name: str, draft: Any, **options: Any) -> SpeculativeGenerator:
 
 @pytest.mark.parametrize(
     ("case", "temperature"),
-    covering(
-        [*((name, "specforge") for name in TARGETS), *(("llama", d) for d in HEADS)],
-        (0.0, 0.8),
-    ),
+    covering(CASES, (0.0, 0.8), quick=(0, QUICK)),
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
 )
 def test_trees_of_a_head_leave_the_text_as_it_is(
@@ -147,8 +150,7 @@ def oracle(name: str, text: list[int], **options: Any) -> tuple[EagleDraft, Tree
     return draft, knowing
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(("name", "temperature"), covering(TARGETS, (0.0, 0.8)))
 def test_a_text_on_any_branch_is_accepted_to_its_end(
     name: str, temperature: float
 ) -> None:

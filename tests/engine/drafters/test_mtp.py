@@ -25,6 +25,7 @@ from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import MtpConvention
 from mlx_speculation.models.mtp import MtpHead
+from support.covering import covering, others_slow
 from support.drafters.scripted_draft_lengths import Planned
 from support.identity import GREEDY, SAMPLED, plain_text, prompt_of
 from support.models.mtp_checkpoints import LAYOUTS, family, make, write
@@ -37,7 +38,6 @@ PROMPT, TOKENS = 40, 16  # more than a window of 16
 TARGETS = ("qwen3_5", "step3p5", "exaone_moe", "deepseek_v3", "deepseek_v32", "mimo")
 
 
-LENGTHS = [3, *(pytest.param(length, marks=pytest.mark.slow) for length in (1, 5))]
 EVERY = [3, *(pytest.param(every, marks=pytest.mark.slow) for every in (2, 5, 7))]
 
 
@@ -92,14 +92,7 @@ def generator(name: str, draft: Any, **options: Any) -> SpeculativeGenerator:
 
 
 @pytest.mark.parametrize(
-    ("name", "temperature"),
-    [
-        pytest.param(
-            name, temperature, marks=() if name in TARGETS else pytest.mark.slow
-        )
-        for name in LAYOUTS
-        for temperature in (0.0, 0.8)
-    ],
+    ("name", "temperature"), covering(LAYOUTS, (0.0, 0.8), quick=(0, TARGETS))
 )
 def test_a_head_leaves_the_text_as_plain_decoding_has_it(
     name: str, temperature: float
@@ -116,9 +109,9 @@ def test_a_head_leaves_the_text_as_plain_decoding_has_it(
         assert plain_text(target, text[:PROMPT], TOKENS) == result.tokens
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(
+    ("name", "length", "temperature"), covering(TARGETS, (3, 1, 5), (0.0, 0.8))
+)
 def test_an_oracle_is_always_right(name: str, length: int, temperature: float) -> None:
     text = text_of(name, temperature)
     draft, knowing = oracle(name, text)
@@ -333,7 +326,9 @@ def test_a_prompt_of_one_token_is_decoded() -> None:
     assert result.stats.drafted > 0
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_moe", "deepseek_v3", "step3p5"])
+@pytest.mark.parametrize(
+    "name", others_slow(["qwen3_5_moe", "deepseek_v3", "step3p5"], ["step3p5"])
+)
 def test_a_folder_with_a_head_drafts_with_it(name: str, tmp_path: Path) -> None:
     written = write(tmp_path, name)
     convention = family(LAYOUTS[name]).convention
