@@ -7,6 +7,8 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +18,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load
 
+from mlx_speculation import PrefixCache, SpeculativeGenerator
 from mlx_speculation.errors import ConstraintError
 from mlx_speculation.samplers import Constraint
 from mlx_speculation.samplers.constraints.llguidance import json_schema
-from mlx_speculation.server import Limits
+from mlx_speculation.server import Limits, Server
 from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.schemas import SchemaCompilers, SchemaConstraint, compilers
 from mlx_speculation.server.schemas.template import Template
-from mlx_speculation.server.server import ENGINE_SECONDS
+from support.processes import servers
 from support.processes.server_processes import (
     DRAFT,
     Asked,
-    ServerProcess,
+    Process,
     Streaming,
     processes,
     server_process,
@@ -36,9 +39,9 @@ from support.processes.servers import connect, get, packet, post
 from support.processes.wait_until import until
 from support.sampling.schemas import SCHEMAS, Schema
 
-SECONDS = 1.5
 # Beside a limit: a busy machine, and the processes that come and go.
 SLACK = 30.0
+LONG = {"schema_seconds": 60.0, "schema_megabytes": 6000, "schemas": 2}
 TOKENIZER = load(Path(DRAFT))
 PERSON = {
     "type": "object",
@@ -61,121 +64,102 @@ def asking(schema: Schema, **options: Any) -> dict[str, Any]:
     return {"prompt": "x", "max_tokens": 8, "response_format": kind, **options}
 
 
+def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
+    return SpeculativeGenerator.from_pretrained(DRAFT)
+
+
+def serving() -> AbstractContextManager[Server]:
+    """Run a server on which schemas may take long; its process is this one."""
+    return servers.serving(make, draft=None, limits={**LONG, "max_tokens": 8000})
+
+
 @pytest.fixture(name="server", scope="module")
-def _server() -> Iterator[ServerProcess]:
-    """A server on which the time is short and the memory is not."""
-    limits = ("--max-schema-seconds", SECONDS, "--max-schema-megabytes", 6000)
-    with server_process(*limits, "--max-schemas", 2) as server:
+def _server() -> Iterator[Server]:
+    with serving() as server:
         yield server
         assert get(server, "/health").status == 200
 
 
-def test_other_texts_go_on_while_a_schema_compiles(server: ServerProcess) -> None:
+def template_of(server: Server) -> Process:
+    """Return the process that a server's compilers are forked from."""
+    template = server.worker.schemas._template
+    assert template is not None
+    return processes()[template._process.pid]
+
+
+def compilers_of(server: Server) -> set[int]:
+    """Return the processes of a server's schemas."""
+    if server.worker.schemas._template is None:
+        return set()
+    return {child.id for child in template_of(server).children}
+
+
+def test_other_texts_go_on_while_a_schema_compiles_until_its_client_leaves(
+    server: Server,
+) -> None:
     """All stood still for as long as it took, which for 26 patterns had no end."""
     stream = Streaming(server, {"prompt": "A long text", "max_tokens": 8000})
     until(lambda: stream.events > 5)
-    started = time.monotonic()
-    asked = Asked(server, asking(hostile()))
-    until(lambda: bool(server.compilers()))
-    before = stream.events
-    error = asked.result().refused(400)
-    took = time.monotonic() - started
-    assert stream.events - before > 5
+    with connect(server) as connection:
+        connection.sendall(packet(asking(hostile())))
+        until(lambda: bool(compilers_of(server)))
+        compiler, before = compilers_of(server), stream.events
+        until(lambda: stream.events - before > 5, SLACK)
+        assert compilers_of(server) == compiler
     assert not stream.ended
     stream.close()
-    assert SECONDS - 0.5 < took < SECONDS + SLACK
-    assert error["code"] == "schema_limit"
-    assert error["param"] == "response_format"
-    assert f"{SECONDS:g} seconds to compile" in error["message"]
-    assert "--max-schema-seconds" in error["message"]
+    until(lambda: not compilers_of(server), SLACK)
 
 
-def test_many_such_schemas_take_turns(server: ServerProcess) -> None:
-    many = [Asked(server, asking(hostile())) for _ in range(3)]
-    most = 0
-    while any(asked.answer is None for asked in many):
-        most = max(most, len(server.compilers()))
-        time.sleep(0.05)
-    assert most == 2
-    for asked in many:
-        asked.result().refused(400)
-    assert post(server, asking(PERSON)).status == 200
-    until(lambda: not server.compilers())
-
-
-def test_a_compiler_that_crashes_is_one_answer(server: ServerProcess) -> None:
-    asked = Asked(server, asking(hostile()))
-    until(lambda: bool(server.compilers()))
-    os.kill(server.compilers()[0].id, signal.SIGSEGV)
-    error = asked.result().refused(400)
-    assert error["code"] == "schema_limit"
-    assert "The compiler has failed on this schema" in error["message"]
-    assert post(server, asking(PERSON)).status == 200
-
-
-def test_what_compilers_are_forked_from_is_started_again(
-    server: ServerProcess,
+def test_many_such_schemas_take_turns_and_one_that_crashes_is_one_answer(
+    server: Server,
 ) -> None:
+    many = [Asked(server, asking(hostile())) for _ in range(3)]
+    until(lambda: len(compilers_of(server)) == 2)
+    first = compilers_of(server)
+    end = time.monotonic() + 0.3
+    while time.monotonic() < end:
+        assert compilers_of(server) == first
+    for compiler in first:
+        os.kill(compiler, signal.SIGSEGV)
+    until(lambda: len(compilers_of(server) - first) == 1)
+    (last,) = compilers_of(server) - first
+    os.kill(last, signal.SIGSEGV)
+    for asked in many:
+        error = asked.result().refused(400)
+        assert error["code"] == "schema_limit"
+        assert error["param"] == "response_format"
+        assert "The compiler has failed on this schema" in error["message"]
     assert post(server, asking(PERSON)).status == 200
-    (template,) = processes()[server.popen.pid].children
-    os.kill(template.id, signal.SIGKILL)
+    until(lambda: not compilers_of(server))
+
+
+def test_what_compilers_are_forked_from_is_started_again(server: Server) -> None:
+    assert post(server, asking(PERSON)).status == 200
+    os.kill(template_of(server).id, signal.SIGKILL)
     until(lambda: post(server, asking(PERSON)).status == 200)
 
 
-def test_memory_is_bounded_and_ending_waits_for_no_client_that_does_not_read() -> None:
-    most = 100
-    limits = ("--max-schema-megabytes", most, "--grace-seconds", 1)
-    with server_process(*limits) as server:
-        assert post(server, asking(PERSON)).status == 200
-        (template,) = processes()[server.popen.pid].children
-        asked = Asked(server, asking(hostile(), max_tokens=4))
-        held = 0.0
-        while asked.answer is None:
-            held = max([held, *(one.megabytes for one in server.compilers())])
-            time.sleep(0.01)
-        error = asked.result().refused(400)
-        assert f"needs more than {most} MiB of memory" in error["message"]
-        assert "--max-schema-megabytes" in error["message"]
-        assert most / 2 < held - template.megabytes < 2 * most
-        assert post(server, asking(PERSON)).status == 200
-        _end_beside_a_client_that_does_not_read(server)
-
-
-def _end_beside_a_client_that_does_not_read(server: ServerProcess) -> None:
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    host, port = server.url.removeprefix("http://").split(":")
-    with connection:
+def test_ending_waits_for_no_schema_and_for_no_client_that_does_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mlx_speculation.server.server.PARTING_SECONDS", 0.2)
+    with serving() as server, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = server.url.removeprefix("http://").split(":")
         connection.connect((host, int(port)))
         body = {"prompt": "x", "max_tokens": 8000, "logprobs": 20, "stream": True}
         connection.sendall(packet(body))
         assert connection.recv(1)
-        started = time.monotonic()
-        server.popen.send_signal(signal.SIGTERM)
-        assert server.popen.wait(60) == 0
-        assert time.monotonic() - started < 1 + SLACK
-
-
-def test_clients_that_leave_and_ending_do_not_wait_for_a_schema() -> None:
-    limits = ("--max-schema-seconds", 60, "--max-schema-megabytes", 6000)
-    with server_process("--grace-seconds", 1, *limits) as server:
-        connection = connect(server)
-        connection.sendall(packet(asking(hostile())))
-        until(lambda: bool(server.compilers()))
-        connection.close()
-        started = time.monotonic()
-        until(lambda: not server.compilers())
-        assert time.monotonic() - started < SLACK
         asked = Asked(server, asking(hostile()))
-        until(lambda: bool(server.compilers()))
-        held = processes()[server.popen.pid].children
+        until(lambda: bool(compilers_of(server)))
+        held = {template_of(server).id, *compilers_of(server)}
         started = time.monotonic()
-        server.popen.send_signal(signal.SIGTERM)
-        assert server.popen.wait(60) == 0
-        assert time.monotonic() - started < 1 + SLACK
+        assert server.stop(grace=0.5)
+        assert time.monotonic() - started < 0.5 + SLACK
         error = asked.result().refused(503)
         assert error["message"] == "The server is shutting down."
-        until(lambda: all(one.id not in processes() for one in held))
+        until(lambda: not held & processes().keys())
 
 
 def test_ending_does_not_wait_for_an_engine_that_hangs(tmp_path: Path) -> None:
@@ -185,8 +169,9 @@ def test_ending_does_not_wait_for_an_engine_that_hangs(tmp_path: Path) -> None:
     loop = "{% for i in range(99999) %}"
     template = f"{loop}{loop}{{% endfor %}}{{% endfor %}}"
     (folder / "chat_template.jinja").write_text(template)
-    options = ("--grace-seconds", 0.5, "--max-rows", 1, "--max-queue", 0)
-    with server_process(*options, model=folder) as server:
+    sooner = "from mlx_speculation.server import server; server.ENGINE_SECONDS = 0.5"
+    options = ("--grace-seconds", 0.3, "--max-rows", 1, "--max-queue", 0)
+    with server_process(*options, model=folder, before=sooner) as server:
         chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
         path = "/v1/chat/completions"
         asked = [Asked(server, chat, path) for _ in range(2)]
@@ -195,12 +180,12 @@ def test_ending_does_not_wait_for_an_engine_that_hangs(tmp_path: Path) -> None:
         started = time.monotonic()
         server.popen.send_signal(signal.SIGTERM)
         assert server.popen.wait(60) == 1
-        assert time.monotonic() - started < 0.5 + ENGINE_SECONDS + SLACK
+        assert time.monotonic() - started < 0.3 + 0.5 + SLACK
         assert sorted(one.result().status for one in asked) == [429, 503]
 
 
 class Compilers:
-    """Compilers in this process, with more limits than a user may set."""
+    """Compilers of this process, without a server."""
 
     def __init__(self, **limits: Any) -> None:
         self.own = SchemaCompilers(Limits(**limits))
@@ -234,6 +219,42 @@ def walk(constraint: Constraint, seed: int, most: int = 60) -> Iterator[Any]:
             fork = state.fork()
             fork.advance(int(token))
         state = fork
+
+
+def refusal_of(schema: Schema, **limits: Any) -> tuple[str, float, float]:
+    """Return why a schema is refused, after what time, and at what memory."""
+    made = Compilers(**limits)
+    made(PERSON).close()
+    assert made.own._template is not None
+    template, held, began = made.own._template._process.pid, 0.0, time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        refused = pool.submit(made, schema)
+        while not refused.done():
+            found = processes()[template]
+            beside = [one.megabytes - found.megabytes for one in found.children]
+            held = max([held, *beside])
+    took = time.monotonic() - began
+    made(PERSON).close()
+    made.own.close()
+    with pytest.raises(ApiError) as error:
+        refused.result()
+    assert error.value.status == 400
+    assert error.value.body["error"]["code"] == "schema_limit"
+    return error.value.message, took, held
+
+
+def test_the_time_of_a_schema_is_bounded() -> None:
+    said, took, _ = refusal_of(hostile(), schema_seconds=0.6, schema_megabytes=6000)
+    assert "takes more than 0.6 seconds to compile" in said
+    assert "--max-schema-seconds" in said
+    assert 0.5 < took < 0.6 + SLACK
+
+
+def test_the_memory_of_a_schema_is_bounded() -> None:
+    said, _, held = refusal_of(hostile(), schema_seconds=60.0, schema_megabytes=50)
+    assert "needs more than 50 MiB of memory" in said
+    assert "--max-schema-megabytes" in said
+    assert 25 < held < 100
 
 
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32))
@@ -298,7 +319,10 @@ def test_a_child_that_ends_before_its_schema_is_no_fault_of_the_others(
     made.own.close()
 
 
-def test_a_process_that_does_not_answer_is_given_up() -> None:
+def test_a_process_that_does_not_answer_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compilers, "OVERDUE_SECONDS", 0.1)
     others = _grandchildren()
     made = Compilers(mask_seconds=0.2, schemas=1)
     schema = made(PERSON)

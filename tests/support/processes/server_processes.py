@@ -12,8 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from mlx_speculation import demo_models
-from support.processes.programs import command_line
-from support.processes.servers import Answer, answer_of, connect, packet, post
+from support.processes.programs import MAIN, python
+from support.processes.servers import (
+    Answer,
+    Listening,
+    answer_of,
+    connect,
+    packet,
+    post,
+)
 
 DRAFT = str(demo_models()["draft"])
 END_OF_TEXT = 0
@@ -35,17 +42,18 @@ class Process:
 
 
 def processes() -> dict[int, Process]:
-    """Return all processes by their ids."""
+    """Return all processes by their ids, without those that have ended."""
     listed = subprocess.run(
-        ["ps", "-A", "-o", "pid=,ppid=,rss="],
+        ["ps", "-A", "-o", "pid=,ppid=,rss=,stat="],
         capture_output=True,
         text=True,
         check=True,
     )
-    lines = [[int(word) for word in line.split()] for line in listed.stdout.split("\n")]
-    found = {line[0]: Process(line[0], line[2] / 1024) for line in lines if line}
+    rows = [line.split() for line in listed.stdout.splitlines()]
+    lines = [[*map(int, row[:3])] for row in rows if not row[3].startswith("Z")]
+    found = {line[0]: Process(line[0], line[2] / 1024) for line in lines}
     for line in lines:
-        if line and line[1] in found:
+        if line[1] in found:
             found[line[1]].children.append(found[line[0]])
     return found
 
@@ -62,27 +70,21 @@ class ServerProcess:
     popen: "subprocess.Popen[str]"
     url: str
 
-    def compilers(self) -> list[Process]:
-        """Return the processes of schemas, without the one they are forked from."""
-        own = processes().get(self.popen.pid)
-        templates = own.children if own is not None else []
-        return [child for template in templates for child in template.children]
-
 
 @contextmanager
-def server_process(*options: Any, model: str | Path = DRAFT) -> Iterator[ServerProcess]:
-    """Run a server of a demo model; kill it in the end if it still runs."""
-    command = [
-        "serve",
-        str(model),
-        "--port",
-        "0",
-        "--blas",
-        "stock",
-        *map(str, options),
-    ]
+def server_process(
+    *options: Any, model: str | Path, before: str
+) -> Iterator[ServerProcess]:
+    """Run a server; kill it in the end if it still runs.
+
+    Args:
+        options: of the command.
+        model: its folder.
+        before: what the program does first.
+    """
+    command = ["serve", str(model), "--port", "0", "--blas", "stock"]
     popen = subprocess.Popen(
-        command_line(*command),
+        python(f"{before}\n{MAIN}", *command, *map(str, options)),
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "COLUMNS": "200"},
@@ -116,7 +118,7 @@ class Asked:
 
     def __init__(
         self,
-        server: ServerProcess,
+        server: Listening,
         body: dict[str, Any],
         path: str = "/v1/completions",
     ) -> None:
@@ -143,7 +145,7 @@ class Streaming:
         body: of the request, beside what makes it a stream without an end.
     """
 
-    def __init__(self, server: ServerProcess, body: dict[str, Any]) -> None:
+    def __init__(self, server: Listening, body: dict[str, Any]) -> None:
         whole = {"stream": True, "logit_bias": {str(END_OF_TEXT): -100}, **body}
         self._connection = connect(server)
         self._connection.sendall(packet(whole))
