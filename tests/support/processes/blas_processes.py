@@ -31,14 +31,13 @@ with_openblas = pytest.mark.skipif(
 # and vector instructions, on every processor that it has kernels for.
 ADDS_UP_IN_ORDER = """
 import mlx.core as mx
-import numpy as np
 mx.set_default_device(mx.cpu)
 row = mx.random.normal((512,), key=mx.random.key(0))
 weights = mx.random.normal((512, 256), key=mx.random.key(1))
-in_order = np.zeros(256, np.float32)
-for value, line in zip(np.array(row), np.array(weights)):
+in_order = mx.zeros(256)
+for value, line in zip(row, weights):
     in_order = in_order + value * line
-print(np.array_equal(np.array(row[None] @ weights)[0], in_order))
+print(mx.array_equal((row[None] @ weights)[0], in_order).item())
 """
 
 
