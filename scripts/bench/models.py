@@ -124,10 +124,11 @@ class Bench:
 
         The bundled models were trained on such; the prompts were held out of that.
         """
-        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-        texts = (each.read_text("utf-8", errors="replace") for each in files)
-        text = "".join(texts)[:COUNTED]
-        return reduced_vocabulary(text, size, tokenizer=self.tokenizer)
+        text = ""
+        for each in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+            if len(text) < COUNTED:
+                text += each.read_text("utf-8", errors="replace")
+        return reduced_vocabulary(text[:COUNTED], size, tokenizer=self.tokenizer)
 
     def _draft(self, name: str) -> Any:
         if "+" in name:
