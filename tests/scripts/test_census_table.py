@@ -15,7 +15,7 @@ def test_a_row_tells_how_a_part_is_kept_and_whether_texts_are_equal(
 ) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     names = ["gpt2", "gear", "phi3small"]
-    monkeypatch.setattr(sys, "argv", ["census.py", *names, "--tokens", "12"])
+    monkeypatch.setattr(sys, "argv", ["census.py", *names, "--tokens", "8"])
     importlib.import_module("census").main()
     lines = capsys.readouterr().out.splitlines()
     assert "| gpt2 | 2 KVCache | rows | yes | 6 texts equal |" in lines

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from mutation.mutant import digests
+from support.processes.wait_until import until
+
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 TOY = """\
@@ -119,13 +122,8 @@ class Project:
             mutant = {"path": "toy/counting.py", "operator": "by hand"}
             text = json.dumps({**mutant, "occurrence": 0, "source": source})
             (self.folder / f"{index:04}.json").write_text(text)
-        lines = "from mutation.mutant import digests; import json"
-        write = "print(json.dumps({'of': 'toy', 'sources': digests('toy')}))"
-        command = [sys.executable, "-c", f"{lines}; {write}"]
-        facts = subprocess.run(
-            command, cwd=self.root / "scripts", capture_output=True, check=True
-        )
-        (self.folder / "facts.json").write_bytes(facts.stdout)
+        facts = {"of": "toy", "sources": digests("toy", self.root)}
+        (self.folder / "facts.json").write_text(json.dumps(facts))
 
     def call(self, command: str, *options: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -270,17 +268,28 @@ def test_a_file_is_itself_again_before_the_next_mutant(project: Project) -> None
 
 
 def test_what_never_ends_is_ended_with_its_children(
-    project: Project, processes: ModuleType
+    project: Project, processes: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beat = project.root / "beat"
     child = f"import pathlib\nwhile True: pathlib.Path({str(beat)!r}).write_text('x')"
     lines = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}])"
     (project.root / "test_loop.py").write_text(lines)
-    limits = processes.Limits(test=100, all=4)
+
+    class Sooner(subprocess.Popen[bytes]):
+        """A process whose time is over once its child has begun."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None:
+                return super().wait()
+            until(beat.exists, timeout)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(processes.subprocess, "Popen", Sooner)
+    limits = processes.Limits(test=100, all=60)
     found = processes.outcome(project.root, ["test_loop.py"], limits)
-    assert found == ("timeout", "all tests in 4 s")
-    beat.unlink()  # it was there: the child had begun
-    time.sleep(0.5)
+    assert found == ("timeout", "all tests in 60 s")
+    beat.unlink()
+    time.sleep(0.2)
     assert not beat.exists()
 
 

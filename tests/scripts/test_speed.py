@@ -50,7 +50,7 @@ def test_questions_are_asked_turn_by_turn_and_summed_over_groups(
         {"question_id": 3, "category": "qa", "turns": ["Not asked."]},
     ]
     file.write_text("\n".join(map(json.dumps, lines)), "utf-8")
-    sizes = "--questions 1 --tokens 20 --draft lookup --draft lookup+model"
+    sizes = "--questions 1 --tokens 12 --draft lookup --draft lookup+model"
     report = run_script("spec_bench", folder, sizes, str(file))
     rows = {(row["group"], row["arm"]): row for row in report["results"]}
     assert {group for group, _ in rows} == {"mt_bench", "qa", "all"}
