@@ -263,7 +263,7 @@ def test_the_memory_of_a_schema_is_bounded() -> None:
 
 
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_masks_are_those_of_the_grammar(
     compiled: Compilers, schema: Schema, seed: int
 ) -> None:

@@ -27,12 +27,12 @@ from support.processes.servers import (
 GOOD: dict[str, Any] = {"model": NAME, "prompt": "GOOD", "max_tokens": 2}
 CHAT = "/v1/chat/completions"
 # Requests of each of the two properties over sockets, by default and in the slow test.
-FEW, MANY = 150, 5000
+FEW, MANY = 60, 5000
 
 
 @pytest.fixture(name="server", scope="module")
 def _server() -> Iterator[Server]:
-    limits = {"body_bytes": 100_000, "read_seconds": 1.0, "connections": 64}
+    limits = {"body_bytes": 100_000, "read_seconds": 0.5, "connections": 64}
     with serving(limits=limits) as server:
         yield server
         assert post(server, GOOD).status == 200
