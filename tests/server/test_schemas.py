@@ -150,6 +150,7 @@ def test_ending_waits_for_no_schema_and_for_no_client_that_does_not_read(
 ) -> None:
     monkeypatch.setattr("mlx_speculation.server.server.PARTING_SECONDS", 0.2)
     with serving() as server, socket.socket() as connection:
+        server._listener.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = server.url.removeprefix("http://").split(":")
         connection.connect((host, int(port)))
