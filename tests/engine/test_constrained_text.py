@@ -129,7 +129,7 @@ def test_a_demo_model_writes_json_that_fits(
     generator = demo(acceptance)
     constraint = json_schema(PERSON, generator.tokenizer, compact=True)
     texts = set()
-    for length in (0, 3):
+    for length in (0, 3) if acceptance == "keyed" else (3,):
         result = generator.generate(
             "import json\nperson = ",
             max_tokens=80,
@@ -447,12 +447,11 @@ def test_drafters_of_any_vocabulary_draft_what_is_allowed_or_are_not_accepted(
         "max_tokens": 12,
         "sampling": SAMPLED,
     }
-    expected = plain("llama").generate(PROMPT, **options).tokens
     drafter = FewIds(columns, ids)
     found = drafted("llama", drafter, acceptance).generate(PROMPT, **options)
     assert set(found.tokens) <= set(allowed)
     if acceptance == "keyed":
-        assert found.tokens == expected
+        assert found.tokens == plain("llama").generate(PROMPT, **options).tokens
     if not set(allowed) & set(ids or range(columns)):
         assert found.stats.accepted == 0
     assert bool(drafter.laws) == (acceptance != "keyed")

@@ -30,6 +30,7 @@ from mlx_speculation import PrefixCache, Sampling, SpeculativeGenerator
 from mlx_speculation.caches import KVQuantization
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers import Chooser
+from support.covering import covering
 from support.identity import assert_same_text
 from support.models.tiny_models import TINY_MODELS, build, build_tiny
 from support.models.tiny_tokenizer import byte_tokenizer
@@ -90,8 +91,7 @@ requests = st.builds(
 )
 
 
-@pytest.mark.parametrize("draft", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "draft"), covering(MODELS, (True, False)))
 @settings(max_examples=3)
 @given(
     played=st.lists(requests, min_size=2, max_size=4),
@@ -129,8 +129,7 @@ def test_the_text_is_that_of_a_generator_without_one(
         last = prompt + result.tokens
 
 
-@pytest.mark.parametrize("draft", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "draft"), covering(MODELS, (True, False)))
 def test_a_resumed_chat_reads_few_tokens_again(name: str, draft: bool) -> None:
     ours = generator(name, draft, PrefixCache(1 << 30, every=EVERY))
     text = [(37 * i * i + 11 * i) % 256 for i in range(61)]
@@ -183,8 +182,7 @@ def test_a_request_with_caches_of_its_own_passes_it_by() -> None:
     assert prefixes.nbytes == 0
 
 
-@pytest.mark.parametrize("draft", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "draft"), covering(MODELS, (True, False)))
 def test_a_stream_that_is_dropped_leaves_what_it_committed(
     name: str, draft: bool
 ) -> None:

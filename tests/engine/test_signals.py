@@ -45,7 +45,7 @@ SOME = [
 ]
 KINDS = ("model", "lookup", "none")
 SAMPLED = Sampling(temperature=0.8, seed=1)
-TOKENS = 24
+TOKENS = 16
 
 
 def ours(frame: FrameType | None) -> bool:
@@ -130,7 +130,7 @@ CASES = [
     Case(6, Sampling(), TOKENS),
     Case(17, SAMPLED, 9),
     Case(2, Sampling(temperature=0.8, top_p=0.9, seed=3), TOKENS),
-    Case(40, SAMPLED, 17, prefill_step=12),
+    Case(40, SAMPLED, 12, prefill_step=12),
     Case(23, Sampling(), 1),
 ]
 

@@ -175,8 +175,7 @@ class NotedRounds(FixedDraftLength):
         return max(PARTS, key=quartile)
 
 
-@pytest.mark.parametrize("explain", [False, True])
-@pytest.mark.parametrize("length", [0, 3])
+@pytest.mark.parametrize(("length", "explain"), covering((0, 3), (False, True)))
 def test_each_part_gets_what_is_slow_in_it(length: int, explain: bool) -> None:
     text = plain_text(56)
 

@@ -74,7 +74,7 @@ def expected(stream: Stream) -> list[Origin]:
     budget=st.integers(1, TOKENS),
     constrained=st.booleans(),
 )
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_origins_are_what_the_statistics_count(
     right: float,
     seed: int,
