@@ -93,7 +93,9 @@ def test_it_loses_nothing_to_plain_steps_and_little_to_the_best_length(
     check(TRACES, PAIRS, name, tokens, (LEAST_SUM, LEAST_PAIR))
 
 
-@pytest.mark.parametrize(("name", "tokens"), covering(MACHINES, REQUESTS))
+@pytest.mark.parametrize(
+    ("name", "tokens"), covering(MACHINES, REQUESTS, quick=(0, ["cpu", "h100"]))
+)
 def test_neither_does_it_on_texts_that_chose_no_policy(name: str, tokens: int) -> None:
     """Of other questions and prompts, and one of a higher temperature and new seeds."""
     pairs = [*PAIRS, ("dense-model-0.8",)]
