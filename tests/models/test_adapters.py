@@ -26,13 +26,13 @@ def test_an_adapter_changes_the_text_and_a_draft_does_not(adapter: Path) -> None
     drafted = SpeculativeGenerator.from_pretrained(
         folder, adapter_path=adapter, draft=folder, draft_length=3
     )
-    text = plain.generate(PROMPT, max_tokens=20).text
-    assert drafted.generate(PROMPT, max_tokens=20).text == text
-    assert bare.generate(PROMPT, max_tokens=20).text != text
+    text = plain.generate(PROMPT, max_tokens=10).text
+    assert drafted.generate(PROMPT, max_tokens=10).text == text
+    assert bare.generate(PROMPT, max_tokens=10).text != text
     theirs: Any = mlx_lm.load(str(folder), adapter_path=str(adapter))
     theirs[0].set_dtype(mx.float32)
     model = mlx_lm.utils.dequantize_model(theirs[0])
-    assert mlx_lm.generate(model, theirs[1], PROMPT, max_tokens=20) == text
+    assert mlx_lm.generate(model, theirs[1], PROMPT, max_tokens=10) == text
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:

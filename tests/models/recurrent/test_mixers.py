@@ -7,7 +7,8 @@ rule is checked from the other side: in a tiny model of every module that makes 
 
 import ast
 import importlib
-from collections.abc import Iterator
+import re
+from functools import cache
 from pathlib import Path
 
 import mlx.nn as nn
@@ -36,9 +37,28 @@ NOT_MIXERS: dict[tuple[str, str], str] = {
 }
 
 
-def _trees() -> Iterator[tuple[str, ast.Module]]:
+@cache
+def _found() -> tuple[set[tuple[str, str]], set[str]]:
+    """Return classes that write to items of a cache, and who makes an `ArraysCache`."""
+    writers, makers = set(), set()
     for path in sorted(FOLDER.glob("*.py")):
-        yield path.stem, ast.parse(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if not re.search(r"cache\w*\s*\[|\bArraysCache\(", text):
+            continue  # it has neither; to parse it takes longer
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and _writes_items_of_a_cache(node):
+                writers.add((path.stem, node.name))
+            if any(_makes_an_arrays_cache(each) for each in ast.walk(node)):
+                makers.add(path.stem)
+    return writers, makers
+
+
+def _makes_an_arrays_cache(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "ArraysCache"
+    )
 
 
 def _root(node: ast.expr) -> str:
@@ -58,25 +78,13 @@ def _writes_items_of_a_cache(kind: ast.ClassDef) -> bool:
 
 
 def test_every_class_that_writes_to_an_arrays_cache_is_in_the_table() -> None:
-    found = {
-        (name, node.name)
-        for name, tree in _trees()
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and _writes_items_of_a_cache(node)
-    }
+    found, _ = _found()
     listed = {(module.rpartition(".")[2], name) for module, name in MIXERS}
     assert found - set(NOT_MIXERS) == listed
 
 
 def test_every_module_that_makes_an_arrays_cache_has_a_tiny_model() -> None:
-    makes = {
-        name
-        for name, tree in _trees()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id == "ArraysCache"
-    }
+    _, makes = _found()
     tried = {tiny.module for tiny in RECURRENT_MODELS.values()}
     assert makes - set(WITHOUT_A_TINY_MODEL) <= tried
 
