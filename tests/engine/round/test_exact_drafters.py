@@ -18,11 +18,10 @@ from support.processes.blas_processes import with_openblas
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
-# One of each kind of drafter, and of each kind of layer.
+# Drafters that read rows, blocks and in turn, and each kind of layer.
 QUICK = [
     ("mtp, hybrid", "sampled"),
     ("dflash, dense", "greedy"),
-    ("assistant, sliding", "sampled"),
     ("lookup and eagle, sliding", "greedy"),
 ]
 EVERY = [(name, chosen) for name in PAIRS for chosen in SAMPLINGS]
