@@ -32,6 +32,7 @@ from mlx_speculation.engine.equivalence.rows import (
 from mlx_speculation.errors import InvalidRequestError, NonFiniteLogitsError
 from mlx_speculation.models import Lane
 from support.caches.cache_twins import Held
+from support.covering import covering, others_slow
 from support.identity import plain_text
 from support.models.tiny_models import TINY_MODELS, build
 from support.models.wrong_wide_forward import WrongInWideForwards
@@ -53,7 +54,11 @@ def test_the_text_is_that_of_plain_decoding(name: str) -> None:
     assert greedy_text(model, PROMPT, TOKENS) == plain_text(model, PROMPT, TOKENS)
 
 
-@pytest.mark.parametrize("name", TINY_MODELS)
+# Of each kind of layer, and one whose wide rows are other kernels'.
+QUICK = ["llama", "llama(sliding)", "gpt_oss", "qwen3_5", "mamba", "rwkv7"]
+
+
+@pytest.mark.parametrize("name", others_slow(TINY_MODELS, QUICK))
 def test_every_row_of_a_tiny_model_chooses_the_same_token(name: str) -> None:
     places = both_ways(build(name))
     assert [place.position for place in places] == [0, 6, 12]
@@ -121,8 +126,10 @@ def test_the_seed_decides_the_drafts() -> None:
     assert drafts[0] == drafts[1] != drafts[2]
 
 
-@pytest.mark.parametrize("width", [1, 2, 5])
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "qwen3_5", "rwkv7"])
+@pytest.mark.parametrize(
+    ("name", "width"),
+    covering(["llama", "gpt_oss", "qwen3_5", "rwkv7"], [1, 2, 5]),
+)
 def test_rows_are_the_native_ones_and_the_caches_stay(name: str, width: int) -> None:
     model = build(name)
     caches = make_prompt_cache(model)

@@ -124,7 +124,7 @@ def known(name: str) -> tuple[nn.Module, list[int]]:
     budget=st.integers(1, 30),
     closed=st.integers(0, 30),
 )
-@settings(max_examples=max(40, EXAMPLES // 4))
+@settings(max_examples=max(20, EXAMPLES // 4))
 def test_any_plan_of_drafts_gives_the_text_and_the_caches(
     plan: list[int], wrong: set[int], budget: int, closed: int
 ) -> None:
@@ -203,8 +203,7 @@ def test_a_draft_of_the_known_token_alone_is_no_draft() -> None:
     assert run.decoder.request.statistics.drafts == 0
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kept", [1, 2, 3])
+@pytest.mark.parametrize(("name", "kept"), covering(MODELS, [1, 2, 3]))
 def test_a_cut_behind_a_step_keeps_what_is_named(name: str, kept: int) -> None:
     model, text = known(name)
     generator = SpeculativeGenerator(model, byte_tokenizer())  # installs recorders
@@ -275,8 +274,7 @@ def test_an_error_behind_a_step_changes_nothing(
     del generator
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("rows", [0, 1])
+@pytest.mark.parametrize(("name", "rows"), covering(MODELS, [0, 1]))
 def test_nan_in_the_step_or_behind_it_rolls_both_back(
     name: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ Faults that were made by hand, and found:
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -49,11 +50,10 @@ TOKENIZER = byte_tokenizer()
 PROMPT = prompt_of(21)
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.8, seed=4)
 EXAMPLES = settings.get_profile("default").max_examples
-# One of each drafter, on a hybrid where it can be.
+# One of each that goes on in its own way, on a hybrid where it can be.
 QUICK_PAIRS = (
-    *("mtp, hybrid", "mtp, sliding", "eagle, hybrid", "lookup and model, hybrid"),
-    *("dflash, hybrid", "dspark, hybrid", "peagle, sliding", "assistant, sliding"),
-    "lookup and eagle, sliding",
+    *("mtp, hybrid", "eagle, hybrid", "lookup and model, hybrid"),
+    *("dflash, hybrid", "assistant, sliding"),
 )
 # A choice, then five tokens without one, for ever.
 LOOP = {0: {9: 1, 8: 1}, **{n: {10 + n: (n + 1) % 6} for n in range(1, 6)}}
@@ -64,6 +64,7 @@ def model(name: str, seed: int = 0) -> nn.Module:
     return build(name, seed=seed)
 
 
+@dataclass(frozen=True, slots=True)
 class Silent:
     """A drafter that never proposes anything."""
 
@@ -95,12 +96,20 @@ def automata(draw: st.DrawFn) -> TokenAutomaton:
     return TokenAutomaton(table, accepting=draw(st.sets(places, max_size=1)))
 
 
+@cache
+def generator_of(name: str, draft: Any, acceptance: Any) -> SpeculativeGenerator:
+    return SpeculativeGenerator(
+        model(name), TOKENIZER, draft=draft, acceptance=acceptance
+    )
+
+
 def generated(
     name: str, draft: Any, length: int | None, acceptance: Any = "keyed", **options: Any
 ) -> Any:
-    generator = SpeculativeGenerator(
-        model(name), TOKENIZER, draft=draft, acceptance=acceptance
-    )
+    # To make one probes its model, so those without a drafter's state are kept.
+    kept = draft is None or isinstance(draft, Silent)
+    make = generator_of if kept else generator_of.__wrapped__
+    generator = make(name, draft, acceptance)
     return generator.generate(PROMPT, draft_length=length, **options)
 
 
@@ -164,7 +173,7 @@ def test_every_drafter_goes_on_behind_forced_tokens(pair: str, chosen: str) -> N
     options: dict[str, Any] = {
         "constraint": TokenAutomaton(table, accepting=()),
         "sampling": sampling,
-        "max_tokens": 60,
+        "max_tokens": 44,
         "stop_tokens": (),
     }
     plain = SpeculativeGenerator(target, TOKENIZER, draft=None)
@@ -222,7 +231,7 @@ def test_forced_tokens_stand_behind_a_step_in_flight() -> None:
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
 def test_the_choice_behind_forced_tokens_is_the_models(acceptance: Any) -> None:
     """Chi-square of 3 ids, 2 degrees of freedom; the bound has odds of 1e-4."""
-    ids, count = [7, 41, 200], 240
+    ids, count = [7, 41, 200], 120
     table: dict[int, Mapping[int, int]] = {
         0: {5: 1},
         1: {6: 2},

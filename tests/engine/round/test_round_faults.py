@@ -32,7 +32,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 
 MODELS = ("llama", "gemma3_text", "qwen3_5", "mamba", "recurrent_gemma")
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
-TOKENS = 30
+TOKENS = 20
 
 
 class InjectedError(Exception):
@@ -189,8 +189,7 @@ def test_an_error_in_a_plain_round_changes_nothing(
     assert run.finish() == expected
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize(("name", "drafted"), covering(MODELS, [False, True]))
 def test_an_error_in_the_middle_of_a_forward_changes_nothing(
     name: str, drafted: bool
 ) -> None:
@@ -219,8 +218,7 @@ def test_an_error_in_the_middle_of_a_forward_changes_nothing(
     del recorders
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("length", [0, 3])
+@pytest.mark.parametrize(("name", "length"), covering(MODELS, [0, 3]))
 def test_nan_logits_roll_the_round_back(name: str, length: int) -> None:
     model = build(name)
     expected = plain_text(name)

@@ -84,7 +84,7 @@ def test_trees_leave_the_text_as_it_is(
         assert not result.stats.accepted
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 2**32), greedy=st.booleans(), native=st.booleans())
 def test_after_any_trees_the_caches_hold_the_text(
     seed: int, greedy: bool, native: bool
