@@ -66,7 +66,7 @@ def count(rule: ModuleType, passed: NDArray[np.bool_]) -> NDArray[np.int64]:
     return np.array(counts).reshape(passed.shape[:-1])
 
 
-@each(k=[1, 2, 4], kind=KINDS, dtype=BELOW_1, rule=[rejection, block])
+@each(k=[1, 2, 3], kind=KINDS, dtype=BELOW_1, rule=[rejection, block])
 def test_coins_pass_below_the_acceptance_probability(
     rule: ModuleType, dtype: mx.Dtype, kind: str, k: int
 ) -> None:
