@@ -9,13 +9,13 @@ OPTIONS = TrainOptions(
     answer_tokens=24,
     prompt_tokens=8,
     batch=12,
-    steps=18,
+    steps=12,
     rows=2,
     slots=48,
     depths=3,
     draft_vocab=128,
     evaluations=3,
-    rate=5e-3,
+    rate=8e-3,
     skip_speed=True,
 )
 

@@ -38,6 +38,13 @@ from support.short_training import OPTIONS, lengths
 HEADS = ["qwen3_next", "mimo", "deepseek_v3", "glm4_moe_lite", "step3p5"]
 
 
+@pytest.fixture(autouse=True)
+def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw no curves, which costs more than these trainings."""
+    home = "mlx_speculation.training.training_run.draw_curves"
+    monkeypatch.setattr(home, lambda *_: None)
+
+
 def flat(module: Any) -> dict[str, mx.array]:
     found: Any = tree_flatten(module.parameters())
     return dict(found)
@@ -141,7 +148,13 @@ def test_a_draft_model_learns_and_is_loaded(tmp_path: Path) -> None:
     folder = chat_folder(tmp_path / "target")
     small = draft_config(tmp_path / "small")
     options = replace(
-        OPTIONS, kind="draft", draft_model=small, depths=None, draft_vocab=0
+        OPTIONS,
+        kind="draft",
+        draft_model=small,
+        depths=None,
+        draft_vocab=0,
+        steps=18,
+        rate=5e-3,
     )
     result = train(folder, tmp_path / "draft", options)
     untrained, *_, last = (
