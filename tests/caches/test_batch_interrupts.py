@@ -60,7 +60,7 @@ def test_an_interrupted_round_leaves_every_row_as_it_was(
     kind, cache, starts = prepared(name)
 
     def contents() -> Any:
-        return read([kind.fields(cache), sees(kind, cache, starts, 2)])
+        return [kind.fields(cache), sees(kind, cache, starts, 2)]
 
     def action() -> None:
         with Speculation([cache]) as speculation:
@@ -74,8 +74,12 @@ def test_an_interrupted_round_leaves_every_row_as_it_was(
     def leaving(frame: Any) -> bool:
         return bool(frame.f_code.co_name == "__exit__")  # a commit is done, and stays
 
-    before, line = contents(), 1
-    while raised_at(line, KeyboardInterrupt(), TRACED, action, leaving) is not None:
-        assert_same(contents(), before, f"interrupted at line {line}")
-        line += 1
-    assert line > 50
+    found = [contents()]
+    while (
+        raised_at(len(found), KeyboardInterrupt(), TRACED, action, leaving) is not None
+    ):
+        found.append(contents())
+    before, *after = read(found)  # one evaluation
+    for line, each in enumerate(after, 1):
+        assert_same(each, before, f"interrupted at line {line}")
+    assert len(after) > 50

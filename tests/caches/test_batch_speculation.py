@@ -23,6 +23,7 @@ from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 from mlx_speculation.models import ModelHooks
 from support.caches.batch_twins import AttentionKind, together
 from support.caches.cache_twins import Mixers, Rows, assert_same, read
+from support.covering import covering
 from support.models.tiny_models import build
 
 KV, RING = AttentionKind(), AttentionKind(window=6)
@@ -190,8 +191,9 @@ def test_every_kind_of_batch_presents_a_journal_of_rows(kind: AttentionKind) -> 
     assert not hasattr(shown, "bits")
 
 
-@pytest.mark.parametrize("window", [None, 6, 40, 4000])
-@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize(
+    ("window", "turns"), covering([None, 6, 40, 4000], [False, True])
+)
 def test_the_width_stays_bounded_over_a_thousand_rounds(
     window: int | None, turns: bool
 ) -> None:
