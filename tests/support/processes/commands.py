@@ -1,18 +1,25 @@
 """The command line, run in this process, where mlx is imported already."""
 
 import json
+from functools import cache
 from typing import Any
 
 import pytest
+import typer.main
 from typer.testing import CliRunner, Result
 
 from mlx_speculation.blas import BlasChoice
 from mlx_speculation.cli.app import app
 from mlx_speculation.cli.run_app import FAILED, USAGE
 
+# Reading the signatures of all commands takes longer than most refusals.
+command_of = cache(typer.main.get_command)
+
 
 class Commands:
     """Runs commands; a traceback is an error of the test.
+
+    What rounds cost is measured in one pass; no test here asks how well.
 
     Args:
         monkeypatch: takes the choice of the BLAS away, which was made before.
@@ -23,6 +30,9 @@ class Commands:
             "mlx_speculation.cli.load_pair.use_blas",
             lambda name: BlasChoice("stock", name),
         )
+        monkeypatch.setattr("typer.testing._get_command", command_of)
+        home = "mlx_speculation.engine.draft_length.calibration"
+        monkeypatch.setattr(f"{home}.PASSES", 1)
 
     def __call__(
         self, *options: Any, text: str | bytes | None = None, colour: bool = False
