@@ -128,12 +128,11 @@ def test_ctrl_c_ends_an_answer_and_the_talk_goes_on(
         return following(self)
 
     monkeypatch.setattr(Stream, "__next__", interrupted)
-    dense = demo_models()["dense"]
-    found = talk(commands, "def f(x):\ndef g(y):\n", dense, "--draft", DRAFT)
+    found = talk(commands, "def f(x):\ndef g(y):\n", DRAFT, "--draft", DRAFT)
     first, second = found["turns"]
     assert (first["finish_reason"], len(first["tokens"])) == ("interrupted", 4)
     assert second["finish_reason"] != "interrupted"
-    generator = SpeculativeGenerator.from_pretrained(dense)
+    generator = SpeculativeGenerator.from_pretrained(DRAFT)
     encode = generator.tokenizer.encode
     ids = [*encode("def f(x):\n"), *first["tokens"], *encode("\ndef g(y):\n")]
     assert second["tokens"] == generator.generate(ids, max_tokens=12).tokens

@@ -54,7 +54,8 @@ def test_the_json_object_holds_the_text_and_who_wrote_it(commands: Commands) -> 
 
 def test_statistics_are_two_lines_a_table_or_nothing(commands: Commands) -> None:
     drafted = [*PLAIN_GENERATE, "--draft", DRAFT, "--draft-length", "2"]
-    first, second = commands(*drafted).stderr.splitlines()[-2:]
+    first_run = commands(*drafted)
+    first, second = first_run.stderr.splitlines()[-2:]
     assert re.fullmatch(
         r"8 tokens \(length\), [\d.]+/s; prompt 2 tokens, \d+/s; first token after "
         r"[\d.]+ s",
@@ -70,8 +71,7 @@ def test_statistics_are_two_lines_a_table_or_nothing(commands: Commands) -> None
     assert "first token after" not in table
     for quiet in ("--quiet", "-q"):
         done = commands(*drafted, quiet, "--stats")
-        assert done.stderr == ""
-        assert done.stdout == commands(*drafted).stdout
+        assert (done.stderr, done.stdout) == ("", first_run.stdout)
 
 
 def test_models_are_repositories_as_mlx_lm_names_them(
@@ -106,12 +106,12 @@ def test_an_adapter_is_loaded_with_the_target(
 
 
 def test_stop_texts_and_tokens_end_the_text(commands: Commands) -> None:
-    plain = commands.object(*PAIR, "-p", PROMPT, "-m", 24)["text"]
+    whole = commands.object(*PAIR, "-p", PROMPT, "-m", 24)
+    plain, token = whole["text"], whole["tokens"][3]
     middle = plain[5:8]
     found = commands.object(*PAIR, "-p", PROMPT, "-m", 24, "--stop", middle)
     assert found["text"] == plain[: plain.index(middle)]
     assert found["finish_reason"] == "stop"
-    token = commands.object(*PAIR, "-p", PROMPT, "-m", 24)["tokens"][3]
     name = SpeculativeGenerator.from_pretrained(DRAFT).tokenizer.convert_ids_to_tokens(
         token
     )
@@ -156,8 +156,10 @@ def test_a_chat_template_makes_the_prompt(commands: Commands, tmp_path: Path) ->
     def text_of(*options: str) -> str:
         return str(commands.object("generate", folder, "-m", 9, *options)["text"])
 
+    generator = SpeculativeGenerator.from_pretrained(folder)
+
     def raw(prompt: str) -> str:
-        return str(commands.object("generate", DRAFT, "-m", 9, "-p", prompt)["text"])
+        return generator.generate(prompt, max_tokens=9).text
 
     assert text_of("-p", "hi") == raw("<user>hi\n<assistant>")
     assert text_of("-p", "hi", "--system-prompt", "Be brief.") == raw(
@@ -174,8 +176,7 @@ def test_a_chat_template_makes_the_prompt(commands: Commands, tmp_path: Path) ->
     begun = commands.object(
         "generate", folder, "-p", "hi", "--prefill-response", "So, ", "-m", 9
     )
-    tokenizer = SpeculativeGenerator.from_pretrained(folder).tokenizer
-    text = tokenizer.apply_chat_template(
+    text = generator.tokenizer.apply_chat_template(
         [
             {"role": "user", "content": "hi"},
             {"role": "assistant", "content": "So, "},
@@ -286,11 +287,9 @@ def test_ctrl_c_keeps_what_there_is_and_ends_with_130(
 
 def endless() -> "subprocess.Popen[str]":
     """Start a generation that only its reader ends."""
-    models = demo_models()
-    pair = ["generate", str(models["dense"]), "--draft", str(models["draft"])]
-    options = ["--draft-length", "4", "-p", PROMPT, "-m", "100000"]
+    on = ["--logit-bias", '{"0": -1000}', "-p", PROMPT, "-m", "100000"]
     return subprocess.Popen(
-        command_line(*pair, *options),
+        command_line(*PAIR, *on, "--blas", "stock"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -300,15 +299,31 @@ def endless() -> "subprocess.Popen[str]":
 def test_a_real_ctrl_c_ends_with_a_summary() -> None:
     with endless() as process:
         assert process.stdout is not None
-        process.stdout.read(30)  # it generates now
+        begun = process.stdout.read(30)  # it generates now
         process.send_signal(signal.SIGINT)
         _, told = process.communicate(timeout=60)
+    plain = SpeculativeGenerator.from_pretrained(DRAFT)
+    sampling = Sampling(logit_bias={0: -1000.0})
+    assert begun == plain.generate(PROMPT, max_tokens=30, sampling=sampling).text[:30]
     assert process.returncode == 130, told
+    assert "BLAS: " in told
     assert "interrupted" in told
     assert "tokens (interrupted), " in told
     assert "Traceback" not in told
 
 
+def test_a_pipe_that_breaks_ends_it_quietly(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("mlx_speculation.cli.console.Screen.text", broken)
+    done = commands(*PAIR, "-p", PROMPT, "-m", "4", "--quiet")
+    assert (done.exit_code, done.output) == (141, "")
+
+
+@pytest.mark.slow  # as above, in a process and with a real pipe
 def test_a_reader_that_leaves_ends_it_quietly() -> None:
     with endless() as process:
         assert process.stdout is not None
