@@ -11,46 +11,34 @@ from typer.testing import CliRunner
 
 import mlx_speculation
 from mlx_speculation import Sampling, SpeculativeGenerator, demo_models
-from mlx_speculation.blas import BlasChoice
 from mlx_speculation.cli.app import app
 from mlx_speculation.demo import DemoPrompt, one_prompt_per_group
 from mlx_speculation.engine.equivalence import texts
 from mlx_speculation.engine.equivalence.texts import Parting
+from support.processes.commands import Commands
 from support.processes.programs import command_line
 
 DEMO = "mlx_speculation.cli.commands.demo"
 PROMPT = "def add(first, second):\n"
 
 
-def run(*options: str, text: str | None = None) -> "subprocess.CompletedProcess[str]":
-    """Run the installed command in a process of its own."""
-    return subprocess.run(
-        command_line(*options),
-        capture_output=True,
-        text=True,
-        input=text,
-        check=False,
-    )
-
-
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
     """Run commands here; the BLAS is settled, because mlx is imported already."""
-    monkeypatch.setattr(
-        "mlx_speculation.cli.load_pair.use_blas",
-        lambda name: BlasChoice("stock", name),
-    )
+    Commands(monkeypatch)
     return CliRunner(env={"COLUMNS": "120"})
 
 
-def test_generate_prints_the_text_alone_on_standard_output() -> None:
+def test_generate_prints_the_text_alone_on_standard_output(
+    in_process: CliRunner,
+) -> None:
+    """tests/cli/commands/test_generate.py runs it in a process of its own."""
     folder = demo_models()["draft"]
     options = ["--temperature", "0.8", "--top-p", "0.9", "--seed", "7"]
     sizes = ["--max-tokens", "20", "--draft-length", "3", "--blas", "stock"]
-    done = run(
-        "generate", str(folder), "--draft", str(folder), *options, *sizes, text=PROMPT
-    )
-    assert done.returncode == 0, done.stderr
+    pair = ["generate", str(folder), "--draft", str(folder)]
+    done = in_process.invoke(app, [*pair, *options, *sizes], input=PROMPT)
+    assert done.exit_code == 0, done.stderr
     generator = SpeculativeGenerator.from_pretrained(folder)
     expected = generator.generate(
         PROMPT,
@@ -61,22 +49,21 @@ def test_generate_prints_the_text_alone_on_standard_output() -> None:
     assert "BLAS: " in done.stderr
     assert f"{len(expected.tokens)} tokens ({expected.finish_reason}), " in done.stderr
     assert "drafted tokens accepted, " in done.stderr
-
-
-def test_a_prompt_can_be_an_option(in_process: CliRunner) -> None:
-    folder = str(demo_models()["draft"])
-    options = ["--prompt", PROMPT, "--max-tokens", "5"]
-    done = in_process.invoke(app, ["generate", folder, *options])
-    assert done.exit_code == 0, done.output
-    expected = SpeculativeGenerator.from_pretrained(folder).generate(
-        PROMPT, max_tokens=5
+    done = in_process.invoke(
+        app, ["generate", str(folder), "--prompt", PROMPT, "--max-tokens", "5"]
     )
-    assert done.stdout == expected.text + "\n"
+    assert done.exit_code == 0, done.output
+    assert done.stdout == generator.generate(PROMPT, max_tokens=5).text + "\n"
 
 
 @pytest.mark.slow  # test_user_errors.py has it in this process
 def test_an_error_of_the_package_is_one_line_and_status_one() -> None:
-    done = run("generate", "missing", "--prompt", "x")
+    done = subprocess.run(
+        command_line("generate", "missing", "--prompt", "x"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 1
     assert done.stdout == ""
     assert "error: There is no folder 'missing'" in done.stderr
@@ -90,6 +77,7 @@ def test_demo_finds_the_same_tokens_for_every_target_and_group(
     """Beginnings of its prompts: the stock BLAS is slow. The test of docs runs it."""
     prompts = [replace(each, text=each.text[:20]) for each in one_prompt_per_group()]
     monkeypatch.setattr(f"{DEMO}.one_prompt_per_group", lambda: prompts[:groups])
+    monkeypatch.setattr(f"{DEMO}._warm", lambda *_: None)
     # With a length, so that it does not calibrate: test_calibrate_prints_... does.
     done = in_process.invoke(app, ["demo", "--max-tokens", "2", "--draft-length", "1"])
     assert done.exit_code == 0, done.output
@@ -109,7 +97,7 @@ def test_demo_fails_where_a_text_really_differs(
     monkeypatch.setattr(f"{DEMO}.demo_models", lambda: {"dense": draft, "draft": draft})
     prompt = DemoPrompt("code", "a test", PROMPT)
     monkeypatch.setattr(f"{DEMO}.one_prompt_per_group", lambda: [prompt])
-    done = in_process.invoke(app, ["demo", "--max-tokens", "2"])
+    done = in_process.invoke(app, ["demo", "--max-tokens", "2", "--draft-length", "1"])
     assert done.exit_code == 1
     assert "not at 3" in done.stdout
 
