@@ -22,7 +22,7 @@ for draft_model in (None, bundled["draft"], "lookup"):
         model,
         tokenizer,
         prompt,
-        max_tokens=40,
+        max_tokens=24,
         draft_model=draft_model,
         sampler=sampler,
     ):

@@ -80,8 +80,8 @@ generator = SpeculativeGenerator.from_pretrained(
     demo_models()["dense"], draft=demo_models()["draft"], draft_length=4
 )
 caches = [WritesCache() for _ in generator.model.layers]
-result = generator.generate("import os\n", max_tokens=40, prompt_cache=caches)
-plain = generator.generate("import os\n", max_tokens=40, draft_length=0)
+result = generator.generate("import os\n", max_tokens=24, prompt_cache=caches)
+plain = generator.generate("import os\n", max_tokens=24, draft_length=0)
 
 assert result.tokens == plain.tokens
 assert {cache.offset for cache in caches} == {len(result.cached_tokens)}

@@ -53,8 +53,8 @@ generator = SpeculativeGenerator.from_pretrained(
 )
 constraint = NoRepeats(generator.tokenizer.vocab_size, window=8)
 prompt = "def area(width, height):"
-result = generator.generate(prompt, max_tokens=40, constraint=constraint)
-plain = generator.generate(prompt, max_tokens=40, constraint=constraint, draft_length=0)
+result = generator.generate(prompt, max_tokens=24, constraint=constraint)
+plain = generator.generate(prompt, max_tokens=24, constraint=constraint, draft_length=0)
 
 assert result.tokens == plain.tokens
 assert all(

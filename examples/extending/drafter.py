@@ -44,8 +44,8 @@ generator = SpeculativeGenerator.from_pretrained(
     demo_models()["dense"], draft=Pairs(), draft_length=4
 )
 prompt = "def area(width, height):"
-drafted = generator.generate(prompt, max_tokens=64)
-plain = generator.generate(prompt, max_tokens=64, draft_length=0)
+drafted = generator.generate(prompt, max_tokens=32)
+plain = generator.generate(prompt, max_tokens=32, draft_length=0)
 
 assert drafted.tokens == plain.tokens
 print(drafted.stats.sources["pairs"])
@@ -61,7 +61,7 @@ broken = SpeculativeGenerator(
 )
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DrafterFaultWarning)
-    result = broken.generate(prompt, max_tokens=64)
+    result = broken.generate(prompt, max_tokens=32)
 
 assert result.tokens == plain.tokens
 print(result.stats.drafter_faults[0].reason)
@@ -77,7 +77,7 @@ class PairsSource(DraftSource):
 several = SpeculativeGenerator(
     generator.model, generator.tokenizer, draft=PairsSource(), draft_length=4
 )
-results = several.generate_batch([prompt, "import os\n"], max_tokens=64)
+results = several.generate_batch([prompt, "import os\n"], max_tokens=32)
 
 assert results[0].tokens == plain.tokens
 print([result.stats.accepted for result in results])
@@ -105,8 +105,8 @@ rising = SpeculativeGenerator(
     generator.model, generator.tokenizer, draft=Rising(), draft_length=2
 )
 sampling = Sampling(temperature=0.9, seed=3)
-result = rising.generate(prompt, max_tokens=32, sampling=sampling)
-plain = rising.generate(prompt, max_tokens=32, sampling=sampling, draft_length=0)
+result = rising.generate(prompt, max_tokens=16, sampling=sampling)
+plain = rising.generate(prompt, max_tokens=16, sampling=sampling, draft_length=0)
 
 assert result.tokens == plain.tokens
 print(result.stats.sources["rising"])
