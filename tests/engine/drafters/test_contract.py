@@ -6,7 +6,8 @@ compared with a twin that is made from the tokens alone; see support/drafters. T
 commits are those of a target that has opinions of its own: the plan's.
 
 Faults that were made by hand, and found here:
-    FAULTS
+    a discarded round of an MTP head, of a head in parallel, or of a draft model with
+        a sliding window, is kept
 """
 
 from collections.abc import Callable
