@@ -124,8 +124,9 @@ def test_text_counts_and_caches_are_those_of_mlx_lm(name: str) -> None:
         assert_same_caches(caches, own, bitwise=bitwise)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("at", [0, 1, 9, TOKENS - 1, TOKENS])
+@pytest.mark.parametrize(
+    ("name", "at"), covering(MODELS, [0, 1, 9, TOKENS - 1, TOKENS])
+)
 def test_an_end_token_ends_the_text_as_in_mlx_lm(name: str, at: int) -> None:
     model, text = known(name)
     caches, own = make_prompt_cache(model), make_prompt_cache(model)
@@ -197,7 +198,7 @@ def test_nothing_runs_before_the_first_response_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_5", "lfm2"])
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_any_keywords_do_as_in_mlx_lm(name: str, data: st.DataObject) -> None:
     model, text = known(name)
@@ -447,8 +448,7 @@ def test_progress_is_reported_as_by_mlx_lm() -> None:
         assert told[-1] == (tokens, tokens)
 
 
-@pytest.mark.parametrize("length", [1, 3, 6])
-@pytest.mark.parametrize("end", [0, 5, 30])
+@pytest.mark.parametrize(("length", "end"), covering([1, 3, 6], [0, 5, 30]))
 def test_tokens_are_from_the_draft_where_mlx_lm_says_so(length: int, end: int) -> None:
     model, text = known("llama")
     small = build("llama", seed=1)
