@@ -105,7 +105,7 @@ def test_a_small_ring_that_fills_row_by_row_equals_its_twin(
     monkeypatch.setattr(ring, "SAVED_ROWS", 3)
     rings = ring_kinds(st.integers(2, 6), st.integers(0, 1))
     prefills = st.integers(0, 6).map(lambda count: [1] * count)
-    note_rounds(run(rings, widths=SINGLE_ROWS, prefills=prefills, share=0.4, steps=8))
+    note_rounds(run(rings, widths=SINGLE_ROWS, prefills=prefills, share=0.8, steps=8))
 
 
 def test_a_ring_wider_than_its_saved_rows_equals_its_twin(
