@@ -201,7 +201,8 @@ def test_a_stop_token_ends_the_tokens_and_not_the_text(drafted: bool) -> None:
 @cache
 def _written() -> str:
     _, plain, _ = known("llama")
-    return plain.generate(PROMPT, max_tokens=60, sampling=SAMPLED).text
+    text: str = plain.generate(PROMPT, max_tokens=60, sampling=SAMPLED).text
+    return text
 
 
 @given(
@@ -411,7 +412,8 @@ def _assert_holds(name: str, caches: list[Any], tokens: list[int]) -> None:
 @cache
 def _fed(name: str, tokens: tuple[int, ...]) -> tuple[list[int], list[mx.array]]:
     """Return offsets of caches that were fed tokens, and what follows, for each way."""
-    model, found, offsets = known(name)[0], [], []
+    model, offsets = known(name)[0], list[int]()
+    found = list[mx.array]()
     for step in (None,) if TINY_MODELS[name].bitwise else (1, 2, None):
         twin = make_prompt_cache(model)
         Lane(model, twin).feed(list(tokens), step=step)
