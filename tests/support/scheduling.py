@@ -11,12 +11,40 @@ mlx keeps its reference BLAS: rows are then equal bit for bit, and tests load ml
 this package.
 
 Processes that tests start inherit all three.
+
+A worker keeps to a core, since waking a thread on another one costs a tenth. What it
+starts may use all cores.
 """
 
 import os
+import subprocess
+from functools import wraps
+from typing import Any
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MLX_SPECULATION_BLAS", "stock")
 if hasattr(os, "SCHED_BATCH"):  # Linux
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def keep_to_a_core(worker: int) -> None:
+    """Let this worker have one of the cores, and the processes that it starts all."""
+    cores = os.sched_getaffinity(0)
+    own = {sorted(cores)[worker % len(cores)]}
+    start: Any = subprocess.Popen.__init__
+
+    @wraps(start)
+    def start_on_all_cores(*args: Any, **options: Any) -> None:
+        os.sched_setaffinity(0, cores)
+        try:
+            start(*args, **options)
+        finally:
+            os.sched_setaffinity(0, own)
+
+    os.sched_setaffinity(0, own)
+    subprocess.Popen.__init__ = start_on_all_cores  # type: ignore[method-assign]
+
+
+if hasattr(os, "sched_setaffinity") and "PYTEST_XDIST_WORKER" in os.environ:
+    keep_to_a_core(int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")))
