@@ -49,7 +49,8 @@ def by_chains(model: nn.Module, prompt: list[int]) -> mx.array:
     root: Any = make_prompt_cache(model)
     model(mx.array([prompt[:-1]]), cache=root)
     model(mx.array([prompt[-1:]]), cache=root)
-    held, found = [], []
+    held: list[Any] = []
+    found = []
     for parent, token in zip(PARENTS, NODES, strict=True):
         held.append(detached(root if parent < 0 else held[parent]))
         found.append(model(mx.array([[token]]), cache=held[-1])[0, -1])
