@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from mlx_speculation.blas import openblas_wheel
-from mlx_speculation.environment import cores
 from support.processes.blas_processes import (
     ADDS_UP_IN_ORDER,
     changed_environment,
@@ -20,6 +19,7 @@ from support.processes.blas_processes import (
     with_wheel,
 )
 from support.processes.programs import command_line
+from support.scheduling import cores
 
 # As a newcomer's: nothing of what the tests set.
 CLEAN = dict.fromkeys(
@@ -307,7 +307,7 @@ def test_an_openblas_of_the_users_keeps_its_threads_and_brings_no_warning(
     environment = {"LD_PRELOAD": str(own), "OPENBLAS_NUM_THREADS": "2"}
     found, words = served_by("import mlx_speculation", **environment)
     assert found == OPENBLAS
-    assert words.endswith(", 2 threads)" if (cores() or 1) > 1 else ", 1 thread)")
+    assert words.endswith(", 2 threads)" if len(cores) > 1 else ", 1 thread)")
     assert _said(MLX_FIRST.format(use=""), tmp_path, **environment) == []
 
 

@@ -28,9 +28,16 @@ if hasattr(os, "SCHED_BATCH"):  # Linux
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+# What the processes that tests start may use; macOS has no word for it.
+cores = (
+    os.sched_getaffinity(0)
+    if hasattr(os, "sched_getaffinity")
+    else set(range(os.cpu_count() or 1))
+)
+
+
 def keep_to_a_core(worker: int) -> None:
     """Let this worker have one of the cores, and the processes that it starts all."""
-    cores = os.sched_getaffinity(0)
     own = {sorted(cores)[worker % len(cores)]}
     start: Any = subprocess.Popen.__init__
 
