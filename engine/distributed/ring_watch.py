@@ -145,12 +145,13 @@ def ring_connections(
         listed = json.loads(Path(path).read_text("utf-8"))
         ports = [{int(str(each).rpartition(":")[2]) for each in own} for own in listed]
         before, after = (rank - 1) % size, (rank + 1) % size
+        ours, theirs = ports[rank], ports[after]
         found: dict[int, list[socket.socket]] = {}
         for connection in _connected():
             own, other = connection.getsockname()[1], connection.getpeername()[1]
-            if own in ports[rank]:
+            if own in ours:
                 found.setdefault(before, []).append(connection)
-            elif other in ports[after]:
+            elif other in theirs:
                 found.setdefault(after, []).append(connection)
             else:
                 connection.close()

@@ -125,5 +125,12 @@ def test_a_hostfile_of_something_else_names_no_connections(
 ) -> None:
     path = tmp_path / "hosts.json"
     path.write_text(said)
-    assert ring_connections(0, 2, str(path)) == {}
-    assert ring_connections(0, 2, str(tmp_path / "none.json")) == {}
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0],
+    ):
+        before = len(list(Path("/dev/fd").iterdir()))
+        assert ring_connections(0, 2, str(path)) == {}
+        assert ring_connections(0, 2, str(tmp_path / "none.json")) == {}
+        assert len(list(Path("/dev/fd").iterdir())) == before
