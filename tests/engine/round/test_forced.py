@@ -19,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -34,6 +34,7 @@ from mlx_speculation import (
 from mlx_speculation.engine.drafters.base import Choose, Draft
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.stats import SourceCounts
+from mlx_speculation.errors import ConstraintError
 from mlx_speculation.samplers import Constrained, TokenAutomaton
 from mlx_speculation.samplers.constraints.base import AutomatonState
 from mlx_speculation.samplers.constraints.llguidance import json_schema
@@ -113,6 +114,12 @@ def generated(
     return generator.generate(PROMPT, draft_length=length, **options)
 
 
+# Behind two forced tokens the only one is an end token, where no text may end.
+DEAD_END = TokenAutomaton({0: {5: 1}, 1: {6: 2}, 2: {7: 2}}, accepting=())
+
+
+@example("llama", DEAD_END, GREEDY, "model", 1, 3, (7, 40))
+@example("qwen3_5", DEAD_END, SAMPLED, "script", 5, 40, (7, 40))
 @given(
     name=st.sampled_from(["llama", "gemma3_text", "qwen3_5"]),
     constraint=st.one_of(
@@ -141,15 +148,25 @@ def test_the_text_is_that_without_forced_tokens(
         "max_tokens": budget,
         "stop_tokens": ends,
     }
-    expected = generated(name, None, 0, **options)
-    assert not expected.stats.sources
+    expected, failure = None, None
+    try:
+        expected = generated(name, None, 0, **options)
+    except ConstraintError as error:  # where only an end token is allowed
+        failure = str(error)
+    known = PROMPT + (expected.tokens if expected else [])
     drafts: dict[str, Any] = {
         "model": model("llama", 1),
         "lookup": LookupDrafter(minimum_match=1),
-        "script": ScriptedDrafter(PROMPT + expected.tokens, 0.7, ragged=True, least=0),
+        "script": ScriptedDrafter(known, 0.7, ragged=True, least=0),
         "silent": Silent(),
         "cascade": Cascade(LookupDrafter(minimum_match=1), model("llama", 1)),
     }
+    if expected is None:
+        with pytest.raises(ConstraintError) as raised:
+            generated(name, drafts[kind], length, **options)
+        assert str(raised.value) == failure
+        return
+    assert not expected.stats.sources
     found = generated(name, drafts[kind], length, **options)
     assert not found.stats.drafter_faults
     assert found.tokens == expected.tokens
@@ -173,7 +190,7 @@ def test_every_drafter_goes_on_behind_forced_tokens(pair: str, chosen: str) -> N
     options: dict[str, Any] = {
         "constraint": TokenAutomaton(table, accepting=()),
         "sampling": sampling,
-        "max_tokens": 44,
+        "max_tokens": 60,
         "stop_tokens": (),
     }
     plain = SpeculativeGenerator(target, TOKENIZER, draft=None)
