@@ -352,7 +352,7 @@ def test_a_signal_while_a_stream_is_dropped_is_raised_after_it(reuse: bool) -> N
         drop(generator(), 0)  # what is done once
         count, raised = -drop(generator(), 0), 0
         assert count > 100
-        for opcode in range(1, count, count // 8):
+        for opcode in range(1, count, count // 12):
             one = generator()
             try:
                 assert drop(one, opcode) > 0, opcode  # it ended before that
