@@ -109,7 +109,7 @@ def run(words: tuple[str, ...], folder: Path, reader: Reader) -> Said:
     """Run a command in the reader's folder."""
     more = CHEAPLY.get(words[0], ())
     if words[0] == "train":
-        more = (*more, "--out", f"trained{len(words)}")
+        more = (*more, "--out", "trained-" + "-".join(words).replace("/", "."))
     return reader.command([*words, *more], folder, "What is a stack?\n")
 
 

@@ -353,8 +353,11 @@ def endless(deed: str, who: str) -> dict[str, Any]:
             fail, and go on with something else.
         who: the rank that does it.
     """
-    parts = ("llama", "tensor") if group.size() == 2 else ("qwen3_moe", "pipeline")
-    model: Any = on_ranks(*parts)
+    model: Any = (
+        on_ranks("llama")
+        if group.size() == 2
+        else on_ranks("qwen3_moe", "pipeline", layers=group.size())
+    )
     made = generator(model, build("llama") if rank == 0 else None, draft_length=2)
     made.generate(prompt_of(PROMPT), max_tokens=4)
     mine = rank == int(who)
