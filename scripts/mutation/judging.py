@@ -16,7 +16,7 @@ from mutation.processes import Limits, outcome, say
 from mutation.results import BASELINE, UNCOVERED, Result, Results
 
 _WITHOUT = shutil.ignore_patterns(
-    ".*", "demo", "__pycache__", "mutants", "mutants-*", "*.egg-info"
+    ".*", "__pycache__", "mutants", "mutants-*", "*.egg-info"
 )
 _FACTOR = 3  # beside what a test took under coverage
 _START = 30  # seconds in which a process starts and finds its tests
