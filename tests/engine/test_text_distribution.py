@@ -12,8 +12,8 @@ controls are off by more.
 
 Faults that were made by hand, and found by the default cases:
     the residual is the whole distribution of the target; a coin ignores the draft's
-    distribution a bonus is drawn from the row before; the reach of a prefix is not
-    capped at 1 the last prefix has the reach of the one before
+    distribution; a bonus is drawn from the row before; the last prefix has the reach
+    of the one before
 """
 
 import warnings

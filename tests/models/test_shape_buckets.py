@@ -2,9 +2,9 @@
 
 Sizes are for CUDA. Here they are switched on.
 
-Faults that were made by hand, and found here: copies stay when rows join, or keep one
-token less than the first row, or are copies of the last row; a row that has left
-stays behind the others; the logits of copies are returned; sizes go on in plain rounds.
+Faults that were made by hand, and found here: copies stay when rows join; a row that
+has left stays behind the others; the logits of copies are returned; sizes go on in
+plain rounds.
 """
 
 from typing import Any
