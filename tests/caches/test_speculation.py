@@ -431,15 +431,19 @@ def test_a_part_of_an_unrecorded_mixer_is_refused_and_changes_nothing() -> None:
     assert_same(image(caches), before, "a refused part")
 
 
-def test_all_of_an_unrecorded_mixer_is_kept_without_running_again() -> None:
+@pytest.mark.parametrize("keep", [0, 4])
+def test_all_or_nothing_of_an_unrecorded_mixer_is_kept_without_running_again(
+    keep: int,
+) -> None:
     model, caches = prefilled("qwen3_5")
     twin = detached(caches)
-    model(BLOCK, cache=twin)
-    with Speculation(caches, rerun=lambda keep: pytest.fail("ran")) as speculation:
+    if keep:
+        model(BLOCK, cache=twin)
+    with Speculation(caches) as speculation:
         model(BLOCK, cache=speculation.caches)
-        speculation.commit(4)
+        speculation.commit(keep)
     assert not speculation.reran
-    assert_same(image(caches), image(twin), "all of a round")
+    assert_same(image(caches), image(twin), "all or nothing of a round")
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "mamba", "recurrent_gemma"])
