@@ -15,7 +15,7 @@ for header in "$1"/lib/python3*/site-packages/mlx/include/mlx/backend/cpu/compil
     rm -f "$made"
     # clang, which may be named g++, takes no such file.
     g++ --version 2>/dev/null | grep -q 'Free Software Foundation' || continue
-    # The options are those of mlx. Linked in one step, so that no half of it is read.
+    # The options are those of mlx. Moved in one step, so that no half of it is read.
     g++ -std=c++17 -O3 -Wall -fPIC -w -I "${header%/mlx/backend/*}" -x c++-header \
         "$header" -o "$made.$$" && mv "$made.$$" "$made" || rm -f "$made.$$"
 done
