@@ -285,6 +285,12 @@ def test_processors_made_by_mlx_lm_are_taken_as_they_are() -> None:
     assert result.stats.reads == 0
 
 
+def test_rounds_in_turn_without_a_draft_read_nothing_beside_their_token() -> None:
+    stats = generate(None, 0, {}, [USERS["serial"]()]).stats
+    assert stats.rounds == TOKENS
+    assert stats.reads == 0
+
+
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
 @pytest.mark.parametrize("users", [[], ["pure"], ["forkable"], ["serial"]])
 def test_other_rules_repeat_their_text_and_end_like_it(

@@ -122,7 +122,7 @@ def _as_in_tests() -> None:
     usual_length.install()
     of: Any = partial(OwnText.of, steps=8)
     setattr(OwnText, "of", of)  # noqa: B010  for mypy
-    setattr(calibration, "PASSES", 1)  # noqa: B010
+    calibration.PASSES = 1
     warnings.simplefilter("error")
 
 
