@@ -32,6 +32,7 @@ from mlx_speculation.engine.batch import mtp
 from mlx_speculation.engine.batch.mtp import BatchMtpDrafter
 from mlx_speculation.engine.batch.outcome import BatchStep
 from mlx_speculation.models.checkpoints import HeadOutput
+from mlx_speculation.models.mtp import BatchMtpRound
 from support.drafters.batch_heads import (
     HeadBench,
     KnowingMtp,
@@ -365,6 +366,41 @@ def test_an_interrupt_among_plain_steps_takes_their_states_back(where: str) -> N
             finish(made, batch, rows)
             assert batch.stats.acceptance_rate > 0.4
         assert knowing(generator).unknown == 0
+
+
+@pytest.mark.parametrize("where", ["feed", "evaluate"])
+def test_an_interrupt_while_catching_up_leaves_the_head_as_it_was(where: str) -> None:
+    """States of plain steps are still held then, and none of them is fed twice."""
+    made, cases = head_bench("llama"), [CASES[0], CASES[3], CASES[4]]
+    plain = getattr(BatchMtpRound, where)
+    generator, catching = made.generator("mtp"), []
+    catch_up = BatchMtpDrafter._catch_up
+
+    def noting(drafter: BatchMtpDrafter, states: Any) -> None:
+        catching.append(True)
+        catch_up(drafter, states)
+        catching.append(False)
+
+    def failing(head_round: BatchMtpRound, *args: Any) -> None:
+        plain(head_round, *args)
+        if catching[-1:] == [True]:
+            catching.clear()
+            patch.setattr(BatchMtpRound, where, plain)
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, BatchGenerator(generator) as batch:
+        patch.setattr(mtp, "LONGEST_LAG", 1)
+        patch.setattr(BatchMtpDrafter, "_catch_up", noting)
+        patch.setattr(BatchMtpRound, where, failing)
+        rows = insert_planned(made, batch, [2, 0, 0, 0, 3, 0], cases)
+        with pytest.raises(KeyboardInterrupt):
+            run(batch)
+        assert batch.running
+        finish(made, batch, rows)
+        assert False in catching  # and once more, to the end
+        assert batch.stats.acceptance_rate > 0.4
+        assert not any(batch.result(uid).stats.drafter_faults for uid in rows)
+    assert knowing(generator).unknown == 0
 
 
 def fail_in(head: KnowingMtp, call: int, error: BaseException) -> None:
