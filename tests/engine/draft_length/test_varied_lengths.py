@@ -27,6 +27,7 @@ from mlx_speculation import (
 from mlx_speculation.engine import Stream
 from mlx_speculation.engine.draft_length import calibration
 from mlx_speculation.engine.drafters.source import HeadSource
+from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.stream_factory import StreamFactory
 from mlx_speculation.errors import SpeculationError
 from mlx_speculation.samplers import Chooser
@@ -101,9 +102,32 @@ def test_the_text_is_the_same(
         bitwise=name != "gemma3_text",
     )
     assert len(planned.noted) <= len(planned.planned) <= len(planned.noted) + 1
+    # A step in flight, or none, makes one token of difference to what was planned for.
+    pairs = zip(planned.asked, planned.contexts, strict=False)
+    assert all(abs(asked - context) <= 1 for asked, context in pairs)
     assert planned.ended == 1
     assert sum(o.drafted for _, o in planned.noted) == stream.stats.drafted
     assert sum(o.accepted for _, o in planned.noted) == stream.stats.accepted
+
+
+def test_a_round_that_is_planned_asks_for_no_length() -> None:
+    """Several ranks agree on a round by its plan, or where there is none by a turn."""
+    generator, run_round = drafted("random", "llama", False), Decoder.next_round
+    seen: set[bool] = set()
+    for lengths in [3], [0], [0, 1], [0, 0, 1], [2, 0, 0, 1, 0, 2]:
+        planned = Planned(lengths)
+
+        def noting(decoder: Decoder, *args: Any, planned: Planned = planned) -> Any:
+            known, before = decoder.planned, len(planned.asked)
+            reason = run_round(decoder, *args)
+            assert known == (len(planned.asked) == before)
+            seen.add(known)
+            return reason
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Decoder, "next_round", noting)
+            run(generator, planned, False)
+    assert seen == {True, False}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -141,6 +165,9 @@ def test_a_step_is_steady_only_between_two_others() -> None:
     ]
     steady = [outcome.steady for _, outcome in planned.noted[:6]]
     assert steady == [False, True, False, False, False, False]
+    steps = Planned([0])
+    run(generator, steps, False)
+    assert steps.asked[2 : len(steps.contexts)] == steps.contexts[2:] != []
 
 
 def test_a_draft_behind_a_step_differs_from_others() -> None:

@@ -12,6 +12,8 @@ class Planned:
         self._lengths = lengths
         self.planned: list[Plan] = []
         self.noted: list[tuple[Plan, Feedback]] = []
+        self.asked: list[int] = []  # contexts that were planned for
+        self.contexts: list[int] = []  # those of the rounds that were noted
         self.ended = 0
 
     @property
@@ -20,10 +22,12 @@ class Planned:
 
     def plan(self, context: int, limit: int) -> Plan:
         length = self._lengths[len(self.planned) % len(self._lengths)]
+        self.asked.append(context)
         self.planned.append(Plan(max(0, min(length, limit)), "fixed"))
         return self.planned[-1]
 
     def note(self, context: int, plan: Plan, outcome: Feedback) -> None:
+        self.contexts.append(context)
         self.noted.append((plan, outcome))
 
     def end(self) -> None:
