@@ -1,6 +1,5 @@
 """Servers as users start them, in processes of their own, and what these cost."""
 
-import json
 import os
 import re
 import subprocess
@@ -16,7 +15,6 @@ from support.processes.programs import MAIN, python
 from support.processes.servers import (
     Answer,
     Listening,
-    answer_of,
     connect,
     packet,
     post,
@@ -157,18 +155,6 @@ class Streaming:
     def events(self) -> int:
         """How many have come."""
         return self._received.count(b"data: ")
-
-    @property
-    def ended(self) -> bool:
-        """Whether the server has closed it."""
-        return not self._thread.is_alive()
-
-    def last(self) -> Any:
-        """Wait for the end, and return the last event."""
-        self._thread.join(60)
-        assert self.ended, "the stream goes on"
-        body = answer_of(bytes(self._received)).body.decode()
-        return json.loads(body.rstrip().rpartition("data: ")[2])
 
     def close(self) -> None:
         """Leave it."""
