@@ -104,8 +104,8 @@ def test_other_texts_go_on_while_a_schema_compiles_until_its_client_leaves(
 ) -> None:
     """All stood still for as long as it took, which for 26 patterns had no end.
 
-    A text is over within seconds, in which a busy machine may start no compiler. So the
-    one that has to go on begins when there is one.
+    The text begins once there is a compiler: it takes seconds, and would be over if a
+    busy machine took longer to start one.
     """
     with connect(server) as connection:
         connection.sendall(packet(asking(hostile())))

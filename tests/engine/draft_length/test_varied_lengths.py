@@ -102,7 +102,8 @@ def test_the_text_is_the_same(
         bitwise=name != "gemma3_text",
     )
     assert len(planned.noted) <= len(planned.planned) <= len(planned.noted) + 1
-    # A step in flight, or none, makes one token of difference to what was planned for.
+    # A length may be planned before it is known whether a step will be in flight, whose
+    # token the caches hold already.
     pairs = zip(planned.asked, planned.contexts, strict=False)
     assert all(abs(asked - context) <= 1 for asked, context in pairs)
     assert planned.ended == 1
@@ -111,7 +112,7 @@ def test_the_text_is_the_same(
 
 
 def test_a_round_that_is_planned_asks_for_no_length() -> None:
-    """Several ranks agree on a round by its plan, or where there is none by a turn."""
+    """Ranks agree on a round by its plan, or by a turn where it was planned before."""
     generator, run_round = drafted("random", "llama", False), Decoder.next_round
     seen: set[bool] = set()
     for lengths in [3], [0], [0, 1], [0, 0, 1], [2, 0, 0, 1, 0, 2]:
@@ -165,6 +166,7 @@ def test_a_step_is_steady_only_between_two_others() -> None:
     ]
     steady = [outcome.steady for _, outcome in planned.noted[:6]]
     assert steady == [False, True, False, False, False, False]
+    # Once each step is submitted ahead, lengths are planned for what the caches hold.
     steps = Planned([0])
     run(generator, steps, False)
     assert steps.asked[2 : len(steps.contexts)] == steps.contexts[2:] != []
