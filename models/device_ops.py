@@ -74,6 +74,8 @@ class DeviceOps:
         activations: which of these may also stand in code that is made again for
             another reason: they ask for themselves, whatever `serves` has returned.
         hooks: yields the room's own hooks on a model, none where they do not serve.
+        attention_dims: head dimensions for which the room has attention of a few rows
+            that plans nothing by the number of keys.
         gated_delta: returns what runs a block of gated delta steps, called with
             (q, k, v, g, beta, state, mask), for the shapes of a q and a v; None: the
             room has nothing for them here.
@@ -87,6 +89,7 @@ class DeviceOps:
     round_ops: Mapping[str, RoundOp]
     activations: frozenset[str] = field(default_factory=frozenset)
     hooks: Callable[[nn.Module], Iterator[tuple[nn.Module, Hook]]] = _no_hooks
+    attention_dims: frozenset[int] = field(default_factory=frozenset)
     gated_delta: Callable[[mx.array, mx.array], RunBlock | None] | None = None
     compile_draft: Callable[[nn.Module], CompiledForward] | None = None
     stream_resources: Callable[[nn.Module], AbstractContextManager[None]] | None = None

@@ -30,242 +30,63 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.models.cuda.matmul import HALF_TYPES, HALVES, TYPES
+from mlx_speculation.models.cuda.attention_source import (
+    CONTIGUOUS,
+    ROWS,
+    SCALARS,
+    TOGETHER,
+    WARPS,
+    constants,
+    source_of,
+)
+from mlx_speculation.models.cuda.kernel import Kernel
+from mlx_speculation.models.cuda.matmul import HALVES, TYPES_WITHOUT_HEADERS
 
-ROWS = 16  # of one block
 MOST_ROWS = 32
 DIMENSIONS = (64, 128, 256)
-WARPS = 4
 KEYS = 256  # a block has at least so many of a split
 BLOCKS = 528  # four for each processor of a large GPU
 
-_ATTEND = """
-  constexpr int CHUNKS = D / 32, HALVES = D / 64;
-  const int L = q_shape[2], N = k_shape[2], heads = k_shape[1];
-  const int G = q_shape[1] / heads, R = G * L, tiles = (R + 15) / 16;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int g = lane / 4, t = lane % 4;
-  const int tile = blockIdx.x % tiles, part = blockIdx.x / tiles;
-  const int parts = gridDim.x / tiles, h = blockIdx.y, b = blockIdx.z;
-  const int each = (N + parts - 1) / parts;
-  const int start = part * each, stop = min(N, start + each);
-  __shared__ __align__(16) T sq[16][D];
-  __shared__ float so[16][D + 1];
-  __shared__ float sm[WARPS][16], sl[WARPS][16];
-  // Rows that are not there are computed from the last one, and not written.
-  for (int x = threadIdx.x; x < 16 * D; x += WARPS * 32) {
-    const int r = min(tile * 16 + x / D, R - 1);
-    sq[x / D][x % D] = q[b * q_strides[0] + (h * G + r / L) * q_strides[1]
-        + (r % L) * q_strides[2] + (x % D) * q_strides[3]];
-  }
-  const float log2_scale = scale[0] * 1.4426950408889634f;
-  long long seen[2];  // the last key of a row, or where its mask begins
-  #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const int p = min(tile * 16 + g + 8 * i, R - 1) % L;
-    seen[i] = SEEN;
-  }
-  const T* ks = k + b * k_strides[0] + h * k_strides[1] + t * 8;
-  const T* vs = v + b * v_strides[0] + h * v_strides[1] + g * 8;
-  float o[HALVES][8][4], m[2] = {-1e30f, -1e30f}, l[2] = {0.0f, 0.0f};
-  #pragma unroll
-  for (int x = 0; x < HALVES * 32; x++) o[x / 32][x / 4 % 8][x % 4] = 0.0f;
-  __syncthreads();
-  for (int first = start + warp * 16; first < stop; first += WARPS * 16) {
-    const T *ka = ks + min(first + g, N - 1) * k_strides[2];
-    const T *kb = ks + min(first + g + 8, N - 1) * k_strides[2];
-    uint4 value[4];
-    #pragma unroll
-    for (int i = 0; i < 4; i++)
-      value[i] = __ldg(reinterpret_cast<const uint4*>(
-          vs + min(first + 2 * t + PLACE(i), N - 1) * v_strides[2]));
-    float s[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
-    #pragma unroll
-    for (int c = 0; c < CHUNKS; c++) {
-      const uint4 qa = *reinterpret_cast<const uint4*>(&sq[g][c * 32 + t * 8]);
-      const uint4 qb = *reinterpret_cast<const uint4*>(&sq[g + 8][c * 32 + t * 8]);
-      const uint4 ya = __ldg(reinterpret_cast<const uint4*>(ka + c * 32));
-      const uint4 yb = __ldg(reinterpret_cast<const uint4*>(kb + c * 32));
-      Half<T>::product(s[0], qa.x, qb.x, qa.y, qb.y, ya.x, ya.y);
-      Half<T>::product(s[0], qa.z, qb.z, qa.w, qb.w, ya.z, ya.w);
-      Half<T>::product(s[1], qa.x, qb.x, qa.y, qb.y, yb.x, yb.y);
-      Half<T>::product(s[1], qa.z, qb.z, qa.w, qb.w, yb.z, yb.w);
-    }
-    // Bit 4 i + j: row g + 8 i sees key j of the thread's four.
-    unsigned sights = 0;
-    #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const long long key = first + 2 * t + PLACE(j);
-      #pragma unroll
-      for (int i = 0; i < 2; i++)
-        if (key < stop && (SEES)) sights |= 1u << (4 * i + j);
-    }
-    const bool whole = __all_sync(0xffffffff, sights == 0xff);
-    #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      float most = m[i];
-      #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        float& score = s[j / 2][2 * i + j % 2];
-        score *= log2_scale;
-        if (sights >> (4 * i + j) & 1) most = fmaxf(most, score);
-      }
-      most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, 2));
-      const float less = exp2f(m[i] - most);
-      m[i] = most;
-      l[i] *= less;
-      #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        float& score = s[j / 2][2 * i + j % 2];
-        score = sights >> (4 * i + j) & 1 ? exp2f(score - most) : 0.0f;
-        l[i] += score;
-      }
-      #pragma unroll
-      for (int x = 0; x < HALVES * 8; x++) {
-        o[x / 8][x % 8][2 * i] *= less;
-        o[x / 8][x % 8][2 * i + 1] *= less;
-      }
-    }
-    const unsigned p0 = Half<T>::pair(s[0][0], s[0][1]);
-    const unsigned p1 = Half<T>::pair(s[0][2], s[0][3]);
-    const unsigned p2 = Half<T>::pair(s[1][0], s[1][1]);
-    const unsigned p3 = Half<T>::pair(s[1][2], s[1][3]);
-    #pragma unroll
-    for (int half = 0; half < HALVES; half++) {
-      if (half) {
-        #pragma unroll
-        for (int i = 0; i < 4; i++)
-          value[i] = __ldg(reinterpret_cast<const uint4*>(
-              vs + min(first + 2 * t + PLACE(i), N - 1) * v_strides[2] + half * 64));
-      }
-      if (!whole) {
-        unsigned bad = 0;  // bit j: the thread's key j has a value that is not finite
-        #pragma unroll
-        for (int j = 0; j < 4; j++)
-          if (Half<T>::not_finite(value[j])) bad |= 1u << j;
-        #pragma unroll
-        for (int w = 4; w < 32; w *= 2) bad |= __shfl_xor_sync(0xffffffff, bad, w);
-        if (bad & sights) l[0] = __int_as_float(0x7FC00000);
-        if (bad & sights >> 4) l[1] = __int_as_float(0x7FC00000);
-        #pragma unroll
-        for (int j = 0; j < 4; j++)
-          if (bad >> j & 1) value[j] = make_uint4(0, 0, 0, 0);
-      }
-      const unsigned* words[4];
-      #pragma unroll
-      for (int j = 0; j < 4; j++)
-        words[j] = reinterpret_cast<const unsigned*>(&value[j]);
-      #pragma unroll
-      for (int i = 0; i < 8; i++) {
-        const unsigned halves = i % 2 ? 0x7632 : 0x5410;
-        const unsigned y0 = __byte_perm(words[0][i / 2], words[1][i / 2], halves);
-        const unsigned y1 = __byte_perm(words[2][i / 2], words[3][i / 2], halves);
-        Half<T>::product(o[half][i], p0, p1, p2, p3, y0, y1);
-      }
-    }
-  }
-  #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    l[i] += __shfl_xor_sync(0xffffffff, l[i], 1);
-    l[i] += __shfl_xor_sync(0xffffffff, l[i], 2);
-    if (t == 0) { sm[warp][g + 8 * i] = m[i]; sl[warp][g + 8 * i] = l[i]; }
-  }
-  __syncthreads();
-  float less[2];
-  #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    float top = sm[0][g + 8 * i];
-    for (int w = 1; w < WARPS; w++) top = fmaxf(top, sm[w][g + 8 * i]);
-    less[i] = exp2f(m[i] - top);
-  }
-  for (int w = 0; w < WARPS; w++) {  // one after the other: always the same sum
-    if (warp == w) {
-      #pragma unroll
-      for (int x = 0; x < HALVES * 32; x++) {
-        const int e = x % 4, i = x / 4 % 8, d = x / 32 * 64 + (2 * t + e % 2) * 8 + i;
-        float& sum = so[g + e / 2 * 8][d];
-        const float more = o[x / 32][i][e] * less[e / 2];
-        sum = w ? sum + more : more;
-      }
-    }
-    __syncthreads();
-  }
-  for (int x = threadIdx.x; x < 16 * D; x += WARPS * 32) {
-    const int i = x / D, d = x % D, r = tile * 16 + i;
-    if (r >= R) continue;
-    float top = sm[0][i], sum = 0.0f;
-    for (int w = 1; w < WARPS; w++) top = fmaxf(top, sm[w][i]);
-    for (int w = 0; w < WARPS; w++) sum += exp2f(sm[w][i] - top) * sl[w][i];
-    const float out_d = so[i][d];
-    const long long row = ((long long)b * q_shape[1] + h * G + r / L) * L + r % L;
-    WRITE
-  }
-"""
-_WHOLE = "out[row * D + d] = static_cast<T>(sum == 0.0f ? 0.0f : out_d / sum);"
-_PART = """
-    sums[(row * parts + part) * D + d] = out_d;
-    if (d == 0) {
-      tops[(row * parts + part) * 2] = top;
-      tops[(row * parts + part) * 2 + 1] = sum;
-    }
-"""
-_TOGETHER = """
-  const int parts = sums_shape[3], d = threadIdx.x;
-  const long long row = blockIdx.x;
-  float top = -1e30f, sum = 0.0f, out_d = 0.0f;
-  for (int i = 0; i < parts; i++) top = fmaxf(top, tops[(row * parts + i) * 2]);
-  for (int i = 0; i < parts; i++) {
-    const float f = exp2f(tops[(row * parts + i) * 2] - top);
-    sum += f * tops[(row * parts + i) * 2 + 1];
-    out_d += f * sums[(row * parts + i) * D + d];
-  }
-  out[row * D + d] = static_cast<T>(sum == 0.0f ? 0.0f : out_d / sum);
-"""
 
-# What a row notes before it meets the keys, and whether it sees one of them.
-_MASKS = {
-    "none": ("0", "true"),
-    "causal": ("N - L + p", "key <= seen[i]"),
-    "bools": (
-        "b * mask_strides[0] + p * mask_strides[2]",
-        "mask[seen[i] + key * mask_strides[3]]",
-    ),
-}
+def _names(dtype: mx.Dtype, *others: Any) -> str:
+    return "_".join([str(dtype).rpartition(".")[2], *map(str, others)])
 
 
-def _constants(dtype: mx.Dtype, dim: int) -> str:
-    return (
-        f"{HALF_TYPES}using T = {TYPES[dtype]};\n"
-        f"constexpr int D = {dim}, WARPS = {WARPS};\n"
-        "#define PLACE(i) ((i) / 2 * 8 + (i) % 2)\n"
+@functools.cache
+def _attend_contiguous(dtype: mx.Dtype, dim: int, mask: str, parts: bool) -> Kernel:
+    name = f"few_rows_attention_{_names(dtype, dim, mask, int(parts))}"
+    outputs = "float* sums, float* tops" if parts else "T* out"
+    masks = ", const bool* mask" if mask == "bools" else ""
+    return Kernel(
+        name,
+        f"{TYPES_WITHOUT_HEADERS}{constants(dtype, dim)}"
+        f'extern "C" __global__ void {name}(const T* q, const T* k, const T* v, '
+        f"const float* scale{masks}, {outputs}, {SCALARS}) "
+        f"{{{CONTIGUOUS}{source_of(mask, parts)}}}\n",
     )
 
 
 @functools.cache
 def _attend(dtype: mx.Dtype, dim: int, mask: str, parts: bool) -> Any:
-    named = f"{str(dtype).rpartition('.')[2]}_{dim}_{mask}_{int(parts)}"
-    seen, sees = _MASKS[mask]
-    source = _ATTEND.replace("SEEN", seen).replace("SEES", sees)
     inputs = ["q", "k", "v", "scale", "mask"]
     return mx.fast.cuda_kernel(
-        name=f"few_rows_attention_{named}",
+        name=f"few_rows_strided_{_names(dtype, dim, mask, int(parts))}",
         input_names=inputs if mask == "bools" else inputs[:-1],
         output_names=["sums", "tops"] if parts else ["out"],
-        source=source.replace("WRITE", _PART if parts else _WHOLE),
-        header=_constants(dtype, dim),
+        source=source_of(mask, parts),
+        header=constants(dtype, dim),
         ensure_row_contiguous=False,
     )
 
 
 @functools.cache
-def _together(dtype: mx.Dtype, dim: int) -> Any:
-    return mx.fast.cuda_kernel(
-        name=f"few_rows_together_{str(dtype).rpartition('.')[2]}_{dim}",
-        input_names=["sums", "tops"],
-        output_names=["out"],
-        source=_TOGETHER,
-        header=_constants(dtype, dim),
+def _together(dtype: mx.Dtype, dim: int) -> Kernel:
+    name = f"few_rows_together_{_names(dtype, dim)}"
+    return Kernel(
+        name,
+        f"{TYPES_WITHOUT_HEADERS}{constants(dtype, dim)}"
+        f'extern "C" __global__ void {name}(const float* sums, const float* tops, '
+        f"T* out, int parts) {{{TOGETHER}}}\n",
     )
 
 
@@ -282,6 +103,8 @@ def attention(
     values: mx.array,
     scale: float,
     mask: mx.array | str | None,
+    *,
+    contiguous: bool = False,
 ) -> mx.array:
     """Return softmax(scale queries keys^T + mask) values, on CUDA.
 
@@ -293,6 +116,8 @@ def attention(
         scale: of the scores.
         mask: "causal": the last row sees all columns; bool, which broadcasts to
             [batch, 1, rows, columns]: a row sees where it is true; None: all see all.
+        contiguous: keys and values are whole buffers, so the kernel that is kept on
+            disk serves. It copies them first if they are not.
 
     Returns:
         Like `queries`.
@@ -301,34 +126,53 @@ def attention(
     key_heads, columns = keys.shape[1:3]
     given, mode = [queries, keys, values, _scale(scale)], "none"
     if isinstance(mask, mx.array):
-        shape = (batch, 1, rows, columns)
-        given.append(mx.broadcast_to(mask, shape))
         mode = "bools"
+        batches = mask.shape[0] if mask.ndim > 3 else 1
+        shape = (batches if contiguous else batch, 1, rows, columns)
+        given.append(mx.broadcast_to(mask, shape))
     elif mask is not None:
         mode = "causal"
     tiles = -(-(heads // key_heads) * rows // ROWS)
     parts = max(1, min(columns // KEYS, BLOCKS // (tiles * key_heads * batch)))
-    threads = 32 * WARPS
-    outputs = (*queries.shape[:3], parts)
-    found = _attend(queries.dtype, dim, mode, parts > 1)(
-        inputs=given,
-        grid=(tiles * parts * threads, key_heads, batch),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[(*outputs, dim), (*outputs, 2)]
-        if parts > 1
-        else [queries.shape],
-        output_dtypes=[mx.float32, mx.float32] if parts > 1 else [queries.dtype],
-    )
+    outputs, dtypes = [queries.shape], queries.dtype
+    if parts > 1:
+        lead = (*queries.shape[:3], parts)
+        outputs, dtypes = [(*lead, dim), (*lead, 2)], mx.float32
+    blocks, threads = (tiles * parts, key_heads, batch), 32 * WARPS
+    if contiguous:
+        each = rows * columns if mode == "bools" and batches > 1 else 0
+        found = _attend_contiguous(queries.dtype, dim, mode, parts > 1)(
+            inputs=given,
+            scalars=[batch, heads, rows, key_heads, columns, each],
+            blocks=blocks,
+            threads=threads,
+            output_shapes=outputs,
+            output_dtype=dtypes,
+        )
+    else:
+        found = _attend(queries.dtype, dim, mode, parts > 1)(
+            inputs=given,
+            grid=(blocks[0] * threads, key_heads, batch),
+            threadgroup=(threads, 1, 1),
+            output_shapes=outputs,
+            output_dtypes=[dtypes] * len(outputs),
+        )
     if parts > 1:
         found = _together(queries.dtype, dim)(
             inputs=found,
-            grid=(dim * batch * heads * rows, 1, 1),
-            threadgroup=(dim, 1, 1),
+            scalars=[parts],
+            blocks=(batch * heads * rows, 1, 1),
+            threads=dim,
             output_shapes=[queries.shape],
-            output_dtypes=[queries.dtype],
+            output_dtype=queries.dtype,
         )
-    out: mx.array = found[0]
-    return out
+    return found[0]
+
+
+def shows_whole_buffer(keys: mx.array, cache: Any) -> bool:
+    """Return whether keys are all of the rows that a cache has room for."""
+    buffer = getattr(cache, "keys", None)
+    return isinstance(buffer, mx.array) and buffer.shape == keys.shape
 
 
 def serves(

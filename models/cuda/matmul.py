@@ -25,9 +25,11 @@ where a fragment of ones makes sum(x) in the place where it is needed.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
+
+from mlx_speculation.models.cuda.kernel import Kernel
 
 WARPS = 8
 OUTPUTS = 16  # of one block
@@ -89,13 +91,33 @@ HALF_TYPES = (
     )
 )
 
+# What cuda_bf16.h and cuda_fp16.h have of the two types that is used here.
+_TYPE = """
+struct TYPE {
+  unsigned short bits;
+  TYPE() = default;
+  __device__ explicit TYPE(float value) {
+    asm("cvt.rn.NAME.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  }
+  __device__ explicit operator float() const { TO_FLOAT }
+};
+"""
+TYPES_WITHOUT_HEADERS = _TYPE.replace("TYPE", "__nv_bfloat16").replace(
+    "NAME", "bf16"
+).replace("TO_FLOAT", "return __uint_as_float((unsigned)bits << 16);") + _TYPE.replace(
+    "TYPE", "__half"
+).replace("NAME", "f16").replace(
+    "TO_FLOAT",
+    'float value; asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits)); return value;',
+)
+
 # Which weight a block multiplies, and its outputs from which on: each weight has as
 # many blocks as it needs.
 _CHOOSE = """
-  if (block >= 0 && block < (wI_shape[0] + 15) / 16) {
-    w = wI; out = outI; N = wI_shape[0]; first = block * 16;
+  if (block >= 0 && block < (outputsI + 15) / 16) {
+    w = wI; out = outI; N = outputsI; first = block * 16;
   }
-  block -= (wI_shape[0] + 15) / 16;
+  block -= (outputsI + 15) / 16;
 """
 _CHOOSE_QUANTIZED = _CHOOSE.replace(
     "w = wI;", "w = wI; scales = scalesI; biases = biasesI;"
@@ -107,9 +129,6 @@ _NOT_CHOSEN = """
 """
 
 _BEGIN = """
-  int rows = 1;
-  for (int i = 0; i < x_ndim - 1; i++) rows *= x_shape[i];
-  const int K = x_shape[x_ndim - 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int g = lane / 4, t = lane % 4;
   __shared__ float sums[WARPS][16][8 * TILES + 1];
@@ -233,25 +252,28 @@ class Weight(NamedTuple):
     group: int
 
 
-# Constants stand in the source, and not in a template: the name of a template's
-# instance is put together anew in every call.
 @functools.cache
-def _kernel(dtype: mx.Dtype, tiles: int, group: int, count: int) -> Any:
+def _kernel(dtype: mx.Dtype, tiles: int, group: int, count: int) -> Kernel:
     """Return the kernel for 8 x `tiles` rows and `count` weights."""
-    constants = (
-        f"using T = {TYPES[dtype]};\n"
-        f"constexpr int TILES = {tiles}, WARPS = {WARPS}, GROUP = {group};\n"
-    )
-    parts = ["w", "scales", "biases"] if group else ["w"]
+    parts = {"w": "unsigned", "scales": "T", "biases": "T"} if group else {"w": "T"}
+    numbers = range(count)
+    parameters = [
+        "const T* x",
+        *(f"const {t}* {part}{i}" for i in numbers for part, t in parts.items()),
+        *(f"T* out{i}" for i in numbers),
+        "int rows",
+        "int K",
+        *(f"int outputs{i}" for i in numbers),
+    ]
+    name = f"few_rows_{str(dtype).rpartition('.')[2]}_{tiles}_{group}_{count}"
     choose = _CHOOSE_QUANTIZED if group else _CHOOSE
-    chosen = "".join(choose.replace("I", str(i)) for i in range(count))
-    source = _FOUR_BITS if group else _HALF
-    return mx.fast.cuda_kernel(
-        name=f"few_rows_{str(dtype).rpartition('.')[2]}_{tiles}_{group}_{count}",
-        input_names=["x", *(f"{part}{i}" for i in range(count) for part in parts)],
-        output_names=[f"out{i}" for i in range(count)],
-        source=source.replace("CHOSEN", _NOT_CHOSEN + chosen),
-        header=HALF_TYPES + constants,
+    chosen = "".join(choose.replace("I", str(i)) for i in numbers)
+    source = (_FOUR_BITS if group else _HALF).replace("CHOSEN", _NOT_CHOSEN + chosen)
+    return Kernel(
+        name,
+        f"{TYPES_WITHOUT_HEADERS}{HALF_TYPES}using T = {TYPES[dtype]};\n"
+        f"constexpr int TILES = {tiles}, WARPS = {WARPS}, GROUP = {group};\n"
+        f'extern "C" __global__ void {name}({", ".join(parameters)}) {{{source}}}\n',
     )
 
 
@@ -263,16 +285,15 @@ def products(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:
         weights: all with the same `group`.
     """
     *lead, width = x.shape
+    rows = x.size // width
     outputs = [weight.arrays[0].shape[0] for weight in weights]
-    blocks = sum([-(-count // OUTPUTS) for count in outputs])
-    tiles = 1 << ((x.size // width - 1) // 8).bit_length()
+    tiles = 1 << ((rows - 1) // 8).bit_length()
     kernel = _kernel(x.dtype, tiles, weights[0].group, len(weights))
-    threads = WARPS * 32
-    found: list[mx.array] = kernel(
+    return kernel(
         inputs=[x, *[array for weight in weights for array in weight.arrays]],
-        grid=(blocks * threads, 1, 1),
-        threadgroup=(threads, 1, 1),
+        scalars=[rows, width, *outputs],
+        blocks=(sum([-(-count // OUTPUTS) for count in outputs]), 1, 1),
+        threads=WARPS * 32,
         output_shapes=[(*lead, count) for count in outputs],
-        output_dtypes=[x.dtype] * len(outputs),
+        output_dtype=x.dtype,
     )
-    return found

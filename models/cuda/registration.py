@@ -39,7 +39,8 @@ def attend(
     does the rest: sinks, quantized keys, other dtypes, a single row of one sequence.
     """
     if attention.serves(queries, keys, values, cache, mask, sinks):
-        return attention.attention(queries, keys, values, scale, mask)
+        whole = attention.shows_whole_buffer(keys, cache)
+        return attention.attention(queries, keys, values, scale, mask, contiguous=whole)
     if padded_attention.serves(queries, keys, values, cache, mask, sinks):
         return padded_attention.attention(queries, keys, values, scale, mask)
     found: mx.array = scaled_dot_product_attention(
@@ -67,6 +68,7 @@ OPS = DeviceOps(
         "scaled_dot_product_attention": RoundOp(scaled_dot_product_attention, attend)
     },
     hooks=hooks,
+    attention_dims=frozenset(attention.DIMENSIONS),
     gated_delta=gated_delta_kernel,
     stream_resources=transposed_weights,
 )

@@ -29,6 +29,11 @@ def registered() -> tuple[DeviceOps, ...]:
     return _rooms
 
 
+def attention_dims() -> frozenset[int]:
+    """Return the head dimensions whose attention is not planned by numbers of keys."""
+    return frozenset().union(*(room.attention_dims for room in _rooms if room.serves()))
+
+
 def gated_delta_kernel(q: mx.array, v: mx.array) -> RunBlock | None:
     """Return what runs a block of gated delta steps here; see `DeviceOps`."""
     for room in _rooms:

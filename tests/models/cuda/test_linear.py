@@ -72,7 +72,12 @@ def asked(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> list[str]:
         return found
 
     def attention(
-        queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: Any,
+        **_: bool,
     ) -> mx.array:
         seen.append("attention")
         for array in (keys, values):  # it reads a head as one piece, 16 bytes at once
