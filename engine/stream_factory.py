@@ -17,8 +17,8 @@ from mlx_speculation.engine.distributed import (
     on_ranks,
     shown,
 )
-from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
-from mlx_speculation.engine.draft_length.calibration import Start
+from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, FixedDraftLength
+from mlx_speculation.engine.draft_length.calibration import Calibration, Start
 from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.drafters.base import Drafter, lanes_of, remember
 from mlx_speculation.engine.drafters.cascade import CascadeDrafter, open_guarded
@@ -40,10 +40,17 @@ from mlx_speculation.engine.prompt import Prompt, Sequence
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.round.tree_round import nodes_for
+from mlx_speculation.engine.round.warmup import Shape, Warmup
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import Lane, TreeForward, stream_resources, wired
+from mlx_speculation.models import (
+    Lane,
+    TreeForward,
+    cuda_serves,
+    stream_resources,
+    wired,
+)
 from mlx_speculation.samplers import Chooser, Constrained, Sampling, Verifier
 from mlx_speculation.samplers.constraints.masks import Masks
 
@@ -55,6 +62,7 @@ class StreamFactory:
         self._setup = setup
         self._weights = Weights(setup.model, _modules_of(setup.draft))
         self._busy: weakref.ref[Stream] | None = None
+        self._rehearsed: set[Shape] = set()
 
     def start_calibration(self) -> Start:
         """Return what starts streams that measure: their texts are of no later use."""
@@ -132,6 +140,7 @@ class StreamFactory:
             top=options.logprobs,
             explain=options.explain,
             statistics=statistics,
+            warmup=self._warmup(target, lengths, statistics),
         )
         if setup.tree and images is None:
             request = replace(request, tree=nodes_for(request, setup.tree))
@@ -168,6 +177,17 @@ class StreamFactory:
             for model in (self._setup.model, *self._setup.draft_models):
                 views.enter_context(stream_resources(model))
             yield
+
+    def _warmup(
+        self, target: Lane, lengths: DraftLengthPolicy, statistics: Statistics
+    ) -> Warmup | None:
+        """Return what rehearses rounds, where shapes are dear and drafts adaptive."""
+        fixed = isinstance(lengths, FixedDraftLength | Calibration)
+        # Of ranks, of images, trees and exact mode other forwards would be needed.
+        usual = self._setup.ranked is None and target.run is target.model
+        if fixed or not usual or target.shape is not None or not cuda_serves():
+            return None
+        return Warmup(target, lengths.longest, statistics, self._rehearsed)
 
     def _chooser(self, sampling: Sampling) -> Chooser:
         """Return what chooses for the target; on a follower it is not asked."""

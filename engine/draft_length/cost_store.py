@@ -20,7 +20,7 @@ from mlx_speculation.engine.draft_length.costs import CostTable, RoundCosts
 from mlx_speculation.engine.timing import RoundSeconds
 from mlx_speculation.measured_file import MeasuredFile
 
-_VERSION = 5
+_VERSION = 6
 # A rate that differs by more from the saved one is saved.
 NEWS = 0.2
 

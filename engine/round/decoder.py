@@ -1,7 +1,4 @@
-"""The decoder of one generation: plans rounds, has them run, and learns from them.
-
-How a round runs is known to `engine.round.round` alone.
-"""
+"""The decoder of one generation: plans rounds, has them run, and learns from them."""
 
 import time
 
@@ -67,17 +64,18 @@ class Decoder:
         limit = budget - 1 - behind  # a step's token is emitted too, and not known yet
         if request.target.quantization or request.target.shape:
             limit = min(limit, request.target.room - max(1, before.known - context))
+        ready = request.warmup.limit(context, limit) if request.warmup else limit
         started = time.perf_counter()
         if request.masks is not None and (found := self._forced(before, limit, cut)):
             return found.reason
         if self._plan is None:  # else it was made before, or its round has failed
-            self._plan = request.policy.plan(context, limit)
+            self._plan = request.policy.plan(context, ready)
         if self._plan.length == 0 and self._following is None:
             self._following = request.policy.plan(context + 1, budget - 2)
         plan, planning = self._plan, time.perf_counter() - started
         drafted, accepted = counts.drafted, counts.accepted
         try:
-            length = min(plan.length, limit) if request.drafter is not None else 0
+            length = min(plan.length, ready) if request.drafter is not None else 0
             begun = plan.length == 0 or prefill.drafter_begun or prefill.drafter()
             if not begun:  # a plain step meanwhile, and what was planned after it
                 self._following, length = plan, 0

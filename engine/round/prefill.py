@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from mlx_speculation.engine.drafters.base import ReadsAhead
+from mlx_speculation.engine.drafters.base import CheckedChoose, ReadsAhead
 from mlx_speculation.engine.round.request import Request
 
 
@@ -25,6 +25,8 @@ class Prefill:
         self.drafter_begun = request.drafter is None
         self.fits: Callable[[int], bool] | None = None
         self.drafter_seconds = 0.0
+        if request.warmup is not None:
+            request.warmup.read_prompt = self.drafter
 
     def target(self, fits: Callable[[int], bool] | None = None) -> bool:
         """Feed all known tokens but the last, which the first round feeds.
@@ -60,4 +62,8 @@ class Prefill:
         seconds = time.perf_counter() - started
         self._request.statistics.prefill_seconds += seconds
         self.drafter_seconds += seconds
+        if complete and self._request.warmup is not None:
+            request = self._request
+            choices = CheckedChoose(request.verifier, request.masks)
+            self._request.warmup.draft(drafter, sequence, choices)
         return complete

@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
 from mlx_speculation.engine.drafters.base import Drafter
 from mlx_speculation.engine.prompt import Sequence
+from mlx_speculation.engine.round.warmup import Warmup
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.engine.timing import RoundClock
 from mlx_speculation.models import Lane, cuda_serves
@@ -63,6 +64,8 @@ class Request:
     tree: int = 0
     # Decides in the place of the verifier; None: that does
     decisions: Decisions | None = None
+    # Rehearses shapes of rounds; None: they need no rehearsal
+    warmup: Warmup | None = None
     masks: Masks | None = None  # what its constraint allows, if it has one
     # Report log-probabilities, and this many of the most probable ids; None: report
     # nothing

@@ -19,6 +19,11 @@ from mlx_speculation.models.lanes.fixed_shape import check_fixed_shape
 from mlx_speculation.models.lanes.install_hooks import ModelHooks
 from mlx_speculation.models.lanes.lane import Lane, LaneRound, Sliding
 from mlx_speculation.models.lanes.prefill_step import PREFILL_STEP, usual_prefill_step
+from mlx_speculation.models.lanes.rehearsal import (
+    plans_by_keys,
+    rehearse,
+    shape_of_round,
+)
 from mlx_speculation.models.lanes.restore_points import RestorePoints
 
 __all__ = [
@@ -38,6 +43,9 @@ __all__ = [
     "check_fixed_shape",
     "check_tree_model",
     "keep_path",
+    "plans_by_keys",
+    "rehearse",
+    "shape_of_round",
     "tree_forward",
     "tree_rows",
     "usual_prefill_step",
