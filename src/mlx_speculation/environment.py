@@ -29,7 +29,7 @@ def versions() -> dict[str, str]:
     """Return the versions that decide figures."""
     return {
         "python": platform.python_version(),
-        **{package: version(package) for package in PACKAGES},
+        **{package: installed(package) or "unknown" for package in PACKAGES},
     }
 
 

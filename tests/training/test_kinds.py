@@ -41,7 +41,7 @@ HEADS = ["qwen3_next", "mimo", "deepseek_v3", "glm4_moe_lite", "step3p5"]
 @pytest.fixture(autouse=True)
 def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw no curves, which costs more than these trainings."""
-    home = "mlx_speculation.training.training_run.draw_curves"
+    home = "mlx_speculation.training.output.preflight.draw_curves"
     monkeypatch.setattr(home, lambda *_: None)
 
 

@@ -52,7 +52,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 @pytest.fixture(autouse=True)
 def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw no curves, which costs more than these trainings."""
-    home = "mlx_speculation.training.training_run.draw_curves"
+    home = "mlx_speculation.training.output.preflight.draw_curves"
     monkeypatch.setattr(home, lambda *_: None)
 
 

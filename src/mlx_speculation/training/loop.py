@@ -22,9 +22,10 @@ from mlx_speculation.training.state import Progress, save_state
 from mlx_speculation.training.step import TrainingStep
 
 _GAIN = 0.002  # of the mean length: less is no gain
-_SAVED = 120.0  # seconds between states at most
-_LOOKED = 10  # steps between losses that are read
-_PARTS = ("steps", "evaluation")
+_SAVED = 45.0  # seconds between states at most
+_LOOKED = 10  # steps between losses that are read, at most
+_CHUNK = 8.0  # seconds of them, at most, where one step takes less
+_PARTS = ("steps", "evaluation")  # what has to fit before the deadline
 
 Evaluate = Callable[[], dict[str, Acceptance]]
 Ended = str
@@ -62,8 +63,12 @@ class TrainingLoop:
     between: int  # steps between evaluations
     patience: int  # evaluations without gain that end it; 0: never
     deadline: float | None = None  # when to stop, of `time.monotonic`; None: never
+    # Told what it is about to do
+    phase: Callable[[str], None] = lambda name: None
     # How long the last steps and the last evaluation took, in seconds
-    took: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
+    took: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys((*_PARTS, "step"), 0.0)
+    )
 
     def run(self) -> Ended:
         """Train; return why it has ended: "steps", "stale", "time" or "interrupt"."""
@@ -100,14 +105,18 @@ class TrainingLoop:
         """Whether there is no time for more steps and an evaluation of them."""
         if self.deadline is None:
             return False
-        return time.monotonic() + sum(self.took.values()) >= self.deadline
+        needed = sum(self.took[part] for part in _PARTS)
+        return time.monotonic() + needed >= self.deadline
 
     def _steps(self) -> None:
         """Take a few steps, up to the next evaluation at most."""
         progress, began = self.progress, time.monotonic()
+        first, each = progress.step, self.took["step"]
+        looked = max(1, min(_LOOKED, int(_CHUNK / each))) if each else _LOOKED
+        self.phase(f"step {first + 1} of {progress.steps}")
         stop = min(
             progress.steps,
-            progress.step + _LOOKED,
+            progress.step + looked,
             (progress.step // self.between + 1) * self.between,
         )
         losses: list[mx.array] = []
@@ -120,6 +129,7 @@ class TrainingLoop:
             progress.step += 1
         mx.eval(losses, self.trainee.module.state, self.optimizer.state)
         self.took["steps"] = time.monotonic() - began
+        self.took["step"] = self.took["steps"] / (stop - first)
         progress.seconds += self.took["steps"]
         loss = float(mx.stack(losses).mean())
         progress.losses.append((progress.step, round(loss, 5)))
@@ -144,6 +154,7 @@ class TrainingLoop:
     def _evaluated(self) -> None:
         """Evaluate, keep what is better, and save the state."""
         progress, began = self.progress, time.monotonic()
+        self.phase(f"evaluation after step {progress.step}")
         found = self.evaluate()
         self.took["evaluation"] = time.monotonic() - began
         lengths = [each.length for each in found.values()]
@@ -155,7 +166,9 @@ class TrainingLoop:
                 "acceptance": {name: asdict(each) for name, each in found.items()},
             }
         )
-        if length > progress.best[0] + _GAIN or not progress.step:
+        if not progress.step:
+            pass  # what an untrained draft accepts: it is not written
+        elif length > progress.best[0] + _GAIN:
             progress.best, progress.stale = (length, progress.step), 0
             self.keep()
         else:

@@ -38,6 +38,8 @@ class Progress:
     losses: list[tuple[int, float]] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)  # evaluations, in order
     done: bool = False  # whether it has ended
+    # Options that were made smaller so that the training fits its minutes
+    sized: dict[str, Any] = field(default_factory=dict)
 
 
 def save_state(

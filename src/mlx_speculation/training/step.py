@@ -4,6 +4,7 @@ Weights and the optimizer's moments are float32; the drafter runs in the type of
 target's states on a GPU, and in float32 on a CPU.
 """
 
+import math
 import time
 from typing import Any
 
@@ -19,7 +20,6 @@ from mlx_speculation.training.teacher import TargetModel
 HARD = 0.1  # the weight of the likeliest token beside the distribution
 LEAST_RATE = 0.02  # of the highest one, at the end
 LARGEST_NORM = 1.0
-_TIMED = 8  # steps that are timed
 
 
 class MatrixDecayAdamW(optim.AdamW):
@@ -102,26 +102,27 @@ class TrainingStep:
         gradients, _ = optim.clip_grad_norm(gradients, LARGEST_NORM)
         optimizer.update(self._trainee.module, gradients)
 
-    def seconds(self, batches: RowBatches) -> float:
-        """Return how long a step takes; the weights stay as they are."""
+    def seconds(self, batches: RowBatches, most: float = math.inf) -> float:
+        """Return how long a step takes; the weights stay as they are.
+
+        The second of two: the first one compiles. Where the first takes longer than
+        `most` seconds it is taken.
+        """
         module = self._trainee.module
         kept = module.trainable_parameters()
         optimizer = new_optimizer(1e-6, 1, 0, 0.0)
         optimizer.init(kept)
-        began, before = 0.0, mx.array(0.0)
-        for number in range(_TIMED + 2):
+        taken = math.inf
+        for number in range(2):
+            began = time.monotonic()
             loss, gradients = self.gradients(batches.batch(number))
             self.apply(optimizer, gradients)
-            mx.async_eval(loss, module.state, optimizer.state)
-            mx.eval(before)  # one is computed while the next is built, as in the loop
-            before = loss
-            if number == 1:  # compiled by now
-                mx.eval(module.state, optimizer.state)
-                began = time.monotonic()
-        mx.eval(module.state, optimizer.state)
-        taken = time.monotonic() - began
+            mx.eval(loss, module.state, optimizer.state)
+            taken = min(taken, time.monotonic() - began)
+            if taken > most:
+                break
         module.update(kept)
-        return taken / _TIMED
+        return taken
 
     def _loss(
         self,

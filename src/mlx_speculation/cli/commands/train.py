@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING
 from pathlib import Path
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -17,10 +18,10 @@ from mlx_speculation.environment import versions
 from mlx_speculation.option_fields import option
 from mlx_speculation.training.options import TrainOptions
 
-_QUIET = 60.0  # seconds between lines of dialogues, at least
+_QUIET = 15.0  # seconds without a line, at most
 
 if TYPE_CHECKING:
-    from mlx_speculation.training.training_run import Reports, TrainingResult
+    from mlx_speculation.training.reports import Reports, TrainingResult
 
 
 def train(
@@ -62,11 +63,8 @@ def train(
 
 @contextmanager
 def _shown(screen: Screen) -> Iterator["Reports"]:
-    """Show two bars on a terminal, and a line for each evaluation everywhere.
-
-    Where there is no terminal, dialogues get a line now and then as well.
-    """
-    from mlx_speculation.training.training_run import Reports
+    """Show two bars on a terminal; elsewhere a line at least every 15 seconds."""
+    from mlx_speculation.training.reports import Reports
 
     bars = Progress(
         TextColumn("{task.description}"),
@@ -78,7 +76,7 @@ def _shown(screen: Screen) -> Iterator["Reports"]:
         transient=True,
         disable=not screen.notes.is_terminal,
     )
-    with bars:
+    with bars, _Heartbeat(screen) as beat:
         tasks: dict[str, Any] = {}
 
         def update(name: str, done: int, total: int, more: str = "") -> None:
@@ -86,23 +84,63 @@ def _shown(screen: Screen) -> Iterator["Reports"]:
                 tasks[name] = bars.add_task(name, total=total, more="")
             bars.update(tasks[name], completed=done, total=total, more=more)
 
-        due = 0.0  # of `time.monotonic`: when the next line of dialogues is
-
         def wrote(done: int, whole: int) -> None:
-            nonlocal due
             update("dialogues", done, whole)
-            if not screen.notes.is_terminal and time.monotonic() >= due:
-                due = time.monotonic() + _QUIET
-                screen.say(f"the target writes dialogues: {done} of {whole}")
+            beat.phase = f"the target writes dialogues: {done} of {whole}"
+
+        def stepped(progress: Any, loss: float) -> None:
+            update("steps", progress.step, progress.steps, f"loss {loss:.3f}")
+            beat.phase = f"step {progress.step} of {progress.steps}, loss {loss:.3f}"
 
         yield Reports(
-            say=screen.say,
+            say=beat.say,
             data=wrote,
-            step=lambda progress, loss: update(
-                "steps", progress.step, progress.steps, f"loss {loss:.3f}"
-            ),
-            evaluated=_line(screen.say),
+            step=stepped,
+            evaluated=_line(beat.say),
+            phase=beat.begin,
         )
+
+
+class _Heartbeat:
+    """Prints the running phase where nothing was printed for 15 seconds.
+
+    On a terminal the bars show it, and nothing is printed.
+
+    Attributes:
+        phase: what is running.
+    """
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+        self.phase = "loading the target"
+        self._started = self._said = time.monotonic()
+        self._ended = Event()
+        self._thread = Thread(target=self._run, daemon=True)
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        self._said = time.monotonic()
+        self._screen.say(line)
+
+    def begin(self, phase: str) -> None:
+        """Note what is running from now on."""
+        self.phase = phase
+
+    def _run(self) -> None:
+        while not self._ended.wait(1.0):
+            now = time.monotonic()
+            if now - self._said >= _QUIET - 1:
+                self.say(f"{now - self._started:.0f} s: {self.phase}")
+
+    def __enter__(self) -> "_Heartbeat":
+        if not self._screen.notes.is_terminal:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
 
 
 def _line(say: Callable[[str], None]) -> Callable[[Any], None]:

@@ -21,6 +21,8 @@ def write_answers(
     # Drops tokens less likely than this share of the likeliest one's
     min_p: float = 0.0,
     report: Report | None = None,  # called with how many answers have ended
+    # Asked after each token: answers that have not ended then are cut
+    stop: Callable[[], bool] = lambda: False,
 ) -> list[list[int]]:
     """Return the target's continuation of each prompt."""
     generator = BatchGenerator(
@@ -41,6 +43,8 @@ def write_answers(
                 ended += each.finish_reason is not None
             if report is not None:
                 report(ended, len(prompts))
+            if stop():
+                break
     finally:
         generator.close()
     return list(found.values())

@@ -39,6 +39,7 @@ class Collector:
         self._prompts = list(prompts)
         random.Random(options.seed).shuffle(self._prompts)
         self._ends = end_ids(tokenizer)
+        self._cut: Callable[[], bool] = lambda: False
 
     def fill(
         self,
@@ -46,6 +47,8 @@ class Collector:
         report: Report,  # called with how many there are
         # Asked before each batch of those to learn from, once there are some
         stop: Callable[[], bool] = lambda: False,
+        # Asked while they are written: then answers are cut
+        cut: Callable[[], bool] = lambda: False,
     ) -> None:
         """Add batches until there are as many dialogues as the options say.
 
@@ -53,6 +56,7 @@ class Collector:
             InvalidRequestError: the target writes no prompts.
         """
         wanted = self._options.dialogues + self._options.held_out
+        self._cut = cut
         fruitless = 0
         while True:
             held, count = self._next(dialogues)
@@ -170,6 +174,7 @@ class Collector:
             temperature=temperature,
             ends=self._ends,
             seed=seed,
+            stop=self._cut,
         )
 
     def _dialogue(

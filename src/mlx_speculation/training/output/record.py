@@ -49,7 +49,8 @@ def write_record(
         "versions": versions(),
     }
     write_json(folder / RECORD, record)
-    (folder / "README.md").write_text(_card(record), encoding="utf-8")
+    if progress.best[1]:  # else no draft was written
+        (folder / "README.md").write_text(_card(record), encoding="utf-8")
     return record
 
 

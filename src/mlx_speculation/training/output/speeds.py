@@ -37,18 +37,36 @@ def measure_speeds(
     dialogues: Sequence[Dialogue],  # the prompts are theirs
     *,
     texts: int = 8,  # how many prompts
-) -> Speeds:
-    """Write answers to held-out prompts greedily, by turns with and without draft."""
+    until: float | None = None,  # when to end, of `time.monotonic`; None: never
+) -> Speeds | None:
+    """Write answers to held-out prompts greedily, by turns with and without draft.
+
+    Returns:
+        The speeds; None: the time was up before the first text.
+    """
+    longest = 0.0  # seconds of a text, by both
+
+    def over() -> bool:
+        return until is not None and time.monotonic() + longest > until
+
     arms = [
         SpeculativeGenerator(model, tokenizer),
         SpeculativeGenerator(model, tokenizer, draft=draft),
     ]
     prompts = [_prompt(each) for each in dialogues if not each.temperature]
     prompts = prompts[:: max(1, len(prompts) // texts)][:texts]
+    if over():
+        return None
     for arm in arms:  # compiles, and measures lengths for the first time
+        began = time.monotonic()
         arm.generate(prompts[0], max_tokens=TOKENS // 2)
-    seconds, tokens, rounds, equal = [0.0, 0.0], [0, 0], [0, 0], 0
+        longest = max(longest, 4 * (time.monotonic() - began))
+    seconds, tokens, rounds = [0.0, 0.0], [0, 0], [0, 0]
+    equal = count = 0
     for prompt in prompts:
+        if over():
+            break
+        started = time.monotonic()
         written = []
         for number, arm in enumerate(arms):
             began = time.perf_counter()
@@ -58,11 +76,15 @@ def measure_speeds(
             tokens[number] += len(result.tokens)
             rounds[number] += result.stats.rounds
         equal += written[0] == written[1]
+        count += 1
+        longest = time.monotonic() - started
+    if not count:
+        return None
     return Speeds(
         plain=tokens[0] / seconds[0],
         drafted=tokens[1] / seconds[1],
         length=tokens[1] / max(1, rounds[1]),
-        texts=len(prompts),
+        texts=count,
         equal=equal,
     )
 

@@ -1,0 +1,48 @@
+"""What a training writes at its end is tried before it begins."""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from mlx_speculation.environment import machine, versions
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.training.acceptance_check import Acceptance
+from mlx_speculation.training.output.curves import draw_curves
+from mlx_speculation.training.state import Progress
+
+
+def try_outputs(folder: Path, say: Callable[[str], None]) -> None:
+    """Write a file to the draft's folder, describe the machine, and draw a plot.
+
+    A plot that cannot be drawn is said, and left out at the end too.
+
+    Raises:
+        InvalidRequestError: the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".trial-") as trial:
+            trial.write(b"trial")
+            trial.flush()
+    except OSError as error:
+        raise InvalidRequestError(
+            f"{str(folder)!r} cannot be written ({error.strerror}). Name another "
+            "folder for the draft."
+        ) from error
+    machine()
+    versions()
+    with tempfile.TemporaryDirectory() as other:
+        drawn(Path(other) / "trial.png", Progress(1, 1, []), {}, say)
+
+
+def drawn(
+    file: Path,
+    progress: Progress,
+    lookup: Mapping[str, Acceptance],
+    say: Callable[[str], None],
+) -> None:
+    """Draw the plot; where that fails, say so and go on."""
+    try:
+        draw_curves(file, progress, lookup)
+    except Exception as error:  # of matplotlib, whatever it is: only a picture
+        say(f"training.png cannot be drawn: {type(error).__name__}: {error}")

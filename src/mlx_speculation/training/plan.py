@@ -1,0 +1,205 @@
+"""Sizes of a training that fits into its minutes, measured before anything is written.
+
+A step of the optimizer and a few tokens of dialogues are timed on made-up text. Of the
+minutes a share belongs to each phase; what does not fit is made smaller, and where not
+even the smallest training fits it is refused with the minutes that it needs.
+
+    dialogues   DATA of the time: two batches to evaluate on, one or more to learn from
+    steps       STEPS, at least LEAST_STEPS of them
+    evaluation  one takes EVALUATION at most
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import mlx.nn as nn
+import numpy as np
+
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.training.data.answers import write_answers
+from mlx_speculation.training.data.dialogues import Dialogue
+from mlx_speculation.training.data.row_batches import RowBatches
+from mlx_speculation.training.options import TrainOptions
+
+DATA, STEPS, EVALUATION = 0.35, 0.4, 0.06
+LEAST_STEPS = 50
+TRIAL = 0.05  # of the time, at most, for the next larger step that is timed
+SIZED = ("batch", "held_out", "answer_tokens", "rows", "slots", "accumulate")
+LEAST_DIALOGUES = 8  # of a batch, and to evaluate on
+_SHORTEST = 32  # tokens of an answer
+_NARROWEST = 64  # slots of a row
+_FORWARD = 0.4  # of a step's time a position takes to evaluate
+
+# Returns the seconds of an optimizer step over (rows, slots).
+TimeStep = Callable[[int, int], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What was measured, in seconds."""
+
+    position: float  # of a step, for each slot of its rows
+    token: float  # of one more token of a single dialogue
+    tokens: float  # of one more token of each of `batch` dialogues
+    batch: int
+
+    def batch_token(self, batch: int) -> float:
+        """Return the seconds of one more token of each of so many dialogues."""
+        if self.batch == 1:
+            return self.tokens * batch
+        share = (batch - 1) / (self.batch - 1)
+        return self.token + max(0.0, self.tokens - self.token) * share
+
+
+def sized(options: TrainOptions, rates: Rates, seconds: float) -> TrainOptions:
+    """Return options of a training that takes at most so many seconds.
+
+    Raises:
+        InvalidRequestError: not one step fits; names the minutes that are needed.
+    """
+    data = _sized_data(options, rates, DATA * seconds)
+    step = _sized_step(options, rates, STEPS * seconds)
+    if data is None or step is None:
+        least = replace(
+            options, rows=1, accumulate=1, slots=min(options.slots, _NARROWEST)
+        )
+        shortest = replace(
+            options,
+            batch=min(LEAST_DIALOGUES, options.batch),
+            held_out=min(LEAST_DIALOGUES, options.held_out),
+            answer_tokens=min(_SHORTEST, options.answer_tokens),
+        )
+        needed = max(
+            step_seconds(least, rates) / STEPS, data_seconds(shortest, rates) / DATA
+        )
+        raise InvalidRequestError(
+            f"The budget is {seconds / 60:.1f} minutes, and not one step fits: the "
+            f"smallest takes about {step_seconds(least, rates):.0f} s here, and its "
+            f"dialogues {data_seconds(shortest, rates):.0f} s. Pass --minutes "
+            f"{-(-needed // 60):.0f} or more, or train on a faster machine."
+        )
+    return replace(
+        options,
+        batch=data.batch,
+        held_out=data.held_out,
+        answer_tokens=data.answer_tokens,
+        rows=step.rows,
+        slots=step.slots,
+        accumulate=step.accumulate,
+    )
+
+
+def data_seconds(options: TrainOptions, rates: Rates) -> float:
+    """Return what dialogues to evaluate on and one batch to learn from take."""
+    half = -(-options.held_out // 2)
+    batches = [min(options.batch, half)] * (2 * -(-half // options.batch))
+    length = options.answer_tokens + options.prompt_tokens * (options.own_share > 0)
+    return sum(length * rates.batch_token(n) for n in (*batches, options.batch))
+
+
+def step_seconds(options: TrainOptions, rates: Rates) -> float:
+    """Return what a step takes."""
+    return options.rows * options.slots * options.accumulate * rates.position
+
+
+def evaluated(options: TrainOptions, rates: Rates, seconds: float) -> int:
+    """Return how many held-out dialogues an evaluation has time for, at least 8."""
+    length = options.answer_tokens + options.prompt_tokens
+    each = _FORWARD * rates.position * length
+    return min(options.held_out, max(LEAST_DIALOGUES, int(EVALUATION * seconds / each)))
+
+
+def _sized_data(
+    options: TrainOptions, rates: Rates, seconds: float
+) -> TrainOptions | None:
+    least = LEAST_DIALOGUES
+    while data_seconds(options, rates) > seconds:
+        if options.held_out > max(least, 2 * options.batch):
+            options = replace(options, held_out=max(least, options.held_out // 2))
+        elif options.batch > least:
+            batch = max(least, options.batch // 2)
+            held = min(options.held_out, 2 * batch)
+            options = replace(options, batch=batch, held_out=held)
+        elif options.answer_tokens > _SHORTEST:
+            most = max(_SHORTEST, options.answer_tokens // 2)
+            options = replace(options, answer_tokens=most)
+        else:
+            return None
+    return options
+
+
+def _sized_step(
+    options: TrainOptions, rates: Rates, seconds: float
+) -> TrainOptions | None:
+    if options.steps is not None:
+        return options
+    while LEAST_STEPS * step_seconds(options, rates) > seconds:
+        if options.accumulate > 1:
+            options = replace(options, accumulate=options.accumulate // 2)
+        elif options.rows > 1:
+            options = replace(options, rows=options.rows // 2)
+        elif options.slots > _NARROWEST:
+            options = replace(options, slots=max(_NARROWEST, options.slots // 2))
+        elif step_seconds(options, rates) <= seconds:
+            break
+        else:
+            return None
+    return options
+
+
+def position_seconds(run: TimeStep, rows: int, slots: int, most: float) -> float:
+    """Return the seconds of a step for each slot, by growing steps.
+
+    Args:
+        run: times a step.
+        rows: of the wanted step.
+        slots: of its rows.
+        most: seconds; no larger step is timed that would take longer.
+    """
+    shape = (1, min(slots, 2 * _NARROWEST))
+    while True:
+        each = run(*shape) / (shape[0] * shape[1])
+        if shape == (rows, slots):
+            return each
+        longer = (shape[0], min(slots, 4 * shape[1]))
+        shape = longer if longer != shape else (min(rows, 4 * shape[0]), slots)
+        if each * shape[0] * shape[1] > most:
+            return each
+
+
+def rates_of(model: nn.Module, position: float, batch: int) -> Rates:
+    """Return what a position of a step takes, with what tokens of dialogues do."""
+    one, many = (token_seconds(model, count) for count in (1, batch))
+    return Rates(position, one, many, batch)
+
+
+def changed(options: TrainOptions, other: TrainOptions) -> dict[str, int]:
+    """Return the sizes in which other options differ, by name."""
+    return {
+        name: getattr(other, name)
+        for name in SIZED
+        if getattr(other, name) != getattr(options, name)
+    }
+
+
+def token_seconds(model: nn.Module, batch: int) -> float:
+    """Return the seconds of one more token of each of so many dialogues."""
+    prompts = [[number % 7 + 1] * 4 for number in range(batch)]
+    taken = []
+    for most in (2, 8):  # the first compiles
+        began = time.monotonic()
+        write_answers(model, prompts, most=most, temperature=0.8, ends=[], seed=0)
+        taken.append((time.monotonic() - began) / most)
+    return taken[-1]
+
+
+def made_up_batches(
+    width: int, rows: int, slots: int, more: int, anchors: int | None, first: int
+) -> RowBatches:
+    """Return batches of random text, whose steps take what others of the shape do."""
+    count = rows * slots + more + 1
+    tokens = np.random.default_rng(0).integers(0, width, count).astype(np.uint32)
+    text = Dialogue(tokens, np.ones(count, np.bool_), False, True, 0.8)
+    few = None if anchors is None else min(anchors, slots)
+    return RowBatches([text], rows, slots, more, 0, few, first)

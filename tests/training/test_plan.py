@@ -1,0 +1,204 @@
+"""A training is sized for its minutes before anything is written."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_speculation import environment
+from mlx_speculation.cli.commands import train as command
+from mlx_speculation.cli.console import Screen
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.training.options import TrainOptions
+from mlx_speculation.training.output import preflight
+from mlx_speculation.training.phases import Run
+from mlx_speculation.training.plan import (
+    DATA,
+    EVALUATION,
+    LEAST_DIALOGUES,
+    SIZED,
+    STEPS,
+    Rates,
+    changed,
+    data_seconds,
+    evaluated,
+    position_seconds,
+    sized,
+    step_seconds,
+)
+from mlx_speculation.training.training_run import Reports, train
+from support.models.chat_folders import chat_folder
+from support.short_training import OPTIONS
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_folder(tmp_path_factory.mktemp("target"))
+
+
+@given(
+    position=st.floats(1e-7, 1.0),
+    token=st.floats(1e-5, 1.0),
+    more=st.floats(1.0, 64.0),
+    minutes=st.floats(0.1, 600),
+    rows=st.sampled_from([1, 3, 8]),
+    batch=st.sampled_from([1, 2, 12, 64]),
+    held_out=st.sampled_from([2, 6, 128]),
+)
+def test_each_phase_has_its_share_or_the_training_is_refused(
+    position: float,
+    token: float,
+    more: float,
+    minutes: float,
+    rows: int,
+    batch: int,
+    held_out: int,
+) -> None:
+    rates = Rates(position, token, token * min(more, batch), batch)
+    options = TrainOptions(rows=rows, batch=batch, held_out=held_out, minutes=minutes)
+    seconds = 60 * minutes
+    try:
+        small = sized(options, rates, seconds)
+    except InvalidRequestError:
+        return
+    assert data_seconds(small, rates) <= DATA * seconds
+    assert step_seconds(small, rates) <= STEPS * seconds
+    for name in SIZED:
+        assert 1 <= getattr(small, name) <= getattr(options, name)
+    assert small.held_out >= min(LEAST_DIALOGUES, held_out)
+    # Doubled rates never make anything larger.
+    kept = changed(options, small)
+    assert sized(small, rates, seconds) == small
+    if data_seconds(options, rates) <= DATA * seconds:
+        assert not {"batch", "held_out", "answer_tokens"} & kept.keys()
+    number = evaluated(small, rates, seconds)
+    assert min(LEAST_DIALOGUES, small.held_out) <= number <= small.held_out
+    each = position * (small.answer_tokens + small.prompt_tokens)
+    assert number <= max(LEAST_DIALOGUES, EVALUATION * seconds / each * 3)
+
+
+def test_minutes_that_are_named_are_enough() -> None:
+    rates = Rates(0.2, 0.01, 0.4, 64)
+    options = TrainOptions(minutes=0.5)
+    with pytest.raises(
+        InvalidRequestError, match=r"--minutes (\d+) or more"
+    ) as refused:
+        sized(options, rates, 30)
+    needed = int(str(refused.value).split("--minutes ")[1].split()[0])
+    assert sized(options, rates, 60 * needed)
+    with pytest.raises(InvalidRequestError):
+        sized(options, rates, 60 * (needed - 1))
+
+
+def test_steps_are_timed_from_small_to_large() -> None:
+    timed: list[tuple[int, int]] = []
+
+    def run(rows: int, slots: int) -> float:
+        timed.append((rows, slots))
+        return 0.5 + rows * slots * 1e-3
+
+    assert position_seconds(run, 8, 1024, 100.0) == pytest.approx(1e-3, rel=0.1)
+    assert timed == [(1, 128), (1, 512), (1, 1024), (4, 1024), (8, 1024)]
+    timed.clear()
+    assert position_seconds(run, 8, 1024, 2.0) > 1e-3
+    assert timed == [(1, 128)]
+
+
+def test_too_few_minutes_are_refused_before_the_target_writes(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dialogues took nine minutes of three, and no step was taken."""
+    written: list[int] = []
+    monkeypatch.setattr(Run, "_dialogues", lambda *_: written.append(1))
+    out = tmp_path / "head"
+    options = TrainOptions(minutes=1e-4)
+    with pytest.raises(InvalidRequestError, match="not one step fits"):
+        train(target, out, options)
+    assert not written
+    assert not out.exists()
+
+
+def test_a_training_keeps_its_minutes_and_leaves_a_trained_head(
+    target: Path, tmp_path: Path
+) -> None:
+    began = time.monotonic()
+    out, said = tmp_path / "head", list[str]()
+    options = TrainOptions(minutes=0.15, draft_vocab=128, depths=2, evaluations=2)
+    result = train(target, out, options, reports=Reports(say=said.append))
+    assert time.monotonic() - began < 60 * 0.15 + 2
+    assert result.ended in ("steps", "time", "stale")
+    record = result.record
+    assert record["steps"]["taken"] > 0
+    assert record["best"]["step"] > 0
+    assert (out / "model.safetensors").is_file()
+    assert any(line.startswith("made smaller for 0.15 minutes") for line in said)
+
+
+def test_an_interrupt_before_the_first_evaluation_writes_no_head(
+    target: Path, tmp_path: Path
+) -> None:
+    def stop(progress: Any, loss: float) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "head"
+    result = train(target, out, OPTIONS, reports=Reports(step=stop))
+    assert result.ended == "interrupt"
+    assert not (out / "model.safetensors").exists()
+    assert result.record["best"]["step"] == 0
+    assert train(target, out, OPTIONS).ended == "steps"
+    assert (out / "model.safetensors").is_file()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_the_start(
+    target: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    written: list[int] = []
+    with pytest.raises(InvalidRequestError, match=r"cannot be written"):
+        train(
+            target,
+            tmp_path / "file" / "head",
+            OPTIONS,
+            reports=Reports(data=lambda done, whole: written.append(done)),
+        )
+    assert written == []
+
+
+def test_a_plot_that_fails_is_said_and_the_record_is_written(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no fonts here")
+
+    monkeypatch.setattr(preflight, "draw_curves", fail)
+    said: list[str] = []
+    out = tmp_path / "head"
+    train(target, out, OPTIONS, reports=Reports(say=said.append))
+    wanted = "training.png cannot be drawn: RuntimeError: no fonts here"
+    assert said.count(wanted) == 2  # at the start, and at the end
+    assert (out / "training.json").is_file()
+    assert (out / "README.md").is_file()
+
+
+def test_a_package_without_metadata_has_an_unknown_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A training of six minutes failed while its record was written."""
+    monkeypatch.setattr(environment, "PACKAGES", ("mlx", "no-such-package-here"))
+    assert environment.versions()["no-such-package-here"] == "unknown"
+
+
+def test_a_line_is_printed_at_least_every_15_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "_QUIET", 1.2)
+    with command._Heartbeat(Screen()) as beat:
+        beat.begin("timing a step")
+        time.sleep(2.6)
+        beat.say("one line")
+    lines = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert any("timing a step" in line for line in lines)
+    assert lines[-1] == "one line"
