@@ -87,10 +87,9 @@ class TrainOptions:
     epochs: float = option(10.0, "Passes over the data, without --steps.", min=0.01)
     minutes: float | None = option(
         None,
-        "Time for everything but the measured speeds. Without --steps as many are "
-        "planned as fit; with them the training stops, and the same command resumes "
-        "it. Held-out dialogues, one batch to learn from, the first evaluation and ten "
-        "steps are made in any case.",
+        "Time for everything. Steps and dialogues are timed first, and made smaller "
+        "or fewer where they would take longer; it is refused where not one step "
+        "fits. With --steps the training stops, and the same command resumes it.",
         panel=LENGTH,
         min=0.0,
     )
