@@ -93,6 +93,8 @@ ORDER: dict[str, list[set[str]]] = {
         {f"{FRONT}/training/kinds"},
         {f"{FRONT}/training"},
         {f"{FRONT}/training/output"},
+        {f"{FRONT}/training/reports"},
+        {f"{FRONT}/training/phases"},
         {f"{FRONT}/training/training_run"},
         {f"{FRONT}/cli", f"{FRONT}/server/api_errors", f"{FRONT}/server/config"},
         {f"{FRONT}/server/schemas"},
