@@ -29,7 +29,8 @@ from mlx_speculation.training.plan import (
     sized,
     step_seconds,
 )
-from mlx_speculation.training.training_run import Reports, train
+from mlx_speculation.training.reports import Reports
+from mlx_speculation.training.training_run import train
 from support.models.chat_folders import chat_folder
 from support.short_training import OPTIONS
 

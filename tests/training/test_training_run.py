@@ -25,8 +25,9 @@ from mlx_speculation.models import load
 from mlx_speculation.training import memory_estimate
 from mlx_speculation.training.options import TrainOptions
 from mlx_speculation.training.output.curves import PLOT
+from mlx_speculation.training.reports import Reports, TrainingResult
 from mlx_speculation.training.state import Progress
-from mlx_speculation.training.training_run import Reports, TrainingResult, train
+from mlx_speculation.training.training_run import train
 from support.models.chat_folders import chat_folder
 from support.short_training import OPTIONS, lengths
 

@@ -41,8 +41,8 @@ from mlx_speculation.training.options import BLOCK_LAYERS, TrainOptions
 from mlx_speculation.training.output.curves import PLOT
 from mlx_speculation.training.output.preflight import drawn, try_outputs
 from mlx_speculation.training.output.record import write_record
-from mlx_speculation.training.output.summary import described, measured
 from mlx_speculation.training.output.speeds import Speeds
+from mlx_speculation.training.output.summary import described, measured
 from mlx_speculation.training.plan import (
     TRIAL,
     Rates,
