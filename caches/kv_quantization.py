@@ -17,6 +17,7 @@ from typing import Any
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import RotatingKVCache
 
+from mlx_speculation.caches.types.leaves import flat
 from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
 
 Replaced = list[tuple[int, Any]]
@@ -50,4 +51,4 @@ class KVQuantization:
     def unable(caches: Sequence[Any]) -> Any | None:
         """Return a cache that holds a window, which mlx-lm cannot quantize; or None."""
         windows = (RotatingKVCache, SlidingKVCache)
-        return next((cache for cache in caches if isinstance(cache, windows)), None)
+        return next((leaf for leaf in flat(caches) if isinstance(leaf, windows)), None)

@@ -46,6 +46,7 @@ from mlx_speculation.models import (
     context_length,
     evaluate_held,
     logit_width,
+    position_table,
     wrapped,
 )
 from mlx_speculation.samplers import Acceptance
@@ -74,6 +75,7 @@ class GeneratorConfig:
     sliding: Sliding  # what stands for sliding windows in the caches made here
     # What requests leave for later ones; None: nothing
     prefix_cache: PrefixCache | None
+    positions: int | None  # that the target has a table of; None: it has none
     shape: FixedShape | None  # of every forward of the target; None: not in exact mode
     tree: int  # the nodes of a draft that is a tree; 0: drafts are chains
 
@@ -123,8 +125,9 @@ def checked_setup(
         source = found.source
         if draft is not None:
             check_causal(model)
+        positions = position_table(model)
         if shape is not None:
-            _check_exact(model, acceptance, sliding, ranked, shape)
+            _check_exact(model, acceptance, sliding, ranked, shape, positions)
         if ranked is not None:
             source = ranked.own_draft(source, prefix_cache)
             if not ranked.leads:
@@ -170,7 +173,10 @@ def checked_setup(
                 tokenizer=own,
                 ids=ids,
                 target_width=width,
-                prompts=Prompts(own, target.highest_id, context_length(model)),
+                prompts=Prompts(
+                    own, target.highest_id, context_length(model), positions
+                ),
+                positions=positions,
                 ranked=ranked,
                 draft=None if source is None else source.configured(options),
                 notices=found.notices,
@@ -205,6 +211,7 @@ def _check_exact(
     sliding: Sliding,
     ranked: RankedTarget | None,
     shape: FixedShape,
+    positions: int | None,
 ) -> None:
     """Refuse what cannot keep the promise of exact mode.
 
@@ -220,6 +227,9 @@ def _check_exact(
         "sliding='native', whose rings are not read in order": sliding == "native",
         "a target that is spread over ranks, whose sums depend on them": (
             ranked is not None
+        ),
+        f"a target with a table of {positions} positions, which padding would leave": (
+            positions is not None
         ),
     }
     for what, is_so in refused.items():

@@ -41,18 +41,42 @@ class Prompts:
         tokenizer: the target's, in mlx-lm's wrapper.
         highest_id: the largest id that the target has a row for.
         context_length: tokens that the target was made for; None: it does not say.
+        positions: that the target has a table of; None: it has none.
 
     Attributes:
         highest_id: as passed.
-        context_length: likewise.
+        context_length: likewise, and no more than `positions`.
     """
 
     def __init__(
-        self, tokenizer: Any, highest_id: int, context_length: int | None = None
+        self,
+        tokenizer: Any,
+        highest_id: int,
+        context_length: int | None = None,
+        positions: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self.highest_id = highest_id
-        self.context_length = context_length
+        lengths = [n for n in (context_length, positions) if n is not None]
+        self.context_length = min(lengths, default=None)
+        self._positions = positions
+
+    def fitting(self, sequence: Sequence, max_tokens: int) -> int:
+        """Return how many of `max_tokens` the target has positions for.
+
+        Raises:
+            InvalidRequestError: the prompt has more tokens than the target positions.
+        """
+        if self._positions is None:
+            return max_tokens
+        count = sequence.start + len(sequence.tokens)
+        if count > self._positions:
+            raise InvalidRequestError(
+                f"The prompt has {count} tokens, and the model a table of "
+                f"{self._positions} positions, which no forward may leave. Shorten the "
+                "prompt."
+            )
+        return min(max_tokens, self._positions - count)
 
     def sequence(
         self,
@@ -138,6 +162,8 @@ class Prompts:
         return text
 
     def _warn_if_long(self, count: int) -> None:
+        if self._positions is not None:
+            return  # a longer one is refused
         if self.context_length is not None and count > self.context_length:
             warnings.warn(
                 f"The prompt has {count} tokens, and the model was made for "
@@ -162,6 +188,16 @@ class Prompts:
                 f"{self.highest_id}. Encode the text with the target's tokenizer."
             )
         return tokens
+
+
+def say_out_of_positions() -> None:
+    """Say that a text ends with the target's table of positions."""
+    warnings.warn(
+        "The text ends where the model's table of positions does, and max_tokens asks "
+        "for more. Shorten the prompt.",
+        ContextLengthNotice,
+        stacklevel=5,
+    )
 
 
 def _plain(ids: Any) -> list[Any]:

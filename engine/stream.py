@@ -16,6 +16,7 @@ from mlx_speculation.engine.distributed import ClosedByLeaderError, RankSession
 from mlx_speculation.engine.draft_length.base import Feedback, Plan
 from mlx_speculation.engine.memory import Memory
 from mlx_speculation.engine.prefix_reuse import PrefixReuse
+from mlx_speculation.engine.prompt import say_out_of_positions
 from mlx_speculation.engine.result import Chunk, Result
 from mlx_speculation.engine.round import settle_caches
 from mlx_speculation.engine.round.decoder import Decoder
@@ -39,6 +40,7 @@ class Stream:
         decoder: runs the rounds.
         text: turns tokens into text.
         max_tokens: how many tokens to emit at most.
+        out_of_positions: whether the target has no positions for more.
         seed: what the chooser was given, for the result.
         hold_all: let the caches hold the last token too when the stream ends.
         memory: counts the bytes that are held.
@@ -61,6 +63,7 @@ class Stream:
         decoder: Decoder,
         text: TextDetokenizer,
         max_tokens: int,
+        out_of_positions: bool = False,
         seed: int,
         hold_all: bool,
         running: AbstractContextManager[None],
@@ -76,6 +79,7 @@ class Stream:
         self._sequence = decoder.request.sequence
         self._text = text
         self._max_tokens = max_tokens
+        self._out_of_positions = out_of_positions
         self._seed = seed
         self._hold_all = hold_all
         self._running = running
@@ -321,6 +325,8 @@ class Stream:
     def end(self, reason: str, *, hold_all: bool = True) -> None:
         """Let the caches hold what they should, and set the result."""
         error = sys.exception() if reason == "error" else None
+        if reason == "length" and self._out_of_positions:
+            say_out_of_positions()
         try:
             with DeferredSignals():  # without checkpoints
                 if self._hold_all and hold_all:

@@ -47,6 +47,7 @@ from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import (
     Lane,
     TreeForward,
+    checked_quantization,
     cuda_serves,
     stream_resources,
     wired,
@@ -106,9 +107,16 @@ class StreamFactory:
             sliding=setup.sliding,
             shape=setup.shape,
         )
+        max_tokens = setup.prompts.fitting(sequence, options.max_tokens)
+        target.positions = setup.positions or target.positions
         target.prefill_step = options.prefill_step
         target.prefill_progress = options.prompt_progress
-        target.quantization = options.kv_quantization
+        target.quantization = checked_quantization(
+            setup.model,
+            options.kv_quantization,
+            target.caches,
+            sequence.start + len(sequence.tokens) + options.max_tokens,
+        )
         if images is not None:
             images.enter(sequence, target)
         elif setup.tree:
@@ -153,7 +161,8 @@ class StreamFactory:
         stream = Stream(
             decoder=Decoder(request),
             text=TextDetokenizer(setup.tokenizer.detokenizer, ends, stops),
-            max_tokens=options.max_tokens,
+            max_tokens=max_tokens,
+            out_of_positions=max_tokens < options.max_tokens,
             seed=sampling.seed,
             hold_all=options.prompt_cache is not None,
             running=self._running(running),
@@ -260,7 +269,7 @@ class StreamFactory:
         cache = self._setup.prefix_cache
         if cache is None or options.own_caches:
             return None
-        if options.kv_quantization is not None:  # it holds rows as they were made
+        if target.quantization is not None:  # it holds rows as they were made
             return None
         if images is not None and images.forward.one_pass:  # from the middle it is not
             return None

@@ -15,6 +15,7 @@ from mlx_speculation.models.introspect import (
     States,
     evaluate_held,
     find_parts,
+    position_table,
 )
 from mlx_speculation.models.lanes import (
     PREFILL_STEP,
@@ -32,6 +33,7 @@ from mlx_speculation.models.lanes import (
     Unread,
     check_fixed_shape,
     check_tree_model,
+    checked_quantization,
     keep_path,
     plans_by_keys,
     rehearse,
@@ -104,6 +106,7 @@ __all__ = [
     "check_resumable",
     "check_same_ids",
     "check_tree_model",
+    "checked_quantization",
     "compiled_steps",
     "context_length",
     "cuda_serves",
@@ -122,6 +125,7 @@ __all__ = [
     "model_folder",
     "on_cpu",
     "plans_by_keys",
+    "position_table",
     "quantize_weights",
     "read_config",
     "rehearse",

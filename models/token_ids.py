@@ -11,6 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import NDArray
 
+from mlx_speculation.caches import leaves
 from mlx_speculation.errors import TokenizerMismatchError
 
 
@@ -55,22 +56,41 @@ def logit_width(model: nn.Module) -> int:
     return width
 
 
-def context_length(model: nn.Module) -> int | None:
-    """Return the number of tokens that the model was made for, as its config says.
+# What configs call it; those of GPT-2 and its kin have other names than most.
+_LENGTHS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_len",
+    "n_ctx",
+)
 
-    None where it does not say: what mlx-lm's class of arguments has by default is not
-    taken for the checkpoint's, since recurrent models have such defaults too.
+
+def context_length(model: nn.Module) -> int | None:
+    """Return the number of tokens that the model was made for; None: it is not known.
+
+    What mlx-lm's class of arguments has by default holds for a checkpoint that does not
+    say otherwise, but not for a model of recurrent layers alone, which has no end.
     """
     args = getattr(model, "args", None)
     inner = getattr(getattr(model, "language_model", None), "args", None)
     for each in (args, getattr(args, "text_config", None), inner):
         named = each if isinstance(each, Mapping) else getattr(each, "__dict__", {})
-        own = getattr(each, "__dataclass_fields__", {}).get("max_position_embeddings")
-        most = named.get("max_position_embeddings")
-        usual = MISSING if own is None else own.default
-        if isinstance(most, int) and most > 0 and most != usual:
-            return max(most, _scaled_length(named))
+        fields = getattr(each, "__dataclass_fields__", {})
+        for name in _LENGTHS:
+            most = named.get(name)
+            usual = fields[name].default if name in fields else MISSING
+            if not isinstance(most, int) or most <= 0:
+                continue
+            if most != usual or _holds_keys(model):
+                return max(most, _scaled_length(named))
     return None
+
+
+def _holds_keys(model: nn.Module) -> bool:
+    """Return whether a layer of the model keeps keys of all tokens, or of a window."""
+    caches = [leaf for _, leaf in leaves(make_prompt_cache(model))]
+    return any(hasattr(leaf, "offset") for leaf in caches)
 
 
 def _scaled_length(config: Mapping[str, Any]) -> int:

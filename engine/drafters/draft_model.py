@@ -1,5 +1,6 @@
 """The drafter that is a smaller model with the target's token ids."""
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.caches import check_single, check_supported, leaves, position
-from mlx_speculation.engine.drafters.base import Choose, Draft
+from mlx_speculation.engine.drafters.base import NOTHING, Choose, Draft
 from mlx_speculation.engine.drafters.source import (
     DraftOptions,
     FolderSource,
@@ -25,6 +26,7 @@ from mlx_speculation.models import (
     find_parts,
     load,
     logit_width,
+    position_table,
 )
 from mlx_speculation.samplers import Proposal
 
@@ -50,6 +52,7 @@ class ModelSource(FolderSource):
         self._reduced: ReducedOutput | None = None
         if options.vocabulary is not None:
             self._reduced = ReducedOutput(find_parts(model), options.vocabulary)
+        self._positions = position_table(model)
         self._compiled = None if options.compiled is None else options.compiled(model)
 
     @staticmethod
@@ -112,6 +115,7 @@ class ModelSource(FolderSource):
             own.prefill_step = step
             own.compiled = self._compiled
             own.guesses = True
+            own.positions = self._positions or own.positions
             return own
 
         if draft_cache is None:
@@ -175,7 +179,13 @@ class DraftModel:
 
         That drafts as many tokens as it is asked for, from all token ids.
         """
-        return None if self._confidence or self._reduced is not None else self._lane
+        alone = self._confidence or self._reduced is not None or self._ends
+        return None if alone else self._lane
+
+    @property
+    def _ends(self) -> bool:
+        """Whether the model has a table of positions, which no forward may leave."""
+        return self._lane.positions < sys.maxsize
 
     @property
     def held(self) -> list[Any]:
@@ -202,6 +212,10 @@ class DraftModel:
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
         """Feed what the lane has not seen, then its own choices, `limit` tokens."""
         self._round = None
+        unseen = len(sequence.tokens) - self._lane.seen
+        limit = min(limit, self._lane.room - unseen + 1)
+        if limit <= 0:  # behind the end of its positions it drafts no more
+            return NOTHING
         self._catch_up(sequence)
         lag = sequence.tokens[self._lane.seen :]
         self._lag, self._fed = len(lag), 0
@@ -245,6 +259,8 @@ class DraftModel:
         The model sees no images: it reads on as if they were not there.
         """
         lane, tokens = self._lane, sequence.tokens
+        if len(tokens) - 1 - lane.seen > lane.room:
+            return True  # it has no positions for the text, and will not draft
         for start, stop in sequence.images:
             if lane.seen < start and not lane.feed(
                 tokens[lane.seen : start], fits=fits

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation.caches import KVQuantization, check_supported, position
 from mlx_speculation.engine.argument_checks import checked_count
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models import checked_quantization
 
 KEPT_FIRST = 4  # positions that mlx-lm's caches of a limited size never drop
 
@@ -95,72 +95,22 @@ def limited(
             f"max_kv_size is {max_kv_size}, and {type(model).__module__} makes its own "
             "caches, whose size mlx-lm does not limit. Leave it out."
         )
-    return caches, checked_quantization(
-        model,
-        caches,
-        caches.held + reach,
-        kv_bits,
-        kv_group_size,
-        quantized_kv_start,
-    )
+    quantization = quantization_of(kv_bits, kv_group_size, quantized_kv_start)
+    reach += caches.held
+    return caches, checked_quantization(model, quantization, caches.target, reach)
 
 
-def checked_quantization(
-    model: nn.Module,
-    caches: Caches,
-    reach: int,
-    bits: int | None,
-    group_size: int,
-    start: int,
+def quantization_of(
+    bits: int | None, group_size: int, start: int
 ) -> KVQuantization | None:
-    """Return how the target's caches are quantized; None: not in this text.
+    """Return a `KVQuantization` of mlx-lm's three keywords; None without bits.
 
     Raises:
-        InvalidRequestError: they cannot be quantized so.
+        InvalidRequestError: a number is out of range.
     """
     if bits is None:
         return None
     checked_count("kv_bits", bits, 1)
     checked_count("kv_group_size", group_size, 1)
     checked_count("quantized_kv_start", start, 0)
-    if reach < start:
-        return None
-    quantization = KVQuantization(bits, group_size, start)
-    _check_quantizable(model, quantization, caches.target)
-    return quantization
-
-
-def _check_quantizable(
-    model: nn.Module, quantization: KVQuantization, caches: list[Any] | None
-) -> None:
-    """Refuse to quantize what mlx-lm cannot, or what the model cannot read then.
-
-    It builds two forwards over fresh caches, and computes neither.
-
-    Raises:
-        InvalidRequestError: a cache holds a window, the numbers are not those that
-            mlx can quantize with, or the model fails with quantized caches.
-    """
-    fresh = make_prompt_cache(model)
-    window = KVQuantization.unable(fresh if caches is None else caches)
-    if window is not None:
-        raise InvalidRequestError(
-            f"kv_bits is {quantization.bits}, and mlx-lm cannot quantize a "
-            f"{type(window).__name__}, which the text would make it do at "
-            f"{quantization.start} tokens. Leave kv_bits out, or raise "
-            "quantized_kv_start above the tokens of prompt and text."
-        )
-    now = KVQuantization(quantization.bits, quantization.group_size)
-    token = mx.zeros((1, 1), mx.int32)
-    try:
-        model(token, cache=fresh)
-        now.replace(fresh)
-        model(token, cache=fresh)
-        model(mx.zeros((1, 2), mx.int32), cache=fresh)
-    except Exception as error:
-        raise InvalidRequestError(
-            f"kv_bits is {quantization.bits} and kv_group_size "
-            f"{quantization.group_size}, and {type(model).__module__} cannot read "
-            f"caches that are quantized so: {type(error).__name__}: {error}. Leave "
-            "kv_bits out, or choose others."
-        ) from error
+    return KVQuantization(bits, group_size, start)

@@ -25,7 +25,7 @@ from mlx_speculation.engine.drafters.resolve import DraftArgument
 from mlx_speculation.engine.generator import SpeculativeGenerator
 from mlx_speculation.engine.mlx_lm_compat.prompt_cache import (
     Caches,
-    checked_quantization,
+    quantization_of,
 )
 from mlx_speculation.engine.mlx_lm_compat.response import (
     Progress,
@@ -129,7 +129,6 @@ def stream_generate(
     tokens = generator.encode(ids)
     budget = _checked_budget(max_tokens)
     caches = Caches.of(model, generator.draft_models, prompt_cache, max_kv_size)
-    reach = caches.held + len(tokens) + budget
     progress = Progress(prompt_progress_callback, len(tokens))
     running = generator.stream(
         tokens,
@@ -140,9 +139,7 @@ def stream_generate(
         logprobs=0,
         prefill_step_size=checked_count("prefill_step_size", prefill_step_size, 1),
         prompt_progress=progress.advance,
-        kv_quantization=checked_quantization(
-            model, caches, reach, kv_bits, kv_group_size, quantized_kv_start
-        ),
+        kv_quantization=quantization_of(kv_bits, kv_group_size, quantized_kv_start),
         logprob_rows=True,
         yielded_only=True,
         level_draft=caches.draft is not None and prompt_cache is not None,

@@ -45,7 +45,7 @@ def level_draft(request: Request) -> None:
     tokens, seen = request.sequence.tokens, request.target.seen
     for lane in lanes_of(request.drafter):
         if lane is not None:
-            lane.feed(tokens[lane.seen : seen])
+            lane.feed(tokens[lane.seen : min(seen, lane.seen + lane.room)])
 
 
 def next_token(rounds: Rounds) -> int | None:

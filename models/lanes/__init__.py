@@ -19,6 +19,7 @@ from mlx_speculation.models.lanes.fixed_shape import check_fixed_shape
 from mlx_speculation.models.lanes.install_hooks import ModelHooks
 from mlx_speculation.models.lanes.lane import Lane, LaneRound, Sliding
 from mlx_speculation.models.lanes.prefill_step import PREFILL_STEP, usual_prefill_step
+from mlx_speculation.models.lanes.quantizable import checked_quantization
 from mlx_speculation.models.lanes.rehearsal import (
     plans_by_keys,
     rehearse,
@@ -42,6 +43,7 @@ __all__ = [
     "Unread",
     "check_fixed_shape",
     "check_tree_model",
+    "checked_quantization",
     "keep_path",
     "plans_by_keys",
     "rehearse",

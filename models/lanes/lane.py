@@ -72,6 +72,7 @@ class Lane:
             once it is kept.
         quantization: when the caches are quantized; the list then holds new ones.
         compiled: computes the forwards of rounds where it serves; of a draft's lane.
+        positions: how many the model has; see `introspect.position_table`.
         guesses: whether its tokens only propose. Prompts are then read in the ways of a
             round too, see `models.round_context`: faster, and other than mlx's by
             rounding.
@@ -114,6 +115,7 @@ class Lane:
         self.quantization: KVQuantization | None = None
         self.compiled: CompiledForward | None = None
         self.guesses = False
+        self.positions = sys.maxsize
         check_supported(self.caches)
         if shape is not None:
             check_fixed(self.caches)
@@ -129,14 +131,13 @@ class Lane:
     def room(self) -> int:
         """How many tokens a round may feed: all its rows see the same kind of keys.
 
-        It ends where the caches are quantized, and in exact mode with the shape.
+        It ends where the caches are quantized, in exact mode with the shape, and with
+        the model's table of positions.
         """
-        held = self.quantization
+        held, end = self.quantization, self._unknown + self.seen
         room = None if held is None else held.room(self.caches)
-        room = sys.maxsize if room is None else room
-        if self.shape is None:
-            return room
-        return min(room, self.shape.room(self._unknown + self.seen))
+        room = min(self.positions - end, sys.maxsize if room is None else room)
+        return room if self.shape is None else min(room, self.shape.room(end))
 
     def begin(self, *, whole: bool = False) -> "LaneRound":
         """Open a round of forwards of which a prefix, or with `whole` all, is kept.

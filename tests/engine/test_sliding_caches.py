@@ -7,6 +7,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from mlx_speculation import SpeculativeGenerator
 from mlx_speculation.caches import (
+    KVQuantization,
     SlidingKVCache,
     as_native,
     check_supported,
@@ -115,3 +116,23 @@ def test_another_word_is_refused() -> None:
     wrong: Any = "fast"
     with pytest.raises(InvalidRequestError, match="'fast'"):
         SpeculativeGenerator(build("llama"), byte_tokenizer(), sliding=wrong)
+
+
+@pytest.mark.parametrize("sliding", ["slack", "native"])
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
+def test_windows_are_not_quantized_by_any_door(sliding: Any, family: str) -> None:
+    """Streams took them: half of the layers were quantized, or it failed later."""
+    made = SpeculativeGenerator(build(family), byte_tokenizer(), sliding=sliding)
+    held = KVQuantization(bits=8, group_size=32, start=6)
+    refused = r"kv_bits is 8, and mlx-lm cannot quantize a \w+KVCache"
+    with pytest.raises(InvalidRequestError, match=refused):
+        made.stream([1, 2, 3], max_tokens=20, kv_quantization=held)
+    with pytest.raises(InvalidRequestError, match=refused):
+        made.generate_batch([[1, 2], [3]], max_tokens=20, kv_quantization=held)
+    caches = make_prompt_cache(made.model)
+    with pytest.raises(InvalidRequestError, match=refused):
+        made.generate([1], max_tokens=20, kv_quantization=held, prompt_cache=caches)
+    assert caches[0].offset == 0
+    # A text that ends before is not touched by it.
+    result = made.generate([1, 2], max_tokens=3, kv_quantization=held)
+    assert result.tokens == made.generate([1, 2], max_tokens=3).tokens

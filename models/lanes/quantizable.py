@@ -1,0 +1,59 @@
+"""The check of caches that are to be quantized, for every door."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_speculation.caches import KVQuantization
+from mlx_speculation.errors import InvalidRequestError
+
+
+def checked_quantization(
+    model: nn.Module,
+    quantization: KVQuantization | None,
+    caches: Sequence[Any] | None,
+    reach: int,
+) -> KVQuantization | None:
+    """Return how the caches of a text are quantized; None: not in this text.
+
+    Two forwards over new caches are built, and none is computed.
+
+    Args:
+        model: the target.
+        quantization: as it was passed.
+        caches: the target's; None: those that the model makes.
+        reach: positions of prompt and text.
+
+    Raises:
+        InvalidRequestError: a cache holds a window, which mlx-lm cannot quantize; mlx
+            has no such numbers; or the model fails with quantized caches.
+    """
+    if quantization is None or reach < quantization.start:
+        return None
+    fresh = make_prompt_cache(model)
+    window = KVQuantization.unable(fresh if caches is None else caches)
+    if window is not None:
+        raise InvalidRequestError(
+            f"kv_bits is {quantization.bits}, and mlx-lm cannot quantize a "
+            f"{type(window).__name__}, which the text would make it do at "
+            f"{quantization.start} tokens. Leave kv_bits out, or raise "
+            "quantized_kv_start above the tokens of prompt and text."
+        )
+    now = KVQuantization(quantization.bits, quantization.group_size)
+    token = mx.zeros((1, 1), mx.int32)
+    try:
+        model(token, cache=fresh)
+        now.replace(fresh)
+        model(token, cache=fresh)
+        model(mx.zeros((1, 2), mx.int32), cache=fresh)
+    except Exception as error:
+        raise InvalidRequestError(
+            f"kv_bits is {quantization.bits} and kv_group_size "
+            f"{quantization.group_size}, and {type(model).__module__} cannot read "
+            f"caches that are quantized so: {type(error).__name__}: {error}. Leave "
+            "kv_bits out, or choose others."
+        ) from error
+    return quantization
