@@ -4,10 +4,16 @@ Text is given out as soon as it is certain: not while it could end in half a
 character, and not while it could be the beginning of a stop string.
 """
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+HALF = 3  # bytes of a character that is not complete, at most
+CONTEXT = 8  # tokens that are decoded with new ones, at least
+# What is cleaned begins with a space, and needs no more than three characters after it.
+_CLEANED = re.compile(r".*[^\s']{3}", re.DOTALL)
 
 
 class StopStrings:
@@ -44,25 +50,50 @@ class StopStrings:
 
 
 class TextDetokenizer:
-    """Turns emitted tokens into text, and finds where the text ends."""
+    """Turns emitted tokens into text, and finds where the text ends.
+
+    The text is `tokenizer.decode` of all tokens, from its first character on. Only a
+    window of the last tokens is decoded for each new one. Of a run of byte tokens that
+    is not valid UTF-8, and decodes to replacement characters as a whole, the characters
+    that were complete remain.
+    """
 
     def __init__(
         self,
-        detokenizer: Any,  # a streaming detokenizer of mlx-lm, fresh
+        tokenizer: Any,  # of transformers, or mlx-lm's wrapper of one
         stop_tokens: Collection[int],  # ids that end the text and are not part of it
         stop_strings: Sequence[str],  # texts that end the text and are not part of it
     ) -> None:
-        self._detokenizer = detokenizer
+        self._decode, self._cleans = _decoding(tokenizer)
         self._stop_tokens = frozenset(stop_tokens)
         self._strings = StopStrings(stop_strings) if stop_strings else None
+        self._window: list[int] = []
+        self._shown = ""  # text of the window that was given out
+        self._whole = 0  # tokens of the window up to its last complete character
+        self._cut = 0  # tokens of the window that may be dropped next
 
     def add(self, token: int) -> tuple[str, bool]:
         """Take one token; return the text it makes certain, and whether it ends it."""
         if token in self._stop_tokens:
             return self.finish()[0], True
-        self._detokenizer.add_token(token)
-        text = self._detokenizer.last_segment
-        return (text, False) if self._strings is None else self._strings.add(text)
+        self._window.append(token)
+        text = self._decode(self._window)
+        end, whole = len(text), not text.endswith(INCOMPLETE)
+        if not whole:
+            end = max(len(text.rstrip(INCOMPLETE)), end - HALF)
+        if self._cleans:
+            cleaned = _CLEANED.match(text, 0, end)
+            end = cleaned.end() if cleaned else 0
+        new = ""
+        if text.startswith(self._shown, 0, end):
+            new, self._shown = text[len(self._shown) : end], text[:end]
+            if whole:
+                self._whole = len(self._window)
+            if len(self._window) - self._cut >= (CONTEXT if whole else 2 * CONTEXT):
+                self._shorten(text)
+        elif whole or len(self._window) - self._whole > HALF:
+            new = self._restart(whole)
+        return (new, False) if self._strings is None else self._strings.add(new)
 
     def finish(self) -> tuple[str, bool]:
         """Return the rest of the text, and whether a stop string ended it.
@@ -70,9 +101,52 @@ class TextDetokenizer:
         A character that is not complete is left out, and with it a replacement
         character at the very end, which looks the same.
         """
-        self._detokenizer.finalize()
-        rest = self._detokenizer.last_segment.rstrip(INCOMPLETE)
+        text = self._decode(self._window) if self._window else ""
+        if not text.startswith(self._shown):
+            text = self._shown + self._decode(self._window[self._whole :])
+        rest = text[len(self._shown) :].rstrip(INCOMPLETE)
+        self._shown += rest
         if self._strings is None:
             return rest, False
         shown, stopped = self._strings.add(rest)
         return (shown, True) if stopped else (shown + self._strings.flush(), False)
+
+    def _restart(self, whole: bool) -> str:
+        """Decode the tokens after the last complete character by themselves.
+
+        The new ones have changed the text of those before, which was given out.
+        """
+        passed, self._window = self._whole, self._window[self._whole :]
+        text = self._decode(self._window)
+        self._shown = text[: max(len(text.rstrip(INCOMPLETE)), len(text) - HALF)]
+        self._whole, self._cut = len(self._window) if whole else 0, 0
+        return self._shown if passed else ""
+
+    def _shorten(self, text: str) -> None:
+        """Drop the first tokens, where the others decode to the end of the text."""
+        kept = self._window[self._cut :]
+        part = self._decode(kept) if self._cut else ""
+        certain = len(part) - (len(text) - len(self._shown))
+        # Without text there is no first character for a decoder to strip again, and
+        # without three none for a space to be removed from between.
+        if certain > (2 if self._cleans else 0) and text.endswith(part):
+            self._whole = max(0, self._whole - self._cut)
+            self._window, self._shown = kept, part[:certain]
+        self._cut = len(self._window)
+
+
+def _decoding(tokenizer: Any) -> tuple[Callable[[list[int]], str], bool]:
+    """Return the decoding of a tokenizer, and whether it removes spaces again.
+
+    transformers does so where the tokenizer is configured to, but not for BPE, of which
+    it would log a warning in the middle of the text.
+    """
+    if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        return tokenizer.decode, False
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+    if type(getattr(backend, "model", None)).__name__ != "BPE" or getattr(
+        tokenizer, forced, False
+    ):
+        return tokenizer.decode, True
+    return partial(tokenizer.decode, clean_up_tokenization_spaces=False), False

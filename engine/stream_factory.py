@@ -160,7 +160,7 @@ class StreamFactory:
         assert sampling.seed is not None
         stream = Stream(
             decoder=Decoder(request),
-            text=TextDetokenizer(setup.tokenizer.detokenizer, ends, stops),
+            text=TextDetokenizer(setup.tokenizer, ends, stops),
             max_tokens=max_tokens,
             out_of_positions=max_tokens < options.max_tokens,
             seed=sampling.seed,

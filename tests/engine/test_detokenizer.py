@@ -1,31 +1,105 @@
 """Streamed text: whole characters only, and nothing of a stop string."""
 
-from itertools import pairwise
+import logging
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_speculation.engine.detokenizer import StopStrings, TextDetokenizer
-from support.models.tiny_tokenizer import byte_tokenizer
+from mlx_speculation import BatchGenerator, SpeculativeGenerator
+from mlx_speculation.engine.detokenizer import (
+    INCOMPLETE,
+    StopStrings,
+    TextDetokenizer,
+)
+from mlx_speculation.engine.result import Result
+from mlx_speculation.samplers import TokenAutomaton
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import (
+    PIECES,
+    byte_tokenizer,
+    merging_tokenizer,
+    metaspace_tokenizer,
+    sentencepiece_tokenizer,
+    suffix_tokenizer,
+    wordpiece_tokenizer,
+)
 
 TOKENIZER = byte_tokenizer()
-WORDS = st.text(st.sampled_from("ab ,né→日😀\n"), min_size=1, max_size=12)
+LLAMA = sentencepiece_tokenizer()
+GEMMA = sentencepiece_tokenizer(strips=False)
+OTHERS = {
+    "merges": merging_tokenizer(3, 300),
+    "metaspace": metaspace_tokenizer("always"),
+    "metaspace first": metaspace_tokenizer("first"),
+    "metaspace never": metaspace_tokenizer("never"),
+    "metaspace cleaned": metaspace_tokenizer("always", cleans=True),
+    "wordpiece": wordpiece_tokenizer(),
+    "wordpiece cleaned": wordpiece_tokenizer(cleans=True),
+    "suffix": suffix_tokenizer(),
+}
+BYTE_RUNS = st.sampled_from([[*char.encode()] for char in "日😀ñ~"])
+WORDS = st.text(st.sampled_from("ab ,né→日😀\n"), max_size=40)
 
 
-@given(text=WORDS, cut=st.integers(0, 40))
-def test_every_piece_and_the_end_hold_whole_characters(text: str, cut: int) -> None:
+def streamed(tokenizer: Any, tokens: Sequence[int]) -> tuple[list[str], str]:
+    """Return the pieces of a text as they come, and the rest at its end."""
+    stream = TextDetokenizer(tokenizer, (), ())
+    pieces = [stream.add(token)[0] for token in tokens]
+    return pieces, stream.finish()[0]
+
+
+@given(text=WORDS, cut=st.integers(0, 90))
+def test_all_but_half_a_character_is_shown_at_once(text: str, cut: int) -> None:
     tokens = TOKENIZER.encode(text)[:cut]
-    stream = TextDetokenizer(TOKENIZER.detokenizer, (), ())
-    shown = ""
-    for token in tokens:
-        piece, stopped = stream.add(token)
-        shown += piece
-        assert not stopped
-        # mlx-lm's detokenizer drops one space at the very beginning.
-        assert text.startswith(shown) or text.removeprefix(" ").startswith(shown)
-    shown += stream.finish()[0]
-    whole = text.encode()[: len(tokens)].decode("utf-8", "ignore")
-    assert shown in (whole, whole.removeprefix(" "))
+    pieces, rest = streamed(TOKENIZER, tokens)
+    for count, shown in enumerate(accumulate(pieces), start=1):
+        assert shown == text.encode()[:count].decode("utf-8", "ignore")
+    assert rest == ""
+
+
+@given(
+    parts=st.lists(
+        st.one_of(st.sampled_from([[256 + i] for i in range(len(PIECES))]), BYTE_RUNS),
+        max_size=40,
+    ),
+    tokenizer=st.sampled_from([LLAMA, GEMMA]),
+)
+def test_text_of_pieces_and_bytes_is_what_decode_makes_of_them(
+    parts: list[list[int]], tokenizer: Any
+) -> None:
+    tokens = [token for part in parts for token in part]
+    pieces, rest = streamed(tokenizer, tokens)
+    assert "".join(pieces) + rest == tokenizer.decode(tokens)
+    count, shown = 0, ""
+    for part in parts:
+        end = count + len(part)
+        # A character of several bytes comes whole, with its last one.
+        assert [*filter(None, pieces[count:end])] == [
+            *filter(None, pieces[end - 1 : end])
+        ]
+        shown += pieces[end - 1]
+        count = end
+        assert shown == tokenizer.decode(tokens[:count])
+
+
+@given(name=st.sampled_from(sorted(OTHERS)), data=st.data())
+def test_text_is_what_decode_makes_of_all_tokens(
+    name: str, data: st.DataObject
+) -> None:
+    tokenizer = OTHERS[name]
+    ids = st.integers(0, len(tokenizer) + 1)  # ids that it lacks as well
+    tokens = data.draw(st.lists(ids, max_size=60))
+    pieces, rest = streamed(tokenizer, tokens)
+    text = tokenizer.decode(tokens)
+    assert ("".join(pieces) + rest).rstrip(INCOMPLETE) == text.rstrip(INCOMPLETE)
+    if "cleaned" not in name:
+        for count, shown in enumerate(accumulate(pieces), start=1):
+            held = tokenizer.decode(tokens[:count]).removeprefix(shown)
+            assert held in ("", *(INCOMPLETE * n for n in (1, 2, 3)))
 
 
 @given(
@@ -65,7 +139,117 @@ def test_a_stop_is_found_as_soon_as_it_is_whole() -> None:
 
 
 def test_a_stop_token_ends_the_text_without_being_shown() -> None:
-    stream = TextDetokenizer(TOKENIZER.detokenizer, {5}, ())
+    stream = TextDetokenizer(TOKENIZER, {5}, ())
     token = TOKENIZER.encode("x")[0]
     assert stream.add(token) == ("x", False)
     assert stream.add(5) == ("", True)
+
+
+@pytest.mark.parametrize(("tokenizer", "ids"), [(LLAMA, 270), (TOKENIZER, 256)])
+@given(data=st.data())
+def test_bytes_that_are_no_text_lose_and_repeat_nothing(
+    tokenizer: Any, ids: int, data: st.DataObject
+) -> None:
+    """In a run of byte tokens, what was a character stays one; pieces stay apart."""
+    byte = st.sampled_from([0xFF, 0xF0, 0x9F, 0x98, 0x80, 0xE6, 0x97, 0xA5])
+    token = st.one_of(byte, byte, byte, st.integers(0x61, ids - 1))
+    tokens = data.draw(st.lists(token, max_size=60))
+    pieces, rest = streamed(tokenizer, tokens)
+    text, decoded = "".join(pieces) + rest, tokenizer.decode(tokens)
+    kept = [char for char in decoded if char != INCOMPLETE]
+    left = iter(text)
+    assert all(char in left for char in kept)
+    assert len(text) <= len(decoded)
+
+
+def test_half_a_character_at_the_end_leaves_the_whole_ones() -> None:
+    tokens = [*"日😀".encode()]
+    for count, text in ((3, "日"), (4, "日"), (6, "日"), (7, "日😀")):
+        pieces, rest = streamed(LLAMA, tokens[:count])
+        assert "".join(pieces) + rest == text
+    invalid = [*"日".encode(), 0xFF, 256 + PIECES.index("▁a")]
+    assert "".join(streamed(LLAMA, invalid)[0]) == f"日{INCOMPLETE} a"
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [97] * 4000,
+        [0xFF] * 4000,
+        [*"日".encode()] * 1300,
+        [*"日".encode(), *[0xFF] * 4000],
+        [0x20] * 4000,
+    ],
+)
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, LLAMA])
+def test_each_token_decodes_few_others(tokenizer: Any, tokens: list[int]) -> None:
+    decoded = 0
+
+    class Counted:
+        clean_up_tokenization_spaces = False
+
+        def decode(self, ids: list[int]) -> str:
+            nonlocal decoded
+            decoded += len(ids)
+            return str(tokenizer.decode(ids))
+
+    streamed(Counted(), tokens)
+    assert decoded < 32 * len(tokens)
+
+
+def test_a_tokenizer_that_cleans_in_vain_logs_nothing() -> None:
+    """transformers does not clean BPE, and warns of it at the first token."""
+    quiet = byte_tokenizer()
+    quiet.clean_up_tokenization_spaces = True
+    lines: list[logging.LogRecord] = []
+    logger = logging.getLogger("transformers.tokenization_utils_tokenizers")
+    handler = logging.Handler()
+    handler.emit = lines.append  # type: ignore[method-assign, assignment]
+    logger.addHandler(handler)
+    try:
+        pieces, _ = streamed(quiet, quiet.encode("a ."))
+    finally:
+        logger.removeHandler(handler)
+    assert (pieces, lines) == (["a", " ", "."], [])
+
+
+def generated(tokenizer: Any, tokens: list[int], door: str, **options: Any) -> Result:
+    """Generate these tokens, in a stream or in a batch of two, with a draft model."""
+    forced = {i: {token: i + 1} for i, token in enumerate(tokens)}
+    generator = SpeculativeGenerator(
+        build("llama", vocab=270),
+        tokenizer,
+        draft=build("llama", seed=1, vocab=270),
+        draft_length=3,
+    )
+    options |= {
+        "constraint": TokenAutomaton(forced, accepting={len(tokens)}),
+        "max_tokens": len(tokens),
+    }
+    if door == "stream":
+        return generator.generate([1, 2, 3], **options)
+    with BatchGenerator(generator) as batch:
+        uids = [batch.insert([1, 2, 3 + i], **options) for i in range(2)]
+        while batch.waiting or batch.running:
+            batch.next()
+        assert batch.result(uids[0]).text == batch.result(uids[1]).text
+        return batch.result(uids[1])
+
+
+@pytest.mark.parametrize("door", ["stream", "batch"])
+@pytest.mark.parametrize("name", ["bytes", "llama", "gemma"])
+def test_a_continuation_begins_with_its_space(name: str, door: str) -> None:
+    tokenizer = {"bytes": TOKENIZER, "llama": LLAMA, "gemma": GEMMA}[name]
+    if name == "bytes":
+        tokens = TOKENIZER.encode("  Paris. 日'")
+    else:
+        words = [256 + PIECES.index(piece) for piece in ("▁", "▁Paris", ".", "▁")]
+        tokens = [*words, *"日".encode(), 256 + PIECES.index("'")]
+    text = tokenizer.decode(tokens)
+    assert text.lstrip(" ") == "Paris. 日'"
+    assert generated(tokenizer, tokens, door).text == text
+    for stop in (" Paris", "  P", " 日", "日'"):
+        result = generated(tokenizer, tokens, door, stop=stop)
+        at = text.find(stop)
+        assert result.text == (text if at < 0 else text[:at]), stop
+        assert (result.finish_reason == "stop") or at < 0

@@ -144,6 +144,19 @@ def test_an_end_token_ends_the_text_as_in_mlx_lm(name: str, at: int) -> None:
         assert_same_caches(caches, own, bitwise=bitwise)
 
 
+def test_the_first_space_is_dropped_as_in_mlx_lm_and_here_alone() -> None:
+    model, tokenizer = known("llama")[0], byte_tokenizer()
+    bias = {tokenizer.encode(" ")[0]: 1e4}
+    processors = sample_utils.make_logits_processors(bias)
+    expected, got = both(
+        model, tokenizer, PROMPT, max_tokens=3, ours={}, logits_processors=processors
+    )
+    assert "".join(got.texts) == "".join(expected.texts) == "  "
+    ours = SpeculativeGenerator(model, tokenizer)
+    result = ours.generate(PROMPT, max_tokens=3, sampling=Sampling(logit_bias=bias))
+    assert result.text == tokenizer.decode(got.tokens) == "   "
+
+
 @pytest.mark.parametrize("name", [*MODELS, "lfm2"])
 def test_a_stream_closed_early_leaves_the_yielded_tokens(name: str) -> None:
     """A round is committed before its first token is yielded; a close undoes it."""

@@ -1,9 +1,13 @@
-"""Real byte-level tokenizers: of all 256 bytes, or of a few letters."""
+"""Real tokenizers: byte-level ones, and those of other decoders with a few pieces."""
 
 import random
 from collections.abc import Sequence
 
-from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
+from mlx_lm.tokenizer_utils import (
+    BPEStreamingDetokenizer,
+    SPMStreamingDetokenizer,
+    TokenizerWrapper,
+)
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -37,6 +41,68 @@ def merging_tokenizer(seed: int, merges: int, letters: int = 256) -> TokenizerWr
     return _tokenizer(tokens, pairs)
 
 
+PIECES = (
+    "▁",
+    "▁▁",
+    "▁a",
+    "a",
+    "b",
+    "▁Paris",
+    ".",
+    "▁.",
+    "'s",
+    "▁n",
+    "'",
+    "t",
+    "é",
+    "\n",
+)
+BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
+
+
+def sentencepiece_tokenizer(*, strips: bool = True) -> TokenizerWrapper:
+    """Make a tokenizer of `PIECES` and bytes, with the decoder of Llama or of Gemma.
+
+    Ids 0 to 255 are the bytes; Llama's removes the first space of a text.
+    """
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    ends = [decoders.Strip(" ", 1, 0)] if strips else []
+    vocabulary = {token: i for i, token in enumerate((*BYTES, *PIECES))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([*steps, *ends])
+    return TokenizerWrapper(_fast(tokenizer), SPMStreamingDetokenizer)
+
+
+def metaspace_tokenizer(scheme: str, *, cleans: bool = False) -> TokenizerWrapper:
+    """Make a tokenizer of `PIECES` with the decoder of T5; it may remove spaces."""
+    tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in PIECES], 0))
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    return TokenizerWrapper(_fast(tokenizer, cleans=cleans))
+
+
+def wordpiece_tokenizer(*, cleans: bool = False) -> TokenizerWrapper:
+    """Make a tokenizer of words and their ends, as BERT has it."""
+    words = ("a", "##a", "##b", "paris", ".", ",", "'", "n", "##n", "t", "s", "[UNK]")
+    vocabulary = {token: i for i, token in enumerate(words)}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece(cleanup=cleans)
+    return TokenizerWrapper(_fast(tokenizer, cleans=cleans))
+
+
+def suffix_tokenizer() -> TokenizerWrapper:
+    """Make a tokenizer whose words end in a mark, as the first GPT's do."""
+    vocabulary = {t: i for i, t in enumerate(("a", "a</w>", "b", "b</w>", ".</w>"))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.decoder = decoders.BPEDecoder()
+    return TokenizerWrapper(_fast(tokenizer))
+
+
+def _fast(tokenizer: Tokenizer, *, cleans: bool = False) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=cleans
+    )
+
+
 def _tokenizer(
     tokens: list[str], merges: Sequence[tuple[str, str]] = ()
 ) -> TokenizerWrapper:
@@ -44,5 +110,4 @@ def _tokenizer(
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[*merges]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    return TokenizerWrapper(fast, BPEStreamingDetokenizer)
+    return TokenizerWrapper(_fast(tokenizer), BPEStreamingDetokenizer)
