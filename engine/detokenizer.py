@@ -111,6 +111,23 @@ class TextDetokenizer:
         shown, stopped = self._strings.add(rest)
         return (shown, True) if stopped else (shown + self._strings.flush(), False)
 
+    def next_texts(self, tokens: Sequence[int]) -> list[tuple[int, str]]:
+        """Return the text of each of these tokens, were it the next one.
+
+        Each comes with the number of characters between the text that was given out
+        and its own. A part of a character is `INCOMPLETE`, and begins where that does.
+        """
+        before = self._decode(self._window) if self._window else ""
+        return [self._next_text(before, token) for token in tokens]
+
+    def _next_text(self, before: str, token: int) -> tuple[int, str]:
+        after, text = self._decode([*self._window, token]), ""
+        start = len(before.rstrip(INCOMPLETE))
+        if after.startswith(before):
+            start, text = len(before), after[len(before) :]
+        start = min(start, len(after.rstrip(INCOMPLETE)))
+        return max(0, start - len(self._shown)), text or self._decode([token])
+
     def _restart(self, whole: bool) -> str:
         """Decode the tokens after the last complete character by themselves.
 

@@ -1,7 +1,7 @@
 """What the server answers, asked by the real openai client over loopback."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from string import ascii_uppercase as ALPHABET  # noqa: N812
@@ -22,12 +22,14 @@ from mlx_speculation.engine.mlx_lm_compat.prompt_cache import limited
 from mlx_speculation.engine.result import Result
 from mlx_speculation.option_fields import KvLimits
 from mlx_speculation.server import Server
-from support.models.tiny_models import TINY_MODELS, build_tiny
+from support.models.tiny_models import TINY_MODELS, build, build_tiny
+from support.models.tiny_tokenizer import byte_tokenizer, sentencepiece_tokenizer
 from support.processes.servers import (
     NAME,
     client_of,
     get,
     letters,
+    nearly,
     post,
     serving,
     tiny_pair,
@@ -217,6 +219,86 @@ def test_log_probabilities_are_those_of_the_library(
         assert value == pytest.approx(one.value, abs=1e-4)
         ids = {letters(text)[0]: value for text, value in top.items()}
         assert ids == pytest.approx(dict(one.top), abs=1e-4)
+
+
+def make_words(strips: bool | None) -> Callable[..., SpeculativeGenerator]:
+    """Return what makes a generator of pieces and bytes, or of bytes alone."""
+
+    def make(prefixes: PrefixCache | None = None) -> SpeculativeGenerator:
+        tokenizer = byte_tokenizer()
+        if strips is not None:
+            tokenizer = sentencepiece_tokenizer(strips=strips)
+        target = build("llama", vocab=len(tokenizer))
+        draft = nearly(target, build("llama", vocab=len(tokenizer)), 0.03, 1)
+        return SpeculativeGenerator(
+            target, tokenizer, draft=draft, draft_length=4, prefix_cache=prefixes
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("strips", [None, True, False])
+def test_text_and_offsets_begin_with_the_first_space(strips: bool | None) -> None:
+    make = make_words(strips)
+    generator = make()
+    decode = generator.tokenizer.decode
+    ids = generator.tokenizer.encode(" ab") if strips is None else (256, 258, 261)
+    bias = dict.fromkeys(ids, 60.0)
+    with serving(make, draft=None) as server, client_of(server) as client:
+        for seed in range(4):
+            request: dict[str, Any] = {
+                **{"model": NAME, "prompt": [1, 2, 3], "temperature": 1.5},
+                **{"seed": seed, "max_tokens": 20},
+                "logit_bias": {str(token): value for token, value in bias.items()},
+            }
+            whole: Any = client.completions.create(**request, logprobs=3).choices[0]
+            reported, text = whole.logprobs, whole.text
+            assert text == decode(reported.token_ids) == "".join(reported.tokens)
+            starts = [decode(reported.token_ids[:count]) for count in range(20)]
+            assert reported.text_offset == [*map(len, starts)]
+            assert set(reported.top_logprobs[1]) >= {" ", " a"} or strips is None
+            chat: Any = {**request, "messages": [{"role": "user", "content": "a"}]}
+            del chat["prompt"]
+            said: Any = client.chat.completions.create(**chat, logprobs=True).choices[0]
+            tokens = said.logprobs.content
+            assert said.message.content == "".join(token.token for token in tokens)
+            assert said.message.content == decode(
+                [token.model_extra["id"] for token in tokens]
+            )
+            # In a stream, with tokens that a stop string holds back.
+            for stop in (" a", "  "):
+                cut = {**request, "stop": stop, "stream": True, "logprobs": 0}
+                shown, offsets = "", []
+                for part in client.completions.create(**cut):
+                    shown += part.choices[0].text
+                    if part.choices[0].logprobs is not None:
+                        offsets += part.choices[0].logprobs.text_offset
+                assert shown == text.partition(stop)[0]
+                assert offsets == reported.text_offset[: len(offsets)]
+
+
+@pytest.mark.parametrize("strips", [None, True, False])
+def test_offsets_count_a_character_of_several_tokens_once(strips: bool | None) -> None:
+    text = '"ñ 日b😀"'
+    shape = {"name": "text", "schema": {"const": text.strip('"')}}
+    with serving(make_words(strips), draft=None) as server, client_of(server) as client:
+        answer: Any = client.completions.create(
+            model=NAME,
+            prompt=[1, 2, 3],
+            max_tokens=20,
+            logprobs=0,
+            extra_body={
+                "response_format": {"type": "json_schema", "json_schema": shape}
+            },
+        )
+    found = answer.choices[0]
+    assert found.text == text
+    places = [*zip(found.logprobs.tokens, found.logprobs.text_offset, strict=True)]
+    half = "\N{REPLACEMENT CHARACTER}"
+    for at, char in enumerate(text):
+        size = len(char.encode())
+        parts = [char] if size == 1 else [half] * size
+        assert [token for token, start in places if start == at] == parts
 
 
 def test_a_stream_of_a_chat_reports_every_token_once(client: openai.OpenAI) -> None:

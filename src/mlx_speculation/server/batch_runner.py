@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_speculation.engine import SpeculativeGenerator
 from mlx_speculation.engine.batch.generator import BatchGenerator
+from mlx_speculation.engine.detokenizer import TextDetokenizer
 from mlx_speculation.engine.mlx_lm_compat.prompt_cache import limited
 from mlx_speculation.engine.prompt import Prompt
 from mlx_speculation.samplers import Sampling
@@ -41,6 +42,7 @@ class Rows:
         limited(generator.model, sys.maxsize, **self._kv)  # refuses before a request
         self._batch = BatchGenerator(generator, max_rows=settings.max_rows)
         self._jobs: dict[int, Job] = {}
+        self._texts: dict[int, TokenTexts] = {}  # where probabilities are wanted
 
     def __len__(self) -> int:
         """The number of requests."""
@@ -63,6 +65,8 @@ class Rows:
             **options,
         )
         self._jobs[uid] = job
+        if job.checked.logprobs is not None:
+            self._texts[uid] = TokenTexts(self.generator.tokenizer)
         job.prompt_tokens = length
         if (reason := self._batch.why_alone(uid)) is not None:
             self._metrics.alone(reason)
@@ -89,6 +93,7 @@ class Rows:
             job.put(why)
             self._done()
         self._jobs.clear()
+        self._texts.clear()
         self._batch.close()
 
     def _run(self) -> None:
@@ -132,33 +137,19 @@ class Rows:
         chunks = [one.chunk for one in responses if one.chunk is not None]
         text = "".join(chunk.text for chunk in chunks)
         token = chunks[-1].token if chunks else 0
-        tokens = self._tokens(chunks)
+        texts = self._texts.get(uid)
+        tokens = () if texts is None else tuple(map(texts.token, chunks))
         result = None if last.finish_reason is None else self._let_go(uid)
         if last.error is not None:
             job.put(logged_api_error(last.error))
         else:
             job.put(Piece(text, token, tokens, result))
 
-    def _tokens(self, chunks: "list[Chunk]") -> tuple[Token, ...]:
-        """Return tokens as texts, if their probabilities were asked for."""
-        decode = self.generator.tokenizer.decode
-
-        def named(token: int, value: float) -> Alternative:
-            return Alternative(token, decode([token]), value)
-
-        return tuple(
-            Token(
-                named(chunk.token, chunk.logprob.value),
-                tuple(named(token, value) for token, value in chunk.logprob.top),
-            )
-            for chunk in chunks
-            if chunk.logprob is not None
-        )
-
     def _let_go(self, uid: int) -> "Result":
         """Forget a row, and count it."""
         result = self._batch.remove(uid)
         job = self._jobs.pop(uid)
+        self._texts.pop(uid, None)
         self._done()
         read = job.prompt_tokens if job.began is not None else 0
         self._metrics.ended(result, read, time.monotonic() - job.arrived)
@@ -172,6 +163,29 @@ class Rows:
         else:
             job.put(late(self._settings.limits.seconds, began=job.has_begun))
         self._let_go(uid)
+
+
+class TokenTexts:
+    """The texts of a row's tokens, with their probabilities."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._text = TextDetokenizer(tokenizer, (), ())
+        self._length = 0  # characters so far
+
+    def token(self, chunk: "Chunk") -> Token:
+        """Take the next token."""
+        assert chunk.logprob is not None
+        ids, values = zip(
+            (chunk.token, chunk.logprob.value), *chunk.logprob.top, strict=True
+        )
+        places = self._text.next_texts(ids)
+        start = self._length + places[0][0]
+        self._length += len(self._text.add(chunk.token)[0])
+        own, *top = (
+            Alternative(token, text, value)
+            for token, (_, text), value in zip(ids, places, values, strict=True)
+        )
+        return Token(own, tuple(top), start)
 
 
 def logged_api_error(error: Exception) -> ApiError:

@@ -81,7 +81,6 @@ class Handler(ChatHandler):
         self._job: Job | None = None
         self._result: Any = None
         self._unsent: list[Token] = []
-        self._characters = 0  # of the tokens whose probabilities were sent
         self._choice = 0  # which of the texts is answered
         self._usages: list[dict[str, Any]] = []  # of the texts that have ended
         self._packet: dict[str, Any] = {}  # the last one that was formed
@@ -164,7 +163,7 @@ class Handler(ChatHandler):
     def _answer(self, request: CompletionRequest, job: Job, choice: int = 0) -> None:
         """Send one text as it comes."""
         self._job, self._choice = job, choice
-        self._result, self._unsent, self._characters = None, [], 0
+        self._result, self._unsent = None, []
         self._called_tool = False
         context = job.wait(self._check)
         self.send_answer(request, context, self._responses(job))
@@ -276,9 +275,7 @@ class Handler(ChatHandler):
             return None
         if self._checked.chat:
             return replies.chat_logprobs(tokens)
-        start = self._characters
-        self._characters += sum(len(token.text) for token in tokens)
-        return replies.text_logprobs(tokens, start)
+        return replies.text_logprobs(tokens)
 
     def _usage(self) -> dict[str, Any]:
         assert self._checked is not None

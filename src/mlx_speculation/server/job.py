@@ -34,7 +34,7 @@ class Alternative:
     """A token id, and how probable it was."""
 
     id: int  # the token
-    text: str  # of it alone
+    text: str  # of it, after the tokens before it
     value: float  # the natural logarithm of its probability
 
 
@@ -44,6 +44,7 @@ class Token:
 
     alternative: Alternative  # the token that was chosen
     top: tuple[Alternative, ...]  # the most probable ones
+    start: int  # the characters of the text before it
 
     @property
     def text(self) -> str:

@@ -97,12 +97,8 @@ def chat_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
     }
 
 
-def text_logprobs(tokens: Sequence[Token], start: int) -> dict[str, Any]:
+def text_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
     """Return log-probabilities as completions have them."""
-    offsets = []
-    for token in tokens:
-        offsets.append(start)
-        start += len(token.text)
     return {
         "tokens": [token.text for token in tokens],
         "token_ids": [token.alternative.id for token in tokens],
@@ -110,7 +106,7 @@ def text_logprobs(tokens: Sequence[Token], start: int) -> dict[str, Any]:
         "top_logprobs": [
             {one.text: one.value for one in reversed(token.top)} for token in tokens
         ],
-        "text_offset": offsets,
+        "text_offset": [token.start for token in tokens],
     }
 
 
