@@ -35,7 +35,8 @@ class LogProb:
 
     Attributes:
         value: the natural logarithm of its probability.
-        top: pairs of a token id and its log-probability, the most probable first.
+        top: pairs of a token id and its log-probability, the most probable first, of
+            equals the chosen one.
         row: of all ids, float32 [ids], not evaluated; in chunks of streams that were
             asked for it, and never in a result.
     """

@@ -265,7 +265,11 @@ def reported(
     *,
     whole: bool,
 ) -> LogProbs:
-    """Return the log-probabilities of chosen tokens, and of the most probable."""
+    """Return the log-probabilities of chosen tokens, and of the most probable.
+
+    Of equally probable ones the chosen token comes first, or alone where there is no
+    room for all of them.
+    """
     log_probs = (processed - normals[:, None]).astype(mx.float32)
     chosen = mx.take_along_axis(log_probs, tokens[:, None], axis=-1)[:, 0]
     top = min(top, log_probs.shape[-1])
@@ -276,9 +280,20 @@ def reported(
     best = mx.argpartition(-log_probs, kth=top - 1, axis=-1)[:, :top]
     values = mx.take_along_axis(log_probs, best, axis=-1)
     order = mx.argsort(-values, axis=-1)
-    return LogProbs(
-        chosen,
-        mx.take_along_axis(best, order, axis=-1).astype(mx.uint32),
-        mx.take_along_axis(values, order, axis=-1),
-        rows,
-    )
+    best = mx.take_along_axis(best, order, axis=-1).astype(mx.uint32)
+    values = mx.take_along_axis(values, order, axis=-1)
+    return LogProbs(chosen, _chosen_first(best, values, tokens, chosen), values, rows)
+
+
+def _chosen_first(
+    ids: mx.array, values: mx.array, tokens: mx.array, chosen: mx.array
+) -> mx.array:
+    """Move each row's chosen token before the ids whose values equal its own."""
+    tokens, chosen = tokens.astype(ids.dtype)[:, None], chosen[:, None]
+    left_out = (ids != tokens).all(axis=-1, keepdims=True) & (values == chosen)
+    places = mx.arange(ids.shape[-1])
+    ids = mx.where(left_out & (places == len(places) - 1), tokens, ids)
+    # Between the places of others, so that no two are the same.
+    first = 2 * (values > chosen).sum(axis=-1, keepdims=True) - 1
+    order = mx.argsort(mx.where(ids == tokens, first, 2 * places), axis=-1)
+    return mx.take_along_axis(ids, order, axis=-1)

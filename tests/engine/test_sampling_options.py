@@ -28,7 +28,13 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
-from mlx_speculation import InvalidRequestError, Sampling, SpeculativeGenerator, pure
+from mlx_speculation import (
+    BatchGenerator,
+    InvalidRequestError,
+    Sampling,
+    SpeculativeGenerator,
+    pure,
+)
 from mlx_speculation.engine.result import Result
 from mlx_speculation.engine.round import round as rounds
 from support.covering import covering
@@ -369,3 +375,38 @@ def test_a_processor_that_raises_ends_the_stream_and_the_caches_are_right(
     assert stream.result.tokens == expected.tokens[: len(stream.result.tokens)]
     assert len(stream.result.tokens) <= call
     assert processor.calls == plain.calls[:call]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("draft", [None, "lookup"])
+@pytest.mark.parametrize("batch", [False, True])
+def test_the_chosen_token_is_first_at_exact_ties(
+    temperature: float, draft: str | None, batch: bool
+) -> None:
+    """Each token has three twins, and room is for two."""
+    tied = build_tiny(TINY_MODELS["llama"], seed=3, vocab=VOCAB)
+    weight: Any = tied.lm_head.weight
+    tied.lm_head.weight = mx.repeat(weight[::4], 4, axis=0)
+    generator = SpeculativeGenerator(
+        tied, letter_tokenizer(VOCAB), draft=draft, draft_length=3
+    )
+    options: dict[str, Any] = {
+        **{"max_tokens": 40, "logprobs": 2, "stop_tokens": ()},
+        "sampling": Sampling(temperature=temperature, seed=1),
+    }
+    if batch:
+        with BatchGenerator(generator) as rows:
+            uids = [rows.insert([*PROMPT, token], **options) for token in (1, 2)]
+            while rows.waiting or rows.running:
+                rows.next()
+            results = [rows.result(uid) for uid in uids]
+    else:
+        results = [generator.generate(PROMPT, **options)]
+    for result in results:
+        assert result.logprobs is not None
+        pairs = [*zip(result.tokens, result.logprobs, strict=True)]
+        likely = [(token, one) for token, one in pairs if one.value == one.top[0][1]]
+        assert [one.top[0] for _, one in likely] == [
+            (t, one.value) for t, one in likely
+        ]
+        assert len(likely) == 40 if temperature == 0 else len(likely) > 5

@@ -10,6 +10,7 @@ The tests of this file fail for each of these faults, made by hand (killed by ha
     ids of a restricted vocabulary in the wrong order
     the draft's own temperature forgotten
     log-probabilities of filtered logits, or in the wrong order
+    the chosen token after its equals, or beyond them
 """
 
 from typing import Any, get_args
@@ -246,6 +247,40 @@ def test_log_probabilities_are_those_of_the_processed_logits(
     assert [len(set(row)) for row in ids.tolist()] == [min(top, WIDTH)] * 3
     named = np.take_along_axis(expected, ids, axis=-1)
     np.testing.assert_allclose(named, order, atol=1e-5)
+
+
+@given(
+    options=OPTIONS,
+    acceptance=RULES,
+    key=st.integers(0, 999),
+    top=st.integers(1, WIDTH + 2),
+    levels=st.sampled_from([0.0, 0.5, 1.0]),
+    dtype=st.sampled_from([mx.float32, mx.bfloat16]),
+)
+def test_the_chosen_token_goes_first_among_equals(
+    options: dict[str, Any],
+    acceptance: Acceptance,
+    key: int,
+    top: int,
+    levels: float,
+    dtype: mx.Dtype,
+) -> None:
+    """`levels` is the distance of logits that differ; some cannot be chosen."""
+    verifier = verifier_of(options, acceptance)
+    logits, drafted = mx.round(levels * logits_of(key, 3)), mx.array([2, 7], mx.uint32)
+    logits[:, 9:] = -mx.inf
+    logits = logits.astype(dtype)
+    probs = mx.ones((2, WIDTH)) / WIDTH
+    rows = Rows(KNOWN, drafted, 3)
+    verified = verifier.verify(logits, rows, drafted, probs, top=top)
+    report = verified.log_probs
+    assert report is not None
+    arrays = (verified.tokens, report.tokens, report.top_ids, report.top)
+    for chosen, value, ids, values in zip(*(a.tolist() for a in arrays), strict=True):
+        assert len(set(ids)) == len(ids) == min(top, WIDTH)
+        assert values == sorted(values, reverse=True)
+        above = sum(other > value for other in values)
+        assert ids[above : above + 1] == [chosen][: len(ids) - above]
 
 
 @pytest.mark.parametrize("acceptance", get_args(Acceptance))

@@ -7,6 +7,7 @@ from functools import cache
 from string import ascii_uppercase as ALPHABET  # noqa: N812
 from typing import Any
 
+import mlx.core as mx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -29,6 +30,7 @@ from support.processes.servers import (
     client_of,
     get,
     letters,
+    make_tiny,
     nearly,
     post,
     serving,
@@ -299,6 +301,26 @@ def test_offsets_count_a_character_of_several_tokens_once(strips: bool | None) -
         size = len(char.encode())
         parts = [char] if size == 1 else [half] * size
         assert [token for token, start in places if start == at] == parts
+
+
+def test_the_chosen_token_is_first_at_exact_ties() -> None:
+    def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
+        generator: SpeculativeGenerator = make_tiny()(prefixes)
+        head: Any = generator.model.lm_head
+        head.weight = mx.repeat(head.weight[::2], 2, axis=0)
+        return generator
+
+    greedy: dict[str, Any] = {"model": NAME, "temperature": 0}
+    with serving(make) as server, client_of(server) as client:
+        text: Any = client.completions.create(prompt=PROMPT, logprobs=2, **greedy)
+        message: Any = {"role": "user", "content": PROMPT}
+        chat: Any = client.chat.completions.create(
+            messages=[message], logprobs=True, top_logprobs=1, **greedy
+        )
+    found = text.choices[0].logprobs
+    assert [next(iter(top)) for top in found.top_logprobs] == found.tokens
+    for one in chat.choices[0].logprobs.content:
+        assert one.top_logprobs[0].token == one.token
 
 
 def test_a_stream_of_a_chat_reports_every_token_once(client: openai.OpenAI) -> None:

@@ -103,11 +103,17 @@ def text_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
         "tokens": [token.text for token in tokens],
         "token_ids": [token.alternative.id for token in tokens],
         "token_logprobs": [token.alternative.value for token in tokens],
-        "top_logprobs": [
-            {one.text: one.value for one in reversed(token.top)} for token in tokens
-        ],
+        "top_logprobs": [_by_text(token.top) for token in tokens],
         "text_offset": [token.start for token in tokens],
     }
+
+
+def _by_text(top: Sequence[Alternative]) -> dict[str, float]:
+    """Return the most probable token of each text, the most probable first."""
+    values: dict[str, float] = {}
+    for one in top:
+        values.setdefault(one.text, one.value)
+    return values
 
 
 def _entry(one: Alternative) -> dict[str, Any]:
